@@ -55,8 +55,8 @@ def island(x: Tensor) -> torch.dtype:
 
 
 def scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    found = (query.to(island(query)) @ key.to(island(key)).mT) * scale
-    return found if mask is None else found + mask.to(found.dtype)
+    raw = (query.to(island(query)) @ key.to(island(key)).mT) * scale
+    return raw if mask is None else raw + mask.to(raw.dtype)
 
 
 def heads_inside(x: Tensor) -> Tensor:
@@ -67,11 +67,11 @@ def heads_inside(x: Tensor) -> Tensor:
 def forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
     assert compute_log_sumexp and not dropout_p and not is_causal, "not pretended"
     checked(query, key, value, attn_bias)
-    found = scores(query, key, attn_bias, query.shape[-1] ** -0.5 if scale is None else scale)
-    lse = found.logsumexp(-1)
-    y = torch.exp(found - lse[..., None]) @ value.to(found.dtype)
+    raw = scores(query, key, attn_bias, query.shape[-1] ** -0.5 if scale is None else scale)
+    lse = raw.logsumexp(-1)
+    y = torch.exp(raw - lse[..., None]) @ value.to(raw.dtype)
     rows = query.shape[2]
-    padded = torch.full((*query.shape[:2], ceil(rows / PADDED_QUERIES) * PADDED_QUERIES), torch.inf, dtype=found.dtype)
+    padded = torch.full((*query.shape[:2], ceil(rows / PADDED_QUERIES) * PADDED_QUERIES), torch.inf, dtype=raw.dtype)
     padded[..., :rows] = lse
     seed, offset = torch.tensor(0), torch.tensor(0)
     return heads_inside(y.to(query.dtype)), padded, seed, offset
@@ -110,8 +110,8 @@ def backward(
     g, y = grad_out_.to(weights.dtype), out.to(weights.dtype)
     d_scores = weights * (g @ value.to(g.dtype).mT - (g * y).sum(-1, keepdim=True)) * factor
     d_query, d_key = d_scores @ key.to(g.dtype), d_scores.mT @ query.to(g.dtype)
-    found = (heads_inside(x.to(query.dtype)) for x in (d_query, d_key, weights.mT @ g))
-    return *found, torch.empty(0, dtype=query.dtype)
+    raw = (heads_inside(x.to(query.dtype)) for x in (d_query, d_key, weights.mT @ g))
+    return *raw, torch.empty(0, dtype=query.dtype)
 
 
 @contextmanager

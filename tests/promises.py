@@ -115,15 +115,15 @@ class Sums(Gate):
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
         state = self.reads(state)
-        kept, sums = x.new_zeros(len(x), x.shape[2]) if state is None else state.to(x.dtype), []
+        total, sums = x.new_zeros(len(x), x.shape[2]) if state is None else state.to(x.dtype), []
         for now in self.value(x).unbind(1):
-            kept = self.decay * kept + now
-            sums.append(kept)
-        out = SublayerOutput(self.gate(x).sigmoid() * torch.stack(sums, dim=1), self.carry(kept))
+            total = self.decay * total + now
+            sums.append(total)
+        out = SublayerOutput(self.gate(x).sigmoid() * torch.stack(sums, dim=1), self.carry(total))
         return self.gives(out, x, collect_stats)
 
-    def carry(self, kept: Tensor) -> Tensor:
-        return kept.detach()
+    def carry(self, total: Tensor) -> Tensor:
+        return total.detach()
 
 
 def toy(base: type[Sublayer] = Gate, *, also: Callable[[Sublayer], object] | None = None, **members) -> type[Sublayer]:
@@ -136,6 +136,6 @@ def toy(base: type[Sublayer] = Gate, *, also: Callable[[Sublayer], object] | Non
     return type("Toy", (base,), members | ({"__init__": __init__} if also else {}))
 
 
-def own(value: object) -> Callable[[Sublayer], None]:
+def parameter(value: object) -> Callable[[Sublayer], None]:
     """For ``toy``'s ``also``: one more parameter, ``own``."""
     return lambda self: self.register_parameter("own", nn.Parameter(torch.tensor(value)))

@@ -7,17 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.attention_case import (
-    B,
-    Case,
-    D,
-    assert_near,
-    assert_same,
-    gradients,
-    run,
-    set_fractions,
-    starts,
-)
+from tests.attention_case import B, Case, D, assert_near, assert_same, gradients, run, set_fractions, starts
 from tests.reference.adaptive_span import dynamic_fractions, span_loss
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan, bucket
 from variants.all_attention import PersistentKV

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from bench.choices import follows
-from harness.plan.build import plan_run
 from harness.plan.instantiate import resolve
 from tests.command import MADE, run_folders, train
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
-from tests.composing import TINY, compose_config
 from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, findings_of, model_of
 from variants.any_module import AnyModule
 from variants.contract import Honours, LayerContext, Position, Sublayer
@@ -192,17 +189,3 @@ def test_promises_are_what_the_yaml_says(layers):
 def test_the_check_holds_a_module_to_what_is_said_of_it(layers, limits, keywords, broken):
     verdicts = findings_of(model_of(partial(made(node(**keywords)), limits=limits)))
     assert {promise for promise, finding in verdicts.items() if not finding.passed} == broken
-
-
-@pytest.mark.parametrize(
-    ("module", "honours", "lines"),
-    [
-        ("Window", {"span": "window", "attend_self": "itself"}, []),
-        ("Mean", {"span": "table"}, ["model.span=13,26,6, which honours say it follows"]),
-    ],
-)
-def test_and_to_what_it_follows(layers, module, honours, lines):
-    mixer = {"_target_": "variants.any_module.AnyModule", "_partial_": True, "module": node(f"{NAME}.{module}")}
-    cfg = compose_config(*TINY, f"trust=[{NAME}]", "model.d_model=16", "model.span=13", "position=none")
-    cfg.variant = {"name": "mine", "layers": ["mixer"], "at": {}, "groups": {}, "mixer": mixer | {"honours": honours}}
-    assert [line.partition(" with ")[2] for line in follows(plan_run(cfg))] == lines

@@ -81,23 +81,6 @@ def test_on_the_cpus_kernel_every_head_carries_a_past_as_long_as_it_may_look(att
             assert not any(k.requires_grad for k in out.state[0])
 
 
-@pytest.mark.cpu_kernel
-@pytest.mark.parametrize("options", [{"persistent": 2}, {"position": "alibi"}], ids=str)
-def test_a_state_of_single_heads_is_met_by_the_other_paths(options):
-    """A run goes on from a checkpoint with another path."""
-    case = Case(**{"length": 9, "span": 300, "heads": 4, "spans": "zero", "position": "relative"} | options)
-    attention, (_, x) = case.build(), case.stream()
-    past, carried = torch.randn(B, 4, 350, case.d_head, dtype=DOUBLE), [63, 150, 299, 299]
-    single = tuple(tuple(past[:, h : h + 1, 350 - n :] for h, n in enumerate(carried)) for _ in range(2))
-    attention.span.set_keys(min(n + 1, 300) for n in carried)
-    y = attention(x, single, starts(350)).y
-    expected = attention(x, (past[:, :, -299:],) * 2, starts(350)).y
-    named = {"x": x} | dict(attention.named_parameters())
-    assert_same(y, expected, named=named)
-    attention.wanted_backend = "kernel"
-    assert_same(attention(x, single, starts(350)).y, expected, named=named)
-
-
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 def test_a_past_of_any_length_is_accepted(cache):
     """A longer one is cut to the window, a shorter one is a shorter past, an empty one is none."""

@@ -203,8 +203,10 @@ MECHANISMS = {
 def choices_of(mechanism: Mechanism) -> list[dict]:
     """Rows of ``covering``, in which a name may be of several choices, and ``more``."""
     rows = covering(mechanism.factors, strength=2) if mechanism.factors else []
-    apart = [{n: v for names, own in row.items() for n, v in zip(*several(names, own), strict=True)} for row in rows]
-    return [*apart, *mechanism.more]
+    rows = [
+        {n: v for names, levels in row.items() for n, v in zip(*several(names, levels), strict=True)} for row in rows
+    ]
+    return [*rows, *mechanism.more]
 
 
 def several(names: str, values: object) -> tuple[list, list]:

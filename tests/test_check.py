@@ -55,11 +55,6 @@ def toy(cls: type, *words: str) -> Plan:
     return plan_run(cfg, trusted=("tests",))
 
 
-def gate(plan: Plan) -> list[Finding]:
-    """The promises that a plan breaks at small sizes."""
-    return [finding for finding in findings(shrunk(plan)) if not finding.passed]
-
-
 def test_more_flops_than_are_executed_are_caught():
     """Ideal and needed ones."""
     small = shrunk(toy(Boasts))

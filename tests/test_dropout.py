@@ -33,8 +33,8 @@ def test_the_rate_holds_everywhere_neighbours_are_uncorrelated_and_a_seed_says_a
     stay = stays(9, rate=0.5, heads=2, size=512).double() - 0.5
     for dim in range(4):
         n = stay.shape[dim] - 1
-        together = (stay.narrow(dim, 0, n) * stay.narrow(dim, 1, n)).mean() * 4
-        assert together.abs() < 5 / (stay.numel() / 2) ** 0.5
+        product = (stay.narrow(dim, 0, n) * stay.narrow(dim, 1, n)).mean() * 4
+        assert product.abs() < 5 / (stay.numel() / 2) ** 0.5
     assert torch.equal(stays(1), stays(1))
     assert not torch.equal(stays(1), stays(2)) and not torch.equal(stays(1), stays(1 + 2**32))
     for h in range(3):  # alone as together
@@ -47,9 +47,9 @@ def test_plain_attention_drops_what_was_drawn():
     rows, keys, n, rate, shift = 5, 9, 3, 0.4, 1
     q, k = torch.randn(2, 2, rows, 4).double(), torch.randn(2, 2, keys, 4).double()
     persistent = Persistent(q, torch.randn(2, n, 4).double(), torch.eye(keys + n)[keys:].double().expand(2, -1, -1))
-    given = (q, k, torch.eye(keys, keys + n).double().expand(2, 2, -1, -1), Window((4, 6), shift))
-    whole, seed = window.attend(*given, persistent=persistent), torch.tensor(77)
-    y = window.attend(*given, persistent=persistent, dropout=rate, seed=seed)
+    inputs = (q, k, torch.eye(keys, keys + n).double().expand(2, 2, -1, -1), Window((4, 6), shift))
+    whole, seed = window.attend(*inputs, persistent=persistent), torch.tensor(77)
+    y = window.attend(*inputs, persistent=persistent, dropout=rate, seed=seed)
     drawn_rows = rows_of(seed, streams=range(2), heads=range(2), queries=range(rows))
     for t in range(rows):
         numbers = [keys - rows + t - shift - j for j in range(keys)] + [dropout.PERSISTENT + i for i in range(n)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.attention_case import Case, assert_near, gradients, run, starts
+from tests.attention_case import Case, assert_near, starts
 from variants.blocks import highest
 from variants.kernels import window_cpu
 from variants.linformer import Linformer
@@ -37,14 +37,6 @@ class Summarised(Case):
         attention = Case(**fields).build()
         attention.load_state_dict(like.state_dict(), strict=False)
         return attention
-
-
-@numeric
-@pytest.mark.parametrize(("compressor", "position"), [("mean", "rotary"), ("linear", "relative"), ("softmax", "alibi")])
-def test_blocks_of_one_byte_are_attention_over_the_span(compressor, position):
-    case = Summarised(length=9, past=17, ratio=1, compressor=compressor, position=position, attend_self=False)
-    sublayer, (past, x) = case.made(moved=0.0), case.stream()
-    assert_near(run(sublayer, x, past), run(case.window_alone(sublayer, span=13), x, past))
 
 
 @numeric
@@ -86,17 +78,6 @@ def test_every_compressor_begins_as_the_mean_and_weights_are_shared_as_asked():
             first, second = (Linformer(context, ratio=4, window=4, share=share, d_head=2) for _ in range(2))
             assert first.compressor.places.shape == shapes[share]
             assert (first.compressor.places is second.compressor.places) == (share == "layers")
-
-
-@numeric
-def test_a_choice_of_all_by_an_index_of_nothing_is_no_choice_and_the_index_learns():
-    case = Summarised(length=30, position="alibi")
-    plain, chosen, few = case.made(), replace(case, top_k=99).made(), replace(case, top_k=1).made()
-    chosen.load_state_dict(plain.state_dict(), strict=False)
-    torch.nn.init.zeros_(chosen.index_key.weight)
-    assert_near(chosen(case.whole()).y, plain(case.whole()).y)
-    moved = gradients(few(case.whole()).y, [few.index_query.weight, few.index_key.weight])
-    assert all(g.abs().max() > 1e-6 for g in moved)
 
 
 @pytest.mark.parametrize("number", [1, 3, 9])

@@ -61,7 +61,6 @@ def at(place: int, *, streams: int = STREAMS) -> Tensor:
         "gated_delta model.attend_self=false",
         "gated_delta_channel",
         pytest.param("compressed_top_k runtime.backend=plain", marks=pytest.mark.faults),
-        pytest.param("transformer_xl runtime.backend=plain", marks=pytest.mark.faults),
     ],
 )
 def test_compiled_it_is_one_graph(words):
@@ -86,10 +85,8 @@ def test_compiled_it_is_one_graph(words):
     [
         "local position=rotary",
         "longformer position=rotary model.cache=hidden",
-        "compressed position=rotary model.cache=hidden",
         "compressed_top_k position=rotary",
         "reformer position=rotary model.cache=hidden",
-        "linear",
         "linear_decay",
         "differential",
         "latent position=rotary",
@@ -126,7 +123,6 @@ def test_a_state_does_not_grow_and_float32_stays_near(words):
     "words",
     [
         "compressed runtime.backend=plain position=rotary",
-        "compressed position=relative model.cache=hidden",
         "compressed_top_k position=alibi model.cache=hidden",
     ],
 )
@@ -205,29 +201,19 @@ def test_memory_goes_by_the_segment(variant):
     assert sizes[1] <= 2.1 * sizes[0]
 
 
-LSH = {"buckets": 2, "rounds": 1, "bucket_keys": 1}
-TWO = "must be 1 integers, one for each layer, from 1 to model.span=8"
 REFUSED = [
     (LinearAttention, {"chunk": 0}, "chunk=0: allowed are numbers from 1"),
     (LinearAttention, {"feature_map": "cosine"}, "feature_map=cosine: allowed are elu, relu"),
-    (LinearAttention, {"d_head": 0}, "d_head=0: allowed are numbers from 1, or null"),
-    (LinearAttention, {"d_head": None}, "model.heads=3 must divide model.d_model=5"),
     (Differential, {}, "model.heads=3: must be even"),
     (Latent, {"latent": 0}, "latent=0: allowed are numbers from 1, or null for 2 d_head"),
     (GatedDelta, {"decay": "byte"}, "decay=byte: allowed are head, channel"),
     (Performer, {"features": 0}, "features=0: allowed are numbers from 1, or null"),
-    (Reformer, LSH | {"buckets": 3}, "buckets=3: allowed are even integers from 2"),
-    (Reformer, LSH | {"rounds": 0}, "rounds=0: allowed are numbers from 1"),
-    (Longformer, {"windows": (4, 4)}, rf"windows=\[4, 4\]: {TWO}"),
-    (Longformer, {"windows": (9,)}, rf"windows=\[9\]: {TWO}"),
-    (Longformer, {"dilation": (0,)}, r"dilation=\[0\]: must be 1 integers, .* at least 1; or null"),
+    (Reformer, {"buckets": 3, "rounds": 1, "bucket_keys": 1}, "buckets=3: allowed are even integers from 2"),
+    (Longformer, {"windows": (9,)}, r"windows=\[9\]: must be 1 integers, one for each layer, from 1 to model.span=8"),
     (Longformer, {"dilated_heads": 4}, "dilated_heads=4: allowed are 0 to model.heads=3"),
     (TransformerXL, {"share": "head"}, "share=head: allowed are network, layer"),
     (LatentAttention, {"latents": 9}, "latents=9: allowed are integers from 1 to model.span=8"),
-    (LocalAttention, {"block": 9}, "block=9: allowed are integers from 1 to model.span=8, or null for a quarter"),
     (LocalAttention, {"block": 1, "attend_self": False}, "block=1: allowed are integers from 2 to model.span=8"),
-    (Linformer, {"top_k": 0}, "top_k=0: allowed are numbers from 1"),
-    (Linformer, {"ratio": 3, "compressor": "max"}, "compressor=max: allowed are mean, linear, softmax"),
     (Linformer, {"ratio": 3, "share": "all"}, "share=all with compressor=linear: allowed are none, heads, key_value"),
     (Linformer, {"ratio": 3, "window": 8}, "model.span=8: must be above window=8 and ratio=3"),
 ]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.reference.adaptive_span import adaptive_mask, dynamic_fractions, dynamic_mask, soft_mask, span_loss
+from tests.reference.adaptive_span import adaptive_mask, soft_mask, span_loss
 from tests.reference.all_attention import persistent_vectors
 from tests.reference.attention import attention
 from tests.reference.feed_forward import feed_forward
@@ -48,12 +48,6 @@ def test_attention_is_torch_multihead_attention():
     assert_same(attention(X, **SAME | {"span": T}), theirs, inputs=LEARNED)
 
 
-def test_without_self_the_first_query_sees_nothing_and_the_second_copies():
-    y = attention(X, **SAME | {"span": 1, "attend_self": False})
-    assert torch.equal(y[:, 0], torch.zeros(B, D, dtype=torch.float64))
-    torch.testing.assert_close(y[:, 1:], X[:, :-1] @ WEIGHTS["wv"].T @ WEIGHTS["wo"].T, **EXACT)
-
-
 def test_alibi_and_relative_are_biases_on_scaled_scores():
     slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)  # two heads
     theirs = by_torch(HARD - slopes[:, None, None] * NUMBERS)
@@ -62,19 +56,6 @@ def test_alibi_and_relative_are_biases_on_scaled_scores():
     columns = NUMBERS.clamp(0, S - 1).expand(B, H, T, T)
     theirs = by_torch(HARD + (q @ table.T / math.sqrt(K)).gather(-1, columns))
     assert_same(attention(X, **SAME, position="relative", table=table), theirs, inputs=[*LEARNED, table])
-
-
-@pytest.mark.parametrize("attend_self", [True, False])
-@pytest.mark.parametrize("position", ["none", "rotary", "relative", "alibi"])
-def test_two_segments_are_one(position, attend_self):
-    same = SAME | {"attend_self": attend_self, "position": position, "table": normal(S, K)}
-    second = {"past": X[:, :2], "start": 2} | same
-    whole, again = attention(X, **same)[:, 2:], attention(X[:, 2:], **second)
-    assert_same(whole, again, inputs=LEARNED)
-    constant = attention(X[:, 2:], **second, past_is_constant=True)
-    torch.testing.assert_close(constant, again, **EXACT)
-    one, other = (torch.autograd.grad(y.sum(), LEARNED[2:], retain_graph=True) for y in (again, constant))
-    assert [torch.allclose(*pair) for pair in zip(one, other, strict=True)] == [False, False, True]
 
 
 def test_positions_by_hand():
@@ -119,16 +100,6 @@ def test_a_soft_mask_is_a_bias_of_its_logarithm(fractions):
     ours = attention(X, **SAME, mask=adaptive_mask(fractions, span=S, ramp=2))
     torch.testing.assert_close(theirs, by_torch(mask.log()), **EXACT)
     assert_same(ours, theirs, inputs=[*LEARNED, fractions])
-
-
-def test_dynamic_spans_follow_the_query():
-    vectors, biases = normal(H, D, seed=5), normal(H, seed=6)
-    fractions = torch.sigmoid(X @ vectors.T + biases)  # [B, T, H]
-    bias = HARD + soft(S * fractions.transpose(1, 2)[..., None], ramp=2).detach().log()
-    ours = attention(X, **SAME, mask=dynamic_mask(vectors, biases=biases, span=S, ramp=2))
-    torch.testing.assert_close(ours, by_torch(bias), **EXACT)
-    torch.testing.assert_close(dynamic_fractions(X, vectors=vectors, biases=biases), fractions, **EXACT)
-    assert all(g.abs().min() > 0 for g in torch.autograd.grad(ours.square().sum(), [vectors, biases]))
 
 
 def test_persistent_vectors_are_more_keys_and_alone_a_feed_forward_with_softmax():

@@ -2,8 +2,6 @@
 ``test_reference.py``.
 """
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from tests.reference.attention import attention
 from tests.reference.feed_forward import feed_forward
 from tests.reference.language_model import language_model
 from tests.reference.positions import sinusoid
-from tests.reference.product_key_memory import best_slots, product_key_memory, queries
+from tests.reference.product_key_memory import product_key_memory, queries
 from tests.reference_case import (
     B,
     D,
@@ -69,32 +67,6 @@ def test_all_slots_are_the_product_of_two_softmaxes(x, memory):
     first, second = scores.softmax(-1).unbind(3)  # [B, T, H, C] each
     shares = torch.einsum("bthi,bthj->bthij", first, second).flatten(3)  # slot i C + j
     assert_same(ours, (shares @ memory["values"]).sum(2), inputs=[x, scale, shift, *memory.values()])
-
-
-@pytest.mark.parametrize("activation", ["softmax", "relu"])
-def test_top_k_by_masking_the_rest(x, memory, activation):
-    top_k = 2
-    ours = product_key_memory(x, **memory, norm=None, top_k=top_k, activation=activation)
-    query = F.linear(x, memory["query_weight"], memory["query_bias"]).reshape(B, T, H, DQ)
-    i, j = torch.arange(C * C) // C, torch.arange(C * C) % C
-    products = torch.cat([memory["keys"][:, 0, i], memory["keys"][:, 1, j]], dim=-1)  # [H, C C, DQ]
-    scores = torch.einsum("bthd,hmd->bthm", query, products)
-    lost = scores < scores.topk(top_k).values[..., -1:]
-    rest = {"softmax": -math.inf, "relu": 0.0}[activation]
-    shares = scores.masked_fill(lost, rest)
-    shares = shares.softmax(-1) if activation == "softmax" else shares.relu()
-    assert_same(ours, (shares @ memory["values"]).sum(2), inputs=[x, *memory.values()])
-
-
-@pytest.mark.parametrize("top_k", [1, 3, 6])
-def test_the_best_slots_are_among_the_best_halves(top_k):
-    number = 6
-    query, keys = normal(DQ, seed=3).detach(), normal(2, number, DQ // 2, seed=4).detach()
-    first, second = keys[0] @ query[: DQ // 2], keys[1] @ query[DQ // 2 :]
-    i, j = first.topk(top_k).indices.tolist(), second.topk(top_k).indices.tolist()
-    candidates = {a * number + b: float(first[a] + second[b]) for a in i for b in j}
-    expected = sorted(candidates, key=candidates.get, reverse=True)[:top_k]
-    assert best_slots(query, keys=keys, top_k=top_k)[0].tolist() == expected
 
 
 def test_layer_norm_is_over_each_head_and_batch_norm_over_all_rows(x, memory):

@@ -76,12 +76,12 @@ class Case:
 
     def call(self, attend: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
         """Dropout draws from counters, by a seed that is always the same."""
-        given = Inputs(**inputs)
-        added = {"bias": given.bias, "vectors": given.vectors, "sink": given.sink, "dropout": self.dropout}
-        if given.extra_q is not None:
-            added["persistent"] = Persistent(given.extra_q, given.extra_k, given.extra_v)
-        seed = torch.tensor(2**40 + 5, device=given.q.device)
-        return attend(given.q, given.k, given.v, self.hard()._replace(z=given.z), **added, seed=seed)
+        fields = Inputs(**inputs)
+        added = {"bias": fields.bias, "vectors": fields.vectors, "sink": fields.sink, "dropout": self.dropout}
+        if fields.extra_q is not None:
+            added["persistent"] = Persistent(fields.extra_q, fields.extra_k, fields.extra_v)
+        seed = torch.tensor(2**40 + 5, device=fields.q.device)
+        return attend(fields.q, fields.k, fields.v, self.hard()._replace(z=fields.z), **added, seed=seed)
 
     def hard(self) -> Window:
         """The window as ``forward`` and ``backward`` of a backend take it: spans are beside it."""

@@ -28,7 +28,7 @@ class Blocks:
         self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio  # finished blocks not yet summarised
         self.unsummarised = (self.lag + 1) * self.ratio - 1  # bytes before a segment that are in no summary, at most
         self.most = max(0, self.reach // self.ratio - self.lag)  # N: none that began farther back than a query sees
-        self.kept = max(self.behind, self.unsummarised)  # P, bytes that the window or the next summary may need
+        self.past = max(self.behind, self.unsummarised)  # P, bytes that the window or the next summary may need
 
     def chunks(self, length: int) -> tuple[int, int]:
         """Chunks n in which queries are taken, and queries Q of each: whole blocks if there are several."""

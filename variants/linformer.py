@@ -38,27 +38,21 @@ from variants.window_and_summaries import Far, Near, by_kernel, in_bands
 
 
 class Carried(NamedTuple):
-    """The state; all but numbers are padded in front, so that streams of any age stand in one batch.
+    """The state; keys, values and inputs are padded in front, so that streams of any age stand in one batch.
 
     Attributes:
         past: keys and values, unrotated, ``[B, P, 2 H K]``, or inputs ``[B, P, D]``, of the window and the open block.
         summaries: keys, in their positions, values, and keys of the index: ``[B, N, 2 H K (+ I)]``.
-        number: bytes of the open block, places of the past that are no padding, finished blocks to N + lag: int64 ``[B, 3]``.
+        phase: bytes of the open block, int64 ``[B]``, or ``[1]`` of streams that all begin, as those below.
+        past_bytes: places of the past that are no padding, int64 ``[B]``.
+        finished: finished blocks, counted up to N + lag, int64 ``[B]``.
     """
 
     past: Tensor
     summaries: Tensor
-    number: Tensor
-
-
-class Rows(NamedTuple):
-    """Keys and values, unrotated, of a segment ``[B, T, 2 H K]`` and of its past ``[B, P, 2 H K]`` or None; stream
-    position of the first byte ``[B]``; and the state's numbers, ``[1, 3]`` where a stream begins."""
-
-    own: Tensor
-    past: Tensor | None
-    start: Tensor
-    number: Tensor
+    phase: Tensor
+    past_bytes: Tensor
+    finished: Tensor
 
 
 class Linformer(MultiHead, OnKernels):
@@ -106,78 +100,69 @@ class Linformer(MultiHead, OnKernels):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        start = start_of(x, start)
-        carried = None if state is None else Carried(*state)
-        rows = self._rows(x, carried, start)
-        summaries = self._summaries(rows, carried)
-        (q,) = self.project(x, "query")
-        q, near, far = self.position.rotate(q, start), self._near(rows), self._far(x, rows, summaries)
+        start, carried = start_of(x, start), self._nothing(x) if state is None else Carried(*state)
+        (q,), segment = self.project(x, "query"), self.project_flat(x, "key", "value")
+        past = carried.past.to(segment.dtype)
+        if self.cache == "hidden":
+            past = self.project_flat(carried.past.to(x.dtype), "key", "value")
+        summaries = self._summaries(segment, past, start, carried)
+        q, near = self.position.rotate(q, start), self._near(segment, past, start, carried)
+        far = self._far(x, summaries, carried)
         y = self._attend(q, near, far)
         stats = self._stats(q, near, far) if collect_stats else None
-        return SublayerOutput(self.join(y), self._carry(x, rows, summaries, carried), stats=stats)
+        state = self._carry(x if self.cache == "hidden" else segment, summaries, carried)
+        return SublayerOutput(self.join(y), state, stats=stats)
 
-    def _rows(self, x: Tensor, carried: Carried | None, start: Tensor) -> Rows:
-        own = self.project_flat(x, "key", "value")
-        if carried is None:
-            return Rows(own, None, start, start.new_zeros(1, 3))
-        if self.cache == "kv":
-            return Rows(own, carried.past.to(own.dtype), start, carried.number)
-        return Rows(own, self.project_flat(carried.past.to(x.dtype), "key", "value"), start, carried.number)
+    def _nothing(self, x: Tensor) -> Carried:
+        """The state of streams that begin."""
+        width = x.shape[-1] if self.cache == "hidden" else 2 * self.inner
+        past, summaries = x.new_zeros(len(x), 0, width), x.new_zeros(len(x), 0, 2 * self.inner + self.d_index)
+        return Carried(past, summaries, *torch.zeros(3, 1, dtype=torch.int64, device=x.device))
 
-    def _summaries(self, rows: Rows, carried: Carried | None) -> Tensor:
-        """Carried summaries, padded to all that can be visible, then those of ceil(T / r) blocks, from the one ``lag``
-        before the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
-        own, past, start, number = rows
-        ratio, phase = self.blocks.ratio, number[:, 0]
-        blocks = -(-own.shape[1] // ratio)
-        if past is None:
-            every = F.pad(own, (0, 0, self.blocks.lag * ratio, blocks * ratio - own.shape[1]))[:, : blocks * ratio]
-        else:
-            every = torch.cat([_last(past, self.blocks.unsummarised), own], dim=1)
-            every = _from(every, ratio - 1 - phase, blocks * ratio)
-        both = every.unflatten(1, (blocks, ratio))
-        k, v = self.compressor(both).chunk(2, dim=-1)
-        after = torch.arange(1, blocks + 1, device=own.device) - self.blocks.lag
-        last = (start - phase)[:, None] + ratio * after - 1  # [B, M]
+    def _summaries(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Tensor:
+        """s_j and u_j: carried ones, padded to all that can be visible, then those of ceil(T / r) blocks, from the one
+        ``lag`` before the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
+        ratio, phase, blocks = self.blocks.ratio, carried.phase, -(-segment.shape[1] // self.blocks.ratio)
+        every = torch.cat([_last(past, self.blocks.unsummarised), segment], dim=1)
+        every = _from(every, (ratio - 1 - phase).expand(len(every)), blocks * ratio)
+        every = every.unflatten(1, (blocks, ratio))  # [B, M, r, 2 H K]
+        k, v = self.compressor(every).chunk(2, dim=-1)
+        after = torch.arange(1, blocks + 1, device=segment.device) - self.blocks.lag
+        last = (start - phase)[:, None] + ratio * after - 1  # place of a block's last byte, [B, M]
         k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
         k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
-        index = [self.index_key(both[..., : self.inner].mean(dim=2))] if self.d_index else []
+        index = [self.index_key(every[..., : self.inner].mean(dim=2))] if self.d_index else []
         made = torch.cat([k, v, *index], dim=-1)
-        if carried is None:
-            return F.pad(made, (0, 0, self.blocks.most, 0))
         return torch.cat([_last(carried.summaries.to(made.dtype), self.blocks.most), made], dim=1)
 
-    def _near(self, rows: Rows) -> Near:
-        own, past, start, number = rows
+    def _near(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Near:
+        """Keys and values that windows may hold, in their positions."""
+        past = _last(past, min(self.blocks.behind, past.shape[1]))
+        placed = []
+        for rows, at in ((segment, start), (past, start - past.shape[1])):
+            k, v = rows.chunk(2, dim=-1)
+            placed += [self.position.rotate(self.split(k), at), self.split(v)]
+        return Near(*placed, carried.past_bytes)
 
-        def placed(part: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-            k, v = part.chunk(2, dim=-1)
-            return self.position.rotate(self.split(k), at), self.split(v)
-
-        if past is None:
-            return Near(*placed(own, start), None, None, number[:, 1])
-        old = _last(past, min(self.blocks.behind, past.shape[1]))
-        return Near(*placed(own, start), *placed(old, start - old.shape[1]), number[:, 1])
-
-    def _far(self, x: Tensor, rows: Rows, summaries: Tensor) -> Far:
+    def _far(self, x: Tensor, summaries: Tensor, carried: Carried) -> Far:
         """Summaries that chunks of queries meet; of ``top_k``, those are visible that each has chosen."""
         blocks, (chunks, size) = self.blocks, self.blocks.chunks(x.shape[1])
         first = size * torch.arange(chunks, device=x.device)[:, None]  # [n, 1]
         at = first // blocks.ratio + blocks.met(size, x.device)  # [n, G]
         met = summaries[:, at.clamp(max=summaries.shape[1] - 1)]  # [B, n, G, 2 H K (+ I)]
         key, value, index = met.split([self.inner, self.inner, self.d_index], dim=-1)
-        phase, found = rows.number[:, 0, None, None, None], rows.number[:, 2, None, None, None]
+        phase, finished = carried.phase[:, None, None, None], carried.finished[:, None, None, None]
         most, t = blocks.most + blocks.lag, (first + torch.arange(size, device=x.device))[:, :, None]
-        back = phase + t + blocks.ratio * (most - at[:, None])  # bytes to the block's first
-        seen = (back >= blocks.nearest) & (back < blocks.span + blocks.shift) & (at[:, None] >= most - found)
+        back = phase + t + blocks.ratio * (most - at[:, None])  # bytes from the query to the block's first
+        visible = (back >= blocks.nearest) & (back < blocks.span + blocks.shift) & (at[:, None] >= most - finished)
         k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (key, value))
-        far = Far(k, v, seen, back - (blocks.ratio - 1) - blocks.shift)
+        far = Far(k, v, visible, back - (blocks.ratio - 1) - blocks.shift)
         if not self.d_index or not at.numel():
             return far
-        index = blocks.chunked(self.index_query(x)) @ index.mT * self.d_index**-0.5  # [B, n, Q, G]
-        seen = seen.expand(len(x), -1, -1, -1)
-        best = highest(index.detach().masked_fill(~seen, -torch.inf), blocks.chosen(index.shape[-1]))
-        return far._replace(visible=seen & best, added=index)
+        scores = blocks.chunked(self.index_query(x)) @ index.mT * self.d_index**-0.5  # [B, n, Q, G]
+        visible = visible.expand(len(x), -1, -1, -1)
+        best = highest(scores.detach().masked_fill(~visible, -torch.inf), blocks.chosen(scores.shape[-1]))
+        return far._replace(visible=visible & best, added=scores)
 
     def _attend(self, q: Tensor, near: Near, far: Far) -> Tensor:
         """What the heads give, ``[B, H, T, K]``."""
@@ -196,8 +181,7 @@ class Linformer(MultiHead, OnKernels):
     @torch.no_grad()
     def _stats(self, q: Tensor, near: Near, far: Far) -> dict[str, Tensor]:
         """The share of attention that summaries have: values of one for them, and of nothing for the window."""
-        old_v = None if near.old_v is None else torch.zeros_like(near.old_v)
-        near = near._replace(v=torch.zeros_like(near.v), old_v=old_v)
+        near = near._replace(v=torch.zeros_like(near.v), old_v=torch.zeros_like(near.old_v))
         return head_stats(q, summary_mass=self._attend(q, near, far._replace(v=torch.ones_like(far.v)))[..., 0])
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
@@ -205,16 +189,20 @@ class Linformer(MultiHead, OnKernels):
         return head_means(stats, "summary_mass")
 
     @torch.no_grad()
-    def _carry(self, x: Tensor, rows: Rows, summaries: Tensor, carried: Carried | None) -> State:
-        length, most, kept = x.shape[1], self.blocks.most, self.blocks.kept
-        past = rows.own if self.cache == "kv" else x
-        if carried is not None:
-            past = torch.cat([carried.past.to(past.dtype), past[:, -max(1, kept) :]], dim=1)
-        phase, old, found = rows.number.expand(len(x), -1).unbind(-1)
-        done = (phase + length) // self.blocks.ratio
-        found = (found + done).clamp(max=most + self.blocks.lag)
-        number = [(phase + length) % self.blocks.ratio, (old + length).clamp(max=kept), found]
-        return tuple(Carried(_last(past, kept).clone(), _from(summaries, done, most), torch.stack(number, -1)))
+    def _carry(self, rows: Tensor, summaries: Tensor, carried: Carried) -> State:
+        """``rows``: what is carried of the segment, keys and values or inputs."""
+        (streams, length, _), blocks = rows.shape, self.blocks
+        read = carried.phase.expand(streams) + length  # bytes since the open block began
+        past = torch.cat([carried.past.to(rows.dtype), rows[:, -max(1, blocks.past) :]], dim=1)
+        return tuple(
+            Carried(
+                past=_last(past, blocks.past).clone(),
+                summaries=_from(summaries, read // blocks.ratio, blocks.most),
+                phase=read % blocks.ratio,
+                past_bytes=(carried.past_bytes.expand(streams) + length).clamp(max=blocks.past),
+                finished=(carried.finished + read // blocks.ratio).clamp(max=blocks.most + blocks.lag),
+            )
+        )
 
     def reach(self) -> int:
         return self.blocks.reach
@@ -235,7 +223,8 @@ class Linformer(MultiHead, OnKernels):
         What came before has no gradient in ``cache: kv``, and summaries made before have none in any; those made now
         have one if something learns by it. Of ``top_k`` summaries those made in the segment are taken to be read first.
         """
-        ratio, (own, past) = self.blocks.ratio, pairs(segment, carried, self.blocks.near, shift=self.blocks.shift)
+        ratio = self.blocks.ratio
+        new, past = pairs(segment, carried, self.blocks.near, shift=self.blocks.shift)
         if carried < self.blocks.span + ratio:
             seen = [self.blocks.seen(carried + t) for t in range(segment)]
             sight, read = sum(seen), sum(map(self.blocks.chosen, seen))
@@ -245,7 +234,7 @@ class Linformer(MultiHead, OnKernels):
         first = [min(carried, carried % ratio + older * self.blocks.lag * ratio) for older in (True, learns)]
         indexed, fresh = ([self.blocks.seen(before + t) for t in range(segment)] for before in first)
         learned, read_fresh = sum(indexed), sum(map(self.blocks.chosen, fresh))
-        forward = self._forward_flops((own + past) / segment, sight / segment, read / segment)
+        forward = self._forward_flops((new + past) / segment, sight / segment, read / segment)
         needed = NeededFlops.of_products(forward)
         fixed = self.heads * 4 * self.d_head * max(0, read - read_fresh) + 2 * self.d_index * max(0, sight - learned)
         if self.cache == "kv":

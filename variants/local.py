@@ -113,7 +113,7 @@ class LocalAttention(Attention):
         and ``values [B, H, M - 1 + T, K]``."""
         phases, first, outputs, order = count.tolist(), self.block - 1, [], []
         for phase in sorted(set(phases)):
-            alike = [b for b, own in enumerate(phases) if own == phase]
+            alike = [b for b in range(len(phases)) if phases[b] == phase]
             some = [x if len(alike) == len(count) else x[alike] for x in (q, keys, values)]
             rest = min(q.shape[2], self.block - phase)
             before = [some[0][:, :, :rest], *(x[:, :, first - phase : first + rest] for x in some[1:])]
@@ -141,8 +141,8 @@ class LocalAttention(Attention):
         of_keys = size - 1 - begun
         y = self._inside(moved(q, -begun), moved(keys, of_keys), moved(values, of_keys))
         y = rearrange(y, "(B n) H M K -> (B n M) (H K)", B=streams)
-        own = torch.arange(streams, device=q.device) * (blocks * size) + count
-        return F.embedding(own[:, None] + torch.arange(length, device=q.device), y)
+        first = torch.arange(streams, device=q.device) * (blocks * size) + count
+        return F.embedding(first[:, None] + torch.arange(length, device=q.device), y)
 
     def _inside(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What the heads give ``[N, H, T, K]`` for the last T bytes of N blocks, each of which is seen from its start
@@ -156,8 +156,8 @@ class LocalAttention(Attention):
             end = before + min(begin + size, rows)
             past = before + begin if on_cpu else 0  # the others read keys as one
             old = [PastKV(tuple(range(self.heads)), k[:, :, :past], v[:, :, :past])] if past else []
-            own = k[:, :, past:end], v[:, :, past:end]
-            keys = VisibleKeys(*own, old, []) if on_cpu else VisibleKeys.joined(*own, old)
+            later = k[:, :, past:end], v[:, :, past:end]
+            keys = VisibleKeys(*later, old, []) if on_cpu else VisibleKeys.joined(*later, old)
             visible = Window((end,) * self.heads, self.shift)
             outputs.append(attend(backend, q[:, :, begin : begin + size], keys, visible, None))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -185,8 +185,8 @@ class LocalAttention(Attention):
             return sum(times * (n * (n + 1) // 2 - n * self.shift) for times, n in ((whole, self.block), (1, rest)))
 
         past = begun * min(segment, self.block - begun)
-        own = of_first(begun + segment) - of_first(begun) - past
-        return own * self.heads, past * self.heads, begun * self.heads
+        new = of_first(begun + segment) - of_first(begun) - past
+        return new * self.heads, past * self.heads, begun * self.heads
 
 
 def host_knows(x: Tensor) -> bool:

@@ -117,10 +117,10 @@ class Longformer(Attention):
         bias = self.position.bias(q, most) if vectors is None else None
         for first, heads, number, step in self.span.alike():
             every = slice(0, step * number, step)
-            own = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., every]
-            added = {"bias": own, "vectors": None if vectors is None else vectors[every]}
-            some = q.narrow(1, first, heads), keys.of_heads(first, heads)
-            outputs.append(self._over_classes(backend, *some, (number,) * heads, step, **added))
+            column = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., every]
+            added = {"bias": column, "vectors": None if vectors is None else vectors[every]}
+            q_and_keys = q.narrow(1, first, heads), keys.of_heads(first, heads)
+            outputs.append(self._over_classes(backend, *q_and_keys, (number,) * heads, step, **added))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _over_classes(
@@ -133,33 +133,32 @@ class Longformer(Attention):
         length, bias, outputs = q.shape[2], added["bias"], []
         spare = (0, 0, 0, -length % step)  # classes of one length: what is put at the end is seen by no query before it
 
-        def of_class(x: Tensor, number: int) -> Tensor:  # [B, H, T, ..]
-            return (F.pad(x, spare) if spare[3] else x)[:, :, number::step]
+        def of_class(x: Tensor, r: int) -> Tensor:  # [B, H, T, ..]
+            return (F.pad(x, spare) if spare[3] else x)[:, :, r::step]
 
         for r in range(min(step, length)):
-            c = (r - self.shift) % step
+            c = (r - self.shift) % step  # the class of the keys
             past = []
             for part in keys.past:
                 first = (part.k.shape[2] + c) % step
                 past.append(PastKV(part.heads, part.k[:, :, first::step], part.v[:, :, first::step]))
-            own = of_class(keys.k, c), of_class(keys.v, c)
-            met = VisibleKeys.joined(*own, past) if keys.whole else VisibleKeys(*own, past, [])
+            k, v = of_class(keys.k, c), of_class(keys.v, c)
+            met = VisibleKeys.joined(k, v, past) if keys.whole else VisibleKeys(k, v, past, [])
             if bias is not None and bias.dim() > 2:
                 added["bias"] = of_class(bias, r)
-            # With a shift, what class 0 meets lies one row before it.
-            seen = Window(max_keys, int(r < self.shift))
-            outputs.append(self.attend(backend, of_class(q, r), met, seen, **added))
+            visible = Window(max_keys, int(r < self.shift))  # with a shift, what class 0 meets lies one row before it
+            outputs.append(self.attend(backend, of_class(q, r), met, visible, **added))
         return rearrange(outputs, "r B H m K -> B H (m r) K")[:, :, :length]
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
         totals = [0, 0, 0]
         for _, heads, number, step in self.span.alike():
             distances = range(self.shift, self.shift + step * number, step)
-            own = sum(max(0, segment - far) for far in distances)
-            past = sum(max(0, min(segment, segment + carried - far)) for far in distances) - own
+            new = sum(max(0, segment - far) for far in distances)
+            past = sum(max(0, min(segment, segment + carried - far)) for far in distances) - new
             # A past key is seen if one of the distances leads from it to a query of the segment.
             met = sum((self.shift - i) % step < segment for i in range(1, min(carried, distances[-1]) + 1))
-            totals = [total + heads * n for total, n in zip(totals, (own, past, met), strict=True)]
+            totals = [total + heads * n for total, n in zip(totals, (new, past, met), strict=True)]
         return tuple(totals)
 
 

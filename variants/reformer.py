@@ -21,7 +21,6 @@ depart, and why:
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -40,8 +39,9 @@ from variants.multi_head import MultiHead, head_means, head_stats, start_of
 
 EPSILON = 1e-6
 """Added to the mean square of a query before its root."""
-HIDDEN = -1e30
-"""Added to scores of what is not seen: far below any score, and far above what overflows when it is multiplied."""
+LOG2_E = math.log2(math.e)
+LOWEST = -1e30
+"""Stands for the largest score of a query that sees no key: far below any score, and finite."""
 
 
 class Reformer(MultiHead):
@@ -84,24 +84,31 @@ class Reformer(MultiHead):
     ) -> SublayerOutput:
         """A state is keys beside values ``[B, H, P, 2K]`` and their hashes ``[B, H, R, P]``, or past inputs ``[B, P,
         D]``."""
-        length, start, old = x.shape[1], start_of(x, start), self._newest(state)
+        length, start = x.shape[1], start_of(x, start)
         if self.cache == "hidden":
-            state = x if old is None else torch.cat([old.to(x.dtype), x], dim=1)
+            state = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)
             keys, sizes, hashes = self._encode(state, start - (state.shape[1] - length))
             sizes, state = sizes[:, :, -length:], state.detach()
         else:
             keys, sizes, hashes = self._encode(x, start)
-            if old is not None:
-                keys, hashes = torch.cat([old[0].to(keys.dtype), keys], 2), torch.cat([old[1], hashes], 3)
+            if state is not None:
+                keys, hashes = torch.cat([state[0].to(keys.dtype), keys], 2), torch.cat([state[1], hashes], 3)
             state = keys.detach(), hashes
-        y, seen = self._attend(keys, sizes, hashes, count=collect_stats)
-        stats = head_stats(y, keys=seen, alone=seen == 0) if collect_stats else None
+        y, met = self._attend(keys, sizes, hashes)
+        stats = head_stats(y, keys=met, alone=met == 0) if collect_stats else None
         return SublayerOutput(self.join(y), self.trim(state), stats=stats)
 
-    def _attend(self, keys: Tensor, sizes: Tensor, hashes: Tensor, *, count: bool = False) -> tuple[Tensor, Tensor]:
-        how = {"bucket_keys": self.bucket_keys, "farthest": self.reach(), "shift": self.shift, "count": count}
-        how |= {"bias": self.position.bias(keys, self.span), "dropout": self.dropout if self.training else 0.0}
-        return lsh_attention(keys, sizes, hashes, **how)
+    def _attend(self, keys: Tensor, sizes: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
+        return lsh_attention(
+            keys,
+            sizes,
+            hashes,
+            bucket_keys=self.bucket_keys,
+            farthest=self.reach(),
+            bias=self.position.bias(keys, self.span),
+            shift=self.shift,
+            dropout=self.dropout if self.training else 0.0,
+        )
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
@@ -123,13 +130,6 @@ class Reformer(MultiHead):
         with torch.autocast(shared.device.type, enabled=False):  # in bfloat16 many numbers tie
             turned = rearrange(shared @ matrices, "B H n (R b) -> B H R n b", R=self.rounds)
         return torch.cat([turned, -turned], dim=-1).argmax(-1).to(torch.int32)
-
-    def _newest(self, state: State) -> State:
-        """What of a state the window can reach, where that was wider when it was made."""
-        if state is None or isinstance(state, Tensor):
-            return None if state is None else state[:, max(0, state.shape[1] - self.reach()) :]
-        first = max(0, state[0].shape[2] - self.reach())
-        return state[0][:, :, first:], state[1][..., first:]
 
     def trim(self, state: State) -> State:
         if state is None or torch.compiler.is_compiling():
@@ -156,8 +156,8 @@ class Reformer(MultiHead):
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """A key that two rounds find is computed in both. Hashes have no gradient; with ``cache: kv`` past keys and
         values have none either, and with ``hidden`` they are made anew, with gradients for the weights."""
-        own, past = self._met(segment, carried)
-        forward, hashing = self._forward_flops(own + past), 2 * self.rotations.numel()
+        new, past = self._met(segment, carried)
+        forward, hashing = self._forward_flops(new + past), 2 * self.rotations.numel()
         backward = 2 * (forward - hashing)
         if self.cache == "kv":
             return NeededFlops(forward, backward - 4 * self.heads * self.d_head * past)
@@ -183,7 +183,6 @@ def lsh_attention(
     bias: Tensor | None = None,
     shift: int = 0,
     dropout: float = 0.0,
-    count: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last T of L keys to keys before them that share a bucket.
 
@@ -196,107 +195,73 @@ def lsh_attention(
         shift: 0 where a query that meets no key gives its own value, 1 where it gives 0.
         dropout: rate on weights, after they are normalised; by counters, as the order of a bucket depends on later bytes.
 
-    Returns: ``[B, H, T, K]``, and how many keys each query met, ``[B, H, T]``, or zeros if they are not to ``count``.
+    Returns: ``[B, H, T, K]``, and how many keys each query met, ``[B, H, T]``.
     """
-    total, width = keys.shape[2], keys.shape[3] // 2
-    length = sizes.shape[2]
-    order = hashes.argsort(dim=-1, stable=True)  # [B, H, R, L]
-    place = torch.empty_like(order).scatter_(-1, order, torch.arange(total, device=order.device).expand_as(order))
+    total, width, length = keys.shape[2], keys.shape[3] // 2, sizes.shape[2]
     exact = torch.promote_types(keys.dtype, torch.float32)
-    # Numbers of one bucket are consecutive, of two are more than w apart: 0 < a - b <= w says that a round lets a meet b.
-    numbers = (place + hashes * (bucket_keys + 1)).to(exact)
-    numbers = F.pad(2 * numbers, (0, 1), value=-2.0 * (bucket_keys + 1))  # place L holds nothing: none meets it
-    sizes = F.pad(sizes * math.log2(math.e), (total - length, 0))
+    order = hashes.argsort(dim=-1, stable=True)  # [B, H, R, L]: places by bucket, then by position
+    rank = order.argsort(dim=-1)
+    # Neighbours in a bucket differ by 1, keys of two buckets by more than w: 0 < a - b <= w says that a meets b.
+    numbers = (rank + hashes * bucket_keys).int()
+    sizes = F.pad(sizes * LOG2_E, (total - length, 0))  # scores are in base 2: exp2 of -inf is quick, exp is not
     if dropout:
         streams, heads, queries = (torch.arange(n, device=keys.device) for n in (*keys.shape[:2], total))
-        row = dropout_counters.rows(draw_seed(keys.device), streams=streams, heads=heads, queries=queries)
+        rows = dropout_counters.rows(draw_seed(keys.device), streams=streams, heads=heads, queries=queries)
 
-    def of_round(r: int, keys: Tensor, sizes: Tensor) -> Tensor:  # [B, H, T, K + 3]
-        pick, put = _chunks(order[:, :, r], place[:, :, r], length, bucket_keys)
-        own, met = pick(keys)  # [B, H, n, g, 2K], [B, H, n, m, 2K]
-        # 0 where a query sees a key, else at least 1: arithmetic is several times faster than comparing and filling.
-        hidden = _from_middle(*pick(numbers[:, :, r]), bucket_keys).sub_(bucket_keys - 1).relu_()  # [B, H, n, g, m]
-        for earlier in range(r):
-            hidden += _from_middle(*pick(numbers[:, :, earlier]), bucket_keys).neg_().add_(bucket_keys).relu_()
-        at, met_at = pick(None)
-        if total - 1 > farthest:
-            hidden += (at[..., :, None] - met_at[..., None, :] - farthest).to(exact).relu_()
-        queries = own[..., :width] * pick(sizes)[0][..., None].to(keys.dtype)
-        scores = (queries @ met[..., :width].mT).to(exact)  # in base 2: exp2 is quick where its result is 0, exp is not
+    def of_round(r: int, keys: Tensor, sizes: Tensor) -> Tensor:
+        """Sums over the keys of round r, relative to 2 to the largest score: ``[B, H, T, K + 3]``."""
+        queries_at, keys_at = _chunks(order[:, :, r].int(), bucket_keys)  # [B, H, n, w] and [B, H, n, 2w]
+        distance = queries_at[..., :, None] - keys_at[..., None, :]  # [B, H, n, w, 2w]
+        visible = (keys_at < total)[..., None, :] & (distance <= farthest) & meets(r, queries_at, keys_at)
+        for earlier in range(r):  # the first round that finds a key has it
+            visible &= ~meets(earlier, queries_at, keys_at)
+        met = _take(keys, keys_at)
+        queries = _take(keys, queries_at)[..., :width] * _take(sizes, queries_at)[..., None].to(keys.dtype)
+        scores = (queries @ met[..., :width].mT).to(exact)
         if bias is not None:
-            column = (at[..., :, None] - met_at[..., None, :] - shift).clamp_(0, bias.shape[1] - 1).flatten(2)
-            by_head = repeat(bias.to(exact) * math.log2(math.e), "H S -> B H S", B=len(column))
+            column = (distance - shift).clamp_(0, bias.shape[1] - 1).flatten(2).long()
+            by_head = repeat(bias.to(exact) * LOG2_E, "H S -> B H S", B=len(column))
             scores = scores + by_head.gather(2, column).view_as(scores)
-        scores = scores.add_(hidden, alpha=HIDDEN)
-        top = scores.detach().amax(-1, keepdim=True).clamp_(min=HIDDEN / 2)  # of a row that sees no key
+        scores.masked_fill_(~visible, -torch.inf)
+        top = scores.detach().amax(-1, keepdim=True).clamp_(min=LOWEST)
         weights = (scores - top).exp2_()
         mass = weights.sum(-1, keepdim=True)
         if dropout:
-            kept = dropout_counters.keep(pick(row)[0], at[..., :, None] - met_at[..., None, :], dropout)
-            weights = weights * kept / (1 - dropout)
+            stay = dropout_counters.keep(_take(rows, queries_at), distance.long(), dropout)
+            weights = weights * stay / (1 - dropout)
         values = (weights.to(keys.dtype) @ met[..., width:]).to(exact)
-        number = (hidden == 0).sum(-1, keepdim=True) if count else torch.zeros_like(top)
-        return put(torch.cat([values, mass, top, number], dim=-1))
+        sums = torch.cat([values, mass, top, visible.sum(-1, keepdim=True)], dim=-1).flatten(2, 3)
+        return _take(sums, rank[:, :, r, total - length :])
 
-    # Each key is copied for two chunks of queries, and each pair has a mask: made again for the backward pass, not kept.
-    again = (
-        partial(checkpoint.checkpoint, of_round, use_reentrant=False, preserve_rng_state=False)
-        if torch.is_grad_enabled()
-        else of_round
-    )
-    found = [again(r, keys, sizes) for r in range(hashes.shape[2])]
-    values, mass, top, number = torch.stack(found).split([width, 1, 1, 1], dim=-1)
-    best = top.detach().amax(0)
-    scale = torch.exp2(top.detach() - best)
-    none = best <= HIDDEN / 2
-    y = (values * scale).sum(0) * (mass * scale).sum(0).masked_fill(none, 1).reciprocal()
+    def meets(r: int, queries_at: Tensor, keys_at: Tensor) -> Tensor:
+        """Whether round r lets queries meet keys, ``[B, H, n, w, 2w]``."""
+        number = numbers[:, :, r]
+        gap = _take(number, queries_at)[..., :, None] - _take(number, keys_at)[..., None, :]
+        return (gap > 0) & (gap <= bucket_keys)
+
+    if torch.is_grad_enabled():
+        # Each key is copied for two chunks of queries, and each pair has a mask: made again for the backward pass.
+        of_round = partial(checkpoint.checkpoint, of_round, use_reentrant=False, preserve_rng_state=False)
+    rounds = torch.stack([of_round(r, keys, sizes) for r in range(hashes.shape[2])])
+    values, mass, top, met = rounds.split([width, 1, 1, 1], dim=-1)
+    scale = torch.exp2(top.detach() - top.detach().amax(0))
+    met = met.detach().sum(0)
+    y = (values * scale).sum(0) / (mass * scale).sum(0).masked_fill(met == 0, 1)
     if not shift:
-        y = y + F.dropout(none.to(exact), dropout) * keys[:, :, total - length :, width:]
-    return y.to(keys.dtype), number.sum(0).squeeze(-1).detach()
+        y = y + F.dropout((met == 0).to(exact), dropout) * keys[:, :, total - length :, width:]
+    return y.to(keys.dtype), met.squeeze(-1)
 
 
-def _from_middle(a: Tensor, b: Tensor, width: int) -> Tensor:
-    """``|2 (a - b) - (width + 1)|`` of doubled whole numbers: at most ``width - 1`` where 0 < a - b <= width."""
-    return ((a - (width + 1))[..., :, None] - b[..., None, :]).abs_()
-
-
-def _chunks(order: Tensor, place: Tensor, length: int, bucket_keys: int) -> tuple[Callable, Callable]:
-    """How queries and the keys that they may meet in a round stand side by side.
-
-    Args:
-        order: ``[B, H, L]``, places of keys sorted by bucket, then position; the last T are queries.
-        place: ``[B, H, L]``, where each key stands in that order.
-
-    Returns:
-        pick: from ``[B, H, L, ..]`` the queries ``[B, H, n, g, ..]`` and the keys beside them ``[B, H, n, m, ..]``; from
-            None, their places, which are L where there is no key. What is taken of no key is that of the last place.
-        put: from ``[B, H, n, g, ..]`` of queries, ``[B, H, T, ..]`` in their order.
-    """
-    total = order.shape[-1]
-    if length * bucket_keys <= total:  # few queries: each its own keys
-        padded = F.pad(order, (bucket_keys, 0), value=total)
-        first = place[:, :, total - length :, None]
-        met = padded.gather(2, (first + torch.arange(bucket_keys, device=order.device)).flatten(2))
-        at = torch.arange(total - length, total, device=order.device).expand(*order.shape[:2], -1)
-
-        def pick(x: Tensor | None) -> tuple[Tensor, Tensor]:
-            one, many = (at, met) if x is None else (_take(x, at), _take(x, met))
-            return one.unflatten(2, (-1, 1)), many.unflatten(2, (-1, bucket_keys))
-
-        return pick, lambda y: y.flatten(2, 3)
-
-    padded = F.pad(order, (bucket_keys, -total % bucket_keys), value=total)
-
-    def pick(x: Tensor | None) -> tuple[Tensor, Tensor]:
-        chunks = (padded if x is None else _take(x, padded)).unflatten(2, (-1, bucket_keys))
-        return chunks[:, :, 1:], torch.cat([chunks[:, :, :-1], chunks[:, :, 1:]], dim=3)
-
-    return pick, lambda y: _take(y.flatten(2, 3), place[:, :, total - length :])
+def _chunks(order: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Sorted places ``[B, H, L]`` in n chunks of ``width``, ``[B, H, n, w]``, and those of each chunk and the one before
+    it, ``[B, H, n, 2w]``; L stands where there is no key."""
+    padded = F.pad(order, (width, -order.shape[-1] % width), value=order.shape[-1]).unflatten(2, (-1, width))
+    return padded[:, :, 1:], torch.cat([padded[:, :, :-1], padded[:, :, 1:]], dim=3)
 
 
 def _take(x: Tensor, at: Tensor) -> Tensor:
-    """``x[b, h, at[b, h, i]]``, of the last where that is beyond: ``[B, H, i, ..]`` from ``x [B, H, n, ..]``."""
+    """``x[b, h, at[b, h, ..]]``, of the last where that is beyond: ``[B, H, .., m]`` from ``x [B, H, n, m]``."""
     streams, heads, number = x.shape[:3]
-    first = torch.arange(streams * heads, device=x.device).view(streams, heads, 1) * number
+    first = torch.arange(streams * heads, device=x.device).view(streams, heads, *[1] * (at.dim() - 2)) * number
     flat = (first + at.clamp(max=number - 1)).flatten()
     return x.flatten(0, 2).index_select(0, flat).view(*at.shape, *x.shape[3:])

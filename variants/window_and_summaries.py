@@ -22,13 +22,13 @@ from variants.kernels.window import PastKV, Window
 
 class Near(NamedTuple):
     """Keys and values in their positions: ``[B, H, T, K]`` of the segment; ``[B, H, P, K]`` of the past, with zeros
-    before the ``kept [B]`` that there are, or None where a stream begins."""
+    before the ``past_bytes [B or 1]`` that there are."""
 
     k: Tensor
     v: Tensor
-    old_k: Tensor | None
-    old_v: Tensor | None
-    kept: Tensor
+    old_k: Tensor
+    old_v: Tensor
+    past_bytes: Tensor
 
 
 class Far(NamedTuple):
@@ -54,30 +54,28 @@ def by_kernel(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Posi
 
     Streams that are younger than a window are taken one by one, because the kernel has no place for zeros before one.
     """
-    kept = [0] if near.old_k is None else [near.old_k.shape[2]]
-    if not isinstance(near.kept, FakeTensor):
-        kept = sorted(set(near.kept.clamp(max=kept[0]).tolist()))
-    if len(kept) > 1:
-        alone = [(q[b : b + 1], _stream(near, b), _stream(far, b)) for b in range(len(q))]
-        return torch.cat([by_kernel(*one, blocks=blocks, position=position) for one in alone])
+    ages = [near.old_k.shape[2]]
+    if not isinstance(near.past_bytes, FakeTensor):
+        ages = sorted(set(near.past_bytes.clamp(max=ages[0]).tolist()))
+    if len(ages) > 1:
+        streams = [(q[b : b + 1], _stream(near, b), _stream(far, b)) for b in range(len(q))]
+        return torch.cat([by_kernel(*stream, blocks=blocks, position=position) for stream in streams])
     heads, number, wide = q.shape[1], blocks.near, torch.promote_types(q.dtype, torch.float32)
-    past = kept[0] and PastKV(tuple(range(heads)), near.old_k[:, :, -kept[0] :], near.old_v[:, :, -kept[0] :])
+    past = ages[0] and PastKV(tuple(range(heads)), near.old_k[:, :, -ages[0] :], near.old_v[:, :, -ages[0] :])
     visible, vectors = far.visible[:, :, None], position.vectors(number)
     bias = position.bias(q, number) if vectors is None else None
     added = _added(q, far.distance, far.added, blocks=blocks, position=position)
     added = sum(added, torch.zeros_like(visible, dtype=wide)).masked_fill(~visible, -torch.inf)
-    beside = Beside(far.k, far.v, added) if added.shape[-1] else None
-    same = {"past": [past] if past else [], "bias": bias, "vectors": vectors, "beside": beside}
+    summaries = Beside(far.k, far.v, added) if added.shape[-1] else None
+    same = {"past": [past] if past else [], "bias": bias, "vectors": vectors, "beside": summaries}
     with torch.autocast(q.device.type, enabled=False):
         return window_cpu.attend(q, near.k, near.v, Window((number,) * heads, blocks.shift), **same)
 
 
 def in_bands(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Position, dropout: float) -> Tensor:
     """The same."""
-    (chunks, size), (k, v), front = blocks.chunks(q.shape[2]), near[:2], 0
-    if near.old_k is not None:
-        front = near.old_k.shape[2]
-        k, v = torch.cat([near.old_k, k], dim=2), torch.cat([near.old_v, v], dim=2)
+    (chunks, size), front = blocks.chunks(q.shape[2]), near.old_k.shape[2]
+    k, v = torch.cat([near.old_k, near.k], dim=2), torch.cat([near.old_v, near.v], dim=2)
     before = -(-blocks.behind // size) if chunks > 1 else 0
     if chunks > 1:
         pad = (0, 0, before * size - front, chunks * size - q.shape[2])
@@ -90,13 +88,13 @@ def in_bands(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Posit
     place = torch.arange(front + size, device=q.device) - front  # of a band's key, from the chunk's first query on
     first = size * torch.arange(chunks, device=q.device)[:, None, None]
     distance = (torch.arange(size, device=q.device)[:, None] - place - blocks.shift).expand(chunks, -1, -1)
-    seen = (distance >= 0) & (distance < blocks.near) & (first + place >= -near.kept[:, None, None, None])
+    seen = (distance >= 0) & (distance < blocks.near) & (first + place >= -near.past_bytes[:, None, None, None])
     distance = torch.cat([distance.expand(len(far.distance), -1, -1, -1), far.distance], dim=3)
     visible = torch.cat([seen.expand(len(far.visible), -1, -1, -1), far.visible], dim=3)
     added = None if far.added is None else F.pad(far.added, (front + size, 0))
     added = _added(q, distance, added, blocks=blocks, position=position)
-    given = blocks.chunked(q).transpose(1, 2), joined(k, far.k), joined(v, far.v), visible[:, :, None]
-    y = _softmax(*given, added, dropout=dropout, blind=blocks.shift > 0)
+    inputs = blocks.chunked(q).transpose(1, 2), joined(k, far.k), joined(v, far.v), visible[:, :, None]
+    y = _softmax(*inputs, added, dropout=dropout, blind=blocks.shift > 0)
     return rearrange(y, "B n H Q K -> B H (n Q) K")[:, :, : q.shape[2]]
 
 
@@ -107,13 +105,13 @@ def _stream(x: Near | Far, b: int) -> Near | Far:
 
 def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, position: Position) -> list[Tensor]:
     """What is added to scores at distances ``[B or 1, n, Q, m]``, each as wide as ``[B, n, H, Q, m]`` or to be."""
-    bias, found = position.bias(q, blocks.span), [] if more is None else [more[:, :, None]]
+    bias, terms = position.bias(q, blocks.span), [] if more is None else [more[:, :, None]]
     if bias is None:  # else [H, S] or [B, H, T, S]
-        return found
+        return terms
     bias = bias[None, None, :, None] if bias.dim() == 2 else blocks.chunked(bias).transpose(1, 2)
     shape = (len(q), distance.shape[1], q.shape[1], distance.shape[2])
     at = distance.clamp(0, blocks.span - 1)[:, :, None].expand(*shape, -1)
-    return [bias.expand(*shape, -1).gather(-1, at), *found]
+    return [bias.expand(*shape, -1).gather(-1, at), *terms]
 
 
 def _softmax(

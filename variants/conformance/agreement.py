@@ -37,18 +37,18 @@ def outcome(
     """
     model.zero_grad(set_to_none=True)
     seed_cpu(0)
-    state, results = None, {}
+    state, outputs = None, {}
     targets = tokens[:, 1:].split(list(segments), dim=1)
     for number, (inputs, following) in enumerate(
         zip(tokens[:, :-1].split(list(segments), dim=1), targets, strict=True)
     ):
         with autocast():
             out = (forward or model)(inputs, state)
-        results[f"logits of segment {number}"], state = out.logits, out.state
+        outputs[f"logits of segment {number}"], state = out.logits, out.state
         (F.cross_entropy(out.logits.flatten(0, 1), following.flatten()) + out.loss).backward()
     zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-    results |= {f"the gradient of {name}": gradient for name, gradient in (zeros | gradients_of(model)).items()}
-    return {name: x.detach().cpu().double() for name, x in results.items()}
+    outputs |= {f"the gradient of {name}": gradient for name, gradient in (zeros | gradients_of(model)).items()}
+    return {name: x.detach().cpu().double() for name, x in outputs.items()}
 
 
 def compare(

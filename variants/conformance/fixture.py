@@ -195,17 +195,17 @@ def leaves(state: State) -> list[Tensor]:
     return [x for x in tree_leaves(state) if isinstance(x, Tensor)]
 
 
-def restricted(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-    """Names of the sublayers that restrict their parameters, and all parameters of these, each once."""
-    own = {name: s for name, s in model.sublayers() if type(s).project_ is not Sublayer.project_}
-    return [*own], list(dict.fromkeys(p for sublayer in own.values() for p in sublayer.parameters()))
+def restricted(model: nn.Module) -> list[nn.Parameter]:
+    """All parameters of the sublayers that restrict theirs, each once."""
+    sublayers = (s for _, s in model.sublayers() if type(s).project_ is not Sublayer.project_)
+    return list(dict.fromkeys(p for sublayer in sublayers for p in sublayer.parameters()))
 
 
 @torch.no_grad()
 def push(model: nn.Module, size: float) -> nn.Module:
     """The same model; what its sublayers restrict is moved by ``size`` times normal noise, then projected."""
     generator = torch.Generator().manual_seed(0)
-    for parameter in restricted(model)[1]:
+    for parameter in restricted(model):
         parameter.add_(size * torch.randn(parameter.shape, generator=generator))
     model.project_()
     return model
@@ -215,7 +215,7 @@ def push(model: nn.Module, size: float) -> nn.Module:
 def open_(model: nn.Module, low: float, high: float) -> nn.Module:
     """The same model; what ``project_`` keeps between two ends is spread over that share of the way, its ends included, in any
     order, and what it keeps on one side of an end stands off it."""
-    parameters = restricted(model)[1]
+    parameters = restricted(model)
     before, ends = [p.clone() for p in parameters], []
     for far in (-1e3, 1e3):
         for parameter, value in zip(parameters, before, strict=True):

@@ -130,10 +130,10 @@ def many_streams(subject: Subject) -> Verdict:
     for number, (mode, model, still) in product(subject.streams, list(subject.modes())):
         tokens = subject.bytes(streams=number)
         with still():
-            together, _ = run(model, tokens, cuts=cuts)
+            whole, _ = run(model, tokens, cuts=cuts)
             parts = [run(model, part, cuts=cuts)[0] for part in tokens.split(3)]
-        threes = {name: torch.cat([part[name] for part in parts]) for name in together}
-        yield from differs(f"{mode}, {number} streams at once", threes, together)
+        threes = {name: torch.cat([part[name] for part in parts]) for name in whole}
+        yield from differs(f"{mode}, {number} streams at once", threes, whole)
 
 
 CHECKS = (

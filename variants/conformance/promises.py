@@ -2,11 +2,10 @@
 
 import io
 import math
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Generator, Iterator
+from itertools import islice, product
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from variants.conformance.fixture import (
@@ -23,11 +22,10 @@ from variants.conformance.fixture import (
     push,
     run,
 )
-from variants.conformance.sizes import ROWS
-from variants.contract import LIMITS, Inspection, NeededFlops, Position, cat_streams, map_state
+from variants.contract import LIMITS, Inspection, NeededFlops, Position, State, cat_streams, map_state
 
 FAR = 10**7  # bytes into a stream: float32 angles of it are off by half a radian
-SMALL = 1e-4  # of a map: how far a row's sum may be from 1, which may be in float32, and a weight that may move nothing
+SMALL = 1e-4  # of a map: how far a row's sum may be from 1, which may be in float32, and a weight of what is not seen
 LARGE = 10  # times as large are the matrices of large weights
 
 
@@ -60,34 +58,30 @@ def influence(subject: Subject) -> Verdict:
 
 def maps(subject: Subject) -> Verdict:
     """A row is shares of what its byte sees, with those of learned vectors: 1 in all, or 0 of a byte that sees nothing; and no
-    weight is of a byte that moves nothing."""
-    model, tokens = subject.build(), subject.bytes()[:1]
+    weight is of a later byte, or of one beyond the reach."""
     with torch.no_grad():
-        inspections = {name: one for name, one in model.inspect(tokens)[1].items() if one.weights is not None}
-    if inspections:
-        copies = torch.cat([subject.change(tokens, at) for at in range(subject.length)])
-        parts = [run(model, torch.cat([tokens, part]))[0] for part in copies.split(ROWS)]
+        inspections = subject.build().inspect(subject.bytes()[:1])[1]
     for name, inspection in inspections.items():
-        still = torch.cat([(part[name][1:] == part[name][:1]).all(-1) for part in parts]).T  # [T, n]
-        if line := next(_of_a_map(inspection, still), None):
-            yield f"{name}: {line}"
-            return
+        if inspection.weights is not None:
+            yield from (f"{name}: {line}" for line in islice(_of_a_map(inspection, subject.declared[name].reach()), 1))
 
 
-def _of_a_map(inspection: Inspection, still: Tensor) -> Iterator[str]:
-    weights = inspection.weights
+def _of_a_map(inspection: Inspection, reach: int | None) -> Iterator[str]:
+    weights, length = inspection.weights, inspection.weights.shape[-1]
     shares = weights[..., :0] if inspection.shares is None else inspection.shares
-    heads, length = weights.shape[1] if weights.dim() == 4 else None, len(still)
+    heads = weights.shape[1] if weights.dim() == 4 else None
     if weights.shape != (1, heads, length, length) or shares.shape[:-1] != weights.shape[:-1]:
         yield f"a map of {tuple(weights.shape)} and shares of {tuple(shares.shape)} are not [B, H, T, T] and [B, H, T, n]"
         return
     taken = torch.cat([weights, shares], dim=-1)[0]  # [H, T, T + n]
     rows, largest = taken.sum(-1), weights[0].amax(0)  # [H, T] and [T, T]
     wrong = ~((rows - 1).abs() < SMALL) & (rows != 0) | (taken < -SMALL).any(-1)
-    for head, at in wrong.nonzero()[:1].tolist():
+    for head, at in wrong.nonzero().tolist():
         yield f"what byte {at} takes in head {head} is no shares of 1: in all {rows[head, at]:.3g}"
-    for at, key in (still & (largest > SMALL)).nonzero()[:1].tolist():
-        yield f"byte {at} takes {largest[at, key]:.2g} of byte {key}, which moves nothing that it gives"
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    unseen = (back < 0) | (back > (length if reach is None else reach))
+    for at, key in (unseen & (largest > SMALL)).nonzero().tolist():
+        yield f"byte {at} takes {largest[at, key]:.2g} of byte {key}, which it cannot see"
 
 
 def far_start(subject: Subject) -> Verdict:
@@ -114,7 +108,7 @@ def far_start(subject: Subject) -> Verdict:
 
 def streams_separate(subject: Subject) -> Verdict:
     head, tail = subject.bytes().tensor_split([subject.span + 2], dim=1)
-    order, others, one = [2, 0, 1], slice(1, 3), slice(1, 2)
+    order, others, second = [2, 0, 1], slice(1, 3), slice(1, 2)
     for mode, model, still in subject.modes():
         with still():
             _, state = run(model, head)
@@ -122,11 +116,11 @@ def streams_separate(subject: Subject) -> Verdict:
             moved, _ = run(model, torch.cat([subject.other(tail[:1]), tail[1:]]), state=state)
             turned, _ = run(model, tail[order], state=map_state(lambda t: t[order], state))
             joined, _ = run(model, tail, state=cat_streams([run(model, row[None])[1] for row in head]))
-            single, _ = run(model, tail[one], state=map_state(lambda t: t[one], state))
+            single, _ = run(model, tail[second], state=map_state(lambda t: t[second], state))
         yield from differs(f"{mode}, stream 0 changed", pick(both, others), pick(moved, others))
         yield from differs(f"{mode}, streams and states in another order", pick(both, order), turned)
         yield from differs(f"{mode}, states of single streams concatenated", both, joined)
-        yield from differs(f"{mode}, stream 1 alone, its state sliced", pick(both, one), single)
+        yield from differs(f"{mode}, stream 1 alone, its state sliced", pick(both, second), single)
 
 
 def state_detached(subject: Subject) -> Verdict:
@@ -215,11 +209,11 @@ def statistics(subject: Subject) -> Verdict:
     model, tokens, half = subject.build(), subject.bytes(), subject.span + 2
     out = model(tokens, collect_stats=True)
     yield from differs("eval, collect_stats", {"logits": model(tokens).logits}, {"logits": out.logits})
-    attached = [name for name, own in out.stats.items() if any(t.requires_grad for t in own.values())]
+    attached = [name for name, stats in out.stats.items() if any(t.requires_grad for t in stats.values())]
     yield from (f"eval: statistics of {name} have a gradient" for name in attached)
 
     def sums(out) -> Outputs:
-        return {f"{name}.{key}": t.double() for name, own in out.stats.items() for key, t in own.items()}
+        return {f"{name}.{key}": t.double() for name, stats in out.stats.items() for key, t in stats.items()}
 
     first = model(tokens[:, :half], collect_stats=True)
     rest = model(tokens[:, half:], first.state, collect_stats=True)
@@ -241,29 +235,33 @@ def statistics(subject: Subject) -> Verdict:
 def autocast(subject: Subject) -> Verdict:
     model, tokens = subject.build(dtype=torch.float32, mode="train"), subject.bytes()
     with torch.autocast("cpu", torch.bfloat16):
-        first = model(tokens)
-        out = model(tokens, first.state)
-        (F.cross_entropy(out.logits.flatten(0, 1).float(), tokens.flatten()) + out.loss).backward()
-    yield from infinite("train", {"logits": out.logits})
-    yield from _infinite_gradients("train", model)
-    wide = model.eval()(tokens, out.state)  # a state may come from a forward of another precision
+        state = yield from _step(model, tokens, case="train")
+    wide = model.eval()(tokens, state)  # a state may come from a forward of another precision
     yield from infinite("eval, float32 after bfloat16", {"logits": wide.logits})
 
 
 def large_weights(subject: Subject) -> Verdict:
     """In float32, where an exponential is infinite from 89 on: the scores of some first bytes lie that far below zero."""
-    tokens, case = subject.bytes(), f"train, matrices {LARGE} times as large"
     for seed in (0, 1):
         model = subject.build(seed=seed, dtype=torch.float32, mode="train")
         with torch.no_grad():
             for parameter in {p: None for _, sublayer in model.sublayers() for p in sublayer.parameters()}:
                 parameter.mul_(LARGE if parameter.dim() > 1 else 1)
         model.project_()
-        out = model(tokens)
-        outputs = {"logits": out.logits, "logits of a second segment": model(tokens, out.state).logits}
-        (sum(map(torch.mean, outputs.values())) + out.loss).backward()
-        yield from infinite(case, outputs)
-        yield from _infinite_gradients(case, model)
+        yield from _step(model, subject.bytes(), case=f"train, matrices {LARGE} times as large")
+
+
+def _step(model: nn.Module, tokens: Tensor, *, case: str) -> Generator[str, None, State]:
+    """A line for what is not finite after two segments and their backward pass; the state after them."""
+    first = model(tokens)
+    second = model(tokens, first.state)
+    outputs = {"logits": first.logits, "logits of a second segment": second.logits}
+    (sum(logits.float().mean() for logits in outputs.values()) + first.loss + second.loss).backward()
+    yield from infinite(case, outputs)
+    for name, gradient in gradients_of(model).items():
+        if not gradient.isfinite().all():
+            yield f"{case}: the gradient of {name} is not finite"
+    return second.state
 
 
 def ideal_flops(subject: Subject) -> Verdict:
@@ -283,12 +281,6 @@ def needed_flops(subject: Subject) -> Verdict:
             yield f"{name}: {needs} are not NeededFlops of 0 or more"
         elif needs[0].forward < sublayer.ideal_flops() - 1:  # which is rounded
             yield f"{name}: a warm byte needs {needs[0].forward:,.0f}, ideal is {sublayer.ideal_flops():,}"
-
-
-def _infinite_gradients(case: str, model: nn.Module) -> list[str]:
-    return [
-        f"{case}: the gradient of {n} is not finite" for n, g in gradients_of(model).items() if not g.isfinite().all()
-    ]
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ bytes, is seen there. Streams are changed at places of their own, so that a forw
 """
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
@@ -15,15 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from variants.conformance.fixture import MODES, NoDropout, Outputs, Subject, Verdict, differs, pick, run
+from variants.conformance.fixture import MODES, NoDropout, Outputs, Subject, Verdict, differs, run
 from variants.contract import State, Sublayer, map_state
 
-MOST_PAIRS = (
-    2**23
-)  # of a query and a key of one head in a forward pass: fewer streams are looked at where they would be more
+MOST_PAIRS = 2**23
+"""Of a query and a key of one head in a forward pass: fewer streams are looked at where they would be more."""
 MOST_SEGMENTS = 8  # read on after the first change; who reaches farther than they are long is not looked at
-SECONDS, LEAST = 1.2, 6  # of work for the places of one size of the run; no more are looked at, once so many were
-EVERY, ROWS = 128, 64  # places of a small stream, and about so many of a longer one; copies that go into one forward
+EVERY, ROWS = 128, 64  # places of a small stream; streams of a small batch
+SOME, TURNS = 18, 6  # places of a segment of the run, and forward passes that they may take, the most telling first
 LONGEST = 1000  # bytes of the longest small stream; who reaches farther is not looked at
 
 
@@ -41,19 +39,19 @@ class Size(NamedTuple):
         return f"{self.mode}, {self.streams} x {self.segment} bytes{'' if self.carry else ' without a past'}"
 
     def places(self, period: int) -> list[int]:
-        """Bytes of a segment: of a small one all, or some at all offsets of a period; of another about 18, edges of blocks, the
-        last, powers of two and a neighbour of each, the most telling first."""
+        """Bytes of a segment: of a small one all, or some at all offsets of a period; of another the last, edges of
+        blocks, and powers of two with a neighbour of each."""
         length = self.segment
         if self.small:
             step = max(1, length // EVERY)
             while math.gcd(step, period) > 1:
                 step += 1
             return list(range(0, length, step))
-        powers = [2**i for i in range(20) if 2**i < length][:-8:-1]
         block = max(1, length // 2 // period) * period if period > 1 else length // 3
-        places = [length - 1, block, *powers[:3], block - 1, 1, length - block, 2 * length // 3 + 1]
-        places += [power + 1 - 2 * (i % 2) for i, power in enumerate(powers)] + powers
-        return [place for place in dict.fromkeys(places) if 0 < place < length] or [0]
+        powers = [2**i for i in range(20) if 2**i < length][::-1]
+        places = [length - 1, block, block - 1, 1, length - block, 2 * length // 3 + 1]
+        places += [place for i, power in enumerate(powers) for place in (power, power + 1 - 2 * (i % 2))]
+        return [place for place in dict.fromkeys(places) if 0 < place < length][:SOME] or [0]
 
     def cuts(self, span: int, period: int) -> list[tuple[int, ...]]:
         """Ugly ways to cut a segment; a small one also byte for byte, at the ends."""
@@ -69,16 +67,16 @@ class Size(NamedTuple):
 
 def _sizes(subject: Subject, *modes: str) -> list[Size]:
     """The run's, or small ones: streams of more than two windows, and halves of one, with a past."""
-    streams, length, half = 3 if "streams_apart" in subject.limits else ROWS, subject.length, subject.length // 2
-    small = [Size(mode, min(streams, length), length, False, small=True) for mode in MODES]
-    small.append(Size("eval", min(streams, half), half, True, small=True))
+    length, half = subject.length, subject.length // 2
+    small = [Size(mode, min(ROWS, length), length, False, small=True) for mode in MODES]
+    small.append(Size("eval", min(ROWS, half), half, True, small=True))
     return [size for mode in modes for size in subject.sizes or small if size.mode == mode]
 
 
 def causality(subject: Subject, *, mode: str) -> Verdict:
     """All bytes from p on are changed; nothing before p may move."""
     for size in _sizes(subject, mode):
-        if moved := _Fed(subject, size).moved(f"{size}, all from byte {{at}} on changed"):
+        if moved := _Streams(subject, size).moved(f"{size}, all from byte {{at}} on changed"):
             yield moved[1]
             return
 
@@ -91,8 +89,8 @@ def reach(subject: Subject) -> Verdict:
         near = {name: int(most) for name, most in reaches.items() if most + 1 < length}
         if not near:
             continue
-        fed = _Fed(subject, size, number=-(-(max(near.values()) + 2) // size.segment) if size.carry else 1)
-        if moved := fed.moved(f"{size}, all up to byte {{at}} changed", reaches=near):
+        streams = _Streams(subject, size, segments=-(-(max(near.values()) + 2) // size.segment) if size.carry else 1)
+        if moved := streams.moved(f"{size}, all up to byte {{at}} changed", reaches=near):
             name, line = moved
             honest = near[name] or name not in subject.declared or subject.declared[name].honours is not None
             end = "" if honest else ": what sees a past declares honours and reach()"
@@ -103,15 +101,13 @@ def reach(subject: Subject) -> Verdict:
 def segments(subject: Subject) -> Verdict:
     """The same bytes in whole segments and cut at ugly places."""
     for size in _sizes(subject, *subject.still):
-        if size.small:
-            size = size._replace(streams=3)
         if size.segment < 3 or size.small == size.carry:
             continue
-        fed = _Fed(subject, size)
-        whole = fed.run(fed.tokens)
+        streams = _Streams(subject, size._replace(streams=3) if size.small else size)
+        whole = streams.run(streams.tokens)
         for cuts in size.cuts(subject.span, subject.period):
-            case = f"{size} cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}"
-            if lines := differs(case, whole, fed.run(fed.tokens, cuts=cuts)):
+            case = f"{streams.size} cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}"
+            if lines := differs(case, whole, streams.run(streams.tokens, cuts=cuts)):
                 yield from lines
                 return
 
@@ -122,26 +118,25 @@ def total_reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
     return dict(zip([*sublayers, "logits"], [*total, *total[-1:]], strict=True))
 
 
-class _Fed:
+class _Streams:
     """A model in a mode, and streams of random bytes for it: ``tokens [B, T]`` of some segments, and what they continue."""
 
-    def __init__(self, subject: Subject, size: Size, *, number: int = 1):
+    def __init__(self, subject: Subject, size: Size, *, segments: int = 1):
         self.model, self.still = subject.build(mode=size.mode), subject.still.get(size.mode, NoDropout)
-        self.size, self.separate = size, "streams_apart" not in subject.limits
-        self.places = size.places(subject.period)
-        past = -(-subject.span // size.segment) * size.segment if size.carry else 0
-        streams = min(size.streams, max(1, MOST_PAIRS // (size.segment * (size.segment + subject.span))))
-        tokens = subject.bytes(length=past + number * size.segment, streams=streams, seed=2)
-        before, self.tokens = tokens.tensor_split([past], dim=1)
-        self.other_before, self.other = subject.other(tokens).tensor_split([past], dim=1)
-        self.past = self._read(before, None)[1]
+        self.size = size
+        before = -(-subject.span // size.segment) * size.segment if size.carry else 0
+        number = min(size.streams, max(1, MOST_PAIRS // (size.segment * (size.segment + subject.span))))
+        places = size.places(subject.period)
+        self.places = places if size.small else places[: TURNS * number]
+        tokens = subject.bytes(length=before + segments * size.segment, streams=number, seed=2)
+        past, self.tokens = tokens.tensor_split([before], dim=1)
+        other_past, self.other = subject.other(tokens).tensor_split([before], dim=1)
+        self.past, self.other_past = (self._read(part, None)[1] if before else None for part in (past, other_past))
 
-    def _read(self, tokens: Tensor, state: State, cuts: tuple[int, ...] | None = None) -> tuple[Outputs, State]:
-        if not tokens.numel():
-            return {}, state
+    def _read(self, tokens: Tensor, past: State, cuts: tuple[int, ...] | None = None) -> tuple[Outputs, State]:
         cuts = tuple(range(self.size.segment, tokens.shape[1], self.size.segment)) if cuts is None else cuts
         with self.still():
-            return run(self.model, tokens, cuts=cuts, state=map_state(torch.clone, state))
+            return run(self.model, tokens, cuts=cuts, state=map_state(torch.clone, past))
 
     def run(self, tokens: Tensor, *, cuts: tuple[int, ...] | None = None) -> Outputs:
         """Outputs over ``tokens``, in segments of the size or cut otherwise."""
@@ -156,30 +151,31 @@ class _Fed:
                 farther on may move, when all bytes up to the place are changed and the past is another, or the past alone is.
         """
         before, byte, late = self.run(self.tokens), torch.arange(self.tokens.shape[1]), reaches is not None
-        past = self._read(self.other_before, None)[1] if late else self.past
-        for at in self._turns([-1, *self.places] if late else self.places):
-            after, _ = self._read(torch.where(byte <= at if late else byte >= at, self.other, self.tokens), past)
+
+        def first(at: Tensor) -> tuple[str, str] | None:
+            """With stream b changed at the place ``at [B, 1]``."""
+            changed = torch.where(byte <= at if late else byte >= at, self.other, self.tokens)
+            after, _ = self._read(changed, self.other_past if late else self.past)
             for name in reaches or before:
                 silent = byte > at + reaches[name] if late else byte < at
-                first, then = {name: before[name]}, {name: torch.where(silent[..., None], after[name], before[name])}
-                for stream in range(len(at)) if differs("", first, then) else ():
-                    one = slice(stream, stream + 1)
-                    lines = differs(case.format(at=at[stream].item()), pick(first, one), pick(then, one))
-                    if lines and self.separate and len(at.unique()) > 1:  # another stream's change may have moved it
-                        self.separate = False
-                        return self.moved(case, reaches=reaches)
-                    if lines:
-                        return name, lines[0]
+                then = torch.where(silent[..., None], after[name], before[name])
+                for line in differs(case.format(at=at[0].item()), {name: before[name]}, {name: then}):
+                    return name, line
+            return None
+
+        for some in self._turns([-1, *self.places] if late else self.places):
+            if first(some):  # another stream's change may have moved it: that is another promise
+                alike = (torch.full_like(some, at) for at in some.unique().tolist())
+                if moved := next(filter(None, map(first, alike)), None):
+                    return moved
         return None
 
     def _turns(self, places: list[int]) -> Iterator[Tensor]:
-        """``[B, 1]``, the place of each stream, until all had their turn or time is up; one for all where streams may mix."""
-        streams, begun = len(self.tokens) if self.separate else 1, time.thread_time()
-        for first in range(0, len(places), streams):
-            if first >= LEAST and not self.size.small and time.thread_time() - begun > SECONDS:
-                return
-            some = places[first : first + streams]
-            yield torch.tensor([some[i % len(some)] for i in range(len(self.tokens))])[:, None]
+        """``[B, 1]``, the place of each stream, until all had their turn."""
+        streams = len(self.tokens)
+        for begin in range(0, len(places), streams):
+            some = places[begin : begin + streams]
+            yield torch.tensor([some[i % len(some)] for i in range(streams)])[:, None]
 
 
 SIZED = (
