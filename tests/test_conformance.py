@@ -22,6 +22,7 @@ from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Subject
 from variants.contract import LayerContext, SublayerOutput
 from variants.feed_forward import FeedForward
+from variants.forget_gate import ForgetGate
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
 
 feed_forward = partial(FeedForward, hidden=None, activation="gelu", bias=True, zero_init=True)
@@ -66,6 +67,8 @@ def test_attention(scheme, cache, attend_self, spans, persistent, dropout, backe
         (partial(shared_keys, persistent=vectors), Alibi, "kv", adaptive, 0.0),
         (partial(normed, persistent=vectors), Relative, "kv", dynamic, 0.1),
         (partial(normed, gate=True), Rotary, "hidden", None, 0.0),
+        (partial(shared_keys, key_bias=ForgetGate, persistent=vectors), Rotary, "hidden", adaptive, 0.1),
+        (partial(Attention, key_bias=ForgetGate, sink=True), Alibi, "kv", adaptive, 0.0),
     ],
 )
 def test_parts_of_attention(attention, scheme, cache, spans, dropout):

@@ -176,6 +176,7 @@ ATTEND["fused"] = partial(operation.attend, "fused")
 
 
 def takes(backend: str, case: Case) -> bool:
-    """Whether a backend computes the case: by their own words, chunked takes all, fused no vectors and key biases, neither other dropout."""
+    """Whether a backend computes the case: chunked takes all, fused no vectors and key biases, neither other dropout."""
     of_query = case.z == "query" or case.bias == "query" or case.dropout > 0
-    return backend in ("plain", "chunked") or not (of_query or (backend == "fused" and (case.vectors or case.key_bias)))
+    added = case.vectors or case.key_bias
+    return backend in ("plain", "chunked") or not (of_query or (backend == "fused" and added))

@@ -349,9 +349,10 @@ def key_gradient(
             paid = tl.load(delta + row + t, mask=t < T, other=0.0)
             reward = tl.dot(values, tl.trans(up), input_precision=PRECISION)
             reward = _drop(reward, seed, drawn, x, j[:, None], ALL, DROP, SCALE) - paid[None, :]
-            dkeys = tl.dot((weights * reward).to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
+            change = weights * reward
+            dkeys = tl.dot(change.to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
             if dkey_bias is not None:
-                raised += tl.sum(weights * reward, 1)
+                raised += tl.sum(change, 1)
     at, rows = (b * H + h) * written * K, own0 + tl.arange(0, BLOCK)
     _store(dk + at, rows, written, dkeys, K, WIDTH)
     _store(dv + at, rows, written, dvalues, K, WIDTH)

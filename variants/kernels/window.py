@@ -54,8 +54,8 @@ class Persistent(NamedTuple):
 
 
 class PastKV(NamedTuple):
-    """Keys and values before the segment ``[B, n, P, K]`` of n heads, whose numbers ascend; and key biases ``[B, r n, P]``,
-    of the r heads of queries that read each, or None."""
+    """Keys and values before the segment ``[B, n, P, K]`` of n heads, whose numbers ascend; and key biases, of the r heads
+    of queries that read each, ``[B, r n, P]``, or None."""
 
     heads: tuple[int, ...]
     k: Tensor

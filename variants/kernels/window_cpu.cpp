@@ -1,9 +1,11 @@
 // Attention over a window of the past for CPUs: exact per head and per row, no score matrix in memory.
 //
-//   s_tx = q_t . (k_x + p_x) + b_x + c_x - d_t,   a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(r_t . e_n))
+//   s_tx = q_t . (k_x + p_x) + b_x + c_x - d_t
+//   a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(r_t . e_n))
 //   y_t  = sum_x a_tx v_x + sum_n a_tn u_n
 //
-// with c of each stream's keys and d of its queries. Column x is the x-th key from the nearest that row t may see (window.py). A task is one stream and head; it takes ROWS
+// with c and d the biases of each stream's keys and queries.
+// Column x is the x-th key from the nearest that row t may see (window.py). A task is one stream and head; it takes ROWS
 // rows at a time through chunks of the keys between the farthest that the first row sees and the nearest of the last, so
 // that its cost is that of its own window. The softmax is taken online (2205.14135, algorithm 1); the backward pass
 // recomputes scores from the log-sum-exp and takes products with the keys of the past only for the query's gradient,
@@ -345,7 +347,10 @@ template <class T> struct Worker {
     T* to = buffers.key_bias.zeroed(round_up(part.keys, GRAIN<T>));
     std::copy_n((const T*)c.key_bias + first, part.keys, to);
     part.key_bias = to, part.query_bias = (const T*)c.query_bias + own * c.rows;
-    if (c.dkey_bias) std::fill_n((T*)c.dkey_bias + own * c.biases, c.biases, T(0)), part.dkey_bias = (T*)c.dkey_bias + first;
+    if (c.dkey_bias) {
+      part.dkey_bias = (T*)c.dkey_bias + first;
+      std::fill_n((T*)c.dkey_bias + own * c.biases, c.biases, T(0));
+    }
     if (c.dquery_bias) std::fill_n(part.dquery_bias = (T*)c.dquery_bias + own * c.rows, c.rows, T(0));
   }
 
