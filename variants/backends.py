@@ -61,12 +61,7 @@ def attend(
     if dropout and backend != "plain" and seed is None:
         seed = draw_seed(q.device)
     outputs = []
-    for (
-        heads,
-        k,
-        v,
-        key_bias,
-    ) in keys.whole:  # whose past is of one length: neighbours, numbered anew in a call of their own
+    for heads, k, v, key_bias in keys.whole:  # their pasts are of one length; numbered anew in a call of their own
         first, number = heads[0], len(heads)
 
         def of(x: Tensor | None, dim: int, first: int = first, number: int = number) -> Tensor | None:
