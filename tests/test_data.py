@@ -68,7 +68,7 @@ def test_plain_file(tmp_path, monkeypatch):
     assert whole(corpus) == TEXT
     assert corpus.provenance() == {"name": "file:small.txt", "bytes": len(TEXT), "sha256": SHA256}
     assert corpus.label() == f"file:small.txt ({len(TEXT):,} bytes, sha256 {SHA256[:8]})"
-    assert (corpus.vocabulary, corpus.floor_bits, corpus.fallback_from) == (256, None, None)
+    assert (corpus.vocabulary, corpus.floor, corpus.fallback_from) == (256, None, None)
     monkeypatch.setattr(sources, "LARGE_BYTES", 1000)
     load("file", path=path).splits["train"][0] = 0  # mapped: a private copy of the page, and the file itself stays
     assert Path(path).read_bytes() == TEXT

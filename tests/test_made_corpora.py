@@ -1,5 +1,6 @@
 """Corpora that are made: frozen for all machines; recall's copies and its floor, and text that is like text."""
 
+import hashlib
 import math
 from collections import Counter
 
@@ -8,6 +9,7 @@ import pytest
 
 from harness.data.corpora import load
 from harness.data.recall import DISTANCES, LETTERS, recall_floor, recall_stream
+from harness.data.skills import SKILLS
 from harness.data.synthetic_text import synthetic_text
 from harness.hashing import integer_hash
 from tests.composing import compose_config
@@ -22,6 +24,11 @@ def test_hash_is_splitmix64():
     assert int(table[2, 3]) == int(integer_hash(7, 2, 3)[0])
 
 
+SKILL_DIGESTS = {
+    "multi_query_recall": "953a71434b312928",
+    "selective_copying": "e29fdb1a497ea6d9",
+    "state_tracking": "07c2cb685e5ca205",
+}
 FROZEN = {
     "recall": ("528bc5b25622b5e520139597bb3f302ddff5128d7f4a56e3220671a15f75e1ea", b"PpMkNbJoHnPdGhDoJmKgJoHh"),
     "synthetic_text": ("a8ae164c7132a081d8a3686a35489e79745a5caeea09625461a692d482adf53c", b"Xain Leandla"),
@@ -57,13 +64,13 @@ def test_copies_are_there_and_told_apart_by_distance(distances):
         len(corpus.splits["train"]) + 1,
         corpus.splits["valid"][1:],
     )  # begins with a small letter, its capital not there
-    copied = corpus.copied_from(part)
-    assert tuple(copied) == distances and all(len(where) == len(part) - 1 for where in copied.values())
+    copied = corpus.answered(part)
+    assert tuple(copied) == tuple(map(str, distances)) and all(len(where) == len(part) - 1 for where in copied.values())
     for at in range(len(part) - 1):
         place = begin + 1 + at
-        own = [distance for distance, where in copied.items() if where[at]]
+        own = [int(distance) for distance, where in copied.items() if where[at]]
         assert own == ([] if place % 2 == 0 else [place - source_of(stream, place, distances)])
-    assert load("synthetic_text", bytes=20_000).copied_from(part) == {}
+    assert load("synthetic_text", bytes=20_000).answered(part) == {}
     capitals = np.bincount(recall_stream(320_000)[::2])[ord("A") :]
     assert len(capitals) == LETTERS and abs(capitals - 10_000).max() < 5 * math.sqrt(10_000)
 
@@ -77,7 +84,70 @@ def test_oracle_pays_the_floor_and_not_less(n_bytes):
         unknown = sum(at % 2 == 1 and source_of(stream, at, [2, 40]) < 0 for at in scored)
         assert recall_floor(n_bytes) <= oracle <= recall_floor(n_bytes) + 4 * (1 + unknown) / (n_bytes - 1)
     corpus = load("recall", bytes=10_000, distances=[7], seed=2)
-    assert 1.98 < corpus.floor_bits == min(recall_floor(len(split)) for split in corpus.splits.values()) < 2
+    for part in corpus.splits.values():
+        assert 1.98 < corpus.floor_bits(part) == recall_floor(len(part)) < 2
+
+
+def oracle(name: str, stream: bytes) -> list[float]:
+    """Bits of each byte for one that knows the rules, who reads the stream from its beginning."""
+    bits, memory, body, order, length = [], {}, "", [], 0
+    for at, letter in enumerate(map(chr, stream)):
+        before = chr(stream[at - 1]) if at else ""
+        if name == "multi_query_recall" and letter.isdigit():
+            known = before.islower() and before in memory
+            assert not known or memory[before] == letter
+            bits.append(0.0 if known else 3.0)
+            memory[before.lower()] = letter
+        elif name == "multi_query_recall":
+            bits.append(math.log2(52))
+        elif name == "selective_copying":
+            copies = body[64:].replace(">", "")
+            answers = body[:64].replace(".", "").lower()
+            if len(body) == 65 + len(answers) and len(body) > 64:
+                body, copies = "", ""
+            certain = len(body) >= 64
+            assert not certain or letter == (">" if len(body) == 64 else answers[len(copies)])
+            bits.append(0.0 if certain else 6.0 if letter.isupper() else math.log2(4 / 3))
+            body += letter
+        elif letter.isupper():
+            order, length = list("abcde"), 2 ** (1 + ord(letter) - ord("A"))
+            bits.append(2.0)
+        elif letter.isdigit():
+            swap, length = int(letter), length - 1
+            order[swap - 1 : swap + 1] = order[swap], order[swap - 1]
+            bits.append(2.0)
+        else:
+            assert length == 0 and letter == ("=" if before.isdigit() else order.pop(0))
+            bits.append(0.0)
+    return bits
+
+
+@pytest.mark.parametrize("name", SKILLS)
+def test_answers_of_skills_follow_and_the_floor_is_the_oracles(name):
+    stream = SKILLS[name].stream(20_000)
+    assert hashlib.sha256(stream).hexdigest().startswith(SKILL_DIGESTS[name])
+    assert np.array_equal(SKILLS[name].stream(999), stream[:999])
+    assert (SKILLS[name].stream(20_000, seed=1) != stream).mean() > 0.2
+    bits = np.array(oracle(name, bytes(stream)))
+    corpus = load(name, bytes=20_000, vocabulary=64)
+    for split, begin in (("train", 0), ("test", 19_000)):
+        part = corpus.splits[split]
+        mean, answers = bits[begin + 1 : begin + len(part)].mean(), corpus.answered(part)
+        assert 0 <= mean - corpus.floor_bits(part) <= 3 * 26 / len(part)
+        for label, where in answers.items():
+            assert where.sum() > 5 and (bits[begin + 1 : begin + len(part)][where] == 0).all(), label
+    assert 0.1 < np.mean(sum(where.numpy() for where in answers.values())) < 0.4, "and they do not overlap"
+
+
+def test_answers_are_divided_by_distance_and_length():
+    queries = np.frombuffer(b"A1B2a1C3b2", np.uint8)
+    assert [np.flatnonzero(where).tolist() for where in SKILLS["multi_query_recall"].answers(queries).values()][0] == [
+        5,
+        9,
+    ]
+    words = np.frombuffer(b"de=A12=bcadeB1", np.uint8)
+    at = {label: np.flatnonzero(where).tolist() for label, where in SKILLS["state_tracking"].answers(words).items()}
+    assert at == {"2": [7, 8, 9, 10, 11], "4": [], "8": [], "16": []}
 
 
 ENWIK8_BITS = (5.059, 3.835)

@@ -26,7 +26,7 @@ def commands() -> list[tuple[str, list[str]]]:
         blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         inline = re.findall(r"`(python[^`]*)`", text)
         lines = [*"".join(blocks).replace("\\\n", " ").splitlines(), *inline]
-        for part in (part for line in lines for part in line.split("&&") if page != "docs/gpu.md"):
+        for part in (part for line in lines for part in line.split("&&")):
             words = shlex.split(part, comments=True)
             if words and words[0] in STARTS and "..." not in words[-1]:
                 made.append((page, words[1:]))

@@ -1,6 +1,7 @@
 """A training step, whole or in parts, and the scoring of a split against loops that feed one byte at a time."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from harness.data.recall import recall_floor
 from harness.data.streams import score_streams, whole_context
 from harness.device.runtime import Runtime
 from harness.loop.scoring import Score, score_context, score_stream, score_windows
+from harness.loop.summary import final_score
 from harness.loop.update import Update
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers, assign
@@ -186,3 +188,9 @@ def test_a_trained_model_stays_above_the_floor_of_recall():
     floor = recall_floor(len(score.nats) + 1)
     assert floor - 40 / len(score.nats) < score.bits_per_byte < 3.9
     assert score_windows(run.model, run.corpus.splits["valid"], runtime=CPU).bits_per_byte > floor
+    summary = {"check": "passed", "capped": {}, "compressors": {}}
+    row = final_score(run, "test", summary)
+    assert (row["check"], row["floor_bits_per_byte"]) == ("passed", run.corpus.floor_bits(run.reported("test")))
+    assert row["bits_per_copy"]["3"] == summary["test_bits_per_copy"]["3"] < 4
+    run.corpus = replace(run.corpus, floor=lambda values: row["bits_per_byte"] + 41 / (len(values) - 1))
+    assert final_score(run, "test", summary)["check"] == summary["check"] == "not causal"

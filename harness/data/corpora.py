@@ -8,20 +8,22 @@ be labelled with data it did not see. The order in which bytes are read is in `h
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from harness.data.recall import DISTANCES, copy_distances, recall_floor, recall_stream
+from harness.data.recall import DISTANCES, copies, recall_floor, recall_stream
+from harness.data.skills import SKILLS
 from harness.data.sources import KNOWN, digest, distinct_values, read_known, read_path, read_stdlib
 from harness.data.synthetic_text import synthetic_text
 
 SPLITS = ("train", "valid", "test")
-MADE = {"recall": ("bytes", "distances", "seed"), "synthetic_text": ("bytes", "seed")}
+MADE = {"recall": ("bytes", "distances", "seed")} | dict.fromkeys(("synthetic_text", *SKILLS), ("bytes", "seed"))
 """What is made up, and the keys that only such a corpus has."""
 NAMES = (*KNOWN, "file", "stdlib", *MADE)
 
@@ -36,8 +38,8 @@ class Corpus:
         splits: ``train``, ``valid`` and ``test``, uint8 ``[n]`` each, in memory or mapped.
         vocabulary: V; all values are below it.
         symbols: the byte that each value stands for; fewer than V where the corpus has not as many.
-        floor_bits: fewest bits per byte that any causal model can need, where that is known (recall).
-        distances: from how far back bytes are copied, where that is known (recall).
+        floor: of bytes, uint8 ``[n]``: fewest bits per byte that a causal model can need (recall and skills).
+        answers: of bytes, uint8 ``[n]``: which follow from earlier ones, by a label, bool ``[n]`` (recall and skills).
         fallback_from: what was asked for and could not be had, if this is read in its place.
     """
 
@@ -47,8 +49,8 @@ class Corpus:
     splits: dict[str, Tensor]
     vocabulary: int
     symbols: bytes
-    floor_bits: float | None = None
-    distances: tuple[int, ...] = ()
+    floor: Callable[[np.ndarray], float] | None = None
+    answers: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
     fallback_from: str | None = None
 
     def reported(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
@@ -63,13 +65,18 @@ class Corpus:
         half = len(valid) // 2
         return valid[len(valid) - (half if selection_bytes is None else min(selection_bytes, half)) :]
 
-    def copied_from(self, part: Tensor) -> dict[int, Tensor]:
-        """By each of ``distances``: which targets of a part of a split, uint8 ``[n]``, are such copies, bool ``[n - 1]``."""
-        if not self.distances:
-            return {}
-        values = np.frombuffer(self.symbols, np.uint8)[part.numpy()]
-        back = torch.from_numpy(copy_distances(values, self.distances)[1:])
-        return {distance: back == distance for distance in self.distances}
+    def answered(self, part: Tensor) -> dict[str, Tensor]:
+        """By each label of ``answers``: which targets of a part of a split, uint8 ``[n]``, are such, bool ``[n - 1]``."""
+        answers = self.answers(self._values(part)) if self.answers else {}
+        return {label: torch.from_numpy(where[1:]) for label, where in answers.items()}
+
+    def floor_bits(self, part: Tensor) -> float | None:
+        """Fewest bits per byte on the targets of a part of a split, where that is known."""
+        return self.floor(self._values(part)) if self.floor else None
+
+    def _values(self, part: Tensor) -> np.ndarray:
+        """Bytes of numbers."""
+        return np.frombuffer(self.symbols, np.uint8)[part.numpy()]
 
     def label(self) -> str:
         """One phrase for tables and progress lines."""
@@ -104,7 +111,7 @@ def load(
         drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).
         split: shares of train, valid and test, each above 0, 1 in sum.
         first_bytes: read so many bytes of the corpus, and no more; None for all.
-        bytes, distances, seed: of what is made: `harness.data.recall`, `harness.data.synthetic_text`.
+        bytes, distances, seed: of what is made: `harness.data.recall`, `harness.data.skills`, `harness.data.synthetic_text`.
 
     Raises:
         ValueError: naming the key, its value and what is allowed.
@@ -122,11 +129,11 @@ def load(
     if not 1 <= vocabulary <= 256:
         raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
     for key in options.keys() - set(MADE.get(name, ())):
-        users = " and ".join(made for made, keys in MADE.items() if key in keys)
+        users = ", ".join(made for made, keys in MADE.items() if key in keys)
         raise ValueError(f"data.{key}={options[key]}: allowed for data={users} only")
     asked, reason = name, None
     if name in MADE:
-        make = {"recall": recall_stream, "synthetic_text": synthetic_text}[name]
+        make = {"recall": recall_stream, "synthetic_text": synthetic_text}.get(name) or SKILLS[name].stream
         content = make(**{"n_bytes" if key == "bytes" else key: value for key, value in options.items()})
     elif name == "stdlib":
         content = read_stdlib()
@@ -160,6 +167,11 @@ def load(
     if sha256 and sha256.lower() != actual:
         raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {actual}")
     parts, symbols = _cut(content, split), _symbols(content, vocabulary, drop_newlines)
+    floor, answers = None, None
+    if asked == "recall":
+        floor, answers = lambda values: recall_floor(len(values)), partial(copies, distances=distances or DISTANCES)
+    elif skill := SKILLS.get(asked):
+        floor, answers = skill.floor_bits, skill.answers
     return Corpus(
         name=name,
         sha256=actual,
@@ -167,8 +179,8 @@ def load(
         splits=dict(zip(SPLITS, _numbered(parts, symbols, drop_newlines), strict=True)),
         vocabulary=vocabulary,
         symbols=symbols,
-        floor_bits=min(recall_floor(len(part)) for part in parts) if asked == "recall" else None,
-        distances=tuple(distances or DISTANCES) if asked == "recall" else (),
+        floor=floor,
+        answers=answers,
         fallback_from=asked if reason else None,
     )
 

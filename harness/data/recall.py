@@ -51,16 +51,16 @@ def recall_stream(n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTAN
     return (index[source] + np.where(position % 2, SMALL, CAPITAL)).astype(np.uint8)
 
 
-def copy_distances(values: np.ndarray, distances: Sequence[int] = DISTANCES) -> np.ndarray:
-    """How far back each byte of a part of the stream, uint8 ``[n]``, was copied from: int64 ``[n]``.
+def copies(values: np.ndarray, *, distances: Sequence[int] = DISTANCES) -> dict[str, np.ndarray]:
+    """By each distance: which bytes of a part of the stream, uint8 ``[n]``, were copied from so far back, bool ``[n]``.
 
-    0 for a capital, for a first byte, and where the capital before it does not stand in ``values``.
+    No capital is, nor a first byte, nor one whose capital does not stand in ``values``.
     """
     back = np.zeros(len(values), dtype=np.int64)
     index = values[:-1].astype(np.int64) - CAPITAL
     capital = (index >= 0) & (index < LETTERS)
     back[1:][capital] = np.array(distances)[index[capital] % len(distances)]
-    return back
+    return {str(distance): back == distance for distance in distances}
 
 
 def recall_floor(n_bytes: int) -> float:

@@ -12,6 +12,8 @@ PLACES = 64
 NOT_CAUSAL = "not causal"
 MOST_NATS = 0.02
 """Mean absolute change of a pair's nats above which a row is not causal; a causal model's is its rounding."""
+MOST_LUCKY_BITS = 40
+"""Bits below a corpus's floor that a causal model saves with a probability of at most 2^-40, in total."""
 _BATCH, _PLACE = 3, 4  # first key of the hash, so that draws are unrelated to those of streams
 
 

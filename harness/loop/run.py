@@ -287,6 +287,9 @@ class Run:
             self.append(scored)
             if scored["check"] == NOT_CAUSAL:
                 change = f"what comes after a byte changes its prediction by {scored['future_nats']:.2g} nats"
+                change += f"; the data's floor is {scored['floor_bits_per_byte']:.4f}" * (
+                    "floor_bits_per_byte" in scored
+                )
                 progress.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
             shown = {"bits_per_byte": scored["bits_per_byte"], "capped": bool(scored["capped_bytes"])}
             progress.evaluated(split=f"final {split}", bytes_seen=best["bytes"], **shown)

@@ -6,7 +6,7 @@ from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
 from harness.data.byte_counts import compressed_bits
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
-from harness.loop.futures import MOST_NATS, NOT_CAUSAL
+from harness.loop.futures import MOST_LUCKY_BITS, MOST_NATS, NOT_CAUSAL
 from harness.loop.scoring import score_windows
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS
@@ -113,14 +113,17 @@ def final_score(trainer: Trainer, split: str, summary: dict) -> dict:
         with trainer.update.units.gathered():
             windows = score_windows(trainer.model, part, runtime=trainer.runtime, look=plan.seed)
         bits["windows_bits_per_byte"], change = windows.bits_per_byte, max(change, windows.future_nats)
-    if copies := corpus.copied_from(part):  # bits of the bytes that are a copy from so far back
-        bits["bits_per_copy"] = {str(distance): score.bits_of(where) for distance, where in copies.items()}
+    if answers := corpus.answered(part):  # bits of the bytes that follow from earlier ones
+        bits["bits_per_copy"] = {label: score.bits_of(where) for label, where in answers.items()}
+    if floor := corpus.floor_bits(part):
+        bits["floor_bits_per_byte"] = floor
+    leaks = not change <= MOST_NATS or ((floor or 0.0) - score.bits_per_byte) * len(score.nats) > MOST_LUCKY_BITS
     capped = len(part) < len(corpus.reported(split, selection_bytes=plan.eval.selection_bytes))
     summary |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
     summary["capped"] |= {split: len(part)} if capped else {}
     main = trainer.runtime.processes.is_main  # a second of work for each MB
     summary["compressors"][split] = compressed_bits(part, train=corpus.splits["train"]) if main else {}
-    summary["check"] = NOT_CAUSAL if not change <= MOST_NATS else summary["check"]
+    summary["check"] = NOT_CAUSAL if leaks else summary["check"]
     row = {"kind": split, **trainer.place(), "final": True, **bits, "capped_bytes": len(part) if capped else None}
     row |= {"check": summary["check"], "future_nats": change, "protocol": plan.protocol()}
     return row | {"block_nats": score.blocks(), "metrics": metrics}

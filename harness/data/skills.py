@@ -1,0 +1,134 @@
+"""Skills: made-up streams that ask for one ability each. They are text, and their best possible score is known.
+
+    multi_query_recall  B3 writes 3 to B, b3 reads it again: any of 26 keys, 8 values (2312.04927, section 4)
+    selective_copying   64 bytes of dots and capitals, >, then the capitals alone in lower case (2312.00752, section 3.1)
+    state_tracking      C1432= and the order of abcde after swaps of neighbours, here four of them: words of S5 (2404.08819)
+
+Bytes are drawn independently and uniformly, but for those that follow from earlier ones: the answers. A model without the
+skill pays for answers; one with it pays 0 bits. Every choice has a known price, so the floor of any part of a stream is
+exact, except that a part may ask for what was written before it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log2
+
+import numpy as np
+
+from harness.hashing import integer_hash
+
+KEYS, VALUES = 26, 8
+DISTANCES = (32, 128, 512)
+"""Answers of multi_query_recall are scored by the bytes since their key was last there: up to each of these."""
+BODY, SYMBOLS, DENSITY = 64, 16, 4
+"""Of selective_copying: bytes before the copy, kinds of capitals, and one capital in so many bytes."""
+LENGTHS = (2, 4, 8, 16)
+"""Swaps in a word of state_tracking; its first byte says which."""
+
+
+def draw(seed: int, n: int, choices: int) -> np.ndarray:
+    """Independent integers below ``choices``: int64 ``[n]``."""
+    return (integer_hash(seed, np.arange(n)) % np.uint64(choices)).astype(np.int64)
+
+
+def multi_query_recall(n_bytes: int, seed: int) -> bytes:
+    pairs = -(-n_bytes // 2)
+    letters, values = draw(2 * seed, pairs, 2 * KEYS), draw(2 * seed + 1, pairs, VALUES)
+    stream, memory = bytearray(2 * pairs), {}
+    for pair, (letter, value) in enumerate(zip(letters.tolist(), values.tolist(), strict=True)):
+        key, reads = letter % KEYS, letter >= KEYS
+        memory[key] = memory.get(key, value) if reads else value
+        stream[2 * pair : 2 * pair + 2] = (ord("a" if reads else "A") + key, ord("0") + memory[key])
+    return bytes(stream)
+
+
+def selective_copying(n_bytes: int, seed: int) -> bytes:
+    episodes = -(-n_bytes // (BODY + 1))
+    drawn = draw(seed, episodes * BODY, DENSITY * SYMBOLS)
+    body = np.where(drawn < SYMBOLS, drawn + ord("A"), ord(".")).astype(np.uint8).tobytes()
+    parts = (body[start : start + BODY] for start in range(0, len(body), BODY))
+    return b"".join(part + b">" + part.replace(b".", b"").lower() for part in parts)
+
+
+def state_tracking(n_bytes: int, seed: int) -> bytes:
+    words = -(-n_bytes // (min(LENGTHS) + 7))
+    kinds, swaps = draw(2 * seed, words, len(LENGTHS)), draw(2 * seed + 1, words * max(LENGTHS), 4).tolist()
+    stream = bytearray()
+    for word, kind in enumerate(kinds.tolist()):
+        order, start = bytearray(b"abcde"), word * max(LENGTHS)
+        stream.append(ord("A") + kind)
+        for swap in swaps[start : start + LENGTHS[kind]]:
+            order[swap], order[swap + 1] = order[swap + 1], order[swap]
+            stream.append(ord("1") + swap)
+        stream += b"=" + order
+        if len(stream) >= n_bytes:
+            break
+    return bytes(stream)
+
+
+def _between(values: np.ndarray, first: str, last: str) -> np.ndarray:
+    return (values >= ord(first)) & (values <= ord(last))
+
+
+def recall_answers(values: np.ndarray) -> dict[str, np.ndarray]:
+    where = np.flatnonzero(_between(values[:-1] | 32, "a", "z"))
+    since = np.zeros(len(values), int)
+    for key in range(KEYS):
+        places = where[values[where] | 32 == ord("a") + key]
+        since[places[1:] + 1] = np.diff(places)
+    since *= np.append(False, _between(values[:-1], "a", "z"))
+    limits = zip((0, *DISTANCES), DISTANCES, strict=False)
+    return {str(most): (since > least) & (since <= most) for least, most in limits}
+
+
+def tracking_answers(values: np.ndarray) -> dict[str, np.ndarray]:
+    capitals = np.where(_between(values, "A", "Z"), np.arange(len(values)), -1)
+    last = np.maximum.accumulate(capitals)
+    kinds = np.where(last >= 0, values[last] - ord("A"), len(LENGTHS))
+    return {str(n): _between(values, "a", "e") & (kinds == kind) for kind, n in enumerate(LENGTHS)}
+
+
+def recall_costs(values: np.ndarray) -> np.ndarray:
+    written = np.append(False, _between(values[:-1], "A", "Z"))
+    return np.where(_between(values, "0", "9"), log2(VALUES) * written, log2(2 * KEYS))
+
+
+def copying_costs(values: np.ndarray) -> np.ndarray:
+    capital = log2(DENSITY * SYMBOLS) * _between(values, "A", "Z")
+    return capital + log2(DENSITY / (DENSITY - 1)) * (values == ord("."))
+
+
+def tracking_costs(values: np.ndarray) -> np.ndarray:
+    return log2(len(LENGTHS)) * _between(values, "A", "Z") + 2.0 * _between(values, "1", "4")
+
+
+@dataclass(frozen=True)
+class Skill:
+    """A kind of stream.
+
+    Attributes:
+        make: bytes of a stream, at least ``n_bytes``, of a ``seed``.
+        costs: of bytes of a part, uint8 ``[n]``: bits that each costs whoever has the skill, float64 ``[n]``.
+        answers: which bytes of a part follow from earlier ones, by a label: bool ``[n]``.
+    """
+
+    make: Callable[[int, int], bytes]
+    costs: Callable[[np.ndarray], np.ndarray]
+    answers: Callable[[np.ndarray], dict[str, np.ndarray]]
+
+    def stream(self, n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
+        """The first ``n_bytes`` bytes: uint8 ``[n_bytes]``. ValueError names ``data.bytes``."""
+        if n_bytes < 2:
+            raise ValueError(f"data.bytes={n_bytes}: allowed is an integer of at least 2")
+        return np.frombuffer(self.make(n_bytes, seed), np.uint8)[:n_bytes].copy()
+
+    def floor_bits(self, part: np.ndarray) -> float:
+        """Fewest bits per byte that a causal model can need on the targets of a part."""
+        return float(self.costs(part)[1:].mean())
+
+
+SKILLS = {
+    "multi_query_recall": Skill(multi_query_recall, recall_costs, recall_answers),
+    "selective_copying": Skill(selective_copying, copying_costs, lambda values: {"all": _between(values, "a", "z")}),
+    "state_tracking": Skill(state_tracking, tracking_costs, tracking_answers),
+}

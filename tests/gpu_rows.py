@@ -1,0 +1,45 @@
+"""Checks the rows of ``tests/gpu_first_run.sh``: ``python -m tests.gpu_rows FOLDER DEVICE``."""
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from harness.record.rows import read_rows
+
+MOST_GRAPHS = 8
+"""Compilations of one function after which dynamo gives up."""
+
+
+def check(folder: Path, *, device: str) -> None:
+    """Print a line for each comparison, and raise AssertionError at the first that does not hold."""
+    runs = {}
+    for name in ("compiled", "again", "eager"):
+        runs[name] = json.loads((folder / name / "latest" / "summary.json").read_text())
+    bits = {name: run["valid_bits_per_byte"] for name, run in runs.items()}
+    print("bits per byte:", bits)
+    assert bits["compiled"] == bits["again"], "two compiled runs of one seed differ: something is not deterministic"
+    assert abs(bits["compiled"] - bits["eager"]) < 0.02, "compiled and eager runs differ by more than rounding"
+    speeds = {name: run["bytes_per_second"] for name, run in runs.items()}
+    print("bytes per second:", speeds)
+    recompiled = Counter(re.findall(r"Recompiling function (.*)", (folder / "compiled.log").read_text()))
+    print("recompilations:", dict(recompiled))
+    assert max(recompiled.values(), default=0) < MOST_GRAPHS, "dynamo's limit: graphs beyond it run eagerly"
+    predicted = max(
+        row["predicted_peak_bytes"] for file in (folder / "fit").rglob("*.jsonl") for row in read_rows(file)
+    )
+    measured = runs["eager"]["memory"]["peak_bytes"]
+    print(f"peak memory: {measured:,} bytes, predicted {predicted:,}")
+    if device == "cuda":
+        assert speeds["compiled"] > speeds["eager"], "compilation does not pay"
+        assert 0.67 < measured / predicted < 1.5, "bench.fit is far from the measured peak"
+    for row in read_rows(folder / "cost.jsonl"):
+        assert row["status"] == "measured", row["reason"]
+        share = (row["utilisation"] or {}).get("share")
+        print(f"utilisation: {share if share is not None else 'no peak is known for this device'}")
+        assert share is None or 0 < share < 1, "utilisation lies between 0 and 1"
+
+
+if __name__ == "__main__":
+    check(Path(sys.argv[1]), device=sys.argv[2])
