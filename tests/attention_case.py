@@ -18,15 +18,19 @@ from tests.reference.adaptive_span import adaptive_mask, dynamic_mask
 from tests.reference.all_attention import persistent_vectors
 from tests.reference.attention import Mask
 from tests.reference.attention import attention as reference
+from tests.reference.forget_gate import forget_biases
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention
 from variants.contract import LayerContext, State, Sublayer, set_shapes
+from variants.forget_gate import ForgetGate
 from variants.position import Alibi, NoPosition, Relative, Rotary
 
 B, D = 2, 5
 DOUBLE = torch.float64
 SCHEMES = {"none": NoPosition, "rotary": Rotary, "relative": Relative, "alibi": Alibi}
+HIDDEN = 0.8
+"""A first input above which the cases' bytes are no keys."""
 FRACTIONS = {"zero": 0.0, "whole": 0.25, "between": 0.37, "all": 1.0}
 """What the first head's span begins at, as a fraction of S; the next head has the next, so heads differ."""
 
@@ -52,7 +56,7 @@ class Case:
     backend: str = "plain"
     dropout: float = 0.0
     kv_heads: int | None = None
-    parts: str = ""  # of qk_norm, gate and sink, some
+    parts: str = ""  # of qk_norm, gate, sink and key_bias, some
 
     def context(self, **changes) -> LayerContext:
         names = ("heads", "span", "attend_self", "cache", "backend", "dropout")
@@ -81,7 +85,7 @@ class Case:
             span=spans.get(self.spans, partial(AdaptiveSpan, ramp=self.ramp)),
             persistent=persistent,
             kv_heads=self.kv_heads,
-            **dict.fromkeys(self.parts.split(), True),
+            **dict.fromkeys(self.parts.split(), True) | ({"key_bias": Hiding} if "key_bias" in self.parts else {}),
             **keywords,
         ).to(DOUBLE)
         for parameter in (attention.query_gain, attention.key_gain, attention.sink):
@@ -130,6 +134,25 @@ def reference_mask(attention: Attention) -> Mask | None:
     return None
 
 
+class Hiding(ForgetGate):
+    """A forget gate, and bytes that are no keys."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        b = super().forward(x)[0]
+        return b.masked_fill(x[..., :1].mT > HIDDEN, -torch.inf), b
+
+
+def reference_biases(attention: Attention, x: Tensor, past: Tensor) -> dict[str, Tensor]:
+    """Biases as the reference has them."""
+    if attention.key_bias is None:
+        return {}
+    stream, gate = torch.cat([past, x], dim=1), attention.key_bias.gate
+    constant = past.shape[1] if attention.cache == "kv" else 0
+    biases = forget_biases(stream, weight=gate.weight, bias=gate.bias, constant=constant)
+    hides = isinstance(attention.key_bias, Hiding)
+    return {"biases": biases} | ({"hidden": stream[..., 0] > HIDDEN} if hides else {})
+
+
 def matrices(attention: nn.Module) -> dict[str, Tensor]:
     """Its projections by the names that references have for them."""
     names = ("query", "key", "value", "output")
@@ -154,6 +177,7 @@ def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str
         gains=None if attention.key_gain is None else torch.stack([attention.query_gain, attention.key_gain]),
         wg=attention.gate.weight if "gate" in attention.maps else None,
         sink=attention.sink,
+        **reference_biases(attention, x, past),
         past=past,
         past_is_constant=attention.cache == "kv",
     )

@@ -155,6 +155,7 @@ ASKED = [
     ({"backend": "fused"}, GPU, None, "fused"),
     ({"backend": "fused", "dropout": 0.5}, CPU, None, r"fused.*model\.dropout=0\.5.*allowed are auto, plain, chunked"),
     ({"backend": "fused", "position": "relative"}, CPU, None, "bias depends on the query"),
+    ({"backend": "fused", "parts": "key_bias"}, CPU, None, "fused cannot run with a key bias"),
     ({"backend": "fused", "spans": "dynamic"}, CPU, None, "fused.*spans that depend on the input"),
     ({"backend": "kernel", "spans": "dynamic"}, CPU, None, "kernel.*spans that depend on the input"),
     ({"backend": "kernel"}, CPU, CANNOT, rf"backend=kernel cannot run with {CANNOT}.*allowed are auto, fused, plain"),

@@ -175,7 +175,10 @@ LSHS = [
     {"length": 4, "past": 3, "span": 1},
     {"rounds": 1, "buckets": 6, "span": 5},
 ]
-PARTS = {"parts": ["", "sink", "qk_norm gate", "gate sink"], "heads, kv_heads": [(4, 1), (4, 2), (3, 1)]}
+PARTS = {
+    "parts": ["", "sink", "qk_norm gate", "gate sink", "key_bias", "key_bias sink"],
+    "heads, kv_heads": [(4, 1), (4, 2), (3, 1)],
+}
 PARTS |= {"spans": ["fixed", "dynamic", "zero"], "persistent": [0, 3], "position": ["rotary", "relative", "alibi"]}
 PARTS |= SHAPES | {"span": [3, 8]}
 del PARTS["heads"]
@@ -217,7 +220,7 @@ def refused(name: str, row: dict, backend: str) -> bool:
     """Whether a backend must say that it cannot compute this."""
     relative = name == "transformer_xl" or row.get("position") == "relative"
     dynamic = row.get("spans") == "dynamic" and backend in ("fused", "kernel")
-    return dynamic or (backend == "fused" and relative)
+    return dynamic or (backend == "fused" and (relative or "key_bias" in row.get("parts", "")))
 
 
 def ended(row: dict) -> str:

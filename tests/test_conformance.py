@@ -22,12 +22,15 @@ from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Subject
 from variants.contract import LayerContext, SublayerOutput
 from variants.feed_forward import FeedForward
+from variants.forget_gate import ForgetGate
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
 
 feed_forward = partial(FeedForward, hidden=None, activation="gelu", bias=True, zero_init=True)
 adaptive = partial(AdaptiveSpan, ramp=3, initial=0.4)
 dynamic = partial(DynamicSpan, ramp=3, bias=0.0)
 vectors = partial(PersistentKV, number=5)
+shared_keys = partial(Attention, kv_heads=1, gate=True)
+normed = partial(Attention, qk_norm=True, sink=True)
 
 
 def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8, but: tuple[str, ...] = ()) -> list[Finding]:
@@ -54,6 +57,20 @@ def test_attention(scheme, cache, attend_self, spans, persistent, dropout, backe
     attention = partial(Attention, span=spans, persistent=persistent)
     common = {"cache": cache, "attend_self": attend_self, "dropout": dropout, "backend": backend}
     assert_keeps(model_of(attention, scheme=scheme, **common))
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    ("attention", "scheme", "cache", "spans", "dropout"),
+    [
+        (partial(shared_keys, sink=True), Rotary, "hidden", adaptive, 0.1),
+        (partial(normed, gate=True), Rotary, "hidden", None, 0.0),
+        (partial(shared_keys, key_bias=ForgetGate, persistent=vectors), Rotary, "hidden", adaptive, 0.1),
+    ],
+)
+def test_parts_of_attention(attention, scheme, cache, spans, dropout):
+    make = model_of(partial(attention, span=spans), scheme=scheme, cache=cache, dropout=dropout, layers=1)
+    assert_keeps(make)
 
 
 @pytest.mark.numeric

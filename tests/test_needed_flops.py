@@ -28,7 +28,7 @@ CASES = {
     "spans": ["fixed", "between", "zero", "dynamic"],
     "persistent": [0, 3],
     "kv_heads": [None, 1],
-    "parts": ["", "gate sink"],
+    "parts": ["", "gate sink", "key_bias"],
 }
 
 
@@ -51,6 +51,8 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
     if hasattr(attention.span, "gate"):
         gate = segment * 2 * attention.span.gate.weight.numel()
         forward, backward = forward + gate, backward + 2 * gate
+    of_bias = 0 if attention.key_bias is None else 2 * D  # of a head and byte
+    forward, backward = (total + segment * attention.heads * of_bias * n for total, n in ((forward, 1), (backward, 2)))
     inputs = set()
     for head in range(attention.heads):
         for t in range(segment):
@@ -70,8 +72,8 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
                 for _ in range(attention.persistent.number):
                     forward, backward = forward + 4 * width, backward + 8 * width
     if hidden:  # a key and a value of each past input, and the gradients of their matrices
-        forward += len(inputs) * 2 * (2 * D * width)
-        backward += len(inputs) * 2 * (2 * D * width)
+        again = len(inputs) * (2 * (2 * D * width) + of_bias * attention.heads // attention.kv_heads)
+        forward, backward = forward + again, backward + again
     return forward, backward
 
 

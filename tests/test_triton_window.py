@@ -21,6 +21,7 @@ from variants.kernels.window import Inputs, Window
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.usefixtures("triton_installed")
 SMALL = {"BLOCK": 16, "num_warps": 4, "num_stages": 1}
+FINE = ("z", "bias", "sink", "key_bias", "query_bias")
 KERNEL = partial(operation.attend, "kernel")
 
 
@@ -77,10 +78,10 @@ class Case(window_case.Case):
     dtype: torch.dtype = torch.float32
 
     def inputs(self) -> dict[str, Tensor]:
-        lasting = {"v", "extra_v", "bias", "z"}
+        lasting = {"v", "extra_v", "bias", "z", "key_bias", "query_bias"}
         small = {n: x if n in lasting else x * self.width**-0.25 for n, x in super().inputs().items()}
         moved = {n: heads_inside(x) if x.dim() == 4 else x for n, x in small.items()}
-        fine = {n: torch.float32 if n in ("z", "bias", "sink") else self.dtype for n in moved}
+        fine = {n: torch.float32 if n in FINE else self.dtype for n in moved}
         return {n: x.detach().to(DEVICE, fine[n]) for n, x in moved.items()}
 
     def compare(self, *, like: torch.dtype = torch.float64, tolerance: float) -> None:
@@ -107,6 +108,7 @@ INTERPRETED = (
     *("uneven heads, out of order", "a ramp wider than blocks", "blind first rows and a bias", "vectors"),
     "persistent and everything",
     *("a sink and nothing else", "a sink", "a sink beside vectors"),
+    *("a hidden byte and nothing else", "key biases", "key biases and vectors"),
 )
 
 
@@ -165,7 +167,8 @@ def executed(monkeypatch):
 @needs_triton
 def test_the_segments_gradients_alone_and_flops_of_the_products_that_run(small_blocks, executed):
     """Of a constant past nothing is computed nor stored."""
-    case = Case(T=18, past=21, max_keys=(20, 39), z=(3.5, 33.0), persistent=5, vectors=True, streams=2, dropout=0.3)
+    spans = {"max_keys": (20, 39), "z": (3.5, 33.0)}
+    case = Case(T=18, past=21, **spans, persistent=5, vectors=True, key_bias=True, streams=2, dropout=0.3)
     inputs, seen = Inputs(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE)), case.hard()
     g, wanted = torch.randn(inputs.q.shape, generator=torch.Generator().manual_seed(2)), frozenset(case.inputs())
     y, saved = triton_window.forward(inputs, seen)
@@ -177,7 +180,7 @@ def test_the_segments_gradients_alone_and_flops_of_the_products_that_run(small_b
     segment = triton_window.backward(g, y, saved, inputs, seen, wanted, own_only=True)
     assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted, own_only=True)[1]
     for name, gradient in segment.items():
-        expected = whole[name][:, :, -case.T :] if name in ("k", "v") else whole[name]
+        expected = whole[name][:, :, -case.T :] if name in ("k", "v", "key_bias") else whole[name]
         assert_near(gradient, expected, tolerance=1e-6, what=name)
 
 

@@ -34,6 +34,7 @@ PARTS = {
     "hard+vectors": {"far": None, "table": None, "dz": None},
     "soft+vectors": {"table": None},
 }
+BIASES = dict.fromkeys(("key_bias", "query_bias", "dkey_bias", "dquery_bias"))
 TYPES = dict.fromkeys(("start", "start_lse", "lse", "delta", "dz", "far", "table", "dvectors"), "*fp32")
 TYPES |= {"max_keys": "*i32", "order": "*i32", "seed": "*i64"}
 PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")}
@@ -43,7 +44,7 @@ PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")
 def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: str, width: int, dropout: bool) -> tuple:
     """Registers of a thread, bytes that it stores beside them, and shared memory, as the compiler says."""
     kernel, persistent = getattr(kernels, name), "persistent" in part
-    constants = {"ALL": False, "table": None, "DROP": 2**30, "SCALE": 1.25} | PARTS[part]
+    constants = {"ALL": False, "table": None, "DROP": 2**30, "SCALE": 1.25} | BIASES | PARTS[part]
     constants |= {"K": width, "WIDTH": triton_window.padded(width), "PRECISION": DTYPES[dtype][1]}
     constants |= {"BLOCK": options["BLOCK"]} | ({} if dropout else {"seed": None, "DROP": 0, "SCALE": 1.0})
     constants |= dict.fromkeys(("start", "start_lse", "dz")) if persistent else {}

@@ -16,10 +16,13 @@ from variants.position import alibi_slopes
 def kernel(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, dropout: float = 0.0, seed=None, **added) -> Tensor:
     """The CPU's kernel, which is given past and segment one by one; heads have pasts of their own, as far as they look."""
     past, half, before = k.shape[2] - q.shape[2], q.shape[1] // 2, []
+    whole = [k, v] if added.get("key_bias") is None else [k, v, added["key_bias"]]
+    if whole[2:]:
+        added["key_bias"] = whole[2][:, :, past:]
     for heads in (range(half), range(half, q.shape[1])) if past else ():
         if heads:
             begin = max(0, past - max(seen.max_keys[h] for h in heads) + 1 - seen.shift)
-            before.append(PastKV(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in (k, v))))
+            before.append(PastKV(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in whole)))
     return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], seen, past=before, **added)
 
 
@@ -32,6 +35,7 @@ class Case:
         z: spans, ``query`` for one a head and query, or None for a hard window.
         bias: ``column`` for one a head and column, ``query`` for one a query too.
         persistent: N.
+        key_bias: with a query's beside it; every fifth key is hidden.
     """
 
     T: int = 37
@@ -45,6 +49,7 @@ class Case:
     vectors: bool = False
     persistent: int = 0
     sink: bool = False
+    key_bias: bool = False
     dropout: float = 0.0
     streams: int = 2
     dtype: torch.dtype = DOUBLE
@@ -62,10 +67,13 @@ class Case:
             vectors = (heads, self.persistent, self.width)
             shapes |= {"extra_q": shapes["q"], "extra_k": vectors, "extra_v": vectors}
         shapes |= {"sink": (heads,)} if self.sink else {}
+        shapes |= {"key_bias": shapes["k"][:3], "query_bias": self.rows} if self.key_bias else {}
         shapes |= {"vectors": (most, self.width)} if self.vectors else {}
         shapes |= {"bias": (*self.rows, most)} if self.bias == "query" else {}
         generator = torch.Generator().manual_seed(0)
         inputs = {name: torch.randn(*shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
+        if self.key_bias:
+            inputs["key_bias"][..., ::5] = -torch.inf
         if self.bias == "column":
             inputs["bias"] = -alibi_slopes(heads).double()[:, None] * torch.arange(most)
         if self.z == "query":
@@ -77,7 +85,8 @@ class Case:
     def call(self, attend: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
         """Dropout draws from counters, by a seed that is always the same."""
         fields = Inputs(**inputs)
-        added = {"bias": fields.bias, "vectors": fields.vectors, "sink": fields.sink, "dropout": self.dropout}
+        added = {name: getattr(fields, name) for name in ("bias", "vectors", "sink", "key_bias", "query_bias")}
+        added["dropout"] = self.dropout
         if fields.extra_q is not None:
             added["persistent"] = Persistent(fields.extra_q, fields.extra_k, fields.extra_v)
         seed = torch.tensor(2**40 + 5, device=fields.q.device)
@@ -97,6 +106,11 @@ UGLY = {
         T=33, past=30, max_keys=(16, 50, 30), z=(3.3, 47.6, 20.0), ramp=3, shift=1, sink=True, bias="column"
     ),
     "a sink beside vectors": small(T=19, past=50, max_keys=(17, 17), persistent=3, vectors=True, sink=True),
+    "a hidden byte and nothing else": small(T=1, max_keys=(4, 4), key_bias=True),
+    "key biases": small(
+        T=21, past=35, max_keys=(16, 33), z=(6.0, 30.5), shift=1, persistent=3, sink=True, key_bias=True, streams=2
+    ),
+    "key biases and vectors": small(T=19, past=50, max_keys=(17, 17), vectors=True, key_bias=True),
     "one byte after a long past": small(T=1, past=40, z=(2.5, 19.0), vectors=True),
     "one byte, shifted": small(T=1, past=9, shift=1, max_keys=(4, 4)),
     "a segment longer than the window": small(max_keys=(9, 9), bias="column"),
@@ -120,6 +134,9 @@ LARGE = {
     "persistent, blind": Case(max_keys=(24, 9), shift=1, persistent=40, z=(7.0, 1.5)),
     "bias": Case(T=200, past=3, max_keys=(150, 150), bias="column"),
     "all": Case(T=129, past=70, max_keys=(64, 12, 64), shift=1, z=(40.0, 7.0, 63.0), bias="column", persistent=5),
+    "key biases of keys in chunks": Case(
+        T=290, past=301, max_keys=(64, 560, 300), z=(40.0, 550.0, 63.5), key_bias=True
+    ),
     "wide": Case(width=96, max_keys=(24, 9), z=(16.0, 3.5), persistent=2),
     "uneven width": Case(width=12, max_keys=(24, 9, 9), z=(16.0, 3.5, 0.0), persistent=2),
 }
@@ -159,6 +176,7 @@ ATTEND["fused"] = partial(operation.attend, "fused")
 
 
 def takes(backend: str, case: Case) -> bool:
-    """Whether a backend computes the case: by their own words, chunked takes all, fused no vectors, neither other dropout."""
+    """Whether a backend computes the case: chunked takes all, fused no vectors and key biases, neither other dropout."""
     of_query = case.z == "query" or case.bias == "query" or case.dropout > 0
-    return backend in ("plain", "chunked") or not (of_query or (backend == "fused" and case.vectors))
+    added = case.vectors or case.key_bias
+    return backend in ("plain", "chunked") or not (of_query or (backend == "fused" and added))

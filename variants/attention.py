@@ -12,6 +12,9 @@
 - ``gate``: o_h sigmoid(W_g x), number by number, before W_o (2505.06708, G1).
 - ``sink``: a learned score a head in the softmax whose value is 0: o_h exp(lse) / (exp(lse) + exp(sink)). It begins at
   0, and dropout does not thin it.
+- ``key_bias``: b_j - b_t is added to s_tj, with b of each head from the inputs (``forget_gate.py``); a b_j of -inf hides
+  a key. Persistent vectors and sink keep their scores. b is carried beside keys and values, in float32, and counts from
+  the last byte.
 
 Past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2) are carried, detached, as far
 back as the window reaches. Shapes describe the state: a shorter past is simply fewer keys. Heads of unequal spans carry
@@ -30,7 +33,17 @@ from variants import backends
 from variants.all_attention import PersistentKV
 from variants.backends import OnKernels
 from variants.context import VisibleKeys, before, last, last_keys, weights_of
-from variants.contract import WAYS, Honours, Inspection, LayerContext, NeededFlops, Spans, State, SublayerOutput
+from variants.contract import (
+    WAYS,
+    Honours,
+    Inspection,
+    LayerContext,
+    NeededFlops,
+    Part,
+    Spans,
+    State,
+    SublayerOutput,
+)
 from variants.kernels import fused
 from variants.kernels.window import PastKV, Persistent, Window, pairs, soft_mask
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
@@ -102,8 +115,8 @@ EPSILON = 1e-6
 
 class Segment(NamedTuple):
     """What a segment brings: inputs ``[B, T, D]``; scaled queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]`` in
-    their positions; stream positions of the first bytes ``[B]``; spans in keys, as ``Window`` has them; and vectors
-    beside the context, or None."""
+    their positions; stream positions of the first bytes ``[B]``; spans in keys, as ``Window`` has them; vectors beside
+    the context, or None; and biases of keys and of queries ``[B, H, T]``, as ``VisibleKeys`` has them, or none."""
 
     x: Tensor
     q: Tensor
@@ -112,6 +125,7 @@ class Segment(NamedTuple):
     start: Tensor
     z: Tensor | None
     persistent: Persistent | None
+    biases: tuple[Tensor, ...] = ()
 
 
 class Attention(MultiHead, OnKernels):
@@ -122,6 +136,7 @@ class Attention(MultiHead, OnKernels):
         span: makes the ``AttentionSpan``; None for a fixed span.
         persistent: makes the ``PersistentKV``; None for none.
         qk_norm, gate, sink: whether it has these parts.
+        key_bias: makes a ``Part`` that gives biases as ``Segment`` has them for inputs ``[B, T, D]``; None for none.
     """
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
@@ -139,6 +154,7 @@ class Attention(MultiHead, OnKernels):
         qk_norm: bool = False,
         gate: bool = False,
         sink: bool = False,
+        key_bias: Callable[[LayerContext], Part] | None = None,
     ):
         self.maps, self.scaled = (*self.maps, *["gate"] * gate), not qk_norm
         super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, kv_heads=kv_heads)
@@ -149,6 +165,7 @@ class Attention(MultiHead, OnKernels):
         for name in ("query_gain", "key_gain"):
             self.register_parameter(name, nn.Parameter(torch.ones(self.d_head)) if qk_norm else None)
         self.sink = nn.Parameter(torch.zeros(self.heads)) if sink else None
+        self.key_bias, self.biases_keys = key_bias(context) if key_bias else None, key_bias is not None
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -167,7 +184,14 @@ class Attention(MultiHead, OnKernels):
         if self.key_gain is not None:
             q, k = self._normed(q, self.query_gain * self.d_head**-0.5), self._normed(k, self.key_gain)
         persistent = None if self.persistent is None else Persistent(q, *self.persistent())
-        return Segment(x, self.position.rotate(q, start), self.position.rotate(k, start), v, start, z, persistent)
+        q, k = self.position.rotate(q, start), self.position.rotate(k, start)
+        return Segment(x, q, k, v, start, z, persistent, self._biases(x))
+
+    def _biases(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Of inputs as they are carried, where they will be projected again."""
+        if self.key_bias is None:
+            return ()
+        return self.key_bias(x if self.cache == "kv" else x.to(carried_dtype(x)))
 
     @staticmethod
     def _normed(x: Tensor, gain: Tensor) -> Tensor:
@@ -217,19 +241,26 @@ class Attention(MultiHead, OnKernels):
             apart = [(past, None)] if len(groups) == 1 else [(n - 1 + self.shift, heads) for n, heads in groups]
             parts = [] if state is None else [self.reproject_past(state, segment, *part) for part in apart]
         if on_cpu:
-            return VisibleKeys(segment.k, segment.v, parts, [])
-        return VisibleKeys.joined(segment.k, segment.v, parts)
+            return VisibleKeys(segment.k, segment.v, parts, [], *segment.biases)
+        return VisibleKeys.joined(segment.k, segment.v, parts, *segment.biases)
 
     def reproject_past(self, old: Tensor, segment: Segment, past: int | None, heads: list[int] | None) -> PastKV:
         """Keys and values of some heads, or all, from the last ``past`` of the inputs before the segment."""
         old = old if past is None else old[:, max(0, old.shape[1] - past) :]
         k, v = self.project(old.to(carried_dtype(segment.x)), "key", "value", heads=heads)
         k = k if self.key_gain is None else self._normed(k, self.key_gain)
-        return PastKV(tuple(heads or range(self.kv_heads)), self.position.rotate(k, segment.start - old.shape[1]), v)
+        heads = tuple(heads or range(self.kv_heads))
+        part = PastKV(heads, self.position.rotate(k, segment.start - old.shape[1]), v)
+        if self.key_bias is None:
+            return part
+        bias, of_queries = self._biases(old)
+        by_head = (bias - of_queries[..., -1:]).unflatten(1, (self.kv_heads, -1))
+        return part._replace(key_bias=by_head[:, list(heads)].flatten(1, 2))
 
     def _carried(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
         """The last ``past`` inputs, or of keys and values what ``_numbers`` says; all of them where that is None."""
         if self.cache == "kv":
+            keys = keys.rebased()
             return keys.state() if past is None else keys.last(*self._numbers(keys.past, backend))
         new = segment.x.detach().to(carried_dtype(segment.x))
         old = None if state is None else state.to(new.dtype)
@@ -337,6 +368,8 @@ class Attention(MultiHead, OnKernels):
         if self.cache == "kv":
             return needed._replace(backward=needed.backward - 4 * self.d_head * past / segment)
         again = 4 * self.d_head * self.key.in_features * inputs / segment
+        if self.key_bias is not None:  # of each head that shares keys
+            again += self.key_bias.ideal_flops() * inputs / segment / self.kv_heads
         return NeededFlops(needed.forward + again, needed.backward + again)
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
@@ -351,7 +384,8 @@ class Attention(MultiHead, OnKernels):
         per_head = 4 * keys * self.d_head + self.position.ideal_flops(keys)
         if self.persistent is not None:
             per_head += 4 * self.persistent.number * self.d_head
-        return 2 * self.matrix_sizes() + self.heads * per_head + self.span.ideal_flops()
+        parts = self.span.ideal_flops() + (0 if self.key_bias is None else self.key_bias.ideal_flops())
+        return 2 * self.matrix_sizes() + self.heads * per_head + parts
 
 
 def carried_dtype(x: Tensor) -> torch.dtype:

@@ -49,18 +49,19 @@ def attend(
     """What the heads give, ``[B, H, T, K]``.
 
     Args:
-        keys: with all of them in ``whole``, but for the CPU's kernel.
+        keys: with all of them in ``whole``, but for the CPU's kernel; and biases.
         seed: of the dropout, where it is drawn from counters; None to draw one.
         past_learns: whether keys and values of the past have gradients.
         others: as ``window.attend`` and ``chunked.attend`` have them.
     """
     if (backend, q.device.type) == ("kernel", "cpu"):  # reads the past where it is
         same = {"bias": bias, "vectors": vectors, "persistent": persistent, "sink": sink}
+        same |= {"key_bias": keys.key_bias, "query_bias": keys.query_bias}
         return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, **same)
     if dropout and backend != "plain" and seed is None:
         seed = draw_seed(q.device)
     outputs = []
-    for heads, k, v in keys.whole:  # whose past is of one length: neighbours, numbered anew in a call of their own
+    for heads, k, v, key_bias in keys.whole:  # their pasts are of one length; numbered anew in a call of their own
         first, number = heads[0], len(heads)
 
         def of(x: Tensor | None, dim: int, first: int = first, number: int = number) -> Tensor | None:
@@ -73,9 +74,10 @@ def attend(
         )
         added = None if bias is None else of(bias[..., : max(part.max_keys)], int(bias.dim() > 2))
         beside = persistent and Persistent(of(persistent.q, 1), of(persistent.k, 0), of(persistent.v, 0))
-        own = None if past_learns or not keys.past else (of(keys.k, 1), of(keys.v, 1))
+        own = () if past_learns or not keys.past else (of(keys.k, 1), of(keys.v, 1), of(keys.key_bias, 1))
         draws = {"dropout": dropout, "seed": seed if seed is None or not first else seed + first}
         same = {"bias": added, "vectors": vectors, "persistent": beside, "sink": of(sink, 0)}
+        same |= {"key_bias": key_bias, "query_bias": of(keys.query_bias, 1)}
         outputs.append(_attend(backend, of(q, 1), k, v, part, own, **same, **draws))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -86,7 +88,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     part: Window,
-    own: tuple[Tensor, Tensor] | None,
+    own: tuple[Tensor | None, ...],
     *,
     vectors: Tensor | None,
     seed: Tensor | None,
@@ -100,7 +102,9 @@ def _attend(
         return chunked.attend(q, k, v, part, **same)
     if backend == "fused" and fused.is_triangle(part, inputs := Inputs.of(q, k, v, part, **same)):
         return fused.triangle(inputs)
-    return operation.attend(backend, q, *((k, v) if own is None else (k.detach(), v.detach())), part, own=own, **same)
+    if own:
+        k, v, same["key_bias"] = (x if x is None else x.detach() for x in (k, v, same["key_bias"]))
+    return operation.attend(backend, q, k, v, part, own=own, **same)
 
 
 class OnKernels(KernelSublayer):
@@ -108,6 +112,8 @@ class OnKernels(KernelSublayer):
 
     spans_of_input: bool = False
     """Whether how far a head looks depends on the input."""
+    biases_keys: bool = False
+    """Whether keys have biases."""
 
     @property
     def kernel_width(self) -> int:
@@ -158,6 +164,7 @@ class OnKernels(KernelSublayer):
                 missing = triton_window.available(device, self.kernel_width)
             takes = self.position.constant_bias or (backend == "kernel" and self.has_vectors)
             found = ["spans that depend on the input"] if self.spans_of_input else []
+            found += ["a key bias"] if self.biases_keys and backend == "fused" else []
             found += [] if takes else ["a position scheme whose bias depends on the query"]
             return found + ([missing] if missing else [])
 

@@ -1,7 +1,8 @@
 """Context: what the queries of a segment meet, and what is carried to the next segment.
 
 A state of keys and values is ``(keys, values)``, each ``[B, H, P, K]``, or each a tuple with a tensor ``[B, 1, P_h,
-K]`` for every head, where heads carry pasts of their own.
+K]`` for every head, where heads carry pasts of their own. Key biases are the third of them, without K; they count from
+the last byte.
 """
 
 from collections.abc import Callable
@@ -22,51 +23,80 @@ class VisibleKeys(NamedTuple):
         past: those before it, if any, in parts.
         whole: both one after the other, ``[B, n, P + T, K]`` in the parts of the past; empty for the CPU's kernel, which
             reads them where they are.
+        key_bias, query_bias: b of the segment ``[B, H, T]``, which adds b_j - b_t to the score of query t with key j, or
+            None. It counts from the byte before. The queries' is finite, the keys' the same or, where they hide, -inf.
     """
 
     k: Tensor
     v: Tensor
     past: list[PastKV]
     whole: list[PastKV]
+    key_bias: Tensor | None = None
+    query_bias: Tensor | None = None
 
     @classmethod
-    def joined(cls, k: Tensor, v: Tensor, past: list[PastKV]) -> "VisibleKeys":
+    def joined(cls, k: Tensor, v: Tensor, past: list[PastKV], *biases: Tensor | None) -> "VisibleKeys":
         """With everything in ``whole``, copied once: attention and the state both read it there."""
-        own = PastKV(tuple(range(k.shape[1])), k, v)
+        own = PastKV(tuple(range(k.shape[1])), k, v, *biases[:1])
         parts = [(part, of_heads(own, part.heads[0], len(part.heads))) for part in past]  # neighbours
-        whole = [PastKV(o.heads, torch.cat([o.k, n.k], dim=2), torch.cat([o.v, n.v], dim=2)) for o, n in parts]
-        return cls(k, v, past, whole or [own])
+        whole = [
+            PastKV(o.heads, *(torch.cat(pair, dim=2) for pair in zip(tensors(o), tensors(n), strict=True)))
+            for o, n in parts
+        ]
+        return cls(k, v, past, whole or [own], *biases)
 
     def each(self, function: Callable[[PastKV], PastKV | None]) -> "VisibleKeys":
         """With what ``function`` makes of every part; parts of which it makes None are left out."""
         past, whole = [function(part) for part in self.past], [function(part) for part in self.whole]
         segment = function(self._segment())
-        return VisibleKeys(segment.k, segment.v, [part for part in past if part], [part for part in whole if part])
+        past, whole = ([part for part in parts if part] for parts in (past, whole))
+        return VisibleKeys(*segment[1:3], past, whole, segment.key_bias, self.query_bias)
 
     def of_heads(self, first: int, number: int) -> "VisibleKeys":
         """What some heads meet, numbered anew; views."""
-        return self.each(lambda part: of_heads(part, first, number))
+        part = self.each(lambda part: of_heads(part, first, number))
+        if self.query_bias is None:
+            return part
+        size = self.query_bias.shape[1] // self.k.shape[1]
+        return part._replace(query_bias=self.query_bias.narrow(1, first * size, number * size))
 
     def repeated(self, times: int) -> "VisibleKeys":
-        """With every head as often as ``times`` neighbouring heads of queries read it; copies where that is above 1."""
+        """With every head as often as ``times`` neighbouring heads of queries read it; copies where that is above 1. Of
+        key biases they have their own."""
 
         def of(part: PastKV) -> PastKV:
             heads = tuple(h * times + i for h in part.heads for i in range(times))
-            return PastKV(heads, *(x.repeat_interleave(times, dim=1) for x in part[1:]))
+            return part._replace(
+                heads=heads, k=part.k.repeat_interleave(times, dim=1), v=part.v.repeat_interleave(times, dim=1)
+            )
 
         return self if times == 1 else self.each(of)
 
+    def rebased(self) -> "VisibleKeys":
+        """With biases that count from the segment's last byte, as they are carried: they never grow with the stream."""
+
+        def of(part: PastKV) -> PastKV:
+            by_head = self.query_bias[..., -1:].unflatten(1, (self.k.shape[1], -1))
+            return part._replace(key_bias=part.key_bias - by_head[:, list(part.heads)].flatten(1, 2))
+
+        return self if self.query_bias is None else self.each(of)
+
     def state(self) -> State:
         """All that is in ``whole``, detached."""
-        pairs = [(part.k.detach(), part.v.detach()) for part in self.whole]
-        return pairs[0] if len(pairs) == 1 else tuple(zip(*pairs, strict=True))
+        parts = [tuple(x.detach() for x in tensors(part)) for part in self.whole]
+        return parts[0] if len(parts) == 1 else tuple(zip(*parts, strict=True))
 
     def last(self, *numbers: int) -> State:
         """The state of the last so many keys: of all heads alike, or of each head, where ``numbers`` are several."""
         return last_keys([] if self.whole else self.past, self.whole or [self._segment()], *numbers)
 
     def _segment(self) -> PastKV:
-        return PastKV(tuple(range(self.k.shape[1])), self.k, self.v)
+        return PastKV(tuple(range(self.k.shape[1])), self.k, self.v, self.key_bias)
+
+
+def tensors(part: PastKV) -> list[Tensor]:
+    """Keys, values and, where there are some, key biases."""
+    return [x for x in part[1:] if x is not None]
 
 
 def of_heads(part: PastKV, first: int, number: int) -> PastKV | None:
@@ -75,32 +105,34 @@ def of_heads(part: PastKV, first: int, number: int) -> PastKV | None:
     if not places:
         return None
     heads = tuple(part.heads[place] - first for place in places)
-    return PastKV(heads, *(x.narrow(1, places[0], len(places)) for x in part[1:]))
+    sizes = [(x, x.shape[1] // len(part.heads)) for x in tensors(part)]
+    return PastKV(heads, *(x.narrow(1, places[0] * size, len(places) * size) for x, size in sizes))
 
 
 def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
     """The parts of a state of keys and values, the last ``past`` of each or all, in ``dtype`` or as they are."""
     if state is None:
         return []
-    keys, values = ((part,) if isinstance(part, Tensor) else part for part in state)
+    keys, *others = ((part,) if isinstance(part, Tensor) else part for part in state)
     heads = [tuple(range(keys[0].shape[1]))] if len(keys) == 1 else [(h,) for h in range(len(keys))]
 
-    def taken(x: Tensor) -> Tensor:
-        return (x if past is None else x[:, :, max(0, x.shape[2] - past) :]).to(dtype or x.dtype)
+    def taken(x: Tensor) -> Tensor:  # key biases keep their precision
+        x = x if past is None else x[:, :, max(0, x.shape[2] - past) :]
+        return x if dtype is None or x.dim() == 3 else x.to(dtype)
 
-    return [PastKV(own, taken(k), taken(v)) for own, k, v in zip(heads, keys, values, strict=True)]
+    return [PastKV(own, *map(taken, parts)) for own, *parts in zip(heads, keys, *others, strict=True)]
 
 
 def last_keys(old: list[PastKV], new: list[PastKV], *numbers: int) -> State:
     """As ``VisibleKeys.last``, of parts before the segment and parts of it. Heads of their own are copied: to a
     compiled graph views, of what held much more, are other inputs each time."""
     if len(numbers) == 1:
-        pairs = zip(old[0][1:] if old else (None, None), new[0][1:], strict=True)
+        pairs = zip(tensors(old[0]) if old else (None,) * 3, tensors(new[0]), strict=False)
         return tuple(last(numbers[0], 2, *pair) for pair in pairs)
     heads = []
     for h, number in enumerate(numbers):
         before, after = ([own for part in parts if (own := of_heads(part, h, 1))] for parts in (old, new))
-        pairs = zip(before[0][1:] if before else (None, None), after[0][1:], strict=True)
+        pairs = zip(tensors(before[0]) if before else (None,) * 3, tensors(after[0]), strict=False)
         heads.append([last(number, 2, *pair).clone(memory_format=torch.contiguous_format) for pair in pairs])
     return tuple(zip(*heads, strict=True))
 

@@ -11,6 +11,7 @@ its persistent vectors n:
 Heads of keys and values may be fewer: head h then reads W_k and W_v of head floor(h G / H) (2305.13245). With gains c, q and
 k are divided by sqrt(mean of squares + 1e-6), then multiplied by c_q and c_k, number by number. A gate multiplies o_h by
 sigmoid(W_g x_t), number by number (2505.06708). A sink s_h adds exp(s_h) to the denominator of o_h (gpt-oss, 2508.10925).
+Biases b add b_hr - b_ht to s_x. A hidden byte is no key.
 
 Without mask and persistent vectors this is 1706.03762, sections 3.2.1 and 3.2.2. The mask m is that of 1905.07799,
 section 2 (adaptive_span.py), the persistent vectors those of 1907.01470 (all_attention.py). A query that sees
@@ -70,6 +71,8 @@ def attention(
     gains: Tensor | None = None,
     wg: Tensor | None = None,
     sink: Tensor | None = None,
+    biases: Tensor | None = None,
+    hidden: Tensor | None = None,
     past: Tensor | None = None,
     past_is_constant: bool = False,
     visible: Visible | None = None,
@@ -91,6 +94,8 @@ def attention(
         gains: ``[2, K]``, c_q and c_k.
         wg: ``[H K, D]``, as ``wq``.
         sink: ``[H]``.
+        biases: ``[B, H, L + T]``, b.
+        hidden: ``[B, L + T]``.
         past: ``[B, L, D]``, inputs of the same streams just before ``x``; detached by the caller if so wanted.
         past_is_constant: whether no gradient goes to ``wk`` and ``wv`` by keys and values of the past.
         visible: what a query sees in place of the nearest ``span`` keys; indices count from the first of ``past``.
@@ -113,6 +118,8 @@ def attention(
                 of_keys = slice(shared * width, (shared + 1) * width)
                 weights, values = [], []
                 for number, index in visible(h, now):
+                    if hidden is not None and hidden[b, index]:
+                        continue
                     key, value = wk[of_keys] @ stream[b, index], wv[of_keys] @ stream[b, index]
                     key = normed(key, None if gains is None else gains[1])
                     if past_is_constant and index < before:
@@ -122,7 +129,10 @@ def attention(
                     else:
                         at = {"query_at": start + t, "key_at": start + t - (now - index)}
                         place = {"position": position, "number": number, "slope": float(slopes[h]), "table": table}
-                        weight = torch.exp(score(query, key, **place, **at))
+                        s = score(query, key, **place, **at)
+                        if biases is not None:
+                            s = s + biases[b, h, index] - biases[b, h, now]
+                        weight = torch.exp(s)
                     m = 1.0 if mask is None else mask(h, number, stream[b, now])
                     weights.append(m * weight)
                     values.append(value)

@@ -12,6 +12,7 @@ Arguments that are not what their name says:
     far: z + R of each head, or None for a hard window.
     table: added to scores, [H, distances], or None.
     vectors: p [distances, K], or None.
+    key_bias, query_bias: added to scores of keys [B, H, L] and taken from those of queries [B, H, T], or both None.
     max_keys, order: visible keys of each head; heads from the longest to the shortest, so that the long ones start first.
     k_stream: elements from one stream's keys to the next's; 0 where all streams share them.
     seed: of the dropout of weights, which is that of ``dropout.py`` number for number; None without dropout.
@@ -68,6 +69,12 @@ def _load(x, rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
 def _store(x, rows, size, value, K: tl.constexpr, WIDTH: tl.constexpr):
     at, there = _at(rows, size, K, WIDTH)
     tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _biases(x, row, at, size):
+    """Of one row of ``[rows, size]``, ``[block]``; zeros where there is nothing."""
+    return tl.load(x + row * size + at, mask=(at >= 0) & (at < size), other=0.0)
 
 
 @triton.jit
@@ -162,9 +169,9 @@ def _mask(x, end, ramp):
 
 @triton.jit
 def forward(
-    q, k, v, start, start_lse, y, lse, far, max_keys, order, table, vectors, seed, T, L, distances, offset, ramp,
-    k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ALL: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, start, start_lse, y, lse, far, max_keys, order, table, key_bias, query_bias, vectors, seed, T, L,
+    distances, offset, ramp, k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf where nothing is seen. Grid: (B * blocks, H).
 
@@ -181,6 +188,8 @@ def forward(
     drawn = _drawn(seed, b, h, t)[:, None]
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    if key_bias is not None:
+        base = _biases(query_bias, b * H + h, t, T)[:, None]
     out = tl.zeros([BLOCK, WIDTH], tl.float32)
     if start is not None:
         top = tl.load(start_lse + row + t, mask=t < T, other=0.0)
@@ -194,6 +203,8 @@ def forward(
             scores = tl.dot(own, tl.trans(_load(k, j, L, K, WIDTH)), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, WIDTH, BLOCK, PRECISION)
+            if key_bias is not None:
+                scores += _biases(key_bias, b * H + h, j, L)[None, :] - base
             scores = _in_base_2(scores, x, table, h, distances)
             if part != 1:
                 seen = _seen(x, j[None, :], visible, L, ALL)
@@ -217,13 +228,13 @@ def forward(
 
 @triton.jit
 def query_gradient(
-    g, q, k, v, y, lse, delta, dq, dz, far, max_keys, order, table, vectors, seed, T, L, distances, offset, ramp,
-    k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ALL: tl.constexpr, PRECISION: tl.constexpr,
+    g, q, k, v, y, lse, delta, dq, dz, dquery_bias, far, max_keys, order, table, key_bias, query_bias, vectors, seed,
+    T, L, distances, offset, ramp, k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dq``, ``delta`` = g . y ``[B, H, T]``, and each program's part of dz ``[H, B * blocks]``.
+    """``dq``, ``delta`` = g . y and ``dquery_bias [B, H, T]``, and each program's part of dz ``[H, B * blocks]``.
 
-    ``dz`` may be None. Grid: (B * blocks, H).
+    ``dz`` and ``dquery_bias`` may be None. Grid: (B * blocks, H).
     """
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
@@ -238,6 +249,9 @@ def query_gradient(
     visible, full, end = _window(far, max_keys, h, ramp)
     moved = tl.zeros([BLOCK, WIDTH], tl.float32)
     span = tl.zeros([BLOCK], tl.float32)
+    lowered = tl.zeros([BLOCK], tl.float32)
+    if key_bias is not None:
+        base = _biases(query_bias, b * H + h, t, T)[:, None]
     drawn = _drawn(seed, b, h, t)[:, None]
     r, i = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
     place = r - i + BLOCK - 1  # in a block of keys, of the pair at distance x_first + i
@@ -251,6 +265,8 @@ def query_gradient(
             scores = tl.dot(own, tl.trans(keys), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, x_first, distances, 1, K, WIDTH, BLOCK, PRECISION)
+            if key_bias is not None:
+                scores += _biases(key_bias, b * H + h, j, L)[None, :] - base
             scores = _in_base_2(scores, x, table, h, distances) - joint[:, None]
             if part != 1:
                 scores = tl.where(_seen(x, j[None, :], visible, L, ALL), scores, float("-inf"))
@@ -264,6 +280,8 @@ def query_gradient(
                     # The ramp is closed: at its far end m is 0 and the key is not attended to, but it has a gradient.
                     span += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), change, 0.0), 1)
                 change *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # by tl.where it would spill
+            if dquery_bias is not None:
+                lowered -= tl.sum(change, 1)
             moved = tl.dot(change.to(k.dtype.element_ty), keys, moved, input_precision=PRECISION)
             if vectors is not None:
                 p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
@@ -271,18 +289,21 @@ def query_gradient(
                 by_distance = tl.where((place >= 0) & (place < BLOCK), by_distance, 0.0).to(k.dtype.element_ty)
                 moved = tl.dot(by_distance, p, moved, input_precision=PRECISION)
     _store(dq + row * K, t, T, moved, K, WIDTH)
+    if dquery_bias is not None:
+        tl.store(dquery_bias + row + t, lowered, mask=t < T)
     if dz is not None:
         tl.store(dz + h * tl.num_programs(0) + tl.program_id(0), tl.sum(span, 0) / ramp)
 
 
 @triton.jit
 def key_gradient(
-    g, q, k, v, lse, delta, dk, dv, first_key, far, max_keys, order, table, vectors, seed, T, L, distances, offset, ramp,
-    k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ALL: tl.constexpr, PRECISION: tl.constexpr,
+    g, q, k, v, lse, delta, dk, dv, dkey_bias, first_key, far, max_keys, order, table, key_bias, query_bias, vectors,
+    seed, T, L, distances, offset, ramp, k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``dk`` and ``dv`` of keys from ``first_key`` on, ``[B, H, L - first_key, K]``, also where streams share keys.
 
+    ``dkey_bias``, without K, may be None.
     Grid: (B * blocks of those keys, H).
     """
     H, written = tl.num_programs(1), L - first_key
@@ -296,6 +317,9 @@ def key_gradient(
     keys, values = _load(k + shared, j, L, K, WIDTH), _load(v + shared, j, L, K, WIDTH)
     visible, full, end = _window(far, max_keys, h, ramp)
     dkeys, dvalues = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH], tl.float32)
+    raised = tl.zeros([BLOCK], tl.float32)
+    if key_bias is not None:
+        bias = _biases(key_bias, b * H + h, j, L)[:, None]
     bounds = _query_blocks(j0, offset, visible, full, T, BLOCK, ALL)
     for part in tl.static_range(3):
         for t0 in range(bounds[part], bounds[part + 1], BLOCK):
@@ -308,6 +332,8 @@ def key_gradient(
             scores = tl.dot(keys, tl.trans(own), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, WIDTH, BLOCK, PRECISION)
+            if key_bias is not None:
+                scores += bias - _biases(query_bias, b * H + h, t, T)[None, :]
             scores = _in_base_2(scores, x, table, h, distances) - joint[None, :]
             if part != 1:
                 scores = tl.where(_seen(x, j[:, None], visible, L, ALL), scores, float("-inf"))
@@ -323,16 +349,21 @@ def key_gradient(
             paid = tl.load(delta + row + t, mask=t < T, other=0.0)
             reward = tl.dot(values, tl.trans(up), input_precision=PRECISION)
             reward = _drop(reward, seed, drawn, x, j[:, None], ALL, DROP, SCALE) - paid[None, :]
-            dkeys = tl.dot((weights * reward).to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
+            change = weights * reward
+            dkeys = tl.dot(change.to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
+            if dkey_bias is not None:
+                raised += tl.sum(change, 1)
     at, rows = (b * H + h) * written * K, own0 + tl.arange(0, BLOCK)
     _store(dk + at, rows, written, dkeys, K, WIDTH)
     _store(dv + at, rows, written, dvalues, K, WIDTH)
+    if dkey_bias is not None:
+        tl.store(dkey_bias + (b * H + h) * written + rows, raised, mask=rows < written)
 
 
 @triton.jit
 def vector_gradient(
-    g, q, k, v, lse, delta, dvectors, far, max_keys, order, vectors, seed, B, T, L, distances, offset, ramp,
-    DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    g, q, k, v, lse, delta, dvectors, far, max_keys, order, key_bias, query_bias, vectors, seed, B, T, L, distances,
+    offset, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of dp, ``[groups of streams, H, distances, K]``. Grid: (blocks of distances, H, groups of streams)."""
@@ -356,6 +387,8 @@ def vector_gradient(
             near = offset + t0 - x0 - BLOCK + 1 + tl.arange(0, 2 * BLOCK)  # keys on the diagonals of these distances
             place = tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
             scores = tl.dot(_load(k + head * L * K, near, L, K, WIDTH), tl.trans(own), input_precision=PRECISION)
+            if key_bias is not None:
+                scores += _biases(key_bias, head, near, L)[:, None] - _biases(query_bias, head, t, T)[None, :]
             scores = tl.gather(scores, place, 0) + tl.dot(p, tl.trans(own), input_precision=PRECISION)
             seen = (x[:, None] < visible) & (x[:, None] <= (offset + t)[None, :])
             weights = tl.exp2(tl.where(seen, scores * LOG2E - joint[None, :], float("-inf")))

@@ -48,15 +48,14 @@ def _part(inputs: Inputs, heads: slice, t: slice, j: slice, columns: slice) -> I
     places |= dict.fromkeys(("k", "v"), (slice(None), heads, j)) | dict.fromkeys(("extra_k", "extra_v"), (heads,))
     of_query = {n: x is not None and x.dim() > 2 for n, x in (("z", inputs.z), ("bias", inputs.bias))}
     places["z"] = places["q"] if of_query["z"] else (heads,)
-    places["sink"] = (heads,)
+    places |= {"sink": (heads,), "key_bias": places["k"], "query_bias": places["q"]}
     places["bias"] = (*(places["q"] if of_query["bias"] else (heads,)), columns)
     return inputs._replace(**{n: x[at] for n, at in places.items() if (x := getattr(inputs, n)) is not None})
 
 
 def _of_part(part: Inputs, window: Window) -> Tensor:
     narrow = {name: x.to(part.q.dtype) for name in SUMMED if (x := getattr(part, name)) is not None}
-    q, k, v, z, *extra, vectors, bias, sink, seed, dropout = part._replace(**narrow)
-    persistent = None if extra[0] is None else Persistent(*extra)
-    added = {"bias": bias, "vectors": vectors, "persistent": persistent, "sink": sink}
-    added |= {"dropout": dropout, "seed": seed}
-    return plain.attend(q, k, v, window._replace(z=z), **added)
+    q, k, v, z, *extra = part._replace(**narrow)
+    added = dict(zip(Inputs._fields[7:], extra[3:], strict=True))
+    persistent = None if extra[0] is None else Persistent(*extra[:3])
+    return plain.attend(q, k, v, window._replace(z=z), persistent=persistent, **added)

@@ -120,9 +120,10 @@ def triangle(inputs: Inputs) -> Tensor:
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]``, and log-sum-exp ``[B, H, T]``: 0 and -inf where a query sees nothing.
 
-    Keys that no query sees are not read. There is a constant bias ``[H, n]`` or none, and no vectors and no dropout.
+    Keys that no query sees are not read. There is a constant bias ``[H, n]`` or none; no vectors, key biases or dropout.
     """
     assert inputs.vectors is None and not inputs.dropout, "the fused backend has no vectors and no dropout"
+    assert inputs.key_bias is None, "the fused backend has no key biases"
     q, k, v = _alike(inputs)
     engine = ENGINES[q.device.type]
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)

@@ -11,7 +11,8 @@ and here they become a pair of operations that torch can trace, ``windtunnel::at
 compiled graph.
 
 Keys and values of the past are constants. So ``k`` and ``v``, which have the past before the segment's own, may be given
-without a gradient beside ``own``, the segment's own keys and values: only their gradients are then computed.
+without a gradient beside ``own``, the segment's own keys and values: only their gradients are then computed. Key biases
+likewise.
 """
 
 from collections.abc import Sequence
@@ -24,23 +25,24 @@ from torch.utils.flop_counter import register_flop_formula
 from variants.kernels import fused, triton_window
 from variants.kernels.window import Inputs, Window
 
-LEARNED = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors", "sink")
+LEARNED = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors", "sink", "key_bias", "query_bias")
 """Of ``Inputs``, what may have a gradient."""
-SEGMENT = ("own_k", "own_v")
+SEGMENT = ("own_k", "own_v", "own_key_bias")
 MODULES: dict[str, ModuleType] = {"fused": fused, "kernel": triton_window}
 """The code behind a name."""
 
 
 def attend(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, window: Window, *, own: tuple[Tensor, Tensor] | None = None, **added
+    backend: str, q: Tensor, k: Tensor, v: Tensor, window: Window, *, own: Sequence[Tensor | None] = (), **added
 ) -> Tensor:
     """``window.attend`` by ``fused`` or ``kernel``.
 
     Args:
-        own: keys and values of the segment ``[B, H, T, K]``, which are the last of ``k`` and ``v``, to have their gradients.
+        own: keys and values of the segment ``[B, H, T, K]``, which are the last of ``k`` and ``v``, to have their gradients;
+            and its key biases, where there are some.
     """
     inputs = Inputs.of(q, k, v, window, **added)
-    named = inputs._asdict() | dict(zip(SEGMENT, own or (None, None), strict=True))
+    named = inputs._asdict() | dict(zip(SEGMENT, own, strict=False))
     rate = named.pop("dropout")
     tensors = {n: x for n, x in named.items() if x is not None and (rate or n != "seed")}
     if backend == "fused" and q.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -108,15 +108,16 @@ def backward(
     """
     joint = {"g": g.to(y.dtype).contiguous(), "lse": saved, "delta": torch.empty_like(saved)}
     context, streams, rows, keys = _context(inputs, window), y.shape[0], y.shape[2], inputs.k.shape[2]
-    results = _query_gradient(context, y, joint, span="z" in wanted)
-    results |= _key_gradient(context, streams, joint, first_key=keys - rows if own_only else 0)
+    results = _query_gradient(context, y, joint, span="z" in wanted, bias="query_bias" in wanted)
+    first_key = keys - rows if own_only else 0
+    results |= _key_gradient(context, streams, joint, first_key=first_key, bias="key_bias" in wanted)
     if inputs.vectors is not None:
         results["vectors"] = _vector_gradient(context, joint)
     if inputs.extra_q is not None:
         beside = _beside(inputs)
         results["extra_q"] = _query_gradient(beside, y, joint)["q"]
         of_streams = _key_gradient(beside, streams, joint, dtype=torch.float32)
-        results |= {f"extra_{name}": part.sum(0) for name, part in of_streams.items()}
+        results |= {f"extra_{name}": of_streams[name].sum(0) for name in "kv"}
     if "sink" in wanted:
         results["sink"] = sink_gradient(joint["delta"], saved / LOG2E, inputs.sink)
     return {name: results[name].to(getattr(inputs, name).dtype) for name in wanted}
@@ -179,6 +180,8 @@ def _context(inputs: Inputs, window: Window) -> dict:
         "max_keys": max_keys,
         "order": order,
         "table": None if inputs.bias is None else inputs.bias.float().contiguous(),
+        "key_bias": None if inputs.key_bias is None else inputs.key_bias.float().contiguous(),
+        "query_bias": None if inputs.key_bias is None else inputs.query_bias.float().contiguous(),
         "vectors": None if inputs.vectors is None else inputs.vectors.to(inputs.q.dtype).contiguous(),
         "distances": _distances(inputs),
         "offset": keys - rows - window.shift,
@@ -202,7 +205,7 @@ def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
         "q": q.contiguous(),
         "k": k.to(q.dtype).contiguous(),
         "v": v.to(q.dtype).contiguous(),
-        **dict.fromkeys(("far", "table", "vectors")),
+        **dict.fromkeys(("far", "table", "key_bias", "query_bias", "vectors")),
         "seed": inputs.seed if rate else None,
         "T": q.shape[2],
         "L": k.shape[-2],
@@ -232,24 +235,35 @@ def _forward(
     return y, lse
 
 
-def _query_gradient(arguments: dict, y: Tensor, joint: dict, *, span: bool = False) -> dict[str, Tensor]:
-    """Gradients of queries and of spans ``[H]``; fills ``joint["delta"]``, which the other gradients need."""
+def _query_gradient(
+    arguments: dict, y: Tensor, joint: dict, *, span: bool = False, bias: bool = False
+) -> dict[str, Tensor]:
+    """Gradients of queries, of spans ``[H]`` and of biases; fills ``joint["delta"]``, which the other gradients need."""
     q, grid = arguments["q"], _grid(arguments, arguments["T"])
     dq = torch.empty_like(q)
     dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if span else None
-    _kernels().query_gradient[grid](y=y, dq=dq, dz=dz, **joint, **arguments)
-    return {"q": dq} | ({"z": dz.sum(1)} if span else {})
+    dbias = torch.empty_like(joint["lse"]) if bias else None
+    _kernels().query_gradient[grid](y=y, dq=dq, dz=dz, dquery_bias=dbias, **joint, **arguments)
+    return {"q": dq, "query_bias": dbias} | ({"z": dz.sum(1)} if span else {})
 
 
 def _key_gradient(
-    arguments: dict, streams: int, joint: dict, *, first_key: int = 0, dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """Gradients of keys and values from ``first_key`` on, for each stream also where all share them."""
+    arguments: dict,
+    streams: int,
+    joint: dict,
+    *,
+    first_key: int = 0,
+    dtype: torch.dtype | None = None,
+    bias: bool = False,
+) -> dict[str, Tensor | None]:
+    """Gradients of keys, values and biases from ``first_key`` on, for each stream also where all share them."""
     k = arguments["k"]
     shape = (streams, k.shape[-3], k.shape[-2] - first_key, k.shape[-1])
     dk, dv = (torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
-    _kernels().key_gradient[_grid(arguments, shape[2])](dk=dk, dv=dv, first_key=first_key, **joint, **arguments)
-    return {"k": dk, "v": dv}
+    dbias = torch.empty(shape[:3], dtype=torch.float32, device=k.device) if bias else None
+    results = {"dk": dk, "dv": dv, "dkey_bias": dbias}
+    _kernels().key_gradient[_grid(arguments, shape[2])](**results, first_key=first_key, **joint, **arguments)
+    return {"k": dk, "v": dv, "key_bias": dbias}
 
 
 def _vector_gradient(arguments: dict, joint: dict) -> Tensor:

@@ -54,11 +54,13 @@ class Persistent(NamedTuple):
 
 
 class PastKV(NamedTuple):
-    """Keys and values before the segment ``[B, n, P, K]`` of n heads, whose numbers ascend."""
+    """Keys and values before the segment ``[B, n, P, K]`` of n heads, whose numbers ascend; and key biases, of the r heads
+    of queries that read each, ``[B, r n, P]``, or None."""
 
     heads: tuple[int, ...]
     k: Tensor
     v: Tensor
+    key_bias: Tensor | None = None
 
 
 class Inputs(NamedTuple):
@@ -72,6 +74,8 @@ class Inputs(NamedTuple):
         vectors: ``[n, K]``, adds ``q @ vectors.T`` to scores over columns, or None.
         bias: added to scores, ``[H, n]`` or ``[B, H, T, n]``, or None.
         sink: a score ``[H]`` in the softmax whose value is 0, or None.
+        key_bias: b, added to the scores of each key ``[B, H, L]``; -inf hides it. Or None.
+        query_bias: taken from those scores of each query, ``[B, H, T]`` and finite, where there is a ``key_bias``.
         seed: of the dropout, int64 scalar, as ``dropout.draw_seed`` gives it, or None.
         dropout: rate on attention weights.
     """
@@ -86,6 +90,8 @@ class Inputs(NamedTuple):
     vectors: Tensor | None = None
     bias: Tensor | None = None
     sink: Tensor | None = None
+    key_bias: Tensor | None = None
+    query_bias: Tensor | None = None
     seed: Tensor | None = None
     dropout: float = 0.0
 
@@ -152,6 +158,8 @@ def attend(
     vectors: Tensor | None = None,
     persistent: Persistent | None = None,
     sink: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
@@ -165,6 +173,7 @@ def attend(
         vectors: ``[n, K]`` in place of a bias, which is then ``q @ vectors.T``.
         persistent: key-value vectors in the same softmax, never masked.
         sink: ``[H]``, one more score in each head's softmax, which takes weight and gives nothing; -inf is none.
+        key_bias, query_bias: ``[B, H, L]`` and ``[B, H, T]``: ``key_bias_j - query_bias_t`` is added to scores with keys.
         dropout: rate on attention weights, after they are normalised.
         seed: of the dropout, which is then drawn from counters (``dropout.py``), or the numbers of the rows of weights,
             ``[B, H, T]``, as made from it; None for torch's generator.
@@ -183,6 +192,8 @@ def attend(
     bias = bias if vectors is None else q @ vectors.T.to(q.dtype)
     if bias is not None:
         scores = scores + over_keys(bias.to(scores.dtype))
+    if key_bias is not None:
+        scores = scores + (key_bias[:, :, None, key_bias.shape[2] - keep :] - query_bias[..., None]).to(scores.dtype)
     hidden = ~visible(rows, keep, max_keys, shift=window.shift, device=q.device)
     scores = scores.masked_fill(hidden, -torch.inf)
     if window.z is not None:

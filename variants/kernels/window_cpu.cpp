@@ -1,8 +1,10 @@
 // Attention over a window of the past for CPUs: exact per head and per row, no score matrix in memory.
 //
-//   s_tx = q_t . (k_x + p_x) + b_x,   a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(r_t . e_n))
+//   s_tx = q_t . (k_x + p_x) + b_x + c_x - d_t
+//   a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(r_t . e_n))
 //   y_t  = sum_x a_tx v_x + sum_n a_tn u_n
 //
+// with c and d the biases of each stream's keys and queries.
 // Column x is the x-th key from the nearest that row t may see (window.py). A task is one stream and head; it takes ROWS
 // rows at a time through chunks of the keys between the farthest that the first row sees and the nearest of the last, so
 // that its cost is that of its own window. The softmax is taken online (2205.14135, algorithm 1); the backward pass
@@ -125,7 +127,7 @@ struct Rows {
 
 // Pointers to float or double; the last dimension is contiguous. Null where there is none.
 struct Call {
-  int64_t streams, heads, rows, width, persistent, distances, shift, threads;
+  int64_t streams, heads, rows, width, persistent, distances, shift, threads, biases;
   // [B, H, ., K], with strides below.
   const void *q, *k, *v, *extra_q, *g;
   void *y, *dq, *dk, *dv, *dextra_q;
@@ -145,6 +147,9 @@ struct Call {
   int64_t* flops;  // of the products that were executed, added to what is there
   // [H, N, K] twice, [n, K], [H].
   void *dextra_k, *dextra_v, *dvectors, *dz;
+  // c [B, H, biases], of the longest past's keys and the segment's, and d [B, H, T].
+  const void *key_bias, *query_bias;
+  void *dkey_bias, *dquery_bias;
 };
 
 namespace {
@@ -176,7 +181,7 @@ template <class T> struct Buffer {
 
 // Of one thread, for both parts of the softmax; and sums over tasks, of the thread that calls.
 template <class T> struct Buffers {
-  Buffer<T> k[2], v[2], k_turned[2], v_turned[2], dk[2], dv[2], sums[3];
+  Buffer<T> k[2], v[2], k_turned[2], v_turned[2], dk[2], dv[2], sums[3], key_bias;
   static Buffers& here() {
     static thread_local Buffers own;
     return own;
@@ -191,6 +196,8 @@ template <class T> struct Part {
   T *dk = nullptr, *dv = nullptr;  // [keys, Kp]
   long wanted = 0;                 // first key whose gradient is asked for
   const T *table = nullptr, *mask = nullptr, *slope = nullptr;
+  const T *key_bias = nullptr, *query_bias = nullptr;    // of keys, with zeros behind them, and of all rows
+  T *dkey_bias = nullptr, *dquery_bias = nullptr;
   bool vectors = false;
 
   long last(long t) const { return all ? keys - 1 : base + t; }
@@ -328,10 +335,23 @@ template <class T> struct Worker {
     part.table = (const T*)c.table + h * width;
     if (c.mask) part.mask = (const T*)c.mask + h * width;
     if (c.slope) part.slope = (const T*)c.slope + h * width;
+    if (c.key_bias) biases(part, b * c.heads + h, past, low);
     lay_out(
         part, 0, at<T>(c.k_old, b, h), at<T>(c.k, c.k_, b, h), at<T>(c.v_old, b, h), at<T>(c.v, c.v_, b, h), past, low,
         c.dk != nullptr);
     return part;
+  }
+
+  void biases(Part<T>& part, long own, long past, long low) {
+    const long first = own * c.biases + c.biases - c.rows - past + low;
+    T* to = buffers.key_bias.zeroed(round_up(part.keys, GRAIN<T>));
+    std::copy_n((const T*)c.key_bias + first, part.keys, to);
+    part.key_bias = to, part.query_bias = (const T*)c.query_bias + own * c.rows;
+    if (c.dkey_bias) {
+      part.dkey_bias = (T*)c.dkey_bias + first;
+      std::fill_n((T*)c.dkey_bias + own * c.biases, c.biases, T(0));
+    }
+    if (c.dquery_bias) std::fill_n(part.dquery_bias = (T*)c.dquery_bias + own * c.rows, c.rows, T(0));
   }
 
   Part<T> always(long b, long h) {
@@ -355,7 +375,8 @@ template <class T> struct Worker {
   struct Chunk {
     long begin, width, real;  // real: keys that are there
     long place;               // of the first key in tables, for row t0; one less with every row
-    bool plain;               // nothing is added and nobody is hidden
+    bool plain;               // nothing is added by distance and nobody is hidden
+    long row, rows;           // the first, and how many there are
   };
   template <class F> void chunks(const Part<T>& part, long t0, long rows, F&& visit) const {
     const long end = std::min(part.last(t0 + rows - 1) + 1, part.keys);
@@ -363,7 +384,7 @@ template <class T> struct Worker {
       const long real = std::min(CHUNK, end - begin), width = round_up(real, GRAIN<T>);
       const long place = c.distances - 1 - part.last(t0) + begin + PAD;
       const bool within = part.last(t0 + ROWS - 1) - begin < part.flat && part.last(t0) >= begin + width - 1;
-      visit(Chunk{begin, width, real, place, part.all ? real == width : within});
+      visit(Chunk{begin, width, real, place, part.all ? real == width : within, t0, rows});
     }
   }
 
@@ -381,9 +402,11 @@ template <class T> struct Worker {
       for (long i = 0; i < ROWS; ++i) add(&scores[i * LD], &by_distance[i * wide + at.place - i - begin], at.width);
     }
     for (long i = 0; i < ROWS && !at.plain; ++i) add(&scores[i * LD], part.table + at.place - i, at.width);
+    for (long i = 0; i < at.rows && part.key_bias; ++i)
+      add(&scores[i * LD], part.key_bias + at.begin, at.width, part.query_bias[at.row + i]);
   }
-  static void add(T* to, const T* from, long width) {
-    for (long j = 0; j < width; j += LANES<T>) store(to + j, load(to + j) + load(from + j));
+  static void add(T* to, const T* from, long width, T less = 0) {
+    for (long j = 0; j < width; j += LANES<T>) store(to + j, load(to + j) + (load(from + j) - less));
   }
 
   void forward_part(const Part<T>& part, const std::vector<T>& query, long t0, long rows, T* top, T* sum) {
@@ -480,6 +503,12 @@ template <class T> struct Worker {
       weigh(part, at, lse, delta);
       product<true>(rewards.data(), LD, 1, part.k + at.begin * Kp, dquery.data(), Kp, at.real);
       if (part.vectors) distances_of(at, query, dquery);
+      for (long i = 0; i < rows && part.key_bias; ++i)
+        for (long j = 0; j < at.real; ++j) {
+          const T change = rewards[i * LD + j];
+          if (part.dkey_bias) part.dkey_bias[at.begin + j] += change;
+          if (part.dquery_bias) part.dquery_bias[t0 + i] -= change;
+        }
       if (!part.dk) return;
       const long wanted = std::max(part.wanted - at.begin, 0L);
       for (long j = round_down(wanted, ROWS); j < at.width; j += ROWS) {

@@ -20,16 +20,17 @@ from variants.kernels.beside import Beside, gradients, merge
 from variants.kernels.window import Inputs, PastKV, Window, ramp_slope, sink_gradient, soft_mask, with_sink
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
-NAMES = Inputs._fields[:8]
+NAMES = (*Inputs._fields[:8], "key_bias", "query_bias")
 """Tensors that may have a gradient, in the order of the operations' arguments; the bias and those of the past follow."""
 PAST = len(NAMES) + 1
 TOGETHER = ({"k", "v", "past"}, {"extra_k", "extra_v"})
 """Gradients that come together, but those of the past are computed only if they are asked for."""
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
-    "extra_k extra_v lse columns flat order table mask slope vectors vectors_turned flops dextra_k dextra_v dvectors dz"
+    "extra_k extra_v lse columns flat order table mask slope vectors vectors_turned flops dextra_k dextra_v dvectors dz "
+    "key_bias query_bias dkey_bias dquery_bias"
 )
-SIZES = "streams heads rows width persistent distances shift threads"
+SIZES = "streams heads rows width persistent distances shift threads biases"
 
 
 def available() -> str | None:
@@ -56,7 +57,7 @@ def attend(
     """``window.attend`` without dropout; ``z`` is ``[H]``, the bias a constant ``[H, n]``.
 
     Args:
-        k, v: keys and values of the segment ``[B, H, T, K]``.
+        k, v: keys and values of the segment ``[B, H, T, K]``; ``key_bias`` is its, too.
         past: what comes before, in parts that have all heads together, or nothing: heads that look far may have more
             than others. No work is done for gradients that nobody asks for.
         beside: what chunks of queries meet in the same softmax.
@@ -67,17 +68,27 @@ def attend(
             raise ValueError(f"{name} of {len(x)} distances: window.max_keys needs {most}")
     if inputs.vectors is not None:
         inputs = inputs._replace(vectors=inputs.vectors[:most])
+    if past and inputs.key_bias is not None:
+        inputs = inputs._replace(key_bias=torch.cat([_biases(past), inputs.key_bias], dim=2))
     owners = [next(i for i, part in enumerate(past) if h in part.heads) for h in range(q.shape[1])] if past else []
     tensors = [
         inputs.sink,
         *(beside or (None, None, None)),
-        *inputs[: len(NAMES)],
-        *(x for part in past for x in part[1:]),
+        *(getattr(inputs, name) for name in NAMES),
+        *(x for part in past for x in part[1:3]),
     ]
     kind, place = torch.promote_types(q.dtype, torch.float32), 4 + len(NAMES)
     tensors = [None if x is None else x.to(kind) for x in tensors]
     tensors.insert(place, inputs.bias)
     return _Attend.apply(owners, window, *tensors).to(q.dtype)
+
+
+def _biases(past: Sequence[PastKV]) -> Tensor:
+    """Those of all heads in order, ``[B, H, P]`` for the longest past; the others end where it does."""
+    most = max(part.key_bias.shape[2] for part in past)
+    padded = torch.cat([F.pad(part.key_bias, (most - part.key_bias.shape[2], 0)) for part in past], dim=1)
+    heads = [h for part in past for h in part.heads]
+    return padded[:, sorted(range(len(heads)), key=heads.__getitem__)]
 
 
 class _Attend(torch.autograd.Function):
@@ -233,6 +244,7 @@ def _call(
     call.dtype, call.alive, call.threads = q.dtype, [], torch.get_num_threads()
     call.persistent = 0 if own["extra_k"] is None else own["extra_k"].shape[1]
     call.distances = max(max_keys)
+    call.biases = 0 if own["key_bias"] is None else own["key_bias"].shape[2]
     past = [tensors[PAST + 2 * part].shape[2] for part in owners] or [0] * q.shape[1]  # keys before, of each head
     call.put(**own, past=torch.tensor(past))
     if owners:
