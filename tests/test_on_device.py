@@ -109,7 +109,7 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
     """Both verbs' workers take what was settled, and refuse what was asked for by name and fails."""
     made = plan("variant=mhsa", *SMALL)
 
-    def select(wanted, where, *, recorded):
+    def select(wanted, where):
         if wanted.runtime.backend != "auto":
             raise ValueError("runtime.backend=kernel: asked for by name; kernel failed")
         return {"backend": "fused", "why": ["fused it is"], "verdicts": {}}

@@ -69,7 +69,7 @@ def test_all_processes_say_a_mistake_once_and_one_writes_and_speaks(here):
     first, second = (ended[len(REFUSED) :] for ended in ranks)
     assert [one.code for one in (*first, *second)] == [0, 0, 0, 0], (first, second)
     assert "training: outputs" in first[0].out and "2 processes" in first[0].out
-    assert first[0].out.count("final valid") == 1 and "finished before" in first[1].out
+    assert first[0].out.count("bits per byte  ") == 1 and "finished before" in first[1].out
     assert not any(one.out or one.err for one in second)
     (folder,) = command.run_folders(here / "outputs")
     row = read_rows(folder / RECORD)[0]

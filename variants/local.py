@@ -86,7 +86,7 @@ class LocalAttention(Attention):
             # A state of other blocks stands where it would if one of these had begun with the open one.
             count = state[0] % self.block
             old = [self._last_rows(part).to(new.dtype) for part, new in zip(state[1:], to_carry, strict=True)]
-            past = self.reproject_past(*old, segment, None, None)[1:] if self.cache == "hidden" else old
+            past = self.reproject_past(*old, segment, None, None)[1:3] if self.cache == "hidden" else old
             keys, values = (torch.cat(pair, dim=2) for pair in zip(past, segment[2:4], strict=True))
             y = (self._by_phase if host_knows(count) else self._realigned)(segment.q, keys, values, count)
         rows = (torch.cat(pair, dim=-2).detach() for pair in zip(old, to_carry, strict=True))

@@ -18,6 +18,10 @@ def print_closing_table(summary: dict) -> None:
     splits = scored_splits(summary)
     rows = [("this run", [summary.get(f"{split}_bits_per_byte") for split in splits])]
     rows += [(WINDOWS, [summary.get(f"{split}_windows_bits_per_byte") for split in splits])]
+    rows += [("floor of the data", [summary.get(f"{split}_floor_bits_per_byte") for split in splits])]
+    answers = [summary.get(f"{split}_bits_per_copy") or {} for split in splits]
+    rows += [(f"answers, {label}", [each.get(label) for each in answers]) for label in answers[0]]
+    rows = [row for row in rows if any(number is not None for number in row[1])]
     for key, label in COMPRESSORS.items():
         rows.append((label, [(summary["compressors"].get(split) or {}).get(key) for split in splits]))
     print(f"\n{summary['variant']}, seed {summary['seed']}\n{data_label(summary['data'])}\n")

@@ -10,14 +10,12 @@ orientation in which the next one needs it and never transposed: Hopper has had 
 
 Arguments that are not what their name says:
     far: z + R of each head, or None for a hard window.
-    table: added to scores, [H, distances], or None.
-    vectors: p [distances, K], or None.
+    table, vectors: added to scores, [H, distances], and p [distances, K]; or None.
     key_bias, query_bias: added to scores of keys [B, H, L] and taken from those of queries [B, H, T], or both None.
     max_keys, order: visible keys of each head; heads from the longest to the shortest, so that the long ones start first.
     k_stream: elements from one stream's keys to the next's; 0 where all streams share them.
     seed: of the dropout of weights, which is that of ``dropout.py`` number for number; None without dropout.
-    ALL: every query sees every key, as persistent vectors are seen.
-    DROP, SCALE: of 2^32 numbers those that drop a weight, and what a weight that stays is multiplied by.
+    ALL: every query sees every key: persistent vectors. DROP, SCALE: how many of 2^32 numbers drop a weight; factor of others.
 """
 
 import triton
@@ -26,13 +24,10 @@ import triton.language as tl
 from variants.kernels import dropout
 
 STREAM, QUERY, KEY = (tl.constexpr(dropout.FACTORS[name]) for name in ("stream", "query", "key"))
-FIRST, SECOND = (tl.constexpr(factor) for factor in dropout.MIX)
-PERSISTENT = tl.constexpr(dropout.PERSISTENT)
+FIRST, SECOND, PERSISTENT = (tl.constexpr(factor) for factor in (*dropout.MIX, dropout.PERSISTENT))
 LOG2E = tl.constexpr(1.4426950408889634)
-HIGHEST = tl.constexpr(70 * 1.4426950408889634)
-"""Where exponentials of base 2 are bounded: as in ``window.highest`` of float32."""
-INTERPRETED = triton.knobs.runtime.interpret
-"""Whether the kernels below run on the host; triton decides it when it is imported."""
+HIGHEST = tl.constexpr(70 * 1.4426950408889634)  # bounds exponents of base 2, as ``window.highest`` of float32 does
+INTERPRETED = triton.knobs.runtime.interpret  # on the host; triton decides it when it is imported
 
 
 @triton.jit
