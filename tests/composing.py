@@ -1,9 +1,14 @@
 """Configurations for tests: composed from ``conf/`` as the command line does, and small enough for a step in no time."""
 
+import copy
+from functools import cache
 from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from harness.data import corpora
@@ -13,6 +18,7 @@ from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, plan_run
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+GROUPS = {path.relative_to(CONF).as_posix() for path in CONF.rglob("*") if path.is_dir()}
 
 TINY = (
     *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=16"),
@@ -21,9 +27,31 @@ TINY = (
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
-    """What ``python train.py`` would be given."""
+    """What ``python train.py`` would be given. Hydra composes each choice of files once, and sets the other words on a copy."""
+    parsed = {word: _parsed(word) for word in overrides}
+    files = tuple(word for word, override in parsed.items() if _chooses_a_file(override))
+    if len(parsed) < len(overrides):
+        return copy.deepcopy(_composed(name, overrides))
+    cfg = copy.deepcopy(_composed(name, files))
+    ConfigLoaderImpl._apply_overrides_to_config([parsed[word] for word in overrides if word not in files], cfg)
+    return cfg
+
+
+@cache
+def _composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(name, overrides=list(overrides))
+
+
+@cache
+def _parsed(word: str) -> Override:
+    return OverridesParser.create().parse_overrides([word])[0]
+
+
+def _chooses_a_file(override: Override) -> bool:
+    """Whether Hydra needs the word before it reads files; it refuses a list of choices there as well."""
+    group = override.key_or_group
+    return group in GROUPS or group.startswith("hydra") or override.package is not None or override.is_sweep_override()
 
 
 def small(variant: str, *, slot: str | None = None) -> list[str]:

@@ -1,9 +1,11 @@
 """Whole runs for tests: composed, prepared and trained in this process by the very code of ``train.py``, in a second."""
 
+import copy
 import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict
+from omegaconf import DictConfig
 
 from harness.data import corpora
 from harness.device import runtime
@@ -20,7 +22,7 @@ from harness.loop.prepare import prepare
 from harness.loop.run import Run
 from harness.loop.trainer import Trainer
 from harness.record.rows import RECORD, SUMMARY, read_rows, repeatable
-from tests.composing import CONF, plan
+from tests.composing import CONF, compose_config, plan
 from train import train
 
 SMALL = (
@@ -88,14 +90,18 @@ def tensors(state) -> list[torch.Tensor]:
 
 def make_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
     """What ``python train.py`` prepares, in the current folder."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("train", overrides=[*SMALL, *overrides], return_hydra_config=True)
-    HydraConfig.instance().set_config(cfg)
-    with open_dict(cfg):
-        del cfg["hydra"]
-    job = prepare(cfg, command="python train.py", processes=processes)
+    typed = copy.deepcopy(_hydra())
+    typed.hydra.overrides.task = [*SMALL, *overrides]
+    HydraConfig.instance().set_config(typed)
+    job = prepare(compose_config(*SMALL, *overrides), command="python train.py", processes=processes)
     job.folder.path = job.folder.path.absolute()  # tests change the current folder
     return job
+
+
+@cache
+def _hydra() -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", return_hydra_config=True)
 
 
 def run_job(job: Run, *, wandb: str = "disabled") -> dict:

@@ -1,7 +1,7 @@
 """Variants compiled: steps with carried state give every gradient of the uncompiled ones.
 
 What breaks from one version of torch to the next is how Python is followed, so the graphs are run as they are (backend
-``eager``); one test, behind the marker, generates code.
+``eager``); behind the marker one test generates code.
 """
 
 from functools import partial
@@ -20,7 +20,8 @@ VARIANTS = {
 SMALL = ("model.layers=1", *CARRY, "optim=adamw")
 
 
-@pytest.mark.parametrize("variant", ["adaptive_span", pytest.param("product_key_memory", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_compiled_variant_has_the_gradients_and_scores_of_the_uncompiled_one(variant, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     words = (f"variant={variant}", *SMALL, *VARIANTS[variant], "runtime.backend=plain")
@@ -49,6 +50,7 @@ def test_the_whole_model_is_one_graph_where_attention_is_one_operation(monkeypat
     for compiled in (False, True):
         torch.compiler.reset()
         run = make_run(*words, f"runtime.compile={compiled}")
+        assert run.backend == ("fused, compiled" if compiled else "fused")
         bits[compiled] = []
         for _ in range(3):
             run.step()

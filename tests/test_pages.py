@@ -19,9 +19,9 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for
 STARTS = ("python", "torchrun", ".venv/bin/python")
 
 
-def commands() -> list[tuple[str, list[str]]]:
-    """Of all pages, each with the page's name: the words after Python, without options of torchrun."""
-    made = []
+def commands() -> dict[tuple[str, ...], str]:
+    """Of all pages, each once with the last page that has it: the words after Python, without options of torchrun."""
+    made = {}
     for page, text in TEXTS.items():
         blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         inline = re.findall(r"`(python[^`]*)`", text)
@@ -29,7 +29,7 @@ def commands() -> list[tuple[str, list[str]]]:
         for part in (part for line in lines for part in line.split("&&")):
             words = shlex.split(part, comments=True)
             if words and words[0] in STARTS and "..." not in words[-1]:
-                made.append((page, words[1:]))
+                made[tuple(words[1:])] = page
     return made
 
 
@@ -38,24 +38,23 @@ def jobs(words: list[str]) -> list[list[str]]:
 
 
 def test_every_command_composes():
-    trained, verbs = 0, set()
-    for page, words in commands():
+    planned, verbs = set(), set()
+    for words, page in commands().items():
         overrides = [word for word in words if re.match(r"\+*[\w@./]+=", word) and not word.startswith("hydra")]
         if "-cd" in words or {"variant=mine", "variant=V"} & {*overrides}:
             continue
         if any(word.endswith("train.py") for word in words) and "recipe=" not in overrides:
-            for job in jobs(overrides):
-                plan_run(
-                    compose_config(*job), sweeping="-m" in words or any(word.startswith("sweep=") for word in overrides)
-                )
-            trained += 1
+            sweeping = "-m" in words or any(word.startswith("sweep=") for word in overrides)
+            for job in set(map(tuple, jobs(overrides))) - planned:
+                plan_run(compose_config(*job), sweeping=sweeping)
+                planned.add(job)
         elif words[0] == "-m" and words[1].startswith("bench."):
             verb = words[1].removeprefix("bench.")
             assert find_spec(words[1]), (page, words)
             if (CONF / f"{verb}.yaml").exists():
                 compose_config(*overrides, name=verb)
             verbs.add(verb)
-    assert trained >= 12 and {"cost", "fit", "peers", "evaluate", "compress", "evidence", "report"} <= verbs
+    assert len(planned) >= 12 and {"cost", "fit", "peers", "evaluate", "compress", "evidence", "report"} <= verbs
 
 
 @pytest.mark.parametrize("page", TEXTS)
