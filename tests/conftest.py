@@ -32,6 +32,14 @@ def compiled_once(tmp_path_factory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_from_one_server() -> Iterator[None]:
+    from tests.many import one_server  # what it imports takes seconds, which collecting need not wait for
+
+    with one_server():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch):
     """No key and no network for W&B."""

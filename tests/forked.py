@@ -8,15 +8,11 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
-
 from tests.command import ROOT, Ended
-from tests.many import AHEAD
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -30,10 +26,6 @@ def started(script: str | Path, *words: str, out: Path, err: Path | None = None,
         places: its ``folder`` and all of its ``environment``; otherwise those of this process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.many", *AHEAD])
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", str(ROOT))  # for what is imported ahead
-        forkserver.ensure_running()
     places = {"folder": Path.cwd(), "environment": dict(os.environ)} | places
     process = context.Process(target=_run, args=(ROOT / script, words, out, err or out), kwargs=places)
     process.start()

@@ -6,9 +6,14 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 
+import pytest
+
+from harness.device import cell
 from tests.patience import PATIENCE_SECONDS
 from variants.kernels import product_search, window_cpu
 
@@ -16,6 +21,23 @@ ROOT = Path(__file__).resolve().parents[1]
 AHEAD = ("tests.runs", "tests.command", "tests.test_processes", "train", "torch._dynamo", "hydra._internal.hydra")
 AHEAD += ("harness.device.spread", "harness.record.shard_files")
 """Imported before a process is wanted, also what torch and Hydra would otherwise import at their first use."""
+
+
+@contextmanager
+def one_server() -> Iterator[None]:
+    """Whoever forks a process first, the server has imported what all tests need of it, cells of bench included."""
+    start = forkserver.ForkServer.ensure_running
+
+    def ensure_running(server: forkserver.ForkServer) -> None:
+        with pytest.MonkeyPatch.context() as ahead:
+            ahead.setenv("PYTHONPATH", str(ROOT))  # for what is imported ahead
+            start(server)
+
+    forkserver.set_forkserver_preload(["tests.many", *AHEAD, *cell.PRELOAD])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(forkserver, "set_forkserver_preload", lambda names: None)
+        patched.setattr(forkserver.ForkServer, "ensure_running", ensure_running)
+        yield
 
 
 class Dead(Exception):
@@ -35,8 +57,6 @@ def launch(function: Callable, *arguments, number: int = 2) -> list:
     """
     window_cpu.available(), product_search.available()  # built once here and not by each
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.many", *AHEAD])
-    os.environ["PYTHONPATH"] = str(ROOT)  # for what is imported ahead
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
     started = []
     for rank in range(number):
