@@ -1,42 +1,35 @@
 """``bench.fit``: predictions against what a fresh process measures, closed forms, the search, and the command."""
 
-import json
+import ctypes
 import os
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from bench import fit
 from bench.fit import predict
-from harness.count.memory import optimizer_bytes, parameter_bytes
-from tests.command import ROOT, call, empty_folder  # noqa: F401 - a fixture
+from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes
+from harness.device import runtime
+from harness.loop.update import Update
+from harness.plan.build import Plan
+from tests.command import call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import TINY, plan, small
+from tests.many import launch
 
 MIB = 2**20
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
-HANGS_SECONDS = 600
 
-MEASURE = """
-import json, multiprocessing, sys, torch, torch._dynamo  # which every optimizer imports
-from harness.device import runtime
-from harness.count.memory import PeakMemory
-from harness.loop.update import Update
-from tests.composing import plan
+MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of glibc's malloc.h."""
 
-def steps(made, number, *, streams, state=None):
-    model, batch = made.make_model(), made.batch
-    update = Update(model, made.make_optimizers(model), runtime.start(made.runtime))
-    for _ in range(number):
-        yield
-        inputs, targets = (torch.randint(256, (streams, batch.segment)) for _ in range(2))
-        state = update(inputs, targets, state, fraction=0.5)[1]
-        state = state if batch.carry else None
 
-def measure(case):
-    made = plans[case]
+def peak_bytes(words: tuple[str, ...]) -> int:
+    """Of a second step, in a process that computed nothing yet; glibc reads the variable too late for a forked one."""
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
+    made = plan(*words)
     list(steps(made, 1, streams=1))  # loads what libraries need
     meter = PeakMemory(torch.device("cpu"))
     for number, _ in enumerate(steps(made, 2, streams=made.batch.streams)):
@@ -44,17 +37,24 @@ def measure(case):
             meter.reset()
     return meter.read().bytes
 
-plans = [plan(*words) for words in json.loads(sys.argv[1])]  # and what is imported is so once, for all processes
-with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # each in a process that did nothing yet
-    print(json.dumps(pool.map(measure, range(len(plans)), chunksize=1)))
-"""
+
+def steps(made: Plan, number: int, *, streams: int) -> Iterator[None]:
+    model, batch, state = made.make_model(), made.batch, None
+    update = Update(model, made.make_optimizers(model), runtime.start(made.runtime))
+    for _ in range(number):
+        yield
+        inputs, targets = (torch.randint(256, (streams, batch.segment)) for _ in range(2))
+        state = update(inputs, targets, state, fraction=0.5)[1]
+        state = state if batch.carry else None
+
+
 TWO_LAYERS = (*ON_CPU, "model.layers=2")
 KERNEL = (*TWO_LAYERS, "runtime.backend=kernel", "batch.segment=512")
 CASES = {
     "spans": (*TWO_LAYERS, "variant=adaptive_span", "runtime.backend=plain", "batch.segment=256", "batch.streams=4"),
     "a table": (*KERNEL, "variant=product_key_memory", "batch.streams=5"),
     "carried, layers again, AdamW": (
-        *(*TWO_LAYERS, "runtime.backend=fused", "batch.segment=512", "batch.streams=10"),
+        *(*TWO_LAYERS, "runtime.backend=fused", "batch.segment=512", "batch.streams=4"),
         *("batch.carry=true", "runtime.checkpoint=layers", "optim=adamw", "model.d_model=256"),
     ),
 }
@@ -62,16 +62,14 @@ CASES = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark can be lowered on Linux only")
-def test_predictions_are_what_is_measured():
+def test_predictions_are_what_is_measured(monkeypatch):
     """Peaks of a training step in warm state, each in a process of its own.
 
     glibc raises the size from which on freed blocks go back to the system, and keeps up to 60% more than is in use;
     with a fixed size the high-water mark is that of memory in use.
     """
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", MEASURE, json.dumps(list(CASES.values()))]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=HANGS_SECONDS)
-    measured = dict(zip(CASES, json.loads(done.stdout), strict=True))
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    measured = {case: launch(peak_bytes, words, number=1)[0] for case, words in CASES.items()}
     predicted = {case: predict(plan(*words))["predicted_peak_bytes"] for case, words in CASES.items()}
     assert min(measured.values()) > 50 * MIB
     assert predicted == pytest.approx(measured, rel=0.1)

@@ -28,7 +28,7 @@ from harness.device.machine import use_allocator
 def faults(setting):
     assert use_allocator(setting) == setting
     counts = []
-    for _ in range(6):  # a system that takes idle pages back adds to some of them
+    for _ in range(3):  # a system that takes idle pages back adds to some of them
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(5):
             torch.ones(2**24).sum().item()  # 64 MiB, freed at once
