@@ -1,3 +1,3 @@
-"""The format of coded files, under the name by which tests import it."""
+"""The compressed file format of ``bench.compress``, under the name by which its test imports it."""
 
 from bench.compress import CONDITIONS, MAGIC, pack, unpack  # noqa: F401

@@ -27,6 +27,8 @@ from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, plain, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
+MADE = {"sweep=recall", "sweep=skills"}
+"""Sweeps that read no file."""
 RECORDED = (0, BUG, Diverged.exit_code)
 """Exit codes of runs that count; after any other the cell is tried again."""
 
@@ -128,7 +130,7 @@ class Runner:
             wait([self.futures[cell.source]])
         folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
         words = [*cell.words, f"outputs={folder}"]
-        words += [f"data.path={self.path}"] if self.path and "sweep=recall" not in words else []
+        words += [f"data.path={self.path}"] if self.path and not MADE & {*words} else []
         words += [span_word(cell.line(cell.source), mean=cell.mean)] if cell.source else []
         code, run = self.child("train.py", *words), folder / "latest"
         if code in RECORDED and (run / SUMMARY).exists():

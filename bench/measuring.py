@@ -1,4 +1,4 @@
-"""The cells of one length, measured together: made one after the other, timed in turn, a row each."""
+"""Measures all cells of one length: builds them one by one, times them in turn, and yields one row each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from harness.loop.progress import Steps
 from harness.record.cells import busy_words
 
 KINDS = ("train", "evaluate", "generate")
-"""What is timed; generation on a CPU only: a byte at a time, an accelerator waits for launches, which rank no mechanism."""
+"""What is timed. Generation is timed on CPUs only: at one byte per call a GPU's time is that of launches."""
 STEPS = 2
-"""Of progress that a cell gives: its memory, and its times with all else."""
+"""Steps of progress per cell: one after its memory, one after its times and FLOPs."""
 
 
 @dataclass(kw_only=True)
 class _Measured(Asked):
-    """A cell with what is known of it so far."""
+    """A cell and its results so far."""
 
     task: Task
     facts: dict = field(default_factory=dict)
@@ -27,15 +27,15 @@ class _Measured(Asked):
 
 
 def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Iterator[dict]:
-    """Rows of cells that are timed in turn.
+    """Measure the cells in turn and yield their rows.
 
-    A cell that turns out to run another one's code is left out. What runs out of memory next to the others is measured
-    once more alone, because their processes hold memory, too.
+    A cell that runs the same code as an earlier cell is skipped. A cell that runs out of memory is measured again alone,
+    because the other processes hold memory.
 
     Args:
         tasks: all of one length.
         settings: ``CostSettings``.
-        progress: gets ``STEPS`` a task.
+        progress: advances ``STEPS`` per task.
     """
     cells = _measure(tasks, settings=settings, progress=progress)
     for number, cell in enumerate(cells):

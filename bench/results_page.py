@@ -21,20 +21,24 @@ KIB, MIB = 2**10, 2**20
 COSTS = {
     "Cost against context: MFLOP per byte": (1e6, ("flops", "executed_per_byte")),
     "Cost against context: carried state, KiB": (KIB, ("memory", "state_bytes")),
-    "Cost against context: peak memory, MiB": (MIB, ("memory", "peak_bytes")),
+    "Cost against context: peak memory, MiB": (MIB, ("memory", "train_peak_bytes")),
     "Cost against context: ms per byte of training": (1, ("time", "train_ms", "p50")),
 }
 ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged, `model.span` as in the heading.") | {
     "Front page, more columns": "One pass over 3.4 MB, scored on 400 kB of test. ±: 95% interval over seeds. Rate: factor of "
-    "Muon's `optim.lr`, chosen on valid (below). Peak: training, approximate. Times are not compared: other work ran beside.",
+    "`optim.lr`, half of the pick on valid (below). Peak: training, approximate. Other work ran beside, so times do not compare.",
     "What context is worth": "Bits per byte of test by the number of bytes seen before, in windows that start without state.",
     "Claims of the papers": "Each part of a claim over matched seeds; fewer than three seeds give no verdict.",
     "After 10 MB": "The same runs with `budget.bytes=10000000`.",
     "Recall": "Bits of a byte that repeats the one so many bytes back, after 1.5 MB of `data=recall`; 4 without recall. Reach: "
     f"the largest distance below {REACHED_BITS:g} bit.",
+    "Skills": "Bits of an answer on test after 1.5 MB of made-up data, one seed; 0 with the skill. Recall: by the bytes since "
+    "the key was last there, 3 without. Copying: 4 without. Tracking: by the number of swaps, at most 1.38 without.",
     "A span of 4,096": "`sweep=long`: streams with carried state, the past projected again; one seed, the front page's rates.",
     "Learning rates": "`sweep=rates`: bits per byte of valid after 0.85 MB by the factor of Muon's `optim.lr`, seed 100. "
     "Runs that choose are no results.",
+    "Learning rates over all bytes": "The same on 3.4 MB (stage a3). The best factor is half of that after 0.85 MB, so rows are "
+    "trained at half of each pick above.",
 }
 COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak", "seconds")
 COLUMNS += ("copies", "compressors", "context", "rate", "machine")
@@ -121,9 +125,11 @@ def sections(folder: Path) -> str:
         ("Claims of the papers", verdict_table(claims) if claims else ""),
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
+        ("Skills", skills_table(folder / "skills.jsonl")),
         ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
         *cost_tables(folder / "cost.jsonl"),
         ("Learning rates", rates_table(folder / "rates.jsonl")),
+        ("Learning rates over all bytes", rates_table(folder / "rates_full.jsonl")),
     ]
     return "\n\n".join(f"## {title}\n\n{ABOUT[title]}\n\n{body}" for title, body in made if body)
 
@@ -164,6 +170,23 @@ def recall_table(runs: pd.DataFrame) -> str:
     frame, reached, counts = copies(runs), reaches(runs), runs[runs["status"] == "finished"].groupby("variant").size()
     rows = [[f"`{n}`", counts[n], reached[n], *(f"{bits:.3f}" for bits in row)] for n, row in frame.iterrows()]
     return markdown(["mechanism", "n", "reach", *(f"{distance:,}" for distance in frame.columns)], rows)
+
+
+def skills_table(path: Path) -> str:
+    """Bits of answers, mechanisms by skill and label."""
+    cells: dict[str, dict[str, str]] = {}
+    for line in read_rows(path):
+        words, answers = dict(word.split("=", 1) for word in line["cell"]), line["summary"].get("test_bits_per_copy")
+        shown = {
+            f"{words['data']}, {label}": f"{bits:.3f}" for label, bits in (answers or {}).items() if bits is not None
+        }
+        cells.setdefault(words["variant"], {}).update(shown)
+    heads = sorted(
+        {head for row in cells.values() for head in row}, key=lambda head: (head.split()[0], len(head), head)
+    )
+    return markdown(
+        ["mechanism", *heads], [[f"`{n}`", *(row.get(head, "") for head in heads)] for n, row in cells.items()]
+    )
 
 
 def cost_tables(path: Path) -> Iterator[tuple[str, str]]:

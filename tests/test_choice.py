@@ -30,6 +30,33 @@ def test_words_are_the_cpu_and_the_gpus_that_are_there(monkeypatch):
         choice.named("cuda")
 
 
+def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
+    pretend(monkeypatch, devices=0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(choice, "NVIDIA", tmp_path)
+    assert choice.named("auto").type == "cpu", "a driver without a device"
+    (tmp_path / "0000:01:00.0").mkdir()
+    with pytest.raises(ValueError, match="runtime.device=auto: .* cannot use the NVIDIA device .* runtime.device=cpu"):
+        choice.named("auto")
+    assert choice.named("cpu").type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choice.named("auto").type == "cpu", "hidden on purpose"
+
+
+def test_what_compilation_lacks(monkeypatch, tmp_path):
+    monkeypatch.setattr(choice, "find_spec", lambda name: object())
+    monkeypatch.setattr(choice.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("CXX", "c++")
+    assert choice.lacks_to_compile() == "Python.h"
+    (tmp_path / "Python.h").touch()
+    assert choice.lacks_to_compile() is None
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert choice.lacks_to_compile() == "a C++ compiler"
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    assert choice.lacks_to_compile() == "triton"
+
+
 def test_gpus_are_one_for_each_process(monkeypatch):
     chosen = pretend(monkeypatch, devices=2)
     second = ProcessGroup(rank=3, world_size=4, local_rank=1, local_world_size=2)
@@ -43,17 +70,21 @@ def test_gpus_are_one_for_each_process(monkeypatch):
         runtime.start(plan().runtime, processes=ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3))
 
 
-def test_bfloat16_is_what_a_device_multiplies_and_a_gpu_with_triton_compiles(monkeypatch):
+def test_bfloat16_is_what_a_device_multiplies_and_a_gpu_with_a_compiler_compiles(monkeypatch, capsys):
     for capabilities, expected in (({"amx_bf16": True}, True), ({"avx512_bf16": False, "avx512_f": True}, False)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
         assert choice.abilities("cpu") == Abilities("cpu", bfloat16=expected, compiles=False)
     pretend(monkeypatch, devices=1)
-    for real, triton in ((True, False), (False, True)):
+    for real, lack in ((True, "Python.h"), (False, None)):
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported", lambda including_emulation, real=real: including_emulation or real
         )
-        monkeypatch.setattr(choice, "find_spec", lambda name, triton=triton: triton or None)
-        assert choice.abilities("cuda") == Abilities("cuda", bfloat16=real, compiles=triton)
+        monkeypatch.setattr(choice, "lacks_to_compile", lambda lack=lack: lack)
+        assert choice.abilities("cuda") == Abilities("cuda", bfloat16=real, compiles=lack is None)
+        settings = choice.settled(plan("runtime.device=cpu").runtime)
+        on_gpu = dataclasses.replace(settings, device="cuda", precision="auto", compile="auto")
+        assert choice.settled(on_gpu).compile == (lack is None)
+        assert ("Python.h is not here" in capsys.readouterr().out) == (lack is not None)
 
 
 def test_a_run_is_what_auto_means_here(here, monkeypatch):

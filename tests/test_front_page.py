@@ -39,8 +39,11 @@ def folder(tmp_path):
     write("front_page", [*runs, line("linear", 2, 9.0, status="diverged")])
     copied = {"mhsa": {"31": 0.01, "447": 0.2}, "linear": {"31": 0.5, "447": 4.0}}
     write("recall", [line(name, 0, 2.0, copies=bits) for name, bits in copied.items()])
+    skills = [line("mhsa", 0, 2.0, copies={"16": 0.9, "2": 0.01}), line("mhsa", 0, 2.0, copies={"all": 0.25})]
+    skills[0]["cell"].append("data=state_tracking"), skills[1]["cell"].append("data=selective_copying")
+    write("skills", skills)
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
-                    "flops": {"executed_per_byte": 1.0e7}, "memory": {"state_bytes": 2**20, "peak_bytes": 2**28},
+                    "flops": {"executed_per_byte": 1.0e7}, "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
                     "time": {"train_ms": {"p50": 51.2}}},
                    {"variant": "linear", "status": "failed", "mode": "stream", "length": 4096, "segment": 512}])  # fmt: skip
     return tmp_path
@@ -72,6 +75,8 @@ def test_a_row_has_its_interval_reach_costs_and_place_among_compressors(folder):
 def test_the_page_has_every_table_and_names_runs_without_a_score(folder):
     text = results_page.sections(folder)
     for words in (
+        "selective_copying, all | state_tracking, 2 | state_tracking, 16 |",
+        "| `mhsa` | 0.250 | 0.010 | 0.900 |",
         "- `linear`, seed 1: not causal\n- `linear`, seed 2: diverged",
         "| `adaptive_span` | 3 | 2.3010",
         "| mechanism | 1 | 2 to 512 |",

@@ -69,7 +69,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_readmes_yaml_is_a_variant(here):
-    (block,) = re.findall(r"^```yaml\n(.*?)^```$", TEXTS["README.md"], re.MULTILINE | re.DOTALL)
+    block = "".join(re.findall(r"^```yaml\n(.*?)^```$", TEXTS["README.md"], re.MULTILINE | re.DOTALL))
     for name, text in re.findall(r"^# (my_conf/\S+)\n(.*?)(?=^# my_conf/|\Z)", block, re.MULTILINE | re.DOTALL):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)

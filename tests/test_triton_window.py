@@ -219,12 +219,15 @@ def test_available_says_why_not(interpreted, monkeypatch):
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-@pytest.mark.parametrize("added", [{}, {"bias": "column"}, {"vectors": True}])
+@pytest.mark.parametrize("added", [{}, {"bias": "column"}, {"vectors": True}, {"key_bias": True}, {"sink": True}])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("T", [256, 300])
 @pytest.mark.parametrize("width", [64, 128])
-def test_compiled_kernel_is_the_plain_path(width, T, dtype, added):
+def test_compiled_kernel_is_the_plain_path(width, T, dtype, dropout, added):
     """Blocks as in use, at lengths that are and are not multiples of 128."""
     spans = {"max_keys": (64, 320, 600, 600), "z": (0.0, 250.5, 600.0, 31.0), "ramp": 32}
-    case = Case(T=T, past=2 * T, width=width, streams=2, shift=1, persistent=100, dtype=dtype, **added, **spans)
+    case = Case(
+        T=T, past=2 * T, width=width, streams=2, shift=1, persistent=100, dtype=dtype, dropout=dropout, **added, **spans
+    )
     case.compare(tolerance=1e-4 if dtype == torch.float32 else 2e-2)

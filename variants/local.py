@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from variants import backends
-from variants.attention import Attention, FixedSpan, Segment
+from variants.attention import Attention, AttentionSpan, Segment
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
 from variants.kernels.window import PastKV, Window
@@ -56,7 +56,7 @@ class LocalAttention(Attention):
             allowed = f"integers from {fewest} to model.span={context.span}, or null for a quarter"
             raise ValueError(f"{self.keyword}={size}: allowed are {allowed}")
         inside = replace(context, span=size)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=lambda _: FixedSpan(inside))
+        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=lambda _: AttentionSpan(inside))
         self.follows_span = block is None
         self.honours = replace(self.honours, span=True if self.follows_span else None)
 

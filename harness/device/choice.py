@@ -1,7 +1,11 @@
 """Choice of the device that a configuration names, and of what ``auto`` means there: precision and compilation."""
 
 import dataclasses
+import os
+import shutil
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,6 +17,10 @@ MULTIPLIES_BFLOAT16 = ("amx_bf16", "avx512_bf16")
 """Instructions of CPUs, as ``torch.cpu.get_capabilities`` names them; without one bfloat16 is emulated, and slow."""
 
 
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+"""A folder for each NVIDIA device of which the kernel's driver knows, whatever torch can use."""
+
+
 class Abilities(NamedTuple):
     """A device's type, as torch calls it, whether it multiplies bfloat16 in hardware, and whether it compiles code."""
 
@@ -22,9 +30,16 @@ class Abilities(NamedTuple):
 
 
 def named(name: str) -> torch.device:
-    """The device of ``runtime.device``: the CPU, or a CUDA or ROCm device; ValueError where there is none such here."""
+    """The device of ``runtime.device``: the CPU, or a CUDA or ROCm device; ValueError where there is none such here, and
+    for ``auto`` where there is an NVIDIA device that torch cannot use."""
     count = device_count()
     if name == "auto":
+        if not count and NVIDIA.is_dir() and any(NVIDIA.iterdir()) and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+            raise ValueError(
+                f"runtime.device=auto: torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the NVIDIA device "
+                "that is here: its driver is too old for this CUDA (13 needs 580), or torch was built without CUDA. "
+                "Allowed is runtime.device=cpu"
+            )
         return torch.device("cuda" if count else "cpu")
     try:
         device = torch.device(name)
@@ -65,14 +80,25 @@ def abilities(name: str) -> Abilities:
         capabilities = torch.cpu.get_capabilities()
         return Abilities(kind, any(map(capabilities.get, MULTIPLIES_BFLOAT16)), compiles=False)
     bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return Abilities(kind, bfloat16, compiles=find_spec("triton") is not None)
+    return Abilities(kind, bfloat16, compiles=lacks_to_compile() is None)
+
+
+def lacks_to_compile() -> str | None:
+    """What ``torch.compile`` for a GPU needs and this machine has not, or None: Triton, a host compiler, Python's header."""
+    if find_spec("triton") is None:
+        return "triton"
+    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
+        return "a C++ compiler"
+    return None if Path(sysconfig.get_path("include"), "Python.h").is_file() else "Python.h"
 
 
 def settled(settings: RuntimeSettings) -> RuntimeSettings:
     """The same with a word in place of each ``auto`` but the device's: bfloat16 where the device multiplies it, and
-    compilation on CUDA."""
+    compilation on CUDA where a compiler is there; a line says so where none is."""
     if "auto" not in (settings.precision, settings.compile):
         return settings
     of_device = abilities(settings.device)
+    if settings.compile == "auto" and of_device.kind == "cuda" and not of_device.compiles:
+        print(f"runtime.compile=auto: not compiled, because {lacks_to_compile()} is not here")
     means = {"precision": "bfloat16" if of_device.bfloat16 else "float32", "compile": of_device.compiles}
     return dataclasses.replace(settings, **{k: v for k, v in means.items() if getattr(settings, k) == "auto"})

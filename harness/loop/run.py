@@ -111,7 +111,8 @@ class Run:
             stack.enter_context(recording(plan, self.folder, provenance, self._processes))
             rows, sha256, wandb_id = self._restore()
             verb = f"resuming at {trainer.spent.bytes:,} bytes" if rows else "training"
-            how = f"{trainer.backend}, {trainer.runtime.precision}"
+            how = f"{provenance['device']}, {trainer.backend}, {trainer.runtime.precision}"
+            how += ", compiled" * trainer.runtime.compile
             print(f"{verb}: {self.folder.path}  |  {trainer.corpus.label()}  |  {how}")
             if self._processes.world_size > 1:
                 self._processes.standing = self._losses

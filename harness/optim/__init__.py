@@ -1,4 +1,4 @@
-"""Optimizers: which moves which parameter, at which rate, until when; and Muon and Adagrad with a clip."""
+"""Optimizers: which one updates which parameters, learning-rate schedule and training budget; Muon, and Adagrad with clipping."""
 
 from harness.optim.adagrad import ClippedAdagrad
 from harness.optim.muon import Muon

@@ -1,9 +1,10 @@
 """Latent attention, 2405.04434, sections 2.1.2 and 2.1.3, without compressed queries.
 
     c_j = g * W_c x_j / sqrt(mean of squares + 1e-6),    r_j = W_r x_j,    k_hj = W_k c_j,    v_hj = W_v c_j
-    weight of j = exp((W_q x_t . k_hj + rotate(W_p x_t, t) . rotate(r_j, j)) / sqrt(K + R) - slope_h number)
+    weight of j = exp((W_q x_t . k_hj + rotate(W_p x_t, t) . rotate(r_j, j)) / sqrt(K + R) - slope_h x_j)
 
-rotate is the identity but for rotary positions. c and r of the past are constants, W_k and W_v are not.
+K is the head's width, R that of the shared rotary key, x_j the number of visible keys nearer than j. rotate is the
+identity unless positions are rotary. c and r of the past get no gradient; W_k and W_v do.
 """
 
 import math
