@@ -80,9 +80,9 @@ def main(cfg: DictConfig) -> None:
 
 
 def _show(row: dict, path: Path) -> None:
+    from bench.report.drawing import draw_context
     from harness.loop.futures import NOT_CAUSAL
     from harness.record.closing_table import WINDOWS
-    from harness.record.figures import draw_context
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
     sizes = f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context {p['context']}"

@@ -68,8 +68,8 @@ def readme_table(folder: Path) -> str:
 
 def picture(folder: Path) -> bytes:
     """PNG. Left: each mechanism's difference from the reference, with 95% intervals; right: bits of a copied byte by distance."""
+    from bench.report import drawing
     from bench.report.style import FONT_POINTS, draw_recall, styled  # late: matplotlib
-    from harness.record import drawing
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
     names = [name for name, _ in best_first(runs) if name != REFERENCE and results_page.paired_with(runs, name)]
@@ -88,7 +88,7 @@ def picture(folder: Path) -> bytes:
 
 
 def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str], *, points: float) -> None:
-    from harness.record.drawing import INK
+    from bench.report.drawing import INK
 
     for place, name in enumerate(names):
         pair = results_page.paired_with(runs, name)

@@ -16,9 +16,8 @@ from matplotlib.colors import PowerNorm
 from omegaconf import DictConfig
 
 from bench import CONF
+from bench.report.drawing import GREY, INK, layer_names, panels, save
 from harness.compose.cli import run_command
-from harness.record.drawing import GREY, INK, layer_names, panels
-from harness.record.figures import save
 from variants.contract import Inspection
 
 MAX_CELLS = 12 * 16 * 256**2  # weights in one figure

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
 from bench.report.compare import VARIANTS
-from harness.record.drawing import INK
+from bench.report.drawing import INK
 from harness.record.table import Drawing
 
 STYLE = {

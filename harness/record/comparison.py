@@ -16,19 +16,25 @@ UNCOMPARED = ("unchecked", "not causal")
 """``check`` of a run that nothing is compared with."""
 
 
+def _mapping(row: Mapping, key: str) -> Mapping:
+    """A value of a row, empty where it is anything else: others write rows, too."""
+    value = row.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
 def held_equal(row: Mapping) -> str:
     """What rows have in common whose bits per byte may be compared, by any code, as text.
 
     Tuning runs choose a setting and are no result, so they never stand beside runs that are. A budget of seconds is equal on
     equal ground only. A span that is the model's own is a setting that may be compared, not a way of scoring.
     """
-    config, budget, protocol = row.get("config") or {}, row.get("budget") or {}, row.get("protocol") or {}
-    protocol = {"split": (config.get("data") or {}).get("split", SPLIT)} | protocol
-    if protocol.get("span") is not None and (config.get("model") or {}).get("span") == protocol["span"]:
+    config, budget, protocol = (_mapping(row, key) for key in ("config", "budget", "protocol"))
+    protocol = {"split": _mapping(config, "data").get("split", SPLIT)} | protocol
+    if protocol.get("span") is not None and _mapping(config, "model").get("span") == protocol["span"]:
         protocol |= {"span": None, "context": None}
-    held = {"data": (row.get("data") or {}).get("sha256"), "budget": budget, "tuning": row.get("purpose") == "tune"}
+    held = {"data": _mapping(row, "data").get("sha256"), "budget": budget, "tuning": row.get("purpose") == "tune"}
     held |= {"protocol": protocol}
-    held |= {"capped": (row.get("capped") or {}).get("valid")}  # test may not have been scored, and is capped alike
+    held |= {"capped": _mapping(row, "capped").get("valid")}  # test may not have been scored, and is capped alike
     return json.dumps([held, ground(row) if "seconds" in budget else None], sort_keys=True)
 
 
@@ -46,15 +52,15 @@ def ground_value(row: Mapping, key: str) -> str:
 def numbers_of(row: Mapping) -> dict[str, object]:
     """What stands for the code of a row where bits per byte are pooled: its ``numerics`` where golden numbers pin both parts,
     else its ``source``; that, too, where a budget of seconds makes more of faster code."""
-    numerics, timed = row.get("numerics") or {}, "seconds" in (row.get("budget") or {})
+    numerics, timed = _mapping(row, "numerics"), "seconds" in _mapping(row, "budget")
     return {"source": row.get("source")} if timed or numerics.get("variant") is None else {"numerics": numerics}
 
 
 def shared_code(row: Mapping) -> str:
     """Equal for runs of any variants whose shared code computes the same: its number where golden numbers pin it, else a digest
     of all code; that, too, where a budget of seconds makes more of faster code."""
-    shared = (row.get("numerics") or {}).get("shared")
-    return str(tree_of(row) if shared is None or "seconds" in (row.get("budget") or {}) else shared)
+    shared = _mapping(row, "numerics").get("shared")
+    return str(tree_of(row) if shared is None or "seconds" in _mapping(row, "budget") else shared)
 
 
 def tree_of(row: Mapping) -> str | None:

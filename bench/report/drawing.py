@@ -1,29 +1,28 @@
-"""Learning curves and spans of heads on axes that are given: for one run's own figures and for the report's.
+"""Learning curves, figures and their files: for the report, ``bench.inspect`` and ``bench.evaluate``.
 
 Scores on the way are often of a shorter prefix of the valid split than the last one: they are joined by a line, and the
 last stands apart. matplotlib's object interface only: no window system, no global state, nothing left behind in a sweep.
 """
 
+import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from harness.cache import write_whole
+
 GREY, FAINT, INK = "#7F7F7F", "0.9", "0.15"
-LAYERS = "viridis"
-"""A map whose lightness rises evenly, also in grey prints."""
+CONTEXT_COLOUR = "#0072B2"  # of Okabe and Ito's, told apart with any colour vision
 BINS = 200
 """Most points of one run's training curve."""
 SETTLED = 0.2
 """Fraction of the bytes before which bits may leave the frame above: the fall from 8 bits would flatten the rest."""
-MOST_NUMBERS = 12 * 24
-"""Cells up to which spans are written into them."""
 
 
 def panels(
@@ -50,7 +49,7 @@ def panels(
 
 
 def count_axis(axis, *, unit: str = "") -> None:
-    """A linear axis of large counts with ticks like ``2.5 M``; at most six of them, so that they never touch."""
+    """An axis of large counts, not logarithmic, with ticks like ``2.5 M``; at most six of them, so that they never touch."""
     axis.set_major_formatter(EngFormatter(unit=unit, sep=" "))
     axis.set_major_locator(MaxNLocator(6))
 
@@ -107,15 +106,6 @@ def bits_axis(ax: Axes, curves: Iterable[list[dict]], *, others: Iterable[float 
     ax.set_ylabel("bits per byte")
 
 
-def spans_of(metrics: dict | None) -> dict[str, list[float]]:
-    """Spans by sublayer, ``layers.3.attention``, one entry a head; one that is not finite is NaN and leaves a gap."""
-    spans = {name: value for name, value in (metrics or {}).items() if name.endswith(".span")}
-    heads = {name: value if isinstance(value, list) else [value] for name, value in spans.items()}
-    return {
-        name.removesuffix(".span"): [math.nan if z is None else z for z in lengths] for name, lengths in heads.items()
-    }
-
-
 def layer_names(names: Iterable[str]) -> list[str]:
     """``layers.3.attention`` as ``3``, unless a layer has two such sublayers."""
     names = list(names)
@@ -123,29 +113,26 @@ def layer_names(names: Iterable[str]) -> list[str]:
     return short if len(set(short)) == len(names) else [name.removeprefix("layers.") for name in names]
 
 
-def draw_span_cells(ax: Axes, spans: Mapping[str, list[float]], *, limit: float | None) -> None:
-    """A heat map of layers by heads with the spans in it; the first layer, nearest to the bytes, is lowest.
+def draw_context(curve: list[dict], *, path: Path, label: str) -> Path:
+    """Bits per byte against bytes of context: rows ``{from_bytes, to_bytes, bits_per_byte}``, drawn as steps.
 
     Args:
-        spans: by sublayer, from :func:`spans_of`.
-        limit: the longest possible span; None: the longest there is.
+        label: the run, and after a colon its data. A dollar is a dollar: nothing in it is a formula.
     """
-    grid = np.full((len(spans), max(map(len, spans.values()))), np.nan)
-    for row, heads in zip(grid, spans.values(), strict=True):
-        row[: len(heads)] = -np.sort(-np.array(heads))  # NaN last
-    limit = limit or max([1.0, *grid[np.isfinite(grid)]])
-    norm = SymLogNorm(1, vmin=0, vmax=limit, base=2)
-    image = ax.imshow(grid, norm=norm, cmap=LAYERS, aspect="auto", origin="lower", interpolation="nearest")
-    ax.grid(visible=False)
-    step = -(-grid.shape[1] // 16)
-    ax.set_xticks(range(0, grid.shape[1], step), [str(head + 1) for head in range(0, grid.shape[1], step)])
-    ax.set_yticks(range(len(spans)), layer_names(spans))
-    ax.set(xlabel="head, longest span first", ylabel="layer")
-    if grid.size <= MOST_NUMBERS:
-        size = 9 if grid.shape[1] <= 8 else 6.5
-        for (layer, head), span in np.ndenumerate(grid):
-            if np.isfinite(span):
-                bright = sum(colormaps[LAYERS](norm(span))[:3]) > 1.5
-                style = {"ha": "center", "va": "center", "fontsize": size, "color": INK if bright else "white"}
-                ax.text(head, layer, f"{span:.0f}", **style)
-    ax.figure.colorbar(image, ax=ax, format="{x:,.0f}", label="span [positions]").minorticks_off()
+    run, _, data = label.replace("$", r"\$").partition(": ")
+    figure, (ax,) = panels(1, 1, width=7.0, height=4.2, title=run, subtitle=data)
+    for point in curve:
+        ax.hlines(point["bits_per_byte"], point["from_bytes"], point["to_bytes"] + 1, color=CONTEXT_COLOUR, linewidth=2)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.set_xlabel("bytes of context")
+    ax.set_ylabel("bits per byte")
+    return save(figure, path)
+
+
+def save(figure, path: Path) -> Path:
+    """Write a figure as PNG, whole or not at all."""
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    write_whole(path, png.getbuffer())
+    return path
