@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_the_example_of_the_page_is_short_and_is_checked_and_trained(here, impor
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
     (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    check, trained = (line.split()[1:] for line in commands.splitlines())
+    check, trained = (shlex.split(line)[1:] for line in commands.splitlines())
     checked = call("bench/check.py", *check[2:])
     assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
     ended = train(*trained[1:], *MADE)
