@@ -26,7 +26,7 @@ COSTS = {
 }
 ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged, `model.span` as in the heading.") | {
     "Front page, more columns": "One pass over 3.4 MB, scored on 400 kB of test. ±: 95% interval over seeds. Rate: factor of "
-    "`optim.lr`, half of the pick on valid (below). Peak: training, approximate. Other work ran beside, so times do not compare.",
+    "`optim.lr`, from picks on valid (below). Peak: training, approximate. Other work ran beside, so times do not compare.",
     "What context is worth": "Bits per byte of test by the number of bytes seen before, in windows that start without state.",
     "Claims of the papers": "Each part of a claim over matched seeds; fewer than three seeds give no verdict.",
     "After 10 MB": "The same runs with `budget.bytes=10000000`.",
@@ -37,8 +37,8 @@ ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged
     "A span of 4,096": "`sweep=long`: streams with carried state, the past projected again; one seed, the front page's rates.",
     "Learning rates": "`sweep=rates`: bits per byte of valid after 0.85 MB by the factor of Muon's `optim.lr`, seed 100. "
     "Runs that choose are no results.",
-    "Learning rates over all bytes": "The same on 3.4 MB (stage a3). The best factor is half of that after 0.85 MB, so rows are "
-    "trained at half of each pick above.",
+    "Learning rates over all bytes": "The same on 3.4 MB (stage a3). "
+    f"The best factor of `{REFERENCE}` is half of that after 0.85 MB, so picks of 2 above are halved for the rows.",
 }
 COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak", "seconds")
 COLUMNS += ("copies", "compressors", "context", "rate", "machine")

@@ -220,7 +220,7 @@ class Run:
 
     @contextmanager
     def _unmeasured(self) -> Iterator[None]:
-        """What is in memory here is none of training's peak."""
+        """Memory used inside of the block does not count in the peak of training."""
         self._highest = self._highest.or_higher(self._peak.read())
         yield
         self._peak.reset()

@@ -129,7 +129,7 @@ def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
 
 
 def _all(folder: Path) -> list[Path]:
-    """Those with a checkpoint's name, the newest last; what is no file is none."""
+    """Files with a checkpoint's name, the newest last."""
     paths = [path for path in (folder / FOLDER).glob("step-*.pt") if _NAME.fullmatch(path.name)]
     paths = [path for path in paths if path.is_file() or not path.exists()]
     return sorted(paths, key=lambda path: int(_NAME.fullmatch(path.name)[1]))

@@ -1,6 +1,6 @@
 """W&B beside the run and never in its way: one W&B run per job, online if a key is configured, else offline.
 
-``WANDB_*`` variables win over what is given, and what fails is one line on stderr. Metrics, which ``conf/dashboard.yaml`` names,
+``WANDB_*`` variables win over the arguments. A failure is one line on stderr. Metrics, which ``conf/dashboard.yaml`` names,
 too: those of ``PLACE``, of which ``bytes_seen`` is the x axis; ``train/learning_rate``, a number of a row by the row's kind;
 ``valid_bits_per_byte``, a final score; ``train_span/layers.0.attention``, a sublayer's metric, and of a list, one entry a head,
 ``/mean``, ``/min`` and ``/max``; ``train_span/mean``, the same of all sublayers.
