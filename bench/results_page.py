@@ -38,7 +38,7 @@ ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged
     "Learning rates": "`sweep=rates`: bits per byte of valid after 0.85 MB by the factor of Muon's `optim.lr`, seed 100. "
     "Runs that choose are no results.",
     "Learning rates over all bytes": "The same on 3.4 MB (stage a3). "
-    f"The best factor of `{REFERENCE}` is half of that after 0.85 MB, so picks of 2 above are halved for the rows.",
+    "The best factors are half of those after 0.85 MB, so the rows take half of each pick.",
 }
 COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak", "seconds")
 COLUMNS += ("copies", "compressors", "context", "rate", "machine")
