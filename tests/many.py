@@ -19,7 +19,7 @@ from variants.kernels import product_search, window_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 AHEAD = ("tests.runs", "tests.command", "tests.test_processes", "train", "torch._dynamo", "hydra._internal.hydra")
-AHEAD += ("harness.device.spread", "harness.record.shard_files")
+AHEAD += ("harness.device.spread",)
 """Imported before a process is wanted, also what torch and Hydra would otherwise import at their first use."""
 
 

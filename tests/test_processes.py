@@ -15,6 +15,7 @@ from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.units import gathered
 from harness.loop.run import Run
 from harness.loop.trainer import Trainer
+from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests.composing import plan
 from tests.many import launch
@@ -28,6 +29,7 @@ from tests.runs import (
     VARIANTS,
     after_step,
     make_job,
+    make_run,
     restored,  # noqa: F401 - a fixture
 )
 from train import train
@@ -182,6 +184,14 @@ def test_processes_that_were_stopped_go_on_bit_for_bit(two, place, name):
     rows = record(place / name / "whole")
     assert rows == record(place / name / "stopped") and rows[0]["processes"] == 2
     assert [row["kind"] for row in rows[-2:]] == ["valid", "test"]
+
+
+def test_one_process_reads_the_checkpoint_of_two(two, place):
+    name = "sharded, with a table"
+    (folder,) = [path for path in (place / name / "whole" / "outputs").iterdir() if not path.is_symlink()]
+    run = make_run(*RESUMED[name], *COMMON)
+    run.restore(checkpoint.load(checkpoint.newest(folder)))
+    assert (run.spent.steps, len(run.state[0])) == (5, 4) and digest(run) == two[0][name, "whole"][0][2]
 
 
 def test_what_cannot_be_divided_is_refused():

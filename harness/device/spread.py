@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.13
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, zeros
+from torch.distributed.tensor import DTensor, Partial
 
 from harness.device.processes import ProcessGroup
 from harness.device.sharded_tables import ShardedTables
@@ -101,11 +101,6 @@ class SpreadUnits(Units):
         """Its opposite: the whole, divided as it is."""
         managed = self.parts.get(parameter)
         return part if managed is None or part.shape != parameter.shape else _divided(part, managed)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if not self.parts:
-            return super().empty(shape, dtype)
-        return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
 
     def total(self, tensor: Tensor, *, of: str = "sum") -> Tensor:
         return DTensor.from_local(tensor, self._mesh, [Partial(of)]).full_tensor() if self.parts else tensor

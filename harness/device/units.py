@@ -1,12 +1,11 @@
 """Units: the parameters of a model as this process has them: all and whole, or, of several processes, as ``spread.py``
 says."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_map, tree_map_with_path
+from torch.utils._pytree import tree_map
 
 ROWS_AT_ONCE = 2**20
 """Of a table that is divided by columns, where it is gathered."""
@@ -28,10 +27,6 @@ class Units:
         numbers of forward passes."""
         return nullcontext()
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Of something that was divided, wherever it is read: this process's rows, or the whole."""
-        return torch.empty(shape, dtype=dtype)
-
     def total(self, tensor: Tensor, *, of: str = "sum") -> Tensor:
         """Sum, or ``max``, of all processes' tensors, where parameters are divided."""
         return tensor
@@ -42,22 +37,20 @@ def is_divided(leaf: object) -> bool:
     return hasattr(leaf, "full_tensor")
 
 
-def gathered(tree: object) -> object:
-    """The same structure in which no tensor is divided; all processes call it."""
-    return tree_map(lambda leaf: _whole(leaf) if is_divided(leaf) else leaf, tree)
+def gathered(tree: object, *, keep: bool = True) -> object:
+    """The same structure in which no tensor is divided, but whole on the host; all processes call it. Without ``keep`` this
+    process, which has no use for them, gets None in place of each: they may be larger than what it has room for."""
+
+    def whole(leaf: object) -> object:
+        if not is_divided(leaf):
+            return leaf
+        tensor = _whole(leaf)
+        return tensor if keep else None
+
+    return tree_map(whole, tree)
 
 
 def _whole(divided: Tensor) -> Tensor:
     if divided.placements[0].is_shard(1):  # a table, which a device may have no room for
         return torch.cat([rows.full_tensor().cpu() for rows in divided.split(ROWS_AT_ONCE)])
-    return divided.full_tensor()
-
-
-def taken_out(content: dict) -> tuple[dict, dict[str, Tensor]]:
-    """The content with names in the place of divided tensors, and those by name."""
-    divided = {}
-
-    def name(path: tuple, leaf: object) -> object:
-        return keystr(path) if is_divided(leaf) and divided.setdefault(keystr(path), leaf) is leaf else leaf
-
-    return tree_map_with_path(name, content), divided
+    return divided.full_tensor().cpu()

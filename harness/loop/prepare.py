@@ -17,7 +17,7 @@ from harness.loop.run import Run, recording
 from harness.loop.select_backend import settled
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, hydra_facts, plan_run
-from harness.record import checkpoint, folder, shards
+from harness.record import checkpoint, folder
 from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import RECORD, read_object
 
@@ -103,7 +103,6 @@ def begin_from(trainer: Trainer) -> None:
     """
     path, processes = trainer.plan.init_from.run, trainer.runtime.processes
     content, theirs = processes.on_main(lambda: _read_start(Path(path)))
-    content = shards.put_back(content, trainer.update.units.empty)
     with processes.fail_together():
         try:
             _restore(trainer, content, theirs)

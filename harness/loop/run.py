@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 
 import yaml
 
@@ -14,14 +13,14 @@ from harness.cache import write_whole
 from harness.count.memory import Peak, PeakMemory
 from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.stop_signal import StopSignal
-from harness.device.units import gathered, taken_out
-from harness.failures import OutOfMemory, StorageFailure, is_out_of_memory
+from harness.device.units import gathered
+from harness.failures import OutOfMemory, is_out_of_memory
 from harness.loop import summary
 from harness.loop.futures import NOT_CAUSAL
 from harness.loop.trainer import Trainer
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
-from harness.record import checkpoint, folder, shards
+from harness.record import checkpoint, folder
 from harness.record.closing_table import bits, print_closing_table, scored_splits
 from harness.record.rows import CONFIG, Record, write_summary
 from harness.record.wandb_run import WandbRun
@@ -143,7 +142,7 @@ class Run:
             self.folder.begin()
         if self.folder.checkpoint is None:
             return 0, None, None
-        content = shards.put_back(self._processes.on_main(self._read), self.trainer.update.units.empty)
+        content = self._processes.on_main(self._read)
         with self._processes.fail_together():
             self.trainer.restore(content)
         self.best_bits, self.validated = content["best_bits"], content["validated"]
@@ -213,7 +212,8 @@ class Run:
             # The first always, even NaN: there must be weights to score.
             if bits_per_byte < self.best_bits or self.best_bits == math.inf:
                 self.best_bits = bits_per_byte if bits_per_byte < math.inf else math.inf
-                best = {"model": gathered(trainer.model.state_dict()), "bytes": trainer.spent.bytes}
+                weights = gathered(trainer.model.state_dict(), keep=self._processes.is_main)
+                best = {"model": weights, "bytes": trainer.spent.bytes}
                 with self._processes.fail_together():
                     if self._processes.is_main:
                         checkpoint.save_best(self.folder.path, best | {"identity": vars(self.folder.identity)})
@@ -233,9 +233,7 @@ class Run:
         """A checkpoint that agrees with the rows written so far."""
         step = self.trainer.spent.steps
         with self._unmeasured() if self._steps_here >= WARM_STEPS else nullcontext():
-            content, divided = taken_out(self.trainer.content())
-            if divided:
-                content[shards.KEY] = self._save_shards(divided, step=step)
+            content = gathered(self.trainer.content(), keep=self._processes.is_main)
             with self._processes.fail_together():
                 if self._processes.is_main:
                     content |= {"best_bits": self.best_bits, "validated": self.validated, "wandb_id": self._wandb.id}
@@ -243,22 +241,6 @@ class Run:
                     content["identity"] = vars(self.folder.identity)
                     checkpoint.save(self.folder.path, content, step=step, keep=self.plan.checkpoint.keep)
         self._saved, self._saved_seconds = self.trainer.spent, time.monotonic()
-
-    def _save_shards(self, divided: dict, *, step: int) -> dict:
-        """Each process's rows, beside the checkpoint that is to name them."""
-        from harness.record import shard_files  # late: slow to import
-
-        place = self._processes.on_main(partial(checkpoint.new_shards, self.folder.path, step=step))
-        with self._processes.fail_together():
-            tensors, written = shard_files.write(place, divided)
-        digests = {name: digest for each in self._processes.all_gather(written) for name, digest in each.items()}
-        with self._processes.fail_together():
-            if self._processes.is_main and (unseen := [name for name in digests if not (place / name).is_file()]):
-                raise StorageFailure(
-                    f"{place / unseen[0]}: another process has written it where the first one does not see it; "
-                    f"runtime.shard=full needs a folder outputs={self.folder.path.parent} that all of them share"
-                )
-        return {"folder": place.name, "tensors": tensors, "sha256": digests}
 
     def end_early(self) -> None:
         """Say how to go on after a signal, and end the process as it asks."""

@@ -12,7 +12,7 @@ from harness.data.corpora import Corpus
 from harness.data.streams import Streams, sample_cut, score_streams, share
 from harness.device import random_state
 from harness.device.runtime import Runtime
-from harness.device.units import gathered, is_divided
+from harness.device.units import is_divided
 from harness.failures import Diverged
 from harness.loop.scoring import Score, score_stream
 from harness.loop.update import Update
@@ -241,7 +241,7 @@ class Trainer:
 
     def content(self) -> dict:
         """What an exact resume needs of it, in the first process: all must call it. Where parameters are divided, they and the
-        optimizers' tensors are so here, in each."""
+        optimizers' tensors are so here."""
         self.settle()
         self._check_weights()
         processes = self.runtime.processes
@@ -249,8 +249,7 @@ class Trainer:
         random, *randoms = processes.all_gather(random_state.random_state())
         content = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict(), "state": state}
         content |= {"spent": vars(self.spent), "last": vars(self._last), "compile_seconds": self.compile_seconds}
-        content |= {"nats": self._nats, "steps": self._steps, "random": random, "random_others": randoms}
-        return content if self.update.units.parts else gathered(content)
+        return content | {"nats": self._nats, "steps": self._steps, "random": random, "random_others": randoms}
 
     def restore(self, content: dict) -> None:
         """Go on from a checkpoint's ``content``, which may be of another number of processes."""

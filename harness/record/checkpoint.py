@@ -1,7 +1,7 @@
 """Checkpoints: everything an exact resume needs, written whole or not at all: ``Trainer.content``, and what ``Run.save`` adds.
 
 The newest are kept, with ``best.pt``, which holds weights only. A checkpoint does not depend on the number of processes but for
-their random states. Where parameters are divided among processes, it names shards, in a folder of their own.
+their random states.
 
 The file is a zip archive as torch writes it, whose comment is the SHA-256 of the archive without it. It is compared before
 anything is unpickled: torch does not look whether the bytes are those it wrote.
@@ -10,7 +10,6 @@ anything is unpickled: torch does not look whether the bytes are those it wrote.
 import hashlib
 import io
 import re
-import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 
 from harness.cache import write_whole
 from harness.failures import Damaged
-from harness.record import shards
 from harness.record.rows import FORMAT, check_format, read_file
 
 FOLDER = "checkpoints"
@@ -38,17 +36,9 @@ def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
     """
     path = _write(folder / FOLDER / f"step-{step:09d}.pt", content)
     every = _all(folder)
-    newest = every[: every.index(path) + 1][-keep:]
-    for old in set(every).difference(newest):
+    for old in set(every).difference(every[: every.index(path) + 1][-keep:]):
         old.unlink()
-    names, mine = {older.name for older in newest[:-1]}, content.get(shards.KEY, {}).get("folder")
-    shards.forget(path.parent, lambda name: name == mine or name.rpartition("-")[0] in names)
     return path
-
-
-def new_shards(folder: Path, *, step: int) -> Path:
-    """Where the shards of a checkpoint of this step may be written: not where earlier ones of the same step are."""
-    return (folder / FOLDER / f"step-{step:09d}.pt-{secrets.token_hex(4)}.{shards.KEY}").absolute()
 
 
 def save_best(folder: Path, content: dict) -> Path:
@@ -117,14 +107,6 @@ def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
     if differ := [f"{key} was {then}, is {now}" for key, (then, now) in pairs.items() if then != now]:
         raise ValueError(f"{path} is of another run: {'; '.join(differ)}; allowed is this run's own, or none")
     del content["format"]
-    if divided := content.get(shards.KEY):
-        try:
-            wrong = shards.damage(path.parent, divided)
-        except (AttributeError, KeyError, TypeError, IndexError, OSError) as error:
-            wrong = f"{path} has shards that cannot be read ({type(error).__name__})"
-        if wrong:
-            raise Damaged(wrong)
-        divided["folder"] = str((path.parent / Path(divided["folder"]).name).absolute())
     return content
 
 

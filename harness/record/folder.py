@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness.cache import NO_ROOM, sha256_of, storage_failure, try_lock, write_all
 from harness.failures import kind_of
-from harness.record import checkpoint, shards
+from harness.record import checkpoint
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, check_format, look_at, read_object, write_summary
 from harness.record.shapes import misfit, shapes
 
@@ -129,7 +129,6 @@ class RunFolder:
         if self.checkpoint is None:
             old += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
             old += (path for path in (self.path / checkpoint.FOLDER).glob("*") if not path.is_dir())
-            shards.forget(self.path / checkpoint.FOLDER, lambda name: False)
         for path in old:
             path.unlink(missing_ok=True)
 
