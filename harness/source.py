@@ -3,16 +3,16 @@
 A sweep goes on with the modules that it has loaded, whatever is edited meanwhile. So a process reads each file once.
 """
 
-import ast
 import functools
 import hashlib
 import os
 import re
 import subprocess
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 from harness.cache import sha256_of
@@ -52,42 +52,24 @@ def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
     """Names and paths of the files below ``variants/`` that the targets of a configuration, and the user's modules, import
     anywhere in them; and of those modules."""
     theirs = tuple(file for module in trust for file in _files_of(module))
-    imported = (name for _, path in theirs if path.suffix == ".py" for name in _imports(path))
-    names = {name for name in (*_targets(config), *imported) if name.startswith("variants.")}
-    ours = sorted((path.relative_to(ROOT).as_posix(), path) for path in _reached(names, ROOT))
-    return (*(file for file in ours if not LEFT_OUT.match(file[0])), *theirs)
-
-
-def _reached(names: Iterable[str], root: Path) -> set[Path]:
-    """Files below ``root`` that importing these modules may run, with what has the stem of each, as ``window.cpp``."""
-    reached: set[Path] = set()
-    waiting = [path for name in names for path in _paths(name, root)]
-    while waiting:
-        path = waiting.pop()
-        if path not in reached:
-            reached.add(path)
-            waiting += (file for name in _imports(path) for file in _paths(name, root))
-    return {file for path in reached for file in path.parent.glob(f"{path.stem}.*") if file.is_file()}
-
-
-def _paths(name: str, root: Path) -> Iterator[Path]:
-    """A module below ``root`` and the packages that it is in; the name may be of something in it."""
-    for part in name.split("."):
-        yield from filter(Path.is_file, (root / part / "__init__.py", root / f"{part}.py"))
-        root /= part
+    code = tuple(path for _, path in theirs if path.suffix == ".py")
+    targets = frozenset(name for name in _targets(config) if name.startswith("variants."))
+    ours = (path for path in _reached(targets, code, ROOT) if path.is_relative_to(ROOT / "variants"))
+    named = sorted((path.relative_to(ROOT).as_posix(), path) for path in ours)
+    return (*(file for file in named if not LEFT_OUT.match(file[0])), *theirs)
 
 
 @functools.cache
-def _imports(path: Path) -> frozenset[str]:
-    """What a file of Python imports, late or early; a name may be of something in a module."""
-    names = set()
-    with suppress(SyntaxError, OSError, ValueError):  # an import will say so
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(names)
+def _reached(names: frozenset[str], code: tuple[Path, ...], root: Path) -> frozenset[Path]:
+    """These modules (a name may be of something in one) and files of Python, what they import below ``root``, late or early,
+    and what has the stem of each, as ``window.cpp``."""
+    finder = ModuleFinder([str(root)], excludes=["harness", "bench"])
+    for find, places in ((finder.import_hook, names), (finder.load_file, map(str, code))):
+        for place in places:
+            with suppress(ImportError, SyntaxError, ValueError, OSError):  # importing it will say so
+                find(place)
+    paths = {Path(module.__file__) for module in finder.modules.values() if module.__file__}.union(code)
+    return frozenset(file for path in paths for file in path.parent.glob(f"{path.stem}.*") if file.is_file())
 
 
 @functools.cache
@@ -103,7 +85,7 @@ def _files_of(module: str) -> Files:
     elif folder in {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}:
         files = folder.glob(f"{origin.stem}.*")  # beside an installed file lies all of torch
     else:
-        files = _reached([origin.stem], folder)
+        files = _reached(frozenset(), (origin,), folder)
     return tuple((f"{module}/{path.relative_to(folder).as_posix()}", path) for path in sorted(files))
 
 
@@ -145,7 +127,7 @@ def _read_once(path: Path) -> str:
 
 def forget() -> None:
     """Forget what this process has read, as a new one would."""
-    _files_of.cache_clear(), _read_once.cache_clear(), _imports.cache_clear()
+    _files_of.cache_clear(), _read_once.cache_clear(), _reached.cache_clear()
 
 
 def commit() -> str | None:

@@ -36,7 +36,8 @@ LEAST = 1e-4
 LIMIT_SECONDS = 120.0
 """The longest that a candidate may take: other processes of the run wait for ten minutes, and no longer."""
 SEED = 0x123456789ABCDEF
-HOST = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
+_verdicts: dict[str, dict] = {}
+"""Of all jobs of this process, by what was proven."""
 
 
 def settled(plan: Plan, where: Runtime, *, recorded: dict | None = None) -> Plan:
@@ -75,10 +76,14 @@ def select(plan: Plan, where: Runtime) -> dict | None:
         why.append(f"{backend} failed: {verdict['said']}")
         if asked != "auto":
             raise ValueError(f"runtime.backend={asked}: asked for by name; {why[-1]}; allowed are auto, {PLAIN}")
-        print(f"WARNING: runtime.backend=auto: {why[-1]}", file=sys.stderr)
+        _warn(why[-1])
     why.append(f"{PLAIN}, because no other code is proven here: slow, with all scores in memory")
-    print(f"WARNING: runtime.backend=auto: {why[-1]}", file=sys.stderr)
+    _warn(why[-1])
     return {"backend": PLAIN, "why": why, "verdicts": verdicts}
+
+
+def _warn(reason: str) -> None:
+    print(f"WARNING: runtime.backend=auto: {reason}", file=sys.stderr)
 
 
 def candidates(plan: Plan, where: Runtime) -> tuple[list[str], Plan]:
@@ -127,18 +132,9 @@ def agreement(
 
 def _rounding(where: Runtime) -> Runtime | None:
     """Where plain PyTorch shows what the mode costs: bfloat16 on a CPU, TF32 on the device; None for IEEE float32."""
-    if where.precision != "float32":
-        return dataclasses.replace(HOST, precision=where.precision)
-    exact = where.device.type == "cpu" or _products() in ("highest", "ieee", "none")
-    return None if exact else dataclasses.replace(where, compile=False)
-
-
-def _products() -> str:
-    """How float32 factors are multiplied, which torch says by one of two interfaces and refuses by the other."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return torch.backends.cuda.matmul.fp32_precision
+    if where.precision == "float32":
+        return dataclasses.replace(where, compile=False) if where.tf32 else None
+    return Runtime(device=torch.device("cpu"), precision=where.precision, compile=False)
 
 
 def prove(small: Plan, where: Runtime, backend: str) -> dict:
@@ -155,9 +151,6 @@ def prove(small: Plan, where: Runtime, backend: str) -> dict:
             passed, detail = False, str(error).strip().partition("\n")[0][:300]
         _verdicts[key] = {"passed": passed, "said": detail, "seconds": time.monotonic() - began}
     return _verdicts[key]
-
-
-_verdicts: dict[str, dict] = {}
 
 
 class Candidate:
