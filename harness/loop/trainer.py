@@ -54,7 +54,7 @@ class Trainer:
         self._last = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
         self._nats, self._steps, self._unread = 0.0, 0, []  # since the last train row; of the last steps, on the device
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
-        self._timed, self._ahead = plan.budget.unit == "seconds", False  # whether the device may have steps to do
+        self._timed = plan.budget.unit == "seconds"  # otherwise the host gives steps to the device and does not wait
         self._unchecked: deque[tuple[Callable[[], float], int, float]] = deque()
         for split in self.splits:
             score_streams(len(self.reported(split)) - 1, plan.eval.streams)
@@ -86,32 +86,29 @@ class Trainer:
                 to do.
         """
         began, number, flops = time.perf_counter(), self.spent.steps, self._step_flops()
-        inputs, targets = self._sent.get(number) or self.send(number)
-        self._sent = {number + 1: self.send(number + 1)}
+        inputs, targets = self._sent.get(number) or self._send(number)
+        self._sent = {number + 1: self._send(number + 1)}
         state = None if self.stream.begins(number) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
         middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last)) / 2
         with self.runtime.compile_clock() as compiling:
             nats, after = self.update(inputs, targets, state, fraction=middle)
-        if not self.optimizers.skip_nonfinite:
-            rate = self.optimizers.lr * self.optimizers.schedule.factor(middle, step=number)
-            self._unchecked.append((self.runtime.to_host(self.optimizers.found_inf), number, rate))
+        rate = self.optimizers.lr * self.optimizers.schedule.factor(middle, step=number)
+        self._unchecked.append((self.runtime.to_host(self.optimizers.found_inf), number, rate))
         self._check_steps(but=1)
         self.state = after if self.plan.batch.carry else None
         if self._timed:
             self.runtime.synchronise()
-        self._ahead = not self._timed
         seconds = time.perf_counter() - began - compiling.seconds
         if self._timed:  # what follows from them must be the same everywhere
             seconds = self.runtime.processes.all_gather(seconds)[0]
         self.compile_seconds += compiling.seconds
         self._unread.append(nats)
-        self._steps += 1
         self._last = Spent(bytes=self.stream.bytes_per_step, seconds=seconds, steps=1, flops=flops)
         self.spent += self._last
 
-    def send(self, number: int) -> tuple[Tensor, Tensor]:
-        """This process's share of a step's inputs and targets sets out for the device."""
+    def _send(self, number: int) -> tuple[Tensor, Tensor]:
+        """Send this process's share of a step's inputs and targets to the device."""
         return self.runtime.send(*self.stream.batch(number, part=self.runtime.processes.shard))
 
     def _step_flops(self) -> int:
@@ -128,7 +125,7 @@ class Trainer:
                 self._unchecked.clear()
                 self._diverge(
                     f"step {number + 1:,} diverged at a learning rate of {rate:.3g}: its loss or a gradient is not finite. The "
-                    "weights are as they were before it, and optim.skip_nonfinite=true goes on without such steps"
+                    "weights are as they were before it"
                 )
 
     def _check_weights(self) -> None:
@@ -148,16 +145,13 @@ class Trainer:
 
     def settle(self) -> None:
         """Wait for the device, so that its seconds count to the steps that it was given; and read their losses."""
-        if self._ahead:
-            began, self._ahead = time.perf_counter(), False
+        if self._unread and not self._timed:
+            began = time.perf_counter()
             self.runtime.synchronise()
             self.spent += Spent(seconds=time.perf_counter() - began)
         for nats in torch.stack(self._unread).tolist() if self._unread else ():
-            if math.isfinite(nats):
-                self._nats += nats
-            else:  # a step that is left out, or the run ends
-                self._steps -= 1
-        self._unread = []
+            self._nats += nats
+        self._steps, self._unread = self._steps + len(self._unread), []
 
     def place(self) -> dict:
         """Where in the run a row stands: in bytes, steps, FLOPs and seconds of training."""
@@ -170,19 +164,15 @@ class Trainer:
         return place | {"training_flops": self.spent.flops, "clock": clock}
 
     def train_row(self) -> dict:
-        """The mean since the last such row, and where the parameters are."""
+        """A row for the record: mean bits per byte since the last such row, rate, and metrics of the parameters."""
         place = self.place()
         self._check_steps()
-        bits = self._nats / self._steps / math.log(2) if self._steps else 0.0
+        bits = self._nats / self._steps / math.log(2)
         self._nats, self._steps = 0.0, 0
         shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
         row = {"kind": "train", **place, "bits_per_byte": bits, "learning_rate": self.optimizers.lr * shape}
-        row |= {"ideal_flops_per_byte": self.model.ideal_flops(), **self.skipped_steps()}
+        row |= {"ideal_flops_per_byte": self.model.ideal_flops()}
         return row | {"metrics": self.model.metrics({})}
-
-    def skipped_steps(self) -> dict[str, int]:
-        """So far, where they are skipped at all."""
-        return {"skipped_steps": int(self.optimizers.skipped)} if self.optimizers.skip_nonfinite else {}
 
     def evaluate(self, part: Tensor, *, pairs: int | None = None, look: int | None = None) -> Score:
         """Score bytes, uint8 ``[n]``, with the present weights: all, streamed as ``eval`` says, or a sample of ``pairs`` from all

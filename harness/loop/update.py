@@ -61,14 +61,11 @@ class Update:
         Returns: mean nats per byte of all processes' streams (on the device: reading it waits), and the state to carry.
         """
         processes, optimizers, first = self.runtime.processes, self.optimizers, not self.gradient_bytes
-        before = [buffer.clone() for buffer in self.model.buffers()] if optimizers.skip_nonfinite else []
         nats, loss, after = self.gradients(inputs, targets, state)
         processes.average_gradients_(self.units.whole, loss, nats)
         self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.units.parameters)
         with processes.fail_together() if first else nullcontext():  # an optimizer may refuse its parameters
             optimizers.step(fraction, loss=loss)
-        if optimizers.skip_nonfinite:
-            after = self._repaired(after, before)
         optimizers.zero_grad()
         self.model.project_()
         return nats, after
@@ -90,12 +87,3 @@ class Update:
             nats, loss = nats + cross_entropy.detach() * share, loss + part_loss.detach()
             states.append(out.state)
         return nats, loss, cat_streams(states)
-
-    @torch.no_grad()
-    def _repaired(self, state: State, buffers: list[Tensor]) -> State:
-        """After an update that may have been left out: the state, then with zeros where it is not finite; the model's buffers
-        become what they were."""
-        left_out = self.optimizers.found_inf.bool()
-        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-            torch.where(left_out, before, buffer, out=buffer)
-        return map_state(lambda s: s.masked_fill(left_out & ~s.isfinite(), 0), state)

@@ -30,12 +30,10 @@ class Optimizers:
         lr, schedule: the peak rate of a group with ``lr_scale`` 1, and the share of it along the way.
         clip: the largest joint norm of the dense gradients of all groups without a clip of their own, and of each such
             group's sparse gradients apart; or None.
-        skip_nonfinite: whether updates are made again after one that was left out. Otherwise all later ones are left
-            out, too, so that whoever reads ``found_inf`` late finds everything as it was before that step.
 
     Attributes:
-        found_inf: 1 on the device if the last update was left out, otherwise 0; None before the first.
-        skipped: how many were left out, with ``skip_nonfinite``.
+        found_inf: 1 on the device from the first update that was left out, otherwise 0; None before the first. All later
+            ones are left out, too, so that whoever reads it late finds everything as it was before that step.
         units: which parameters are divided among processes, and how (``harness/device/spread.py``); None where none is.
     """
 
@@ -46,12 +44,10 @@ class Optimizers:
         lr: float,
         schedule: Schedule,
         clip: float | None = None,
-        skip_nonfinite: bool = False,
     ):
         self.groups = {group.name: group for group in groups}
-        self.lr, self.schedule, self.clip, self.skip_nonfinite, self.steps = lr, schedule, clip, skip_nonfinite, 0
+        self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
         self.found_inf: Tensor | None = None
-        self.skipped: Tensor | int = 0
         self.units = None
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
@@ -86,15 +82,11 @@ class Optimizers:
         if self.found_inf is None:
             parameter = next(iter(self.optimizers.values())).param_groups[0]["params"][0]
             self.found_inf = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        if self.skip_nonfinite:
-            self.found_inf.zero_()
         for dtype in {tensor.dtype for tensor in tensors}:
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             torch._amp_foreach_non_finite_check_and_unscale_(same, self.found_inf, torch.ones_like(self.found_inf))
         if self.units:
             self.found_inf.copy_(self.units.total(self.found_inf, of="max"))
-        if self.skip_nonfinite:
-            self.skipped = self.skipped + self.found_inf
 
     def may_update(self) -> bool:
         """Whether the last update is made; waits for the device."""
@@ -134,7 +126,7 @@ class Optimizers:
     def state_dict(self) -> dict:
         """Everything an exact resume needs: updates made, and each optimizer's state by group name."""
         groups = {name: self._changed(name, o.state_dict(), "whole_of") for name, o in self.optimizers.items()}
-        return {"steps": self.steps, "skipped": int(self.skipped), "groups": groups}
+        return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
         """Take over what ``state_dict`` gave; ValueError if the groups have other names."""
@@ -143,7 +135,7 @@ class Optimizers:
                 f"the checkpoint's optimizer groups {sorted(state['groups'])} are not this run's "
                 f"{sorted(self.optimizers)}"
             )
-        self.steps, self.skipped = state["steps"], state.get("skipped", 0)
+        self.steps = state["steps"]
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(self._changed(name, state["groups"][name], "part_of"))
 

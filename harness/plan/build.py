@@ -62,7 +62,7 @@ class Plan(RunSettings):
         """The optimizers of a model built by ``make_model``."""
         o = self.optim
         groups = assign(model, default=o["default"], matrices=o["matrices"], groups=self.groups)
-        return Optimizers(groups, **{name: o[name] for name in ("lr", "schedule", "clip", "skip_nonfinite")})
+        return Optimizers(groups, **{name: o[name] for name in ("lr", "schedule", "clip")})
 
     def protocol(self) -> dict:
         """How bits per byte are scored: part of the number."""

@@ -140,7 +140,7 @@ class OptimSettings:
     matrices: dict | None
     clip: PositiveFloat | None
     schedule: Schedule
-    skip_nonfinite: bool
+    skip_nonfinite: Literal[False] = False  # what configurations of run folders may have, and no other may
 
 
 @section
