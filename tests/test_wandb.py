@@ -150,12 +150,12 @@ def test_mode(fake, monkeypatch, tmp_path, capsys, asked, variable, fails, typed
 
 def test_variables_win_over_config(fake, monkeypatch, tmp_path):
     module = fake()
-    for name in ("PROJECT", "DIR", "RUN_ID", "JOB_TYPE"):
+    for name in ("PROJECT", "DIR", "RUN_ID"):
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
-    ours = {"project": "ours", "group": "sweep", "job_type": "train", "tags": ("mine", "", "x" * 70, "mine")}
+    ours = {"project": "ours", "group": "sweep", "tags": ("mine", "", "x" * 70, "mine")}
     assert run_job(tmp_path, **ours, id="ours").id == "theirs"
     (keywords,) = module.arguments("init")
-    assert not {"project", "dir", "job_type"} & keywords.keys()
+    assert not {"project", "dir"} & keywords.keys()
     assert (keywords["id"], keywords["group"], keywords["resume"]) == ("theirs", "sweep", "allow")
     assert keywords["reinit"] == "finish_previous" and keywords["tags"] == ["mine", "x" * 64], "W&B would refuse others"
 

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -29,23 +30,20 @@ class WandbRun:
         folder: the run folder; W&B writes into its subfolder ``wandb``.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
         id: that of the run to continue, from a checkpoint; None makes a new one.
-        config, tags, more: as ``wandb.init`` has them, None for W&B's choice; tags that it would refuse are left out or cut.
+        tags, more: as ``wandb.init`` has them, None for W&B's choice; tags that it would refuse are left out or cut.
 
     Attributes:
         id: for the checkpoint.
         hint: one line that says where the run is or how to upload it, for the end; empty without W&B.
     """
 
-    def __init__(
-        self, folder: Path, *, config: dict, mode: str = "auto", id: str | None = None, tags: Iterable[str] = (), **more
-    ):
+    def __init__(self, folder: Path, *, mode: str = "auto", id: str | None = None, tags: Iterable[str] = (), **more):
         self.id, self.hint, self._run = os.environ.get("WANDB_RUN_ID") or id or secrets.token_hex(4), "", None
         mode = os.environ.get("WANDB_MODE") or mode
         if mode != "disabled":
             tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag)) or None  # W&B refuses others
-            keywords = _unless_in_environment(more | {"tags": tags, "dir": str(folder), "config": config})
             with self._harmless():
-                self._run = _start(mode, keywords | {"id": self.id, "resume": "allow", "reinit": "finish_previous"})
+                self._run = _start(mode, more | {"tags": tags, "dir": str(folder)}, id=self.id)
                 self.hint = _hint(self._run)
 
     def log(self, row: dict) -> None:
@@ -91,30 +89,28 @@ class WandbRun:
         self._run = None
 
 
-def _unless_in_environment(keywords: dict) -> dict:
-    """W&B itself takes a variable for less than a keyword."""
-    names = {key: "WANDB_RUN_GROUP" if key == "group" else f"WANDB_{key.upper()}" for key in keywords}
-    return {key: value for key, value in keywords.items() if not os.environ.get(names[key])}
-
-
-def _start(mode: str, keywords: dict):
+def _start(mode: str, keywords: dict, *, id: str):
     """The started run: online if wanted and possible, else offline, with a line on stderr where that was not wanted."""
     import wandb  # late: it takes a second
 
     settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
     settings |= {"finish_timeout_raises": True, "x_disable_stats": True}  # samples would be measured with the run
-    settings, reason = wandb.Settings(**_unless_in_environment(settings)), None
+    settings, reason = wandb.Settings(**settings), None
     session = wandb.setup(settings=settings)
     wanted, mode = mode, session.settings.mode if mode == "auto" else mode  # `wandb offline` was typed here
     if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False, verify=False):
         mode, reason = "offline", "no API key is configured" if wanted != "auto" else None
+    # W&B itself takes a variable for less than a keyword.
+    names = {key: "WANDB_RUN_GROUP" if key == "group" else f"WANDB_{key.upper()}" for key in keywords}
+    keywords = {key: keywords[key] for key, name in names.items() if not os.environ.get(name)}
+    start = partial(wandb.init, id=id, resume="allow", reinit="finish_previous", **keywords)
     try:
-        run = wandb.init(mode=mode, **keywords)
+        run = start(mode=mode)
     except wandb.errors.CommError as error:
         reason = f"cannot go online: {' '.join(str(error).split())[:160]}"
         wandb.teardown()  # the failed start keeps the id to itself
         wandb.setup(settings=settings)
-        run = wandb.init(mode="offline", **keywords)
+        run = start(mode="offline")
     if reason:
         print(f"wandb: {reason}; this run is written offline", file=sys.stderr)
     run.define_metric("bytes_seen")
