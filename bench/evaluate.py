@@ -21,8 +21,7 @@ def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained  # late, as everything slow
     from harness import source
     from harness.device import runtime
-    from harness.loop.futures import MOST_NATS, NOT_CAUSAL
-    from harness.loop.scoring import score_context, score_stream, score_windows
+    from harness.loop.scoring import MOST_NATS, NOT_CAUSAL, score_context, score_stream, score_windows
     from harness.loop.select_backend import settled
     from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
@@ -81,7 +80,7 @@ def main(cfg: DictConfig) -> None:
 
 def _show(row: dict, path: Path) -> None:
     from bench.report.drawing import draw_context
-    from harness.loop.futures import NOT_CAUSAL
+    from harness.loop.scoring import NOT_CAUSAL
     from harness.record.closing_table import WINDOWS
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""

@@ -18,13 +18,7 @@ from harness.model import LanguageModel
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A trained network.
-
-    Attributes:
-        network: int64 ``[B, T]`` and a state to logits ``[B, T, V]`` and the next state.
-        symbols: the byte of each number of its vocabulary.
-        about: variant, data, scores and source of the run.
-    """
+    """A trained network, with the byte of each number of its vocabulary, and variant, data, scores and source of its run."""
 
     network: LanguageModel
     symbols: bytes
@@ -47,21 +41,12 @@ class Model:
         cut = {"streams": streams, "segment": segment, "context": context}
         return score_stream(self.network, split, runtime=runtime, **cut).bits_per_byte
 
-    def generate(
-        self,
-        prompt: bytes,
-        *,
-        n_bytes: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-    ) -> bytes:
-        """So many bytes that the model writes after ``prompt``; as ``harness.loop.sampling.sampled`` has the rest."""
+    def generate(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **choice) -> bytes:
+        """So many bytes that the model writes after ``prompt``; ``choice`` is ``temperature``, ``top_k`` and ``top_p``, as
+        ``harness.loop.sampling.draw`` has them."""
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        choice = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
         numbers = numbers_of(prompt, self.symbols, key="prompt")
-        drawn = sampled(self.network, numbers, symbols=len(self.symbols), **choice)
+        drawn = sampled(self.network, numbers, symbols=len(self.symbols), generator=generator, **choice)
         return bytes(self.symbols[number] for number in itertools.islice(drawn, n_bytes))
 
     @torch.no_grad()
@@ -80,15 +65,8 @@ class Model:
 
 
 def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) -> Model:
-    """The model of a run folder: its best weights. Nothing in the folder is believed.
-
-    Args:
-        device: where it computes, as torch calls it.
-        trust: modules beside ours that its mechanisms may come from.
-
-    Raises:
-        ValueError: naming the folder or file, and what is wrong with it.
-    """
+    """The model of a run folder: its best weights, on a ``device`` of torch's. Nothing in the folder is believed; ``trust``
+    names the modules beside ours that its mechanisms may come from. ValueError names the folder or file, and what is wrong."""
     opened = open_trained(Path(path), key="path", trust=list(trust))
     about = opened.saved | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)

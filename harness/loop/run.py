@@ -16,7 +16,7 @@ from harness.device.stop_signal import StopSignal
 from harness.device.units import gathered
 from harness.failures import OutOfMemory, is_out_of_memory
 from harness.loop import summary
-from harness.loop.futures import NOT_CAUSAL
+from harness.loop.scoring import NOT_CAUSAL
 from harness.loop.trainer import Trainer
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
@@ -57,8 +57,7 @@ class Run:
     """One run, as one command works on it; of several processes, the first one alone holds the folder and writes.
 
     Attributes:
-        trainer: what trains; None where an earlier command finished the run, which is returned.
-        stop: the signals that end training between two steps.
+        trainer: None where an earlier command finished the run, which is returned.
         best_bits: lowest bits per byte of the validations on the way, or infinity.
         validated: bytes and fraction of the budget spent before the last validation, and the pairs that each reads, or None.
     """
@@ -108,8 +107,8 @@ class Run:
             stack.callback(self.folder.release)
             provenance = summary.identity(trainer, self.folder.identity, command=self.command)
             stack.enter_context(recording(plan, self.folder, provenance, self._processes))
-            rows, sha256, wandb_id = self._restore()
-            verb = f"resuming at {trainer.spent.bytes:,} bytes" if rows else "training"
+            saved = self._restore()
+            verb = f"resuming at {trainer.spent.bytes:,} bytes" if saved else "training"
             how = f"{provenance['device']}, {trainer.backend}, {trainer.runtime.precision}"
             how += ", compiled" * trainer.runtime.compile
             print(f"{verb}: {self.folder.path}  |  {trainer.corpus.label()}  |  {how}")
@@ -119,12 +118,13 @@ class Run:
                 if self._processes.is_main:
                     config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text
                     write_whole(self.folder.path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
-                    self._record = stack.enter_context(Record(self.folder.path, rows=rows, sha256=sha256))
+                    seen = {"rows": saved.get("rows", 0), "sha256": saved.get("sha256")}
+                    self._record = stack.enter_context(Record(self.folder.path, **seen))
                     tags = (*plan.record.wandb.tags, plan.variant, trainer.corpus.name)
                     settings = vars(plan.record.wandb) | {"name": self.folder.path.name, "tags": tags}
-                    settings |= {"job_type": plan.purpose, "config": config, "id": wandb_id}
+                    settings |= {"job_type": plan.purpose, "config": config, "id": saved.get("wandb_id")}
                     self._wandb = stack.enter_context(WandbRun(self.folder.path, **settings))
-                    if not rows:
+                    if not saved:
                         self.append({"kind": "provenance", **provenance, "config": config})
             self._load = trainer.runtime.load_meter()
             yield
@@ -136,18 +136,17 @@ class Run:
         lost = f"{spent - self._saved.bytes:,} of {spent:,} bytes of training are lost"
         return f"{what}, and {lost}; the same command goes on: {self.command}"
 
-    def _restore(self) -> tuple[int, str | None, str | None]:
-        """Go on from the newest checkpoint that is whole, if there is one: the rows that it had seen, their digest, W&B's run."""
+    def _restore(self) -> dict:
+        """Go on from the newest checkpoint that is whole; its content, or nothing where there is none."""
         if self._processes.is_main:
             self.folder.begin()
         if self.folder.checkpoint is None:
-            return 0, None, None
+            return {}
         content = self._processes.on_main(self._read)
         with self._processes.fail_together():
             self.trainer.restore(content)
-        self.best_bits, self.validated = content["best_bits"], content["validated"]
-        self._saved = self.trainer.spent
-        return content["rows"], content["sha256"], content["wandb_id"]
+        self.best_bits, self.validated, self._saved = content["best_bits"], content["validated"], self.trainer.spent
+        return content
 
     def _read(self) -> dict:
         """The checkpoint; the best weights are looked at as well: at the end they would be missed too late."""
@@ -157,8 +156,8 @@ class Run:
         return content
 
     def print(self, line: str) -> None:
-        """A line, with the run's name where several runs write to one terminal."""
-        print(f"{self.folder.path.name}: {line}" if self.plan.beside_others else line, flush=True)
+        """A line, with the run's name where jobs of a sweep may write to one terminal."""
+        print(f"{self.folder.path.name}: {line}" if self.plan.sweeping else line, flush=True)
 
     def append(self, row: dict) -> None:
         """A row for the record and for W&B; of train rows, one in ``record.progress_seconds`` is shown."""
@@ -178,11 +177,9 @@ class Run:
         """One training step, after which all processes know of a signal that one has received, and whether by the clock of the
         first one a checkpoint is due."""
         self.trainer.step()
-        every = self.plan.checkpoint.every_seconds
-        late = every is not None and time.monotonic() - self._saved_seconds >= every
-        words = self._processes.all_gather((self.stop.heard, late and self._processes.is_main))
-        signals, lates = zip(*words, strict=True)
-        self.stop.agreed, self._save_late = max(signals), any(lates)
+        late = time.monotonic() - self._saved_seconds >= (self.plan.checkpoint.every_seconds or math.inf)
+        signals, lates = zip(*self._processes.all_gather((self.stop.heard, late)), strict=True)
+        self.stop.agreed, self._save_late = max(signals), lates[0]
         self._steps_here += 1
         if self._steps_here == WARM_STEPS:
             self._peak.reset()
@@ -226,12 +223,10 @@ class Run:
         self._peak.reset()
 
     def checkpoint_due(self) -> bool:
-        every = self.plan.checkpoint.every_steps
-        return self._save_late or (every is not None and self.trainer.spent.steps % every == 0)
+        return self._save_late or self.trainer.spent.steps % (self.plan.checkpoint.every_steps or math.inf) == 0
 
     def save(self) -> None:
         """A checkpoint that agrees with the rows written so far."""
-        step = self.trainer.spent.steps
         with self._unmeasured() if self._steps_here >= WARM_STEPS else nullcontext():
             content = gathered(self.trainer.content(), keep=self._processes.is_main)
             with self._processes.fail_together():
@@ -239,7 +234,8 @@ class Run:
                     content |= {"best_bits": self.best_bits, "validated": self.validated, "wandb_id": self._wandb.id}
                     content |= {"rows": self._record.rows, "sha256": self._record.sha256}
                     content["identity"] = vars(self.folder.identity)
-                    checkpoint.save(self.folder.path, content, step=step, keep=self.plan.checkpoint.keep)
+                    step, keep = self.trainer.spent.steps, self.plan.checkpoint.keep
+                    checkpoint.save(self.folder.path, content, step=step, keep=keep)
         self._saved, self._saved_seconds = self.trainer.spent, time.monotonic()
 
     def end_early(self) -> None:
@@ -279,13 +275,9 @@ class Run:
 
     def show(self, row: dict) -> None:
         """The closing table, and how to sync W&B; of a sweep's job one line."""
-        if not self._processes.is_main:
-            return
         if self.plan.sweeping:  # bench.report has tables of all
             scores = ", ".join(f"{split} {bits(row, split=split)}" for split in scored_splits(row))
             print(f"finished: {self.folder.path}  {scores} bits per byte")
-            return
-        print_closing_table(row)
-        print(f"run folder: {self.folder.path}")
-        if self._wandb.hint:
-            print(self._wandb.hint)
+        elif self._processes.is_main:
+            print_closing_table(row)
+            print("\n".join(filter(None, [f"run folder: {self.folder.path}", self._wandb.hint])))

@@ -25,35 +25,17 @@ def numbers_of(text: bytes, symbols: bytes, *, key: str) -> Tensor:
 
 
 @torch.no_grad()
-def sampled(
-    network: LanguageModel,
-    prompt: Tensor,
-    *,
-    symbols: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> Iterator[int]:
+def sampled(network: LanguageModel, prompt: Tensor, *, symbols: int, **choice) -> Iterator[int]:
     """Numbers that follow ``prompt`` (int64 ``[P]``, P from 1), without end.
 
     Args:
         network: in float32 or float64, on any device; in evaluation mode from now on.
         symbols: how many of its numbers stand for a byte; the others are never drawn.
-        temperature: what logits are divided by; 0 takes the likeliest.
-        top_k: draw among so many likeliest.
-        top_p: draw among the fewest likeliest whose probabilities sum to so much.
-        generator: of the CPU's random numbers; None for torch's own.
+        choice: as ``draw`` has it.
 
     Raises:
-        ValueError: logits that are not finite, a choice that cannot be, or a mechanism that carries no state.
+        ValueError: as ``draw``, or a mechanism that carries no state.
     """
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature}: must be a number from 0, which is the likeliest byte")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: must be at least 1, or null for all")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1, or null for all")
     for name, sublayer in network.sublayers():
         if "segments" in sublayer.limits:
             raise ValueError(
@@ -67,16 +49,36 @@ def sampled(
         for part in parts:
             out = network(part, state)
             state = out.state
-        logits = out.logits[0, -1, :symbols].cpu().double()
-        number = draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        number = draw(out.logits[0, -1, :symbols].cpu().double(), **choice)
         yield number
         parts = (torch.tensor([[number]], device=device),)
 
 
 def draw(
-    logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
 ) -> int:
-    """One number by its logits, float64 ``[V]``; the keywords are those of ``sampled``."""
+    """One number by its logits, float64 ``[V]``.
+
+    Args:
+        temperature: what logits are divided by; 0 takes the likeliest.
+        top_k: draw among so many likeliest.
+        top_p: draw among the fewest likeliest whose probabilities sum to so much.
+        generator: of the CPU's random numbers; None for torch's own.
+
+    Raises:
+        ValueError: logits that are not finite, or a choice that cannot be.
+    """
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be a number from 0, which is the likeliest byte")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k}: must be at least 1, or null for all")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1, or null for all")
     if not logits.isfinite().all():
         raise ValueError("the weights give no probabilities, logits are not finite; allowed is another run")
     if temperature == 0:

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,12 +14,19 @@ from torch import Tensor
 
 from harness.data.streams import samples, segments, share, whole_context, windows
 from harness.device.runtime import Runtime
-from harness.loop.futures import Futures
+from harness.hashing import integer_hash
 from harness.model import LanguageModel, ModelOut, add_stats
 
 BLOCK_BYTES = 10_000
 WINDOWS = (8, 1024)
 """Windows at a time, and bytes of each, of the score without state."""
+PLACES = 64
+NOT_CAUSAL = "not causal"
+MOST_NATS = 0.02
+"""Mean absolute change of a pair's nats above which a row is not causal; a causal model's is its rounding."""
+MOST_LUCKY_BITS = 40
+"""Bits below a corpus's floor that a causal model saves with a probability of at most 2^-40, in total."""
+_BATCH, _PLACE = 3, 4  # first key of the hash, so that draws are unrelated to those of streams
 
 
 class Score(NamedTuple):
@@ -128,6 +136,38 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
     stats = functools.reduce(add_stats, processes.all_gather(stats))
     changes = torch.cat(processes.gather(how["futures"].changes if "futures" in how else torch.empty(0)))
     return Score(torch.cat(processes.gather(scored)), stats, changes.mean().item() if len(changes) else 0.0)
+
+
+class Futures:
+    """Places whose later bytes are replaced, to see whether the trained model itself saw them: 64 drawn by a seed (None for no
+    places), one in each stream of some batches, are predicted again in their shape and from their state.
+
+    Args:
+        rows: streams, or windows, of a batch, in all processes together.
+        first: number of the first batch in which all streams are scored.
+    """
+
+    def __init__(self, seed: int | None, batches: Sized, *, rows: int, vocabulary: int, first: int = 0):
+        self.seed, self.vocabulary, self._changes = seed, vocabulary, [torch.empty(0)]
+        scored = range(len(batches))[first:] or range(len(batches))
+        draws = integer_hash(_BATCH, seed, range(-(-PLACES // rows))) if scored and seed is not None else ()
+        self.chosen = Counter(scored[int(draw) % len(scored)] for draw in draws)
+
+    def look(self, number: int, inputs: Tensor, mask: Tensor, nats: Tensor, again: Callable[[Tensor], tuple]) -> None:
+        """Compare ``nats [L, T]`` of batch ``number`` with the first that ``again`` gives for other ``inputs``, on the CPU."""
+        for turn in range(self.chosen[number]):
+            draws = integer_hash(_PLACE, self.seed, number, turn, range(len(inputs)))
+            scored = [row.nonzero().flatten() for row in mask[:, :-1]]  # after the last byte there is none to replace
+            at = [int(row[int(draw) % len(row)]) if len(row) else -1 for row, draw in zip(scored, draws, strict=True)]
+            later = torch.arange(inputs.shape[1]) > torch.tensor(at)[:, None]
+            replaced = torch.where(later, (inputs + self.vocabulary // 2) % self.vocabulary, inputs)
+            change = (again(replaced)[0] - nats).abs()
+            self._changes.append(torch.tensor([change[row, place] for row, place in enumerate(at) if place >= 0]))
+
+    @property
+    def changes(self) -> Tensor:
+        """By how much each place's nats changed, ``[n]``."""
+        return torch.cat(self._changes)
 
 
 @torch.no_grad()

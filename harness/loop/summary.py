@@ -6,8 +6,7 @@ from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
 from harness.data.byte_counts import compressed_bits
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
-from harness.loop.futures import MOST_LUCKY_BITS, MOST_NATS, NOT_CAUSAL
-from harness.loop.scoring import score_windows
+from harness.loop.scoring import MOST_LUCKY_BITS, MOST_NATS, NOT_CAUSAL, score_windows
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS
 from harness.plan.build import Plan

@@ -49,7 +49,6 @@ class Plan(RunSettings):
     groups: dict
     point: dict | None
     sweeping: bool
-    beside_others: bool
     backend_choice: dict | None = None
     admission: str | None = None
 
@@ -82,7 +81,6 @@ def plan_run(
     *,
     trusted: tuple[str, ...] = (),
     sweeping: bool = False,
-    beside_others: bool = False,
     typed: Collection[str] = (),
 ) -> Plan:
     """Check a composed configuration whole.
@@ -90,7 +88,6 @@ def plan_run(
     Args:
         trusted: modules that are trusted beside those of its ``trust``.
         sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
-        beside_others: whether other jobs of it run at the same time, and may write to the same terminal.
         typed: keys that the user gave.
 
     Raises:
@@ -114,8 +111,7 @@ def plan_run(
     }
     for name, group in (checked(variant.get("groups"), dict | None, key="variant.groups") or {}).items():
         objects["groups"][name] = _group(group, GROUP, trust, key=f"variant.groups.{name}", required=("match",))
-    facts = {"config": config, "point": point, "sweeping": sweeping, "beside_others": beside_others}
-    plan = Plan(**vars(settings) | objects | facts)
+    plan = Plan(**vars(settings) | objects, config=config, point=point, sweeping=sweeping)
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
         raise ValueError(
             "init_from.run=null: init_from.restore=everything needs a run's folder; "
@@ -198,10 +194,6 @@ def hydra_facts() -> dict[str, object]:
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    sweeping = hydra.mode == RunMode.MULTIRUN
     words = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # what is in them is not ours to resolve
-    return {
-        "sweeping": sweeping,
-        "typed": {word.lstrip("+").partition("=")[0] for word in words},
-        "beside_others": sweeping and not hydra.launcher._target_.endswith(".BasicLauncher"),
-    }
+    typed = {word.lstrip("+").partition("=")[0] for word in words}
+    return {"sweeping": hydra.mode == RunMode.MULTIRUN, "typed": typed}
