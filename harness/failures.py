@@ -10,15 +10,10 @@ BUG, MISTAKE = 1, 2
 
 
 class Failure(Exception):
-    """What ends a run or a command by itself; its one argument is the message, so that it travels between processes.
+    """What ends a run or a command by itself; its one argument is the message, so that it travels between processes."""
 
-    Attributes:
-        exit_code: of the command.
-        status: of the run, in its summary.
-    """
-
-    exit_code: int
-    status: str
+    exit_code: int  # of the command
+    status: str  # of the run, in its summary
 
 
 class Diverged(Failure):

@@ -16,14 +16,8 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 def integer_hash(*keys: "int | Sequence[int] | np.ndarray") -> "np.ndarray":
-    """Hash integers to 64 bits.
-
-    Args:
-        keys: Python integers (taken modulo 2^64) or sequences or arrays of non-negative ones; they broadcast.
-
-    Returns:
-        uint64 array in the broadcast shape, ``[1]`` if every key is a Python integer.
-    """
+    """Hash Python integers (taken modulo 2^64), or sequences or arrays of non-negative ones, which broadcast: a uint64 array in
+    that shape, ``[1]`` if every key is a Python integer."""
     import numpy as np  # late: a trained model can be used without it
 
     golden, first, second = (np.uint64(number) for number in (_GOLDEN, _FIRST, _SECOND))

@@ -32,19 +32,12 @@ NUMERICS = 1
 
 
 class ModelOut(NamedTuple):
-    """What one segment gives.
+    """What one segment gives."""
 
-    Attributes:
-        logits: ``[B, T, V]``, float32 or wider.
-        state: for the next segment of the same streams.
-        loss: sum of the sublayers' own losses, scalar, nats per byte.
-        stats: sublayer name to its statistics; empty unless asked for.
-    """
-
-    logits: Tensor
-    state: State
-    loss: Tensor
-    stats: dict[str, dict[str, Tensor]]
+    logits: Tensor  # [B, T, V], float32 or wider
+    state: State  # for the next segment of the same streams
+    loss: Tensor  # sum of the sublayers' own losses, scalar, nats per byte
+    stats: dict[str, dict[str, Tensor]]  # by sublayer; empty unless asked for
 
 
 class Residual(nn.Module):
@@ -164,7 +157,6 @@ class LanguageModel(nn.Module):
                 yield f"layers.{i}.{name}", residual.sublayer
 
     def residuals(self) -> list[Residual]:
-        """In order of execution."""
         return [residual for layer in self.layers for residual in layer.values()]
 
     def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:

@@ -28,17 +28,13 @@ Files = tuple[tuple[str, Path], ...]
 
 
 def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = False) -> str:
-    """SHA-256 of ``train.py``, the harness, the files of ``variants/`` that a run of this configuration can import, and the
-    modules that the user named.
+    """SHA-256 of ``train.py``, the harness, the files of ``variants/`` that the targets of this configuration can import, and the
+    modules that the user named; ``measuring`` adds bench, for its rows.
 
     Args:
-        config: resolved; its targets say which mechanisms count.
         trust: those modules. A package counts with all its files; a single file with what it imports from its own folder
-            (unless it was installed), and with files of the same stem, as ``mine.cpp`` beside ``mine.py``.
-        measuring: whether the code of bench counts, for its rows.
-
-    Raises:
-        ValueError: a trusted module has no source file.
+            (unless it was installed), and with files of the same stem, as ``mine.cpp`` beside ``mine.py``. ValueError for one
+            without a source file.
     """
     return digest_of((*_ours("train.py", "harness", *["bench"] * measuring), *mechanism_files(config, trust=trust)))
 

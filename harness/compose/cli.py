@@ -36,12 +36,8 @@ running: TaskFunction | None = None
 
 
 class JobFailed(RuntimeError):
-    """The message of what ended a sweep's job: it travels between processes, and keeps no frames with their tensors.
-
-    Attributes:
-        code: exit code.
-        already_printed: where, see ``print_error``.
-    """
+    """The message of what ended a sweep's job, with its exit ``code``, and where it was ``already_printed``: it travels between
+    processes, and keeps no frames with their tensors."""
 
 
 def run_command(command: Callable[[], object], *, many: bool = False) -> None:

@@ -28,11 +28,7 @@ FREE = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "defa
 
 
 def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) -> Run:
-    """Check, read and build everything; nothing is written before all of it stands.
-
-    Raises:
-        ValueError: a user's mistake, in one message.
-    """
+    """Check, read and build everything; nothing is written before all of it stands. ValueError is a user's mistake."""
     with processes.fail_together():
         plan = planned(cfg, **hydra_facts())
         corpus = corpora.load(**plan.data)
@@ -60,11 +56,8 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
 
 
 def planned(cfg: DictConfig, **facts: object) -> Plan:
-    """The plan as it runs on this machine: its configuration has what ``auto`` means here, and so has the run's identity.
-
-    Args:
-        facts: keywords of ``plan_run``.
-    """
+    """The plan as it runs on this machine, by keywords of ``plan_run``: its configuration has what ``auto`` means here, and so
+    has the run's identity."""
     plan = plan_run(cfg, **facts)
     here = choice.settled(plan.runtime)
     words = plan.config["runtime"] | {"precision": here.precision, "compile": here.compile}
@@ -94,13 +87,8 @@ def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
 
 
 def begin_from(trainer: Trainer) -> None:
-    """``init_from.run``: another run's weights with a new schedule, or everything with a larger budget.
-
-    Rates, decays and clips are this run's own; moments and sums are the other's. The first process reads it for all.
-
-    Raises:
-        ValueError: naming ``init_from.run``, what differs and what is allowed.
-    """
+    """``init_from.run``: another run's weights with a new schedule, or everything with a larger budget. Rates, decays and clips
+    are this run's own; moments and sums are the other's. ValueError says what differs and what is allowed."""
     path, processes = trainer.plan.init_from.run, trainer.runtime.processes
     content, theirs = processes.on_main(lambda: _read_start(Path(path)))
     with processes.fail_together():

@@ -22,8 +22,6 @@ class Update:
         accumulate: parts into which this process's streams are split; the update equals that of the whole.
 
     Attributes:
-        units: the parameters as this process has them.
-        forward: what computes the model in training.
         gradient_bytes: of all gradients together, 0 before the first update.
     """
 

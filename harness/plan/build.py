@@ -83,15 +83,12 @@ def plan_run(
     sweeping: bool = False,
     typed: Collection[str] = (),
 ) -> Plan:
-    """Check a composed configuration whole.
+    """Check a composed configuration whole; ValueError names the key, the value and what is allowed.
 
     Args:
         trusted: modules that are trusted beside those of its ``trust``.
         sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
         typed: keys that the user gave.
-
-    Raises:
-        ValueError: naming the key, the value and what is allowed.
     """
     config, point = _resolved(cfg, typed=typed)
     if sweeping:

@@ -56,14 +56,8 @@ class Choice:
 
 def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, dict[str, float] | None]:
     """The configuration at the point of its ``trial``, and where between the ends of ``space`` each key lies, from 0
-    to 1; without a trial with no space, and None.
-
-    Args:
-        typed: keys that the user gave: the space's own must not be among them.
-
-    Raises:
-        ValueError: a malformed space, or one with a key that the configuration lacks.
-    """
+    to 1; without a trial with no space, and None. ValueError for a malformed space, or one with a key that the configuration
+    lacks or that the user ``typed``."""
     cfg = cfg.copy()
     if cfg.trial is None:
         cfg.space = None

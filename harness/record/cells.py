@@ -62,11 +62,8 @@ def significant(value: float) -> str:
 
 
 def filled_table(rows: Sequence, columns: Sequence[Column], **about) -> Table:
-    """A table of each row through each column's ``cell``, less the columns in which nothing was measured.
-
-    Args:
-        about: the rest of ``Table``.
-    """
+    """A table of each row through each column's ``cell``, less the columns in which nothing was measured; ``about`` is the
+    rest of ``Table``."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     filled = [place for place in range(len(columns)) if any(row[place].text for row in cells)]
     shown = tuple(tuple(row[place] for place in filled) for row in cells)
@@ -103,11 +100,7 @@ def busy_words(load: Mapping | None) -> str | None:
 
 
 def uncounted(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
-    """One note on the operators that have no FLOP formula: by name, with the rows they ran in.
-
-    Args:
-        rows: a row's label, and how often each operator ran.
-    """
+    """One note on the operators that have no FLOP formula, by name with the labels of the rows they ran in."""
     labels: dict[str, set[str]] = {}
     for label, unknown in rows:
         for name in unknown or {}:

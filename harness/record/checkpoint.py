@@ -30,10 +30,8 @@ _ENDING_BYTES = len(_NO_COMMENT) + len(_MARK) + 64
 
 
 def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
-    """Write ``checkpoints/step-N.pt`` of a run folder and remove all but the newest ``keep``.
-
-    Those of later steps go, too: the run passed them over, because they are damaged.
-    """
+    """Write ``checkpoints/step-N.pt`` of a run folder and remove all but the newest ``keep``. Those of later steps go, too: the
+    run passed them over, because they are damaged."""
     path = _write(folder / FOLDER / f"step-{step:09d}.pt", content)
     every = _all(folder)
     for old in set(every).difference(every[: every.index(path) + 1][-keep:]):
@@ -42,7 +40,6 @@ def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
 
 
 def save_best(folder: Path, content: dict) -> Path:
-    """Write ``checkpoints/best.pt``."""
     return _write(folder / FOLDER / BEST, content)
 
 
@@ -52,11 +49,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def load_newest(folder: Path, whose: Mapping[str, object]) -> dict:
-    """The newest checkpoint that is not damaged, with one warning where that is not the newest of all.
-
-    Args:
-        whose: as of ``load``.
-    """
+    """The newest checkpoint that is not damaged, with one warning where that is not the newest of all; ``whose`` as of
+    ``load``."""
     damaged = []
     for path in reversed(_all(folder)):
         try:
@@ -85,9 +79,7 @@ def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
     Args:
         whose: what the checkpoint's identity must say; None where it may be any run's.
 
-    Raises:
-        Damaged: the file is not as it was written.
-        ValueError: it is of another format or of another run.
+    Raises: Damaged where the file is not as it was written; ValueError where it is of another format or run.
     """
     try:
         file = read_file(path, most=path.stat().st_size)

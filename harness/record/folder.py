@@ -26,13 +26,8 @@ SECTIONS = ("model", "position", "batch")
 
 
 def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str:
-    """SHA-256 of a resolved configuration, less what cannot change a number.
-
-    A run to start from counts by its newest checkpoint, whatever its path: it may have gone on since.
-
-    Args:
-        pinned: names of corpora whose digest is known, so that where they lie does not count.
-    """
+    """SHA-256 of a resolved configuration, less what cannot change a number, as the path of corpora that are ``pinned`` by a
+    digest. A run to start from counts by its newest checkpoint, whatever its path: it may have gone on since."""
     hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
     hashed["data"] = {key: value for key, value in hashed["data"].items() if key != "fallback"}  # null in a sweep's job
     if hashed["data"]["name"] in pinned:
@@ -46,13 +41,7 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a run is: two runs of equal identity give equal numbers, and have one folder.
-
-    Attributes:
-        variant, seed: for the folder's name.
-        config, source, data: digests.
-        device, precision: kinds.
-    """
+    """What a run is, of digests and kinds: two runs of equal identity give equal numbers, and have one folder."""
 
     variant: str
     seed: int
@@ -72,12 +61,8 @@ class RunFolder:
     """The folder of one run, held alone.
 
     Attributes:
-        path: the folder.
         summary: of the finished run that may be returned, or None, when it was last looked at: at first, and by ``hold``.
         checkpoint: to resume from, or None; looked at together.
-
-    Raises:
-        ValueError: the folder cannot be written, or is in use.
     """
 
     def __init__(self, outputs: Path, identity: Identity, *, force: bool = False):
@@ -90,10 +75,9 @@ class RunFolder:
         return self.summary, self.checkpoint
 
     def hold(self) -> tuple[dict | None, Path | None]:
-        """Create the folder, take it for this process, point ``latest`` at it, and return summary and checkpoint.
-
-        Another process may have had the folder since it was looked at, and may even have finished the run.
-        """
+        """Create the folder, take it for this process, point ``latest`` at it, and return summary and checkpoint: another
+        process may have had the folder meanwhile, and may even have finished the run. ValueError where it cannot be written
+        or is in use."""
         holder, link = f"process {os.getpid()} on {os.uname().nodename}".encode(), self.path / "latest.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -134,13 +118,8 @@ class RunFolder:
 
     @contextmanager
     def failing(self, facts: dict) -> Iterator[None]:
-        """Record an error that ends the block: a summary that says so.
-
-        Before the folder is held, a user's mistake leaves nothing behind, and an earlier result stays.
-
-        Args:
-            facts: what a summary has, as far as the run came.
-        """
+        """Record an error that ends the block: a summary that says so, with ``facts``, as far as the run came. Before the folder
+        is held, a user's mistake leaves nothing behind, and an earlier result stays."""
         try:
             yield
         except Exception as error:
@@ -174,10 +153,8 @@ def finished_summary(path: Path) -> dict | None:
 
 
 def read_provenance(folder: Path, *, key: str) -> dict:
-    """The first row of a run folder's record; ValueError, which begins with ``key`` and the folder, where it is none.
-
-    The folder may be a stranger's: what is read here is short, a file, and of the types that the rest of the code counts on.
-    """
+    """The first row of a run folder's record; ValueError, which begins with ``key`` and the folder, where it is none. The folder
+    may be a stranger's: what is read here is short, a file, and of the types that the rest of the code counts on."""
     what, allowed = f"{key}={folder}: {RECORD}", "allowed is what a run wrote"
     row, wrong = look_at(folder / RECORD, first_line=True)
     if row is None:

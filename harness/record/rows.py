@@ -38,16 +38,8 @@ FAILED = ("failed", *(kind.status for kind in Failure.__subclasses__()))
 
 
 class Record:
-    """Appends rows to ``record.jsonl`` of a run folder.
-
-    Args:
-        folder: the run folder; it exists.
-        rows: number of rows to keep, as a checkpoint counted them; 0 begins anew.
-        sha256: of the rows to keep, as the checkpoint has it, or None.
-
-    Raises:
-        Damaged: the file has not the rows that the checkpoint had seen.
-    """
+    """Appends rows to ``record.jsonl`` of a run folder. Of what is there it keeps ``rows``, as a checkpoint counted them, with
+    their ``sha256``; 0 begins anew. Damaged where the file has not the rows that the checkpoint had seen."""
 
     def __init__(self, folder: Path, *, rows: int = 0, sha256: str | None = None):
         self.path = folder / RECORD
@@ -65,7 +57,6 @@ class Record:
 
     @property
     def sha256(self) -> str:
-        """Of all rows, for the checkpoint."""
         return self._sha256.hexdigest()
 
     def append(self, row: dict) -> dict:
@@ -200,7 +191,7 @@ def look_at(path: Path, *, first_line: bool = False) -> tuple[dict | None, str |
 
 
 def read_object(path: Path, *, first_line: bool = False) -> dict:
-    """What ``look_at`` has found; empty where that is nothing."""
+    """The same, empty where there is none."""
     return look_at(path, first_line=first_line)[0] or {}
 
 
