@@ -20,7 +20,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness.compose import cli
-from harness.compose.cli import MISTAKES, exit_code, portable, print_error
+from harness.compose.cli import exit_code, portable, print_error
 
 
 class Endings(Callback):
@@ -37,7 +37,7 @@ class Endings(Callback):
         job_return._return_value = portable(error)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        """Hydra's own refuses all for one job that does not compose, and hides what follows one that fails."""
+        """Hydra's own hides what follows a job that fails."""
         if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
             return
         errors: list[Exception] = []
@@ -56,15 +56,11 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
     launcher = Plugins.instance().instantiate_launcher(context, cli.running, config)
     params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
     typed = [str(word) for word in config.hydra.overrides.task]
-    words, jobs = [*(f"{key}={value}" for key, value in params.items()), *typed], []
+    words = [*(f"{key}={value}" for key, value in params.items()), *typed]
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
-    for job in BasicSweeper.split_arguments(overrides, None)[0]:
-        try:
-            loader.load_sweep_config(config, job)
-            jobs.append(job)
-        except MISTAKES as error:
-            print_error(error, job=job)
-            errors.append(error)
+    jobs = BasicSweeper.split_arguments(overrides, None)[0]
+    for job in jobs:
+        loader.load_sweep_config(config, job)  # a word that does not compose ends the sweep before anything runs
     digest = hashlib.sha256(json.dumps(sorted(typed)).encode()).hexdigest()[:8]
     name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{digest}"
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -72,7 +68,7 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
     if trains and config.record.wandb.group is None:
         variables["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP", name)
     with env_override(variables):
-        results = launcher.launch(jobs, 0) if jobs else []
+        results = launcher.launch(jobs, 0)
     for job, result in zip(jobs, results, strict=True):
         if result.status == JobStatus.FAILED:
             print_error(result._return_value, job=job)

@@ -140,18 +140,14 @@ def read_rows(path: Path) -> list[dict]:
 
 def read_file(path: Path, *, most: int, first_line: bool = False) -> bytes:
     """A file, or its first line. OSError if it is no regular file, or of more than ``most`` bytes."""
-    with open(path, "rb", opener=_opened_at_once) as file:
+    # Not waited for until somebody writes to it: it may be a pipe.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
         content = file.readline(most + 1) if first_line else file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes{' in its first line' * first_line}")
     return content
-
-
-def _opened_at_once(path: str, flags: int) -> int:
-    """Not when somebody writes to it: it may be a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_object(text: str | bytes) -> dict:

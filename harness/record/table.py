@@ -82,7 +82,7 @@ class Drawing:
 
 
 def print_table(table: Table, *, console: Console | None = None) -> None:
-    """Print title, caption, table and notes; None is standard output, ``WIDE`` where it is no terminal."""
+    """Print title, caption, table and notes; by default to standard output, ``WIDE`` where that is no terminal."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, WIDE)
