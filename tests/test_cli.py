@@ -125,11 +125,12 @@ def test_a_finished_run_is_returned_until_it_is_forced_and_one_process_holds_it(
         before = (run / "record.jsonl").read_bytes()
         assert f"{run.name} is held by process 12 on somewhere" in refused(here, *words, "force=true")
         assert (run / "record.jsonl").read_bytes() == before
+    (run / "evaluations.jsonl").write_text("of the run that was\n")
     forced = train(*words, "force=true")
     assert forced.code == 0 and f"training: outputs/{run.name}" in forced.out
+    assert result == [line for line in forced.out.splitlines() if line.startswith("this run")]
     assert run_folders(here / "outputs") == [run] and (here / "outputs" / "latest").resolve() == run
-    (tmp_path / "text").write_bytes(ALPHABET[::-1])  # other data under the same path
-    assert train(*words).code == 0 and len(run_folders(here / "outputs")) == 2
+    assert not (run / "evaluations.jsonl").exists()
 
 
 def test_help_and_completion_import_little(here):
