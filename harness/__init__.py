@@ -1,15 +1,4 @@
-"""The harness: one configuration becomes a run that is trained, scored and recorded; it knows no concrete variant.
-
-compose  words typed -> one configuration, or many jobs
-plan     configuration -> objects, checked
-loop     the run: prepare, step, score, say what came of it
-record   its folder, rows, checkpoints, table, figures, W&B
-data     corpora, and the order in which they are read
-optim    optimizers, parameter groups, rates, budget
-count    FLOPs, bytes moved, memory
-device   device, threads, processes, locks of GPUs
-model    the language model that the mechanisms are put into
-"""
+"""The harness: one configuration becomes a run that is trained, scored and recorded; it knows no concrete variant."""
 
 import contextlib
 import os

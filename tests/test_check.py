@@ -234,7 +234,7 @@ def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
 @pytest.mark.parametrize(
     ("small", "line"),
     [
-        ("{toy:{blok:4}}", r"variant\.small: variant\.toy\.blok=4: no such key of Phased; allowed are block$"),
+        ("{toy:{blok:4}}", r"variant\.small: variant\.toy\.blok=4: no such key; allowed are block$"),
         ("{other:{block:4}}", r"variant\.small\.other=.*: no such key; allowed are .*toy, model"),
         ("[4]", r"variant\.small=\[4\]: must be a mapping or null"),
     ],

@@ -120,7 +120,7 @@ BAD = [
     ("variant=foo", "variant=foo", "adaptive_span", "mhsa"),
     ("model.widht=3", "model.widht=3", "d_model", "heads"),
     ("+budget.hours=3", "budget.hours=3", "bytes", "seconds"),
-    ("+variant.attention.ramp=3", "variant.attention.ramp=3", "Attention", "span"),
+    ("+variant.attention.ramp=3", "variant.attention.ramp=3", "span"),
     ("~model.heads", "model.heads: must be given"),
     ("seed=???", "seed=???: must be given"),
     ("init_from.restore=everything", "init_from.run=null", "init_from.restore=weights"),

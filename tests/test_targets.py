@@ -138,7 +138,7 @@ def test_keywords_are_the_schema():
     assert [name for name, (_, required) in keywords(Mine, key="k").items() if required] == ["needed"]
     assert "betas" in keywords(torch.optim.AdamW, key="k") and "lr" not in keywords(torch.optim.AdamW, key="k")
     for target, message in {
-        Mine: r"variant\.attention\.needed: Mine needs it",
+        Mine: r"variant\.attention\.needed: must be given",
         NoContext: r"tests\.test_targets\.NoContext must take a LayerContext first",
         BadAnnotation: r"tests\.test_targets\.BadAnnotation: name 'NoSuchType' is not defined",
     }.items():

@@ -32,7 +32,7 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     with processes.fail_together():
         plan = planned(cfg, **hydra_facts())
         corpus = corpora.load(**plan.data)
-    place = processes.on_main(lambda: locate(plan, data_digest=corpus.sha256))
+    place = processes.on_main(lambda: _locate(plan, data_digest=corpus.sha256))
     if place.summary:
         return Run(plan, place, None, command=command, processes=processes)
     plan = dataclasses.replace(plan, admission=processes.on_main(lambda: admission(plan)))
@@ -64,8 +64,7 @@ def planned(cfg: DictConfig, **facts: object) -> Plan:
     return dataclasses.replace(plan, runtime=here, config=plan.config | {"runtime": words})
 
 
-def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
-    """The folder where a plan is run or was, reading data of this SHA-256; ValueError as it and the device say."""
+def _locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
     identity = folder.Identity(
         variant=plan.variant,
         seed=plan.seed,

@@ -24,18 +24,15 @@ from variants.contract import cat_streams, map_state
 
 
 class Trainer:
-    """What trains in one run, or in one of the processes that make it together.
-
-    Parameters, optimizers and what is spent are the same in all processes; the carried state is of this one's streams.
+    """What trains in one run, or in one of the processes that make it together. Parameters, optimizers and what is spent are the
+    same in all; the carried state is of this one's streams. ValueError where the streams cannot be divided among the processes,
+    or a split is too short to be scored.
 
     Attributes:
         backend, evaluation_backend: which code attention runs in training, and in scoring: dropout may forbid a faster one.
         spent: bytes, seconds, steps and FLOPs so far, of all processes together. Seconds are by the first one's clock, without
             those of compiling, which are ``compile_seconds``, and whole after ``settle``: until then, what the device has yet
             to do is not in them.
-
-    Raises:
-        ValueError: the streams cannot be divided among the processes, or a split is too short to be scored.
     """
 
     def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
@@ -79,12 +76,8 @@ class Trainer:
         return self.plan.budget.done(self.spent)
 
     def step(self) -> None:
-        """One training step.
-
-        Raises:
-            Diverged: the loss or a gradient of the step before is not finite: the host looks while the device has this one
-                to do.
-        """
+        """One training step; Diverged where the loss or a gradient of the step before is not finite: the host looks while the
+        device has this one to do."""
         began, number, flops = time.perf_counter(), self.spent.steps, self._step_flops()
         inputs, targets = self._sent.get(number) or self._send(number)
         self._sent = {number + 1: self._send(number + 1)}

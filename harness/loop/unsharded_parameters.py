@@ -14,7 +14,6 @@ PROBE_BYTES = 16
 
 
 def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
-    """The parameters that are in no unit."""
     holders: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = name.split(".")[:3] if name.startswith("layers.") else []

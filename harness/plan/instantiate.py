@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from harness.plan.settings import PART, checked
+from harness.plan.settings import PART, check_keys, checked
 from variants.contract import VERSION, Part, Position, Sublayer
 
 OURS = ("variants", "harness", "torch.optim")
@@ -28,13 +28,11 @@ CONTRACT = tuple(PASSED)
 
 
 def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Callable:
-    """A partial of the node's class, with nested targets resolved the same way; ValueError by ``key``, which says where
-    the node stands.
+    """A partial of the node's class, with nested targets resolved the same way; ValueError by ``key``, where the node stands.
 
     Args:
         node: ``_target_``, ``_partial_: true`` and the class's own keywords. A module needs no ``_partial_``.
-        kind: what the class must be derived from: a contract type, or the part or module that a constructor's
-            annotation names.
+        kind: what the class must be derived from: a contract type, or the part or module that an annotation names.
         trust: modules, beside ours, that targets may come from; of a module, these alone.
     """
     if not isinstance(node, Mapping):
@@ -48,13 +46,7 @@ def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Ca
         raise ValueError(f"{key}={words}: must be plain values without _target_, because they are a module's")
     if kind is nn.Module and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values()):
         schema = dict.fromkeys(words, (typing.Any, False)) | schema  # whoever builds it asks the class itself
-    for name, value in words.items():
-        if name not in schema:
-            allowed = ", ".join(schema) or "none"
-            raise ValueError(f"{key}.{name}={value}: no such key of {cls.__name__}; allowed are {allowed}")
-    for name, (_, required) in schema.items():
-        if required and name not in words:
-            raise ValueError(f"{key}.{name}: {cls.__name__} needs it")
+    check_keys(words, list(schema), key=key, required=[name for name, (_, required) in schema.items() if required])
     values = {name: _value(value, schema[name][0], key=f"{key}.{name}", trust=trust) for name, value in words.items()}
     return functools.partial(cls, **values)
 

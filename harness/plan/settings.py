@@ -195,7 +195,7 @@ def check_keys(node: object, names: Iterable[str], *, key: str, required: Iterab
     key = key and f"{key}."
     for name, value in node.items():
         if name not in names:
-            raise ValueError(f"{key}{name}={value}: no such key; allowed are {', '.join(names)}")
+            raise ValueError(f"{key}{name}={value}: no such key; allowed are {', '.join(names) or 'none'}")
     for name in names if required is None else required:
         if name not in node:
             raise ValueError(f"{key}{name}: must be given")

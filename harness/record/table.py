@@ -21,10 +21,7 @@ _MARKED = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Attributes:
-    text: as shown; empty where nothing was measured.
-    value: what it is sorted by and what CSV gets, unrounded; None for text.
-    """
+    """A cell's ``text`` as shown, empty where nothing was measured, and the unrounded number that sorting and CSV get."""
 
     text: str
     value: float | int | None = None
@@ -32,47 +29,30 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers; of text where ``number`` is False, so that cells are aligned and sorted as such.
+    """A column of numbers; of text where ``number`` is False, so that cells are aligned and sorted as such."""
 
-    Attributes:
-        heading: as shown, with the unit.
-        explained: one sentence: what the number is and how it was measured.
-        cell: makes a row's cell.
-    """
-
-    heading: str
-    explained: str = ""
-    cell: Callable[[object], Cell] | None = None
+    heading: str  # with the unit
+    explained: str = ""  # what the number is and how it was measured
+    cell: Callable[[object], Cell] | None = None  # makes a row's
     number: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Attributes:
-    name: one word, for file names and links.
-    title: what it compares.
-    caption: one line: in what the rows differ.
-    rows: one cell a column.
-    notes: marks explained, rows left out and why.
-    about: the protocol and what is held equal, which stand behind a fold.
-    """
+    """A table of one cell a column in each row."""
 
-    name: str
+    name: str  # one word, for file names and links
     title: str
-    caption: str
+    caption: str  # one line: in what the rows differ
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    notes: tuple[str, ...] = ()
-    about: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # marks explained, rows left out and why
+    about: tuple[str, ...] = ()  # the protocol and what is held equal, which stand behind a fold
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """Attributes:
-    name: one word, for file names and links.
-    title, caption: as in ``Table``.
-    svg, png: the whole file's content.
-    """
+    """A figure, named as a ``Table``, as the content of whole files."""
 
     name: str
     title: str
