@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from bench.shipped import listing
+from harness.loop import admission
 from harness.loop.admission import SHIPPED
 from tests.command import MADE, TINY, Ended, call, run_folders, train
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
+from tests.composing import plan
 from variants.conformance import Finding
 
 YAML = "toy: {{_target_: tests.sized_toys.{cls}, _partial_: true}}\nname: mine\nlayers: [toy]\nat: {{}}\ngroups: {{}}\n"
@@ -46,6 +48,8 @@ def test_what_is_wrong_at_the_sizes_of_the_run_is_refused(here, monkeypatch, cls
     assert ended.code == 2 and f"variant=mine: {REFUSED[cls]}" in ended.err, ended
     assert 'check=false trains anyway and marks the row "unchecked"' in ended.err and not (here / "outputs").exists()
     assert "checking it at the sizes of this run, once" in ended.out
+    if cls != "ShortWindow":  # one stands for all in the other command
+        return
     monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
     ended = check(*words)
     assert ended.code == 1 and f"\n  FAIL  {REFUSED[cls]}" in ended.out, ended
@@ -58,8 +62,11 @@ def test_a_pass_is_remembered_for_these_sizes(here, monkeypatch):  # noqa: F811
     assert again.code == 0 and "checking it" not in again.out
     ended = train(*words, "batch.segment=200")
     assert ended.code == 2 and "does not see the future at the sizes of the run" in ended.err
-    monkeypatch.setattr("torch.__version__", "0.0")
-    assert "checking it" in train(*words, "seed=2").out
+    with monkeypatch.context() as updated:
+        made = plan("variant=mhsa")
+        before = admission._identity(made)
+        updated.setattr("torch.__version__", "0.0")
+        assert admission._identity(made) != before
 
 
 def summaries(here: Path) -> list[dict]:  # noqa: F811
@@ -76,7 +83,6 @@ def test_unchecked_trains_and_is_compared_with_nothing(here):  # noqa: F811
     assert sorted(row["check"] for row in summaries(here)) == ["not causal", "unchecked"]
     report = call("bench/report/__main__.py", "outputs")
     assert "unchecked" in report.out + report.err and "not causal" in report.out + report.err
-    assert "checking it" in train(*words, "seed=1").out  # the unchecked run is not returned for it
 
 
 def test_a_model_that_is_wrong_after_training_is_not_causal(here):  # noqa: F811
@@ -91,14 +97,6 @@ def test_a_model_that_is_wrong_after_training_is_not_causal(here):  # noqa: F811
     ended = call("bench/evaluate.py", f"run={run}", "split=test", "trust=[tests.sized_toys]", "runtime.device=cpu")
     assert ended.code == 0 and "NOT CAUSAL" in ended.out, ended
     assert json.loads((run / "evaluations.jsonl").read_text())["check"] == "not causal"
-
-
-def test_a_causal_model_does_not_move(here):  # noqa: F811
-    ended = train(*TINY, *MADE, *SIZES, "variant=mhsa", "eval.windows=true", "eval.bytes=4000", "optim.lr=0.05")
-    assert ended.code == 0
-    (run,) = run_folders(here / "outputs")
-    (row,) = [row for row in map(json.loads, (run / "record.jsonl").read_text().splitlines()) if row.get("final")]
-    assert row["future_nats"] < 1e-5 and row["check"] == "shipped"
 
 
 def test_the_list_of_shipped_mechanisms_is_of_now():

@@ -167,6 +167,8 @@ def test_summary_and_closing_table(variant, monkeypatch, capsys):
     words += tuple(f"{row['bits_per_byte']:.4f} bits/byte after" for row in rows if row["kind"] == "train")
     words += tuple(f"{row['bits_per_byte']:.4f}* bits/byte after" for row in rows if "size" in row)
     assert not [word for word in (*words, f"{summary['valid_bits_per_byte']:.4f}*") if word not in shown]
+    finals = [row for row in rows if row.get("final")]
+    assert {row["check"] for row in finals} == {"shipped"} and max(row["future_nats"] for row in finals) < 1e-5
     spans = summary["spans"]
     assert spans["min"] <= spans["mean"] <= spans["max"] if variant == "adaptive_span" else spans is None
 

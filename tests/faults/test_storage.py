@@ -23,7 +23,7 @@ from tests.runs import (
 )
 
 FULL = ("record.every_steps=1", "checkpoint.every_steps=2", "budget.steps=8", "eval.test=false")
-FILES = (LOCK, "config.yaml", RECORD, SUMMARY, "best.pt", "step-")
+FILES = (LOCK, RECORD, SUMMARY, "step-")
 
 
 def left_behind(folder: Path) -> list[str]:

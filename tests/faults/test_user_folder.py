@@ -27,22 +27,17 @@ class Evil(Sublayer):
 KEYS = {
     "callbacks": {"callbacks": {"x": TOUCH}},
     "run.dir": {"run": {"dir": "PWNED"}},
-    "launcher": {"mode": "MULTIRUN", "launcher": TOUCH},
     "params.trust": {"mode": "MULTIRUN", "sweeper": {"params": {"trust": "[stranger]"}}},
     "params.callbacks": {"mode": "MULTIRUN", "sweeper": {"params": {"+hydra.callbacks.x": str(TOUCH)}}},
-    "params.package": {"mode": "MULTIRUN", "sweeper": {"params": {"+recipe@hydra.callbacks": "more"}}},
 }
 GLOBAL = "# @package _global_\n"
 PLACED = {
     **{name: {"recipe/evil.yaml": GLOBAL + yaml.safe_dump({"hydra": node})} for name, node in KEYS.items()},
     "by its package": {"recipe/evil.yaml": f"# @package hydra.callbacks\n{yaml.safe_dump({'x': TOUCH})}"},
-    "by a chain of packages": {"recipe/evil.yaml": "# @package hydra\ndefaults: [{/recipe@callbacks: more}]\n"},
     "by another's defaults": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{/recipe@hydra.callbacks: more}}]\n"},
     "by one text": {"recipe/evil.yaml": f"{GLOBAL}defaults: [/recipe/more@_global_.hydra.callbacks]\n"},
     "by its group": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{override /hydra/callbacks: more}}]\n"},
     "above the folder": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{'/..' * 20}HERE/loose]\n"},
-    "above, by a choice": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{/recipe: {'../' * 20}HERE/loose}}]\n"},
-    "from the root": {"recipe/evil.yaml": f"{GLOBAL}defaults: [/HERE/loose]\n"},
     "trust": {"recipe/evil.yaml": f"{GLOBAL}trust: [stranger]\n"},
     "trust, by its package": {"recipe/evil.yaml": "# @package trust\n[stranger]\n"},
     "trust, tuned": {
