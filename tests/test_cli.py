@@ -10,7 +10,6 @@ import pytest
 
 from tests.command import MADE, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.patience import PATIENCE_SECONDS
-from tests.pretended_device import pretend
 
 ALPHABET = b"abcdefghijklmnopqrstuvwxyz " * 1000
 
@@ -63,17 +62,6 @@ def test_a_mistake_in_files(here, tmp_path):
     (tmp_path / "conf" / "variant").mkdir(parents=True)
     (tmp_path / "conf" / "variant" / "mine.yaml").write_text("layers: [attention\nname: mine\n")
     assert "mine.yaml" in refused(here, "-cd", str(tmp_path / "conf"), *MADE, "variant=mine")
-
-
-def test_what_the_machine_has_not(here, monkeypatch, tmp_path):
-    pretend(monkeypatch, devices=0)
-    message = refused(here, *MADE, "runtime.device=cuda")
-    assert "sees 0 CUDA devices" in message and "allowed are auto, cpu" in message
-    (tmp_path / "file").write_text("")
-    outputs = tmp_path / "file" / "below"
-    assert f"outputs={outputs}: cannot be written (Not a directory)" in refused(here, *MADE, f"outputs={outputs}")
-    swept = train("-m", *MADE, f"outputs={outputs}", "seed=0")
-    assert swept.code == 2 and swept.err.startswith(f"error: outputs={outputs}: ") and not list(here.iterdir())
 
 
 def test_a_bug_keeps_its_trace_and_a_mistake_has_one_on_request(here, monkeypatch):

@@ -59,7 +59,15 @@ def test_every_file_composes_builds_and_takes_a_step(file):
     tiny = [*TINY, "init_from.run=somewhere"] if file.endswith("_finetune") else list(TINY)
     if "product_key_memory_12" in file:
         tiny += ["variant.memory.half_keys=8", "variant.memory.top_k=4"]
+    group, _, name = file.partition("/")
+    tuned = group == "variant" and (CONF / f"space/{name}.yaml").exists()
+    tiny += (
+        ["purpose=tune", "trial=1", "optim=adamw", "model.span=256"] if tuned else []
+    )  # its sizes fit no shorter window
     made = plan(*chosen(file), *tiny)
+    if tuned:
+        fixed = name in ("mhsa", "all_attention_fixed", "replayed_spans")
+        assert "optim.lr" in made.point and any(key.startswith("variant.") for key in made.point) != fixed
     if file.startswith(STEPPED):
         row = one_step(made, recall())
         assert row["step"] == 1 and math.isfinite(row["bits_per_byte"])

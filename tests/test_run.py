@@ -1,7 +1,6 @@
 """Whole runs: the same record again, state, budgets, the best weights and the summary."""
 
 import math
-import traceback
 from pathlib import Path
 
 import pytest
@@ -41,20 +40,6 @@ def test_the_same_configuration_gives_the_same_record(here, monkeypatch):
     assert differ <= {"seconds", "bytes_per_second", "memory", "load"}
     weights = [checkpoint.load(checkpoint.newest(job.folder.path))["model"] for job in (one, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_an_update_is_three_frames_below_the_loop(monkeypatch):
-    update, above = Update.__call__, []
-
-    def seen(*arguments, **keywords):
-        frames = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_stack()]
-        if ("train.py", "train") in frames:  # not the step that is taken to measure memory
-            above.append(frames[frames.index(("train.py", "train")) + 1 : -1])
-        return update(*arguments, **keywords)
-
-    monkeypatch.setattr(Update, "__call__", seen)
-    whole_run("budget.steps=2")
-    assert above == [[("run.py", "step"), ("trainer.py", "step")]] * 2
 
 
 @pytest.mark.parametrize(("carry", "cold"), [("true", [0, 8, 16]), ("false", list(range(18)))])

@@ -2,7 +2,6 @@
 read them."""
 
 import inspect
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from harness import source
 from harness.source import digest, mechanism_files
 from tests.command import ROOT
-from tests.composing import plan
 
 CHECKOUT = {
     "train.py": "",
@@ -125,31 +123,6 @@ def test_modules_and_places_that_are_odd(checkout, monkeypatch, tmp_path_factory
     source.forget()
     write(checkout / "users/helper.py", "edited")
     assert digest({}, trust=("mine",)) == before
-
-
-HARMLESS = ("variants/reformer.py", "variants/conformance/suite.py", "bench/cost.py", "harness/record/table.py")
-USED = (
-    "variants/attention.py",
-    "variants/kernels/window_cpu.cpp",
-    "harness/loop/run.py",
-    "harness/record/checkpoint.py",
-)
-
-
-def test_what_a_run_uses_makes_it_another_and_nothing_else_does(tmp_path, monkeypatch):
-    for name in ("variants", "harness", "bench"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    shutil.copy(ROOT / "train.py", tmp_path)
-    monkeypatch.setattr(source, "ROOT", tmp_path)
-    config = plan("data=recall", "variant=mhsa").config
-    before = digest(config)
-    write(tmp_path / "variants/mine.py", "from variants.attention import Attention\n\n\nclass Mine(Attention): ...\n")
-    for name in (*HARMLESS, *USED):
-        text = (tmp_path / name).read_text()
-        write(tmp_path / name, text + "\n")
-        source.forget()
-        assert (digest(config) != before) == (name in USED), name
-        write(tmp_path / name, text)
 
 
 def test_what_every_variant_loads_is_in_its_closure():
