@@ -18,7 +18,12 @@ def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = name.split(".")[:3] if name.startswith("layers.") else []
         holders.setdefault(parameter, set()).add(".".join(unit))
-    unfit = _read_outside_forward(model) | _without_dense_gradient(model)
+    with _Reads() as reads:  # outside of a forward pass
+        model.project_()
+        model.metrics({})
+        model.ideal_flops(), model.touched_parameters(), model.needed_flops(PROBE_BYTES, carried=PROBE_BYTES)
+    unfit = {p for p in model.parameters() if p.untyped_storage().data_ptr() in reads.memory}
+    unfit |= _without_dense_gradient(model)
     unfit |= {p for p, units in holders.items() if p.ndim < 2 or len(units) > 1 or not p.is_contiguous()}
     return unfit & holders.keys()
 
@@ -34,14 +39,6 @@ class _Reads(TorchDispatchMode):
         dense = (tensor for tensor in tensors_of((args, kwargs)) if tensor.layout == torch.strided)
         self.memory |= {tensor.untyped_storage().data_ptr() for tensor in dense}
         return function(*args, **(kwargs or {}))
-
-
-def _read_outside_forward(model: LanguageModel) -> set[nn.Parameter]:
-    with _Reads() as reads:
-        model.project_()
-        model.metrics({})
-        model.ideal_flops(), model.touched_parameters(), model.needed_flops(PROBE_BYTES, carried=PROBE_BYTES)
-    return {p for p in model.parameters() if p.untyped_storage().data_ptr() in reads.memory}
 
 
 def _without_dense_gradient(model: LanguageModel) -> set[nn.Parameter]:

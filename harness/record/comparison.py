@@ -1,5 +1,5 @@
 """Whether two rows compare: bits per byte where what is held equal is equal and the code computes the same, time and memory on
-equal ground only. Tables, figures and the front page ask here and nowhere else."""
+equal ground only."""
 
 import json
 from collections.abc import Mapping
