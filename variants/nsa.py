@@ -32,7 +32,7 @@ from variants.context import last
 from variants.contract import Honours, LayerContext, State, SublayerOutput, check_numbers
 from variants.multi_head import head_means, head_stats, start_of
 
-BRANCHES = ("compressed", "selected", "window")
+BRANCHES = "compressed", "selected", "window"
 QUERIES = 128
 """Queries that meet summaries and blocks at once; it changes cost and nothing else."""
 
@@ -150,11 +150,10 @@ class NativeSparse(Attention):
         importance = importance.masked_fill(((back >= 0) & (back < size))[:, None], torch.inf)  # of the nearest key
         importance, chosen = importance.sort(dim=-1, descending=True, stable=True)  # of equal ones the first
         importance, chosen = importance[..., : self.selected], chosen[..., : self.selected]  # [B, G, Q, s]
-        streams, groups, number = blocks.shape[:3]
-        of_head = number * torch.arange(streams * groups, device=q.device).view(streams, groups, 1, 1)
+        of_head = blocks.shape[2] * torch.arange(k.shape[0] * k.shape[1], device=q.device).view(*k.shape[:2], 1, 1)
         read = F.embedding(chosen + of_head, blocks.flatten(0, 2).flatten(1)).unflatten(-1, (size, -1))
-        place = firsts[:, None, None].expand(*chosen.shape[:3], -1).gather(-1, chosen)[..., None]
-        place = place + torch.arange(size, device=q.device)  # [B, G, Q, s, l]
+        place = firsts[:, None, None].expand(*chosen.shape[:3], -1).gather(-1, chosen)
+        place = place[..., None] + torch.arange(size, device=q.device)  # [B, G, Q, s, l]
         newest = newest[:, None, None]
         seen = (place <= newest) & (place > newest - self.visible) & (place >= oldest) & (importance >= 0)[..., None]
         k, v = read.flatten(3, 4).chunk(2, dim=-1)  # [B, G, Q, s l, K]
@@ -177,7 +176,7 @@ class NativeSparse(Attention):
         return head_means(stats, *BRANCHES)
 
     def inspect(self, x: Tensor) -> None:
-        """Nothing: three softmaxes are no map of one."""
+        """Nothing: three softmaxes are not one map."""
 
     def matrix_sizes(self) -> int:
         return super().matrix_sizes() + self.far.weight.numel() + self.branch_gates.weight.numel()
