@@ -2,10 +2,8 @@
 
 A program owns a block of queries (or of keys, or of distances) of one head of one stream and meets the blocks that its
 head's window touches. With x = o + t - j, o = L - T - shift, key j is column x of query t. Blocks in which every pair is
-visible with m = 1 need no mask; the others are edges. Scores and log-sum-exps are in base 2. A head of width K lies in
-registers WIDTH wide, a power of two, with zeros beyond K.
-No program writes what another writes, so sums have one order and nothing depends on timing. A product is taken in the
-orientation in which the next one needs it and never transposed: Hopper has had wrong results there.
+visible with m = 1 need no mask. Scores and log-sum-exps are in base 2. A head of width K lies in registers WIDTH wide, a
+power of two. One program writes each number. Products are never transposed: Hopper has had wrong results there.
 
 Arguments that are not what their name says:
     far: z + R of each head, or None for a hard window.
