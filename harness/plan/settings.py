@@ -140,7 +140,7 @@ class OptimSettings:
     matrices: dict | None
     clip: PositiveFloat | None
     schedule: Schedule
-    skip_nonfinite: Literal[False] = False  # what configurations of run folders may have, and no other may
+    skip_nonfinite: Literal[False] = False  # a run folder may say so; a step that is not finite ends the run
 
 
 @section
