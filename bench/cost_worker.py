@@ -2,7 +2,7 @@
 scoring and generation.
 
 What is timed is ``harness.loop.update.Update`` on bytes of the corpus, with the learning rate at 0: the optimizer does
-all its work, but weights and spans stay where they were put: shaken and at a list of spans, or as a checkpoint has them.
+all its work, but weights and spans stay where they were put.
 """
 
 import dataclasses
@@ -10,16 +10,16 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from bench.measure import times
-from bench.planning import open_trained, provenance
-from bench.weights import LEARNED, learned_spans, place_spans, shake_
+from bench.planning import provenance
+from bench.turns import times
+from bench.weights import learned_spans, place_spans, shake_
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
@@ -47,27 +47,31 @@ class Task:
         config: a training run's, resolved; ``model.span``, ``batch`` and ``runtime.backend`` are the cell's own.
         span: what a query may see, where that differs from what the model was built for.
         warm: whether the streams carry a state as long as the window.
-        weights: a run folder whose best weights are measured, or None for a fresh model.
-        spans: where a fresh model's learned spans are: ``learned``, ``initial``, or the keys of each head, the same in
-            every layer.
+        spans: where learned spans are: where a run has learned them, or where the configuration lets them begin.
         command: what was typed.
-        name, peer: of an entry of ``bench.peers``: its name, and the package's model in place of the plan's.
+        peer: of ``bench.peers``: whose model is measured in place of the plan's.
     """
 
     config: dict
     span: int
     warm: bool = False
-    weights: str | None = None
-    spans: str | tuple[int, ...] = "initial"
+    spans: Literal["learned", "initial"] = "initial"
     command: str = ""
-    name: str | None = None
     peer: str | None = None
 
 
 class Subject:
-    """Answers one measurement at a time, memory first: later ones leave freed blocks behind."""
+    """Answers one measurement at a time: identity, build, then memory, for later ones leave freed blocks behind.
+
+    Attributes:
+        kind: of its rows.
+        memory: methods that are asked for memory, in order.
+        timed: quantities of ``times``.
+    """
 
     kind = "cost"
+    memory = ("inference_memory", "train_memory")
+    timed = ("train", "evaluate", "generate")
 
     def __init__(self, task: Task):
         self.task, self.plan = task, plan_run(OmegaConf.create(task.config))
@@ -84,8 +88,8 @@ class Subject:
         facts = provenance(self.plan, kind=self.kind, **how)
         return facts | ({"allocator": None} if self.device.type == "cuda" else {})
 
-    def build(self) -> None:
-        """The model, and in warm state the streams' past."""
+    def build(self) -> dict:
+        """Make the model, and in warm state the streams' past; returns ``facts``."""
         _rehearse(self.plan, self.runtime)
         self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
         random_state.seed(self.plan.seed)
@@ -94,9 +98,10 @@ class Subject:
         self.state = self._full_state(self._batch()[0]) if self.task.warm else None
         self._generated: tuple[Tensor, State] | None = None  # a stream's last byte, and its state before that
         self._warmed: set[str] = set()
+        return self.facts()
 
     def facts(self) -> dict:
-        """What is measured: backend, sizes, spans, and which they are where they are learned and no checkpoint's."""
+        """What is measured: backends, sizes, spans, and which these are where they are learned."""
         m = self.model
         return {
             "backend": backend_of(m, self.runtime),
@@ -104,7 +109,7 @@ class Subject:
             "backend_choice": self.plan.backend_choice,
             "parameters": summary.parameters(m),
             "spans": summary.spans(m.metrics({})),
-            "spans_from": self.task.spans if self.task.weights is None and learned_spans(m) else None,
+            "spans_from": self.task.spans if learned_spans(m) else None,
         }
 
     def inference_memory(self) -> dict:
@@ -125,12 +130,8 @@ class Subject:
         optimizers.lr = 0.0
         self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
         peak = self.step_peak()
-        return {
-            "parameter_bytes": parameter_bytes(self.model),
-            "gradient_bytes": self.update.gradient_bytes,
-            "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
-            **peak,
-        }
+        sizes = {"parameter_bytes": parameter_bytes(self.model), "gradient_bytes": self.update.gradient_bytes}
+        return sizes | {"optimizer_bytes": optimizer_bytes(optimizers.optimizers.values())} | peak
 
     def step_peak(self) -> dict:
         """Peak of training steps after warm-up."""
@@ -173,15 +174,10 @@ class Subject:
         return {"flops": counted | {"step": step.total, "unknown": step.unknown}}
 
     def _model(self) -> LanguageModel:
-        task = self.task
-        if task.weights is not None:
-            opened = open_trained(Path(task.weights), key="checkpoint", trust=list(self.plan.trust))
-            return opened._replace(plan=self.plan).model(span=self.span)
         model = self.plan.make_model()
         shake_(model)
-        if task.spans != "initial":
-            keys = LEARNED if task.spans == "learned" else [task.spans]
-            place_spans(model, keys, heads=self.plan.model.heads)
+        if self.task.spans == "learned":
+            place_spans(model, heads=self.plan.model.heads)
         return model
 
     def _batch(self) -> tuple[Tensor, Tensor]:

@@ -1,114 +1,63 @@
-"""Measures all cells of one length: builds them one by one, times them in turn, and yields one row each."""
+"""Measures entries in turn, each in a process of its own: memory first, then times, then FLOPs."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
 
-from bench.cost_worker import Subject, Task
-from bench.measure import percentiles
-from bench.model_flops import utilisation
-from bench.turns import Asked, in_turn, load_meter
-from harness.device.cell import OUT_OF_MEMORY, Cell
+from bench.turns import Entry, in_turn
+from harness.device.cell import Cell
+from harness.device.load import LoadMeter
 from harness.loop.progress import Steps
-from harness.record.cells import busy_words
 
-KINDS = ("train", "evaluate", "generate")
-"""What is timed. Generation is timed on CPUs only: at one byte per call a GPU's time is that of launches."""
 STEPS = 2
-"""Steps of progress per cell: one after its memory, one after its times and FLOPs."""
+"""Steps of progress of an entry: one after its memory, one after its times and FLOPs."""
 
 
-@dataclass(kw_only=True)
-class _Measured(Asked):
-    """A cell and its results so far."""
-
-    task: Task
-    facts: dict = field(default_factory=dict)
-    times: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-
-
-def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Iterator[dict]:
-    """Measure the cells in turn and yield their rows.
-
-    A cell that runs the same code as an earlier cell is skipped. A cell that runs out of memory is measured again alone,
-    because the other processes hold memory.
+def measure(
+    entries: Sequence[Entry],
+    *,
+    worker: type,
+    rounds: int,
+    seconds: float,
+    progress: Steps,
+    limit_bytes: int | None = None,
+) -> list[Entry]:
+    """Fill in what becomes of each entry; returns them, less those that run the same code as one before.
 
     Args:
-        tasks: all of one length.
-        settings: ``CostSettings``.
-        progress: advances ``STEPS`` per task.
+        worker: ``cost_worker.Subject`` or one derived from it, which answers.
+        rounds, seconds: how often each quantity is timed, and for how long.
+        progress: advances ``STEPS`` an entry.
+        limit_bytes: that each process may take beyond what it begins with.
     """
-    cells = _measure(tasks, settings=settings, progress=progress)
-    for number, cell in enumerate(cells):
-        if cell.status == OUT_OF_MEMORY and len(cells) > 1:
-            cells[number] = _measure([cell.task], settings=settings, progress=progress)[0]
-            cells[number].facts["interleaved"] = False
-    for cell in cells:
-        row = _row(cell, settings=settings, n_cells=len(cells))
-        progress.print(f"length {row['length']:>6,}  {row['variant']}, {row['backend']}: {row['reason'] or 'measured'}")
-        if warning := busy_words(row["load"]):
-            progress.print(warning)
-        yield row
-
-
-def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measured]:
-    limit = None if settings.memory_limit_gib is None else int(settings.memory_limit_gib * 2**30)
-    cells: list[_Measured] = []
-    try:
-        for task in tasks:
-            name = f"length {task.span}: {task.config['variant']['name']}, {task.config['runtime']['backend']}"
-            cell = _Measured(name=name, task=task, cell=Cell(Subject, task, memory_limit_bytes=limit))
-            cells.append(cell)
-            progress.doing(f"{name}: memory")
-            cell.facts |= cell.ask("identity") or {}
-            cell.ask("build")
-            cell.facts |= cell.ask("facts") or {}
-            if any(_same_code(cell.facts, before.facts) for before in cells[:-1]):
-                cells.pop().cell.close()
+    measured: list[Entry] = []
+    with ExitStack() as stack:
+        for entry in entries:
+            progress.doing(f"{entry.name}: memory")
+            entry.cell = stack.enter_context(Cell(worker, entry.task, memory_limit_bytes=limit_bytes))
+            entry.facts = entry.ask("identity")
+            assert entry.facts, f"no provenance: {entry.reason}"
+            entry.facts |= entry.ask("build") or {}
+            if any(_same_code(entry.facts, before.facts) for before in measured):
+                entry.cell.close()
                 progress.advance(STEPS)
                 continue
-            cell.facts["memory"] = (cell.ask("inference_memory") or {}) | (cell.ask("train_memory") or {})
+            measured.append(entry)
+            entry.facts["memory"] = {}
+            for question in worker.memory:
+                entry.facts["memory"] |= entry.ask(question) or {}
             progress.advance()
-        meter = load_meter(cells[0].facts)
-        how = {"rounds": settings.rounds, "progress": progress, "seconds": settings.seconds}
-        for kind in KINDS if cells[0].facts.get("device_kind") == "cpu" else KINDS[:2]:
-            for cell, ms in in_turn(cells, "times", kind, **how):
-                cell.times[kind] += ms
+        on_cpu = measured[0].facts["device_kind"] == "cpu"
+        meter = LoadMeter(wanted=measured[0].facts["threads"] if on_cpu else 1)
+        for quantity in worker.timed if on_cpu else worker.timed[:2]:  # the third on a GPU would be that of launches
+            in_turn(measured, quantity, rounds=rounds, seconds=seconds, progress=progress)
         load = meter.read()
-        for cell in cells:
-            progress.doing(f"{cell.name}: FLOPs")
-            cell.facts |= {"load": load} | (cell.ask("flops") or {})
+        for entry in measured:
+            progress.doing(f"{entry.name}: FLOPs")
+            entry.facts |= {"load": load} | (entry.ask("flops") or {})
             progress.advance()
-    finally:
-        for cell in cells:
-            cell.cell.close()
-    return cells
+    return measured
 
 
 def _same_code(new: dict, before: dict) -> bool:
     keys = ("variant", "backend", "evaluation_backend")
-    return "backend" in new and "backend" in before and all(new[key] == before[key] for key in keys)
-
-
-def _row(cell: _Measured, *, settings, n_cells: int) -> dict:
-    """What was measured, with every key that a row of this kind has; None where the cell did not get that far."""
-    task, batch = cell.task, cell.task.config["batch"]
-    assert "source" in cell.facts, f"no provenance: {cell.reason}"
-    memory = cell.facts.get("memory") or {}
-    times = {f"{kind}_ms": percentiles(ms) if ms else None for kind, ms in cell.times.items()}
-    measured = {
-        "mode": settings.mode,
-        "length": task.span,
-        "segment": batch["segment"],
-        "span": task.span,
-        "streams": batch["streams"],
-        "memory_limit_gib": settings.memory_limit_gib,
-        "checkpoint": task.weights,
-        "status": cell.status or "measured",
-        "reason": cell.reason,
-        "interleaved": n_cells > 1,
-        "time": times,
-    }
-    nothing = dict.fromkeys(("evaluation_backend", "backend_choice", "parameters", "spans", "spans_from", "flops"))
-    backend = task.config["runtime"]["backend"]  # as asked, where the cell did not live to say what it takes
-    row = {"backend": backend} | nothing | measured | cell.facts | {"memory": memory}
-    return row | {"utilisation": utilisation(row)}
+    return "backend" in new and "backend" in before and all(new.get(key) == before.get(key) for key in keys)

@@ -4,7 +4,6 @@ Hardware is quicker on zeros, and a network starts with many: matrices that star
 gradient, too.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ ONCE = 2**20
 """Elements that are drawn at a time: the noise of a large table must not show in a peak of memory."""
 LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
 LEARNED = [sorted(layer, reverse=True) for layer in LEARNED]  # a layer's longest first, so that few heads have it, too
-"""Lists for ``place_spans``, as a run left them."""
+"""Keys that a run has left, a list for each layer with a number for each head."""
 
 
 @torch.no_grad()
@@ -37,14 +36,14 @@ def shake_(model: nn.Module) -> None:
 
 
 def learned_spans(model: LanguageModel) -> list[Spans]:
-    """The spans that ``place_spans`` sets, a part for each sublayer that has some."""
+    """Spans that are learned, a part for each sublayer that has some."""
     parts = [part for _, sublayer in model.sublayers() for part in sublayer.modules() if isinstance(part, Spans)]
     return [part for part in parts if part.placeable]
 
 
-def place_spans(model: LanguageModel, spans: Sequence[Sequence[float]], *, heads: int) -> None:
-    """Put learned spans of H = ``heads`` heads at so many keys, or at S where that is less; ``spans`` has a list for each
-    sublayer, a number for each head, read in a circle where there are more of them."""
+def place_spans(model: LanguageModel, *, heads: int) -> None:
+    """Put learned spans of H = ``heads`` heads at ``LEARNED`` keys, or at S where that is less; layers and heads are read in
+    a circle where the model has more."""
     for number, part in enumerate(learned_spans(model)):
-        keys = spans[number % len(spans)]
+        keys = LEARNED[number % len(LEARNED)]
         part.place_([keys[head % len(keys)] for head in range(heads)])
