@@ -75,25 +75,42 @@ def main(cfg: DictConfig) -> None:
         **device.describe(),
     }
     append_row(path / EVALUATIONS, row)
-    _show(row, path)
-    print(f"appended to {path / EVALUATIONS}")
+    show(row, path)
 
 
-def _show(row: dict, path: Path) -> None:
-    from bench.report.drawing import draw_context
+def show(row: dict, folder: Path) -> None:
+    """Print a row, and draw its curve."""
     from harness.loop.futures import NOT_CAUSAL
     from harness.record.closing_table import WINDOWS
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
     sizes = f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context {p['context']}"
-    label = f"{row['variant']}, seed {row['seed']}: {row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
-    print(f"{label}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
+    run, data = (
+        f"{row['variant']}, seed {row['seed']}",
+        f"{row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored",
+    )
+    print(f"{run}: {data}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
     print(f"  {row['windows_bits_per_byte']:.4f}{mark} bits per byte with {WINDOWS}")
     if row["check"] == NOT_CAUSAL:
         print(f"  NOT CAUSAL: what comes after a byte changes its prediction by {row['future_nats']:.2g} nats")
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
-    print(f"by context: {draw_context(row['context_curve'], path=path / 'context.png', label=label)}")
+    print(f"by context: {draw_context(row['context_curve'], folder / 'context.png', run=run, data=data)}")
+    print(f"appended to {folder / 'evaluations.jsonl'}")
+
+
+def draw_context(curve: list[dict], path: Path, *, run: str, data: str) -> Path:
+    """Bits per byte against bytes of context, as steps; ``curve`` as rows have it."""
+    from bench.report.drawing import BLUE, panels, save, styled
+
+    with styled():
+        figure, (ax,) = panels(1, 1, width=7.0, height=4.2, title=run, subtitle=data)
+        for point in curve:
+            ax.hlines(point["bits_per_byte"], point["from_bytes"], point["to_bytes"] + 1, color=BLUE, linewidth=2)
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+        ax.set(xlabel="bytes of context", ylabel="bits per byte")
+        return save(figure, path)
 
 
 if __name__ == "__main__":

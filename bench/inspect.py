@@ -7,7 +7,7 @@ the bytes that chose the weights, or ``text``. ``bench.evaluate`` draws bits per
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import hydra
@@ -16,7 +16,7 @@ from matplotlib.colors import PowerNorm
 from omegaconf import DictConfig
 
 from bench import CONF
-from bench.report.drawing import GREY, INK, layer_names, panels, save
+from bench.report.drawing import GREY, INK, panels, save, styled
 from harness.compose.cli import run_command
 from variants.contract import Inspection
 
@@ -63,9 +63,10 @@ def main(cfg: DictConfig) -> None:
         print(f"{layer} gives no map: its mechanism does not say what each byte takes of each")
     if maps:
         words = bytes(symbols[token] for token in passage[:90].tolist()).decode("utf-8", "backslashreplace")
-        words = "".join(letter if letter.isprintable() else " " for letter in words).replace("$", r"\$")
-        draw_attention(maps, folder / "inspect_attention.png", title=run, subtitle=f"{about}: {words}")
-        draw_reach(maps, seen, folder / "inspect_spans.png", title=run, subtitle=about)
+        words = "".join(letter if letter.isprintable() else " " for letter in words)
+        with styled():
+            draw_attention(maps, folder / "inspect_attention.png", title=run, subtitle=f"{about}: {words}")
+            draw_reach(maps, seen, folder / "inspect_spans.png", title=run, subtitle=about)
         print(f"{folder}: inspect_attention.png, inspect_spans.png")
 
 
@@ -115,6 +116,13 @@ def draw_reach(maps: Mapping[str, np.ndarray], seen: Mapping[str, Inspection], p
     ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     save(figure, path)
+
+
+def layer_names(names: Iterable[str]) -> list[str]:
+    """``layers.3.attention`` as ``3``, unless a layer has two such sublayers."""
+    names = [name.removeprefix("layers.") for name in names]
+    short = [name.partition(".")[0] for name in names]
+    return short if len(set(short)) == len(names) else names
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:

@@ -117,10 +117,9 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
     monkeypatch.setattr(select_backend, "TESTED", ())
     monkeypatch.setattr(select_backend, "select", select)
     subject = Subject(Task(config=made.config, span=16))
-    subject.build()
-    facts = subject.facts()
+    facts = subject.build()
     assert facts["backend"] == "fused" and facts["backend_choice"]["why"] == ["fused it is"]
-    assert Worker(Task(config=made.config, span=16)).weigh()["backend"] == "fused"
+    assert Worker(Task(config=made.config, span=16)).build()["backend"] == "fused"
     named = varied(made, runtime={"backend": "kernel"}).config
     for refused in (Subject, Worker):
         with pytest.raises(ValueError, match="kernel failed"):

@@ -77,10 +77,9 @@ def test_runs_of_equal_numerics_pool_over_sources_and_commits_and_their_times_do
         )
         about = {"config": config, "numerics": NUMERICS, "source": f"{seed}" * 64, "tree": f"{seed}" * 64}
         change(write_run(tmp_path / str(seed), variant="mhsa", seed=seed), commit=f"{seed}" * 40, **about)
-    shown = tables(tmp_path)
-    assert column(shown["runs-1"], "n")[0] == "3" and "bytes/s" not in headings(shown["runs-1"])
-    assert "Commit 00000000, 11111111 and 22222222." in shown["runs-1"].notes
-    assert [len(shown[f"costs-1-{place}"].rows) for place in (1, 2, 3)] == [1, 1, 1]
+    (shown,) = tables(tmp_path).values()
+    assert column(shown, "n")[0] == "3" and "bytes/s" not in headings(shown)
+    assert "Commit 00000000, 11111111 and 22222222." in shown.notes
 
 
 @pytest.mark.parametrize(
@@ -222,14 +221,13 @@ def test_costs_have_percentiles_of_enough_calls_and_stand_apart_where_ground_or_
         tmp_path,
         [cost_row(), cost_row(variant="local", time=many), cost_row(device="Another"), cost_row(source="aa" * 32)],
     )
-    rows = [peer_row(reference_in_check=0.9), peer_row(name="mhsa"), peer_row(job="another")]
+    rows = [peer_row(), peer_row(name="mhsa"), peer_row(job="another")]
     write_rows(tmp_path, rows, name="20261121-000000-peers")
     shown = tables(tmp_path)
     assert sorted(shown) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(shown["cost-2"].rows) == 1
     assert column(shown["cost-1"], "step, ms") == ["2.00", "51.20"]
     assert column(shown["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
     assert column(shown["peers-1"], "of the reference model") == ["1.000", "1.000"]
-    assert any("0.900 of the speed of x-transformers: too slow" in note for note in shown["peers-1"].notes)
 
 
 def mutated(random: Random, row: dict) -> dict:

@@ -10,7 +10,7 @@ from bench.report.columns import columns
 from bench.report.compare import busy_notes, commit_notes, differences, with_arms
 from bench.report.frame import frame_of
 from bench.report.words import data_words, ground_words
-from harness.record.cells import busy_mark, count_of, filled_table, listed, spread, uncounted
+from harness.record.cells import busy_mark, count_of, filled_table, listed, uncounted
 from harness.record.comparison import ground, tree_of
 from harness.record.table import Table
 
@@ -19,8 +19,6 @@ OF_A_CELL += ("batch.carry", "batch.accumulate", "runtime.allocator")
 """Keys that ``bench.cost`` itself sets for each cell, or that have columns of their own."""
 CELL = ("variant", "config_hash", "backend", "evaluation_backend", "spans_from", "length", "segment")
 CELL += ("source", "checkpoint")
-FAIR = 0.97
-"""Least speed of the reference model in that of x-transformers."""
 MODES = {
     "cold": "segment = span = length, no carried state",
     "stream": "span = length, streams carry a full state from segment to segment",
@@ -102,8 +100,7 @@ def _labelled(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
     arms = with_arms(newest, without=OF_A_CELL)
     labelled = [row.dropna().to_dict() for _, row in arms.iterrows()]
     for row in labelled:
-        trained = f" of {PurePath(row['row']['checkpoint']).name}" if row["row"].get("checkpoint") else ""
-        row["label"] = f"{row['arm']}{trained}{busy_mark(row.get('load'))}"
+        row["label"] = f"{row['arm']}{busy_mark(row.get('load'))}"
     older = len(frame) - len(newest)
     left_out = [f"{count_of(older, 'older row')} of an equal kind left out: the newest counts."] * bool(older)
     return arms, labelled, [*commit_notes(newest), *busy_notes([*newest["load"]]), *left_out]
@@ -129,16 +126,9 @@ def _cost_notes(rows: Sequence[dict]) -> list[str]:
 
 
 def _peer_notes(rows: Sequence[dict]) -> list[str]:
-    """Why rows failed, how good the reference model is, and who else used the machine."""
-    measured = [row for row in rows if row["status"] == "measured"]
-    notes = [f"{row['name']}: {_reason(row)}." for row in rows if row not in measured]
-    for share, row in {
-        row["reference_in_check"]: row["row"] for row in measured if "reference_in_check" in row
-    }.items():
-        between = spread(row.get("reference_in_check_range")).text
-        words = f"The reference model runs at {share:.3f}{f' ({between})' if between else ''} of the speed of x-transformers"
-        notes.append(f"{words}{': too slow to be a measure of others' if share < FAIR else ''}.")
-    return notes + busy_notes([row.get("load") for row in measured])
+    """Why rows failed, and who else used the machine."""
+    notes = [f"{row['name']}: {_reason(row)}." for row in rows if row["status"] != "measured"]
+    return notes + busy_notes([row.get("load") for row in rows if row["status"] == "measured"])
 
 
 def _reason(row: dict) -> str:
