@@ -131,7 +131,7 @@ def test_search_finds_the_last_that_fits(shape, limit):
 
 
 def test_memory_is_read_or_refused():
-    sizes = {"24GiB": 24 * 2**30, "80GB": 80 * 10**9, "1.5 gib": 3 * 2**29, 4096: 4096, "1e9": 10**9}
+    sizes = {"24GiB": 24 * 2**30, "80GB": 80 * 10**9, "1.5 gib": 3 * 2**29, 4096: 4096, 1e9: 10**9}
     assert {text: fit.parse_memory(text) for text in sizes} == sizes
     for text in ("24GX", "-1GB", True, "1e400"):
         with pytest.raises(ValueError, match="device_memory=.*allowed are"):
