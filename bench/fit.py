@@ -68,8 +68,8 @@ def main(cfg: DictConfig) -> None:
     lines += [(f"{cause}, MiB", cells.mib(prediction["split"][cause]).text, what) for cause, what in CAUSES.items()]
     if limit_bytes:
         lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
-        peaks = lambda streams: predict(plan, streams=streams)["predicted_peak_bytes"]
-        most = search(peaks, limit_bytes=limit_bytes, least=plan.batch.accumulate)
+        how = {"limit_bytes": limit_bytes, "least": plan.batch.accumulate}
+        most = search(lambda streams: predict(plan, streams=streams)["predicted_peak_bytes"], **how)
         lines.append(("most streams", f"{most:,}", f"that fit; sought to {MOST_STREAMS:,}"))
     verified = kind == "cpu" and plan.runtime.compile is not True
     title = f"Predicted memory of {plan.variant} on {kind}, {eager(plan).runtime.precision}, "
@@ -104,7 +104,8 @@ def search(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1
 
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Peak memory of a training step in warm state at initial parameters; ``split`` is by ``CAUSES``.
+    """Peak memory of a training step in warm state at initial parameters: ``backend``, ``split`` by ``CAUSES``, and its sum,
+    ``predicted_peak_bytes``.
 
     Args:
         streams: in place of the plan's own.
@@ -128,9 +129,8 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         reason = f"its memory depends on values that are not known before it runs ({error.func})"
         raise ValueError(f"variant={plan.variant}: {reason}") from error
-    sizes = {"streams": batch.streams, "segment": batch.segment, "span": plan.model.span}
     backend = "+".join(sorted({*backends.values()} - {"plain"} or {"plain"}))
-    return {**sizes, "backend": backend, "split": split, "predicted_peak_bytes": sum(split.values())}
+    return {"backend": backend, "split": split, "predicted_peak_bytes": sum(split.values())}
 
 
 def kind_of(plan: Plan) -> str:
