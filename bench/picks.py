@@ -13,13 +13,18 @@ RATE = "++variant.lr_scale.muon"
 LEAST = 3  # rates of a mechanism before one is picked
 
 
+def cell_of(line: dict) -> dict[str, str]:
+    """The words of a line of ``bench.evidence``, by key."""
+    return dict(word.split("=", 1) for word in line["cell"])
+
+
 def tried(file: Path) -> dict[str, dict[float, float]]:
     """Bits per byte of valid by mechanism and factor, infinite for a failed run; nothing where the file is not there."""
     scores: dict[str, dict[float, float]] = {}
     for line in read_rows(file):
-        words, summary = dict(word.split("=", 1) for word in line["cell"]), line["summary"]
+        cell, summary = cell_of(line), line["summary"]
         bits = summary["valid_bits_per_byte"] if summary["status"] == "finished" else math.inf
-        scores.setdefault(words["variant"], {})[float(words[RATE])] = bits
+        scores.setdefault(cell["variant"], {})[float(cell[RATE])] = bits
     return scores
 
 
