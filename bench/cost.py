@@ -14,13 +14,14 @@ segment stays, the span is the length, and streams carry a full state. FLOPs per
 
 import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
 import hydra
 from annotated_types import Gt, MinLen
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
 from harness.compose.cli import run_command
@@ -50,11 +51,15 @@ VERB_KEYS = tuple(CostSettings.__dataclass_fields__)
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
 def main(cfg: DictConfig) -> None:
-    from bench.measuring import STEPS  # late, as everything slow, so that a wrong word is answered at once
-    from bench.planning import bench_plan, own_keys, recompose
+    from bench.planning import (  # late, as everything slow: a wrong word is answered at once
+        bench_plan,
+        own_keys,
+        recompose,
+    )
     from bench.report.columns import for_terminal
     from bench.report.tables_costs import cost_tables
     from bench.rows import RowFile
+    from bench.turns import STEPS
     from harness.loop.admission import admission
     from harness.loop.progress import Steps
     from harness.record.rows import read_rows
@@ -100,8 +105,7 @@ def measured_rows(entries: list, *, settings: CostSettings, progress) -> list[di
     """Measure the cells of one length in turn; a row each. One that runs out of memory is measured again alone, because the
     other processes hold memory."""
     from bench.cost_worker import Subject
-    from bench.measuring import measure
-    from bench.turns import Entry
+    from bench.turns import Entry, measure
     from harness.device.cell import OUT_OF_MEMORY
     from harness.record.cells import busy_words
 
@@ -122,8 +126,6 @@ def measured_rows(entries: list, *, settings: CostSettings, progress) -> list[di
 
 def row_of(entry, *, settings: CostSettings, interleaved: bool) -> dict:
     """What was measured, with every key that a row of this kind has; None where the cell did not get that far."""
-    from bench.model_flops import utilisation
-
     task, batch = entry.task, entry.task.config["batch"]
     nothing = dict.fromkeys(("evaluation_backend", "backend_choice", "parameters", "spans", "spans_from", "flops"))
     backend = task.config["runtime"]["backend"]  # as asked, where the cell did not live to say what it takes
@@ -141,6 +143,26 @@ def row_of(entry, *, settings: CostSettings, interleaved: bool) -> dict:
         "time": {f"{quantity}_ms": entry.percentiles(quantity) for quantity in ("train", "evaluate", "generate")},
     }
     return row | {"utilisation": utilisation(row)}
+
+
+@lru_cache
+def dense_peak(device: str, precision: str) -> float | None:
+    """FLOPs per second of a device by torch's name for it, in ``float32`` (no TF32) or ``bfloat16`` (``conf/fit.yaml``), or
+    None."""
+    devices = OmegaConf.load(Path(CONF) / "fit.yaml").devices
+    rates = [entry[f"{precision}_tflops"] * 1e12 for entry in devices.values() if device in entry.reported_as]
+    return rates[0] if rates else None
+
+
+def utilisation(row: dict) -> dict | None:
+    """Model-FLOPs utilisation of the training step of a row: ``flops_per_s`` that forward and backward need, the device's dense
+    ``peak_flops_per_s`` and the ``share`` of it; None where the row was not measured or no peak is known."""
+    peak = dense_peak(row["device"], row["precision"]) if row["device_kind"] == "cuda" else None
+    step = (row["time"] or {}).get("train_ms")
+    if peak is None or not step or not row["flops"]:
+        return None
+    needed = row["flops"]["training_per_byte"] * row["streams"] * row["segment"] / step["p50"] * 1000
+    return {"flops_per_s": needed, "peak_flops_per_s": peak, "share": needed / peak}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 scoring and generation.
 
 What is timed is ``harness.loop.update.Update`` on bytes of the corpus, with the learning rate at 0: the optimizer does
-all its work, but weights and spans stay where they were put.
+all its work, but weights and spans stay where they were put. Weights are shaken: hardware is quicker on zeros, and a network
+starts with many; matrices that start at zero leave all behind them without a gradient, too.
 """
 
 import dataclasses
@@ -10,16 +11,17 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+import yaml
 from omegaconf import OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.planning import provenance
 from bench.turns import times
-from bench.weights import learned_spans, place_spans, shake_
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
@@ -32,11 +34,18 @@ from harness.loop.trainer import backend_of
 from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, plan_run
-from variants.contract import State
+from variants.contract import Spans, State
 
 WARM_STEPS, MEASURED_STEPS, REHEARSED_BYTES = 2, 3, 16
 MIDDLE = 0.5
 """Fraction of the budget that a schedule is asked for; the rate is 0 whatever it answers."""
+NOISE = 0.02
+"""Standard deviation of what is added: that of many a network's first weights."""
+ONCE = 2**20
+"""Elements that are drawn at a time: the noise of a large table must not show in a peak of memory."""
+LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
+LEARNED = [sorted(layer, reverse=True) for layer in LEARNED]  # a layer's longest first, so that few heads have it, too
+"""Keys that a run has left, a list for each layer with a number for each head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,3 +240,30 @@ def _rehearse(plan: Plan, where: Runtime) -> None:
     update = Update(model, plan.make_optimizers(model), where)
     count_flops(lambda: update(tokens, tokens, None, fraction=MIDDLE), gradients=True)
     forward_flops_per_byte(model, segment=REHEARSED_BYTES, most_bytes=REHEARSED_BYTES)
+
+
+@torch.no_grad()
+def shake_(model: nn.Module) -> None:
+    """Add normal noise to every parameter but ``Spans``, the same at every call; back into the legal range where the model
+    knows it."""
+    spans = {p for part in model.modules() if isinstance(part, Spans) for p in part.parameters()}
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (parameter for parameter in model.parameters() if parameter not in spans):
+        for piece in parameter.view(-1).split(ONCE):
+            piece.add_(NOISE * torch.randn(piece.shape, generator=generator).to(piece))
+    if hasattr(model, "project_"):
+        model.project_()
+
+
+def learned_spans(model: LanguageModel) -> list[Spans]:
+    """Spans that are learned, a part for each sublayer that has some."""
+    parts = [part for _, sublayer in model.sublayers() for part in sublayer.modules() if isinstance(part, Spans)]
+    return [part for part in parts if part.placeable]
+
+
+def place_spans(model: LanguageModel, *, heads: int) -> None:
+    """Put learned spans of H = ``heads`` heads at ``LEARNED`` keys, or at S where that is less; layers and heads are read in
+    a circle where the model has more."""
+    for number, part in enumerate(learned_spans(model)):
+        keys = LEARNED[number % len(LEARNED)]
+        part.place_([keys[head % len(keys)] for head in range(heads)])

@@ -1,8 +1,7 @@
 """One entry of ``bench.peers``: a variant of ours, the reference model, or a package's.
 
 Every entry gets the same bytes in the same order and takes whole training steps: forward, loss, backward, optimizer.
-Ours take the trainer's own step. Packages are built as their documentation says, without dropout. Weights are shaken, ours
-and packages' alike: networks start in part at zero, where hardware is quicker.
+Ours take the trainer's own step. Packages are built as their documentation says, without dropout. Weights of all are shaken.
 """
 
 from functools import partial
@@ -13,9 +12,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from bench.cost_worker import Subject
+from bench.cost_worker import Subject, shake_
 from bench.turns import times
-from bench.weights import shake_
 from harness.data.sources import PINNED
 from harness.loop.trainer import backend_of
 from harness.plan.build import Plan

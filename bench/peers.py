@@ -16,7 +16,7 @@ from annotated_types import Gt
 from omegaconf import DictConfig
 
 from bench import CONF
-from bench.turns import Entry
+from bench.turns import STEPS, Entry, measure
 from harness.compose.cli import run_command
 
 JOB = "language model"
@@ -38,8 +38,7 @@ VERB_KEYS = tuple(PeerSettings.__dataclass_fields__)
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
 def main(cfg: DictConfig) -> None:
-    from bench.measuring import STEPS, measure  # late, as everything slow
-    from bench.peer_workers import Worker
+    from bench.peer_workers import Worker  # late, as everything slow
     from bench.planning import own_keys
     from bench.report.tables_costs import peer_tables
     from bench.rows import RowFile

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from bench import measuring
+from bench import turns
 from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
 from bench.turns import Entry, in_turn
@@ -69,7 +69,7 @@ def test_a_warm_stream_keeps_its_segment_and_what_a_file_has_is_not_measured_aga
     words += ("lengths=[128]", "backends=[plain,auto]")
     ended = cost(*words)
     plain, auto = rows_of(ended)
-    monkeypatch.setattr(measuring, "measure", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(turns, "measure", lambda *_, **__: pytest.fail("measured again"))
     assert rows_of(cost(*words)) == [plain, auto]
     for row in (plain, auto):
         assert (row["segment"], row["span"], row["streams"], row["mode"]) == (32, 128, 2, "stream")

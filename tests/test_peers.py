@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from bench.cost_worker import Task
-from bench.measuring import measure
 from bench.peer_workers import INSTALL, REFERENCE, TRANSFORMERS, ReferenceModel, Worker
 from bench.peers import row_of
-from bench.turns import Entry
+from bench.turns import Entry, measure
 from harness.device.cell import CellError
 from harness.loop.progress import Steps
 from tests.bench_rows import identity
@@ -63,7 +62,7 @@ def test_entries_take_turns_and_what_fails_is_asked_no_more(monkeypatch):
 
         return MagicMock(ask=ask, __enter__=lambda made: made)
 
-    monkeypatch.setattr("bench.measuring.Cell", cell)
+    monkeypatch.setattr("bench.turns.Cell", cell)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
     with Steps(9) as progress:
         assert measure(entries, worker=Worker, rounds=2, seconds=0.0, progress=progress) == entries
@@ -97,7 +96,7 @@ def test_a_table_from_the_command_line(here):  # noqa: F811
     ],
 )
 def test_a_mistake_ends_with_2_before_anything_runs(here, words, message, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("bench.measuring.measure", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr("bench.peers.measure", lambda *_, **__: pytest.fail("it ran"))
     ended = call("bench/peers.py", *QUICK, *words)
     assert ended.code == 2 and message in ended.err, ended
     assert not list(here.iterdir())

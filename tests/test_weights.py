@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.cost_worker import Subject, Task
+from bench.cost_worker import LEARNED, Subject, Task, learned_spans, place_spans, shake_
 from bench.peer_workers import INSTALL, PACKAGES, Worker, version
-from bench.weights import LEARNED, learned_spans, place_spans, shake_
 from harness.plan.build import Plan
 from tests.composing import plan, small
 from tests.needs import need
@@ -78,7 +77,7 @@ def test_shaking_is_the_same_at_every_call_and_leaves_spans_alone(monkeypatch):
         assert torch.equal(a, b)
     assert all(torch.equal(part.fraction, old) for part, old in zip(learned_spans(models[0]), before, strict=True))
     table = nn.Embedding(40, 8, _weight=torch.zeros(40, 8))
-    monkeypatch.setattr("bench.weights.ONCE", 64)  # a large table is drawn in pieces
+    monkeypatch.setattr("bench.cost_worker.ONCE", 64)  # a large table is drawn in pieces
     shake_(table)
     assert 0.015 < table.weight.std() < 0.025 and (table.weight != 0).all()
 

@@ -10,11 +10,10 @@ import pandas as pd
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from bench.report import drawing
-from bench.report.compare import cost_ground, results, with_arms
+from bench.report.compare import budget_words, cost_ground, data_words, precision_word, results, with_arms
 from bench.report.drawing import LINES, finish, legend, looks, plain_number, styled, value_axis
 from bench.report.frame import Rows
 from bench.report.tables import bits_by_seed, compare, summed
-from bench.report.words import budget_words, data_words, precision_word
 from harness.record.cells import count_of
 from harness.record.comparison import ground, tree_of
 from harness.record.table import Drawing

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.words import optimizer_words
+from bench.report.compare import optimizer_words
 from bench.rows import ROWS, refusal
 from harness.record.cells import spread
 from harness.record.comparison import UNCOMPARED

@@ -6,10 +6,22 @@ from collections.abc import Sequence
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import VARIANTS, busy_notes, commit_notes, cost_ground, differences, results, with_arms
+from bench.report.compare import (
+    VARIANTS,
+    budget_words,
+    busy_notes,
+    commit_notes,
+    cost_ground,
+    data_words,
+    differences,
+    ground_differences,
+    ground_words,
+    protocol_words,
+    results,
+    with_arms,
+)
 from bench.report.frame import Rows, copies
 from bench.report.uncertainty import CONFIDENCE, holm, paired
-from bench.report.words import budget_words, data_words, ground_differences, ground_words, protocol_words
 from harness.record.cells import CAPPED, busy_words, count_of, filled_table, listed, uncounted
 from harness.record.shapes import is_number
 from harness.record.table import Table

@@ -7,9 +7,8 @@ from pathlib import PurePath
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import busy_notes, commit_notes, differences, with_arms
+from bench.report.compare import busy_notes, commit_notes, data_words, differences, ground_words, with_arms
 from bench.report.frame import frame_of
-from bench.report.words import data_words, ground_words
 from harness.record.cells import busy_mark, count_of, filled_table, listed, uncounted
 from harness.record.comparison import ground, tree_of
 from harness.record.table import Table
