@@ -7,9 +7,10 @@ against context: windows that start cold, so that byte n of a window has n bytes
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import hydra
+from annotated_types import Ge
 from omegaconf import DictConfig
 
 from bench import CONF
@@ -20,10 +21,8 @@ from harness.compose.cli import run_command
 def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained  # late, as everything slow
     from harness import source
-    from harness.device import runtime
     from harness.loop.futures import MOST_NATS, NOT_CAUSAL
     from harness.loop.scoring import score_context, score_stream, score_windows
-    from harness.loop.select_backend import settled
     from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
     from harness.plan.settings import checked
@@ -35,14 +34,11 @@ def main(cfg: DictConfig) -> None:
     plan, saved = opened.plan, opened.saved
     refuse_links(path, key="run")  # a row and a figure are put there
     checked(cfg.split, Literal["train", "valid", "test"], key="split")
-    keys = ("streams", "segment", "span", "context", "bytes")
+    keys = ("streams", "segment", "span", "context")
     asked = {key: checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
-    limit = asked.pop("bytes")
-    p = plan.protocol() | {key: value for key, value in asked.items() if value is not None}
-    if limit is not None and limit < 2:
-        raise ValueError(f"eval.bytes={limit}: must be at least 2, or null for all")
-    device, corpus = runtime.start(plan.runtime), opened.corpus()
-    model = opened._replace(plan=settled(plan, device)).model(span=p["span"]).to(device.device)
+    limit = checked(cfg.eval.bytes, Annotated[int, Ge(2)] | None, key="eval.bytes")
+    p = plan.protocol() | {key: number for key, number in asked.items() if number is not None}
+    corpus, (model, device) = opened.corpus(), opened.on_device(span=p["span"])
     split = corpus.reported(cfg.split, selection_bytes=p["selection_bytes"])
     p["bytes"] = limit if limit is not None and limit < len(split) else None
     if asked["context"] is None:

@@ -3,7 +3,6 @@
 Both pages have two markers; what stands between them is written here, and a test holds it against the rows.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pandas as pd
 from bench import results_page
 from bench.results_page import REFERENCE, best_first, markdown, read_runs
 from harness.cache import write_whole
-from harness.failures import exit_code
+from harness.compose.cli import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, README, PAGE, PICTURE = "bench/results", "README.md", "docs/results.md", "docs/front_page.png"
@@ -24,20 +23,14 @@ HEADS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE}, paired", "rec
 HEADS += [f"at {LONG:,}", "state, KiB", "parameters"]
 
 
-def main() -> int:
-    """Exit code, as ``docs/exit_codes.md`` has it."""
-    try:
-        folder = ROOT / RESULTS
-        pages = {README: readme_table(folder), PAGE: results_page.sections(folder)}
-        for name, block in pages.items():
-            path = ROOT / name
-            write_whole(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
-        if (folder / "front_page.jsonl").exists():
-            write_whole(ROOT / PICTURE, picture(folder))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
-    return 0
+def main() -> None:
+    """Write both pages and the picture; ValueError for a page without markers."""
+    folder = ROOT / RESULTS
+    for name, block in {README: readme_table(folder), PAGE: results_page.sections(folder)}.items():
+        path = ROOT / name
+        write_whole(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
+    if (folder / "front_page.jsonl").exists():
+        write_whole(ROOT / PICTURE, picture(folder))
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:
@@ -118,4 +111,4 @@ def _draw_recall(ax, heat: pd.DataFrame) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -9,9 +9,11 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import hydra
 import numpy as np
+from annotated_types import Ge
 from matplotlib.colors import PowerNorm
 from omegaconf import DictConfig
 
@@ -29,23 +31,17 @@ def main(cfg: DictConfig) -> None:
     import torch  # late, as everything slow
 
     from bench.planning import open_trained
-    from harness.device import runtime
     from harness.loop.sampling import numbers_of
-    from harness.loop.select_backend import settled
     from harness.plan.settings import checked
 
     folder, text = Path(cfg.run), checked(cfg.text, str | None, key="text")
-    length = checked(cfg.bytes, int, key="bytes")
-    if length < 2:
-        raise ValueError(f"bytes={length}: must be at least 2")
+    length = checked(cfg.bytes, Annotated[int, Ge(2)], key="bytes")
     trained = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
-    device = runtime.start(trained.plan.runtime)
-    trained = trained._replace(plan=settled(trained.plan, device))
-    plan, model = trained.plan, trained.model().to(device.device).eval()
+    model, device = trained.on_device()
     if text is None:
         corpus = trained.corpus()
         name, symbols = f"valid of {corpus.name}", corpus.symbols
-        tokens = corpus.reported("valid", selection_bytes=plan.eval.selection_bytes)
+        tokens = corpus.reported("valid", selection_bytes=trained.plan.eval.selection_bytes)
     else:
         is_file, symbols = os.path.isfile(text), trained.symbols()
         name, content = (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))
@@ -53,8 +49,8 @@ def main(cfg: DictConfig) -> None:
     if len(tokens) < 2:
         raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
     passage = tokens[:length]
-    _, seen = model.inspect(passage[None].long().to(device.device))
-    maps = {layer: one.weights[0].float().cpu().numpy() for layer, one in seen.items() if one.weights is not None}
+    _, seen = model.eval().inspect(passage[None].long().to(device.device))
+    maps = {layer: s.weights[0].float().cpu().numpy() for layer, s in seen.items() if s.weights is not None}
     if (cells := sum(layer.size for layer in maps.values())) > MAX_CELLS:
         most = math.isqrt(MAX_CELLS * len(passage) ** 2 // cells)
         raise ValueError(f"bytes={length}: allowed is {most} or less for so many heads")

@@ -60,7 +60,7 @@ def test_what_gives_no_map_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("bytes=1",), "bytes=1: must be at least 2"),
+        (("bytes=1",), "bytes=1: must be greater than or equal to 2"),
         (("text=a",), "text=a: has 1 byte; allowed are at least 2"),
         (("bytes=60", f"text={'ab' * 500}"), "bytes=60: allowed is 40 or less"),
     ],

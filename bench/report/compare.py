@@ -93,15 +93,11 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
     arms, order = pd.Series("", index=frame.index), pd.Series(0, index=frame.index)
     for variant, same in identities.groupby(frame["variant"]):
         differing = [key for key in same if key != "variant.name" and same[key].nunique() > 1]
-        keys = {
-            tuple(pd.factorize(same[key])[0]): key for key in reversed(differing)
-        }  # one of those that differ together
-        named = [key for key in differing if key in keys.values()]
-        pairs = [
-            [f"{key.removesuffix('._target_').split('.')[-1]}={one[key]}" for key in named]
-            for _, one in same.iterrows()
-        ]
-        arms[same.index] = [", ".join([variant, *pair]) for pair in pairs]
+        first = {tuple(pd.factorize(same[key])[0]): key for key in reversed(differing)}  # of those that differ together
+        labels = pd.Series(variant, index=same.index)
+        for key in (key for key in differing if key in first.values()):
+            labels += f", {key.removesuffix('._target_').split('.')[-1]}=" + same[key]
+        arms[same.index] = labels
         order[same.index] = arms[same.index].rank(method="dense").astype(int) - 1
     frame = frame.assign(settings=settings, arm=arms, order=order)
     return frame.sort_values(["variant", "order", "seed"], kind="stable")
@@ -149,7 +145,8 @@ def budget_words(budget: dict | None) -> str:
 
 def protocol_words(rows: Sequence[dict]) -> str:
     """How bits per byte of rows that compare were scored: all that is part of the number."""
-    protocol, spans, contexts = rows[-1]["protocol"], *(_sorted(rows, key) for key in ("span", "context"))
+    protocol = rows[-1]["protocol"]
+    spans, contexts = (sorted({row["protocol"][key] for row in rows}) for key in ("span", "context"))
     span = spans[0] if len(spans) == 1 else f"of each row's own ({spans[0]} to {spans[-1]})"
     part = f"the first {protocol['bytes']:,} bytes of a split" if protocol.get("bytes") else "every byte of a split"
     chosen = protocol["selection_bytes"]
@@ -161,10 +158,6 @@ def protocol_words(rows: Sequence[dict]) -> str:
         f"unscored context, segment {protocol['segment']}, span {span}, vocabulary {protocol['vocabulary']}, newlines "
         f"{'dropped' if protocol['drop_newlines'] else 'kept'}"
     )
-
-
-def _sorted(rows: Sequence[dict], key: str) -> list:
-    return sorted({row["protocol"][key] for row in rows})
 
 
 def ground_words(row: dict) -> str:

@@ -39,7 +39,7 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
         streams = count_of(row["streams"], "stream")
         about = (
             f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
-            "Time is of the trainer's own training step, after warm-up, with shaken weights where no checkpoint's are.",
+            "Time is of the trainer's own training step, after warm-up, with shaken weights.",
             f"Data: {data_words([row])}.",
             "Held equal at one length: streams, segment, span and ground, not parameters or FLOPs.",
         )
@@ -61,9 +61,9 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
 
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, call), start=1):
-        shown = [one.dropna().to_dict() for _, one in frame.iterrows()]
-        for one in shown:
-            one["label"] = f"{one['name']}{busy_mark(one.get('load'))}"
+        shown = [entry.dropna().to_dict() for _, entry in frame.iterrows()]
+        for entry in shown:
+            entry["label"] = f"{entry['name']}{busy_mark(entry.get('load'))}"
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
             f"{ground_words(row)}. Data: {data_words([row])}.",
@@ -74,7 +74,10 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
         titles = {"title": f"Peers: {row['job']}, {row['device']}, {row['precision']}"}
         titles["caption"] = f"The rows differ in who wrote the code{against}."
-        more = {"name": f"peers-{index}", "about": about, "notes": (*commit_notes(frame), *_peer_notes(shown))}
+        measured = [row for row in shown if row["status"] == "measured"]
+        notes = [f"{row['name']}: {_reason(row)}." for row in shown if row not in measured]
+        notes = (*commit_notes(frame), *notes, *busy_notes([row.get("load") for row in measured]))
+        more = {"name": f"peers-{index}", "about": about, "notes": notes}
         tables.append(filled_table(shown, columns("peers"), **titles, **more))
     return tables
 
@@ -83,9 +86,8 @@ def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[t
     """Rows of equal ``key``, data and code as frames, each with its newest row: a step of equal work is of equal data."""
 
     def whole(row: dict) -> str:
-        return repr(
-            (key(row), row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines")), tree_of(row))
-        )
+        data = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
+        return repr((key(row), data, tree_of(row)))
 
     if rows:
         for _, same in frame_of(rows).groupby([whole(row) for row in rows], sort=False):
@@ -122,12 +124,6 @@ def _cost_notes(rows: Sequence[dict]) -> list[str]:
     peaks = sorted({row["utilisation.peak_flops_per_s"] for row in rows if "utilisation.peak_flops_per_s" in row})
     of_peaks = f"The device's dense peak is {listed(f'{peak / 1e12:g}' for peak in peaks)} TFLOP/s."
     return notes + [of_peaks] * bool(peaks)
-
-
-def _peer_notes(rows: Sequence[dict]) -> list[str]:
-    """Why rows failed, and who else used the machine."""
-    notes = [f"{row['name']}: {_reason(row)}." for row in rows if row["status"] != "measured"]
-    return notes + busy_notes([row.get("load") for row in rows if row["status"] == "measured"])
 
 
 def _reason(row: dict) -> str:
