@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> None:
     settings = parse(CostSettings, own_keys(cfg, *VERB_KEYS), key="")
     configs = [recompose("cost", f"variant={name}", verb_keys=VERB_KEYS) for name in settings.variants or ()] or [cfg]
     plans = [bench_plan(config) for config in configs]
-    file, rows = RowFile(Path(cfg.outputs), verb="cost", path=settings.rows and Path(settings.rows)), []
+    file, rows = RowFile(Path(cfg.outputs), verb="cost", path=settings.rows), []
     there = {(row["variant"], row["mode"], row["length"]) for row in read_rows(file.path)}
     groups = []
     for length in settings.lengths:

@@ -48,7 +48,7 @@ def main(cfg: DictConfig) -> None:
     from harness.record.table import print_table
 
     settings = parse(PeerSettings, own_keys(cfg, *VERB_KEYS), key="")
-    file = RowFile(Path(cfg.outputs), verb="peers", path=settings.rows and Path(settings.rows))
+    file = RowFile(Path(cfg.outputs), verb="peers", path=settings.rows)
     entries = entries_of(cfg, settings.variants)
     with Steps(STEPS * len(entries)) as progress:
         measure(entries, worker=Worker, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
