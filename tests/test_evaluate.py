@@ -87,7 +87,6 @@ def test_another_span_keeps_learned_spans_in_keys(trained):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("split=trian", "split=trian: allowed are train, valid, test"),
         ("eval.streams=many", "eval.streams=many: must be an integer or null"),
         ("eval.span=0", "eval.span=0: allowed are 1 to inf"),
         ("eval.bytes=-5", "eval.bytes=-5: must be greater than or equal to 2"),

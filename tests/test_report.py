@@ -102,15 +102,6 @@ def test_runs_of_other_numbers_do_not_pool(tmp_path, changes):
     assert sorted(column(tables(tmp_path)["runs-1"], "n")[:2]) in (["1", "1"], ["1", "2"])
 
 
-def test_no_difference_of_a_configuration_is_pooled(tmp_path):
-    for seed, (name, base) in enumerate((("Rotary", 1), ("Rotary", 2), ("Alibi", 1))):
-        position = {"_target_": f"variants.position.{name}", "base": base}
-        write_run(tmp_path, seed=seed, config={"variant": {"name": "mhsa"}, "position": position})
-    shown = tables(tmp_path)["runs-1"]
-    names = {f"mhsa, position={name}, base={base}" for name, base in (("Rotary", 1), ("Rotary", 2), ("Alibi", 1))}
-    assert {*column(shown, "variant")[:3]} == names and column(shown, "n")[:3] == ["1"] * 3
-
-
 def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
     write_run(tmp_path, variant="mhsa", seed=0, capped={"valid": 1000, "test": 1000})
     write_run(tmp_path, variant="mhsa", seed=1, capped={"valid": 1000}, test_bits_per_byte=None)
