@@ -97,6 +97,12 @@ class Worker(Subject):
             row |= {"variant": peer, "config": config, "config_hash": config_hash(config, pinned=PINNED)}
         return row | {"package": package, "package_version": version(package)}
 
+    def build(self) -> dict:
+        """Make the model; returns ``facts``."""
+        if self.task.peer:
+            build_peer(self.task.peer, self.plan)  # what a package loads belongs to no model
+        return super().build()
+
     def facts(self) -> dict:
         """Backend and parameters."""
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
