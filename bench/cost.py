@@ -69,10 +69,10 @@ def main(cfg: DictConfig) -> None:
     configs = [recompose("cost", f"variant={name}", verb_keys=VERB_KEYS) for name in settings.variants or ()] or [cfg]
     plans = [bench_plan(config) for config in configs]
     file, rows = RowFile(Path(cfg.outputs), verb="cost", path=settings.rows), []
-    there = {(row["variant"], row["mode"], row["length"]) for row in read_rows(file.path)}
+    measured = {(row["variant"], row["mode"], row["length"]) for row in read_rows(file.path)}
     groups = []
     for length in settings.lengths:
-        left = [config for config in configs if (config.variant.name, settings.mode, length) not in there]
+        left = [config for config in configs if (config.variant.name, settings.mode, length) not in measured]
         groups.append([entry_of(*cell, length, settings=settings) for cell in product(left, settings.backends)])
     with Steps(len(plans) + STEPS * sum(map(len, groups))) as progress:
         for plan in plans:
@@ -96,8 +96,7 @@ def entry_of(config: DictConfig, backend: str, length: int, *, settings: CostSet
     cell.batch.update({"streams": settings.streams, "carry": warm, "accumulate": 1})
     cell.batch.segment = cell.batch.segment if warm else length
     cell.runtime.backend, cell.model.span = backend, length
-    about = {"spans": settings.spans, "command": typed_command("cost")}
-    task = Task(config=bench_plan(cell).config, warm=warm, span=length, **about)
+    task = Task(config=bench_plan(cell).config, spans=settings.spans, command=typed_command("cost"))
     return Entry(name=f"length {length}: {config.variant.name}, {backend}", task=task)
 
 
@@ -112,11 +111,11 @@ def measured_rows(entries: list, *, settings: CostSettings, progress) -> list[di
     limit = None if settings.memory_limit_gib is None else int(settings.memory_limit_gib * 2**30)
     how = {"worker": Subject, "rounds": settings.rounds, "seconds": settings.seconds}
     how |= {"progress": progress, "limit_bytes": limit}
-    together, rows = measure(entries, **how), []
-    for entry in together:
-        alone = entry.status == OUT_OF_MEMORY and len(together) > 1
+    cells, rows = measure(entries, **how), []
+    for entry in cells:
+        alone = entry.status == OUT_OF_MEMORY and len(cells) > 1
         (last,) = measure([Entry(name=entry.name, task=entry.task)], **how) if alone else [entry]
-        rows.append(row_of(last, settings=settings, interleaved=len(together) > 1 and not alone))
+        rows.append(row_of(last, settings=settings, interleaved=len(cells) > 1 and not alone))
     for row in rows:
         progress.print(f"length {row['length']:>6,}  {row['variant']}, {row['backend']}: {row['reason'] or 'measured'}")
     if warning := busy_words(rows[0]["load"]):
@@ -126,15 +125,16 @@ def measured_rows(entries: list, *, settings: CostSettings, progress) -> list[di
 
 def row_of(entry, *, settings: CostSettings, interleaved: bool) -> dict:
     """What was measured, with every key that a row of this kind has; None where the cell did not get that far."""
-    task, batch = entry.task, entry.task.config["batch"]
+    config = entry.task.config
+    batch, length = config["batch"], config["model"]["span"]
     nothing = dict.fromkeys(("evaluation_backend", "backend_choice", "parameters", "spans", "spans_from", "flops"))
-    backend = task.config["runtime"]["backend"]  # as asked, where the cell did not live to say what it takes
+    backend = config["runtime"]["backend"]  # as asked, where the cell did not live to say what it takes
     row = {"backend": backend} | nothing | entry.facts
     row |= {
         "mode": settings.mode,
-        "length": task.span,
+        "length": length,
         "segment": batch["segment"],
-        "span": task.span,
+        "span": length,
         "streams": batch["streams"],
         "memory_limit_gib": settings.memory_limit_gib,
         "status": entry.status or "measured",

@@ -53,17 +53,13 @@ class Task:
     """What is measured, out of plain values, so that it can be sent to another process.
 
     Attributes:
-        config: a training run's, resolved; ``model.span``, ``batch`` and ``runtime.backend`` are the cell's own.
-        span: what a query may see, where that differs from what the model was built for.
-        warm: whether the streams carry a state as long as the window.
+        config: a training run's, resolved; with ``batch.carry`` the streams carry a state as long as the span.
         spans: where learned spans are: where a run has learned them, or where the configuration lets them begin.
         command: what was typed.
         peer: of ``bench.peers``: whose model is measured in place of the plan's.
     """
 
     config: dict
-    span: int
-    warm: bool = False
     spans: Literal["learned", "initial"] = "initial"
     command: str = ""
     peer: str | None = None
@@ -86,7 +82,8 @@ class Subject:
         self.task, self.plan = task, plan_run(OmegaConf.create(task.config))
         self.runtime = runtime.start(self.plan.runtime)
         self.plan = settled(self.plan, self.runtime) if task.peer is None else self.plan
-        self.device, self.span, b = self.runtime.device, task.span, self.plan.batch
+        self.device, b = self.runtime.device, self.plan.batch
+        self.span, self.warm = self.plan.model.span, b.carry and task.peer is None
         self.corpus, self.steps = corpora.load(**self.plan.data), 0
         train = self.corpus.splits["train"]
         self.batches = Streams(train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False)
@@ -104,7 +101,7 @@ class Subject:
         random_state.seed(self.plan.seed)
         self.model = self._model().to(self.device)
         self.forward = self.runtime.forward(self.model)
-        self.state = self._full_state(self._batch()[0]) if self.task.warm else None
+        self.state = self._full_state(self._batch()[0]) if self.warm else None
         self._generated: tuple[Tensor, State] | None = None  # a stream's last byte, and its state before that
         self._warmed: set[str] = set()
         return self.facts()
@@ -176,7 +173,7 @@ class Subject:
         update = Update(self.model, self.update.optimizers, eager, accumulate=accumulate)
         backward = partial(update.gradients, *self._batch(), self.state)
         step = count_flops(backward, gradients=True)
-        needed = self.model.needed_flops(segment, carried=self.span if self.task.warm else 0)
+        needed = self.model.needed_flops(segment, carried=self.span if self.warm else 0)
         self.update.optimizers.zero_grad()
         counted = {"executed_per_byte": warm.per_byte, "ideal_per_byte": self.model.ideal_flops()}
         counted |= {"training_per_byte": needed.training, "flops_estimated_3x": self.model.flops_estimated_3x()}

@@ -81,26 +81,24 @@ def show(row: dict, folder: Path) -> None:
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
     sizes = f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context {p['context']}"
-    run, data = (
-        f"{row['variant']}, seed {row['seed']}",
-        f"{row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored",
-    )
-    print(f"{run}: {data}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
+    run = f"{row['variant']}, seed {row['seed']}"
+    split = f"{row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
+    print(f"{run}: {split}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
     print(f"  {row['windows_bits_per_byte']:.4f}{mark} bits per byte with {WINDOWS}")
     if row["check"] == NOT_CAUSAL:
         print(f"  NOT CAUSAL: what comes after a byte changes its prediction by {row['future_nats']:.2g} nats")
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
-    print(f"by context: {draw_context(row['context_curve'], folder / 'context.png', run=run, data=data)}")
+    print(f"by context: {draw_context(row['context_curve'], folder / 'context.png', title=run, subtitle=split)}")
     print(f"appended to {folder / 'evaluations.jsonl'}")
 
 
-def draw_context(curve: list[dict], path: Path, *, run: str, data: str) -> Path:
+def draw_context(curve: list[dict], path: Path, **titles: str) -> Path:
     """Bits per byte against bytes of context, as steps; ``curve`` as rows have it."""
     from bench.report.drawing import BLUE, panels, save, styled
 
     with styled():
-        figure, (ax,) = panels(1, 1, width=7.0, height=4.2, title=run, subtitle=data)
+        figure, (ax,) = panels(1, 1, width=7.0, height=4.2, **titles)
         for point in curve:
             ax.hlines(point["bits_per_byte"], point["from_bytes"], point["to_bytes"] + 1, color=BLUE, linewidth=2)
         ax.set_xscale("log", base=2)

@@ -73,7 +73,7 @@ def entries_of(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
     for name, plan in plans.items():
         plan.make_model()  # complains before anything runs
         peer, command = name if name in PACKAGES else None, typed_command("peers")
-        task = Task(config=plan.config, span=plan.model.span, peer=peer, command=command)
+        task = Task(config=plan.config, peer=peer, command=command)
         entries.append(Entry(name=name, task=task))
     return entries
 

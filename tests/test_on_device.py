@@ -91,10 +91,10 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
 
     monkeypatch.setattr(select_backend, "TESTED", ())
     monkeypatch.setattr(select_backend, "select", select)
-    facts = Subject(Task(config=made.config, span=16)).build()
+    facts = Subject(Task(config=made.config)).build()
     assert facts["backend"] == "fused" and facts["backend_choice"]["why"] == ["fused it is"]
-    assert Worker(Task(config=made.config, span=16)).build()["backend"] == "fused"
+    assert Worker(Task(config=made.config)).build()["backend"] == "fused"
     named = varied(made, runtime={"backend": "kernel"}).config
     for refused in (Subject, Worker):
         with pytest.raises(ValueError, match="kernel failed"):
-            refused(Task(config=named, span=16))
+            refused(Task(config=named))

@@ -36,7 +36,7 @@ def test_the_reference_model_has_the_closed_forms_parameters_and_is_causal():
 def entry(name: str, *rounds: float, **changes) -> Entry:
     row = identity("peers", variant=name) | {"config": {"batch": {"streams": 2, "segment": 8}}, "memory": {}}
     steps = {"train": [[ms] * 3 for ms in rounds]}
-    return Entry(name=name, task=Task(config={}, span=8), facts=row, rounds=defaultdict(list, steps), **changes)
+    return Entry(name=name, task=Task(config={}), facts=row, rounds=defaultdict(list, steps), **changes)
 
 
 def test_speeds_are_compared_within_a_round():

@@ -33,8 +33,7 @@ def without_gradient(model: nn.Module, step) -> list[str]:
 
 
 def task(variant: str, *words: str, **more) -> Task:
-    measured = made(variant, *words)
-    return Task(config=measured.config, span=measured.model.span, **more)
+    return Task(config=made(variant, *words).config, **more)
 
 
 def subject(variant: str, *words: str) -> Subject:

@@ -127,8 +127,8 @@ def _compressors(row: dict) -> list[dict]:
     capped = {f"capped.{split}": n_bytes for split, n_bytes in (row.get("capped") or {}).items()}
     for split in SPLITS:
         for name, bits in ((row.get("compressors") or {}).get(split) or {}).items():
-            one = rows.setdefault(name, {"label": name} | capped)
-            one |= {f"{split}_bits_per_byte": float(bits)} if is_number(bits) else {}
+            scores = rows.setdefault(name, {"label": name} | capped)
+            scores |= {f"{split}_bits_per_byte": float(bits)} if is_number(bits) else {}
     return sorted(rows.values(), key=lambda row: row.get("valid_bits_per_byte") or row.get("test_bits_per_byte") or 0.0)
 
 

@@ -86,8 +86,8 @@ def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[t
     """Rows of equal ``key``, data and code as frames, each with its newest row: a step of equal work is of equal data."""
 
     def whole(row: dict) -> str:
-        data = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
-        return repr((key(row), data, tree_of(row)))
+        corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
+        return repr((key(row), corpus, tree_of(row)))
 
     if rows:
         for _, same in frame_of(rows).groupby([whole(row) for row in rows], sort=False):
