@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.picks import cell_of, tried
+from bench.evidence import cell_of, tried
 from bench.report.compare import VARIANTS
 from bench.report.uncertainty import Paired, paired
 from bench.verdicts import verdict_table

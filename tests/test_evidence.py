@@ -8,8 +8,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from bench.evidence import Runner, cells, span_word, sweep_params
-from bench.picks import RATE
+from bench.evidence import RATE, Runner, cells, span_word, sweep_params
 from tests.composing import compose_config, plan
 
 EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
