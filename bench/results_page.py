@@ -6,11 +6,11 @@ from functools import reduce
 from pathlib import Path
 
 import pandas as pd
+import yaml
 
 from bench.evidence import cell_of, tried
 from bench.report.compare import VARIANTS
 from bench.report.uncertainty import Paired, paired
-from bench.verdicts import verdict_table
 from harness.record.comparison import UNCOMPARED
 from harness.record.rows import read_rows
 
@@ -42,6 +42,11 @@ ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged
 }
 COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak", "seconds")
 COLUMNS += ("copies", "compressors", "context", "rate", "machine", "ground")
+SEEDS = 3
+MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs of a byte, %": "flops"}
+"""What claims are measured in: columns of ``read_runs``."""
+NOT, FEW, OPEN, HOLDS = "does not", "too few seeds", "not separated", "holds"
+HEAD = "| claim | compared | in | must be | n | difference, 95% interval | verdict |\n|---|---|---|---|---|---|---|"
 
 
 def read_runs(path: Path) -> pd.DataFrame:
@@ -165,6 +170,48 @@ def context_table(runs: pd.DataFrame) -> str:
 def _edges(point: dict) -> str:
     low, high = point["from_bytes"], point["to_bytes"]
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def verdict_table(runs: pd.DataFrame) -> str:
+    """Each part of a claim of ``bench/claims.yaml``: the mean of paired differences over the seeds that both mechanisms have
+    finished, with its 95% t-interval, not corrected for their number. ValueError for runs of more than one protocol."""
+    if len(grounds := sorted(runs["ground"].dropna().unique())) > 1:
+        raise ValueError("rows differ in data, protocol, budget or arithmetic:\n" + "\n".join(grounds))
+    table = [HEAD]
+    for claim in yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8")):
+        verdicts, rows = [], []
+        for part in claim["parts"]:
+            every = differences(runs, part["variant"], part["beside"], part["measure"])
+            scored = every.dropna().tolist()
+            verdict, interval = judge(scored, must=part["must"], margin=part.get("margin", 0.0))
+            lost = f", {every.isna().sum()} without a score" if every.hasnans else ""
+            must = part["must"] + (f" within {part['margin']:g}" if "margin" in part else "")
+            names = f"`{part['variant']}`, `{part['beside']}` | {part['measure']} | {must} | {len(scored)}{lost}"
+            rows.append(f"| | {names} | {interval} | {verdict} |")
+            verdicts.append(verdict)
+        whole = next((verdict for verdict in (NOT, FEW, OPEN) if verdict in verdicts), HOLDS)
+        table += [f"| **{claim['claim']}** | | | | | | **{whole}** |", *rows]
+    return "\n".join(table)
+
+
+def differences(runs: pd.DataFrame, variant: str, rival: str, measure: str) -> pd.Series:
+    """Of all matched seeds, in bits or percent; NaN for one without a score."""
+    column = MEASURES[measure]
+    values = [runs[runs["variant"] == name].set_index("seed")[column].astype(float) for name in (variant, rival)]
+    a, b = pd.concat(values, axis=1, join="inner").sort_index().T.to_numpy()
+    return pd.Series(100 * (a / b - 1) if measure.endswith("%") else a - b)
+
+
+def judge(differences: list[float], *, must: str, margin: float) -> tuple[str, str]:
+    """The verdict on differences that must be less than the margin, or both less and not further below 0 (*the same*), and
+    their interval in words. *holds*: it lies where it must; *does not*: wholly elsewhere; *not separated*: it covers both."""
+    if len(differences) < 2:
+        return FEW, "".join(f"{difference:+.4f}" for difference in differences)
+    pairs = paired(differences)
+    low, high = pairs.mean - pairs.half_width, pairs.mean + pairs.half_width
+    lowest = -margin if must == "the same" else float("-inf")
+    verdict = HOLDS if lowest < low and high < margin else NOT if low >= margin or high <= lowest else OPEN
+    return verdict if pairs.n >= SEEDS else FEW, f"{pairs.mean:+.4f} ± {pairs.half_width:.4f}"
 
 
 def recall_table(runs: pd.DataFrame) -> str:

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from bench.verdicts import FEW, HOLDS, NOT, OPEN, judge, verdict_table
+from bench.results_page import FEW, HOLDS, NOT, OPEN, judge, verdict_table
 
 FIRST = ("mhsa", "adaptive_span", "uniform_span", "replayed_spans", "all_attention_6", "product_key_memory")
 FIRST += ("mhsa_8_layers",)
