@@ -14,9 +14,8 @@ from torch import Tensor
 
 BITS = 24
 TOTAL = 1 << BITS  # the sum of all symbols' frequencies
-ESCAPE = (
-    1 << 12
-)  # frequency of what precedes a byte that the vocabulary lacks: 12 bits, and 0.0004 for every other byte
+ESCAPE = 1 << 12
+"""Frequency of what precedes a byte that the vocabulary lacks: 12 bits, and 0.0004 for every other byte."""
 _WORD = 64
 _NARROW = 1 << 48  # below this width another byte is settled
 

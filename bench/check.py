@@ -12,15 +12,19 @@ One line a combination, and below it one a broken promise; one a refusal. What i
 built is no break; where all is, the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a
 promise is broken.
 
-``runtime.device=cuda``, or any device that is no CPU, adds what the device computes, see ``bench/on_device.py``; the contract is
-then checked in plain PyTorch: the CPU's kernels are not the device's.
+``runtime.device=cuda``, or any device that is no CPU, adds a line on what the device computes: logits and gradients of few
+layers, as ``train.py`` would run them, against plain PyTorch in float64 on a CPU. ``-m`` varies it, as in
+``-m runtime.backend=plain,kernel runtime.precision=float32,bfloat16``. The contract is then checked in plain PyTorch: the
+CPU's kernels are not the device's.
 """
 
 import copy
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import hydra
@@ -30,7 +34,7 @@ from omegaconf import DictConfig
 from bench import CONF
 from harness.compose.cli import MISTAKES, explain, run_command
 
-OWN = ("agree",)
+VERB_KEYS = ("agree",)
 UNSEEN = "A kept contract is not a right mechanism: whether it is its paper's, only a reference tells, as in tests/reference."
 BROKEN: list[str] = []
 """Variants that broke a promise in this process: a sweep's other jobs run before it ends with exit code 1."""
@@ -50,11 +54,14 @@ class Combination(NamedTuple):
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="check")
 def main(cfg: DictConfig) -> None:
-    from bench.conformance import findings
-    from bench.on_device import report, wanted
+    from bench.conformance import findings, named_kind
+    from harness.device.runtime import device_kind
+    from harness.plan.settings import RuntimeSettings, checked, parse
 
     name, typed = cfg.variant.name, {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
-    on_device = wanted(cfg)
+    asked = checked(cfg.agree, bool | None, key="agree")
+    if on_device := named_kind(cfg.runtime.device) != "cpu" if asked is None else asked:
+        device_kind(parse(RuntimeSettings, cfg.runtime, key="runtime"))  # complains where it is not there
     broken: dict[Combination, set[str]] = {}
     refused: list[str] = []
     for combination, plan in combinations(cfg, typed=typed):
@@ -74,7 +81,7 @@ def main(cfg: DictConfig) -> None:
         outcome += f" {list(broken.values()).count(set())} of"
     others = f", {len(refused)} refused" if refused else ""
     print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{others}")
-    if on_device and not report(cfg, typed=typed, verb_keys=OWN):
+    if on_device and not agrees():
         BROKEN.append(name)
     print(UNSEEN)
 
@@ -113,7 +120,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
         try:
             config = copy.deepcopy(composed(position))
             config.model.cache, config.model.attend_self = cache, attend_self
-            own_keys(config, *OWN)
+            own_keys(config, *VERB_KEYS)
             plan = with_small(of_mechanism(bench_plan(config), named_kind(cfg.runtime.device)), typed=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
@@ -126,16 +133,44 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
 
 def own_sizes(combination: Combination) -> list:
     """What the plan that ``train.py`` makes of the typed words promises at its sizes; in this combination where it is refused."""
-    from bench.planning import bench_plan, recompose
     from harness.loop.admission import findings_at_sizes
 
     words = [f"position={combination.position}", f"model.cache={combination.cache}"]
     try:
-        plan = bench_plan(recompose("train", verb_keys=(), leave=OWN))
+        plan = _training_plan()
     except MISTAKES:
-        words.append(f"model.attend_self={combination.attend_self}")
-        plan = bench_plan(recompose("train", *words, verb_keys=(), leave=OWN))
+        plan = _training_plan(*words, f"model.attend_self={combination.attend_self}")
     return list(findings_at_sizes(plan))
+
+
+def _training_plan(*words: str):
+    from bench.planning import bench_plan, recompose
+
+    return bench_plan(recompose("train", *words, verb_keys=(), leave=VERB_KEYS))
+
+
+def agrees() -> bool:
+    """Print whether the device computes what plain PyTorch does in float64 on a CPU, within ``select_backend.LEAST`` or twice
+    what plain errs in that precision. Where a table is looked up, whose slots then differ, bfloat16 is only to be finite.
+    ValueError where the backend cannot run there."""
+    import torch
+
+    from harness.device import runtime
+    from harness.loop.select_backend import LEAST, SEGMENTS, agreement
+    from harness.plan.small import at_own_width
+
+    plan = _training_plan("model.dropout=0.0")  # what is dropped is drawn on the device
+    names = {name for layer in plan.layers for name in layer}
+    small = at_own_width(plan, sublayers=names, longest=sum(SEGMENTS) // 2)
+    small, where = replace(small, runtime=plan.runtime), runtime.start(plan.runtime)
+    with torch.random.fork_rng(devices=[]):
+        sublayers = [sublayer for _, sublayer in small.make_model().sublayers()]
+    backends = {sublayer.backend(where.device, training=True) for sublayer in sublayers}
+    looked_up = any(sublayer.tables for sublayer in sublayers) and where.precision == "bfloat16"
+    passed, detail = agreement(small, where, least=math.inf if looked_up else LEAST)
+    label = f"{where.device}, {'+'.join(sorted(backends))}, {where.precision}"
+    print(f"{'pass' if passed else 'FAIL'}  agrees with float64 on {label}: {detail}", flush=True)
+    return passed
 
 
 def position_schemes() -> list[str]:

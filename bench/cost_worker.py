@@ -2,7 +2,8 @@
 scoring and generation.
 
 What is timed is ``harness.loop.update.Update`` on bytes of the corpus, with the learning rate at 0: the optimizer does
-all its work, but weights and spans stay where they were put: shaken and at a list of spans, or as a checkpoint has them.
+all its work, but weights and spans stay where they were put. Weights are shaken: hardware is quicker on zeros, and a network
+starts with many; matrices that start at zero leave all behind them without a gradient, too.
 """
 
 import dataclasses
@@ -11,15 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
+import yaml
 from omegaconf import OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
-from bench.measure import times
-from bench.planning import open_trained, provenance
-from bench.weights import LEARNED, learned_spans, place_spans, shake_
+from bench.planning import provenance
+from bench.turns import times
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
@@ -32,11 +34,18 @@ from harness.loop.trainer import backend_of
 from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, plan_run
-from variants.contract import State
+from variants.contract import Spans, State
 
 WARM_STEPS, MEASURED_STEPS, REHEARSED_BYTES = 2, 3, 16
 MIDDLE = 0.5
 """Fraction of the budget that a schedule is asked for; the rate is 0 whatever it answers."""
+NOISE = 0.02
+"""Standard deviation of what is added: that of many a network's first weights."""
+ONCE = 2**20
+"""Elements that are drawn at a time: the noise of a large table must not show in a peak of memory."""
+LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
+LEARNED = [sorted(layer, reverse=True) for layer in LEARNED]  # a layer's longest first, so that few heads have it, too
+"""Keys that a run has left, a list for each layer with a number for each head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,36 +53,37 @@ class Task:
     """What is measured, out of plain values, so that it can be sent to another process.
 
     Attributes:
-        config: a training run's, resolved; ``model.span``, ``batch`` and ``runtime.backend`` are the cell's own.
-        span: what a query may see, where that differs from what the model was built for.
-        warm: whether the streams carry a state as long as the window.
-        weights: a run folder whose best weights are measured, or None for a fresh model.
-        spans: where a fresh model's learned spans are: ``learned``, ``initial``, or the keys of each head, the same in
-            every layer.
+        config: a training run's, resolved; with ``batch.carry`` the streams carry a state as long as the span.
+        spans: where learned spans are: where a run has learned them, or where the configuration lets them begin.
         command: what was typed.
-        name, peer: of an entry of ``bench.peers``: its name, and the package's model in place of the plan's.
+        peer: of ``bench.peers``: whose model is measured in place of the plan's.
     """
 
     config: dict
-    span: int
-    warm: bool = False
-    weights: str | None = None
-    spans: str | tuple[int, ...] = "initial"
+    spans: Literal["learned", "initial"] = "initial"
     command: str = ""
-    name: str | None = None
     peer: str | None = None
 
 
 class Subject:
-    """Answers one measurement at a time, memory first: later ones leave freed blocks behind."""
+    """Answers one measurement at a time: identity, build, then memory, for later ones leave freed blocks behind.
+
+    Attributes:
+        kind: of its rows.
+        memory: methods that are asked for memory, in order.
+        timed: quantities of ``times``.
+    """
 
     kind = "cost"
+    memory = ("inference_memory", "train_memory")
+    timed = ("train", "evaluate", "generate")
 
     def __init__(self, task: Task):
         self.task, self.plan = task, plan_run(OmegaConf.create(task.config))
         self.runtime = runtime.start(self.plan.runtime)
         self.plan = settled(self.plan, self.runtime) if task.peer is None else self.plan
-        self.device, self.span, b = self.runtime.device, task.span, self.plan.batch
+        self.device, b = self.runtime.device, self.plan.batch
+        self.span, self.warm = self.plan.model.span, b.carry and task.peer is None
         self.corpus, self.steps = corpora.load(**self.plan.data), 0
         train = self.corpus.splits["train"]
         self.batches = Streams(train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False)
@@ -84,19 +94,20 @@ class Subject:
         facts = provenance(self.plan, kind=self.kind, **how)
         return facts | ({"allocator": None} if self.device.type == "cuda" else {})
 
-    def build(self) -> None:
-        """The model, and in warm state the streams' past."""
+    def build(self) -> dict:
+        """Make the model, and in warm state the streams' past; returns ``facts``."""
         _rehearse(self.plan, self.runtime)
         self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
         random_state.seed(self.plan.seed)
         self.model = self._model().to(self.device)
         self.forward = self.runtime.forward(self.model)
-        self.state = self._full_state(self._batch()[0]) if self.task.warm else None
+        self.state = self._full_state(self._batch()[0]) if self.warm else None
         self._generated: tuple[Tensor, State] | None = None  # a stream's last byte, and its state before that
         self._warmed: set[str] = set()
+        return self.facts()
 
     def facts(self) -> dict:
-        """What is measured: backend, sizes, spans, and which they are where they are learned and no checkpoint's."""
+        """What is measured: backends, sizes, spans, and which these are where they are learned."""
         m = self.model
         return {
             "backend": backend_of(m, self.runtime),
@@ -104,7 +115,7 @@ class Subject:
             "backend_choice": self.plan.backend_choice,
             "parameters": summary.parameters(m),
             "spans": summary.spans(m.metrics({})),
-            "spans_from": self.task.spans if self.task.weights is None and learned_spans(m) else None,
+            "spans_from": self.task.spans if learned_spans(m) else None,
         }
 
     def inference_memory(self) -> dict:
@@ -125,12 +136,8 @@ class Subject:
         optimizers.lr = 0.0
         self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
         peak = self.step_peak()
-        return {
-            "parameter_bytes": parameter_bytes(self.model),
-            "gradient_bytes": self.update.gradient_bytes,
-            "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
-            **peak,
-        }
+        sizes = {"parameter_bytes": parameter_bytes(self.model), "gradient_bytes": self.update.gradient_bytes}
+        return sizes | {"optimizer_bytes": optimizer_bytes(optimizers.optimizers.values())} | peak
 
     def step_peak(self) -> dict:
         """Peak of training steps after warm-up."""
@@ -166,22 +173,17 @@ class Subject:
         update = Update(self.model, self.update.optimizers, eager, accumulate=accumulate)
         backward = partial(update.gradients, *self._batch(), self.state)
         step = count_flops(backward, gradients=True)
-        needed = self.model.needed_flops(segment, carried=self.span if self.task.warm else 0)
+        needed = self.model.needed_flops(segment, carried=self.span if self.warm else 0)
         self.update.optimizers.zero_grad()
         counted = {"executed_per_byte": warm.per_byte, "ideal_per_byte": self.model.ideal_flops()}
         counted |= {"training_per_byte": needed.training, "flops_estimated_3x": self.model.flops_estimated_3x()}
         return {"flops": counted | {"step": step.total, "unknown": step.unknown}}
 
     def _model(self) -> LanguageModel:
-        task = self.task
-        if task.weights is not None:
-            opened = open_trained(Path(task.weights), key="checkpoint", trust=list(self.plan.trust))
-            return opened._replace(plan=self.plan).model(span=self.span)
         model = self.plan.make_model()
         shake_(model)
-        if task.spans != "initial":
-            keys = LEARNED if task.spans == "learned" else [task.spans]
-            place_spans(model, keys, heads=self.plan.model.heads)
+        if self.task.spans == "learned":
+            place_spans(model, heads=self.plan.model.heads)
         return model
 
     def _batch(self) -> tuple[Tensor, Tensor]:
@@ -235,3 +237,30 @@ def _rehearse(plan: Plan, where: Runtime) -> None:
     update = Update(model, plan.make_optimizers(model), where)
     count_flops(lambda: update(tokens, tokens, None, fraction=MIDDLE), gradients=True)
     forward_flops_per_byte(model, segment=REHEARSED_BYTES, most_bytes=REHEARSED_BYTES)
+
+
+@torch.no_grad()
+def shake_(model: nn.Module) -> None:
+    """Add normal noise to every parameter but ``Spans``, the same at every call; back into the legal range where the model
+    knows it."""
+    spans = {p for part in model.modules() if isinstance(part, Spans) for p in part.parameters()}
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (parameter for parameter in model.parameters() if parameter not in spans):
+        for piece in parameter.view(-1).split(ONCE):
+            piece.add_(NOISE * torch.randn(piece.shape, generator=generator).to(piece))
+    if hasattr(model, "project_"):
+        model.project_()
+
+
+def learned_spans(model: LanguageModel) -> list[Spans]:
+    """Spans that are learned, a part for each sublayer that has some."""
+    parts = [part for _, sublayer in model.sublayers() for part in sublayer.modules() if isinstance(part, Spans)]
+    return [part for part in parts if part.placeable]
+
+
+def place_spans(model: LanguageModel, *, heads: int) -> None:
+    """Put learned spans of H = ``heads`` heads at ``LEARNED`` keys, or at S where that is less; layers and heads are read in
+    a circle where the model has more."""
+    for number, part in enumerate(learned_spans(model)):
+        keys = LEARNED[number % len(LEARNED)]
+        part.place_([keys[head % len(keys)] for head in range(heads)])

@@ -59,7 +59,7 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
         return getattr(wr, type)(**options)
 
     layout = ws.SectionLayoutSettings(columns=COLUMNS, rows=2)
-    shown = {one["title"]: [panel(**options) for options in one["panels"]] for one in sections}
+    shown = {section["title"]: [panel(**options) for options in section["panels"]] for section in sections}
     made = [
         ws.Section(name=title, panels=panels, is_open=True, layout_settings=layout) for title, panels in shown.items()
     ]

@@ -7,9 +7,10 @@ against context: windows that start cold, so that byte n of a window has n bytes
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import hydra
+from annotated_types import Ge
 from omegaconf import DictConfig
 
 from bench import CONF
@@ -20,9 +21,7 @@ from harness.compose.cli import run_command
 def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained  # late, as everything slow
     from harness import source
-    from harness.device import runtime
     from harness.loop.scoring import MOST_NATS, NOT_CAUSAL, score_context, score_stream, score_windows
-    from harness.loop.select_backend import settled
     from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
     from harness.plan.settings import checked
@@ -34,14 +33,11 @@ def main(cfg: DictConfig) -> None:
     plan, saved = opened.plan, opened.saved
     refuse_links(path, key="run")  # a row and a figure are put there
     checked(cfg.split, Literal["train", "valid", "test"], key="split")
-    keys = ("streams", "segment", "span", "context", "bytes")
+    keys = ("streams", "segment", "span", "context")
     asked = {key: checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
-    limit = asked.pop("bytes")
-    p = plan.protocol() | {key: value for key, value in asked.items() if value is not None}
-    if limit is not None and limit < 2:
-        raise ValueError(f"eval.bytes={limit}: must be at least 2, or null for all")
-    device, corpus = runtime.start(plan.runtime), opened.corpus()
-    model = opened._replace(plan=settled(plan, device)).model(span=p["span"]).to(device.device)
+    limit = checked(cfg.eval.bytes, Annotated[int, Ge(2)] | None, key="eval.bytes")
+    p = plan.protocol() | {key: number for key, number in asked.items() if number is not None}
+    corpus, (model, device) = opened.corpus(), opened.on_device(span=p["span"])
     split = corpus.reported(cfg.split, selection_bytes=p["selection_bytes"])
     p["bytes"] = limit if limit is not None and limit < len(split) else None
     if asked["context"] is None:
@@ -74,25 +70,40 @@ def main(cfg: DictConfig) -> None:
         **device.describe(),
     }
     append_row(path / EVALUATIONS, row)
-    _show(row, path)
-    print(f"appended to {path / EVALUATIONS}")
+    show(row, path)
 
 
-def _show(row: dict, path: Path) -> None:
-    from bench.report.drawing import draw_context
+def show(row: dict, folder: Path) -> None:
+    """Print a row, and draw its curve."""
     from harness.loop.scoring import NOT_CAUSAL
     from harness.record.closing_table import WINDOWS
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
     sizes = f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context {p['context']}"
-    label = f"{row['variant']}, seed {row['seed']}: {row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
-    print(f"{label}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
+    run = f"{row['variant']}, seed {row['seed']}"
+    split = f"{row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
+    print(f"{run}: {split}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
     print(f"  {row['windows_bits_per_byte']:.4f}{mark} bits per byte with {WINDOWS}")
     if row["check"] == NOT_CAUSAL:
         print(f"  NOT CAUSAL: what comes after a byte changes its prediction by {row['future_nats']:.2g} nats")
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
-    print(f"by context: {draw_context(row['context_curve'], path=path / 'context.png', label=label)}")
+    print(f"by context: {draw_context(row['context_curve'], folder / 'context.png', title=run, subtitle=split)}")
+    print(f"appended to {folder / 'evaluations.jsonl'}")
+
+
+def draw_context(curve: list[dict], path: Path, **titles: str) -> Path:
+    """Bits per byte against bytes of context, as steps; ``curve`` as rows have it."""
+    from bench.report.drawing import BLUE, panels, save, styled
+
+    with styled():
+        figure, (ax,) = panels(1, 1, width=7.0, height=4.2, **titles)
+        for point in curve:
+            ax.hlines(point["bits_per_byte"], point["from_bytes"], point["to_bytes"] + 1, color=BLUE, linewidth=2)
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+        ax.set(xlabel="bytes of context", ylabel="bits per byte")
+        return save(figure, path)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ a run that was interrupted goes on in its folder.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +21,6 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
-from bench.picks import RATE, beyond, tried
 from harness.cache import append_whole, locked
 from harness.compose.cli import run_command
 from harness.failures import BUG, Diverged
@@ -29,8 +29,34 @@ from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, plain, read_rows
 ROOT = Path(__file__).resolve().parents[1]
 MADE = {"sweep=recall", "sweep=skills"}
 """Sweeps that read no file."""
+RATE = "++variant.lr_scale.muon"
+"""The word of the sweep of rates: a factor of ``optim.lr``."""
+LEAST = 3  # rates of a mechanism before one is picked
 RECORDED = (0, BUG, Diverged.exit_code)
 """Exit codes of runs that count; after any other the cell is tried again."""
+
+
+def cell_of(line: dict) -> dict[str, str]:
+    """The words of a line of ``bench.evidence``, by key."""
+    return dict(word.split("=", 1) for word in line["cell"])
+
+
+def tried(file: Path) -> dict[str, dict[float, float]]:
+    """Bits per byte of valid by mechanism and factor, infinite for a failed run; nothing where the file is not there."""
+    scores: dict[str, dict[float, float]] = {}
+    for line in read_rows(file):
+        cell, summary = cell_of(line), line["summary"]
+        bits = summary["valid_bits_per_byte"] if summary["status"] == "finished" else math.inf
+        scores.setdefault(cell["variant"], {})[float(cell[RATE])] = bits
+    return scores
+
+
+def beyond(scores: dict[float, float]) -> float | None:
+    """The factor beyond the best one where that is an end of at least ``LEAST``."""
+    best = min(scores, key=scores.get)
+    if len(scores) < LEAST or min(scores) < best < max(scores):
+        return None
+    return best * 2 if best == max(scores) else best / 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,14 @@ library keeps.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable
-from functools import partial
+from typing import Annotated
 
 import hydra
 import torch
+from annotated_types import Ge
 from omegaconf import DictConfig
+from pydantic import ByteSize
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -35,11 +36,12 @@ from harness.loop.admission import admission
 from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
+from harness.plan.settings import checked
 from harness.plan.small import of_mechanism
 from harness.record import cells
 from harness.record.table import Column, Table, print_table
 
-OWN = ("device_memory", "devices")
+VERB_KEYS = ("device_memory", "devices")
 CPU = torch.device("cpu")
 MOST_STREAMS = 2**20
 """At which a search ends."""
@@ -55,7 +57,7 @@ CAUSES = {
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
 def main(cfg: DictConfig) -> None:
-    memory = own_keys(cfg, *OWN)["device_memory"]
+    memory = own_keys(cfg, *VERB_KEYS)["device_memory"]
     limit_bytes = None if memory is None else parse_memory(memory)
     plan = plan_run(cfg, **hydra_facts())
     kind = kind_of(plan)
@@ -66,7 +68,8 @@ def main(cfg: DictConfig) -> None:
     lines += [(f"{cause}, MiB", cells.mib(prediction["split"][cause]).text, what) for cause, what in CAUSES.items()]
     if limit_bytes:
         lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
-        most = search(partial(peak_bytes, plan), limit_bytes=limit_bytes, least=plan.batch.accumulate)
+        how = {"limit_bytes": limit_bytes, "least": plan.batch.accumulate}
+        most = search(lambda streams: predict(plan, streams=streams)["predicted_peak_bytes"], **how)
         lines.append(("most streams", f"{most:,}", f"that fit; sought to {MOST_STREAMS:,}"))
     verified = kind == "cpu" and plan.runtime.compile is not True
     title = f"Predicted memory of {plan.variant} on {kind}, {eager(plan).runtime.precision}, "
@@ -76,19 +79,13 @@ def main(cfg: DictConfig) -> None:
     print_table(Table(name="fit", title=title, caption="", columns=columns, rows=rows))
 
 
-def kind_of(plan: Plan) -> str:
-    """``cpu`` or ``cuda``: what ``runtime.device`` is predicted as."""
-    return "cpu" if plan.runtime.device.partition(":")[0] == "cpu" else "cuda"
-
-
 def parse_memory(value: object) -> int:
-    """Bytes of ``24GiB``, ``80GB``, ``24e9`` or a number; ValueError naming the key."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\+?\d+)?)\s*(?:([KMGT]?)(I?)B)?\s*", str(value), re.IGNORECASE)
-    unit = (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper()) if match else 0
-    if isinstance(value, bool) or not match or not 1 <= float(match[1]) * unit < 2**63:
+    """Bytes of ``24GiB``, ``80GB`` or a number; ValueError naming the key."""
+    try:
+        return int(checked(value, Annotated[ByteSize, Ge(1)], key="device_memory"))
+    except ValueError as error:
         allowed = "allowed are bytes above 0, as in 24GiB (2^30), 80GB (10^9) or 25769803776"
-        raise ValueError(f"device_memory={value}: {allowed}")
-    return int(float(match[1]) * unit)
+        raise ValueError(f"device_memory={value}: {allowed}") from error
 
 
 def search(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, most: int = MOST_STREAMS) -> int:
@@ -106,13 +103,9 @@ def search(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1
     return 0 if low < least else low
 
 
-def peak_bytes(plan: Plan, streams: int) -> int:
-    """Predicted for so many streams."""
-    return predict(plan, streams=streams)["predicted_peak_bytes"]
-
-
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Peak memory of a training step in warm state at initial parameters; ``split`` is by ``CAUSES``.
+    """Peak memory of a training step in warm state at initial parameters: ``backend``, ``split`` by ``CAUSES``, and its sum,
+    ``predicted_peak_bytes``.
 
     Args:
         streams: in place of the plan's own.
@@ -136,9 +129,13 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         reason = f"its memory depends on values that are not known before it runs ({error.func})"
         raise ValueError(f"variant={plan.variant}: {reason}") from error
-    sizes = {"streams": batch.streams, "segment": batch.segment, "span": plan.model.span}
     backend = "+".join(sorted({*backends.values()} - {"plain"} or {"plain"}))
-    return {**sizes, "backend": backend, "split": split, "predicted_peak_bytes": sum(split.values())}
+    return {"backend": backend, "split": split, "predicted_peak_bytes": sum(split.values())}
+
+
+def kind_of(plan: Plan) -> str:
+    """``cpu`` or ``cuda``: what ``runtime.device`` is predicted as."""
+    return "cpu" if plan.runtime.device.partition(":")[0] == "cpu" else "cuda"
 
 
 def eager(plan: Plan) -> Plan:

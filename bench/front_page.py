@@ -3,17 +3,16 @@
 Both pages have two markers; what stands between them is written here, and a test holds it against the rows.
 """
 
-import io
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from bench import results_page
 from bench.results_page import REFERENCE, best_first, markdown, read_runs
 from harness.cache import write_whole
-from harness.failures import exit_code
+from harness.compose.cli import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, README, PAGE, PICTURE = "bench/results", "README.md", "docs/results.md", "docs/front_page.png"
@@ -24,20 +23,14 @@ HEADS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE}, paired", "rec
 HEADS += [f"at {LONG:,}", "state, KiB", "parameters"]
 
 
-def main() -> int:
-    """Exit code, as ``docs/exit_codes.md`` has it."""
-    try:
-        folder = ROOT / RESULTS
-        pages = {README: readme_table(folder), PAGE: results_page.sections(folder)}
-        for name, block in pages.items():
-            path = ROOT / name
-            write_whole(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
-        if (folder / "front_page.jsonl").exists():
-            write_whole(ROOT / PICTURE, picture(folder))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
-    return 0
+def main() -> None:
+    """Write both pages and the picture; ValueError for a page without markers."""
+    folder = ROOT / RESULTS
+    for name, block in {README: readme_table(folder), PAGE: results_page.sections(folder)}.items():
+        path = ROOT / name
+        write_whole(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
+    if (folder / "front_page.jsonl").exists():
+        write_whole(ROOT / PICTURE, picture(folder))
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:
@@ -68,27 +61,24 @@ def readme_table(folder: Path) -> str:
 
 def picture(folder: Path) -> bytes:
     """PNG. Left: each mechanism's difference from the reference, with 95% intervals; right: bits of a copied byte by distance."""
-    from bench.report import drawing
-    from bench.report.style import FONT_POINTS, draw_recall, styled  # late: matplotlib
+    from bench.report import drawing  # late: matplotlib
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
     names = [name for name, _ in best_first(runs) if name != REFERENCE and results_page.paired_with(runs, name)]
     heat = results_page.copies(recall)
-    with styled():
+    with drawing.styled():
         panels = bool(names) + bool(len(heat)) or 1
         height = 1.4 + 0.27 * max(len(names), len(heat), 8)
         figure, axes = drawing.panels(1, panels, title="", width=5.6 * panels, height=height)
         if names:
-            _draw_differences(axes[0], runs, names[::-1], points=FONT_POINTS)
+            _draw_differences(axes[0], runs, names[::-1])
         if len(heat):
-            draw_recall(axes[-1], heat)
-        file = io.BytesIO()
-        figure.savefig(file, format="png", metadata={"Software": None})
-    return file.getvalue()
+            _draw_recall(axes[-1], heat)
+        return drawing.png_of(figure)
 
 
-def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str], *, points: float) -> None:
-    from bench.report.drawing import INK
+def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
+    from bench.report.drawing import FONT_POINTS, INK
 
     for place, name in enumerate(names):
         pair = results_page.paired_with(runs, name)
@@ -97,7 +87,7 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str], *, points: f
         right = pair.mean <= 0  # the label stands where the other side of 0 leaves room
         at, side = (max(pair.mean + width, 0), "left") if right else (min(pair.mean - width, 0), "right")
         offset = (6 if right else -6, 0)
-        ax.annotate(name, (at, place), offset, textcoords="offset points", va="center", ha=side, fontsize=points)
+        ax.annotate(name, (at, place), offset, textcoords="offset points", va="center", ha=side, fontsize=FONT_POINTS)
     ax.axvline(0, color=INK, linestyle="--", linewidth=1)
     ax.margins(x=0.35)
     ax.set(yticks=[], ylim=(-0.7, len(names) - 0.3))
@@ -105,5 +95,20 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str], *, points: f
     ax.grid(axis="y", visible=False)
 
 
+def _draw_recall(ax, heat: pd.DataFrame) -> None:
+    """Cells of bits, mechanisms by the distances in bytes from which letters are copied."""
+    from bench.report.drawing import FONT_POINTS, INK
+
+    ax.imshow(heat.to_numpy(), cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")
+    for (y, x), bits in np.ndenumerate(heat.to_numpy()):
+        if np.isfinite(bits):
+            colour = "white" if bits > 2.5 else INK
+            ax.text(x, y, f"{bits:.1f}", ha="center", va="center", fontsize=FONT_POINTS, color=colour)
+    ax.set_xticks(range(heat.shape[1]), [f"{distance:,}" for distance in heat.columns])
+    ax.set_yticks(range(len(heat)), list(heat.index))
+    ax.set_xlabel("bits of a byte copied from so many bytes back")
+    ax.grid(visible=False)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

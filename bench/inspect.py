@@ -7,16 +7,18 @@ the bytes that chose the weights, or ``text``. ``bench.evaluate`` draws bits per
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import hydra
 import numpy as np
+from annotated_types import Ge
 from matplotlib.colors import PowerNorm
 from omegaconf import DictConfig
 
 from bench import CONF
-from bench.report.drawing import GREY, INK, layer_names, panels, save
+from bench.report.drawing import GREY, INK, panels, save, styled
 from harness.compose.cli import run_command
 from variants.contract import Inspection
 
@@ -29,23 +31,17 @@ def main(cfg: DictConfig) -> None:
     import torch  # late, as everything slow
 
     from bench.planning import open_trained
-    from harness.device import runtime
     from harness.loop.sampling import numbers_of
-    from harness.loop.select_backend import settled
     from harness.plan.settings import checked
 
     folder, text = Path(cfg.run), checked(cfg.text, str | None, key="text")
-    length = checked(cfg.bytes, int, key="bytes")
-    if length < 2:
-        raise ValueError(f"bytes={length}: must be at least 2")
+    length = checked(cfg.bytes, Annotated[int, Ge(2)], key="bytes")
     trained = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
-    device = runtime.start(trained.plan.runtime)
-    trained = trained._replace(plan=settled(trained.plan, device))
-    plan, model = trained.plan, trained.model().to(device.device).eval()
+    model, device = trained.on_device()
     if text is None:
         corpus = trained.corpus()
         name, symbols = f"valid of {corpus.name}", corpus.symbols
-        tokens = corpus.reported("valid", selection_bytes=plan.eval.selection_bytes)
+        tokens = corpus.reported("valid", selection_bytes=trained.plan.eval.selection_bytes)
     else:
         is_file, symbols = os.path.isfile(text), trained.symbols()
         name, content = (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))
@@ -53,8 +49,8 @@ def main(cfg: DictConfig) -> None:
     if len(tokens) < 2:
         raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
     passage = tokens[:length]
-    _, seen = model.inspect(passage[None].long().to(device.device))
-    maps = {layer: one.weights[0].float().cpu().numpy() for layer, one in seen.items() if one.weights is not None}
+    _, seen = model.eval().inspect(passage[None].long().to(device.device))
+    maps = {layer: s.weights[0].float().cpu().numpy() for layer, s in seen.items() if s.weights is not None}
     if (cells := sum(layer.size for layer in maps.values())) > MAX_CELLS:
         most = math.isqrt(MAX_CELLS * len(passage) ** 2 // cells)
         raise ValueError(f"bytes={length}: allowed is {most} or less for so many heads")
@@ -63,9 +59,10 @@ def main(cfg: DictConfig) -> None:
         print(f"{layer} gives no map: its mechanism does not say what each byte takes of each")
     if maps:
         words = bytes(symbols[token] for token in passage[:90].tolist()).decode("utf-8", "backslashreplace")
-        words = "".join(letter if letter.isprintable() else " " for letter in words).replace("$", r"\$")
-        draw_attention(maps, folder / "inspect_attention.png", title=run, subtitle=f"{about}: {words}")
-        draw_reach(maps, seen, folder / "inspect_spans.png", title=run, subtitle=about)
+        words = "".join(letter if letter.isprintable() else " " for letter in words)
+        with styled():
+            draw_attention(maps, folder / "inspect_attention.png", title=run, subtitle=f"{about}: {words}")
+            draw_reach(maps, seen, folder / "inspect_spans.png", title=run, subtitle=about)
         print(f"{folder}: inspect_attention.png, inspect_spans.png")
 
 
@@ -115,6 +112,13 @@ def draw_reach(maps: Mapping[str, np.ndarray], seen: Mapping[str, Inspection], p
     ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     save(figure, path)
+
+
+def layer_names(names: Iterable[str]) -> list[str]:
+    """``layers.3.attention`` as ``3``, unless a layer has two such sublayers."""
+    names = [name.removeprefix("layers.") for name in names]
+    short = [name.partition(".")[0] for name in names]
+    return short if len(set(short)) == len(names) else names
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:

@@ -1,9 +1,7 @@
 """One entry of ``bench.peers``: a variant of ours, the reference model, or a package's.
 
 Every entry gets the same bytes in the same order and takes whole training steps: forward, loss, backward, optimizer.
-Ours take the trainer's own step, and what carries a state begins with a full one. Packages are built as their
-documentation says, without dropout. Weights are shaken, ours and packages' alike: networks start in part at zero, where
-hardware is quicker.
+Ours take the trainer's own step. Packages are built as their documentation says, without dropout. Weights of all are shaken.
 """
 
 from functools import partial
@@ -14,18 +12,16 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from bench.cost_worker import Subject
-from bench.measure import times
-from bench.turns import REFERENCE
-from bench.weights import learned_spans, shake_
+from bench.cost_worker import Subject, shake_
+from bench.turns import times
 from harness.data.sources import PINNED
 from harness.loop.trainer import backend_of
 from harness.plan.build import Plan
 from harness.record.folder import config_hash
 
-TRANSFORMERS = "x-transformers"
+REFERENCE, TRANSFORMERS = "reference_model", "x-transformers"
 PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS}
-"""What a peer comes from, as pip calls it."""
+"""What a peer comes from, as pip calls it. The others are compared with the first."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
 
 
@@ -88,49 +84,56 @@ def version(package: str) -> str | None:
 
 
 class Worker(Subject):
-    """What a cell is asked: ``identity`` and ``weigh`` first, then ``round`` by round."""
+    """An entry's answers."""
 
-    kind = "peers"
+    kind, memory, timed = "peers", ("train_memory",), ("train",)
 
     def identity(self) -> dict:
         """Provenance, with the package and its version; a peer's configuration has the package as its variant."""
-        row, task = super().identity(), self.task
-        package = PACKAGES.get(task.peer, "attention-windtunnel")
-        if task.peer:
-            config = row["config"] | {"variant": {"name": task.name, "package": package}}
-            row |= {"variant": task.name, "config": config, "config_hash": config_hash(config, pinned=PINNED)}
+        row, peer = super().identity(), self.task.peer
+        package = PACKAGES.get(peer, "attention-windtunnel")
+        if peer:
+            config = row["config"] | {"variant": {"name": peer, "package": package}}
+            row |= {"variant": peer, "config": config, "config_hash": config_hash(config, pinned=PINNED)}
         return row | {"package": package, "package_version": version(package)}
 
-    def weigh(self) -> dict:
-        """Parameters, backend, and the peak of memory of training steps after warm-up."""
+    def build(self) -> dict:
+        """Make the model; returns ``facts``."""
         if self.task.peer:
             build_peer(self.task.peer, self.plan)  # what a package loads belongs to no model
-        self.build()
+        return super().build()
+
+    def facts(self) -> dict:
+        """Backend and parameters."""
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
         if self.task.peer:
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
-            backend, memory = "fused" + ", compiled" * self.runtime.compile, self.step_peak()
-        else:
-            backend, memory = backend_of(self.model, self.runtime), self.train_memory()
-            parameters["touched"] = self.model.touched_parameters()
-        memory = {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
-        return {"parameters": parameters, "backend": backend, "memory": memory}
+            return {"parameters": parameters, "backend": "fused" + ", compiled" * self.runtime.compile}
+        touched = {"touched": self.model.touched_parameters()}
+        return {"parameters": parameters | touched, "backend": backend_of(self.model, self.runtime)}
 
-    def round(self, seconds: float) -> list[float]:
-        """Milliseconds of each training step, for so long, two steps at least; the one before finds others' caches."""
+    def train_memory(self) -> dict:
+        """Peak of training steps after warm-up."""
+        if self.task.peer:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
+            return self.step_peak()
+        memory = super().train_memory()
+        return {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
+
+    def times(self, kind: str, *, seconds: float) -> list[float]:
+        """Milliseconds of each training step, for so long, two at least; the one before finds others' caches."""
         clock = {"synchronise": self.runtime.synchronise, "most_seconds": seconds}
         return times(self._train, **clock, least_calls=2, warm_calls=1)
 
+    def flops(self) -> dict:
+        """None are counted: the table is of speed and memory."""
+        return {}
+
     def _model(self) -> nn.Module:
-        task = self.task
-        if task.peer:
-            model = build_peer(task.peer, self.plan)
-            shake_(model)
-            return model.train()
-        model = super()._model()
-        if isinstance(task.spans, tuple) and not learned_spans(model):
-            raise ValueError(f"spans={list(task.spans)}: cannot be set, no sublayer has learned spans")
-        return model
+        if self.task.peer is None:
+            return super()._model()
+        model = build_peer(self.task.peer, self.plan)
+        shake_(model)
+        return model.train()
 
     def _train(self) -> None:
         """One whole training step."""

@@ -20,9 +20,11 @@ from harness.compose.untrusted_config import TYPED, read_config
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.data.sources import PINNED
+from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.prepare import planned
+from harness.loop.select_backend import settled
 from harness.loop.trainer import load_weights
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
@@ -101,19 +103,15 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str)
     what = f"{key}={path}"
     config = read_config(path / CONFIG, what=what)
     try:
-        config.runtime, config.trust, config.record = (
-            runtime,
-            trust,
-            OmegaConf.load(Path(CONF) / "record" / "default.yaml"),
-        )
+        config.update({"runtime": runtime, "trust": trust, "record": OmegaConf.load(f"{CONF}/record/default.yaml")})
         return plan_run(config)
     except MISTAKES as error:
         raise ValueError(f"{what}: {CONFIG}: {explain(error)}") from error
 
 
 class Trained(NamedTuple):
-    """A run that somebody made, opened: its plan, what its record says first, its best weights and what these are of, and the
-    key that named it."""
+    """A run that somebody made, opened: its plan, its provenance, the content of its best checkpoint, and the key that named
+    it."""
 
     plan: Plan
     saved: dict
@@ -129,6 +127,12 @@ class Trained(NamedTuple):
             for _, sublayer in model.sublayers():
                 sublayer.set_span(span)
         return model
+
+    def on_device(self, *, span: int | None = None) -> tuple[LanguageModel, Runtime]:
+        """The same where the plan is to be computed, with the backend that is right there."""
+        device = runtime.start(self.plan.runtime)
+        model = self._replace(plan=settled(self.plan, device)).model(span=span)
+        return model.to(device.device), device
 
     def corpus(self) -> Corpus:
         """The run's corpus; ValueError where it is not what the run read."""
@@ -147,6 +151,6 @@ def open_trained(path: Path, *, key: str, runtime: DictConfig | None = None, tru
     naming ``key``, the folder and what is wrong with it. ``runtime`` None: that of ``conf``, in float32 on the CPU."""
     if runtime is None:
         plain = {"device": "cpu", "precision": "float32", "compile": False}
-        runtime = OmegaConf.merge(OmegaConf.load(Path(CONF) / "runtime" / "default.yaml"), plain)
+        runtime = OmegaConf.merge(OmegaConf.load(f"{CONF}/runtime/default.yaml"), plain)
     saved, best = read_run(path, key=key)
     return Trained(plan_of_run(path, key=key, runtime=runtime, trust=trust), saved, best, key)

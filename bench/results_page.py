@@ -1,16 +1,16 @@
-"""Tables of ``docs/results.md`` from the rows in ``bench/results``, for ``bench.front_page``; alone it prints them."""
+"""Tables of ``docs/results.md`` from the rows in ``bench/results``, for ``bench.front_page``."""
 
-import math
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 
 import pandas as pd
+import yaml
 
-from bench.picks import tried
+from bench.evidence import cell_of, tried
 from bench.report.compare import VARIANTS
 from bench.report.uncertainty import Paired, paired
-from bench.verdicts import verdict_table
 from harness.record.comparison import UNCOMPARED
 from harness.record.rows import read_rows
 
@@ -41,19 +41,24 @@ ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged
     "The best factors are half of those after 0.85 MB, so the rows take half of each pick.",
 }
 COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak", "seconds")
-COLUMNS += ("copies", "compressors", "context", "rate", "machine")
+COLUMNS += ("copies", "compressors", "context", "rate", "machine", "ground")
+SEEDS = 3
+MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs of a byte, %": "flops"}
+"""What claims are measured in: columns of ``read_runs``."""
+NOT, FEW, OPEN, HOLDS = "does not", "too few seeds", "not separated", "holds"
+HEAD = "| claim | compared | in | must be | n | difference, 95% interval | verdict |\n|---|---|---|---|---|---|---|"
 
 
 def read_runs(path: Path) -> pd.DataFrame:
     """Runs of a file of ``bench.evidence``, one row each, with ``COLUMNS``; numbers of finished runs only."""
     rows = []
     for line in read_rows(path):
-        words, run = dict(word.split("=", 1) for word in line["cell"]), line["summary"]
-        row = {"variant": words["variant"], "seed": int(words["seed"]), "status": run["status"]}
+        cell, run = cell_of(line), line["summary"]
+        row = {"variant": cell["variant"], "seed": int(cell["seed"]), "status": run["status"]}
         if run.get("check") in UNCOMPARED:
             row["status"] = run["check"]
         elif run["status"] == "finished":
-            row |= {"valid": run["valid_bits_per_byte"], "test": run["test_bits_per_byte"]}
+            row |= {"valid": run["valid_bits_per_byte"], "test": run["test_bits_per_byte"], "ground": _ground(run)}
             row |= {"parameters": run["parameters"]["total"], "flops": run["flops_per_byte"]["executed"]}
             row |= {"state": run["memory"]["state_bytes"], "peak": run["memory"]["peak_bytes"]}
             row |= {"copies": run.get("test_bits_per_copy"), "compressors": run["compressors"].get("test") or {}}
@@ -61,6 +66,13 @@ def read_runs(path: Path) -> pd.DataFrame:
         row["rate"] = (line["record"][0]["config"]["variant"].get("lr_scale") or {}).get("muon", 1)
         rows.append(row | {"machine": f"{run['device']}, {run['threads']} thread, {run['precision']}"})
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _ground(summary: dict) -> str:
+    """What all runs of a table have in common; context and span follow from a mechanism's sizes."""
+    protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
+    shared = [summary["data"]["sha256"], protocol, *(summary[key] for key in ("budget", "precision"))]
+    return json.dumps([*shared, summary["numerics"]["shared"]], sort_keys=True)
 
 
 def best_first(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -95,13 +107,9 @@ def difference(runs: pd.DataFrame, variant: str) -> str:
 
 def copies(runs: pd.DataFrame) -> pd.DataFrame:
     """Mean bits of a copied byte, mechanisms by distances in bytes; the mechanism that recalls most first."""
-    rows = {
-        name: pd.DataFrame([{int(k): v for k, v in bits.items()} for bits in same["copies"] if bits]).mean()
-        for name, same in best_first(runs)
-    }
-    frame = pd.DataFrame(rows).T
-    distances = sorted(frame.columns)
-    return frame.reindex(columns=distances).sort_values(by=distances, key=lambda c: c > 1, kind="stable")
+    rows = {name: pd.DataFrame([*filter(None, same["copies"])]).mean() for name, same in best_first(runs)}
+    frame = pd.DataFrame(rows).T.rename(columns=int).sort_index(axis=1)
+    return frame.sort_values(by=[*frame.columns], key=lambda bits: bits > 1, kind="stable")
 
 
 def reaches(runs: pd.DataFrame) -> dict[str, str]:
@@ -118,11 +126,11 @@ def flops_at(path: Path, length: int) -> dict[str, float]:
 
 def sections(folder: Path) -> str:
     """All sections for which there are rows."""
-    first, claims = read_runs(folder / "front_page.jsonl"), read_rows(folder / "front_page.jsonl")
+    first = read_runs(folder / "front_page.jsonl")
     made = [
         ("Front page, more columns", bits_table(first)),
         ("What context is worth", context_table(first)),
-        ("Claims of the papers", verdict_table(claims) if claims else ""),
+        ("Claims of the papers", verdict_table(first) if len(first) else ""),
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
         ("Skills", skills_table(folder / "skills.jsonl")),
@@ -154,10 +162,9 @@ def context_table(runs: pd.DataFrame) -> str:
     means = {}
     for name, same in best_first(runs):
         curves = [{_edges(point): point["bits_per_byte"] for point in curve} for curve in same["context"].dropna()]
-        means |= {name: pd.DataFrame(curves).mean()} if curves else {}
+        means |= {f"`{name}`": pd.DataFrame(curves).mean()} if curves else {}
     heads = list(next(iter(means.values())).index) if means else []
-    rows = [[f"`{name}`", *(f"{mean.get(head, math.nan):.3f}" for head in heads)] for name, mean in means.items()]
-    return markdown(["mechanism", *heads], rows)
+    return grid({name: mean.reindex(heads).map("{:.3f}".format) for name, mean in means.items()}, heads)
 
 
 def _edges(point: dict) -> str:
@@ -165,62 +172,98 @@ def _edges(point: dict) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
+def verdict_table(runs: pd.DataFrame) -> str:
+    """Each part of a claim of ``bench/claims.yaml``: the mean of paired differences over the seeds that both mechanisms have
+    finished, with its 95% t-interval, not corrected for their number. ValueError for runs of more than one protocol."""
+    if len(grounds := sorted(runs["ground"].dropna().unique())) > 1:
+        raise ValueError("rows differ in data, protocol, budget or arithmetic:\n" + "\n".join(grounds))
+    table = [HEAD]
+    for claim in yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8")):
+        verdicts, rows = [], []
+        for part in claim["parts"]:
+            every = differences(runs, part["variant"], part["beside"], part["measure"])
+            scored = every.dropna().tolist()
+            verdict, interval = judge(scored, must=part["must"], margin=part.get("margin", 0.0))
+            lost = f", {every.isna().sum()} without a score" if every.hasnans else ""
+            must = part["must"] + (f" within {part['margin']:g}" if "margin" in part else "")
+            names = f"`{part['variant']}`, `{part['beside']}` | {part['measure']} | {must} | {len(scored)}{lost}"
+            rows.append(f"| | {names} | {interval} | {verdict} |")
+            verdicts.append(verdict)
+        whole = next((verdict for verdict in (NOT, FEW, OPEN) if verdict in verdicts), HOLDS)
+        table += [f"| **{claim['claim']}** | | | | | | **{whole}** |", *rows]
+    return "\n".join(table)
+
+
+def differences(runs: pd.DataFrame, variant: str, rival: str, measure: str) -> pd.Series:
+    """Of all matched seeds, in bits or percent; NaN for one without a score."""
+    column = MEASURES[measure]
+    values = [runs[runs["variant"] == name].set_index("seed")[column].astype(float) for name in (variant, rival)]
+    a, b = pd.concat(values, axis=1, join="inner").sort_index().T.to_numpy()
+    return pd.Series(100 * (a / b - 1) if measure.endswith("%") else a - b)
+
+
+def judge(differences: list[float], *, must: str, margin: float) -> tuple[str, str]:
+    """The verdict on differences that must be less than the margin, or both less and not further below 0 (*the same*), and
+    their interval in words. *holds*: it lies where it must; *does not*: wholly elsewhere; *not separated*: it covers both."""
+    if len(differences) < 2:
+        return FEW, "".join(f"{difference:+.4f}" for difference in differences)
+    pairs = paired(differences)
+    low, high = pairs.mean - pairs.half_width, pairs.mean + pairs.half_width
+    lowest = -margin if must == "the same" else float("-inf")
+    verdict = HOLDS if lowest < low and high < margin else NOT if low >= margin or high <= lowest else OPEN
+    return verdict if pairs.n >= SEEDS else FEW, f"{pairs.mean:+.4f} ± {pairs.half_width:.4f}"
+
+
 def recall_table(runs: pd.DataFrame) -> str:
     """Bits of a copied byte by distance, and the distance reached."""
     frame, reached, counts = copies(runs), reaches(runs), runs[runs["status"] == "finished"].groupby("variant").size()
-    rows = [[f"`{n}`", counts[n], reached[n], *(f"{bits:.3f}" for bits in row)] for n, row in frame.iterrows()]
-    return markdown(["mechanism", "n", "reach", *(f"{distance:,}" for distance in frame.columns)], rows)
+    shown = frame.map("{:.3f}".format).rename(columns="{:,}".format).assign(n=counts, reach=reached)
+    return grid({f"`{name}`": row for name, row in shown.iterrows()}, ["n", "reach", *shown.columns[:-2]])
 
 
 def skills_table(path: Path) -> str:
     """Bits of answers, mechanisms by skill and label."""
     cells: dict[str, dict[str, str]] = {}
     for line in read_rows(path):
-        words, answers = dict(word.split("=", 1) for word in line["cell"]), line["summary"].get("test_bits_per_copy")
-        shown = {
-            f"{words['data']}, {label}": f"{bits:.3f}" for label, bits in (answers or {}).items() if bits is not None
-        }
-        cells.setdefault(words["variant"], {}).update(shown)
-    heads = sorted(
-        {head for row in cells.values() for head in row}, key=lambda head: (head.split()[0], len(head), head)
-    )
-    return markdown(
-        ["mechanism", *heads], [[f"`{n}`", *(row.get(head, "") for head in heads)] for n, row in cells.items()]
-    )
+        cell, answers = cell_of(line), line["summary"].get("test_bits_per_copy") or {}
+        shown = {f"{cell['data']}, {label}": f"{bits:.3f}" for label, bits in answers.items() if bits is not None}
+        cells.setdefault(f"`{cell['variant']}`", {}).update(shown)
+    heads = {head for row in cells.values() for head in row}
+    return grid(cells, sorted(heads, key=lambda head: (head.split()[0], len(head), head)))
 
 
 def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
     """One table a quantity, mechanisms by spans."""
     measured = [row for row in read_rows(path) if row["mode"] == "stream"]
-    lengths = sorted({row["length"] for row in measured})
+    lengths = [f"{length:,}" for length in sorted({row["length"] for row in measured})]
     for title, (scale, keys) in COSTS.items():
-        cells: dict[str, dict[int, str]] = {}
+        cells: dict[str, dict[str, str]] = {}
         for row in measured:
             cost = reduce(lambda inner, key: (inner or {}).get(key), keys, row)
             unit = scale * (row["segment"] if "ms" in title else 1)
             shown = row["status"] if cost is None else f"{cost / unit:,.3g}"
-            cells.setdefault(row["variant"], {})[row["length"]] = shown
-        rows = [[f"`{name}`", *(shown.get(length, "") for length in lengths)] for name, shown in cells.items()]
-        yield title, markdown(["mechanism", *(f"{length:,}" for length in lengths)], rows)
+            cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = shown
+        yield title, grid(cells, lengths)
 
 
 def rates_table(path: Path) -> str:
     """Bits per byte of valid by factor of the rate; the best factor is bold."""
-    scores = tried(path)
-    factors = sorted({factor for bits in scores.values() for factor in bits})
-    rows = []
+    scores, cells = tried(path), {}
     for name, bits in scores.items():
         best = min(bits, key=bits.get)
-        shown = {factor: f"{number:.4f}" for factor, number in bits.items()} | {best: f"**{bits[best]:.4f}**"}
-        rows.append([f"`{name}`", *(shown.get(factor, "") for factor in factors)])
-    return markdown(["mechanism", *(f"{factor:g}" for factor in factors)], rows)
+        cells[f"`{name}`"] = {factor: f"{number:.4f}" for factor, number in bits.items()} | {
+            best: f"**{bits[best]:.4f}**"
+        }
+    return grid(cells, sorted({factor for bits in scores.values() for factor in bits}))
 
 
-def markdown(heads: list[str], rows: list[list[object]]) -> str:
+def grid(cells: Mapping[str, Mapping], heads: Sequence) -> str:
+    """A table of mechanisms by ``heads``, empty where a mechanism has no cell."""
+    rows = [[name, *(row.get(head, "") for head in heads)] for name, row in cells.items()]
+    return markdown(["mechanism", *(f"{head:g}" if isinstance(head, float) else head for head in heads)], rows)
+
+
+def markdown(heads: Sequence[str], rows: list[list[object]]) -> str:
     """A table, its first column to the left; nothing without rows."""
     ruler = ["---", *["--:"] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [heads, ruler, *rows]) if rows else ""
-
-
-if __name__ == "__main__":
-    print(sections(Path("bench/results")))

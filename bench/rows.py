@@ -17,22 +17,14 @@ IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "co
 
 
 class RowFile:
-    """Writes rows to ``<outputs>/<time>-<verb>/rows.jsonl``; the folder appears with the first row.
+    """Writes rows to ``<outputs>/<time>-<verb>/rows.jsonl``, a folder that appears with the first row, or adds them to
+    ``path``. ValueError where it cannot be written, naming ``outputs`` or ``rows``."""
 
-    Args:
-        outputs: root of such folders.
-        verb: ``cost``, ``fit``, ``peers``, ...
-        path: a file of the user's own instead, to which rows are added.
-
-    Raises:
-        ValueError: ``outputs`` or ``rows`` cannot be written.
-    """
-
-    def __init__(self, outputs: Path, *, verb: str, path: Path | None = None):
+    def __init__(self, outputs: Path, *, verb: str, path: str | None = None):
         name = time.strftime(f"%Y%m%d-%H%M%S-{verb}")
         folders = (outputs / f"{name}{f'-{n}' if n > 1 else ''}" for n in count(1))  # calls of the same second
-        self.path = path or next(folder for folder in folders if not folder.exists()) / ROWS
-        key = f"outputs={outputs}" if path is None else f"rows={path}"
+        self.path = Path(path) if path else next(folder for folder in folders if not folder.exists()) / ROWS
+        key = f"rows={path}" if path else f"outputs={outputs}"
         probe = next(place for place in self.path.absolute().parents if place.exists())
         wrong = f"{self.path} is a folder" if self.path.is_dir() else f"{probe} is a file"
         if self.path.is_dir() or not probe.is_dir():

@@ -27,7 +27,7 @@ def main() -> None:
     with initialize_config_dir(CONF, version_base="1.3"):
         for name in sorted(path.stem for path in Path(CONF, "variant").glob("*.yaml")):
             plan = plan_run(compose("train", overrides=[f"variant={name}", "runtime.device=cpu"]))
-            breaks = [one for one in (*findings(shrunk(plan)), *findings_at_sizes(plan)) if not one.passed]
+            breaks = [finding for finding in (*findings(shrunk(plan)), *findings_at_sizes(plan)) if not finding.passed]
             print(f"{'FAIL' if breaks else 'pass'}  {name}", *breaks, sep="\n      ", flush=True)
             broken += len(breaks)
     if broken:

@@ -18,7 +18,7 @@ from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
 # Hydra's own groups and those of bench.peers are composed where they are used, W&B does not read its sweeps as Hydra does.
-FILES = [file for file in FILES if not file.startswith(("hydra/", "comparison/", "sweep/wandb_"))]
+FILES = [file for file in FILES if not file.startswith(("hydra/", "sweep/wandb_"))]
 VERBS = {"train": TINY, "bench": TINY, "evidence": ("stage=a",)}
 VERBS |= dict.fromkeys(("check", "cost", "dashboard", "fit", "peers"), ())
 VERBS |= dict.fromkeys(("evaluate", "inspect"), ("run=somewhere",))

@@ -5,21 +5,18 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 
-from bench import measuring
-from bench.cost_worker import Subject
-from bench.planning import read_run
+from bench import turns
 from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
-from bench.turns import Asked, in_turn
+from bench.turns import Entry, in_turn
 from harness.loop.progress import Steps
 from harness.record.cells import LEAST_CALLS
-from tests.command import Ended, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.composing import CONF, compose_config
+from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
+from tests.composing import compose_config
 
 TINY = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.precision=float32")
-TINY += ("runtime.threads=1",)
+TINY += ("runtime.threads=1", "data.bytes=20000")
 QUICK = ("rounds=1", "seconds=0.01")
 PRODUCTS = 12 * 32**2 * 2 + 32 * 256
 """Projections, feed-forward and head of TINY."""
@@ -47,7 +44,7 @@ def test_every_cell_has_a_row_that_can_stand_alone_with_its_costs(here):
         assert refusal(row) is None and row["status"] == "measured" and row["interleaved"]
         assert row["span"] == row["segment"] == row["length"] == row["config"]["model"]["span"] == 256
         assert row["config"]["runtime"]["backend"] == "auto" and row["allocator"] == "keep"
-        assert row["data"]["name"] == "synthetic_text" and row["data"]["sha256"].startswith("a8ae164c")
+        assert row["data"]["name"] == "synthetic_text" and row["data"]["bytes"] == 20_000
         assert row["utilisation"] is None  # of a CPU no peak is known
         assert row["load"].keys() >= {"busy", "others_cores", "stolen_cores", "average_at_start"}
         flops, memory = row["flops"], row["memory"]
@@ -72,7 +69,7 @@ def test_a_warm_stream_keeps_its_segment_and_what_a_file_has_is_not_measured_aga
     words += ("lengths=[128]", "backends=[plain,auto]")
     ended = cost(*words)
     plain, auto = rows_of(ended)
-    monkeypatch.setattr(measuring, "measure_together", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(turns, "measure", lambda *_, **__: pytest.fail("measured again"))
     assert rows_of(cost(*words)) == [plain, auto]
     for row in (plain, auto):
         assert (row["segment"], row["span"], row["streams"], row["mode"]) == (32, 128, 2, "stream")
@@ -91,38 +88,18 @@ def test_a_warm_stream_keeps_its_segment_and_what_a_file_has_is_not_measured_aga
 def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
     """By default: each round takes a call of ``bench.cost``, and two of ``bench.peers``, each with keys of its own."""
     assert compose_config(name="cost").rounds >= LEAST_CALLS
-    for comparison in CONF.glob("comparison/*.yaml"):
-        assert 2 * compose_config(f"comparison={comparison.stem}", name="peers").rounds >= LEAST_CALLS, comparison
-    slow = Asked(name="slow", cell=Mock(ask=lambda *_: [25_000.0]))
-    quick = Asked(name="quick", cell=Mock(ask=lambda *_: [1.0]))
+    assert 2 * compose_config(name="peers").rounds >= LEAST_CALLS
+    slow = Entry(name="slow", task=None, cell=Mock(ask=lambda *_, **__: [25_000.0]))
+    quick = Entry(name="quick", task=None, cell=Mock(ask=lambda *_, **__: [1.0]))
     with Steps(1) as progress:
-        answers = [one.name for one, _ in in_turn([slow, quick], "round", rounds=5, progress=progress)]
-    assert answers.count("slow") == 3 and answers.count("quick") == 5
+        in_turn([slow, quick], "train", rounds=5, seconds=0.1, progress=progress)
+    assert (len(slow.rounds["train"]), len(quick.rounds["train"])) == (3, 5)
 
 
 def test_out_of_memory_is_a_row(here):
-    (row,) = rows_of(cost("lengths=[2048]", "backends=[plain]", "memory_limit_gib=0.15"))
+    (row,) = rows_of(cost("lengths=[1024]", "backends=[plain]", "memory_limit_gib=0.05"))
     assert row["status"] == "out of memory" and "allocate" in row["reason"]
     assert row["time"]["train_ms"] is None and refusal(row) is None
-
-
-def test_a_checkpoint_is_measured_as_it_is_at_its_learned_spans(here, monkeypatch):
-    assert train("variant=adaptive_span", "model.span=64", "data=recall", "data.bytes=60000").code == 0
-    (folder,) = run_folders(Path("outputs"))
-    tasks, words = [], (f"checkpoint={folder}", "lengths=[128]", "backends=[auto]")
-    monkeypatch.setattr(measuring, "measure_together", lambda group, **_: tasks.extend(group) or [])
-    assert call("bench/cost.py", *QUICK, *words).code == 0
-    subject = Subject(*tasks)
-    subject.build()
-    facts, summary = subject.facts(), json.loads((folder / "summary.json").read_text())
-    assert subject.span == 128 and facts["spans"] == pytest.approx(summary["spans"]) and facts["spans_from"] is None
-    _, best = read_run(folder, key="checkpoint")
-    for name, parameter in subject.model.named_parameters():  # nothing is shaken; a span's share of S is another
-        assert name.endswith("fraction") or torch.equal(parameter, best["model"][name])
-    missing = call("bench/cost.py", "checkpoint=nowhere")
-    assert missing.code == 2 and "checkpoint=nowhere: must be a run folder" in missing.err
-    refused = call("bench/cost.py", f"checkpoint={folder}", "model.d_model=64")
-    assert refused.code == 2 and "model.d_model=64" in refused.err and "its own configuration" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -130,7 +107,6 @@ def test_a_checkpoint_is_measured_as_it_is_at_its_learned_spans(here, monkeypatc
     [
         (("backends=[nope]",), ("backends", "nope", "auto, plain, chunked, fused, kernel")),
         (("variants=[mhsa,nope]",), ("variant=nope", "adaptive_span")),
-        (("lenghts=[3]",), ("lenghts=[3]", "lengths")),
     ],
 )
 def test_mistakes_are_refused_and_leave_nothing(here, words, parts):

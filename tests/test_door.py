@@ -70,5 +70,5 @@ def test_every_door_goes_through_one_function_that_believes_nothing():
     code = {path.stem: path.read_text() for part in ("bench", "windtunnel") for path in (ROOT / part).rglob("*.py")}
     assert [name for name, text in code.items() if re.search(READERS, text)] == ["planning"]
     asks = {path.stem for path in (ROOT / "conf").glob("*.yaml") if re.search(r"^run:", path.read_text(), re.M)}
-    asks |= {"cost_worker", "cost", "model"}
+    asks |= {"model"}
     assert not [name for name in asks - {"decompress"} if "open_trained(" not in code[name]]  # one file with compress

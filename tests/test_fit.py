@@ -91,10 +91,7 @@ def test_split_has_the_closed_forms():
     assert shown <= split["state"] - batch - 2 * 8 <= shown * 4 / 3
 
 
-def test_streams_scale_the_peak_and_learned_spans_are_projected():
-    small = plan(*ON_CPU, *TINY, "model.layers=1", "runtime.backend=plain", "batch.carry=true")
-    one, two, three = (predict(small, streams=streams)["predicted_peak_bytes"] for streams in (10, 20, 30))
-    assert three - two == pytest.approx(two - one, rel=0.02)
+def test_learned_spans_are_projected():
     words = ("variant=adaptive_span", "model.layers=1", "model.span=512", "batch.carry=true", "batch.segment=64")
     starts = [plan(*ON_CPU, *TINY, *words, f"variant.attention.span.initial={share}") for share in (0.02, 1)]
     short, long = (predict(start)["split"]["state"] for start in starts)
@@ -103,8 +100,8 @@ def test_streams_scale_the_peak_and_learned_spans_are_projected():
 
 @pytest.mark.parametrize("variant", ["dynamic_span", "product_key_memory"])
 def test_what_depends_on_values_is_predicted_for_a_gpu(variant):
-    made = plan(f"variant={variant}", *small(variant), *TINY[:-3], "runtime.device=cuda", "runtime.checkpoint=layers")
-    assert predict(made)["predicted_peak_bytes"] > 0
+    words = ("runtime.device=cuda", "runtime.checkpoint=layers")
+    assert predict(plan(f"variant={variant}", *small(variant), *TINY[:-3], *words))["predicted_peak_bytes"] > 0
 
 
 def test_on_a_gpu_attention_keeps_no_scores():
@@ -115,8 +112,7 @@ def test_on_a_gpu_attention_keeps_no_scores():
     assert plain["split"]["activations"] - auto["split"]["activations"] > scores
 
 
-@pytest.mark.parametrize("limit", [99, 100, 1000, 12345])
-@pytest.mark.parametrize("shape", ["line", "steps", "bent"])
+@pytest.mark.parametrize(("shape", "limit"), [("line", 99), ("line", 12345), ("steps", 1000), ("bent", 12345)])
 def test_search_finds_the_last_that_fits(shape, limit):
     calls = []
 
@@ -131,7 +127,7 @@ def test_search_finds_the_last_that_fits(shape, limit):
 
 
 def test_memory_is_read_or_refused():
-    sizes = {"24GiB": 24 * 2**30, "80GB": 80 * 10**9, "1.5 gib": 3 * 2**29, 4096: 4096, "1e9": 10**9}
+    sizes = {"24GiB": 24 * 2**30, "80GB": 80 * 10**9, "1.5 gib": 3 * 2**29, 4096: 4096}
     assert {text: fit.parse_memory(text) for text in sizes} == sizes
     for text in ("24GX", "-1GB", True, "1e400"):
         with pytest.raises(ValueError, match="device_memory=.*allowed are"):
@@ -139,16 +135,16 @@ def test_memory_is_read_or_refused():
 
 
 def run_fit(*words: str):
-    return call("bench/fit.py", "data.bytes=60000", *TINY[:-2], "model.layers=1", *words)
+    return call("bench/fit.py", "data.bytes=20000", *TINY[:-2], "model.layers=1", *words)
 
 
 def test_the_command_prints_a_table(here):
-    ended = run_fit("device_memory=64MiB", "runtime.backend=plain", "runtime.device=cpu")
+    ended = run_fit("device_memory=1MiB", "runtime.backend=plain", "runtime.device=cpu")
     assert ended.code == 0, ended.err
     table = dict(re.split(r"  +", line.strip())[:2] for line in ended.out.splitlines() if "  " in line.strip())
     parts = [float(table[f"{cause}, MiB"]) for cause in fit.CAUSES]
     assert sum(parts) == pytest.approx(float(table["peak, MiB"]), rel=0.01) and table["fits"] == "yes"
-    assert "within 10%" in ended.out and int(table["most streams"].replace(",", "")) > 100
+    assert "within 10%" in ended.out and int(table["most streams"]) > 2
     assert "not verified" in run_fit("runtime.device=cuda").out
     ended = run_fit("device_memory=24GX")
     assert ended.code == 2 and "device_memory=24GX: allowed are bytes above 0" in ended.err

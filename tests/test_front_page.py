@@ -89,8 +89,9 @@ def test_the_page_has_every_table_and_names_runs_without_a_score(folder):
     assert "## A span of 4,096" not in text, "there are no such rows"
 
 
-def test_the_picture_and_a_page_without_markers(folder, tmp_path, monkeypatch, capsys):
+def test_the_picture_and_a_page_without_markers(folder, tmp_path, monkeypatch):
     assert front_page.picture(folder).startswith(b"\x89PNG")
     monkeypatch.setattr(front_page, "ROOT", tmp_path)
     (tmp_path / README).write_text("no markers")
-    assert front_page.main() == 2 and f"{README}: must have the lines {BEGIN} and {END}" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=f"{README}: must have the lines {BEGIN} and {END}"):
+        front_page.main()

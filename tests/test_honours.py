@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.choices import follows
+from bench.conformance import follows
 from harness.plan.build import plan_run
 from harness.plan.small import shrunk
 from tests import toys

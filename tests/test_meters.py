@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from bench import measure
-from bench.measure import times
+from bench import turns
+from bench.turns import times
 from harness.count import memory
 from harness.count.memory import (
     Peak,
@@ -126,7 +126,7 @@ class Clock:
 
 def test_calls_are_timed_alone_after_warm_up_until_the_time_is_over(monkeypatch):
     clock, late = Clock(), [0.5]  # seconds of work that the device has been given
-    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(turns, "time", clock)
 
     def synchronise() -> None:
         while late:

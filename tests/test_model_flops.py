@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from bench.model_flops import dense_peak, utilisation
+from bench.cost import dense_peak, utilisation
 from bench.report.columns import for_terminal
 from bench.report.tables_costs import cost_tables
 from tests.bench_rows import cost_row

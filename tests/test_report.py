@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from bench.report.__main__ import all_tables, every_run
+from bench.report.__main__ import all_tables, runs_csv
 from bench.report.frame import read
 from harness.record.comparison import UNCOMPARED
 from harness.record.table import Table, to_csv
@@ -77,10 +77,9 @@ def test_runs_of_equal_numerics_pool_over_sources_and_commits_and_their_times_do
         )
         about = {"config": config, "numerics": NUMERICS, "source": f"{seed}" * 64, "tree": f"{seed}" * 64}
         change(write_run(tmp_path / str(seed), variant="mhsa", seed=seed), commit=f"{seed}" * 40, **about)
-    shown = tables(tmp_path)
-    assert column(shown["runs-1"], "n")[0] == "3" and "bytes/s" not in headings(shown["runs-1"])
-    assert "Commit 00000000, 11111111 and 22222222." in shown["runs-1"].notes
-    assert [len(shown[f"costs-1-{place}"].rows) for place in (1, 2, 3)] == [1, 1, 1]
+    (shown,) = tables(tmp_path).values()
+    assert column(shown, "n")[0] == "3" and "bytes/s" not in headings(shown)
+    assert "Commit 00000000, 11111111 and 22222222." in shown.notes
 
 
 @pytest.mark.parametrize(
@@ -101,15 +100,6 @@ def test_runs_of_other_numbers_do_not_pool(tmp_path, changes):
     assert column(tables(tmp_path)["runs-1"], "n")[0] == "2"
     change(write_run(tmp_path, seed=1, bits=2.5), **same | changes)
     assert sorted(column(tables(tmp_path)["runs-1"], "n")[:2]) in (["1", "1"], ["1", "2"])
-
-
-def test_no_difference_of_a_configuration_is_pooled(tmp_path):
-    for seed, (name, base) in enumerate((("Rotary", 1), ("Rotary", 2), ("Alibi", 1))):
-        position = {"_target_": f"variants.position.{name}", "base": base}
-        write_run(tmp_path, seed=seed, config={"variant": {"name": "mhsa"}, "position": position})
-    shown = tables(tmp_path)["runs-1"]
-    names = {f"mhsa, position={name}, base={base}" for name, base in (("Rotary", 1), ("Rotary", 2), ("Alibi", 1))}
-    assert {*column(shown, "variant")[:3]} == names and column(shown, "n")[:3] == ["1"] * 3
 
 
 def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
@@ -222,14 +212,13 @@ def test_costs_have_percentiles_of_enough_calls_and_stand_apart_where_ground_or_
         tmp_path,
         [cost_row(), cost_row(variant="local", time=many), cost_row(device="Another"), cost_row(source="aa" * 32)],
     )
-    rows = [peer_row(reference_in_check=0.9), peer_row(name="mhsa"), peer_row(job="another")]
+    rows = [peer_row(), peer_row(name="mhsa"), peer_row(job="another")]
     write_rows(tmp_path, rows, name="20261121-000000-peers")
     shown = tables(tmp_path)
     assert sorted(shown) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(shown["cost-2"].rows) == 1
     assert column(shown["cost-1"], "step, ms") == ["2.00", "51.20"]
     assert column(shown["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
     assert column(shown["peers-1"], "of the reference model") == ["1.000", "1.000"]
-    assert any("0.900 of the speed of x-transformers: too slow" in note for note in shown["peers-1"].notes)
 
 
 def mutated(random: Random, row: dict) -> dict:
@@ -270,6 +259,7 @@ def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed
     shown = read([folder])
     verbs = len(shown.frame) - len(shown.frame[shown.frame["kind"].isin(("run", "failed"))])
     assert verbs + sum(str(path) in reason for reason in shown.refused) == 6
-    for table in (*all_tables(shown), *every_run(shown.of("run"))):
+    for table in all_tables(shown):
         assert all(len(row) == len(table.columns) for row in table.rows)
         to_csv(table).encode("utf-8")
+    runs_csv(shown.of("run")).encode("utf-8")

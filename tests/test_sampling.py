@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from bench.weights import learned_spans, shake_
+from bench.cost_worker import learned_spans, shake_
 from harness.loop.sampling import draw, numbers_of, sampled
 from tests.composing import TINY, plan, small
 

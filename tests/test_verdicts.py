@@ -1,24 +1,19 @@
-"""``bench.verdicts``: what an interval says of a claim, and which runs it is of."""
+"""What an interval says of a claim, and which runs it is of."""
 
+import pandas as pd
 import pytest
 
-from bench.verdicts import FEW, HOLDS, NOT, OPEN, judge, verdict_table
+from bench.results_page import FEW, HOLDS, NOT, OPEN, judge, verdict_table
 
 FIRST = ("mhsa", "adaptive_span", "uniform_span", "replayed_spans", "all_attention_6", "product_key_memory")
 FIRST += ("mhsa_8_layers",)
 
 
-def lines(bits: dict[str, list[float]], *, state: dict[str, int] | None = None) -> list[dict]:
-    """Of made-up runs, a seed for each number; scores within a hundredth of each other are noise."""
-    made = []
-    for name, scores in bits.items():
-        for seed, score in enumerate(scores):
-            summary = {"status": "finished", "check": "shipped", "test_bits_per_byte": score, "budget": {"bytes": 1}}
-            summary |= {"data": {"sha256": "ab"}, "protocol": {"span": seed}, "precision": "float32"}
-            summary |= {"numerics": {"shared": 1}, "flops_per_byte": {"executed": 1e6}}
-            summary["memory"] = {"state_bytes": (state or {}).get(name, 100)}
-            made.append({"cell": ["sweep=front_page", f"seed={seed}", f"variant={name}"], "summary": summary})
-    return made
+def made_runs(bits: dict[str, list[float]]) -> pd.DataFrame:
+    """A seed for each number; scores within a hundredth of each other are noise."""
+    same = {"state": 100, "flops": 1e6, "ground": "one protocol"}
+    scores = [(name, seed, score) for name, seeds in bits.items() for seed, score in enumerate(seeds)]
+    return pd.DataFrame([{"variant": name, "seed": seed, "test": score} | same for name, seed, score in scores])
 
 
 def verdicts(table: str) -> list[str]:
@@ -40,19 +35,20 @@ def test_intervals_are_judged_by_where_they_lie():
 def test_a_claim_holds_where_all_of_its_parts_do():
     bits = {name: [2.3, 2.31, 2.32] for name in FIRST} | {"mhsa_8_layers": [2.4, 2.42, 2.43]}
     bits |= {"uniform_span": [2.29, 2.33, 2.32], "replayed_spans": [2.2, 2.21, 2.22]}
-    table = verdict_table(lines(bits, state={"adaptive_span": 50}))
+    runs = made_runs(bits)
+    runs.loc[runs["variant"] == "adaptive_span", "state"] = 50
+    table = verdict_table(runs)
     assert verdicts(table) == [NOT, OPEN, NOT, HOLDS, HOLDS]  # adaptive spans have less state, but not fewer FLOPs
     assert "| -50.0000 ± 0.0000 | holds |" in table
 
 
 def test_runs_without_a_score_are_counted_and_runs_of_two_protocols_make_no_table():
-    made = lines({name: [2.3, 2.31, 2.32, 2.33] for name in FIRST})
-    whole = verdict_table(made)
+    runs = made_runs({name: [2.3, 2.31, 2.32, 2.33] for name in FIRST})
+    whole = verdict_table(runs)
     assert "without a score" not in whole and FEW not in whole
-    *_, failed, unchecked, _ = made  # of mhsa_8_layers
-    failed["summary"], unchecked["summary"] = {"status": "failed"}, unchecked["summary"] | {"check": "unchecked"}
-    table = verdict_table(made)
+    runs.loc[runs.index[-3:-1], "test"] = None  # of mhsa_8_layers
+    table = verdict_table(runs)
     assert "| 2, 2 without a score |" in table and verdicts(table)[-1] == FEW
-    made[0]["summary"]["data"] = {"sha256": "cd"}
+    runs.loc[0, "ground"] = "another"
     with pytest.raises(ValueError, match="rows differ in data, protocol"):
-        verdict_table(made)
+        verdict_table(runs)

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.cost_worker import Subject, Task
+from bench.cost_worker import LEARNED, Subject, Task, learned_spans, place_spans, shake_
 from bench.peer_workers import INSTALL, PACKAGES, Worker, version
-from bench.weights import LEARNED, learned_spans, place_spans, shake_
 from harness.plan.build import Plan
 from tests.composing import plan, small
 from tests.needs import need
@@ -34,8 +33,7 @@ def without_gradient(model: nn.Module, step) -> list[str]:
 
 
 def task(variant: str, *words: str, **more) -> Task:
-    measured = made(variant, *words)
-    return Task(config=measured.config, span=measured.model.span, **more)
+    return Task(config=made(variant, *words).config, **more)
 
 
 def subject(variant: str, *words: str) -> Subject:
@@ -45,18 +43,19 @@ def subject(variant: str, *words: str) -> Subject:
     return measured
 
 
-@pytest.mark.parametrize("variant", ["all_attention", "product_key_memory", "linformer"])
+@pytest.mark.parametrize("variant", ["all_attention", "product_key_memory"])
 def test_every_parameter_gets_a_gradient_in_the_step_that_bench_cost_times(variant):
     measured = subject(variant)
     measured.train_memory()
     assert not without_gradient(measured.model, lambda: measured.times("train", seconds=0))
 
 
-@pytest.mark.parametrize("name", [None, *PACKAGES])
+@pytest.mark.parametrize("name", PACKAGES)
 def test_and_in_that_of_a_peer(name):
-    need(name is None or version(PACKAGES[name]), f"{PACKAGES.get(name)}: {INSTALL}")
+    need(version(PACKAGES[name]), f"{PACKAGES[name]}: {INSTALL}")
     measured = Worker(task("mhsa", peer=name))
-    measured.weigh()
+    measured.build()
+    measured.train_memory()
     assert not without_gradient(measured.model, measured._train)
 
 
@@ -77,7 +76,7 @@ def test_shaking_is_the_same_at_every_call_and_leaves_spans_alone(monkeypatch):
         assert torch.equal(a, b)
     assert all(torch.equal(part.fraction, old) for part, old in zip(learned_spans(models[0]), before, strict=True))
     table = nn.Embedding(40, 8, _weight=torch.zeros(40, 8))
-    monkeypatch.setattr("bench.weights.ONCE", 64)  # a large table is drawn in pieces
+    monkeypatch.setattr("bench.cost_worker.ONCE", 64)  # a large table is drawn in pieces
     shake_(table)
     assert 0.015 < table.weight.std() < 0.025 and (table.weight != 0).all()
 
@@ -89,7 +88,7 @@ def spans(model) -> list[list[float]]:
 @pytest.mark.parametrize(("layers", "heads", "span"), [(4, 4, 64), (6, 2, 512)])
 def test_spans_stay_what_they_are_in_keys_and_lists_are_read_in_a_circle(layers, heads, span):
     model = made("adaptive_span", f"model.span={span}", f"model.layers={layers}", f"model.heads={heads}").make_model()
-    place_spans(model, LEARNED, heads=heads)
+    place_spans(model, heads=heads)
     for placed, asked in zip(spans(model), LEARNED * 2, strict=False):
         assert placed == pytest.approx([min(span, asked[head % 4]) for head in range(heads)], abs=1e-3)
     assert not any(learned_spans(made(other).make_model()) for other in ("mhsa", "all_attention_fixed"))

@@ -24,7 +24,7 @@ from bench.report.tuning import tuning_tables
 from harness.cache import write_whole
 from harness.failures import StorageFailure, exit_code
 from harness.record.cells import count_of
-from harness.record.table import Cell, Column, Table, one_line, print_table, to_csv
+from harness.record.table import Table, harmless, one_line, print_table, to_csv
 
 TITLE = "attention-windtunnel report"
 LIMITATIONS = (
@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     command = shlex.join(["python", "-m", "bench.report", *(sys.argv[1:] if words is None else words)])
     try:
-        rows = read([Path(folder) for folder in options.folders])
+        rows = read([*map(Path, options.folders)])
         if rows.frame.empty:
             raise ValueError("nothing to report; " + "; ".join(_left_out(rows)))
         for line in [*write_report(rows, Path(options.out), command=command), *_left_out(rows)]:
@@ -73,7 +73,8 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
         tables, drawings = all_tables(rows), draw_all(rows)
         commands = [*dict.fromkeys(row["command"] for row in rows.frame["row"]), command]
         content = {"tables": tables, "drawings": drawings, "notes": _notes(rows), "commands": commands}
-        files = {f"{table.name}.csv": to_csv(table) for table in (*tables, *every_run(rows.of("run")))}
+        files = {f"{table.name}.csv": to_csv(table) for table in tables}
+        files |= {"runs.csv": runs_csv(rows.of("run"))} if len(rows.of("run")) else {}
         files |= {f"figures/{drawing.name}.png": drawing.png for drawing in drawings}
         files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
         files["index.html"] = page_of(TITLE, **content)
@@ -96,18 +97,11 @@ def all_tables(rows: Rows) -> list[Table]:
     return [*run_tables(rows), *tuning_tables(rows.frame), *verbs]
 
 
-def every_run(runs: pd.DataFrame) -> Iterator[Table]:
+def runs_csv(runs: pd.DataFrame) -> str:
     """All numbers and words of each run, unrounded, for a program to read."""
     runs = runs.dropna(axis=1, how="all")
-    if len(runs):
-        keys = [key for key in runs if runs[key].map(lambda value: isinstance(value, str | float)).any()]
-        columns = tuple(map(Column, keys))
-        cells = runs[keys].map(lambda value: Cell(text="" if pd.isna(value) else str(value), value=_number(value)))
-        yield Table(name="runs", title="", caption="", columns=columns, rows=tuple(map(tuple, cells.to_numpy())))
-
-
-def _number(value: object) -> float | None:
-    return value if isinstance(value, float) and not pd.isna(value) else None
+    keys = [key for key in runs if runs[key].map(lambda value: isinstance(value, str | float)).any()]
+    return runs[keys].map(lambda value: harmless(value) if isinstance(value, str) else value).to_csv(index=False)
 
 
 def _notes(rows: Rows) -> list[str]:

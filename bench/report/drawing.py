@@ -1,28 +1,52 @@
-"""Learning curves, figures and their files: for the report, ``bench.inspect`` and ``bench.evaluate``.
+"""Style of all figures, and how a figure becomes files: of the report, the front page, ``bench.inspect`` and ``bench.evaluate``.
 
-Scores on the way are often of a shorter prefix of the valid split than the last one: they are joined by a line, and the
-last stands apart. matplotlib's object interface only: no window system, no global state, nothing left behind in a sweep.
+Colours are Okabe and Ito's, told apart with any colour vision, and every variant has a marker of its own, so that grey
+prints can be read too. In SVG, text is drawn as paths: a browser without our font shows the same picture. Identifiers
+come from a fixed salt and no date is written, so that equal rows give equal files. matplotlib's object interface only: no
+window system, no global state, nothing left behind in a sweep.
 """
 
 import io
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
+from bench.report.compare import VARIANTS
 from harness.cache import write_whole
+from harness.record.table import Drawing
 
-GREY, FAINT, INK = "#7F7F7F", "0.9", "0.15"
-CONTEXT_COLOUR = "#0072B2"  # of Okabe and Ito's, told apart with any colour vision
-BINS = 200
-"""Most points of one run's training curve."""
-SETTLED = 0.2
-"""Fraction of the bytes before which bits may leave the frame above: the fall from 8 bits would flatten the rest."""
+GREY, FAINT, INK, BLUE = "#7F7F7F", "0.9", "0.15", "#0072B2"
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10.0,
+    "axes.titlesize": 10.5,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "attention-windtunnel",
+    "text.parse_math": False,  # a $ in a name is a $
+}
+OTHERS = [(colour, marker) for marker in "Xp*h>d" for colour in ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")]
+LINES = ("-", "--", ":", "-.")
+FONT_POINTS = 8.5
+WIDE_RANGE = 8
+"""Ratio of largest to smallest value from which on an axis is logarithmic."""
+
+
+def styled():
+    """A context in which figures are made and saved."""
+    return rc_context(STYLE)
+
+
+def looks(variants: Iterable[str]) -> dict[str, dict]:
+    """Colour and marker of each; ours always look the same, others take what is left, in order of name."""
+    shipped = {name: (c, tuple(m) if isinstance(m, list) else m) for name, (c, m) in VARIANTS["looks"].items()}
+    others = enumerate(sorted(set(variants) - set(shipped)))
+    shipped |= {name: OTHERS[place % len(OTHERS)] for place, name in others}
+    return {name: {"color": colour, "marker": marker} for name, (colour, marker) in shipped.items()}
 
 
 def panels(
@@ -48,91 +72,45 @@ def panels(
     return figure, axes
 
 
-def count_axis(axis, *, unit: str = "") -> None:
-    """An axis of large counts, not logarithmic, with ticks like ``2.5 M``; at most six of them, so that they never touch."""
-    axis.set_major_formatter(EngFormatter(unit=unit, sep=" "))
-    axis.set_major_locator(MaxNLocator(6))
+def legend(ax: Axes) -> None:
+    """Names of an axes' lines to the right of it, in the order of their last points from the top."""
+    lines = [line for line in ax.get_lines() if not line.get_label().startswith("_") and len(line.get_ydata())]
+    lines.sort(key=lambda line: -line.get_ydata()[-1])
+    if lines:
+        style = {"frameon": False, "fontsize": FONT_POINTS, "borderaxespad": 0.0}
+        ax.legend(handles=lines, loc="center left", bbox_to_anchor=(1.02, 0.5), **style)
 
 
-def points(rows: Iterable[dict], *, kind: str) -> list[tuple[float, float]]:
-    """Bytes seen and bits per byte of rows on the way, ``train`` or ``valid``."""
-    return [
-        (row["bytes_seen"], bits)
-        for row in rows
-        if row["kind"] == kind
-        and not row.get("final")
-        and "bytes_seen" in row
-        and (bits := row.get("bits_per_byte")) is not None
-        and math.isfinite(bits)
-    ]
+def value_axis(axis, values: list[float], *, log: bool | None = None) -> None:
+    """An axis with plain numbers, logarithmic where values range far."""
+    low, high = min(values, default=1), max(values, default=1)
+    if low > 0 and (high > WIDE_RANGE * low if log is None else log):
+        getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
+        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 50 * low else (1,), numticks=10))
+        axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(plain_number))
 
 
-def draw_bits(
-    ax: Axes,
-    rows: list[dict],
-    *,
-    last: tuple[float, float | None],
-    colour: str,
-    marker: str = "o",
-    line: str = "-",
-) -> None:
-    """One run's learning curve: training thin, scores on the way joined, the last a large mark.
-
-    Args:
-        last: bytes seen and bits per byte of the last score, if there is one.
-    """
-    if train := points(rows, kind="train"):
-        at, bits = np.array([part.mean(axis=0) for part in np.array_split(train, min(BINS, len(train)))]).T
-        ax.plot(at, bits, color=colour, linewidth=0.6, alpha=0.45, label="train")
-    if valid := points(rows, kind="valid"):
-        at, bits = np.array(valid).T
-        style = {"linewidth": 1.4, "linestyle": line, "marker": ".", "markersize": 4}
-        ax.plot(at, bits, color=colour, **style, alpha=0.9, label="valid, on the way")
-    at, bits = last
-    if bits is not None:
-        style = {"marker": marker, "markersize": 6, "linestyle": "none"}
-        ax.plot(at, bits, color=colour, **style, alpha=0.8, clip_on=False, label="valid, at the end")
+def plain_number(value: float, _position: int | None = None) -> str:
+    """``0.02``, ``512``, ``3 M``: short, and never a power of ten to be worked out."""
+    return f"{value:g}" if 1e-3 <= abs(value) < 1e4 or value == 0 else EngFormatter(sep=" ")(value)
 
 
-def bits_axis(ax: Axes, curves: Iterable[list[dict]], *, others: Iterable[float | None]) -> None:
-    """The vertical axis: from the lowest to the highest of ``others`` and of the runs' rows once they have settled."""
-    reached = [bits for bits in others if bits is not None]
-    for rows in curves:
-        way = points(rows, kind="train") + points(rows, kind="valid")
-        end = max((at for at, _ in way), default=0)
-        reached += [bits for at, bits in way if at >= SETTLED * end]
-    margin = 0.05 * (max(reached) - min(reached)) or 0.1
-    ax.set_ylim(min(reached) - margin, max(reached) + margin)
-    ax.set_ylabel("bits per byte")
+def finish(figure: Figure, *, name: str, title: str, caption: str) -> Drawing:
+    """Both files of a figure."""
+    svg = io.BytesIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    return Drawing(name=name, title=title, caption=caption, svg=svg.getvalue(), png=png_of(figure))
 
 
-def layer_names(names: Iterable[str]) -> list[str]:
-    """``layers.3.attention`` as ``3``, unless a layer has two such sublayers."""
-    names = list(names)
-    short = [name.split(".")[1] if name.startswith("layers.") else name for name in names]
-    return short if len(set(short)) == len(names) else [name.removeprefix("layers.") for name in names]
-
-
-def draw_context(curve: list[dict], *, path: Path, label: str) -> Path:
-    """Bits per byte against bytes of context: rows ``{from_bytes, to_bytes, bits_per_byte}``, drawn as steps.
-
-    Args:
-        label: the run, and after a colon its data. A dollar is a dollar: nothing in it is a formula.
-    """
-    run, _, data = label.replace("$", r"\$").partition(": ")
-    figure, (ax,) = panels(1, 1, width=7.0, height=4.2, title=run, subtitle=data)
-    for point in curve:
-        ax.hlines(point["bits_per_byte"], point["from_bytes"], point["to_bytes"] + 1, color=CONTEXT_COLOUR, linewidth=2)
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.set_xlabel("bytes of context")
-    ax.set_ylabel("bits per byte")
-    return save(figure, path)
-
-
-def save(figure, path: Path) -> Path:
-    """Write a figure as PNG, whole or not at all."""
+def png_of(figure: Figure) -> bytes:
+    """Equal figures give equal bytes."""
     png = io.BytesIO()
-    figure.savefig(png, format="png")
-    write_whole(path, png.getbuffer())
+    figure.savefig(png, format="png", metadata={"Software": None})
+    return png.getvalue()
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as PNG, whole or not at all."""
+    write_whole(path, png_of(figure))
     return path

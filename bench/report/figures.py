@@ -4,17 +4,16 @@ What may stand in one figure is decided in ``compare``.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-import numpy as np
 import pandas as pd
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from bench.report import drawing
-from bench.report.compare import cost_ground, results, with_arms
+from bench.report.compare import budget_words, cost_ground, data_words, precision_word, results, with_arms
+from bench.report.drawing import LINES, finish, legend, looks, plain_number, styled, value_axis
 from bench.report.frame import Rows
-from bench.report.style import LINES, finish, legend, looks, plain_number, styled, value_axis
 from bench.report.tables import bits_by_seed, compare, summed
-from bench.report.words import budget_words, data_words, precision_word
 from harness.record.cells import count_of
 from harness.record.comparison import ground, tree_of
 from harness.record.table import Drawing
@@ -33,22 +32,21 @@ MEASURES = {
 }
 OF_A_LINE = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
 """Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
-KINDS = ("valid", "train")
-"""Rows of a learning curve: those of train where a run has no others."""
 OUT, MIB = "out of memory", 2.0**20
+SETTLED = 0.2
+"""Fraction of the bytes before which a curve may leave the frame above: the fall from 8 bits would flatten the rest."""
+MOST_POINTS = 200
+"""Of one curve, about: every step of a long run is in a record."""
 
 
 def draw_all(rows: Rows) -> list[Drawing]:
     """Every figure that the rows allow; equal rows give equal files."""
     with styled():
-        return [*_of_runs(rows), *_of_costs(rows.of("cost"))]
-
-
-def _of_runs(rows: Rows) -> Iterator[Drawing]:
-    for index, runs, _ in results(rows.of("run")):
-        arms = with_arms(runs)
-        yield from trade_off(arms, name=f"trade-off-{index}")
-        yield from curves(arms, name=f"curves-{index}")
+        drawings = []
+        for index, runs, _ in results(rows.of("run")):
+            arms = with_arms(runs)
+            drawings += [*trade_off(arms, name=f"trade-off-{index}"), *curves(arms, name=f"curves-{index}")]
+        return [*drawings, *_of_costs(rows.of("cost"))]
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
@@ -79,37 +77,43 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
 
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte of valid while training, means over seeds, and at the end."""
-    drawn = {}
-    for arm, runs in arms.groupby("arm", sort=False):
-        points = {kind: [p for record in runs["record"] for p in drawing.points(record, kind=kind)] for kind in KINDS}
-        kind = next((kind for kind in KINDS if points[kind]), None)
-        if kind:
-            means = pd.DataFrame(points[kind]).groupby(0).mean()[1].items()
-            rows = [{"kind": kind, "bytes_seen": at, "bits_per_byte": mean} for at, mean in means]
-            ends = [runs[key].mean() if key in runs else np.nan for key in ("bytes_seen", "valid_bits_per_byte")]
-            at, bits = (None if np.isnan(end) else end for end in ends)
-            drawn[arm] = runs["variant"].iloc[0], LINES[runs["order"].iloc[0] % len(LINES)], rows, (at or 0.0, bits)
-    if not drawn:
+    """Bits per byte while training, means over seeds, and of valid at the end, which may be of more bytes."""
+    means = {arm: _mean_curve(runs["record"]) for arm, runs in arms.groupby("arm", sort=False)}
+    means = {arm: curve for arm, curve in means.items() if len(curve)}
+    if not means:
         return
-    look = looks(variant for variant, *_ in drawn.values())
-    size = {"width": 8.5, "height": max(4.6, 1.6 + 0.17 * len(drawn))}
+    look, levels = looks(arms["variant"]), []
+    size = {"width": 8.5, "height": max(4.6, 1.6 + 0.17 * len(means))}
     figure, (ax,) = drawing.panels(1, 1, title="Learning curves", subtitle=data_words(arms["row"]), **size)
-    for arm, (variant, line, rows, last) in drawn.items():
-        before, style = len(ax.get_lines()), look[variant]
-        drawing.draw_bits(ax, rows, last=last, colour=style["color"], marker=style["marker"], line=line)
-        lines = ax.get_lines()[before:]
-        for artist, label in zip(lines, ["_"] * (len(lines) - 1) + [arm], strict=True):
-            artist.set_label(label)
-    drawing.bits_axis(ax, [rows for *_, rows, _ in drawn.values()], others=[bits for *_, (_, bits) in drawn.values()])
-    ax.set(xlabel="bytes seen", xlim=(0, None))
-    drawing.count_axis(ax.xaxis, unit="B")
+    for arm, curve in means.items():
+        runs = arms[arms["arm"] == arm]
+        style, dashes = look[runs["variant"].iloc[0]], LINES[runs["order"].iloc[0] % len(LINES)]
+        ax.plot(curve.index, curve, **style, linestyle=dashes, linewidth=1.4, markersize=3, alpha=0.9, label=arm)
+        levels += [*curve[curve.index >= SETTLED * curve.index.max()]]
+        ends = runs.reindex(columns=["bytes_seen", "valid_bits_per_byte"]).mean().dropna()
+        if len(ends) == 2:
+            ax.plot(*ends, **style, linestyle="none", markersize=7, alpha=0.8, clip_on=False)
+            levels.append(ends.iloc[1])
+    margin = 0.05 * (max(levels) - min(levels)) or 0.1
+    ax.set(xlabel="bytes seen", xlim=(0, None), ylabel="bits per byte")
+    ax.set_ylim(min(levels) - margin, max(levels) + margin)
+    ax.xaxis.set_major_formatter(EngFormatter(unit="B", sep=" "))
+    ax.xaxis.set_major_locator(MaxNLocator(6))
     legend(ax)
     caption = (
-        "Valid bits per byte, means over seeds: joined on the way, where a prefix of the split may be scored, and "
-        "marked at the end. The first fifth may leave the frame."
+        "Bits per byte, means over seeds: of valid on the way, where a prefix of the split may be scored (of train, where "
+        "nothing was scored), and of valid at the end, a large mark. The first fifth may leave the frame."
     )
     yield finish(figure, name=name, title="Learning curves", caption=caption)
+
+
+def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
+    """Mean bits per byte by bytes seen: of valid, or of train where a run has no others."""
+    rows = pd.DataFrame([row for record in records for row in record if not row.get("final")])
+    rows = rows.reindex(columns=["kind", "bytes_seen", "bits_per_byte"]).dropna()
+    kind = "valid" if (rows["kind"] == "valid").any() else "train"
+    means = rows[rows["kind"] == kind].groupby("bytes_seen")["bits_per_byte"].mean()
+    return means.iloc[:: 1 + len(means) // MOST_POINTS]
 
 
 def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
@@ -130,7 +134,7 @@ def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
     ran = rows["backend"] + spans_from.map(lambda where: f", {where}" if isinstance(where, str) else "")
     lines = pd.concat([with_arms(some, without=OF_A_LINE) for _, some in rows.groupby(ran)])
     lines = lines.assign(ran=ran, line=lines["arm"] + ", " + ran)
-    dashes = {one: LINES[place % len(LINES)] for place, one in enumerate(sorted(set(ran)))}
+    dashes = {backend: LINES[place % len(LINES)] for place, backend in enumerate(sorted(set(ran)))}
     title = f"Cost against length of context: {first['mode']}, {count_of(first['streams'], 'stream')}"
     size = {"width": 13.5, "height": max(8.2, 2.4 + 0.36 * lines["line"].nunique())}
     figure, axes = drawing.panels(2, 2, title=title, subtitle=f"{_machine(first)}\n{data_words([first])}", **size)

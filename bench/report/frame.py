@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.words import optimizer_words
+from bench.report.compare import optimizer_words
 from bench.rows import ROWS, refusal
 from harness.record.cells import spread
 from harness.record.comparison import UNCOMPARED
@@ -159,10 +159,6 @@ def _lines(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[lis
     return rows, reasons
 
 
-def _wrong_in_record(row: dict, line_number: int) -> str | None:
-    return (refusal(row) if line_number == 1 else None) or misfit(row, shape=shape_of_run_row(row))
-
-
 def _wrong_on_line(row: dict, line_number: int) -> str | None:
     """Of a row of a verb."""
     if reason := refusal(row):
@@ -189,8 +185,12 @@ def _wrong_summary(summary: object, provenance: dict | None) -> str | None:
 def _read_run(folder: Path, rows: Rows) -> list[tuple]:
     """A run folder, its summary with the good rows of its record, as ``[(age, row of the frame)]``; or nothing, and why that
     is. What a failed run knew is no result."""
+
+    def wrong(row: dict, line_number: int) -> str | None:
+        return (refusal(row) if line_number == 1 else None) or misfit(row, shape=shape_of_run_row(row))
+
     path = folder / RECORD
-    record, reasons = _lines(path, wrong=_wrong_in_record) if path.exists() else ([], [])
+    record, reasons = _lines(path, wrong=wrong) if path.exists() else ([], [])
     broken = bool(reasons) and reasons[0].startswith("line 1:")
     traced = bool(record) and record[0].get("kind") == "provenance" and not broken
     record, reasons = (record, reasons) if traced else ([], reasons[:1])  # without its provenance a run has no rows

@@ -33,7 +33,7 @@ def page_of(
     style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    links = [f'<li><a href="#{_place(one.name)}">{escape(one.title)}</a></li>' for one in [*tables, *drawings]]
+    links = [f'<li><a href="#{_place(part.name)}">{escape(part.title)}</a></li>' for part in [*tables, *drawings]]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>

@@ -1,4 +1,4 @@
-"""Tables of runs that compare: means over seeds with their differences from the reference, and time and memory by ground."""
+"""Tables of runs that compare: means over seeds with their differences from the reference, and time and memory on one ground."""
 
 import math
 from collections.abc import Sequence
@@ -6,10 +6,22 @@ from collections.abc import Sequence
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import VARIANTS, busy_notes, commit_notes, cost_ground, differences, results, with_arms
+from bench.report.compare import (
+    VARIANTS,
+    budget_words,
+    busy_notes,
+    commit_notes,
+    cost_ground,
+    data_words,
+    differences,
+    ground_differences,
+    ground_words,
+    protocol_words,
+    results,
+    with_arms,
+)
 from bench.report.frame import Rows, copies
 from bench.report.uncertainty import CONFIDENCE, holm, paired
-from bench.report.words import budget_words, data_words, ground_differences, ground_words, protocol_words
 from harness.record.cells import CAPPED, busy_words, count_of, filled_table, listed, uncounted
 from harness.record.shapes import is_number
 from harness.record.table import Table
@@ -22,8 +34,8 @@ UNEQUAL |= {"bytes trained on": "bytes_seen"}
 
 
 def run_tables(rows: Rows) -> list[Table]:
-    """Of each group of runs that compare the means, and below them general compressors; time and memory in tables of their
-    own where they do not compare."""
+    """Of each group of runs that compare the means, and below them general compressors; time and memory where they compare,
+    too."""
     tables = []
     for index, runs, lost in results(rows.of("run")):
         arms, last = with_arms(runs), runs["row"].iloc[-1]
@@ -31,7 +43,6 @@ def run_tables(rows: Rows) -> list[Table]:
         scores = count_of(rows.test_scores.get(last["data"]["sha256"], 0), "time")
         notes = [f"Left out of means, having trained with a seed that chose: {listed(lost)}."] * bool(lost)
         notes.append(f"Test was scored {scores} in the folders that were read.")
-        grounds = [same for _, same in arms.groupby([cost_ground(row) for row in arms["row"]], sort=False)]
         means, about, costs = summed(arms), _about(runs), columns("costs")
         reference, split = compare(means)
         distances = sorted({distance for row in arms["row"] for distance in copies(row)})
@@ -39,21 +50,16 @@ def run_tables(rows: Rows) -> list[Table]:
         differing = f"The rows differ in: {differences(arms, 'backend', 'seed')}."
         caption = f"Differences are from {reference['arm']} on {split}. {differing}" if reference else differing
         notes += _notes(runs, arms, means)
-        if len(grounds) == 1:
+        if arms["row"].map(cost_ground).nunique() == 1:
             shown += costs
             notes += busy_notes([*runs["load"]])
             about.append(f"Time and memory: {ground_words(last)}.")
         else:
             shown += [column for column in costs if column.heading in ("backend", "in evaluation")]
             unequal = ground_differences([*runs["row"]]) or "source"
-            notes.append(f"Time and memory stand in tables of their own, because these runs differ in {unequal}.")
+            notes.append(f"Time and memory are in runs.csv only, because these runs differ in {unequal}.")
         texts = {"title": title, "caption": caption, "about": tuple(about), "notes": tuple(notes)}
         tables.append(filled_table([*means, *_compressors(last)], shown, name=f"runs-{index}", **texts))
-        for place, same in enumerate(grounds if len(grounds) > 1 else (), start=1):
-            texts |= {"name": f"costs-{index}-{place}", "title": f"Time and memory: {title}", "caption": differing}
-            texts |= {"about": (*_about(runs), f"Time and memory: {ground_words(same['row'].iloc[-1])}.")}
-            texts |= {"notes": (*commit_notes(same), *busy_notes([*same["load"]]))}
-            tables.append(filled_table(summed(same), [*columns("runs")[:2], *costs], **texts))
     return tables
 
 
@@ -121,8 +127,8 @@ def _compressors(row: dict) -> list[dict]:
     capped = {f"capped.{split}": n_bytes for split, n_bytes in (row.get("capped") or {}).items()}
     for split in SPLITS:
         for name, bits in ((row.get("compressors") or {}).get(split) or {}).items():
-            one = rows.setdefault(name, {"label": name} | capped)
-            one |= {f"{split}_bits_per_byte": float(bits)} if is_number(bits) else {}
+            scores = rows.setdefault(name, {"label": name} | capped)
+            scores |= {f"{split}_bits_per_byte": float(bits)} if is_number(bits) else {}
     return sorted(rows.values(), key=lambda row: row.get("valid_bits_per_byte") or row.get("test_bits_per_byte") or 0.0)
 
 

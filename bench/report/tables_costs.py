@@ -7,10 +7,9 @@ from pathlib import PurePath
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import busy_notes, commit_notes, differences, with_arms
+from bench.report.compare import busy_notes, commit_notes, data_words, differences, ground_words, with_arms
 from bench.report.frame import frame_of
-from bench.report.words import data_words, ground_words
-from harness.record.cells import busy_mark, count_of, filled_table, listed, spread, uncounted
+from harness.record.cells import busy_mark, count_of, filled_table, listed, uncounted
 from harness.record.comparison import ground, tree_of
 from harness.record.table import Table
 
@@ -19,8 +18,6 @@ OF_A_CELL += ("batch.carry", "batch.accumulate", "runtime.allocator")
 """Keys that ``bench.cost`` itself sets for each cell, or that have columns of their own."""
 CELL = ("variant", "config_hash", "backend", "evaluation_backend", "spans_from", "length", "segment")
 CELL += ("source", "checkpoint")
-FAIR = 0.97
-"""Least speed of the reference model in that of x-transformers."""
 MODES = {
     "cold": "segment = span = length, no carried state",
     "stream": "span = length, streams carry a full state from segment to segment",
@@ -42,7 +39,7 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
         streams = count_of(row["streams"], "stream")
         about = (
             f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
-            "Time is of the trainer's own training step, after warm-up, with shaken weights where no checkpoint's are.",
+            "Time is of the trainer's own training step, after warm-up, with shaken weights.",
             f"Data: {data_words([row])}.",
             "Held equal at one length: streams, segment, span and ground, not parameters or FLOPs.",
         )
@@ -64,9 +61,9 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
 
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, call), start=1):
-        shown = [one.dropna().to_dict() for _, one in frame.iterrows()]
-        for one in shown:
-            one["label"] = f"{one['name']}{busy_mark(one.get('load'))}"
+        shown = [entry.dropna().to_dict() for _, entry in frame.iterrows()]
+        for entry in shown:
+            entry["label"] = f"{entry['name']}{busy_mark(entry.get('load'))}"
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
             f"{ground_words(row)}. Data: {data_words([row])}.",
@@ -77,7 +74,10 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
         titles = {"title": f"Peers: {row['job']}, {row['device']}, {row['precision']}"}
         titles["caption"] = f"The rows differ in who wrote the code{against}."
-        more = {"name": f"peers-{index}", "about": about, "notes": (*commit_notes(frame), *_peer_notes(shown))}
+        measured = [row for row in shown if row["status"] == "measured"]
+        notes = [f"{row['name']}: {_reason(row)}." for row in shown if row not in measured]
+        notes = (*commit_notes(frame), *notes, *busy_notes([row.get("load") for row in measured]))
+        more = {"name": f"peers-{index}", "about": about, "notes": notes}
         tables.append(filled_table(shown, columns("peers"), **titles, **more))
     return tables
 
@@ -86,9 +86,8 @@ def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[t
     """Rows of equal ``key``, data and code as frames, each with its newest row: a step of equal work is of equal data."""
 
     def whole(row: dict) -> str:
-        return repr(
-            (key(row), row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines")), tree_of(row))
-        )
+        corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
+        return repr((key(row), corpus, tree_of(row)))
 
     if rows:
         for _, same in frame_of(rows).groupby([whole(row) for row in rows], sort=False):
@@ -102,8 +101,7 @@ def _labelled(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
     arms = with_arms(newest, without=OF_A_CELL)
     labelled = [row.dropna().to_dict() for _, row in arms.iterrows()]
     for row in labelled:
-        trained = f" of {PurePath(row['row']['checkpoint']).name}" if row["row"].get("checkpoint") else ""
-        row["label"] = f"{row['arm']}{trained}{busy_mark(row.get('load'))}"
+        row["label"] = f"{row['arm']}{busy_mark(row.get('load'))}"
     older = len(frame) - len(newest)
     left_out = [f"{count_of(older, 'older row')} of an equal kind left out: the newest counts."] * bool(older)
     return arms, labelled, [*commit_notes(newest), *busy_notes([*newest["load"]]), *left_out]
@@ -126,19 +124,6 @@ def _cost_notes(rows: Sequence[dict]) -> list[str]:
     peaks = sorted({row["utilisation.peak_flops_per_s"] for row in rows if "utilisation.peak_flops_per_s" in row})
     of_peaks = f"The device's dense peak is {listed(f'{peak / 1e12:g}' for peak in peaks)} TFLOP/s."
     return notes + [of_peaks] * bool(peaks)
-
-
-def _peer_notes(rows: Sequence[dict]) -> list[str]:
-    """Why rows failed, how good the reference model is, and who else used the machine."""
-    measured = [row for row in rows if row["status"] == "measured"]
-    notes = [f"{row['name']}: {_reason(row)}." for row in rows if row not in measured]
-    for share, row in {
-        row["reference_in_check"]: row["row"] for row in measured if "reference_in_check" in row
-    }.items():
-        between = spread(row.get("reference_in_check_range")).text
-        words = f"The reference model runs at {share:.3f}{f' ({between})' if between else ''} of the speed of x-transformers"
-        notes.append(f"{words}{': too slow to be a measure of others' if share < FAIR else ''}.")
-    return notes + busy_notes([row.get("load") for row in measured])
 
 
 def _reason(row: dict) -> str:

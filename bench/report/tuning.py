@@ -10,8 +10,7 @@ import json
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import commit_notes, flat, settings_of, with_arms
-from bench.report.words import budget_words, data_words
+from bench.report.compare import budget_words, commit_notes, data_words, flat, settings_of, with_arms
 from harness.record.cells import count_of, filled_table, listed
 from harness.record.comparison import held_equal
 from harness.record.table import Table

@@ -95,7 +95,7 @@ def to_csv(table: Table) -> str:
     for row in table.rows:
         cells = []
         for cell, twin in zip(row, marked, strict=True):
-            value = _harmless(cell.text) if cell.value is None else cell.value
+            value = harmless(cell.text) if cell.value is None else cell.value
             cells += [value, mark(cell)] if twin else [value]
         writer.writerow(cells)
     return file.getvalue()
@@ -112,7 +112,7 @@ def one_line(text: str) -> str:
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text).encode("utf-8", "replace").decode().strip()
 
 
-def _harmless(text: str) -> str:
-    """A spreadsheet takes what begins with = or @ for a formula."""
+def harmless(text: str) -> str:
+    """Text for a spreadsheet, which takes what begins with = or @ for a formula."""
     text = one_line(text)
     return f"'{text}" if text.startswith(("=", "@")) else text

@@ -1,5 +1,5 @@
 """Files that others send run nothing, and nonsense in them is one message: run folders, opened by ``bench.evaluate``,
-``compress``, ``decompress``, ``cost checkpoint=`` and ``init_from.run``, and checkpoints."""
+``compress``, ``decompress`` and ``init_from.run``, and checkpoints."""
 
 import json
 import os
