@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from bench.cost_worker import Subject, Task
 from bench.measure import percentiles
 from bench.model_flops import utilisation
-from bench.turns import Asked, in_turn, load_meter
+from bench.turns import Asked, in_turn
 from harness.device.cell import OUT_OF_MEMORY, Cell
 from harness.loop.progress import Steps
-from harness.record.cells import busy_words
 
 KINDS = ("train", "evaluate", "generate")
 """What is timed. Generation is timed on CPUs only: at one byte per call a GPU's time is that of launches."""
@@ -45,8 +44,6 @@ def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Ite
     for cell in cells:
         row = _row(cell, settings=settings, n_cells=len(cells))
         progress.print(f"length {row['length']:>6,}  {row['variant']}, {row['backend']}: {row['reason'] or 'measured'}")
-        if warning := busy_words(row["load"]):
-            progress.print(warning)
         yield row
 
 
@@ -68,15 +65,13 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
                 continue
             cell.facts["memory"] = (cell.ask("inference_memory") or {}) | (cell.ask("train_memory") or {})
             progress.advance()
-        meter = load_meter(cells[0].facts)
         how = {"rounds": settings.rounds, "progress": progress, "seconds": settings.seconds}
         for kind in KINDS if cells[0].facts.get("device_kind") == "cpu" else KINDS[:2]:
             for cell, ms in in_turn(cells, "times", kind, **how):
                 cell.times[kind] += ms
-        load = meter.read()
         for cell in cells:
             progress.doing(f"{cell.name}: FLOPs")
-            cell.facts |= {"load": load} | (cell.ask("flops") or {})
+            cell.facts |= cell.ask("flops") or {}
             progress.advance()
     finally:
         for cell in cells:

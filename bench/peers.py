@@ -19,7 +19,7 @@ from annotated_types import Gt
 from omegaconf import DictConfig
 
 from bench import CONF
-from bench.turns import REFERENCE, Asked, in_turn, load_meter
+from bench.turns import REFERENCE, Asked, in_turn
 from harness.compose.cli import run_command
 
 
@@ -55,7 +55,6 @@ class Entry(Asked):
     identity: dict | None = None  # provenance of its row
     facts: dict = field(default_factory=dict)  # of weigh
     rounds: list[list[float]] = field(default_factory=list)  # milliseconds of each step, by round
-    load: dict | None = None  # what others took of the machine while the rounds went on
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
@@ -114,7 +113,6 @@ def compete(entries: list[Entry], *, rounds: int, seconds: float, progress) -> N
     """Weigh and time all entries; what happens to each is written into it."""
     from bench.peer_workers import Worker
     from harness.device.cell import Cell
-    from harness.record.cells import busy_words
 
     with ExitStack() as stack:
         for entry in entries:
@@ -125,15 +123,9 @@ def compete(entries: list[Entry], *, rounds: int, seconds: float, progress) -> N
             entry.facts = entry.ask("weigh") or {}
             progress.print(f"{entry.name}: " + (f"{entry.status}: {entry.reason}" if entry.status else "ready"))
             progress.advance(1 + rounds if entry.status else 1)
-        meter = load_meter(entries[0].identity)
         for entry, times_ms in in_turn(entries, "round", seconds, rounds=rounds, progress=progress):
             entry.rounds += [times_ms] if times_ms else []
             progress.advance()
-        load = meter.read()
-    for entry in entries:
-        entry.load = load
-    if words := busy_words(load):
-        progress.print(words)
 
 
 def rows_of(entries: list[Entry], *, job: str) -> Iterator[dict]:
@@ -155,7 +147,6 @@ def rows_of(entries: list[Entry], *, job: str) -> Iterator[dict]:
             "relative_to": REFERENCE,
             "status": entry.status or "measured",
             "reason": entry.reason,
-            "load": entry.load,
             "reference_in_check": median(check) if check else None,
             "reference_in_check_range": [min(check), max(check)] if check else None,
             "rounds": len(entry.rounds),

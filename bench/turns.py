@@ -1,11 +1,10 @@
 """Turns of several processes that are asked one after the other, A B A B, so that nothing else runs and all share the
 machine's moods."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.device.cell import Cell, CellError
-from harness.device.load import LoadMeter
 from harness.loop.progress import Steps
 
 REFERENCE = "reference_model"
@@ -54,8 +53,3 @@ def in_turn(
             times_ms = one.ask(*question, **keywords) or []
             spent_ms[id(one)] += sum(times_ms)
             yield one, times_ms
-
-
-def load_meter(row: Mapping) -> LoadMeter:
-    """What others take of the machine from now on, beside what ``row`` says is measured; processes of this one are ours."""
-    return LoadMeter(wanted=row["threads"] if row["device_kind"] == "cpu" else 1)

@@ -46,8 +46,7 @@ def _within(row: Mapping, key: str, *, form: str = "{:+.4f}") -> Cell:
 
 
 def _timed(row: Mapping, key: str, *, digits: int) -> Cell:
-    """A time or a speed, marked where others were busy on the machine."""
-    return cells.fixed(row.get(key), digits=digits, mark=cells.busy_mark(row.get("load")))
+    return cells.fixed(row.get(key), digits=digits)
 
 
 def _measured(row: Mapping, key: str, *, form: Form) -> Cell:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import VARIANTS, busy_notes, commit_notes, cost_ground, differences, results, with_arms
+from bench.report.compare import VARIANTS, commit_notes, cost_ground, differences, results, with_arms
 from bench.report.frame import Rows, copies
 from bench.report.uncertainty import CONFIDENCE, holm, paired
 from bench.report.words import budget_words, data_words, ground_differences, ground_words, protocol_words
-from harness.record.cells import CAPPED, busy_words, count_of, filled_table, listed, uncounted
+from harness.record.cells import CAPPED, count_of, filled_table, listed, uncounted
 from harness.record.shapes import is_number
 from harness.record.table import Table
 
@@ -41,7 +41,6 @@ def run_tables(rows: Rows) -> list[Table]:
         notes += _notes(runs, arms, means)
         if len(grounds) == 1:
             shown += costs
-            notes += busy_notes([*runs["load"]])
             about.append(f"Time and memory: {ground_words(last)}.")
         else:
             shown += [column for column in costs if column.heading in ("backend", "in evaluation")]
@@ -52,7 +51,7 @@ def run_tables(rows: Rows) -> list[Table]:
         for place, same in enumerate(grounds if len(grounds) > 1 else (), start=1):
             texts |= {"name": f"costs-{index}-{place}", "title": f"Time and memory: {title}", "caption": differing}
             texts |= {"about": (*_about(runs), f"Time and memory: {ground_words(same['row'].iloc[-1])}.")}
-            texts |= {"notes": (*commit_notes(same), *busy_notes([*same["load"]]))}
+            texts |= {"notes": tuple(commit_notes(same))}
             tables.append(filled_table(summed(same), [*columns("runs")[:2], *costs], **texts))
     return tables
 
@@ -77,9 +76,7 @@ def summed(arms: pd.DataFrame) -> list[dict]:
         if not row.get("compile_seconds"):
             row.pop("compile_seconds", None)
         row |= {key: last[key] for key in ("backend", "in_evaluation", "optimizers") if isinstance(last[key], str)}
-        busy = (load for load in runs["load"] if isinstance(load, dict) and busy_words(load))
-        row |= {"arm": arm, "label": arm, "variant": last["variant"], "n": len(runs), "runs": runs}
-        rows.append(row | {"load": next(busy, None)})
+        rows.append(row | {"arm": arm, "label": arm, "variant": last["variant"], "n": len(runs), "runs": runs})
     return sorted(rows, key=lambda row: row.get("valid_bits_per_byte", math.inf))
 
 

@@ -7,10 +7,10 @@ from pathlib import PurePath
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import busy_notes, commit_notes, differences, with_arms
+from bench.report.compare import commit_notes, differences, with_arms
 from bench.report.frame import frame_of
 from bench.report.words import data_words, ground_words
-from harness.record.cells import busy_mark, count_of, filled_table, listed, spread, uncounted
+from harness.record.cells import count_of, filled_table, listed, spread, uncounted
 from harness.record.comparison import ground, tree_of
 from harness.record.table import Table
 
@@ -66,7 +66,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
     for index, (row, frame) in enumerate(_groups(rows, call), start=1):
         shown = [one.dropna().to_dict() for _, one in frame.iterrows()]
         for one in shown:
-            one["label"] = f"{one['name']}{busy_mark(one.get('load'))}"
+            one["label"] = one["name"]
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
             f"{ground_words(row)}. Data: {data_words([row])}.",
@@ -103,10 +103,10 @@ def _labelled(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
     labelled = [row.dropna().to_dict() for _, row in arms.iterrows()]
     for row in labelled:
         trained = f" of {PurePath(row['row']['checkpoint']).name}" if row["row"].get("checkpoint") else ""
-        row["label"] = f"{row['arm']}{trained}{busy_mark(row.get('load'))}"
+        row["label"] = f"{row['arm']}{trained}"
     older = len(frame) - len(newest)
     left_out = [f"{count_of(older, 'older row')} of an equal kind left out: the newest counts."] * bool(older)
-    return arms, labelled, [*commit_notes(newest), *busy_notes([*newest["load"]]), *left_out]
+    return arms, labelled, [*commit_notes(newest), *left_out]
 
 
 def _name(row: dict) -> list[str]:
@@ -129,7 +129,7 @@ def _cost_notes(rows: Sequence[dict]) -> list[str]:
 
 
 def _peer_notes(rows: Sequence[dict]) -> list[str]:
-    """Why rows failed, how good the reference model is, and who else used the machine."""
+    """Why rows failed, and how good the reference model is."""
     measured = [row for row in rows if row["status"] == "measured"]
     notes = [f"{row['name']}: {_reason(row)}." for row in rows if row not in measured]
     for share, row in {
@@ -138,7 +138,7 @@ def _peer_notes(rows: Sequence[dict]) -> list[str]:
         between = spread(row.get("reference_in_check_range")).text
         words = f"The reference model runs at {share:.3f}{f' ({between})' if between else ''} of the speed of x-transformers"
         notes.append(f"{words}{': too slow to be a measure of others' if share < FAIR else ''}.")
-    return notes + busy_notes([row.get("load") for row in measured])
+    return notes
 
 
 def _reason(row: dict) -> str:

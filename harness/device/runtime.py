@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from harness.device import choice, machine
-from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.plan.settings import RuntimeSettings
 
@@ -123,12 +122,6 @@ class Runtime:
             return copy.item()
 
         return read
-
-    def load_meter(self) -> LoadMeter:
-        """What others take of this machine from now on; the other processes of this run are no others."""
-        wanted = torch.get_num_threads() if self.device.type == "cpu" else 1
-        several = self.processes.world_size > 1
-        return LoadMeter(wanted=wanted * self.processes.local_world_size, root=os.getppid() if several else None)
 
     def describe(self) -> dict[str, object]:
         """Device, processes, versions and the machine around them, for provenance."""

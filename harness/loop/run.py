@@ -127,7 +127,6 @@ class Run:
                     self._wandb = stack.enter_context(WandbRun(self.folder.path, **settings))
                     if not rows:
                         self.append({"kind": "provenance", **provenance, "config": config})
-            self._load = trainer.runtime.load_meter()
             yield
 
     def _losses(self) -> str:
@@ -270,7 +269,7 @@ class Run:
     def finish(self) -> dict:
         """The last validation, the best weights' scores on whole splits, and the summary."""
         trainer = self.trainer
-        row = summary.identity(trainer, self.folder.identity, command=self.command) | {"load": self._load.read()}
+        row = summary.identity(trainer, self.folder.identity, command=self.command)
         self.validate()
         best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.take_weights(best["model"])
