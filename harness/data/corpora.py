@@ -17,14 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.data.recall import DISTANCES, copies, recall_floor, recall_stream
-from harness.data.skills import SKILLS
+from harness.data.recall import copies, recall_floor, recall_stream
+from harness.data.skills import SKILLS, Made
 from harness.data.sources import KNOWN, digest, distinct_values, read_known, read_path, read_stdlib
 from harness.data.synthetic_text import synthetic_text
 
 SPLITS = ("train", "valid", "test")
-MADE = {"recall": ("bytes", "distances", "seed")} | dict.fromkeys(("synthetic_text", *SKILLS), ("bytes", "seed"))
-"""What is made up, and the keys that only such a corpus has."""
+MADE = {
+    "recall": Made(recall_stream, lambda part: recall_floor(len(part)), copies),
+    "synthetic_text": Made(synthetic_text),
+    **SKILLS,
+}
 NAMES = (*KNOWN, "file", "stdlib", *MADE)
 
 
@@ -111,13 +114,11 @@ def load(
         drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).
         split: shares of train, valid and test, each above 0, 1 in sum.
         first_bytes: read so many bytes of the corpus, and no more; None for all.
-        bytes, distances, seed: of what is made, by ``recall``, ``skills`` and ``synthetic_text`` of this package.
+        bytes, distances, seed: of what is made; ``distances`` of recall alone.
 
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
-    options = {"bytes": bytes, "distances": distances, "seed": seed}
-    options = {key: option for key, option in options.items() if option is not None}
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
     if path is not None and name not in (*KNOWN, "file"):
@@ -128,10 +129,18 @@ def load(
         raise ValueError(f"data.fallback={fallback!r}: allowed is null, and stdlib with data={', '.join(KNOWN)}")
     if not 1 <= vocabulary <= 256:
         raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
-    for key in options.keys() - set(MADE.get(name, ())):
-        users = ", ".join(made for made, keys in MADE.items() if key in keys)
-        raise ValueError(f"data.{key}={options[key]}: allowed for data={users} only")
-    asked, content, name, reason = name, *_read(name, path, fallback, options)
+    options = {"bytes": bytes, "distances": distances, "seed": seed}
+    options = {key: option for key, option in options.items() if option is not None}
+    for key, option in options.items():
+        users = ("recall",) if key == "distances" else (*MADE,)
+        if name not in users:
+            raise ValueError(f"data.{key}={option}: allowed for data={', '.join(users)} only")
+    if options.get("bytes", 2) < 2:
+        raise ValueError(f"data.bytes={bytes}: allowed is an integer of at least 2")
+    requested, made = name, MADE.get(name)
+    if distances is not None:
+        made = made._replace(answers=partial(made.answers, distances=distances))
+    content, name, reason = _read(name, path, fallback, options)
     if first_bytes is not None:
         if first_bytes > len(content):
             raise ValueError(f"data.first_bytes={first_bytes}: allowed is at most {len(content)}, which {name} has")
@@ -140,19 +149,14 @@ def load(
     name = next((pinned for pinned, corpus in KNOWN.items() if corpus.sha256 == actual), name)
     if reason:
         print(
-            f"data: {asked.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
-            f"{len(content):,} bytes, sha256 {actual}; its bits per byte are not {asked}'s. "
-            f"To get it: python -m harness.data {asked}, or data.path=FILE. An error with data.fallback=null.",
+            f"data: {requested.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
+            f"{len(content):,} bytes, sha256 {actual}; its bits per byte are not {requested}'s. "
+            f"To get it: python -m harness.data {requested}, or data.path=FILE. An error with data.fallback=null.",
             file=sys.stderr,
         )
     if sha256 and sha256.lower() != actual:
         raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {actual}")
     parts, symbols = _cut(content, split), _symbols(content, vocabulary, drop_newlines)
-    floor, answers = None, None
-    if asked == "recall":
-        floor, answers = lambda values: recall_floor(len(values)), partial(copies, distances=distances or DISTANCES)
-    elif skill := SKILLS.get(asked):
-        floor, answers = skill.floor_bits, skill.answers
     return Corpus(
         name=name,
         sha256=actual,
@@ -160,17 +164,17 @@ def load(
         splits=dict(zip(SPLITS, _numbered(parts, symbols, drop_newlines), strict=True)),
         vocabulary=vocabulary,
         symbols=symbols,
-        floor=floor,
-        answers=answers,
-        fallback_from=asked if reason else None,
+        floor=made.floor_bits if made else None,
+        answers=made.answers if made else None,
+        fallback_from=requested if reason else None,
     )
 
 
 def _read(name: str, path: str | None, fallback: str | None, options: dict) -> tuple[np.ndarray, str, OSError | None]:
     """The bytes, what they are called, and why they are those of ``fallback``, where they are."""
     if name in MADE:
-        make = {"recall": recall_stream, "synthetic_text": synthetic_text}.get(name) or SKILLS[name].stream
-        return make(**{"n_bytes" if key == "bytes" else key: option for key, option in options.items()}), name, None
+        n_bytes = [options.pop("bytes")] if "bytes" in options else []
+        return MADE[name].stream(*n_bytes, **options), name, None
     if name == "stdlib":
         return read_stdlib(), name, None
     if name == "file":

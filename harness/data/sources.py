@@ -26,9 +26,7 @@ import numpy as np
 from harness.cache import cache_folder, locked, storing, write_whole
 
 LARGE_BYTES = 2**26
-"""From this size a plain file is mapped; what is compressed may unpack to as much, or to ``MOST_TIMES`` its size."""
-MOST_TIMES = 200
-"""What is not text unpacks to more times its size; enwik8 to four."""
+"""From this size a plain file is mapped."""
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """What reading a damaged or impossible file raises."""
 ANSWER_S, ATTEMPTS, CHUNK_BYTES = 10.0, 5, 2**18
@@ -144,17 +142,9 @@ def _read_file(path: Path) -> np.ndarray:
 
 
 def unpack(path: Path) -> bytes:
-    """What is in a compressed file; one of ``BROKEN`` where it is damaged or a bomb."""
-    packed_bytes = path.stat().st_size
-    most = max(LARGE_BYTES, MOST_TIMES * packed_bytes)
+    """What is in a compressed file; one of ``BROKEN`` where it is damaged."""
     with OPENERS[path.suffix.lower()](path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(
-            f"it unpacks to more than {MOST_TIMES} times its {packed_bytes:,} bytes; if that is meant, unpack it "
-            "yourself and name what comes out"
-        )
-    return content
+        return file.read()
 
 
 def _open_zip(path: Path) -> BinaryIO:
