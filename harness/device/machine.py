@@ -23,7 +23,7 @@ CHANGE_RESULTS = re.compile(
 """Variables that change times, memory or the order of sums. Rows have OpenMP's and MKL's number as ``threads``; joblib
 sets ``KMP_INIT_AT_FORK``."""
 CPUINFO = Path("/proc/cpuinfo")
-DRIVER = Path("/sys/module/nvidia/version")
+DRIVER = Path("/sys/module/nvidia/version")  # where Linux has it
 CPU_NUMBERS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
 CPU_NUMBERS |= {"CPU implementer": "implementer", "CPU part": "part"}  # of ARM
 COMPILED = "windtunnel-"
@@ -55,11 +55,6 @@ def versions(**others: object) -> dict[str, str]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         libraries["triton"] = metadata.version("triton")
     return libraries | {name: str(version) for name, version in others.items() if version is not None}
-
-
-def driver() -> str | None:
-    """Version of NVIDIA's driver, where Linux has it."""
-    return DRIVER.read_text(encoding="ascii").strip() if DRIVER.exists() else None
 
 
 def environment() -> dict[str, str]:

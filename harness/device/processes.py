@@ -88,20 +88,19 @@ class ProcessGroup(Launch):
         """The largest of everybody's numbers."""
         return max(self.all_gather(number, patient=True))
 
-    def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> list[Tensor]:
-        """Everybody's tensors by rank, on this one's device; only their first dimensions, ``lengths``, may differ."""
+    def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
+        """The rows of everybody's tensors by rank, on this one's device; ``lengths`` are their numbers, where known."""
         if self.world_size == 1:
-            return [tensor]
-        shapes = [(length, *tensor.shape[1:]) for length in lengths or self.all_gather(len(tensor))]
-        return self.exchange([tensor] * self.world_size, shapes)
+            return tensor
+        lengths, row = lengths or self.all_gather(len(tensor)), tensor.shape[1:]
+        sizes = [tensor.numel()] * self.world_size, [length * math.prod(row) for length in lengths]
+        return self.exchange(tensor.flatten().repeat(self.world_size), *sizes).view(sum(lengths), *row)
 
-    def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """One tensor to each process by rank, and of these shapes one from each."""
-        sizes = [math.prod(shape) for shape in shapes]
-        received = sent[0].new_empty(sum(sizes))
-        flat = torch.cat([tensor.detach().flatten() for tensor in sent])
-        self._call(dist.all_to_all_single, received, flat, sizes, [tensor.numel() for tensor in sent])
-        return [part.view(*shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+    def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """So many numbers of a flat tensor to each process by rank, and so many from each of them."""
+        arrived = flat.new_empty(sum(received))
+        self._call(dist.all_to_all_single, arrived, flat, list(received), list(sent))
+        return arrived
 
     def on_main(self, make: Callable[[], T]) -> T:
         """What ``make`` returns in the first process, which alone calls it; its failure is everybody's."""
@@ -176,7 +175,7 @@ class ProcessGroup(Launch):
             gradient = torch.sparse_coo_tensor(rows, values, shape)
         assert gradient.is_sparse and gradient.sparse_dim() == 1, "a sparse gradient is of whole rows in every process"
         gradient = gradient.coalesce()
-        rows, values = (torch.cat(self.gather(part)) for part in (gradient.indices()[0], gradient.values()))
+        rows, values = (self.gather(part) for part in (gradient.indices()[0], gradient.values()))
         values = values.div_(self.world_size)
         return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False).coalesce()
 

@@ -126,7 +126,8 @@ class Runtime:
     def describe(self) -> dict[str, object]:
         """Device, processes, versions and the machine around them, for provenance."""
         on_gpu, name = self.device.type == "cuda", machine.cpu_name()
-        of_gpu = {"cudnn": torch.backends.cudnn.version(), "driver": machine.driver()} if on_gpu else {}
+        of_gpu = {"cudnn": torch.backends.cudnn.version()} if on_gpu else {}
+        of_gpu |= {"driver": machine.DRIVER.read_text().strip()} if on_gpu and machine.DRIVER.exists() else {}
         return {
             "device": torch.cuda.get_device_name(self.device) if on_gpu else name,
             "device_kind": self.device.type,

@@ -117,17 +117,9 @@ def divided_like(held: Tensor, tensor: Tensor) -> Tensor:
         return gathered(tensor)
     if is_divided(tensor):
         return tensor.redistribute(placements=held.placements)
-    (placement,) = held.placements
-    if placement.is_shard():
-        share = _shares(tensor.shape[placement.dim], held.device_mesh.size())[held.device_mesh.get_local_rank()]
-        tensor = tensor.narrow(placement.dim, share.start, len(share))
-    return _divided(tensor.to(held.device), held)
-
-
-def _shares(number: int, parts: int) -> list[range]:
-    """Rows of each process, as torch divides them: the last ones may have fewer, or none."""
-    size, every = -(-number // parts), range(number)
-    return [every[part * size : (part + 1) * size] for part in range(parts)]
+    (chunk,) = held.__create_chunk_list__()  # cut first: a device need have no room for the whole
+    part = tensor[tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+    return _divided(part.to(held.device), held)
 
 
 def _divided(part: Tensor, like: DTensor) -> DTensor:
