@@ -21,7 +21,7 @@ from bench.measure import times
 from bench.planning import open_trained, provenance
 from bench.weights import LEARNED, learned_spans, place_spans, shake_
 from harness.count.flops import count_flops, forward_flops_per_byte
-from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
+from harness.count.memory import PeakMemory, optimizer_bytes, state_bytes, tensor_bytes
 from harness.data import corpora
 from harness.data.streams import Streams
 from harness.device import random_state, runtime
@@ -126,7 +126,7 @@ class Subject:
         self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
         peak = self.step_peak()
         return {
-            "parameter_bytes": parameter_bytes(self.model),
+            "parameter_bytes": tensor_bytes(self.model.parameters()),
             "gradient_bytes": self.update.gradient_bytes,
             "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
             **peak,

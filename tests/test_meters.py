@@ -13,7 +13,6 @@ from harness.count.memory import (
     PeakMemory,
     gradient_bytes,
     optimizer_bytes,
-    parameter_bytes,
     tensor_bytes,
 )
 from harness.device.machine import use_allocator
@@ -35,7 +34,7 @@ def test_bytes_of_parameters_gradients_and_optimizers():
     model = build(feed_forward, partial(memory_table, sparse=True))
     model.head.weight = model.embedding.weight  # tied: counted once
     count = sum(p.numel() for p in model.parameters())
-    assert parameter_bytes(model) == 4 * count
+    assert tensor_bytes(model.parameters()) == 4 * count
     assert gradient_bytes(model.parameters()) == 0
 
     values = next(p for name, p in model.named_parameters() if name.endswith("values"))

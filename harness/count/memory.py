@@ -30,22 +30,16 @@ def tensors_of(tree: object) -> list[Tensor]:
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the elements of each tensor, the same one once; of a sparse tensor, of its indices and values."""
-    return sum(map(_bytes_of, {id(tensor): tensor for tensor in tensors}.values()))
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    if tensor.layout == torch.sparse_coo:
-        return _bytes_of(tensor._indices()) + _bytes_of(tensor._values())  # the public ones want it coalesced
-    return tensor.numel() * tensor.element_size()
+    total = 0
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        sparse = tensor.layout == torch.sparse_coo  # the public indices and values want it coalesced
+        total += sum(dense.nbytes for dense in ((tensor._indices(), tensor._values()) if sparse else (tensor,)))
+    return total
 
 
 def state_bytes(state: State) -> int:
     """Bytes of a carried state per stream. A view counts its own elements, not the storage that it keeps alive."""
     return sum(tensor_bytes([tensor]) // len(tensor) for tensor in tensors_of(state))
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    return tensor_bytes(model.parameters())
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -274,8 +274,6 @@ class Run:
         best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.take_weights(best["model"])
         row |= summary.costs(trainer, peak=self._highest.across(self._processes.largest))  # FLOPs of the best weights
-        if row["unreached"]:
-            self.print(f"no gradient ever came to {', '.join(row['unreached'])}: in this run they learn nothing")
         row |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(trainer.model.metrics({}))}
         row |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in trainer.splits:
