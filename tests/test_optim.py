@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from harness.optim import ClippedAdagrad, Muon
 from harness.optim.budget import Schedule
-from harness.optim.optimizers import ClippedAdagrad, Muon, Optimizers, assign
+from harness.optim.optimizers import Optimizers
+from harness.optim.parameter_groups import assign
 
 pytestmark = pytest.mark.numeric
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from harness.optim import ClippedAdagrad, Muon
 from harness.optim.muon import orthogonalize, product_dtype
-from harness.optim.optimizers import ClippedAdagrad, Muon
 
 pytestmark = pytest.mark.numeric
 

@@ -42,7 +42,7 @@ RESUMED = {
     "replicated": (*MOVING, *CARRY, *DROPOUT),
     "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT),  # rows by Muon and AdamW, columns by Adagrad
 }
-COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.streams=1", "eval.every=0")
+COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.streams=1", "eval.every=0", "eval.test=false")
 """The second process has nothing to score."""
 
 
@@ -171,7 +171,7 @@ def test_processes_that_were_stopped_go_on_bit_for_bit(two, place, name):
         assert resumed == whole == two[0][name, "whole"][0] and whole[:2] == (0, STEPS)
     rows = record(place / name / "whole")
     assert rows == record(place / name / "stopped") and rows[0]["processes"] == 2
-    assert [row["kind"] for row in rows[-2:]] == ["valid", "test"]
+    assert [row["kind"] for row in rows[-2:]] == ["valid", "valid"]
 
 
 def test_what_cannot_be_divided_is_refused():

@@ -19,7 +19,8 @@ from harness.loop.unsharded_parameters import unsharded_parameters
 from harness.loop.update import Update
 from harness.optim import Muon
 from harness.optim.budget import Schedule
-from harness.optim.optimizers import Optimizers, assign
+from harness.optim.optimizers import Optimizers
+from harness.optim.parameter_groups import assign
 from tests.many import launch
 from tests.promises import model_of
 from tests.runs import CARRY, SPARSE, VARIANTS, make_run, restored  # noqa: F401 - a fixture

@@ -35,7 +35,6 @@ FOURTH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE":
 FOURTH |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 REFUSED = {
     (*command.MADE, "batch.streams=3"): ("batch.streams=3", "2 processes", "multiples of 2"),
-    ("-m", *command.MADE, "seed=0,1"): ("-m: a sweep", "torchrun"),
     ("data=file", "data.path=second"): ("data.path='second'",),
 }
 

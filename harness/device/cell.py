@@ -82,10 +82,6 @@ class Cell:
             self._process.kill()
             self._process.join()
 
-    @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
-
     def __enter__(self) -> Self:
         return self
 

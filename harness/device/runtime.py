@@ -8,9 +8,9 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -22,33 +22,29 @@ from harness.plan.settings import RuntimeSettings
 _THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
 
 
-class CompileClock:
-    """Counts ``seconds`` in which torch traces and compiles, while the ``with`` statement lasts, so that a budget of
-    seconds is one of training. Unless something is ``compiled`` at all, nothing of the compiler is imported."""
+@contextlib.contextmanager
+def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
+    """Counts ``seconds`` in which torch traces and compiles in the block, so that a budget of seconds is one of training.
+    Unless something is ``compiled`` at all, nothing of the compiler is imported."""
+    clock = SimpleNamespace(seconds=0.0)
+    if not compiled:
+        yield clock
+        return
+    from torch._dynamo.callback import callback_handler
 
-    def __init__(self, *, compiled: bool):
-        self.compiled, self.seconds = compiled, 0.0
+    def start(_arguments: object) -> None:
+        clock.began = time.perf_counter()
 
-    def __enter__(self) -> Self:
-        if self.compiled:
-            from torch._dynamo.callback import callback_handler
+    def end(_arguments: object) -> None:
+        clock.seconds += time.perf_counter() - clock.began
 
-            callback_handler.register_start_callback(self._start)
-            callback_handler.register_end_callback(self._end)
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.compiled:
-            from torch._dynamo.callback import callback_handler
-
-            callback_handler.remove_start_callback(self._start)
-            callback_handler.remove_end_callback(self._end)
-
-    def _start(self, _arguments: object) -> None:
-        self._began = time.perf_counter()
-
-    def _end(self, _arguments: object) -> None:
-        self.seconds += time.perf_counter() - self._began
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+    try:
+        yield clock
+    finally:
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +96,6 @@ class Runtime:
         narrow = [batch.to(torch.uint8).pin_memory() for batch in batches]
         return tuple(batch.to(self.device, non_blocking=True).long() for batch in narrow)
 
-    def compile_clock(self) -> CompileClock:
-        """Counts the seconds of compiling, in a ``with`` statement."""
-        return CompileClock(compiled=self.compile)
-
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
         if self.device.type != "cpu":
@@ -150,7 +142,7 @@ def device_kind(settings: RuntimeSettings) -> str:
 
 
 def forget_earlier_jobs() -> None:
-    """What an earlier job of this process left: objects in cycles, compiled graphs, blocks kept by the allocator."""
+    """Free what an earlier job of this process left: objects in cycles, compiled graphs, blocks that the allocator keeps."""
     gc.collect()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # its guards would count against this job's limit of recompilations

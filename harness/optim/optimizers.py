@@ -14,9 +14,7 @@ from torch import Tensor
 from harness.optim.adagrad import ClippedAdagrad
 from harness.optim.budget import Schedule
 from harness.optim.muon import Muon
-from harness.optim.parameter_groups import Group, assign
-
-__all__ = ["ClippedAdagrad", "Group", "Muon", "Optimizers", "assign"]
+from harness.optim.parameter_groups import Group
 
 BY_ROWS = (Muon, ClippedAdagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 BY_ROWS += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.SparseAdam)
