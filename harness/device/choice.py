@@ -21,7 +21,7 @@ NVIDIA = Path("/proc/driver/nvidia/gpus")
 def named(name: str) -> torch.device:
     """The device of ``runtime.device``: the CPU, or a CUDA or ROCm device; ValueError where there is none such here, and
     for ``auto`` where there is an NVIDIA device that torch cannot use."""
-    count = device_count()
+    count = torch.cuda.device_count()
     if name == "auto":
         if not count and NVIDIA.is_dir() and any(NVIDIA.iterdir()) and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
             raise ValueError(
@@ -49,17 +49,12 @@ def of_rank(name: str, processes: ProcessGroup) -> torch.device:
         return device
     if device.index is not None:
         raise ValueError(f"runtime.device={name} with {processes.world_size} processes: allowed are auto, cpu, cuda")
-    if device_count() < needed:
+    if (count := torch.cuda.device_count()) < needed:
         raise ValueError(
-            f"runtime.device={name}: {needed} processes and {device_count()} CUDA devices here; allowed are "
-            f"runtime.device=cpu, or torchrun --nproc-per-node={device_count()}"
+            f"runtime.device={name}: {needed} processes and {count} CUDA devices here; allowed are "
+            f"runtime.device=cpu, or torchrun --nproc-per-node={count}"
         )
     return torch.device("cuda", processes.local_rank)
-
-
-def device_count() -> int:
-    """CUDA or ROCm devices that this process sees."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
