@@ -13,7 +13,7 @@ from harness.device.processes import ProcessGroup
 from harness.plan.settings import RuntimeSettings
 
 MULTIPLIES_BFLOAT16 = ("amx_bf16", "avx512_bf16")
-"""Instructions of CPUs, as ``torch.cpu.get_capabilities`` names them; without one bfloat16 is emulated, and slow."""
+"""Instructions of CPUs, as ``torch.cpu.get_capabilities`` names them."""
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 """A folder for each NVIDIA device of which the kernel's driver knows, whatever torch can use."""
 

@@ -4,8 +4,8 @@
 ``batch.streams``; gradients are averaged, so that every process makes the same update. The first one decides, holds the
 run folder and speaks. With one process nothing here does anything.
 
-torch averages gradients of dense matrices during the backward pass (``spread.py``), and the few others are averaged
-here after it: vectors, what layers share, and sparse rows, for which torch has no way.
+torch averages gradients of dense matrices during the backward pass (``spread.py``); vectors, what layers share and sparse
+rows are averaged here after it.
 """
 
 import math
@@ -45,7 +45,6 @@ class ProcessGroup(Launch):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that decides, writes and speaks."""
         return self.rank == 0
 
     @property
@@ -54,8 +53,7 @@ class ProcessGroup(Launch):
         return self.rank, self.world_size
 
     def meet(self) -> None:
-        """Make torch's process group: tensors on a GPU travel by NCCL, all others by gloo. ``ProcessLost`` if it
-        fails."""
+        """Make torch's process group, or ``ProcessLost``: tensors on a GPU travel by NCCL, all others by gloo."""
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
@@ -85,7 +83,6 @@ class ProcessGroup(Launch):
         return everybodys
 
     def largest(self, number: int) -> int:
-        """The largest of everybody's numbers."""
         return max(self.all_gather(number, patient=True))
 
     def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
@@ -122,7 +119,7 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """A part that fails everywhere where it fails in one process, which alone says why; nothing is sent inside."""
+        """A block that fails everywhere where it fails in one process, which alone says why; nothing is sent inside."""
         failure = None
         try:
             yield
@@ -146,10 +143,7 @@ class ProcessGroup(Launch):
     @torch.no_grad()
     def average_gradients_(self, parameters: Iterable[nn.Parameter], *others: Tensor) -> None:
         """The mean of everybody's gradients in place of each one's, the same bits in all processes; and of ``others``.
-
-        A parameter without a gradient counts as zero where another process has one. Sparse gradients are gathered row
-        by row, and coalesced.
-        """
+        A parameter without a gradient counts as zero where another process has one; sparse ones end coalesced."""
         if self.world_size == 1:
             return
         trained = [p for p in parameters if p.requires_grad]
@@ -217,5 +211,4 @@ def is_connection_failure(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """Of a message, without the frames that torch adds."""
     return str(error).partition("\n")[0][:200]

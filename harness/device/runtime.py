@@ -1,7 +1,5 @@
-"""Runtime, where and how a run computes: device, processes, precision, threads, determinism, compilation.
-
-Only this module knows. Everything else follows its input's device and dtype.
-"""
+"""Runtime, where and how a run computes: device, processes, precision, threads, determinism, compilation. Everything else
+follows its input's device and dtype."""
 
 import contextlib
 import gc
@@ -74,8 +72,7 @@ class Runtime:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def forward(self, model: nn.Module) -> Callable:
-        """What to call for a forward pass of the model: compiled if that was asked for. Shapes may become dynamic: the
-        past grows until it is as long as the window."""
+        """What to call for a forward pass of the model: compiled if that was asked for."""
         if not self.compile:
             return model
         compiled, trim = torch.compile(model), getattr(model, "trim", None)

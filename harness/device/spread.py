@@ -2,14 +2,11 @@
 
 A unit is a residual sublayer; what belongs to none of them, such as the embedding and the head, is the last one. With
 ``runtime.shard=none`` each process has all parameters (torch's ``replicate``), with ``full`` some rows of each, of its
-gradient and of its optimizer's state (``fully_shard``): a unit's rows are gathered before it computes, forward and
-backward. What FSDP cannot shard (``harness/loop/unsharded_parameters.py``) stays a plain tensor for
-``ProcessGroup.average_gradients_``; of tables a process has some columns with ``full`` (``sharded_tables.py``).
+gradient and of its optimizer's state (``fully_shard``). What FSDP cannot shard (``harness/loop/unsharded_parameters.py``)
+stays a plain tensor for ``ProcessGroup.average_gradients_``; of tables a process has some columns with ``full``.
 
-torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what an optimizer was given stays a plain
-parameter, which from then on is this process's part, and gets its gradient as soon as it is averaged.
-
-What is imported here takes most of a second, so runs of one process do without.
+torch makes ``DTensor`` of a unit's parameters. What an optimizer was given stays a plain parameter, which from then on
+is this process's part, and gets its gradient as soon as it is averaged. Imports here take most of a second.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -34,7 +31,7 @@ class SpreadUnits(Units):
     Args:
         units: modules of the model; the model itself is the last one.
         whole: the parameters that are in no unit.
-        tables: modules with the names of what ``full`` divides by columns.
+        tables: modules, with names of what ``full`` divides by columns.
         shard: ``none`` or ``full``.
         device: where the model goes, which before may be on the host.
     """
@@ -91,7 +88,7 @@ class SpreadUnits(Units):
                     unit.set_reshard_after_forward(True, recurse=False)
 
     def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This process's part of something that belongs to a parameter: its rows, if it has the shape of the whole."""
+        """This process's part of something that belongs to a parameter and has the shape of the whole, or it as it is."""
         managed = self.parts.get(parameter)
         if managed is None or whole.shape != managed.shape:
             return whole
