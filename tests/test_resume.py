@@ -17,7 +17,6 @@ from tests.runs import (
     MOVING,
     SMALL,
     VARIANTS,
-    after_step,
     crash,
     elsewhere,
     make_job,
@@ -123,23 +122,3 @@ def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypa
     undisturbed, _ = whole_run(*words)
     rows = [[row | {"command": ""} for row in rows_of(job)] for job in (resumed, undisturbed)]
     assert resumed.folder.path.name == undisturbed.folder.path.name and rows[0] == rows[1]
-
-
-def test_a_launchers_signal_saves_and_is_passed_on(here):
-    """As submitit's before a time limit: all is saved when it hears of it, and it may end the process."""
-    saved = []
-
-    def listener(received, _) -> None:
-        saved.append((received, [path.stem for path in (job.folder.path / "checkpoints").glob("step-*.pt")]))
-        raise SystemExit(77)
-
-    before = signal.signal(signal.SIGUSR2, listener)
-    try:
-        job = make_job("budget.steps=6")
-        after_step(job, 3, lambda: signal.raise_signal(signal.SIGUSR2))
-        with pytest.raises(SystemExit) as ended:
-            run_job(job)
-        assert ended.value.code == 77 and signal.getsignal(signal.SIGUSR2) is listener
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert saved == [(signal.SIGUSR2, ["step-000000003"])]

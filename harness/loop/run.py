@@ -261,7 +261,6 @@ class Run:
 
     def end_early(self) -> None:
         """Say how to go on after a signal, and end the process as it asks."""
-        self.stop.pass_on()
         same = "the same command without force=true" if self.plan.force else "the same command"
         self.print(f"stopped at {self.trainer.spent.bytes:,} bytes; {same} goes on: {self.command}")
         raise SystemExit(128 + self.stop.number)
