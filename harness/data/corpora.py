@@ -1,10 +1,7 @@
-"""Corpora: the bytes that a run reads, proven by their digest, the one entry to all corpora.
+"""Corpora: the bytes that a run reads, by ``load`` whatever their source, cut in order into train, valid and test.
 
-    corpus = load("enwik8", fallback="stdlib")
-
-Raw bytes, cut 90/5/5 in order into train, valid and test. What a corpus is called, how long it is and its SHA-256 are
-always those of the bytes that were really read, before any vocabulary is applied, so that a number can never
-be labelled with data it did not see. The order in which bytes are read is in `harness/data/streams.py`.
+What a corpus is called, how long it is and its SHA-256 are those of the bytes that were really read, before any
+vocabulary is applied, so that a number can never be labelled with data it did not see.
 """
 
 import sys
@@ -78,7 +75,6 @@ class Corpus:
         return self.floor(self._values(part)) if self.floor else None
 
     def _values(self, part: Tensor) -> np.ndarray:
-        """Bytes of numbers."""
         return np.frombuffer(self.symbols, np.uint8)[part.numpy()]
 
     def label(self) -> str:
@@ -113,7 +109,6 @@ def load(
         vocabulary: 256 keeps byte values; a smaller V numbers the values that occur in their order.
         drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).
         split: shares of train, valid and test, each above 0, 1 in sum.
-        first_bytes: read so many bytes of the corpus, and no more; None for all.
         bytes, distances, seed: of what is made; ``distances`` of recall alone.
 
     Raises:
@@ -221,13 +216,13 @@ def _symbols(content: np.ndarray, vocabulary: int, drop_newlines: bool) -> bytes
 
 
 def _numbered(parts: list[np.ndarray], symbols: bytes, drop_newlines: bool) -> list[Tensor]:
-    dropped = b"\n" if drop_newlines else b""
+    dropped = b"\n" * drop_newlines
     if len(symbols) == 256 and not dropped:
         return [torch.from_numpy(part) for part in parts]
     table = bytearray(range(256))
     for number, value in enumerate(symbols):
         table[value] = number
-    # bytearray.translate maps and drops in one pass with no index of 8 bytes a byte, as tensor indexing would need.
+    # translate maps and drops without an index of 8 bytes a byte, which tensors would need
     mapped = [bytearray(part).translate(table, dropped) for part in parts]
     if min(map(len, mapped)) < 2:
         raise ValueError("data.drop_newlines=true leaves a split with less than 2 bytes, allowed is a longer corpus")

@@ -1,5 +1,5 @@
-"""Optimizers of a run, moved together. Every rate is optim.lr * lr_scale * schedule(fraction of the budget spent): one
-number scales a whole run. A group with ``schedule: constant`` leaves out the last factor.
+"""Optimizers of a run, moved together. Every rate is optim.lr * lr_scale * schedule(fraction of the budget spent); a group
+with ``schedule: constant`` leaves out the last factor.
 
 An update that a loss or a gradient would spoil that is not finite is left out on the device, and nobody waits to know.
 torch's fused optimizers have what it takes, for ``torch.amp.GradScaler``: they change nothing where their attribute
@@ -55,13 +55,8 @@ class Optimizers:
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
     def step(self, fraction: float, *, loss: Tensor | None = None) -> None:
-        """One update of every group, if the loss and all gradients are finite.
-
-        Args:
-            fraction: fraction of the budget spent, 0 to 1. Take it at the middle of the step (the mean of before and
-                after): then neither the first update of a warm-up nor the last of a decay is at rate 0.
-            loss: what the gradients are of, detached.
-        """
+        """One update of every group, if the ``loss`` and all gradients of it are finite. ``fraction``: of the budget spent,
+        at the middle of the step: then neither the first update of a warm-up nor the last of a decay is at rate 0."""
         gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
         every = {p: g for both in gradients.values() for some in both for p, g in some.items()}
         self._find_inf([*([] if loss is None else [loss]), *every.values()])
