@@ -32,7 +32,7 @@ def one_server() -> Iterator[None]:
             ahead.setenv("PYTHONPATH", str(ROOT))  # for what is imported ahead
             start(server)
 
-    forkserver.set_forkserver_preload(["tests.many", *AHEAD, *cell.PRELOAD])
+    forkserver.set_forkserver_preload(["tests.many", *AHEAD, *cell.PRELOAD, "tests.ahead"])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(forkserver, "set_forkserver_preload", lambda names: None)
         patched.setattr(forkserver.ForkServer, "ensure_running", ensure_running)

@@ -39,11 +39,15 @@ DIVIDED += ("optim=adamw", "batch.accumulate=2", "model.head_zero_init=false", f
 SHARDED = ("variant=adaptive_span_memory", *MEMORY, "variant.memory.sparse=true", *MOVING[1:], "runtime.shard=full")
 SHARDED += ("+variant.groups.values.optimizer={_target_:harness.optim.ClippedAdagrad,_partial_:true}",)
 RESUMED = {
-    "replicated": (*MOVING, *CARRY, *DROPOUT),
-    "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT),  # rows by Muon and AdamW, columns by Adagrad
+    "replicated": (*MOVING, *CARRY, *DROPOUT, "eval.streams=1"),  # the second process has nothing to score
+    "sharded, with a table": (
+        *SHARDED,
+        *CARRY,
+        *DROPOUT,
+        "eval.streams=32",
+    ),  # rows by Muon and AdamW, columns by Adagrad
 }
-COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.streams=1", "eval.every=0", "eval.test=false")
-"""The second process has nothing to score."""
+COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.every=0", "eval.test=false")
 
 
 def with_muon_in(run: Trainer, name: str) -> Trainer:

@@ -101,10 +101,8 @@ class ProcessGroup(Launch):
 
     def on_main(self, make: Callable[[], T]) -> T:
         """What ``make`` returns in the first process, which alone calls it; its failure is everybody's."""
-        made = [None]
         with self.fail_together():
-            if self.is_main:
-                made = [make()]
+            made = [make() if self.is_main else None]
         if self.world_size > 1:
             self._call(dist.broadcast_object_list, made, src=0)
         return made[0]
