@@ -21,8 +21,6 @@ from variants.product_key_memory import ProductKeyMemory
 
 aten = torch.ops.aten
 
-# Operations
-
 
 def heads(rows: int, keys: int, **choices) -> list[Tensor]:
     """Queries, keys and values of 2 streams, 3 heads, 8 wide."""
@@ -123,8 +121,6 @@ def test_the_kernel_executes_the_pairs_that_heads_see_and_little_more(old):
     learned = sum(n) if old else sum(min(met, rows) - min(met, rows) ** 2 / (2 * rows) for met in n)
     assert products * (3 * sum(n) + 2 * learned) <= backward <= 1.25 * products * (3 * sum(n) + 2 * learned + 2 * 48)
 
-
-# Models, in warm state
 
 D, H, K, V, HIDDEN, VECTORS = 16, 4, 4, 32, 24, 5
 HEAD, PROJECTIONS = 2 * D * V, 4 * 2 * D * D

@@ -20,8 +20,6 @@ from tests.test_flops import D, build, feed_forward, memory_table
 
 CPU, MIB = torch.device("cpu"), 2**20
 
-# Bytes
-
 
 def test_bytes_of_tensors():
     a = torch.zeros(3, 4)
@@ -50,9 +48,6 @@ def test_bytes_of_parameters_gradients_and_optimizers():
     for optimizer in optimizers:
         optimizer.step()
     assert optimizer_bytes(optimizers) == 2 * 4 * count + 4 * len(others)  # AdamW's step is a tensor
-
-
-# Peaks
 
 
 def allocate(mib: int) -> torch.Tensor:
@@ -101,9 +96,6 @@ def test_on_a_gpu_what_is_reserved_stands_beside_what_is_allocated(monkeypatch):
     assert one.or_higher(other) == other.or_higher(one) == Peak(5, False, 9)
     assert Peak(None, False).or_higher(Peak(4, True)) == Peak(4, True)
     assert Peak(4, True).across(lambda number: number + 1) == Peak(5, True)
-
-
-# Seconds
 
 
 class Clock:

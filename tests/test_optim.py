@@ -52,9 +52,6 @@ def names(groups):
     return {group.name: sorted(group.parameters) for group in groups}
 
 
-# Groups
-
-
 def test_the_rest_goes_by_rule():
     groups = assign(Toy(), default=ADAMW, matrices=MATRICES)
     layers = [f"layers.{i}.{name}" for i in (0, 1) for name in ("mix.bias", "norm.bias", "norm.weight")]
@@ -122,9 +119,6 @@ def test_a_groups_pattern_reaches_shared_parameters_by_any_name():
 def test_impossible_groups_are_refused_by_key(groups, message):
     with pytest.raises(ValueError, match=message):
         Optimizers(assign(Toy(), default=ADAMW, groups=groups), lr=1, schedule=Schedule())
-
-
-# All together
 
 
 def sgd_step(*, clip, groups=None, sparse=False, fraction=0.0, schedule=None, scale=1.0):

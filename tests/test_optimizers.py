@@ -9,8 +9,6 @@ from harness.optim.muon import product_dtype
 
 pytestmark = pytest.mark.numeric
 
-# Adagrad
-
 
 def adagrad_reference(weights, gradients, *, lr, clip, eps):
     """The published update, one number at a time, in float64."""
@@ -58,9 +56,6 @@ def test_adagrad_takes_sparse_gradients_with_repeated_rows():
             optimizer.step()
     torch.testing.assert_close(sparse, dense, rtol=0, atol=1e-14)
     assert torch.equal(sparse[0], torch.ones(2, dtype=torch.float64))
-
-
-# Muon
 
 
 @pytest.mark.parametrize(

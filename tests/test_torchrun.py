@@ -103,9 +103,6 @@ def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
     assert "timed out" in line and "GLOO_SOCKET_IFNAME" in line and not os.listdir(here)
 
 
-# The end of one is the end of all
-
-
 def lost(how: str) -> tuple[int, int, str]:
     """The second process ends, or stands still with its connections open, in its third step; the exit code that the
     first has of it, its steps, and why."""
