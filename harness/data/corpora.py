@@ -151,12 +151,13 @@ def load(
         )
     if sha256 and sha256.lower() != actual:
         raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {actual}")
-    parts, symbols = _cut(content, split), _symbols(content, vocabulary, drop_newlines)
+    parts = _cut(content, split)
+    parts, symbols = _numbered(content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines)
     return Corpus(
         name=name,
         sha256=actual,
         n_bytes=len(content),
-        splits=dict(zip(SPLITS, _numbered(parts, symbols, drop_newlines), strict=True)),
+        splits=dict(zip(SPLITS, parts, strict=True)),
         vocabulary=vocabulary,
         symbols=symbols,
         floor=made.floor_bits if made else None,
@@ -203,22 +204,19 @@ def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
     return np.split(content, [train, train + valid])
 
 
-def _symbols(content: np.ndarray, vocabulary: int, drop_newlines: bool) -> bytes:
-    """The byte of each number: all of them, or for a smaller vocabulary those that occur, in order."""
-    if vocabulary == 256:
-        return bytes(range(256))
-    values = [value for value in distinct_values(content) if not (drop_newlines and value == ord("\n"))]
-    if len(values) > vocabulary:
-        raise ValueError(
-            f"data.vocabulary={vocabulary}: the corpus has {len(values)} byte values, allowed is as many or 256"
-        )
-    return bytes(values)
-
-
-def _numbered(parts: list[np.ndarray], symbols: bytes, drop_newlines: bool) -> list[Tensor]:
-    dropped = b"\n" * drop_newlines
-    if len(symbols) == 256 and not dropped:
-        return [torch.from_numpy(part) for part in parts]
+def _numbered(
+    content: np.ndarray, parts: list[np.ndarray], *, vocabulary: int, drop_newlines: bool
+) -> tuple[list[Tensor], bytes]:
+    """The parts in numbers, and the byte of each number: all, or for a smaller vocabulary those that occur, in order."""
+    symbols, dropped = bytes(range(256)), b"\n" * drop_newlines
+    if vocabulary < 256:
+        symbols = bytes(value for value in distinct_values(content) if value not in dropped)
+        if len(symbols) > vocabulary:
+            raise ValueError(
+                f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} byte values, allowed is as many or 256"
+            )
+    elif not dropped:
+        return [torch.from_numpy(part) for part in parts], symbols
     table = bytearray(range(256))
     for number, value in enumerate(symbols):
         table[value] = number
@@ -226,4 +224,4 @@ def _numbered(parts: list[np.ndarray], symbols: bytes, drop_newlines: bool) -> l
     mapped = [bytearray(part).translate(table, dropped) for part in parts]
     if min(map(len, mapped)) < 2:
         raise ValueError("data.drop_newlines=true leaves a split with less than 2 bytes, allowed is a longer corpus")
-    return [torch.frombuffer(part, dtype=torch.uint8) for part in mapped]
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in mapped], symbols

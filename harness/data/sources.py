@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -134,18 +133,15 @@ def _read_file(path: Path) -> np.ndarray:
 def unpack(path: Path) -> bytes:
     """What is in a compressed file; one of ``BROKEN`` where it is damaged."""
     with OPENERS[path.suffix.lower()](path) as file:
-        return file.read()
+        if not isinstance(file, zipfile.ZipFile):
+            return file.read()
+        members = [member for member in file.infolist() if not member.is_dir()]
+        if len(members) != 1:
+            raise zipfile.BadZipFile(f"{len(members)} files are in the archive, allowed is one")
+        return file.read(members[0])
 
 
-def _open_zip(path: Path) -> BinaryIO:
-    archive = zipfile.ZipFile(path)
-    members = [member for member in archive.infolist() if not member.is_dir()]
-    if len(members) != 1:
-        raise zipfile.BadZipFile(f"{len(members)} files are in the archive, allowed is one")
-    return archive.open(members[0])
-
-
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_zip}
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": zipfile.ZipFile}
 
 
 def read_stdlib() -> np.ndarray:
