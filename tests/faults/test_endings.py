@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from harness import failures
 from harness.compose import cli
 from harness.failures import Damaged, Diverged, OutOfMemory, ProcessLost, StorageFailure
 from harness.loop.run import Run
@@ -21,21 +22,28 @@ def summary_of(here) -> dict:
     return json.loads((run / "summary.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "status"),
-    [
-        (ZeroDivisionError("a bug"), 1, "failed"),
-        (ValueError("optim.lr=-1: must be above 0"), 2, "failed"),
-        (Diverged("step 3 diverged"), 3, "diverged"),
-        (PermissionError(13, "Permission denied", "/some/file"), 4, "storage"),
-        (OSError(28, "No space left on device"), 4, "storage"),
-        (ConnectionResetError(104, "Connection reset by peer"), 1, "failed"),
-        (Damaged("best.pt is damaged"), 4, "storage"),
-        (ProcessLost("process 0 of 2: another one has ended"), 6, "process lost"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "out of memory"),
-    ],
-)
-def test_codes_and_statuses_agree(error, code, status, here, monkeypatch):
+ENDS = {
+    "a bug": (ZeroDivisionError("a bug"), 1, "failed"),
+    "a mistake": (ValueError("optim.lr=-1: must be above 0"), 2, "failed"),
+    "diverged": (Diverged("step 3 diverged"), 3, "diverged"),
+    "no permission": (PermissionError(13, "Permission denied", "/some/file"), 4, "storage"),
+    "no space": (OSError(28, "No space left on device"), 4, "storage"),
+    "a connection": (ConnectionResetError(104, "Connection reset by peer"), 1, "failed"),
+    "damage": (Damaged("best.pt is damaged"), 4, "storage"),
+    "a lost process": (ProcessLost("process 0 of 2: another one has ended"), 6, "process lost"),
+    "no memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "out of memory"),
+}
+
+
+def test_every_error_has_a_code_and_a_status():
+    for error, code, status in ENDS.values():
+        assert failures.exit_code(error) == code and getattr(failures.kind_of(error), "status", "failed") == status
+
+
+@pytest.mark.parametrize("end", ["a bug", "a mistake", "no permission", "a lost process"])
+def test_a_command_ends_with_the_code_and_its_summary_has_the_status(end, here, monkeypatch):
+    error, code, status = ENDS[end]
+
     def fail(*_: object) -> None:
         raise error
 
@@ -46,20 +54,12 @@ def test_codes_and_statuses_agree(error, code, status, here, monkeypatch):
     assert code == 1 or ended.err.count("error: ") == ended.err.count("\n") == 1
 
 
-def short_of_memory() -> str:
-    """What a run says whose first step asks for more than there is."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Run, "step", lambda self: torch.empty(2**60))
-        ended = train(*MADE, "runtime.threads=1")
+def test_out_of_memory_says_what_to_lower_and_who_predicts(here, monkeypatch):
+    monkeypatch.setattr(Run, "step", lambda self: torch.empty(2**60))
+    ended = train(*MADE)
     assert ended.code == OutOfMemory.exit_code and "Traceback" not in ended.err
-    return ended.err
-
-
-def test_out_of_memory_says_what_to_lower_and_who_predicts(here):
-    message = short_of_memory()
     words = ("batch.streams=2", "batch.segment=32", "model.span=32", "batch.accumulate=1", "runtime.checkpoint=layers")
-    assert all(word in message for word in words)
-    assert "python -m bench.fit with the same words" in message
+    assert all(word in ended.err for word in (*words, "python -m bench.fit with the same words"))
 
 
 def test_a_sweep_ends_with_the_highest_code_of_its_jobs(here, monkeypatch):
