@@ -106,7 +106,6 @@ def measured_rows(entries: list, *, settings: CostSettings, progress) -> list[di
     from bench.cost_worker import Subject
     from bench.turns import Entry, measure
     from harness.device.cell import OUT_OF_MEMORY
-    from harness.record.cells import busy_words
 
     limit = None if settings.memory_limit_gib is None else int(settings.memory_limit_gib * 2**30)
     how = {"worker": Subject, "rounds": settings.rounds, "seconds": settings.seconds}
@@ -118,8 +117,6 @@ def measured_rows(entries: list, *, settings: CostSettings, progress) -> list[di
         rows.append(row_of(last, settings=settings, interleaved=len(cells) > 1 and not alone))
     for row in rows:
         progress.print(f"length {row['length']:>6,}  {row['variant']}, {row['backend']}: {row['reason'] or 'measured'}")
-    if warning := busy_words(rows[0]["load"]):
-        progress.print(warning)
     return rows
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from bench.planning import provenance
 from bench.turns import times
 from harness.count.flops import count_flops, forward_flops_per_byte
-from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
+from harness.count.memory import PeakMemory, optimizer_bytes, state_bytes, tensor_bytes
 from harness.data import corpora
 from harness.data.streams import Streams
 from harness.device import random_state, runtime
@@ -136,7 +136,7 @@ class Subject:
         optimizers.lr = 0.0
         self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
         peak = self.step_peak()
-        sizes = {"parameter_bytes": parameter_bytes(self.model), "gradient_bytes": self.update.gradient_bytes}
+        sizes = {"parameter_bytes": tensor_bytes(self.model.parameters()), "gradient_bytes": self.update.gradient_bytes}
         return sizes | {"optimizer_bytes": optimizer_bytes(optimizers.optimizers.values())} | peak
 
     def step_peak(self) -> dict:

@@ -44,7 +44,6 @@ def main(cfg: DictConfig) -> None:
     from bench.rows import RowFile
     from harness.loop.progress import Steps
     from harness.plan.settings import parse
-    from harness.record.cells import busy_words
     from harness.record.table import print_table
 
     settings = parse(PeerSettings, own_keys(cfg, *VERB_KEYS), key="")
@@ -52,8 +51,6 @@ def main(cfg: DictConfig) -> None:
     entries = entries_of(cfg, settings.variants)
     with Steps(STEPS * len(entries)) as progress:
         measure(entries, worker=Worker, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
-        if warning := busy_words(entries[0].facts["load"]):
-            progress.print(warning)
     reference = entries[0]
     rows = [file.append(row_of(entry, reference)) | {"read_from": str(file.path.parent)} for entry in entries]
     for table in peer_tables(rows):

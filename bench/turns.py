@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from harness.device.cell import Cell, CellError
-from harness.device.load import LoadMeter
 from harness.loop.progress import Steps
 from harness.record.cells import LEAST_CALLS
 
@@ -139,13 +138,11 @@ def measure(
                 entry.facts["memory"] |= entry.ask(question) or {}
             progress.advance()
         on_cpu = measured[0].facts["device_kind"] == "cpu"
-        meter = LoadMeter(wanted=measured[0].facts["threads"] if on_cpu else 1)
         for quantity in worker.timed if on_cpu else worker.timed[:2]:  # the third on a GPU would be that of launches
             in_turn(measured, quantity, rounds=rounds, seconds=seconds, progress=progress)
-        load = meter.read()
         for entry in measured:
             progress.doing(f"{entry.name}: FLOPs")
-            entry.facts |= {"load": load} | (entry.ask("flops") or {})
+            entry.facts |= entry.ask("flops") or {}
             progress.advance()
     return measured
 

@@ -40,6 +40,16 @@ def forked_from_one_server() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_places() -> Iterator[None]:
+    """A final score predicts few places again: 64 would be a third of a small run. ``tests/ahead.py`` has it for processes."""
+    from harness.loop import futures
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(futures, "PLACES", 6)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch):
     """No key and no network for W&B."""

@@ -7,8 +7,6 @@ from pathlib import Path
 from harness.record.table import Table
 from tests.bench_rows import cost_row, peer_row, write_failed, write_rows, write_run, write_trial
 
-BUSY = {"busy": True, "cores": 2, "wanted_cores": 2, "average_at_start": 0.5, "seconds": 60.0}
-BUSY |= {"others_cores": 1.25, "stolen_cores": 0.0}
 COPY = {"eval": {"copy": True}}
 
 
@@ -40,7 +38,7 @@ def write_fixed_rows(folder: Path) -> None:
             changes = {"parameters": parameters, "bytes_per_second": 12_500.0 - 100 * seed}
             run = write_run(folder / "plain", variant=variant, seed=seed, bits=bits + wave, **changes)
             places.append(change(run, parameters=parameters))
-    places.append(change(write_run(folder / "plain", variant="linformer", seed=0, bits=2.5), load=BUSY))
+    places.append(write_run(folder / "plain", variant="linformer", seed=0, bits=2.5))
     places.append(write_run(folder / "plain", variant="local", seed=0, bits=2.45, valid_bits_per_byte=None))
     for span in (128, 256):
         config = {"variant": {"name": "mhsa"}, "model": {"d_model": 64, "layers": 2, "heads": 2, "span": span}}
@@ -76,9 +74,7 @@ def write_fixed_rows(folder: Path) -> None:
     costs += [cost_row(length=1024, backend="plain", status="out of memory", reason="8 GiB", **lost)]
     stream = [cost_row(variant=v, length=n, mode="stream", segment=128) for v in ("mhsa", "linear") for n in (256, 512)]
     stream.append(cost_row(length=256, mode="stream", segment=128, allocator="return"))
-    write_rows(
-        folder, [*costs, cost_row(), cost_row(variant="linear", load=BUSY), *stream], name="20261120-120000-cost"
-    )
+    write_rows(folder, [*costs, cost_row(), cost_row(variant="linear"), *stream], name="20261120-120000-cost")
     peers = [
         peer_row(name="reference_model"),
         peer_row(tokens_per_second=12_000.0),

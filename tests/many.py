@@ -1,5 +1,4 @@
-"""Several processes for tests, started as ``torchrun`` starts them but in a tenth of a second: forks of one that has
-imported everything and computed nothing."""
+"""Processes for tests, started in a tenth of a second: forks of one that has imported everything and computed nothing."""
 
 import multiprocessing
 import os
@@ -33,7 +32,7 @@ def one_server() -> Iterator[None]:
             ahead.setenv("PYTHONPATH", str(ROOT))  # for what is imported ahead
             start(server)
 
-    forkserver.set_forkserver_preload(["tests.many", *AHEAD, *cell.PRELOAD])
+    forkserver.set_forkserver_preload(["tests.many", *AHEAD, *cell.PRELOAD, "tests.ahead"])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(forkserver, "set_forkserver_preload", lambda names: None)
         patched.setattr(forkserver.ForkServer, "ensure_running", ensure_running)
@@ -51,21 +50,18 @@ def free_port() -> int:
 
 
 def launch(function: Callable, *arguments, number: int = 2) -> list:
-    """``function(*arguments)`` in each of ``number`` processes; what they return, by rank, or ``Dead``.
-
-    They have this process's environment and current folder, and ``RANK`` and the rest in the environment.
-    """
+    """``function(*arguments)`` in each of ``number`` processes, as torchrun starts them; what they return, by rank, or
+    ``Dead``. They have this process's environment and current folder."""
     window_cpu.available(), product_search.available()  # built once here and not by each
-    context = multiprocessing.get_context("forkserver")
+    context, started = multiprocessing.get_context("forkserver"), []
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
-    started = []
     for rank in range(number):
-        here, there = context.Pipe(duplex=False)
+        pipe, end_of_child = context.Pipe(duplex=False)
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(number)}
-        process = context.Process(target=_answer, args=(there, environment, os.getcwd(), function, arguments))
-        process.start()
-        there.close()
-        started.append((process, here))
+        words = (end_of_child, environment, os.getcwd(), function, arguments)
+        started.append((context.Process(target=_answer, args=words), pipe))
+        started[-1][0].start()
+        end_of_child.close()
     try:
         return [_result(process, pipe) for process, pipe in started]
     finally:
@@ -87,9 +83,9 @@ def _answer(pipe, environment: dict, folder: str, function: Callable, arguments:
 def _result(process, pipe):
     assert pipe.poll(PATIENCE_SECONDS), "a process hangs"
     try:
-        whole, value = pickle.loads(pipe.recv_bytes())
+        whole, answer = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join()
         return Dead(process.exitcode)
-    assert whole, value
-    return value
+    assert whole, answer
+    return answer

@@ -5,7 +5,7 @@ import os
 import pytest
 
 
-def need(found: object, reason: str) -> None:
-    """Skip with the reason unless ``found``; in CI, fail."""
-    if not found:
+def need(present: object, reason: str) -> None:
+    """Skip with the reason unless ``present``; in CI, fail."""
+    if not present:
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 def wait_for(look: Callable[[], T], what: str) -> T:
     """What ``look`` returns once that is true."""
     end = time.monotonic() + PATIENCE_SECONDS
-    while not (found := look()):
+    while not (answer := look()):
         assert time.monotonic() < end, f"{what} has not come"
         time.sleep(0.02)
-    return found
+    return answer

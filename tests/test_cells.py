@@ -58,7 +58,7 @@ def test_an_object_lives_between_questions_in_a_process_and_the_folder_of_its_ow
         assert one.ask("add", 1) == 4 and other.ask("add", 1) == 11
         assert one.ask("add", 2, twice=True) == 8 and one.ask("ask", 3) == 4, "a cell may ask another"
         (first, folder), (second, _) = one.ask("place"), other.ask("place")
-        assert len({os.getpid(), first, second}) == 3 and Path(folder).samefile(tmp_path) and one.alive
+        assert len({os.getpid(), first, second}) == 3 and Path(folder).samefile(tmp_path)
         with pytest.raises(ValueError, match="number=-1: must be at least 0"):  # a user's mistake stays one
             Cell(Toy, -1).ask("place")
     with pytest.raises(ProcessLookupError):
@@ -81,7 +81,7 @@ def test_what_ends_a_cell_is_one_line(question, status, reason):
     cell = Cell(Toy, 0)
     with pytest.raises(CellError, match=reason) as error:
         cell.ask(*question)
-    assert error.value.status == status and not cell.alive
+    assert error.value.status == status and not cell._process.is_alive()
 
 
 def test_a_process_that_hangs_is_killed_with_what_it_has_started():
@@ -89,5 +89,5 @@ def test_a_process_that_hangs_is_killed_with_what_it_has_started():
     child = Path(f"/proc/{cell.ask('begin')}/cmdline")
     with pytest.raises(CellError, match="hung: not done after 0.5 s") as error:
         cell.ask("hang", limit_seconds=0.5)
-    assert error.value.status == "failed" and not cell.alive
+    assert error.value.status == "failed" and not cell._process.is_alive()
     wait_for(lambda: not child.exists() or not child.read_bytes(), "its end")

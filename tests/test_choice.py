@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from harness.device import choice, random_state, runtime
-from harness.device.choice import Abilities
 from harness.device.processes import ProcessGroup
 from tests.composing import plan
 from tests.pretended_device import pretend
@@ -73,17 +72,17 @@ def test_gpus_are_one_for_each_process(monkeypatch):
 def test_bfloat16_is_what_a_device_multiplies_and_a_gpu_with_a_compiler_compiles(monkeypatch, capsys):
     for capabilities, expected in (({"amx_bf16": True}, True), ({"avx512_bf16": False, "avx512_f": True}, False)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
-        assert choice.abilities("cpu") == Abilities("cpu", bfloat16=expected, compiles=False)
+        assert choice.multiplies_bfloat16(torch.device("cpu")) is expected
     pretend(monkeypatch, devices=1)
     for real, lack in ((True, "Python.h"), (False, None)):
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported", lambda including_emulation, real=real: including_emulation or real
         )
         monkeypatch.setattr(choice, "lacks_to_compile", lambda lack=lack: lack)
-        assert choice.abilities("cuda") == Abilities("cuda", bfloat16=real, compiles=lack is None)
         settings = choice.settled(plan("runtime.device=cpu").runtime)
         on_gpu = dataclasses.replace(settings, device="cuda", precision="auto", compile="auto")
-        assert choice.settled(on_gpu).compile == (lack is None)
+        word = "bfloat16" if real else "float32"
+        assert choice.settled(on_gpu) == dataclasses.replace(on_gpu, precision=word, compile=lack is None)
         assert ("Python.h is not here" in capsys.readouterr().out) == (lack is not None)
 
 
@@ -91,8 +90,7 @@ def test_a_run_is_what_auto_means_here(here, monkeypatch):
     """In its configuration: the same command finds it on such a machine, and begins another on one of another kind."""
     folders = set()
     for precision in ("float32", "bfloat16"):
-        device = Abilities("cpu", bfloat16=precision == "bfloat16", compiles=False)
-        monkeypatch.setattr(choice, "abilities", lambda name, device=device: device)
+        monkeypatch.setattr(choice, "multiplies_bfloat16", lambda device, word=precision: word == "bfloat16")
         job = make_job(*AUTO)
         assert job.trainer.runtime.precision == job.plan.config["runtime"]["precision"] == precision
         typed = make_job(f"runtime.precision={precision}", "runtime.compile=false")

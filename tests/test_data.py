@@ -100,27 +100,23 @@ def test_a_compressed_file_is_the_same_corpus_or_refused(tmp_path, monkeypatch, 
             load("file", path=written(tmp_path, f"damaged.{suffix}", damaged))
     monkeypatch.setattr(sources, "LARGE_BYTES", 10_000)
     bomb = written(tmp_path, f"bomb.{suffix}", pack(bytes(3_000_000)))
-    with pytest.raises(ValueError, match="more than 200 times its .* bytes; if that is meant, unpack it"):
+    with pytest.raises(ValueError, match="more than 200 times its size; if that is meant, unpack it"):
         load("file", path=bomb)
 
 
-BAD_PATHS = {
-    "missing": (lambda folder: str(folder / "nowhere"), "no such file or folder"),
-    "empty archive": (lambda folder: written(folder, "empty.zip", zipped(b"")), "no bytes"),
-    "empty folder": (lambda folder: str(folder), "no files"),
-    "two files": (lambda folder: written(folder, "two.zip", zipped(TEXT, TEXT)), "2 files are in the archive"),
-    "no such user": (lambda folder: "~nobody-at-all/x", "cannot be read"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_PATHS)
-def test_bad_paths(tmp_path, case):
-    make, reason = BAD_PATHS[case]
-    (tmp_path / "data").mkdir()
-    path = make(tmp_path / "data")
-    with pytest.raises(ValueError, match=reason) as error:
-        load("file", path=path)
-    assert "data.path=" in str(error.value) and path[-200:] in str(error.value)
+def test_bad_paths(tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused = {
+        str(tmp_path / "nowhere"): "no such file or folder",
+        str(tmp_path / "empty"): "no files",
+        written(tmp_path, "empty.zip", zipped(b"")): "no bytes",
+        written(tmp_path, "two.zip", zipped(TEXT, TEXT)): "2 files are in the archive",
+        "~nobody-at-all/x": "cannot be read",
+    }
+    for path, reason in refused.items():
+        with pytest.raises(ValueError, match=reason) as error:
+            load("file", path=path)
+        assert "data.path=" in str(error.value) and path[-200:] in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from bench import fit
 from bench.fit import predict
-from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes
+from harness.count.memory import PeakMemory, optimizer_bytes, tensor_bytes
 from harness.device import runtime
 from harness.loop.update import Update
 from harness.plan.build import Plan
@@ -79,7 +79,7 @@ def test_split_has_the_closed_forms():
     made = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
     split, model = predict(made)["split"], made.make_model()
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    assert split["parameters"] == parameter_bytes(model) + buffers
+    assert split["parameters"] == tensor_bytes(model.parameters()) + buffers
     optimizers = made.make_optimizers(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -21,8 +21,6 @@ from variants.product_key_memory import ProductKeyMemory
 
 aten = torch.ops.aten
 
-# Operations
-
 
 def heads(rows: int, keys: int, **choices) -> list[Tensor]:
     """Queries, keys and values of 2 streams, 3 heads, 8 wide."""
@@ -124,8 +122,6 @@ def test_the_kernel_executes_the_pairs_that_heads_see_and_little_more(old):
     assert products * (3 * sum(n) + 2 * learned) <= backward <= 1.25 * products * (3 * sum(n) + 2 * learned + 2 * 48)
 
 
-# Models, in warm state
-
 D, H, K, V, HIDDEN, VECTORS = 16, 4, 4, 32, 24, 5
 HEAD, PROJECTIONS = 2 * D * V, 4 * 2 * D * D
 
@@ -148,13 +144,6 @@ def build(*makers, span: int = 24, backend: str = "auto", shift: int = 0, cache:
     return LanguageModel([layer], lambda i: LayerContext(d_model=D, layer=i, n_layers=1, **common), vocabulary=V)
 
 
-def spread_spans(model: LanguageModel, fractions: list[float]) -> None:
-    """Heads with different learned spans."""
-    for _, sublayer in model.sublayers():
-        sublayer.span.fraction.data = torch.tensor(fractions)
-    model.project_()
-
-
 def per_byte(model: LanguageModel, segment: int) -> float:
     flops = forward_flops_per_byte(model, segment=segment, most_bytes=1000)
     assert flops.warm
@@ -175,13 +164,6 @@ def test_attention_in_warm_state(segment, shift):
     fused = build(Attention, span=40, backend="fused", shift=shift)
     expected = HEAD + PROJECTIONS + H * band(segment, 40, 40) / segment
     assert per_byte(fused, segment) == pytest.approx(expected, rel=1e-12)
-
-
-def test_fused_attention_goes_by_each_heads_span():
-    model = build(partial(Attention, span=partial(AdaptiveSpan, ramp=8)), span=200, backend="fused")
-    spread_spans(model, [0.0, 0.25, 0.5, 1.0])  # 9, 59, 109 and 200 keys, in buckets of 64, 64, 128 and 200
-    by_head = [band(150, 64, 64), band(150, 64, 64), band(150, 128, 128), band(150, 200, 128)]
-    assert per_byte(model, 150) == pytest.approx(HEAD + PROJECTIONS + sum(by_head) / 150, rel=1e-12)
 
 
 def test_a_block_longer_than_a_segment_is_counted_whole():

@@ -19,9 +19,9 @@ from variants.position import Rotary
 from variants.product_key_memory import ProductKeyMemory
 
 CASES = {
-    "length": [1, 2, 7],
-    "past": [0, 1, 3, 20],
-    "span": [1, 5, 8],
+    "length": [1, 7],
+    "past": [0, 3, 20],
+    "span": [1, 8],
     "position": ["rotary", "relative"],
     "cache": ["kv", "hidden"],
     "attend_self": [True, False],
@@ -55,8 +55,9 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
     forward, backward = (total + segment * attention.heads * of_bias * n for total, n in ((forward, 1), (backward, 2)))
     inputs = set()
     for head in range(attention.heads):
+        distances = seen_by(attention, head)
         for t in range(segment):
-            for x in seen_by(attention, head):
+            for x in distances:
                 key = t - attention.shift - x
                 if key < -carried:
                     continue
@@ -132,15 +133,12 @@ def charged(run) -> list[int]:
 
 
 def test_windows_that_start_cold_are_charged_for_the_keys_that_they_see():
-    run = make_run("variant=mhsa", "budget.flops=1e8")
     layers, width, span, vocabulary = 2, 16, 16, 256
     products = 2 * 12 * width**2 * layers + 2 * width * vocabulary  # projections, feed-forward, head
     step = 3 * 64 * (products + layers * 4 * width * (span + 1) / 2)
-    assert charged(run) == [step] * 8
-    while not run.finished:
-        run.step()
-    assert run.spent.steps == math.ceil(1e8 / step) == 25
-    assert math.ceil(1e8 / (3 * 64 * run.model.ideal_flops())) == 24, "as many as warm streams would be given"
+    run = make_run("variant=mhsa", f"budget.flops={7.2 * step}")
+    assert charged(run) == [step] * 8 and run.finished
+    assert math.ceil(7.2 * step / (3 * 64 * run.model.ideal_flops())) == 7, "as many as warm streams would be given"
 
 
 def test_streams_are_charged_for_what_they_carry():

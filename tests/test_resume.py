@@ -1,7 +1,5 @@
 """A run that was stopped, killed or finished, and the same command again."""
 
-import signal
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from tests.runs import (
     DROPOUT,
     MOVING,
     VARIANTS,
-    after_step,
     crash,
     elsewhere,
     make_job,
@@ -78,23 +75,3 @@ def test_a_crash_goes_back_to_the_last_checkpoint(here, monkeypatch):
     run_job(resumed)
     assert rows_of(resumed) == rows_of(whole)
     assert len(list(folder.glob("step-*.pt"))) == 2
-
-
-def test_a_launchers_signal_saves_and_is_passed_on(here):
-    """As submitit's before a time limit: all is saved when it hears of it, and it may end the process."""
-    saved = []
-
-    def listener(received, _) -> None:
-        saved.append((received, [path.stem for path in (job.folder.path / "checkpoints").glob("step-*.pt")]))
-        raise SystemExit(77)
-
-    before = signal.signal(signal.SIGUSR2, listener)
-    try:
-        job = make_job("budget.steps=6")
-        after_step(job, 3, lambda: signal.raise_signal(signal.SIGUSR2))
-        with pytest.raises(SystemExit) as ended:
-            run_job(job)
-        assert ended.value.code == 77 and signal.getsignal(signal.SIGUSR2) is listener
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert saved == [(signal.SIGUSR2, ["step-000000003"])]

@@ -19,11 +19,12 @@ from harness.loop.unsharded_parameters import unsharded_parameters
 from harness.loop.update import Update
 from harness.optim import Muon
 from harness.optim.budget import Schedule
-from harness.optim.optimizers import Optimizers, assign
+from harness.optim.optimizers import Optimizers
+from harness.optim.parameter_groups import assign
 from tests.many import launch
 from tests.promises import model_of
 from tests.runs import CARRY, SPARSE, VARIANTS, make_run, restored  # noqa: F401 - a fixture
-from tests.test_processes import divided_run
+from tests.test_processes import divided_run, trained
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 
 pytestmark = pytest.mark.numeric
@@ -104,27 +105,20 @@ def outsiders_steps(processes: ProcessGroup, shard: str) -> dict:
         "flops": model.ideal_flops(),
         "divided": sum(isinstance(p, DTensor) for p in units.parameters),
         "bytes": sum(p.nbytes for p in units.parameters),
-        "weights": gathered(model.state_dict()),
+        "model": gathered(model.state_dict()),
         "plain": plain,
         "state": gathered(update.optimizers.state_dict())["groups"],
     }
 
 
 def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
-    run, bits = divided_run(processes, *TABLES, *words, precision="float64"), []
-    for _ in range(STEPS):
-        run.step()
-        bits.append(run.train_row()["bits_per_byte"])
-    score, units = run.evaluate(run.corpus.splits["valid"][:300]), run.update.units
+    run = divided_run(processes, *TABLES, *words, precision="float64")
+    results, units = trained(run), run.update.units
     named = zip((name for name, _ in run.model.named_parameters()), units.parameters, strict=True)
     tables = [parameter for name, parameter in named if name.endswith("values")]
-    return {
-        "bits": bits,
-        "score": score.bits_per_byte,
-        "metrics": run.model.metrics(score.stats),
+    return results | {
         "shapes": [tuple(table.shape) for table in tables],
         "averaged": any(table in {*units.whole} for table in tables),
-        "weights": gathered(run.model.state_dict()),
         "state": gathered(run.optimizers.state_dict())["groups"],
         "flops": run.model.ideal_flops(),
     }
@@ -172,7 +166,7 @@ def ranks(tmp_path_factory) -> list[dict]:
 
 def same(results: dict, one: dict, *, within: float) -> None:
     assert results["metrics"] == pytest.approx(one["metrics"], abs=within) and results["flops"] == one["flops"]
-    torch.testing.assert_close(results["weights"], one["weights"], rtol=0, atol=within)
+    torch.testing.assert_close(results["model"], one["model"], rtol=0, atol=within)
     for name, group in one["state"].items():
         torch.testing.assert_close(results["state"][name]["state"], group["state"], rtol=0, atol=within)
 
@@ -183,7 +177,7 @@ def test_an_outsiders_mechanism_trains_as_in_one_process(ranks, shard):
     for results in (first, third):
         assert results["plain"] and not results["divided"]
         same(results, one, within=1e-6)
-    assert all(map(torch.equal, first["weights"].values(), second["weights"].values()))
+    assert all(map(torch.equal, first["model"].values(), second["model"].values()))
     assert first["bytes"] == one["bytes"] if shard == "none" else first["bytes"] < 0.7 * one["bytes"]
 
 
@@ -193,7 +187,8 @@ def test_columns_are_those_of_one_process(ranks, name):
     assert [rank[name]["shapes"][0] for rank in ranks] == [(64, 7), (64, 7), (64, 6)]
     for results in (rank[name] for rank in ranks):
         assert not results["averaged"] and len(results["shapes"]) == len(one["shapes"])
-        assert [*results["bits"], results["score"]] == pytest.approx([*one["bits"], one["score"]], abs=1e-12)
+        assert results["bits"] == pytest.approx(one["bits"], abs=1e-12)
+        torch.testing.assert_close(results["nats"], one["nats"], rtol=0, atol=2e-6)  # nats are kept in float32
         same(results, one, within=1e-9)
 
 

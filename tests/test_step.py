@@ -15,7 +15,8 @@ from harness.loop.scoring import score_context, score_stream, score_windows
 from harness.loop.summary import final_score
 from harness.loop.update import Update
 from harness.optim.budget import Schedule
-from harness.optim.optimizers import Optimizers, assign
+from harness.optim.optimizers import Optimizers
+from harness.optim.parameter_groups import assign
 from tests.runs import MEMORY, VARIANTS, make_run, restored, tensors  # noqa: F401 - a fixture
 
 CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)

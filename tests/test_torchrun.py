@@ -35,7 +35,6 @@ FOURTH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE":
 FOURTH |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 REFUSED = {
     (*command.MADE, "batch.streams=3"): ("batch.streams=3", "2 processes", "multiples of 2"),
-    ("-m", *command.MADE, "seed=0,1"): ("-m: a sweep", "torchrun"),
     ("data=file", "data.path=second"): ("data.path='second'",),
 }
 
@@ -102,9 +101,6 @@ def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
     (line,) = ended.err.splitlines()
     assert ended.code == 6 and f"did not meet the others at 127.0.0.1:{port}" in line
     assert "timed out" in line and "GLOO_SOCKET_IFNAME" in line and not os.listdir(here)
-
-
-# The end of one is the end of all
 
 
 def lost(how: str) -> tuple[int, int, str]:

@@ -1,11 +1,13 @@
 """Validations on the way and the reported scores: which bytes, how many, and what the time of both is counted to."""
 
 import time
+from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from harness.device.runtime import CompileClock
+from harness.device.runtime import compile_clock
 from tests.runs import make_job, make_run, own_folder, restored, rows_of, run_job, stop, whole_run  # noqa: F401 - fixtures
 
 
@@ -70,18 +72,17 @@ def test_few_bytes_since_the_last_validation_put_the_next_one_off():
 def test_compiling_is_in_no_second_of_the_budget(monkeypatch):
     clock = {"now": 0.0}
 
-    class Slow(CompileClock):
-        def __enter__(self):
-            clock["now"] += 3.0
-            self.seconds = 3.0
-            return self
+    @contextmanager
+    def slow(*, compiled: bool):
+        clock["now"] += 3.0
+        yield Mock(seconds=3.0)
 
     def tick() -> float:
         clock["now"] += 0.25  # twice a step
         return clock["now"]
 
     monkeypatch.setattr("harness.loop.trainer.time.perf_counter", tick)
-    monkeypatch.setattr("harness.device.runtime.CompileClock", Slow)
+    monkeypatch.setattr("harness.loop.trainer.compile_clock", slow)
     stop(make_job("budget.seconds=2"), step=3)
     job, summary = whole_run("budget.seconds=2")
     assert summary["steps"] == 8 and summary["seconds"] == pytest.approx(2.0)
@@ -95,12 +96,12 @@ def test_the_clock_sees_the_compiler_work_once(monkeypatch):
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
     seconds = []
     for _ in range(2):
-        with CompileClock(compiled=True) as clock:
+        with compile_clock(compiled=True) as clock:
             began = time.perf_counter()
             compiled(torch.ones(3))
             seconds.append((clock.seconds, time.perf_counter() - began))
     assert 0 < seconds[0][0] <= seconds[0][1] and seconds[1][0] == 0
     assert callback.callback_handler.start_callbacks == before
-    with CompileClock(compiled=False) as clock:
+    with compile_clock(compiled=False) as clock:
         torch.compile(lambda x: x.cos(), backend="eager")(torch.ones(3))
     assert clock.seconds == 0

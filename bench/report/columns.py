@@ -45,11 +45,6 @@ def _within(row: Mapping, key: str, *, form: str = "{:+.4f}") -> Cell:
     return Cell(text=form.format(row[key]) + interval, value=row[key]) if row.get(key) is not None else cells.NOTHING
 
 
-def _timed(row: Mapping, key: str, *, digits: int) -> Cell:
-    """A time or a speed, marked where others were busy on the machine."""
-    return cells.fixed(row.get(key), digits=digits, mark=cells.busy_mark(row.get("load")))
-
-
 def _measured(row: Mapping, key: str, *, form: Form) -> Cell:
     """The cell of what was measured, or why it was not."""
     return form(row, key) if row["status"] == "measured" else cells.text(row["status"])
@@ -63,11 +58,10 @@ def _spread(row: Mapping, key: str) -> Cell:
 
 
 THRICE = "flops.flops_estimated_3x"
-FIXED = {f"fixed{digits}": partial(cells.fixed, digits=digits) for digits in range(1, 5)}
+FIXED = {f"fixed{digits}": partial(cells.fixed, digits=digits) for digits in range(5)}
 NUMBERS = FIXED | {name: getattr(cells, name) for name in ("whole", "mib", "millions", "text")}
 FORMS: dict[str, Form] = {name: _number(form) for name, form in NUMBERS.items()}
 FORMS |= {"bits": _bits, "difference": _within, "spread": _spread}
-FORMS |= {f"timed{digits}": partial(_timed, digits=digits) for digits in (0, 1)}
 FORMS |= {"about": _number(cells.mib, guess="memory.approximate"), "guessed": _number(cells.millions, guess=THRICE)}
 FORMS |= {"gflops": _number(_in_units(1e9), guess="flops_estimated_3x")}
 FORMS |= {"guessed1": _number(FIXED["fixed1"], guess=THRICE)}

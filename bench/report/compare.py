@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from harness.record.cells import BUSY, busy_words, count_of, listed
+from harness.record.cells import count_of, listed
 from harness.record.closing_table import data_label, short_commit
 from harness.record.comparison import GROUND, ground, ground_value, held_equal, numbers_of, shared_code, tree_of
 from harness.record.shapes import VERBS
@@ -116,14 +116,6 @@ def commit_notes(frame: pd.DataFrame) -> list[str]:
     """The commits of the rows, in the order in which they were measured."""
     commits = [*dict.fromkeys(filter(None, map(short_commit, frame["row"])))]
     return [f"Commit {listed(commits)}."] * bool(commits)
-
-
-def busy_notes(loads: Sequence[object]) -> list[str]:
-    """What ``BUSY`` means, once, with the load that others made most of; or nothing."""
-    busy = [load for load in loads if isinstance(load, dict) and busy_words(load)]
-    most = max(busy, key=lambda load: (load.get("others_cores") or 0) + (load.get("stolen_cores") or 0), default=None)
-    many = f" (the most of {count_of(len(busy), 'row')})" if len(busy) > 1 else ""
-    return [f"{BUSY} {busy_words(most)}{many}."] if busy else []
 
 
 def _word(value: object) -> str:

@@ -113,7 +113,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _tidy(row: dict, kind: str, **more) -> dict:
     """A row of the frame: numbers by dotted keys, some texts, and what tables make of them."""
     numbers = dict(_numbers({key: value for key, value in row.items() if key != "config"}))
-    tidy = {"kind": kind, "row": row, "load": row.get("load"), "read_from": row.get("read_from"), **numbers}
+    tidy = {"kind": kind, "row": row, "read_from": row.get("read_from"), **numbers}
     tidy |= {key: row[key] for key in TEXTS if isinstance(row.get(key), str)}
     scoring, step_ms = row.get("evaluation_backend"), tidy.get("time.train_ms.p50")
     tidy |= {"in_evaluation": None if scoring == row["backend"] else scoring}

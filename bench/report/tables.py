@@ -9,7 +9,6 @@ from bench.report.columns import columns
 from bench.report.compare import (
     VARIANTS,
     budget_words,
-    busy_notes,
     commit_notes,
     cost_ground,
     data_words,
@@ -22,7 +21,7 @@ from bench.report.compare import (
 )
 from bench.report.frame import Rows, copies
 from bench.report.uncertainty import CONFIDENCE, holm, paired
-from harness.record.cells import CAPPED, busy_words, count_of, filled_table, listed, uncounted
+from harness.record.cells import CAPPED, count_of, filled_table, listed, uncounted
 from harness.record.shapes import is_number
 from harness.record.table import Table
 
@@ -52,7 +51,6 @@ def run_tables(rows: Rows) -> list[Table]:
         notes += _notes(runs, arms, means)
         if arms["row"].map(cost_ground).nunique() == 1:
             shown += costs
-            notes += busy_notes([*runs["load"]])
             about.append(f"Time and memory: {ground_words(last)}.")
         else:
             shown += [column for column in costs if column.heading in ("backend", "in evaluation")]
@@ -83,9 +81,7 @@ def summed(arms: pd.DataFrame) -> list[dict]:
         if not row.get("compile_seconds"):
             row.pop("compile_seconds", None)
         row |= {key: last[key] for key in ("backend", "in_evaluation", "optimizers") if isinstance(last[key], str)}
-        busy = (load for load in runs["load"] if isinstance(load, dict) and busy_words(load))
-        row |= {"arm": arm, "label": arm, "variant": last["variant"], "n": len(runs), "runs": runs}
-        rows.append(row | {"load": next(busy, None)})
+        rows.append(row | {"arm": arm, "label": arm, "variant": last["variant"], "n": len(runs), "runs": runs})
     return sorted(rows, key=lambda row: row.get("valid_bits_per_byte", math.inf))
 
 

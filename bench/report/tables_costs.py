@@ -7,9 +7,9 @@ from pathlib import PurePath
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import busy_notes, commit_notes, data_words, differences, ground_words, with_arms
+from bench.report.compare import commit_notes, data_words, differences, ground_words, with_arms
 from bench.report.frame import frame_of
-from harness.record.cells import busy_mark, count_of, filled_table, listed, uncounted
+from harness.record.cells import count_of, filled_table, listed, uncounted
 from harness.record.comparison import ground, tree_of
 from harness.record.table import Table
 
@@ -63,7 +63,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
     for index, (row, frame) in enumerate(_groups(rows, call), start=1):
         shown = [entry.dropna().to_dict() for _, entry in frame.iterrows()]
         for entry in shown:
-            entry["label"] = f"{entry['name']}{busy_mark(entry.get('load'))}"
+            entry["label"] = entry["name"]
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
             f"{ground_words(row)}. Data: {data_words([row])}.",
@@ -76,7 +76,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
         titles["caption"] = f"The rows differ in who wrote the code{against}."
         measured = [row for row in shown if row["status"] == "measured"]
         notes = [f"{row['name']}: {_reason(row)}." for row in shown if row not in measured]
-        notes = (*commit_notes(frame), *notes, *busy_notes([row.get("load") for row in measured]))
+        notes = (*commit_notes(frame), *notes)
         more = {"name": f"peers-{index}", "about": about, "notes": notes}
         tables.append(filled_table(shown, columns("peers"), **titles, **more))
     return tables
@@ -101,10 +101,10 @@ def _labelled(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
     arms = with_arms(newest, without=OF_A_CELL)
     labelled = [row.dropna().to_dict() for _, row in arms.iterrows()]
     for row in labelled:
-        row["label"] = f"{row['arm']}{busy_mark(row.get('load'))}"
+        row["label"] = row["arm"]
     older = len(frame) - len(newest)
     left_out = [f"{count_of(older, 'older row')} of an equal kind left out: the newest counts."] * bool(older)
-    return arms, labelled, [*commit_notes(newest), *busy_notes([*newest["load"]]), *left_out]
+    return arms, labelled, [*commit_notes(newest), *left_out]
 
 
 def _name(row: dict) -> list[str]:

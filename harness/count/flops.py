@@ -1,17 +1,15 @@
 """FLOPs of the code that ran: floating-point operations, two per multiply-add.
 
-One counter sees every operation that reaches a kernel, in the forward pass and in the backward. Matrix products,
-convolutions and the project's kernels count by the formulas in torch's registry. Torch's own ``FlopCounterMode`` (2.13)
-names no operation without a formula, and hooks every module. What its registry lacks or has otherwise:
+One counter sees every operation that reaches a kernel, forward and backward. Matrix products, convolutions and the
+project's kernels count by torch's registry of formulas. Torch's own ``FlopCounterMode`` (2.13) names no operation
+without a formula, and hooks every module. In its registry
 
-- Attention on a CPU, weighted reads of a table and their gradients count 0 there.
-- Causal attention (``is_causal``) counts every query against every key there. Here it counts the pairs that are
-  visible: query t meets keys 0 .. t, aligned at the first of both, as torch defines it. An explicit mask saves nothing:
-  the products are executed in full.
-- Sorts and running sums count 0 there; a comparison is one FLOP.
+- attention on a CPU, weighted reads of a table and their gradients count 0;
+- causal attention (``is_causal``) counts every query against every key. Here query t meets keys 0 .. t, aligned at the
+  first of both, as torch defines it. An explicit mask saves nothing: the products are executed in full;
+- sorts and running sums count 0; here a comparison is one FLOP.
 
-Operations without a formula (softmax, norms, top-k, element by element) add nothing to the total and are named beside
-it instead; gathers compute nothing.
+Operations without a formula (softmax, norms, top-k, element by element) add nothing and are named beside the total.
 """
 
 from collections import Counter
@@ -46,27 +44,17 @@ class Flops(NamedTuple):
 
 
 class ForwardFlops(NamedTuple):
-    """What a model executes to predict one byte.
-
-    Attributes:
-        per_byte: forward FLOPs, the mean over the segments that were counted.
-        unknown: as in ``Flops``, calls in all of them.
-        state_bytes: carried state of one stream before the first.
-        warm: whether it had stopped growing.
-    """
+    """What a model executes to predict one byte: the mean over the segments that were counted."""
 
     per_byte: float
-    unknown: dict[str, int]
-    state_bytes: int
-    warm: bool
+    unknown: dict[str, int]  # as in Flops, of all these segments
+    state_bytes: int  # carried by one stream before the first of them
+    warm: bool  # whether the state had stopped growing
 
 
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
-    """Run ``call`` once and count what it executes; a backward pass in it works and counts with ``gradients``.
-
-    Give it code that is not compiled, whose kernels torch's dispatcher sees. ``flex_attention`` runs uncompiled here,
-    forward only, and counts all pairs.
-    """
+    """Run ``call``, which is not compiled, and count what it executes; a backward pass in it needs ``gradients``.
+    ``flex_attention`` runs forward only, and counts all pairs."""
     # flex_attention compiles itself otherwise, which a dispatch mode forbids.
     uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with torch.set_grad_enabled(gradients), uncompiled, _Counter() as counter:
@@ -75,16 +63,12 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
 
 
 def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: int = 2**16) -> ForwardFlops:
-    """Count the evaluation of one segment of one stream, in warm state, on the model's device; of as many as the
+    """Count the evaluation of one ``segment`` of one stream, in warm state, on the model's device; of as many as the
     longest block of a mechanism takes (``Sublayer.period``), where a segment alone would tell of its place in one.
 
-    Random bytes are fed until two segments in a row have left all shapes of the carried state as they were. Modes,
-    gradients and generators are as before at the end. Call it in the run's precision: autocast makes the state smaller.
-
-    Args:
-        segment: T, at least 1.
-        most_bytes: after so many bytes a state that still grows is taken as it is, and ``warm`` is false.
-            Attention over a window of S bytes needs S + 3 * T.
+    Random bytes are fed until two segments in a row have left all shapes of the carried state as they were, or
+    ``most_bytes``: attention over a window of S bytes needs S + 3 segments. Modes, gradients and generators are as
+    before at the end. Call it in the run's precision: autocast makes the state smaller.
     """
     device, random = next(model.parameters()).device, torch.Generator().manual_seed(0)
 
@@ -109,7 +93,7 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: in
 
 @contextmanager
 def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """In evaluation mode; modes, module by module, and random numbers as before at the end."""
+    """In evaluation mode; modes of all modules and random numbers are as before at the end."""
     modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

@@ -30,22 +30,16 @@ def tensors_of(tree: object) -> list[Tensor]:
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the elements of each tensor, the same one once; of a sparse tensor, of its indices and values."""
-    return sum(map(_bytes_of, {id(tensor): tensor for tensor in tensors}.values()))
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    if tensor.layout == torch.sparse_coo:
-        return _bytes_of(tensor._indices()) + _bytes_of(tensor._values())  # the public ones want it coalesced
-    return tensor.numel() * tensor.element_size()
+    total = 0
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        sparse = tensor.layout == torch.sparse_coo  # the public indices and values want it coalesced
+        total += sum(dense.nbytes for dense in ((tensor._indices(), tensor._values()) if sparse else (tensor,)))
+    return total
 
 
 def state_bytes(state: State) -> int:
     """Bytes of a carried state per stream. A view counts its own elements, not the storage that it keeps alive."""
     return sum(tensor_bytes([tensor]) // len(tensor) for tensor in tensors_of(state))
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    return tensor_bytes(model.parameters())
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
@@ -62,10 +56,8 @@ class Peak(NamedTuple):
     """Most bytes that were in use at one time.
 
     Attributes:
-        bytes: None where nothing was measured.
-        approximate: whether that is the process's memory and not the tensors'.
-        reserved_bytes: most that the GPU's allocator held, in use or not: it gives nothing back, so after an evaluation
-            what that took is in it too. None on a CPU.
+        bytes: None where nothing was measured; ``approximate`` where it is the process's memory and not the tensors'.
+        reserved_bytes: most that the GPU's allocator held, in use or not, what an evaluation took included. None on a CPU.
     """
 
     bytes: int | None
@@ -79,7 +71,7 @@ class Peak(NamedTuple):
         return Peak(most, other.approximate, reserved)
 
     def across(self, largest: Callable[[int], int]) -> "Peak":
-        """Of each figure that is known what ``largest`` makes of it, for the process that had most."""
+        """The same of the process that had most: what ``largest`` makes of each figure that is known."""
         most, reserved = (number if number is None else largest(number) for number in self[::2])
         return Peak(most, self.approximate, reserved)
 
@@ -88,8 +80,8 @@ class PeakMemory:
     """The peak of memory in use since the last ``reset``.
 
     Make it before the model, so that on a CPU all that the run needs lies above the baseline; reset it after warm-up,
-    because first steps allocate and compile. On a CPU that resets the high-water mark of the whole process, or, where
-    the system does not permit it, nothing, and the peak is the rise since the meter was made.
+    because first steps allocate and compile. Where the system does not lower a process's high-water mark, the peak is
+    the rise since the meter was made.
     """
 
     def __init__(self, device: torch.device):
@@ -98,7 +90,6 @@ class PeakMemory:
         self._baseline_bytes = high_water_bytes() if device.type == "cpu" else 0
 
     def reset(self) -> None:
-        """Forget the peak so far."""
         if self.device.type != "cpu":
             torch.cuda.reset_peak_memory_stats(self.device)
             return

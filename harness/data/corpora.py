@@ -1,10 +1,7 @@
-"""Corpora: the bytes that a run reads, proven by their digest, the one entry to all corpora.
+"""Corpora: the bytes that a run reads, by ``load`` whatever their source, cut in order into train, valid and test.
 
-    corpus = load("enwik8", fallback="stdlib")
-
-Raw bytes, cut 90/5/5 in order into train, valid and test. What a corpus is called, how long it is and its SHA-256 are
-always those of the bytes that were really read, before any vocabulary is applied, so that a number can never
-be labelled with data it did not see. The order in which bytes are read is in `harness/data/streams.py`.
+What a corpus is called, how long it is and its SHA-256 are those of the bytes that were really read, before any
+vocabulary is applied, so that a number can never be labelled with data it did not see.
 """
 
 import sys
@@ -17,14 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.data.recall import DISTANCES, copies, recall_floor, recall_stream
-from harness.data.skills import SKILLS
+from harness.data.recall import copies, recall_floor, recall_stream
+from harness.data.skills import SKILLS, Made
 from harness.data.sources import KNOWN, digest, distinct_values, read_known, read_path, read_stdlib
 from harness.data.synthetic_text import synthetic_text
 
 SPLITS = ("train", "valid", "test")
-MADE = {"recall": ("bytes", "distances", "seed")} | dict.fromkeys(("synthetic_text", *SKILLS), ("bytes", "seed"))
-"""What is made up, and the keys that only such a corpus has."""
+MADE = {
+    "recall": Made(recall_stream, lambda part: recall_floor(len(part)), copies),
+    "synthetic_text": Made(synthetic_text),
+    **SKILLS,
+}
 NAMES = (*KNOWN, "file", "stdlib", *MADE)
 
 
@@ -75,7 +75,6 @@ class Corpus:
         return self.floor(self._values(part)) if self.floor else None
 
     def _values(self, part: Tensor) -> np.ndarray:
-        """Bytes of numbers."""
         return np.frombuffer(self.symbols, np.uint8)[part.numpy()]
 
     def label(self) -> str:
@@ -110,14 +109,11 @@ def load(
         vocabulary: 256 keeps byte values; a smaller V numbers the values that occur in their order.
         drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).
         split: shares of train, valid and test, each above 0, 1 in sum.
-        first_bytes: read so many bytes of the corpus, and no more; None for all.
-        bytes, distances, seed: of what is made, by ``recall``, ``skills`` and ``synthetic_text`` of this package.
+        bytes, distances, seed: of what is made; ``distances`` of recall alone.
 
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
-    options = {"bytes": bytes, "distances": distances, "seed": seed}
-    options = {key: option for key, option in options.items() if option is not None}
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
     if path is not None and name not in (*KNOWN, "file"):
@@ -128,10 +124,18 @@ def load(
         raise ValueError(f"data.fallback={fallback!r}: allowed is null, and stdlib with data={', '.join(KNOWN)}")
     if not 1 <= vocabulary <= 256:
         raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
-    for key in options.keys() - set(MADE.get(name, ())):
-        users = ", ".join(made for made, keys in MADE.items() if key in keys)
-        raise ValueError(f"data.{key}={options[key]}: allowed for data={users} only")
-    asked, content, name, reason = name, *_read(name, path, fallback, options)
+    options = {"bytes": bytes, "distances": distances, "seed": seed}
+    options = {key: option for key, option in options.items() if option is not None}
+    for key, option in options.items():
+        users = ("recall",) if key == "distances" else (*MADE,)
+        if name not in users:
+            raise ValueError(f"data.{key}={option}: allowed for data={', '.join(users)} only")
+    if options.get("bytes", 2) < 2:
+        raise ValueError(f"data.bytes={bytes}: allowed is an integer of at least 2")
+    requested, made = name, MADE.get(name)
+    if distances is not None:
+        made = made._replace(answers=partial(made.answers, distances=distances))
+    content, name, reason = _read(name, path, fallback, options)
     if first_bytes is not None:
         if first_bytes > len(content):
             raise ValueError(f"data.first_bytes={first_bytes}: allowed is at most {len(content)}, which {name} has")
@@ -140,37 +144,33 @@ def load(
     name = next((pinned for pinned, corpus in KNOWN.items() if corpus.sha256 == actual), name)
     if reason:
         print(
-            f"data: {asked.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
-            f"{len(content):,} bytes, sha256 {actual}; its bits per byte are not {asked}'s. "
-            f"To get it: python -m harness.data {asked}, or data.path=FILE. An error with data.fallback=null.",
+            f"data: {requested.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
+            f"{len(content):,} bytes, sha256 {actual}; its bits per byte are not {requested}'s. "
+            f"To get it: python -m harness.data {requested}, or data.path=FILE. An error with data.fallback=null.",
             file=sys.stderr,
         )
     if sha256 and sha256.lower() != actual:
         raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {actual}")
-    parts, symbols = _cut(content, split), _symbols(content, vocabulary, drop_newlines)
-    floor, answers = None, None
-    if asked == "recall":
-        floor, answers = lambda values: recall_floor(len(values)), partial(copies, distances=distances or DISTANCES)
-    elif skill := SKILLS.get(asked):
-        floor, answers = skill.floor_bits, skill.answers
+    parts = _cut(content, split)
+    parts, symbols = _numbered(content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines)
     return Corpus(
         name=name,
         sha256=actual,
         n_bytes=len(content),
-        splits=dict(zip(SPLITS, _numbered(parts, symbols, drop_newlines), strict=True)),
+        splits=dict(zip(SPLITS, parts, strict=True)),
         vocabulary=vocabulary,
         symbols=symbols,
-        floor=floor,
-        answers=answers,
-        fallback_from=asked if reason else None,
+        floor=made.floor_bits if made else None,
+        answers=made.answers if made else None,
+        fallback_from=requested if reason else None,
     )
 
 
 def _read(name: str, path: str | None, fallback: str | None, options: dict) -> tuple[np.ndarray, str, OSError | None]:
     """The bytes, what they are called, and why they are those of ``fallback``, where they are."""
     if name in MADE:
-        make = {"recall": recall_stream, "synthetic_text": synthetic_text}.get(name) or SKILLS[name].stream
-        return make(**{"n_bytes" if key == "bytes" else key: option for key, option in options.items()}), name, None
+        n_bytes = [options.pop("bytes")] if "bytes" in options else []
+        return MADE[name].stream(*n_bytes, **options), name, None
     if name == "stdlib":
         return read_stdlib(), name, None
     if name == "file":
@@ -204,27 +204,24 @@ def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
     return np.split(content, [train, train + valid])
 
 
-def _symbols(content: np.ndarray, vocabulary: int, drop_newlines: bool) -> bytes:
-    """The byte of each number: all of them, or for a smaller vocabulary those that occur, in order."""
-    if vocabulary == 256:
-        return bytes(range(256))
-    values = [value for value in distinct_values(content) if not (drop_newlines and value == ord("\n"))]
-    if len(values) > vocabulary:
-        raise ValueError(
-            f"data.vocabulary={vocabulary}: the corpus has {len(values)} byte values, allowed is as many or 256"
-        )
-    return bytes(values)
-
-
-def _numbered(parts: list[np.ndarray], symbols: bytes, drop_newlines: bool) -> list[Tensor]:
-    dropped = b"\n" if drop_newlines else b""
-    if len(symbols) == 256 and not dropped:
-        return [torch.from_numpy(part) for part in parts]
+def _numbered(
+    content: np.ndarray, parts: list[np.ndarray], *, vocabulary: int, drop_newlines: bool
+) -> tuple[list[Tensor], bytes]:
+    """The parts in numbers, and the byte of each number: all, or for a smaller vocabulary those that occur, in order."""
+    symbols, dropped = bytes(range(256)), b"\n" * drop_newlines
+    if vocabulary < 256:
+        symbols = bytes(value for value in distinct_values(content) if value not in dropped)
+        if len(symbols) > vocabulary:
+            raise ValueError(
+                f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} byte values, allowed is as many or 256"
+            )
+    elif not dropped:
+        return [torch.from_numpy(part) for part in parts], symbols
     table = bytearray(range(256))
     for number, value in enumerate(symbols):
         table[value] = number
-    # bytearray.translate maps and drops in one pass with no index of 8 bytes a byte, as tensor indexing would need.
+    # translate maps and drops without an index of 8 bytes a byte, which tensors would need
     mapped = [bytearray(part).translate(table, dropped) for part in parts]
     if min(map(len, mapped)) < 2:
         raise ValueError("data.drop_newlines=true leaves a split with less than 2 bytes, allowed is a longer corpus")
-    return [torch.frombuffer(part, dtype=torch.uint8) for part in mapped]
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in mapped], symbols

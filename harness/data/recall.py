@@ -29,15 +29,9 @@ DISTANCES = (23, 47, 71, 95)
 def recall_stream(n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTANCES, seed: int = 0) -> np.ndarray:
     """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``.
 
-    Args:
-        distances: 1 to 16 distances in bytes, each at least 1 and below ``n_bytes``.
-        seed: another seed is another stream of the same process.
-
-    Raises:
-        ValueError: naming ``data.bytes`` or ``data.distances``.
+    ``distances`` are 1 to 16, in bytes, each at least 1 and below ``n_bytes``, or a ValueError names ``data.distances``;
+    another ``seed`` is another stream of the same process.
     """
-    if n_bytes < 2:
-        raise ValueError(f"data.bytes={n_bytes}: allowed is an integer of at least 2")
     if not 1 <= len(distances) <= LETTERS or any(type(d) is not int or not 1 <= d < n_bytes for d in distances):
         raise ValueError(f"data.distances={distances!r}: allowed are 1 to {LETTERS} integers from 1 to {n_bytes - 1}")
     position = np.arange(n_bytes)

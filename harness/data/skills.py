@@ -10,8 +10,8 @@ exact, except that a part may ask for what was written before it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import log2
+from typing import NamedTuple
 
 import numpy as np
 
@@ -102,33 +102,31 @@ def tracking_costs(values: np.ndarray) -> np.ndarray:
     return log2(len(LENGTHS)) * _between(values, "A", "Z") + 2.0 * _between(values, "1", "4")
 
 
-@dataclass(frozen=True)
-class Skill:
-    """A kind of stream.
+class Made(NamedTuple):
+    """A corpus that is made up.
 
     Attributes:
-        make: bytes of a stream, at least ``n_bytes``, of a ``seed``.
-        costs: of bytes of a part, uint8 ``[n]``: bits that each costs whoever has the skill, float64 ``[n]``.
-        answers: which bytes of a part follow from earlier ones, by a label: bool ``[n]``.
+        stream: of ``n_bytes`` and a ``seed`` its first bytes, uint8 ``[n_bytes]``.
+        floor_bits: of a part, uint8 ``[n]``: fewest bits per byte that a causal model can need on its targets, or None.
+        answers: which bytes of a part follow from earlier ones, by a label, bool ``[n]``, or None.
     """
 
-    make: Callable[[int, int], bytes]
-    costs: Callable[[np.ndarray], np.ndarray]
-    answers: Callable[[np.ndarray], dict[str, np.ndarray]]
+    stream: Callable[..., np.ndarray]
+    floor_bits: Callable[[np.ndarray], float] | None = None
+    answers: Callable[..., dict[str, np.ndarray]] | None = None
 
-    def stream(self, n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
-        """The first ``n_bytes`` bytes: uint8 ``[n_bytes]``. ValueError names ``data.bytes``."""
-        if n_bytes < 2:
-            raise ValueError(f"data.bytes={n_bytes}: allowed is an integer of at least 2")
-        return np.frombuffer(self.make(n_bytes, seed), np.uint8)[:n_bytes].copy()
 
-    def floor_bits(self, part: np.ndarray) -> float:
-        """Fewest bits per byte that a causal model can need on the targets of a part."""
-        return float(self.costs(part)[1:].mean())
+def _skill(make: Callable[[int, int], bytes], costs: Callable[[np.ndarray], np.ndarray], answers: Callable) -> Made:
+    """Of ``make``, at least so many bytes of a seed, and the bits that each byte costs whoever has the skill."""
+
+    def stream(n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
+        return np.frombuffer(make(n_bytes, seed), np.uint8)[:n_bytes].copy()
+
+    return Made(stream, lambda part: float(costs(part)[1:].mean()), answers)
 
 
 SKILLS = {
-    "multi_query_recall": Skill(multi_query_recall, recall_costs, recall_answers),
-    "selective_copying": Skill(selective_copying, copying_costs, lambda values: {"all": _between(values, "a", "z")}),
-    "state_tracking": Skill(state_tracking, tracking_costs, tracking_answers),
+    "multi_query_recall": _skill(multi_query_recall, recall_costs, recall_answers),
+    "selective_copying": _skill(selective_copying, copying_costs, lambda part: {"all": _between(part, "a", "z")}),
+    "state_tracking": _skill(state_tracking, tracking_costs, tracking_answers),
 }

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -81,12 +80,8 @@ def distinct_values(content: np.ndarray | bytes) -> list[int]:
 
 
 def read_known(name: str, path: str | None) -> np.ndarray:
-    """The bytes of a known corpus from a file, or from the cache or its author's site (``path`` None).
-
-    Raises:
-        ValueError: naming ``data.path``: the bytes are others.
-        OSError: it can be neither found nor fetched.
-    """
+    """The bytes of a known corpus from a file, or from the cache or its author's site (``path`` None). ValueError naming
+    ``data.path`` if the bytes are others, OSError if it can be neither found nor fetched."""
     corpus, whole = KNOWN[name], KNOWN[name].part_of or name
     remedy = "data=file reads any file" if path else "remove it, and it will be downloaded again"
     path = path or str(fetch(whole))
@@ -99,14 +94,8 @@ def read_known(name: str, path: str | None) -> np.ndarray:
 
 
 def read_path(path: str) -> np.ndarray:
-    """All bytes of a file, or of a folder's files one after the other: uint8 ``[n]``, n >= 1.
-
-    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. A folder is read with all that is below it, in
-    the order of POSIX paths relative to it; names that begin with a dot are left out.
-
-    Raises:
-        ValueError: naming ``data.path`` and what is wrong: missing, no files, empty, truncated, unreadable.
-    """
+    """All bytes of a file, or of all files below a folder by relative POSIX path, less hidden ones: uint8 ``[n]``, n >= 1.
+    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. ValueError naming ``data.path`` and what is wrong."""
     try:
         place = Path(path).expanduser()
         if not place.exists():
@@ -145,15 +134,11 @@ def _read_file(path: Path) -> np.ndarray:
 
 def unpack(path: Path) -> bytes:
     """What is in a compressed file; one of ``BROKEN`` where it is damaged or a bomb."""
-    packed_bytes = path.stat().st_size
-    most = max(LARGE_BYTES, MOST_TIMES * packed_bytes)
+    most = max(LARGE_BYTES, MOST_TIMES * path.stat().st_size)
     with OPENERS[path.suffix.lower()](path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise OSError(
-            f"it unpacks to more than {MOST_TIMES} times its {packed_bytes:,} bytes; if that is meant, unpack it "
-            "yourself and name what comes out"
-        )
+        raise OSError(f"it unpacks to more than {MOST_TIMES} times its size; if that is meant, unpack it yourself")
     return content
 
 
@@ -169,11 +154,8 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_z
 
 
 def read_stdlib() -> np.ndarray:
-    """The Python source of the running Python's standard library, sorted by POSIX path: uint8 ``[n]``.
-
-    Left out: tests and IDLE (half of it), tables that are hardly text, what newer Pythons dropped, and whatever an
-    installation writes there itself. The same for one build of Python, another digest for another version.
-    """
+    """The Python source of the running Python's standard library, by POSIX path: uint8 ``[n]``. Left out: tests and IDLE
+    (half of it), tables that are hardly text, what newer Pythons dropped, and whatever an installation writes there."""
     folder = Path(sysconfig.get_path("stdlib"))
     installed = {path.name for name in ("config-*", "_sysconfigdata*") for path in folder.glob(name)}
     try:

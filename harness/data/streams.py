@@ -103,11 +103,8 @@ def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> 
 
 
 def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE) -> Batches:
-    """All pairs of ``split [n]`` once: L streams in step, ``[L, T]`` pairs at a time, with carried state.
-
-    The mask is false for the ``context`` (``whole_context``) of all streams but the first, and beyond the end of a
-    stream that is a pair shorter than others. A part of them has as many segments as all. ValueError: ``eval.streams``.
-    """
+    """All pairs of ``split [n]`` once: L streams in step, ``[L, T]`` pairs at a time, with carried state. The mask is
+    false for the ``context`` (``whole_context``) of all streams but the first, and beyond the end of a shorter stream."""
     ranges = torch.tensor(score_streams(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
     begin = (first - context).clamp(min=0)
@@ -116,11 +113,8 @@ def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, par
 
 
 def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
-    """How a sample that reads ``pairs`` is cut: streams, at most so many, and unscored pairs before each one's own.
-
-    A model that was trained with full windows is another one where streams begin, so ``context`` pairs, in whole
-    segments, are read first; half of a stream where it is short, none where not even one stream has two segments.
-    """
+    """How a sample that reads ``pairs`` is cut: streams, at most so many, and pairs of unscored context before each one's.
+    These are ``context``, in whole segments; half of a stream where it is short, none where no stream has two segments."""
     whole = -(-context // segment) * segment
     few = max(1, min(streams, pairs // (2 * whole)))
     before = min(whole, pairs // few // 2 // segment * segment)
@@ -155,8 +149,7 @@ def windows(
     """Score all pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``,
     at most ``batch`` at a time, and a ``part`` of these batches.
 
-    A window scores its last ``stride`` pairs, the first window all of its pairs: each prediction sees more than
-    ``window - stride`` bytes, or all there are. What lies beyond the split, or fills up a batch, has a false mask.
+    A window scores its last ``stride`` pairs, the first one all of its own. What lies beyond the split has a false mask.
     """
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)

@@ -51,7 +51,7 @@ class Cell:
 
     def ask(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
         """What the object's method gives; CellError if it raises or hangs or the process dies, and then the cell is
-        closed. A ValueError, a user's mistake, is raised here as it was there."""
+        closed. A user's mistake is a ValueError here as there."""
         try:
             self._connection.send((method, arguments, keywords))
             if not self._connection.poll(limit_seconds):
@@ -64,8 +64,8 @@ class Cell:
             if code == -signal.SIGKILL:
                 reason = "the process was killed by SIGKILL, as the system does when memory is short"
                 raise CellError(OUT_OF_MEMORY, reason) from lost
-            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise CellError(FAILED, f"the process ended by {name}") from lost
+            end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise CellError(FAILED, f"the process ended by {end}") from lost
         if error is not None:
             self.close()
             raise error
@@ -81,10 +81,6 @@ class Cell:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
-
-    @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
 
     def __enter__(self) -> Self:
         return self

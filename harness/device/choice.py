@@ -6,7 +6,6 @@ import shutil
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -14,25 +13,15 @@ from harness.device.processes import ProcessGroup
 from harness.plan.settings import RuntimeSettings
 
 MULTIPLIES_BFLOAT16 = ("amx_bf16", "avx512_bf16")
-"""Instructions of CPUs, as ``torch.cpu.get_capabilities`` names them; without one bfloat16 is emulated, and slow."""
-
-
+"""Instructions of CPUs, as ``torch.cpu.get_capabilities`` names them."""
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 """A folder for each NVIDIA device of which the kernel's driver knows, whatever torch can use."""
-
-
-class Abilities(NamedTuple):
-    """A device's type, as torch calls it, whether it multiplies bfloat16 in hardware, and whether it compiles code."""
-
-    kind: str
-    bfloat16: bool
-    compiles: bool
 
 
 def named(name: str) -> torch.device:
     """The device of ``runtime.device``: the CPU, or a CUDA or ROCm device; ValueError where there is none such here, and
     for ``auto`` where there is an NVIDIA device that torch cannot use."""
-    count = device_count()
+    count = torch.cuda.device_count()
     if name == "auto":
         if not count and NVIDIA.is_dir() and any(NVIDIA.iterdir()) and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
             raise ValueError(
@@ -60,27 +49,19 @@ def of_rank(name: str, processes: ProcessGroup) -> torch.device:
         return device
     if device.index is not None:
         raise ValueError(f"runtime.device={name} with {processes.world_size} processes: allowed are auto, cpu, cuda")
-    if device_count() < needed:
+    if (count := torch.cuda.device_count()) < needed:
         raise ValueError(
-            f"runtime.device={name}: {needed} processes and {device_count()} CUDA devices here; allowed are "
-            f"runtime.device=cpu, or torchrun --nproc-per-node={device_count()}"
+            f"runtime.device={name}: {needed} processes and {count} CUDA devices here; allowed are "
+            f"runtime.device=cpu, or torchrun --nproc-per-node={count}"
         )
     return torch.device("cuda", processes.local_rank)
 
 
-def device_count() -> int:
-    """CUDA or ROCm devices that this process sees."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def abilities(name: str) -> Abilities:
-    """Of the device of ``runtime.device``; ValueError as ``named``."""
-    kind = named(name).type
-    if kind == "cpu":
-        capabilities = torch.cpu.get_capabilities()
-        return Abilities(kind, any(map(capabilities.get, MULTIPLIES_BFLOAT16)), compiles=False)
-    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return Abilities(kind, bfloat16, compiles=lacks_to_compile() is None)
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware does, and does not emulate it."""
+    if device.type == "cpu":
+        return any(map(torch.cpu.get_capabilities().get, MULTIPLIES_BFLOAT16))
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def lacks_to_compile() -> str | None:
@@ -95,10 +76,12 @@ def lacks_to_compile() -> str | None:
 def settled(settings: RuntimeSettings) -> RuntimeSettings:
     """The same with a word in place of each ``auto`` but the device's: bfloat16 where the device multiplies it, and
     compilation on CUDA where a compiler is there; a line says so where none is."""
-    if "auto" not in (settings.precision, settings.compile):
-        return settings
-    of_device = abilities(settings.device)
-    if settings.compile == "auto" and of_device.kind == "cuda" and not of_device.compiles:
-        print(f"runtime.compile=auto: not compiled, because {lacks_to_compile()} is not here")
-    means = {"precision": "bfloat16" if of_device.bfloat16 else "float32", "compile": of_device.compiles}
-    return dataclasses.replace(settings, **{k: v for k, v in means.items() if getattr(settings, k) == "auto"})
+    means = {"precision": settings.precision, "compile": settings.compile}
+    if means["precision"] == "auto":
+        means["precision"] = "bfloat16" if multiplies_bfloat16(named(settings.device)) else "float32"
+    if means["compile"] == "auto":
+        lacking = lacks_to_compile() if (on_gpu := named(settings.device).type == "cuda") else None
+        means["compile"] = on_gpu and lacking is None
+        if lacking:
+            print(f"runtime.compile=auto: not compiled, because {lacking} is not here")
+    return dataclasses.replace(settings, **means)

@@ -23,7 +23,7 @@ CHANGE_RESULTS = re.compile(
 """Variables that change times, memory or the order of sums. Rows have OpenMP's and MKL's number as ``threads``; joblib
 sets ``KMP_INIT_AT_FORK``."""
 CPUINFO = Path("/proc/cpuinfo")
-DRIVER = Path("/sys/module/nvidia/version")
+DRIVER = Path("/sys/module/nvidia/version")  # where Linux has it
 CPU_NUMBERS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
 CPU_NUMBERS |= {"CPU implementer": "implementer", "CPU part": "part"}  # of ARM
 COMPILED = "windtunnel-"
@@ -57,22 +57,16 @@ def versions(**others: object) -> dict[str, str]:
     return libraries | {name: str(version) for name, version in others.items() if version is not None}
 
 
-def driver() -> str | None:
-    """Version of NVIDIA's driver, where Linux has it."""
-    return DRIVER.read_text(encoding="ascii").strip() if DRIVER.exists() else None
-
-
 def environment() -> dict[str, str]:
     """The variables that change what is measured, by name; paths without their folders."""
     return {n: re.sub(r"[^:\s]*/", "", os.environ[n]) for n in sorted(os.environ) if CHANGE_RESULTS.match(n)}
 
 
 def use_own_compiled_graphs() -> None:
-    """Find compiled graphs again only if they were made on such a CPU, for as many threads as torch has now.
+    """A folder of its own in ``TORCHINDUCTOR_CACHE_DIR``, or in one of this user's, for each kind of CPU and number of threads.
 
-    torch 2.13 keeps them under a key without instruction set and threads: on a folder shared with another machine it
-    runs loops made for vectors of another width, over memory that is not theirs. So each kind has a folder of its own
-    in ``TORCHINDUCTOR_CACHE_DIR``, or in one of this user's.
+    torch 2.13 keeps graphs under a key without these: in a folder that machines share it runs loops made for vectors of
+    another width, over memory that is not theirs.
     """
     capabilities = sorted(torch.cpu.get_capabilities().items())
     kind = f"{capabilities} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
@@ -83,16 +77,12 @@ def use_own_compiled_graphs() -> None:
 
 
 def use_allocator(setting: str) -> str | None:
-    """What becomes of freed memory, for the whole process from now on; gaps that an earlier ``keep`` left are still
-    filled.
+    """What becomes of freed memory, for the whole process from now on. Returns the setting, or None where it has no effect:
+    another C library than glibc, or an allocator that the user has tuned or replaced by the environment.
 
     Left alone, glibc gives every block from 32 MiB on back to the system, and a step with large temporaries loses up to
     a third of its time getting them anew. ``keep`` leaves all of it to the process: fast, and its peak has the gaps
     between blocks in it. ``return`` gives back what is 64 KiB or more: slow, and its peak is near to what was in use.
-
-    Returns:
-        the setting, or None where it has no effect: a C library other than glibc, or an allocator that the user has
-        tuned or replaced by the environment.
     """
     library, variables = ctypes.CDLL(None), os.environ
     tuned = any(name.startswith("MALLOC_") for name in variables) or "malloc" in variables.get("LD_PRELOAD", "")

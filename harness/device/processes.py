@@ -4,8 +4,8 @@
 ``batch.streams``; gradients are averaged, so that every process makes the same update. The first one decides, holds the
 run folder and speaks. With one process nothing here does anything.
 
-torch averages gradients of dense matrices during the backward pass (``spread.py``), and the few others are averaged
-here after it: vectors, what layers share, and sparse rows, for which torch has no way.
+torch averages gradients of dense matrices during the backward pass (``spread.py``); vectors, what layers share and sparse
+rows are averaged here after it.
 """
 
 import math
@@ -45,7 +45,6 @@ class ProcessGroup(Launch):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that decides, writes and speaks."""
         return self.rank == 0
 
     @property
@@ -54,8 +53,7 @@ class ProcessGroup(Launch):
         return self.rank, self.world_size
 
     def meet(self) -> None:
-        """Make torch's process group: tensors on a GPU travel by NCCL, all others by gloo. ``ProcessLost`` if it
-        fails."""
+        """Make torch's process group, or ``ProcessLost``: tensors on a GPU travel by NCCL, all others by gloo."""
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
@@ -85,30 +83,26 @@ class ProcessGroup(Launch):
         return everybodys
 
     def largest(self, number: int) -> int:
-        """The largest of everybody's numbers."""
         return max(self.all_gather(number, patient=True))
 
-    def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> list[Tensor]:
-        """Everybody's tensors by rank, on this one's device; only their first dimensions, ``lengths``, may differ."""
+    def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
+        """The rows of everybody's tensors by rank, on this one's device; ``lengths`` are their numbers, where known."""
         if self.world_size == 1:
-            return [tensor]
-        shapes = [(length, *tensor.shape[1:]) for length in lengths or self.all_gather(len(tensor))]
-        return self.exchange([tensor] * self.world_size, shapes)
+            return tensor
+        lengths, row = lengths or self.all_gather(len(tensor)), tensor.shape[1:]
+        sizes = [tensor.numel()] * self.world_size, [length * math.prod(row) for length in lengths]
+        return self.exchange(tensor.flatten().repeat(self.world_size), *sizes).view(sum(lengths), *row)
 
-    def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """One tensor to each process by rank, and of these shapes one from each."""
-        sizes = [math.prod(shape) for shape in shapes]
-        received = sent[0].new_empty(sum(sizes))
-        flat = torch.cat([tensor.detach().flatten() for tensor in sent])
-        self._call(dist.all_to_all_single, received, flat, sizes, [tensor.numel() for tensor in sent])
-        return [part.view(*shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+    def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """So many numbers of a flat tensor to each process by rank, and so many from each of them."""
+        arrived = flat.new_empty(sum(received))
+        self._call(dist.all_to_all_single, arrived, flat, list(received), list(sent))
+        return arrived
 
     def on_main(self, make: Callable[[], T]) -> T:
         """What ``make`` returns in the first process, which alone calls it; its failure is everybody's."""
-        made = [None]
         with self.fail_together():
-            if self.is_main:
-                made = [make()]
+            made = [make() if self.is_main else None]
         if self.world_size > 1:
             self._call(dist.broadcast_object_list, made, src=0)
         return made[0]
@@ -123,7 +117,7 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """A part that fails everywhere where it fails in one process, which alone says why; nothing is sent inside."""
+        """A block that fails everywhere where it fails in one process, which alone says why; nothing is sent inside."""
         failure = None
         try:
             yield
@@ -147,10 +141,7 @@ class ProcessGroup(Launch):
     @torch.no_grad()
     def average_gradients_(self, parameters: Iterable[nn.Parameter], *others: Tensor) -> None:
         """The mean of everybody's gradients in place of each one's, the same bits in all processes; and of ``others``.
-
-        A parameter without a gradient counts as zero where another process has one. Sparse gradients are gathered row
-        by row, and coalesced.
-        """
+        A parameter without a gradient counts as zero where another process has one; sparse ones end coalesced."""
         if self.world_size == 1:
             return
         trained = [p for p in parameters if p.requires_grad]
@@ -176,7 +167,7 @@ class ProcessGroup(Launch):
             gradient = torch.sparse_coo_tensor(rows, values, shape)
         assert gradient.is_sparse and gradient.sparse_dim() == 1, "a sparse gradient is of whole rows in every process"
         gradient = gradient.coalesce()
-        rows, values = (torch.cat(self.gather(part)) for part in (gradient.indices()[0], gradient.values()))
+        rows, values = (self.gather(part) for part in (gradient.indices()[0], gradient.values()))
         values = values.div_(self.world_size)
         return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False).coalesce()
 
@@ -218,5 +209,4 @@ def is_connection_failure(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """Of a message, without the frames that torch adds."""
     return str(error).partition("\n")[0][:200]

@@ -1,4 +1,4 @@
-"""Random state: all generators of this process, seeded and saved as one."""
+"""Random state: all generators of this process, seeded, saved and set as one."""
 
 import random
 
@@ -31,7 +31,6 @@ def random_state() -> dict[str, object]:
 
 
 def set_random_state(state: dict[str, object]) -> None:
-    """Go on from ``random_state``."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and state.get("accelerator") is not None:
         torch.cuda.set_rng_state(state["accelerator"])

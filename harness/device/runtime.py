@@ -1,56 +1,49 @@
-"""Runtime, where and how a run computes: device, processes, precision, threads, determinism, compilation.
-
-Only this module knows. Everything else follows its input's device and dtype.
-"""
+"""Runtime, where and how a run computes: device, processes, precision, threads, determinism, compilation. Everything else
+follows its input's device and dtype."""
 
 import contextlib
 import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Self
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from harness.device import choice, machine
 from harness.device.compiled import Compiled
-from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.plan.settings import RuntimeSettings
 
 _THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
 
 
-class CompileClock:
-    """Counts ``seconds`` in which torch traces and compiles, while the ``with`` statement lasts, so that a budget of
-    seconds is one of training. Unless something is ``compiled`` at all, nothing of the compiler is imported."""
+@contextlib.contextmanager
+def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
+    """Counts ``seconds`` in which torch traces and compiles in the block, so that a budget of seconds is one of training.
+    Unless something is ``compiled`` at all, nothing of the compiler is imported."""
+    clock = SimpleNamespace(seconds=0.0)
+    if not compiled:
+        yield clock
+        return
+    from torch._dynamo.callback import callback_handler
 
-    def __init__(self, *, compiled: bool):
-        self.compiled, self.seconds = compiled, 0.0
+    def start(_arguments: object) -> None:
+        clock.began = time.perf_counter()
 
-    def __enter__(self) -> Self:
-        if self.compiled:
-            from torch._dynamo.callback import callback_handler
+    def end(_arguments: object) -> None:
+        clock.seconds += time.perf_counter() - clock.began
 
-            callback_handler.register_start_callback(self._start)
-            callback_handler.register_end_callback(self._end)
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.compiled:
-            from torch._dynamo.callback import callback_handler
-
-            callback_handler.remove_start_callback(self._start)
-            callback_handler.remove_end_callback(self._end)
-
-    def _start(self, _arguments: object) -> None:
-        self._began = time.perf_counter()
-
-    def _end(self, _arguments: object) -> None:
-        self.seconds += time.perf_counter() - self._began
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+    try:
+        yield clock
+    finally:
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +87,6 @@ class Runtime:
         narrow = [batch.to(torch.uint8).pin_memory() for batch in batches]
         return tuple(batch.to(self.device, non_blocking=True).long() for batch in narrow)
 
-    def compile_clock(self) -> CompileClock:
-        """Counts the seconds of compiling, in a ``with`` statement."""
-        return CompileClock(compiled=self.compile)
-
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
         if self.device.type != "cpu":
@@ -117,16 +106,11 @@ class Runtime:
 
         return read
 
-    def load_meter(self) -> LoadMeter:
-        """What others take of this machine from now on; the other processes of this run are no others."""
-        wanted = torch.get_num_threads() if self.device.type == "cpu" else 1
-        several = self.processes.world_size > 1
-        return LoadMeter(wanted=wanted * self.processes.local_world_size, root=os.getppid() if several else None)
-
     def describe(self) -> dict[str, object]:
         """Device, processes, versions and the machine around them, for provenance."""
         on_gpu, name = self.device.type == "cuda", machine.cpu_name()
-        of_gpu = {"cudnn": torch.backends.cudnn.version(), "driver": machine.driver()} if on_gpu else {}
+        of_gpu = {"cudnn": torch.backends.cudnn.version()} if on_gpu else {}
+        of_gpu |= {"driver": machine.DRIVER.read_text().strip()} if on_gpu and machine.DRIVER.exists() else {}
         return {
             "device": torch.cuda.get_device_name(self.device) if on_gpu else name,
             "device_kind": self.device.type,
@@ -149,7 +133,7 @@ def device_kind(settings: RuntimeSettings) -> str:
 
 
 def forget_earlier_jobs() -> None:
-    """What an earlier job of this process left: objects in cycles, compiled graphs, blocks kept by the allocator."""
+    """Free what an earlier job of this process left: objects in cycles, compiled graphs, blocks that the allocator keeps."""
     gc.collect()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # its guards would count against this job's limit of recompilations

@@ -73,44 +73,32 @@ class ShardedTables:
 
     def _summed(self, number: int, slots: Tensor, weights: Tensor, bytes_of: Sequence[int], *, sparse: bool) -> Tensor:
         table, (rows, width), processes = self.tables[number], self._shapes[number], self._processes
-        index = torch.int32 if rows < 2**31 else torch.int64
-        slots = torch.cat(processes.gather(slots.to(index), lengths=bytes_of))
-        weights = _Gathered.apply(weights.to(table.dtype), bytes_of, processes)
-        widths = [len(columns) for columns in torch.arange(width).chunk(processes.world_size)]
-        return _Exchanged.apply(self._read(table, slots, weights, sparse=sparse), bytes_of, widths, processes)
-
-
-class _Gathered(torch.autograd.Function):
-    """``[n, r]`` of each process to ``[all n, r]`` in all, of which each makes a share of the result."""
-
-    @staticmethod
-    def forward(ctx, local: Tensor, bytes_of: Sequence[int], processes: ProcessGroup) -> Tensor:
-        ctx.bytes_of, ctx.processes, ctx.shape = bytes_of, processes, local.shape
-        return torch.cat(processes.gather(local, lengths=bytes_of))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        shares = ctx.processes.exchange(gradient.split(ctx.bytes_of), [ctx.shape] * len(ctx.bytes_of))
-        return torch.stack(shares).sum(0).mul_(len(shares)), None, None
+        several, n_bytes, reads = processes.world_size, bytes_of[processes.rank], weights.shape[1]
+        slots = processes.gather(slots.to(torch.int32 if rows < 2**31 else torch.int64), lengths=bytes_of)
+        sizes = [weights.numel()] * several, [n * reads for n in bytes_of]
+        weights = _Exchanged.apply(weights.to(table.dtype).flatten().repeat(several), *sizes, processes, several)
+        sums = self._read(table, slots, weights.view(len(slots), reads), sparse=sparse)
+        widths = [len(columns) for columns in torch.arange(width).chunk(several)]
+        sizes = [n * sums.shape[1] for n in bytes_of], [n_bytes * columns for columns in widths]
+        parts = _Exchanged.apply(sums.flatten(), *sizes, processes, 1 / several).split(sizes[1])
+        return torch.cat([part.view(n_bytes, columns) for part, columns in zip(parts, widths, strict=True)], dim=1)
 
 
 class _Exchanged(torch.autograd.Function):
-    """This process's columns of all bytes, ``[all n, width here]``, to all columns of its bytes, ``[n, width]``.
+    """``ProcessGroup.exchange``, whose gradients go back the same way, times ``scale``.
 
-    A table's gradient is that of the mean of all processes' losses, so from here on gradients are divided by their
-    number; those of weights, which are of this process's loss, are multiplied again.
+    A table's gradient is that of the mean of all processes' losses, so gradients of sums are divided by their number;
+    those of weights, which are of this process's loss, are multiplied again.
     """
 
     @staticmethod
-    def forward(ctx, sums: Tensor, bytes_of: Sequence[int], widths: Sequence[int], processes: ProcessGroup) -> Tensor:
-        ctx.bytes_of, ctx.widths, ctx.processes = bytes_of, widths, processes
-        shapes = [(bytes_of[processes.rank], width) for width in widths]
-        return torch.cat(processes.exchange(sums.split(bytes_of), shapes), dim=1)
+    def forward(
+        ctx, flat: Tensor, sent: Sequence[int], received: Sequence[int], processes: ProcessGroup, scale: float
+    ) -> Tensor:
+        ctx.sizes, ctx.processes, ctx.scale = (received, sent), processes, scale
+        return processes.exchange(flat, sent, received)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        shapes = [(n_bytes, ctx.widths[ctx.processes.rank]) for n_bytes in ctx.bytes_of]
-        whole = torch.cat(ctx.processes.exchange(gradient.split(ctx.widths, dim=1), shapes))
-        return whole.div_(len(shapes)), None, None, None
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.processes.exchange(gradient.contiguous(), *ctx.sizes).mul_(ctx.scale), None, None, None, None

@@ -2,14 +2,11 @@
 
 A unit is a residual sublayer; what belongs to none of them, such as the embedding and the head, is the last one. With
 ``runtime.shard=none`` each process has all parameters (torch's ``replicate``), with ``full`` some rows of each, of its
-gradient and of its optimizer's state (``fully_shard``): a unit's rows are gathered before it computes, forward and
-backward. What FSDP cannot shard (``harness/loop/unsharded_parameters.py``) stays a plain tensor for
-``ProcessGroup.average_gradients_``; of tables a process has some columns with ``full`` (``sharded_tables.py``).
+gradient and of its optimizer's state (``fully_shard``). What FSDP cannot shard (``harness/loop/unsharded_parameters.py``)
+stays a plain tensor for ``ProcessGroup.average_gradients_``; of tables a process has some columns with ``full``.
 
-torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what an optimizer was given stays a plain
-parameter, which from then on is this process's part, and gets its gradient as soon as it is averaged.
-
-What is imported here takes most of a second, so runs of one process do without.
+torch makes ``DTensor`` of a unit's parameters. What an optimizer was given stays a plain parameter, which from then on
+is this process's part, and gets its gradient as soon as it is averaged. Imports here take most of a second.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -34,7 +31,7 @@ class SpreadUnits(Units):
     Args:
         units: modules of the model; the model itself is the last one.
         whole: the parameters that are in no unit.
-        tables: modules with the names of what ``full`` divides by columns.
+        tables: modules, with names of what ``full`` divides by columns.
         shard: ``none`` or ``full``.
         device: where the model goes, which before may be on the host.
     """
@@ -91,7 +88,7 @@ class SpreadUnits(Units):
                     unit.set_reshard_after_forward(True, recurse=False)
 
     def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This process's part of something that belongs to a parameter: its rows, if it has the shape of the whole."""
+        """This process's part of something that belongs to a parameter and has the shape of the whole, or it as it is."""
         managed = self.parts.get(parameter)
         if managed is None or whole.shape != managed.shape:
             return whole
@@ -112,17 +109,9 @@ def divided_like(held: Tensor, tensor: Tensor) -> Tensor:
         return gathered(tensor)
     if is_divided(tensor):
         return tensor.redistribute(placements=held.placements)
-    (placement,) = held.placements
-    if placement.is_shard():
-        share = _shares(tensor.shape[placement.dim], held.device_mesh.size())[held.device_mesh.get_local_rank()]
-        tensor = tensor.narrow(placement.dim, share.start, len(share))
-    return _divided(tensor.to(held.device), held)
-
-
-def _shares(number: int, parts: int) -> list[range]:
-    """Rows of each process, as torch divides them: the last ones may have fewer, or none."""
-    size, every = -(-number // parts), range(number)
-    return [every[part * size : (part + 1) * size] for part in range(parts)]
+    (chunk,) = held.__create_chunk_list__()  # cut first: a device need have no room for the whole
+    part = tensor[tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+    return _divided(part.to(held.device), held)
 
 
 def _divided(part: Tensor, like: DTensor) -> DTensor:

@@ -6,8 +6,7 @@ from typing import Self
 
 
 class StopSignal:
-    """Listens to SIGTERM and SIGINT, and to the signals of users where somebody listens already: a launcher that has
-    jobs queued again.
+    """Listens to SIGTERM and SIGINT.
 
     Attributes:
         alone: whether this process decides alone; several must first agree on the step.
@@ -24,15 +23,9 @@ class StopSignal:
         return (self.heard if self.alone else self.agreed) or None
 
     def __enter__(self) -> Self:
-        users = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(number))]
         with contextlib.suppress(ValueError):  # signals are set in the main thread only
-            self._before = {n: signal.signal(n, self._receive) for n in (signal.SIGTERM, signal.SIGINT, *users)}
+            self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
-
-    def pass_on(self) -> None:
-        """Once all is saved, let the launcher hear of its own signal: it may end the process here."""
-        if self.number in (signal.SIGUSR1, signal.SIGUSR2):
-            self._before[self.number](self.number, None)
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, Exception) and not self.alone:

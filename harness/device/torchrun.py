@@ -1,7 +1,5 @@
-"""Whether this process was started alone, or by ``torchrun`` as one of several of one command.
-
-Reads the environment only. No torch here: the command line wants to know before anything heavy is imported.
-"""
+"""Whether this process was started alone, or by ``torchrun`` as one of several of one command. No torch here: the command
+line wants to know before anything heavy is imported."""
 
 import os
 from collections.abc import Mapping, Sequence

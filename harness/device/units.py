@@ -1,5 +1,4 @@
-"""Units: the parameters of a model as this process has them: all and whole, or, of several processes, as ``spread.py``
-says."""
+"""Units: the parameters of a model as this process has them: whole, or, of several processes, as ``spread.py`` says."""
 
 from contextlib import AbstractContextManager, nullcontext
 

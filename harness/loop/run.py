@@ -126,7 +126,6 @@ class Run:
                     self._wandb = stack.enter_context(WandbRun(self.folder.path, **settings))
                     if not saved:
                         self.append({"kind": "provenance", **provenance, "config": config})
-            self._load = trainer.runtime.load_meter()
             yield
 
     def _losses(self) -> str:
@@ -240,7 +239,6 @@ class Run:
 
     def end_early(self) -> None:
         """Say how to go on after a signal, and end the process as it asks."""
-        self.stop.pass_on()
         same = "the same command without force=true" if self.plan.force else "the same command"
         self.print(f"stopped at {self.trainer.spent.bytes:,} bytes; {same} goes on: {self.command}")
         raise SystemExit(128 + self.stop.number)
@@ -248,13 +246,11 @@ class Run:
     def finish(self) -> dict:
         """The last validation, the best weights' scores on whole splits, and the summary."""
         trainer = self.trainer
-        row = summary.identity(trainer, self.folder.identity, command=self.command) | {"load": self._load.read()}
+        row = summary.identity(trainer, self.folder.identity, command=self.command)
         self.validate()
         best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.take_weights(best["model"])
         row |= summary.costs(trainer, peak=self._highest.across(self._processes.largest))  # FLOPs of the best weights
-        if row["unreached"]:
-            self.print(f"no gradient ever came to {', '.join(row['unreached'])}: in this run they learn nothing")
         row |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(trainer.model.metrics({}))}
         row |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in trainer.splits:

@@ -134,8 +134,8 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
     stats = functools.reduce(add_stats, processes.all_gather(stats))
-    changes = torch.cat(processes.gather(how["futures"].changes if "futures" in how else torch.empty(0)))
-    return Score(torch.cat(processes.gather(scored)), stats, changes.mean().item() if len(changes) else 0.0)
+    changes = processes.gather(how["futures"].changes if "futures" in how else torch.empty(0))
+    return Score(processes.gather(scored), stats, changes.mean().item() if len(changes) else 0.0)
 
 
 class Futures:

@@ -56,7 +56,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> dict:
         executed = forward_flops_per_byte(trainer.model, segment=segment, most_bytes=span + 4 * segment)
     model, optimizers, place = trainer.model, trainer.optimizers, trainer.place()
     row = {"bytes_seen": place["bytes_seen"], "epochs": place["epochs"], "steps": place["step"], **place["clock"]}
-    row |= {"training_flops": trainer.spent.flops, "unreached": optimizers.unreached()}
+    row |= {"training_flops": trainer.spent.flops}
     row["flops_per_byte"] = {"executed": executed.per_byte, "ideal": model.ideal_flops()}
     row["flops_per_byte"] |= {"unknown": executed.unknown, "warm": executed.warm}
     row |= {"ideal_excuses": excuses(model), "flops_estimated_3x": model.flops_estimated_3x()}

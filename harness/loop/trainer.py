@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from harness.data.corpora import Corpus
 from harness.data.streams import Streams, sample_cut, score_streams, share
 from harness.device import random_state
-from harness.device.runtime import Runtime
+from harness.device.runtime import Runtime, compile_clock
 from harness.device.units import is_divided
 from harness.failures import Diverged
 from harness.loop.scoring import Score, score_stream
@@ -92,7 +92,7 @@ class Trainer:
         state = None if self.stream.begins(number) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
         middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last)) / 2
-        with self.runtime.compile_clock() as compiling:
+        with compile_clock(compiled=self.runtime.compile) as compiling:
             nats, after = self.update(inputs, targets, state, fraction=middle)
         rate = self.optimizers.lr * self.optimizers.schedule.factor(middle, step=number)
         self._unchecked.append((self.runtime.to_host(self.optimizers.found_inf), number, rate))

@@ -44,7 +44,6 @@ class Budget:
 
     @property
     def unit(self) -> str:
-        """One of ``UNITS``."""
         return next((unit for unit in UNITS if getattr(self, unit) is not None), "bytes")
 
     @property
@@ -53,11 +52,10 @@ class Budget:
         return getattr(self, self.unit) or self.default_bytes
 
     def fraction(self, spent: Spent) -> float:
-        """Fraction of the budget spent, from 0 to 1."""
+        """From 0 to 1."""
         return min(1.0, getattr(spent, self.unit) / self.amount)
 
     def done(self, spent: Spent) -> bool:
-        """Whether the budget is spent."""
         return getattr(spent, self.unit) >= self.amount
 
 

@@ -5,9 +5,9 @@
     O <- orthogonalize(U)                        about Q R^T of the singular value decomposition U = Q S R^T
     W <- (1 - lr wd) W - lr max(1, rows / columns)^0.5 O
 
-Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the same update as ``torch.optim.Muon``
-with ``adjust_lr_fn="original"``. That one takes one matrix after another, in bfloat16: for the small matrices of
-this project the overhead is most of the time. Here matrices of one shape are stacked and iterated in batched products.
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the update of ``torch.optim.Muon`` with
+``adjust_lr_fn="original"``, which takes one matrix after another, in bfloat16: of small ones the overhead is most of the
+time. Here matrices of one shape are stacked and iterated in batched products.
 """
 
 from collections import defaultdict
@@ -41,11 +41,9 @@ def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
-    """The dtype of the products under ``precision`` for parameters such as ``like``.
-
-    ``auto`` is float64 for float64. For narrower ones it is bfloat16 where the hardware has matrix units for it (CUDA,
-    and processors with AMX tiles: 0.4 of the time in float32 for 24 small matrices), and elsewhere float32.
-    """
+    """The dtype of the products under ``precision`` for parameters such as ``like``. ``auto`` is float64 for float64; for
+    narrower ones bfloat16 where the hardware has matrix units for it (CUDA, and processors with AMX tiles: 0.4 of the
+    time in float32 for 24 small matrices), and elsewhere float32."""
     if precision != "auto":
         return getattr(torch, precision)
     if like.dtype != torch.float64 and (like.is_cuda or (like.device.type == "cpu" and _has_amx())):
@@ -54,7 +52,6 @@ def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
 
 
 def _has_amx() -> bool:
-    """Whether the processor multiplies bfloat16 in AMX tiles."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("amx_tile") and capabilities.get("amx_bf16"))
 

@@ -1,5 +1,5 @@
-"""Optimizers of a run, moved together. Every rate is optim.lr * lr_scale * schedule(fraction of the budget spent): one
-number scales a whole run. A group with ``schedule: constant`` leaves out the last factor.
+"""Optimizers of a run, moved together. Every rate is optim.lr * lr_scale * schedule(fraction of the budget spent); a group
+with ``schedule: constant`` leaves out the last factor.
 
 An update that a loss or a gradient would spoil that is not finite is left out on the device, and nobody waits to know.
 torch's fused optimizers have what it takes, for ``torch.amp.GradScaler``: they change nothing where their attribute
@@ -14,9 +14,7 @@ from torch import Tensor
 from harness.optim.adagrad import ClippedAdagrad
 from harness.optim.budget import Schedule
 from harness.optim.muon import Muon
-from harness.optim.parameter_groups import Group, assign
-
-__all__ = ["ClippedAdagrad", "Group", "Muon", "Optimizers", "assign"]
+from harness.optim.parameter_groups import Group
 
 BY_ROWS = (Muon, ClippedAdagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 BY_ROWS += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.SparseAdam)
@@ -53,13 +51,8 @@ class Optimizers:
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
     def step(self, fraction: float, *, loss: Tensor | None = None) -> None:
-        """One update of every group, if the loss and all gradients are finite.
-
-        Args:
-            fraction: fraction of the budget spent, 0 to 1. Take it at the middle of the step (the mean of before and
-                after): then neither the first update of a warm-up nor the last of a decay is at rate 0.
-            loss: what the gradients are of, detached.
-        """
+        """One update of every group, if the ``loss`` and all gradients of it are finite. ``fraction``: of the budget spent,
+        at the middle of the step: then neither the first update of a warm-up nor the last of a decay is at rate 0."""
         gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
         every = {p: g for both in gradients.values() for some in both for p, g in some.items()}
         self._find_inf([*([] if loss is None else [loss]), *every.values()])
@@ -89,7 +82,7 @@ class Optimizers:
             self.found_inf.copy_(self.units.total(self.found_inf, of="max"))
 
     def may_update(self) -> bool:
-        """Whether the last update is made; waits for the device."""
+        """Whether the update is made; waits for the device."""
         return not self.found_inf.item()
 
     @torch.no_grad()
@@ -111,61 +104,41 @@ class Optimizers:
         clip_(pooled, self.clip)
 
     def _norm(self, gradients: list[Tensor], divided: Set[Tensor]) -> Tensor:
-        parts, whole = ([g for g in gradients if (g in divided) == here] for here in (True, False))
-        norm = torch.nn.utils.get_total_norm(whole)
-        if not parts:
+        norm = torch.nn.utils.get_total_norm([g for g in gradients if g not in divided])
+        if not (parts := [g for g in gradients if g in divided]):
             return norm
         squares = self.units.total(torch.nn.utils.get_total_norm(parts).square())
         return (squares + norm.to(squares.device).square()).sqrt()
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict:
         """Everything an exact resume needs: updates made, and each optimizer's state by group name."""
-        groups = {name: self._changed(name, o.state_dict(), "whole_of") for name, o in self.optimizers.items()}
+        groups = {name: self._divided(name, o.state_dict(), whole=True) for name, o in self.optimizers.items()}
         return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
         """Take over what ``state_dict`` gave; ValueError if the groups have other names."""
         if set(state["groups"]) != set(self.optimizers):
-            raise ValueError(
-                f"the checkpoint's optimizer groups {sorted(state['groups'])} are not this run's "
-                f"{sorted(self.optimizers)}"
-            )
+            theirs, ours = sorted(state["groups"]), sorted(self.optimizers)
+            raise ValueError(f"the checkpoint's optimizer groups {theirs} are not this run's {ours}")
         self.steps = state["steps"]
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(self._changed(name, state["groups"][name], "part_of"))
+            optimizer.load_state_dict(self._divided(name, state["groups"][name], whole=False))
 
-    def _changed(self, name: str, state: dict, method: str) -> dict:
-        """An optimizer's state; of divided parameters, with what a method of ``units`` makes of each tensor of one."""
+    def _divided(self, name: str, state: dict, *, whole: bool) -> dict:
+        """An optimizer's state, where parameters are divided of whole tensors or of this process's parts."""
         if not self.units:
             return state
         parameters = [parameter for part in self.optimizers[name].param_groups for parameter in part["params"]]
-        change = getattr(self.units, method)
+        change = self.units.whole_of if whole else self.units.part_of
         changed = {
             i: {key: change(parameters[i], v) if isinstance(v, Tensor) else v for key, v in values.items()}
             for i, values in state["state"].items()
         }
         return state | {"state": changed}
-
-    def unreached(self) -> list[str]:
-        """Parameters to which no gradient but zero has ever come, as the optimizers' moments tell: not of plain SGD,
-        nor of those that are divided among processes. Waits for the device."""
-
-        def moved(moments: dict) -> bool:
-            return any(isinstance(v, Tensor) and v.count_nonzero() for key, v in moments.items() if key != "step")
-
-        divided = self.units.parts if self.units else {}
-        return [
-            name
-            for group, optimizer in self.optimizers.items()
-            if not isinstance(optimizer, torch.optim.SGD)
-            for name, parameter in self.groups[group].parameters.items()
-            if parameter not in divided and not moved(optimizer.state.get(parameter, {}))
-        ]
 
     def describe(self) -> list[dict]:
         """One row a group: name, optimizer, peak lr, number of parameters, their share of all that are trained, and the

@@ -1,8 +1,5 @@
-"""Parameter groups: which optimizer moves which parameter. Every trainable parameter is put into exactly one group.
-
-Groups come from two sides. The run says which optimizer is the default and which one, if any, moves the matrices inside
-layers. A variant names the parameters that need something else (spans, value tables).
-"""
+"""Parameter groups: which optimizer moves which parameter. The run says which one is the default and which one, if any,
+moves the matrices inside layers; a variant names the parameters that need something else (spans, value tables)."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -100,8 +97,7 @@ def assign(
 
     A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside
     ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Weight decay is for weights of
-    ``nn.Linear``. All others have none unless their group names one: biases, norms, spans, and tables of vectors
-    (bytes, relative positions, persistent vectors, half-keys, values), which are embeddings whatever holds them.
+    ``nn.Linear``; biases, norms, spans and tables of vectors have none unless their group names one.
 
     Args:
         model: the raw model, neither compiled nor wrapped.
@@ -152,7 +148,7 @@ def assign(
 
 
 def _matched(names: Mapping[nn.Parameter, list[str]], group: str, match: str | list[str]) -> list[nn.Parameter]:
-    """Parameters one of whose names matches one of a group's patterns."""
+    """Those one of whose names matches one of a group's patterns."""
     matched = []
     for pattern in [match] if isinstance(match, str) else match:
         parameters = [p for p, aliases in names.items() if any(fnmatchcase(alias, pattern) for alias in aliases)]

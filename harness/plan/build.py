@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from harness.model import LanguageModel, Layers
 from harness.optim.budget import UNITS
-from harness.optim.optimizers import Group, Optimizers, assign
+from harness.optim.optimizers import Optimizers
+from harness.optim.parameter_groups import Group, assign
 from harness.plan.instantiate import resolve
 from harness.plan.network import make_network, plan_layers
 from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, checked, parse, section

@@ -10,7 +10,6 @@ from harness.record.table import Cell, Column, Table
 MIB = 2**20
 NOTHING = Cell(text="")
 CAPPED = "*"
-BUSY = "!"
 LEAST_CALLS = 20
 """Fewer calls have a median, and no 20th and 80th percentile."""
 
@@ -81,22 +80,6 @@ def listed(words: Iterable[str], *, most: int = 8) -> str:
 def count_of(number: int, thing: str) -> str:
     """``1 run``, ``2 runs``."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-def busy_mark(load: Mapping | None) -> str:
-    """What stands after a time that was taken on a machine that others were busy on."""
-    return f" {BUSY}" if busy_words(load) else ""
-
-
-def busy_words(load: Mapping | None) -> str | None:
-    """One line about a machine that others were busy on, or None; ``load`` as rows have it."""
-    if not (load and load["busy"]):
-        return None
-    if load.get("others_cores") is None:
-        measured = f"a load average of {load['average_at_start']:.1f}"
-    else:
-        measured = f"others had {load['others_cores']:.2f} and a hypervisor {load['stolen_cores']:.2f}"
-    return f"BUSY MACHINE: {measured} of {load['cores']} cores, of which {load['wanted_cores']} were wanted: times are too long"
 
 
 def uncounted(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
