@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
