@@ -4,11 +4,11 @@ job's first collection need not look at what was imported."""
 import gc
 
 from harness import source
-from harness.loop import futures
+from harness.loop import scoring
 from tests.composing import plan
 from tests.runs import MOVING, SMALL, _hydra
 
-futures.PLACES = 6  # as in conftest.py
+scoring.PLACES = 6  # as in conftest.py
 _hydra()
 source.digest(plan(*SMALL, *MOVING).config)
 gc.collect()

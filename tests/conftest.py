@@ -43,10 +43,10 @@ def forked_from_one_server() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def few_places() -> Iterator[None]:
     """A final score predicts few places again: 64 would be a third of a small run. ``tests/ahead.py`` has it for processes."""
-    from harness.loop import futures
+    from harness.loop import scoring
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(futures, "PLACES", 6)
+        patched.setattr(scoring, "PLACES", 6)
         yield
 
 
