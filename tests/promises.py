@@ -38,7 +38,6 @@ DERIVATIVE = "gradients are those of the values"
 MODES = "training without dropout is evaluation"
 USED = "the declared reach is used"
 GRADIENT = "the likelihood moves every parameter"
-MANY = "streams do not mix in large batches"
 
 memory = partial(
     ProductKeyMemory,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from variants.context import VisibleKeys
-from variants.contract import KernelSublayer
+from variants.contract import Sublayer
 from variants.kernels import chunked, fused, operation, triton_window, window, window_cpu
 from variants.kernels.dropout import draw_seed
 from variants.kernels.window import Inputs, Persistent, Window
@@ -64,50 +64,36 @@ def attend(
     for heads, k, v, key_bias in keys.whole:  # their pasts are of one length; numbered anew in a call of their own
         first, number = heads[0], len(heads)
 
-        def of(x: Tensor | None, dim: int, first: int = first, number: int = number) -> Tensor | None:
+        def of(x: Tensor | None, dim: int = 0, first: int = first, number: int = number) -> Tensor | None:
             return x if x is None or number == x.shape[dim] else x.narrow(dim, first, number)
 
-        part = visible._replace(
-            max_keys=tuple(visible.max_keys[h] for h in heads),
-            z=visible.z if visible.z is None else of(visible.z, visible.z.dim() // 2),
-            limits=of(visible.limits, 0),
-        )
-        added = None if bias is None else of(bias[..., : max(part.max_keys)], int(bias.dim() > 2))
-        beside = persistent and Persistent(of(persistent.q, 1), of(persistent.k, 0), of(persistent.v, 0))
+        part = visible if number == len(visible.max_keys) else visible.of_heads(first, number)
+        added = {
+            "bias": None if bias is None else of(bias[..., : max(part.max_keys)], int(bias.dim() > 2)),
+            "persistent": persistent and Persistent(of(persistent.q, 1), of(persistent.k), of(persistent.v)),
+            "sink": of(sink),
+            "key_bias": key_bias,
+            "query_bias": of(keys.query_bias, 1),
+            "dropout": dropout,
+        }
         own = () if past_learns or not keys.past else (of(keys.k, 1), of(keys.v, 1), of(keys.key_bias, 1))
-        draws = {"dropout": dropout, "seed": seed if seed is None or not first else seed + first}
-        same = {"bias": added, "vectors": vectors, "persistent": beside, "sink": of(sink, 0)}
-        same |= {"key_bias": key_bias, "query_bias": of(keys.query_bias, 1)}
-        outputs.append(_attend(backend, of(q, 1), k, v, part, own, **same, **draws))
+        q_of_heads = of(q, 1)
+        if backend == "plain":
+            outputs.append(window.attend(q_of_heads, k, v, part, **added))
+            continue
+        added |= {"vectors": vectors, "seed": seed if seed is None or not first else seed + first}
+        if backend == "chunked":
+            outputs.append(chunked.attend(q_of_heads, k, v, part, **added))
+        elif backend == "fused" and fused.is_triangle(part, inputs := Inputs.of(q_of_heads, k, v, part, **added)):
+            outputs.append(fused.triangle(inputs))
+        else:
+            if own:  # constants, but for the segment's own
+                k, v, added["key_bias"] = (x if x is None else x.detach() for x in (k, v, key_bias))
+            outputs.append(operation.attend(backend, q_of_heads, k, v, part, own=own, **added))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _attend(
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    part: Window,
-    own: tuple[Tensor | None, ...],
-    *,
-    vectors: Tensor | None,
-    seed: Tensor | None,
-    **same,
-) -> Tensor:
-    """The call for heads whose past is of one length; ``own`` as ``operation.attend`` has it."""
-    if backend == "plain":
-        return window.attend(q, k, v, part, **same)
-    same |= {"vectors": vectors, "seed": seed}
-    if backend == "chunked":
-        return chunked.attend(q, k, v, part, **same)
-    if backend == "fused" and fused.is_triangle(part, inputs := Inputs.of(q, k, v, part, **same)):
-        return fused.triangle(inputs)
-    if own:
-        k, v, same["key_bias"] = (x if x is None else x.detach() for x in (k, v, same["key_bias"]))
-    return operation.attend(backend, q, k, v, part, own=own, **same)
-
-
-class OnKernels(KernelSublayer):
+class OnKernels(Sublayer):
     """Attention over a window that the backends compute."""
 
     spans_of_input: bool = False
@@ -163,9 +149,9 @@ class OnKernels(KernelSublayer):
             else:
                 missing = triton_window.available(device, self.kernel_width)
             takes = self.position.constant_bias or (backend == "kernel" and self.has_vectors)
-            found = ["spans that depend on the input"] if self.spans_of_input else []
-            found += ["a key bias"] if self.biases_keys and backend == "fused" else []
-            found += [] if takes else ["a position scheme whose bias depends on the query"]
-            return found + ([missing] if missing else [])
+            missing_parts = ["spans that depend on the input"] if self.spans_of_input else []
+            missing_parts += ["a key bias"] if self.biases_keys and backend == "fused" else []
+            missing_parts += [] if takes else ["a position scheme whose bias depends on the query"]
+            return missing_parts + ([missing] if missing else [])
 
         return reasons

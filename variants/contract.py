@@ -213,14 +213,10 @@ class Sublayer(nn.Module):
         """The code that would run there: ``plain``, ``fused``, ... ValueError where what was asked for cannot run."""
         return "plain"
 
-
-class KernelSublayer(Sublayer):
-    """A sublayer that more code than ``plain`` computes, which is proven where nothing was tested before it is
-    preferred: ``variants/backends.py`` has all of this for attention over a window."""
-
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        """Names of the backends that support this sublayer on a device, in order of preference. Nothing is run."""
-        raise NotImplementedError
+        """All code that could, in order of preference; nothing is run. Where nothing was tested before, all but ``plain`` is
+        proven before it is preferred: ``variants/backends.py`` has this for attention over a window."""
+        return ("plain",)
 
 
 class Part(nn.Module):

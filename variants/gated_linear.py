@@ -15,15 +15,16 @@ Where it departs:
 - The decay stands in place of a position scheme: rotary and ALiBi are refused. Without dropout, as ``linear.py``.
 """
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.context import weights_of
-from variants.contract import Honours, Inspection, LayerContext, State, SublayerOutput
+from variants.contract import Honours, LayerContext, State
 from variants.kernels import decayed_sums
 from variants.kernels.carried_sums import unrounded
-from variants.linear import LinearAttention
+from variants.linear import LinearAttention, SumsKeywords
 from variants.position import alibi_slopes
 
 
@@ -61,26 +62,11 @@ class GatedLinear(LinearAttention):
 
     honours = Honours(attend_self={True, False})
 
-    def __init__(
-        self,
-        context: LayerContext,
-        *,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
-        chunk: int = 32,
-    ):
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, chunk=chunk)
+    def __init__(self, context: LayerContext, **sums: Unpack[SumsKeywords]):
+        super().__init__(context, **sums)
         self.decay = InputDecay(context)
 
-    def forward(
-        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
-    ) -> SublayerOutput:
-        q, k, v = self.project(x, "query", "key", "value")
-        y, state = self._gated_means(x, q, k, v, state)
-        return SublayerOutput(self.join(y.to(v.dtype)), state)
-
-    def _gated_means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+    def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
         """Weighted means ``[B, H, T, K]`` of values, and the sums to carry, ``[B, H, K, K + 1]``."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with unrounded(v.device):
@@ -90,11 +76,6 @@ class GatedLinear(LinearAttention):
             out, sums = decayed_sums.attend(q, k, v, self.decay(x.to(dtype)), sums=state, **reads)
             total = out[..., -1:]
             return out[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), sums
-
-    @torch.no_grad()
-    def inspect(self, x: Tensor) -> Inspection:
-        q, k, v = self.project(x, "query", "key", "value")
-        return Inspection(weights_of(lambda values: self._gated_means(x, q, k, values, None)[0], v))
 
     def matrix_sizes(self) -> int:
         return super().matrix_sizes() + self.decay.matrix_sizes()

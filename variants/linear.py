@@ -14,6 +14,8 @@ Where it departs, and what it follows:
 - Dropout has no weights to drop here. In float32 without a decay, sums stop growing near 10^7 keys.
 """
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +32,7 @@ from variants.contract import (
     check_numbers,
 )
 from variants.kernels.carried_sums import attend, unrounded
-from variants.multi_head import MultiHead
+from variants.multi_head import HeadKeywords, MultiHead
 
 
 def elu(x: Tensor) -> Tensor:
@@ -39,6 +41,10 @@ def elu(x: Tensor) -> Tensor:
 
 
 FEATURE_MAPS = {"elu": elu, "relu": F.relu}
+
+
+class SumsKeywords(HeadKeywords, total=False):
+    chunk: int
 
 
 class CarriedSums(MultiHead):
@@ -53,9 +59,9 @@ class CarriedSums(MultiHead):
     scaled = False
     features: int
 
-    def __init__(self, context: LayerContext, *, d_head: int | None, bias: bool, zero_init: bool, chunk: int):
+    def __init__(self, context: LayerContext, *, chunk: int = 32, **heads: Unpack[HeadKeywords]):
         check_numbers(1, chunk=chunk)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init)
+        super().__init__(context, **heads)
         self.position = context.position(self.d_head)
         self.chunk = self.period = chunk
 
@@ -68,10 +74,10 @@ class CarriedSums(MultiHead):
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         q, k, v = self.project(x, "query", "key", "value")
-        y, state = self._means(q, k, v, state)
+        y, state = self._means(x, q, k, v, state)
         return SublayerOutput(self.join(y.to(v.dtype)), state)
 
-    def _means(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+    def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
         """Weighted means ``[B, H, T, K]`` of values, and the sums to carry."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with unrounded(v.device):
@@ -82,7 +88,7 @@ class CarriedSums(MultiHead):
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
         q, k, v = self.project(x, "query", "key", "value")
-        return Inspection(weights_of(lambda values: self._means(q, k, values, None)[0], v))
+        return Inspection(weights_of(lambda values: self._means(x, q, k, values, None)[0], v))
 
     def reach(self) -> None:
         """All the way: what decays never ends."""
@@ -102,17 +108,8 @@ class LinearAttention(CarriedSums):
     ``relu``, with which a query may meet no weight at all and gives 0. The other keywords are those of
     ``CarriedSums``."""
 
-    def __init__(
-        self,
-        context: LayerContext,
-        *,
-        feature_map: str = "elu",
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
-        chunk: int = 32,
-    ):
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, chunk=chunk)
+    def __init__(self, context: LayerContext, *, feature_map: str = "elu", **sums: Unpack[SumsKeywords]):
+        super().__init__(context, **sums)
         check_choice(FEATURE_MAPS, feature_map=feature_map)
         self.map, self.features = FEATURE_MAPS[feature_map], self.d_head
 

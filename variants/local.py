@@ -12,6 +12,7 @@ Where only the device knows them, rows are moved to their blocks by index.
 """
 
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from variants.attention import Attention, AttentionSpan, Segment
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
 from variants.kernels.window import PastKV, Window
-from variants.multi_head import start_of
+from variants.multi_head import HeadKeywords, start_of
 
 ROWS_AT_ONCE = 128
 """Queries of a block that plain PyTorch takes at once: it then skips most of what is above the diagonal."""
@@ -41,22 +42,14 @@ class LocalAttention(Attention):
     keyword = "block"
     """What M is called where it is configured."""
 
-    def __init__(
-        self,
-        context: LayerContext,
-        *,
-        block: int | None,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
-    ):
+    def __init__(self, context: LayerContext, *, block: int | None, **heads: Unpack[HeadKeywords]):
         fewest = 1 if context.attend_self else 2
         size = max(fewest, context.span // 4) if block is None else block
         if not fewest <= size <= context.span:
             allowed = f"integers from {fewest} to model.span={context.span}, or null for a quarter"
             raise ValueError(f"{self.keyword}={size}: allowed are {allowed}")
         inside = replace(context, span=size)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=lambda _: AttentionSpan(inside))
+        super().__init__(context, **heads, span=lambda _: AttentionSpan(inside))
         self.follows_span = block is None
         self.honours = replace(self.honours, span=True if self.follows_span else None)
 

@@ -15,6 +15,7 @@ S/2 in equal ratios. No global attention, which the paper's language models do n
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from variants.attention import Attention, AttentionSpan
 from variants.context import VisibleKeys
 from variants.contract import LayerContext
 from variants.kernels.window import PastKV, Persistent, Window
+from variants.multi_head import HeadKeywords
 
 SMALLEST, LARGEST = 1 / 16, 1 / 2
 """Windows of the lowest and of the highest layer where none are given, as fractions of S."""
@@ -89,9 +91,7 @@ class Longformer(Attention):
         windows: tuple[int, ...] | None = None,
         dilation: tuple[int, ...] | None = None,
         dilated_heads: int = 2,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
+        **heads: Unpack[HeadKeywords],
     ):
         _check("windows", windows, layers=context.n_layers, most=context.span)
         _check("dilation", dilation, layers=context.n_layers)
@@ -102,7 +102,7 @@ class Longformer(Attention):
         steps = (1,) * (context.heads - dilated_heads) + (step,) * dilated_heads
         window = None if windows is None else windows[context.layer]
         span = partial(DilatedWindows, window=window, steps=steps)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=span)
+        super().__init__(context, **heads, span=span)
         self.period = step
 
     def reach(self) -> int:

@@ -1,6 +1,7 @@
 """Multi-head mechanisms: queries, keys and values of H heads of width K, and the projections that all of them share."""
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants.contract import LayerContext, Sublayer, check_numbers, wide
+
+
+class HeadKeywords(TypedDict, total=False):
+    """Keywords of ``MultiHead`` that a mechanism passes on."""
+
+    d_head: int | None
+    bias: bool
+    zero_init: bool
 
 
 class MultiHead(Sublayer):

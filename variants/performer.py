@@ -16,13 +16,14 @@ Where it departs, beside what ``linear.py`` says:
 """
 
 import math
+from typing import Unpack
 
 import torch
 from einops import einsum
 from torch import Tensor
 
 from variants.contract import LayerContext, NeededFlops, check_numbers
-from variants.linear import CarriedSums
+from variants.linear import CarriedSums, SumsKeywords
 
 
 def orthogonal_rows(number: int, width: int) -> Tensor:
@@ -49,17 +50,8 @@ class Performer(CarriedSums):
     """Attention by random features whose mean is that of a softmax, ``features`` m of them for a head; None for round(K
     ln K), the order of the paper's theorem 4. The other keywords are those of ``CarriedSums``."""
 
-    def __init__(
-        self,
-        context: LayerContext,
-        *,
-        features: int | None = None,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
-        chunk: int = 32,
-    ):
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, chunk=chunk)
+    def __init__(self, context: LayerContext, *, features: int | None = None, **sums: Unpack[SumsKeywords]):
+        super().__init__(context, **sums)
         check_numbers(1, features=features, null="null for K ln K")
         self.features = features or max(1, round(self.d_head * math.log(self.d_head)))
         rows = [orthogonal_rows(self.features, self.d_head) for _ in range(self.heads)]

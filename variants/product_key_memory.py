@@ -19,6 +19,7 @@ Lample et al. 2019, arXiv 1907.05242, section 3. Ours, and where it departs:
 """
 
 import math
+from typing import NotRequired, TypedDict
 
 import torch
 from einops import rearrange
@@ -133,6 +134,17 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+class SearchKeywords(TypedDict):
+    """Keywords of ``ProductKeyMemory`` that say what is searched and how."""
+
+    half_keys: int
+    top_k: int
+    heads: int
+    d_query: int
+    query_norm: NotRequired[str]
+    activation: NotRequired[str]
+
+
 class ProductKeyMemory(Sublayer):
     """A table of values read by content, in place of a feed-forward block or beside it. In training mode, ``query_norm:
     batch`` breaks all four promises that can be; in evaluation mode it keeps them.
@@ -159,10 +171,10 @@ class ProductKeyMemory(Sublayer):
         top_k: int,
         heads: int,
         d_query: int,
-        query_norm: str,
-        activation: str,
-        share: str,
-        sparse: bool,
+        query_norm: str = "layer",
+        activation: str = "softmax",
+        share: str = "layer",
+        sparse: bool = False,
     ):
         super().__init__()
         check_numbers(1, half_keys=half_keys, heads=heads)

@@ -23,6 +23,7 @@ depart, and why:
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ from variants.contract import Honours, Inspection, LayerContext, NeededFlops, St
 from variants.kernels import dropout as dropout_counters
 from variants.kernels.dropout import draw_seed
 from variants.kernels.window import pairs
-from variants.multi_head import MultiHead, head_means, head_stats, start_of
+from variants.multi_head import HeadKeywords, MultiHead, head_means, head_stats, start_of
 
 EPSILON = 1e-6
 """Added to the mean square of a query before its root."""
@@ -64,12 +65,10 @@ class Reformer(MultiHead):
         buckets: int | None,
         rounds: int,
         bucket_keys: int,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
+        **heads: Unpack[HeadKeywords],
     ):
         check_numbers(1, rounds=rounds, bucket_keys=bucket_keys)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init)
+        super().__init__(context, **heads)
         buckets = max(2, 2 * round(context.span / bucket_keys / 2)) if buckets is None else buckets
         if buckets < 2 or buckets % 2:
             raise ValueError(f"buckets={buckets}: allowed are even integers from 2, or null")

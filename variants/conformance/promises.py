@@ -17,16 +17,16 @@ from variants.conformance.fixture import (
     gradients_of,
     infinite,
     leaves,
-    pick,
     place_of,
     push,
     run,
 )
-from variants.contract import LIMITS, Inspection, NeededFlops, Position, State, cat_streams, map_state
+from variants.contract import LIMITS, Inspection, NeededFlops, Position, State, map_state
 
 FAR = 10**7  # bytes into a stream: float32 angles of it are off by half a radian
 SMALL = 1e-4  # of a map: how far a row's sum may be from 1, which may be in float32, and a weight of what is not seen
 LARGE = 10  # times as large are the matrices of large weights
+FAINT = 1e-3  # of what a byte moves at its own place: a past that moves less is not learned from
 
 
 def logits_shape(subject: Subject) -> Verdict:
@@ -44,14 +44,15 @@ def limits_known(subject: Subject) -> Verdict:
 
 
 def influence(subject: Subject) -> Verdict:
-    """A model that ignores its input keeps most promises, and one that ignores its past keeps many."""
+    """A model that ignores its input keeps most promises, and one that hardly looks at its past keeps many."""
     model, tokens, at = subject.build(), subject.bytes(), 2
     (before, state), (after, _) = run(model, tokens), run(model, subject.change(tokens, at))
-    moved = (before["logits"] - after["logits"]).abs().amax((0, 2)) > 1e-6  # [T]
-    if not moved[at]:
+    moves = (before["logits"] - after["logits"]).abs().amax((0, 2))  # [T]
+    if not moves[at] > 1e-6:
         yield f"eval, byte {at} changed: its own logits did not"
     within = 1 if subject.period == 1 else 3 * subject.period  # a block is seen when it is finished
-    if any(tensor.numel() for tensor in leaves(state[1])) and not moved[at + 1 : at + 1 + within].any():
+    followed = moves[at + 1 : at + 1 + within].max() > FAINT * moves[at]
+    if any(tensor.numel() for tensor in leaves(state[1])) and not followed:
         to = f"s {at + 1} to {at + within}" if within > 1 else f" {at + 1}"
         yield f"eval, byte {at} changed: state is carried, yet the logits of byte{to} did not"
 
@@ -104,23 +105,6 @@ def far_start(subject: Subject) -> Verdict:
             sizes = (far[name] - y).abs().amax(-1)  # [B, T]
             if (size := sizes.median()) > 1e-4 * max(1, y.abs().max()):
                 yield f"{case}: {name} moved by {size:.2g}, the median, most at {place_of(sizes)}"
-
-
-def streams_separate(subject: Subject) -> Verdict:
-    head, tail = subject.bytes().tensor_split([subject.span + 2], dim=1)
-    order, others, second = [2, 0, 1], slice(1, 3), slice(1, 2)
-    for mode, model, still in subject.modes():
-        with still():
-            _, state = run(model, head)
-            both, _ = run(model, tail, state=state)
-            moved, _ = run(model, torch.cat([subject.other(tail[:1]), tail[1:]]), state=state)
-            turned, _ = run(model, tail[order], state=map_state(lambda t: t[order], state))
-            joined, _ = run(model, tail, state=cat_streams([run(model, row[None])[1] for row in head]))
-            single, _ = run(model, tail[second], state=map_state(lambda t: t[second], state))
-        yield from differs(f"{mode}, stream 0 changed", pick(both, others), pick(moved, others))
-        yield from differs(f"{mode}, streams and states in another order", pick(both, order), turned)
-        yield from differs(f"{mode}, states of single streams concatenated", both, joined)
-        yield from differs(f"{mode}, stream 1 alone, its state sliced", pick(both, second), single)
 
 
 def state_detached(subject: Subject) -> Verdict:
@@ -303,7 +287,6 @@ CHECKS = (
     ("bytes have influence", None, influence),
     ("a map is shares of what is seen", None, maps),
     ("a stream may start at 10**7", None, far_start),
-    ("streams do not mix", "streams_apart", streams_separate),
     ("state is detached, and its dimension 0 is streams", None, state_detached),
     ("any earlier state is accepted", None, old_state),
     ("two models share nothing", None, nothing_shared),

@@ -44,6 +44,12 @@ class Window(NamedTuple):
         """Keys before the segment that its first query may see."""
         return max(self.max_keys) - 1 + self.shift
 
+    def of_heads(self, first: int, number: int) -> "Window":
+        """What some neighbouring heads see."""
+        some = slice(first, first + number)
+        z = self.z if self.z is None else self.z[some] if self.z.dim() == 1 else self.z[:, some]
+        return Window(self.max_keys[some], self.shift, z, self.ramp, None if self.limits is None else self.limits[some])
+
 
 class Persistent(NamedTuple):
     """Key-value vectors that every query sees: unrotated scaled queries ``[B, H, T, K]``, keys and values [H, N, K]."""
