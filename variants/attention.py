@@ -69,8 +69,7 @@ class AttentionSpan(Spans):
         self.max_keys_tensor = torch.tensor(self.max_keys)  # an input of compiled graphs, not a constant
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """Spans z in keys for the sublayer's input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard
-        window."""
+        """Spans z of the input ``x [B, T, D]``, in keys: ``[H]``, ``[B, H, T]``, or None for a hard window."""
         return None
 
     def visible_window(self, z: Tensor | None, shift: int) -> Window:
@@ -193,8 +192,7 @@ class Attention(MultiHead, OnKernels):
         return Segment(x, q, k, v, start, z, persistent, self._biases(x))
 
     def _biases(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Key and query biases; with ``cache: hidden`` of inputs in the carried precision, so that the same numbers come
-        when they are projected again."""
+        """Of keys and queries; with ``cache: hidden`` in the carried precision, as when they are projected again."""
         if self.key_bias is None:
             return ()
         return self.key_bias(x if self.cache == "kv" else x.to(carried_dtype(x)))

@@ -9,8 +9,7 @@ from torch import Tensor
 
 @dataclass
 class Blocks:
-    """Blocks of r bytes beyond a window of w keys, among the S keys that a query may see; it reads ``read`` of the
-    summaries in sight, or all."""
+    """Blocks of r bytes beyond a window of w keys, within the S keys in sight; ``read`` of them are read, or all."""
 
     ratio: int
     window: int
@@ -61,8 +60,7 @@ class Blocks:
 
 
 def highest(scores: Tensor, number: int) -> Tensor:
-    """Which of each row ``[.., G]`` are the ``number`` highest, bool, and what is NaN. Of equal ones the first:
-    ``topk`` would leave that open."""
+    """Where in each row ``[.., G]`` the ``number`` highest stand, or NaN; of equals the first (``topk``: any)."""
     last = scores.topk(number, dim=-1).values[..., -1:]
     above, equal = ~(scores <= last), scores == last
     return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= number - above.sum(-1, keepdim=True)))

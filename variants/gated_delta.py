@@ -101,8 +101,7 @@ class GatedDelta(MultiHead):
         return super().matrix_sizes() + self.decay.matrix_sizes() + self.strength.weight.numel()
 
     def ideal_flops(self) -> int:
-        """Projections, and the recurrence: 2 K^2 each for what a key reads, what it writes and what a query reads.
-        Pairs within a chunk are another way to the same sums and are not counted, nor is what is no product."""
+        """Projections, and 2 K^2 each for what a key reads, a key writes and a query reads (``linear.py``)."""
         return 2 * self.matrix_sizes() + 6 * self.heads * self.d_head**2
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:

@@ -212,8 +212,7 @@ class Linformer(MultiHead, OnKernels):
         self.blocks = replace(self.blocks, span=span)
 
     def ideal_flops(self) -> int:
-        """Projections, weights over a block, scores and weighted values of the window and of summaries, the mean over
-        phases."""
+        """Projections, compressor, and scores and values of window and summaries, the mean over phases."""
         return round(self._forward_flops(self.blocks.near, *self.blocks.seen_warm()))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
@@ -245,8 +244,7 @@ class Linformer(MultiHead, OnKernels):
         return NeededFlops(needed.forward + projected, needed.backward + projected - fixed / segment)
 
     def _forward_flops(self, near: float, sight: float, read: float) -> float:
-        """Per byte, of queries with ``near`` keys of the window, ``sight`` summaries to choose from, and ``read`` of
-        them."""
+        """Per byte, with ``near`` keys of the window, and ``sight`` summaries of which ``read`` are read."""
         per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
         matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
         matrices -= (1 - 1 / self.blocks.ratio) * self.index_key.weight.numel() if self.d_index else 0  # once a block
@@ -259,8 +257,7 @@ def _last(x: Tensor, number: int) -> Tensor:
 
 
 def _from(x: Tensor, first: Tensor, number: int) -> Tensor:
-    """``number`` rows of ``x [B, L, n]`` from the place ``first [B]`` of each stream on; beyond the end, the last
-    again."""
+    """``number`` rows of ``x [B, L, n]`` from ``first [B]`` on; beyond the end, the last again."""
     at = (first[:, None] + torch.arange(number, device=x.device)).clamp(max=x.shape[1] - 1)  # [B, number]
     at = at + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
     return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, at.shape)

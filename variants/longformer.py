@@ -34,15 +34,13 @@ SMALLEST, LARGEST = 1 / 16, 1 / 2
 
 
 def grown_window(span: int, *, layer: int, n_layers: int) -> int:
-    """w of a layer, in keys: each is the same multiple of the one below; at least 2, as the softmax of 1 has no
-    gradient."""
+    """w of a layer, in keys: the same multiple of that below; at least 2, as the softmax of 1 has no gradient."""
     height = layer / (n_layers - 1) if n_layers > 1 else 1.0
     return max(2, round(span * SMALLEST * (LARGEST / SMALLEST) ** height))
 
 
 def grown_dilation(*, layer: int, n_layers: int) -> int:
-    """n of a layer, as the paper's language models have it: 1 in the lower half, 2, 3 and 4 in thirds of the upper
-    (appendix)."""
+    """n of a layer as in the paper's models: 1 in the lower half, 2, 3 and 4 in thirds of the upper (appendix)."""
     return 1 + max(0, 6 * layer // n_layers - 2)
 
 
@@ -126,8 +124,7 @@ class Longformer(Attention):
     def _over_classes(
         self, backend: str, q: Tensor, keys: VisibleKeys, max_keys: tuple[int, ...], step: int, **added: Tensor | None
     ) -> Tensor:
-        """What heads of one dilation give ``[B, H, T, K]``: queries r, r + n, .. meet keys r - shift, r - shift + n, ..
-        alone."""
+        """Head outputs ``[B, H, T, K]``: queries r, r + n, .. meet keys r - shift, r - shift + n, .. alone."""
         if step == 1:
             return self.attend(backend, q, keys, Window(max_keys, self.shift), **added)
         length, bias, outputs = q.shape[2], added["bias"], []

@@ -105,8 +105,7 @@ def start_of(x: Tensor, start: Tensor | None) -> Tensor:
 
 
 def head_stats(q: Tensor, **numbers: Tensor) -> dict[str, Tensor]:
-    """Statistics: bytes of ``q [B, H, T, K]``, and sums ``[H]`` of numbers that each head has for each byte, ``[B, H,
-    T]``."""
+    """Statistics: bytes of ``q [B, H, T, K]``, and sums ``[H]`` of ``numbers [B, H, T]``."""
     sums = {name: wide(x).sum(dim=(0, 2)) for name, x in numbers.items()}
     return {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | sums
 

@@ -73,8 +73,7 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
 
 
 class _Choose(torch.autograd.Function):
-    """``choose``, a block of bytes at a time. No scores are kept: their gradient is made from that of a block's sums
-    when it is needed, and only ever exists for one block."""
+    """``choose`` for a block of bytes at a time: the gradient of scores is made from sums, so no scores are saved."""
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:

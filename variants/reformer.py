@@ -81,8 +81,7 @@ class Reformer(MultiHead):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """A state is keys beside values ``[B, H, P, 2K]`` and their hashes ``[B, H, R, P]``, or past inputs ``[B, P,
-        D]``."""
+        """A state is keys beside values ``[B, H, P, 2K]`` and hashes ``[B, H, R, P]``, or past inputs ``[B, P, D]``."""
         length, start = x.shape[1], start_of(x, start)
         if self.cache == "hidden":
             state = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)

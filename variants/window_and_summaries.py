@@ -117,8 +117,7 @@ def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, 
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor], *, dropout: float, blind: bool
 ) -> Tensor:
-    """``[B, n, H, Q, K]``; where queries may be ``blind``, one that sees nothing gives 0. In torch's own kernel where
-    nothing else is asked for."""
+    """``[B, n, H, Q, K]``, by torch's kernel where nothing is added; a ``blind`` query may see nothing and gives 0."""
     nothing = ~visible.any(-1, keepdim=True)
     visible = (visible | nothing).expand(len(q), -1, -1, -1, -1)
     if not added and not dropout:

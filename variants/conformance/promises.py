@@ -58,8 +58,7 @@ def influence(subject: Subject) -> Verdict:
 
 
 def maps(subject: Subject) -> Verdict:
-    """A row is shares of what its byte sees, with those of learned vectors: 1 in all, or 0 of a byte that sees nothing; and no
-    weight is of a later byte, or of one beyond the reach."""
+    """Shares of what a byte sees and of learned vectors, 1 in all or 0; of no later byte and none beyond the reach."""
     with torch.no_grad():
         inspections = subject.build().inspect(subject.bytes()[:1])[1]
     for name, inspection in inspections.items():

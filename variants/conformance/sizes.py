@@ -26,8 +26,7 @@ LONGEST = 1000  # bytes of the longest small stream; who reaches farther is not 
 
 
 class Size(NamedTuple):
-    """A shape in which a model is called: ``train`` or ``eval``, streams, segment, whether state is carried, and whether it is
-    small, so that every byte is looked at."""
+    """Mode, streams, segment, whether state is carried, and whether it is small, so that every byte is looked at."""
 
     mode: str
     streams: int

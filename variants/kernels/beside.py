@@ -44,8 +44,7 @@ def merge(y: Tensor, lse: Tensor, q: Tensor, beside: Beside) -> tuple[Tensor, Te
 def gradients(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, beside: Beside, *, added: bool
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Of ``q [B, H, T, K]``, by way of what is beside the window, and of that; of what is ``added`` only if that is asked for.
-    ``y`` and ``lse`` are of the whole."""
+    """Of ``q [B, H, T, K]`` by way of ``beside``, and of ``beside``, its ``added`` if asked for; ``y``, ``lse``: the whole's."""
     scores = _scores(q, beside)
     weights = scores.sub_(_chunked(lse[..., None], like=scores)).exp_()
     delta = _chunked((g * y).sum(dim=-1, keepdim=True), like=weights)

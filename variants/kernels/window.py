@@ -13,6 +13,7 @@ Renormalised without an epsilon: a query that sees nothing gives 0. At the kinks
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -135,6 +136,11 @@ def skew(band: Tensor, keys: int, *, shift: int) -> Tensor:
     return view[..., width - keys :] if width >= keys else F.pad(view, (keys - width, 0))
 
 
+def spread(table: Tensor, rows: int, keys: int, *, shift: int = 0) -> Tensor:
+    """Over keys, ``[.., H, rows, keys]``, what is ``[H, n]`` or ``[B, H, rows, n]`` over columns."""
+    return skew(table if table.dim() == 4 else table[:, None].expand(-1, rows, -1), keys, shift=shift)
+
+
 def visible(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.device) -> Tensor:
     """Boolean ``[rows, keys]``: whether key j is one of the ``max_keys`` nearest that query t may see."""
     t = torch.arange(keys - rows, keys, device=device)[:, None]
@@ -143,8 +149,7 @@ def visible(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.de
 
 
 def pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
-    """How many pairs of a query and a key that it sees ``rows`` queries of one head make, each with its nearest
-    ``max_keys``: with keys of the segment, and with those of the ``past`` before it."""
+    """Pairs of a query and one of its ``max_keys`` nearest keys, of a head: with keys of the segment, of the past."""
 
     def seen(last: int) -> int:  # by queries that have 1, 2, .. last keys before them
         rising = max(0, min(last, max_keys))
@@ -190,11 +195,8 @@ def attend(
     keep = min(k.shape[2], rows + window.past())
     k, v = k[:, :, k.shape[2] - keep :], v[:, :, v.shape[2] - keep :]
 
-    def over_keys(band: Tensor) -> Tensor:  # [H, n] or [B, H, T, n] -> [.., H, T, L]
-        band = band if band.dim() == 4 else band[:, None].expand(-1, rows, -1)
-        return skew(band, keep, shift=window.shift)
-
-    scores = (q @ k.mT).to(_island(q))
+    over_keys = partial(spread, rows=rows, keys=keep, shift=window.shift)
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
     bias = bias if vectors is None else q @ vectors.T.to(q.dtype)
     if bias is not None:
         scores = scores + over_keys(bias.to(scores.dtype))
@@ -267,8 +269,3 @@ def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 def highest(dtype: torch.dtype) -> float:
     """Where exponentials are bounded: with room for a factor and a sum of e^18, about 7e7, below the largest of ``dtype``."""
     return math.floor(math.log(torch.finfo(dtype).max)) - 18.0
-
-
-def _island(x: Tensor) -> torch.dtype:
-    """Softmax in float32, or in float64 where the input is."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
