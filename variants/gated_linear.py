@@ -21,9 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.contract import Honours, LayerContext, State
-from variants.kernels import decayed_sums
-from variants.kernels.carried_sums import unrounded
+from variants.contract import Honours, LayerContext
 from variants.linear import LinearAttention, SumsKeywords
 from variants.position import alibi_slopes
 
@@ -66,16 +64,8 @@ class GatedLinear(LinearAttention):
         super().__init__(context, **sums)
         self.decay = InputDecay(context)
 
-    def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
-        """Weighted means ``[B, H, T, K]`` of values, and the sums to carry, ``[B, H, K, K + 1]``."""
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        with unrounded(v.device):
-            q, k, _ = self.featured(q.to(dtype), k.to(dtype))
-            v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the sum of weights is the sum of ones
-            reads = {"attend_self": not self.shift, "chunk": self.chunk}
-            out, sums = decayed_sums.attend(q, k, v, self.decay(x.to(dtype)), sums=state, **reads)
-            total = out[..., -1:]
-            return out[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), sums
+    def log_decay(self, x: Tensor) -> Tensor:
+        return self.decay(x)
 
     def matrix_sizes(self) -> int:
         return super().matrix_sizes() + self.decay.matrix_sizes()

@@ -22,7 +22,8 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from variants.contract import LayerContext, NeededFlops, check_numbers
+from variants.contract import LayerContext, NeededFlops, State, check_numbers
+from variants.kernels.carried_sums import attend, unrounded
 from variants.linear import CarriedSums, SumsKeywords
 
 
@@ -57,12 +58,16 @@ class Performer(CarriedSums):
         rows = [orthogonal_rows(self.features, self.d_head) for _ in range(self.heads)]
         self.register_buffer("directions", torch.stack(rows))  # W: [H, m, K]
 
-    def featured(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        directions = self.directions.to(q.dtype) * self.d_head**-0.25
-        q, _ = relative_exponentials(einsum(q, directions, "B H T K, H m K -> B H T m"))
-        along = einsum(k, directions, "B H T K, H m K -> B H T m")
-        k, log_scale = relative_exponentials(along - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5))
-        return q, k, log_scale
+    def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+        """The sums to carry are S and M of ``kernels/carried_sums.py``."""
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        with unrounded(v.device):
+            q, k, directions = q.to(dtype), k.to(dtype), self.directions.to(dtype) * self.d_head**-0.25
+            along = einsum(k, directions, "B H T K, H m K -> B H T m")
+            k, log_scale = relative_exponentials(along - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5))
+            q, _ = relative_exponentials(einsum(q, directions, "B H T K, H m K -> B H T m"))
+            decay = {"log_scale": log_scale, "slopes": self.position.slopes(dtype)}
+            return attend(q, k, v.to(dtype), **decay, state=state, attend_self=not self.shift, chunk=self.chunk)
 
     def ideal_flops(self) -> int:
         """Projections, sums, and W x' of a query and a key."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-State = tuple[Tensor, ...]
+State = tuple[Tensor, ...] | Tensor
 
 AT_ONCE = 32
 """Chunks whose sums are in memory together; more bytes are read in a loop, with the sums carried."""
@@ -32,8 +32,8 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    log_scale: Tensor | None = None,
-    slopes: Tensor | None = None,
+    log_scale: Tensor,
+    slopes: Tensor | None,
     state: State | None = None,
     attend_self: bool = True,
     chunk: int,
@@ -43,9 +43,9 @@ def attend(
     Args:
         q, k: features ``[B, H, T, F]``, none below 0, in the precision of the sums.
         v: ``[B, H, T, K]``.
-        log_scale: l, ``[B, H, T]``, of keys; None for 0. It has no gradient: features relative to it have all of it.
+        log_scale: l, ``[B, H, T]``, of keys. It has no gradient: features relative to it have all of it.
         slopes: decay for every byte between, ``[H]``; None for none.
-        state: (S ``[B, H, F, K + 1]``, M ``[B, H]``) from the segment before, without M where there is no ``l``.
+        state: (S ``[B, H, F, K + 1]``, M ``[B, H]``) from the segment before.
         attend_self: whether a query sees the key at its own place.
         chunk: C, bytes.
     """
@@ -54,20 +54,20 @@ def attend(
         state = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), v.new_full(k.shape[:2], -torch.inf)
     slope = v.new_zeros(1) if slopes is None else slopes.to(v.dtype)
 
-    def step(state: State, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> tuple[Tensor, State]:
-        if scale is None:
-            pairs, read, write, keep = _decays(slope, like=q, attend_self=attend_self)
-            top = ()
-        else:
-            (pairs, read, write, keep), *top = _scaled_decays(scale, slope, state[1], attend_self=attend_self)
+    def step(state: State, q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> tuple[Tensor, State]:
+        (pairs, read, write, keep), top = _decays(scale, slope, state[1], attend_self=attend_self)
         before, sums = carried(state[0], (k * write).mT @ v, keep)
-        return (q @ k.mT * pairs) @ v + (q * read) @ before, (sums, *top)
+        return (q @ k.mT * pairs) @ v + (q * read) @ before, (sums, top)
 
-    tensors = (q, k, v) if log_scale is None else (q, k, v, log_scale.detach())
-    out, (sums, *top) = by_pieces(step, tuple(x.to(v.dtype) for x in state), *tensors, chunk=chunk)
-    total = out[..., -1:]
-    y = out[..., :-1] / torch.where(total > 0, total, torch.ones_like(total))
-    return y, (sums.detach(), *top)
+    state = tuple(x.to(v.dtype) for x in state)
+    out, (sums, top) = by_pieces(step, state, q, k, v, log_scale.detach(), chunk=chunk)
+    return means(out, (sums.detach(), top))
+
+
+def means(sums: Tensor, state: State) -> tuple[Tensor, State]:
+    """``sums [B, H, T, K + 1]`` over their last number, the sum of weights, or 0 where that is 0; and the state as it is."""
+    total = sums[..., -1:]
+    return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
 
 
 def unrounded(device: torch.device) -> AbstractContextManager:
@@ -104,22 +104,14 @@ def carried(sums: Tensor, added: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(before, dim=2), sums
 
 
-def _decays(slope: Tensor, *, like: Tensor, attend_self: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Factors for chunks ``like`` ``[B, H, n, C, .]`` and a ``slope [H]``: of pairs in a chunk ``[.., C, C]``, 0 where a query
-    does not see the key; of what is before the chunk ``[.., C, 1]``; of keys at its end ``[.., C, 1]``; of the sums before it
-    at its end ``[.., n, 1, 1]``."""
-    number, size = like.shape[2:4]
-    slope, at = slope[:, None, None, None], torch.arange(size, dtype=like.dtype, device=like.device)
-    between = at[:, None] - at  # [C, C]
-    pairs = torch.exp(-slope * between.clamp(min=0)).masked_fill(between < (0 if attend_self else 1), 0)
-    read, write = (torch.exp(-slope * bytes_apart[:, None]) for bytes_apart in (at + 1, size - 1 - at))
-    return pairs, read, write, torch.exp(-slope * size)[None].expand(-1, -1, number, -1, -1)
-
-
-def _scaled_decays(
+def _decays(
     scale: Tensor, slope: Tensor, top: Tensor, *, attend_self: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The same where keys have scales ``[B, H, n, C]``, and M at the end; ``top`` is M before."""
+    """Factors for chunks of keys with scales ``[B, H, n, C]``, and M at the end; ``top`` is M before.
+
+    Of pairs in a chunk ``[.., C, C]``, 0 where a query does not see the key; of what is before the chunk ``[.., C, 1]``; of
+    keys at its end ``[.., C, 1]``; of the sums before it at its end ``[.., n, 1, 1]``.
+    """
     shape, slope = scale.shape[2:], slope[:, None]  # [H, 1]
     size, scale = shape[1], scale.flatten(2)
     along = torch.arange(-1, scale.shape[2], dtype=scale.dtype, device=scale.device)

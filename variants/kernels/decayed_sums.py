@@ -44,31 +44,36 @@ def attend(
     Args:
         q, k: ``[B, H, T, F]``, in the precision of the sums.
         v: ``[B, H, T, V]``.
-        log_decay: g, ``[B, H, T, 1]`` for a head or ``[B, H, T, F]`` for each channel; none above 0.
+        log_decay: g, ``[B, H, T, 1]`` for a head or ``[B, H, T, F]`` for each channel, none above 0; ``[1, H, 1, 1]`` where
+            it is the same for every byte.
         strength: b, ``[B, H, T, 1]``, of the delta rule; None for sums.
         sums: S of the segment before; None for zeros.
         attend_self: whether a query reads S_t; if not, S_{t-1}.
         chunk: C, bytes.
     """
     sums = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if sums is None else sums.to(v.dtype)
-    shift, tensors = (
-        0 if attend_self else 1,
-        (q, k, v, log_decay) if strength is None else (q, k, v, log_decay, strength),
-    )
-    out, sums = by_pieces(partial(_of_piece, shift=shift), sums, *tensors, chunk=chunk)
+    constant = log_decay if log_decay.shape[2] == 1 else None
+    others = [x for x in (log_decay if constant is None else None, strength) if x is not None]
+    step = partial(_of_piece, shift=0 if attend_self else 1, constant=constant)
+    out, sums = by_pieces(step, sums, q, k, v, *others, chunk=chunk)
     return out, sums.detach()
 
 
 def _of_piece(
-    sums: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor | None = None, *, shift: int
+    sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, shift: int, constant: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same for whole chunks ``[B, H, n, C, .]``."""
-    total = log_decay.cumsum(-2)  # G
+    """The same for whole chunks ``[B, H, n, C, .]``; ``others`` are g, unless it is ``constant``, and b, if there is one."""
+    if constant is None:
+        log_decay, *others = others
+        total = log_decay.cumsum(-2)  # G
+    else:
+        total = constant[:, :, None] * torch.arange(1, q.shape[3] + 1, dtype=q.dtype, device=q.device)[:, None]
+    (strength,) = others or [None]
     seen = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # of a query without itself, G_{t-1}
     if strength is None or shift:
         (scores,) = _products(_between(seen, total, shift), k, q)  # [B, H, n, C, C]
     written = (k * (total[..., -1:, :] - total).exp()).mT  # [B, H, n, F, C]
-    keep = total[..., -1:, :].exp().mT  # [B, H, n, F or 1, 1]
+    keep = total[..., -1:, :].exp().mT.expand(-1, -1, q.shape[2], -1, -1)  # [B, H, n, F or 1, 1]
     if strength is None:
         before, sums = carried(sums, written @ v, keep)
         return scores @ v + (q * seen.exp()) @ before, sums
