@@ -144,10 +144,10 @@ BROKEN = {
     "OverwritesState": (toys.OverwritesState, {p.WRITES, p.STREAMS}, ""),
     "Counts": (hears(counts, also=begin_count), {p.WRITES}, r"eval: a forward changed layers\.0\.part0\.sublayer\.count"),
     "Remembers": (toys.Remembers, None, rf"eval, the same forward again after another: {PLACE}"),
-    "SizedState": (toys.SizedState, {p.OLD_STATE}, r"RuntimeError: .* \(eval, byte 1 to 5, toys.py line \d+\)"),
+    "SizedState": (toys.SizedState, {p.PROJECTION}, r"RuntimeError: .* \(eval, byte 1 to 5, toys.py line \d+\)"),
     "Shrinks": (toy(project_=lambda self: self.value.weight.data.mul_(0.5)), {p.PROJECTION, p.SAVED}, ""),
     # a root of a parameter that nothing keeps positive, although there is a ``project_``
-    "Illegal": (gives(lambda self, y, x: y * self.own.sqrt(), **clamped(None, 2)), {p.PROJECTION, p.OLD_STATE}, ""),
+    "Illegal": (gives(lambda self, y, x: y * self.own.sqrt(), **clamped(None, 2)), {p.PROJECTION}, ""),
     "Dead": (toy(also=parameter([1.0, 1.0, 1.0])), {p.GRADIENT}, r".* likelihood gives layers\.0\.part0\.sublayer\.own no"),
     # a span that costs something and does nothing
     "Regularised": (costing(lambda self: 0.1 * self.own if self.training else None, **clamped(0, 1)), {p.GRADIENT}, ""),
@@ -164,8 +164,8 @@ BROKEN = {
     "OneType": (gives(one_type), {p.BFLOAT16}, ""),
     "NanInBfloat16": (gives(nan_in_bfloat16), {p.BFLOAT16}, r"train: logits is not finite at byte 2 of stream 0 \(39 of 45"),
     "NoFlops": (toy(ideal_flops=lambda self: float("nan")), {p.FLOPS}, ""),
-    "NeedsNothing": (toy(**needing), {p.NEEDED}, ""),
-    "OneNumber": (toy(**one_number), {p.NEEDED}, ""),
+    "NeedsNothing": (toy(**needing), {p.FLOPS}, ""),
+    "OneNumber": (toy(**one_number), {p.FLOPS}, ""),
     "Invents": (toy(limits=frozenset({"anything"})), {p.KNOWN}, "anything is not one of causal_in_training, segments,"),
     "Overflows": (gives(lambda self, y, x: y * 1e50 * 1e-50), {p.LOGITS, p.FAR, p.BFLOAT16, p.LARGE}, ""),
     # what a single byte does not have

@@ -121,18 +121,6 @@ def state_detached(subject: Subject) -> Verdict:
                 yield f"{mode}: dimension 0 of {name} is not the 3 streams"
 
 
-def old_state(subject: Subject) -> Verdict:
-    """Spans may have changed between two forwards: a state describes itself."""
-    tokens, lengths = subject.bytes(), (1, subject.span // 2 + 1, subject.length)
-    for sign in (1, -1):
-        model = subject.build()
-        states = [run(model, tokens[:, :length])[1] for length in lengths]
-        push(model, sign * 1e3)
-        for length, state in zip(lengths, states, strict=True):
-            after, _ = run(model, tokens[:, :5], state=state)
-            yield from infinite(f"eval, parameters moved, state of {length} bytes", after)
-
-
 def nothing_shared(subject: Subject) -> Verdict:
     """What two builds share, layers share unasked: a class attribute, an object nested in a partial."""
     models = [subject.build(seed=seed, dtype=torch.float32) for seed in (0, 1)]  # float64 would copy buffers
@@ -141,14 +129,19 @@ def nothing_shared(subject: Subject) -> Verdict:
 
 
 def projection(subject: Subject) -> Verdict:
-    tokens = subject.bytes()
+    """Wherever parameters have moved, outputs are finite, also from a state of before: a state describes itself."""
+    tokens, lengths = subject.bytes(), (1, subject.span // 2 + 1, subject.length)
     for sign in (1, -1):
-        model, case = push(subject.build(), sign * 1e3), f"eval, parameters moved by {sign} * 1000 * normal"
+        model, case = subject.build(), f"eval, parameters moved by {sign} * 1000 * normal"
+        states = [run(model, tokens[:, :length])[1] for length in lengths]
+        push(model, sign * 1e3)
         outputs, before = run(model, tokens)[0], _snapshot(model)
         model.project_()
         yield from infinite(case, outputs)
         yield from (f"{case}: a second project_ changed {name}" for name in _changed(model, before))
         yield from differs(f"{case}: a second project_", outputs, run(model, tokens)[0])
+        for length, state in zip(lengths, states, strict=True):
+            yield from infinite(f"{case}, state of {length} bytes", run(model, tokens[:, :5], state=state)[0])
 
 
 def saved(subject: Subject) -> Verdict:
@@ -247,15 +240,11 @@ def _step(model: nn.Module, tokens: Tensor, *, case: str) -> Generator[str, None
     return second.state
 
 
-def ideal_flops(subject: Subject) -> Verdict:
-    flops = subject.build().ideal_flops()
-    if not isinstance(flops, int) or flops <= 0:
-        yield f"{flops!r} is not a positive int"
-
-
-def needed_flops(subject: Subject) -> Verdict:
-    span = subject.span
-    for name, sublayer in subject.build().sublayers():
+def flops(subject: Subject) -> Verdict:
+    model, span = subject.build(), subject.span
+    if not isinstance(ideal := model.ideal_flops(), int) or ideal <= 0:
+        yield f"ideal FLOPs, {ideal!r}, are not a positive int"
+    for name, sublayer in model.sublayers():
         steps = [(sublayer.period, 2 * span), (1, 0), (span + 2, 0), (span + 2, span)]
         needs = [sublayer.needed_flops(segment, carried=carried) for segment, carried in steps]
         if needs == [None] * len(steps):
@@ -287,16 +276,14 @@ CHECKS = (
     ("a map is shares of what is seen", None, maps),
     ("a stream may start at 10**7", None, far_start),
     ("state is detached, and its dimension 0 is streams", None, state_detached),
-    ("any earlier state is accepted", None, old_state),
     ("two models share nothing", None, nothing_shared),
-    ("project_ is legal and idempotent", None, projection),
+    ("project_ is legal and idempotent, and earlier states are accepted", None, projection),
     ("a saved model continues alike", None, saved),
     ("a forward pass writes nothing", None, writes),
     ("the auxiliary loss is for training only", None, auxiliary_loss),
     ("statistics add up", None, statistics),
     ("bfloat16 autocast is finite", None, autocast),
     ("large weights give finite numbers", None, large_weights),
-    ("ideal FLOPs are a positive int", None, ideal_flops),
-    ("needed FLOPs are no fewer than the ideal ones", None, needed_flops),
+    ("ideal FLOPs are a positive int, and needed ones are no fewer", None, flops),
 )
 """Promise, the limit that excuses it, and its check."""

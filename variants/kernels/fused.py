@@ -27,6 +27,7 @@ from variants.kernels.window import (
     Inputs,
     Window,
     highest,
+    merged,
     ramp_slope,
     sink_gradient,
     soft_mask,
@@ -127,11 +128,7 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     for heads, t, j, mask, _ in _plan(inputs, window):
         y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], k[:, heads, j], v[:, heads, j], mask)
     if inputs.extra_q is not None:
-        out, part = engine.forward(inputs.extra_q, *_persistent(inputs), None)
-        joint = torch.logaddexp(lse, part)
-        shares = ((x - joint).exp()[..., None] for x in (lse, part))
-        y = sum(x * share for x, share in zip((y, out), shares, strict=True)).to(q.dtype)
-        lse = joint
+        y, lse = merged(y, lse, *engine.forward(inputs.extra_q, *_persistent(inputs), None))
     return with_sink(y, lse, inputs.sink)
 
 

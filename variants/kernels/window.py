@@ -248,16 +248,20 @@ def _drawn(seed: Tensor, q: Tensor, keys: int, *, shift: int, beside: int, rate:
     return dropout_counters.keep(row, torch.cat([x, extra.expand(len(x), -1)], dim=1), rate)
 
 
-def with_sink(y: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf or -inf where nothing is seen, when the sink ``[H]`` is
-    one more part of the softmax: a backward pass that is given these has the other gradients right."""
-    if sink is None:
-        return y, lse
-    near = lse.masked_fill(lse == torch.inf, -torch.inf)
-    joint = torch.logaddexp(near, sink.to(lse.dtype)[:, None].expand_as(lse))
+def merged(y: Tensor, lse: Tensor, other_y: Tensor | None, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts of one softmax: outputs ``[B, H, T, K]``, None for zeros, and log-sum-exps ``[B, H, T]``, inf or -inf where
+    nothing is seen. A backward pass of one part that is given these of both has its gradients right."""
+    near, far = (x.masked_fill(x == torch.inf, -torch.inf) for x in (lse, other_lse))
+    joint = torch.logaddexp(near, far)
     nothing = joint == -torch.inf
-    share = (near - joint.masked_fill(nothing, 0)).exp()
-    return (y * share[..., None]).to(y.dtype), joint.where(~nothing, lse)
+    shares = [(x - joint.masked_fill(nothing, 0)).exp()[..., None] for x in (near, far)]
+    both = y * shares[0] if other_y is None else y * shares[0] + other_y * shares[1]
+    return both.to(y.dtype), joint.where(~nothing, lse)
+
+
+def with_sink(y: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``merged`` with the sink ``[H]``, whose values are 0, if there is one."""
+    return (y, lse) if sink is None else merged(y, lse, None, sink.to(lse.dtype)[:, None].expand_as(lse))
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
