@@ -277,9 +277,8 @@ class Attention(MultiHead, OnKernels):
         if self.cache == "hidden":
             return last(self.reach_now(), 1, None, state)
         parts = before(state, None)
-        return last_keys(
-            [], parts, *self._keys_to_carry(parts, self.backend(parts[0].k.device, training=self.training))
-        )
+        backend = self.backend(parts[0].k.device, training=self.training)
+        return last_keys([], parts, *self._keys_to_carry(parts, backend))
 
     def _keys_to_carry(self, past: list[PastKV], backend: str) -> list[int]:
         """One count for all heads, or one per head."""

@@ -12,8 +12,6 @@ outside may use them as ours do, as an ``OnKernels`` that has ``heads``, ``d_hea
     state = keys.last(visible.past())
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -117,41 +115,39 @@ class OnKernels(Sublayer):
         return ("kernel", "fused", *(("plain", "chunked") if on_cpu else ("chunked", "plain")))
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        obstacles = self.obstacles(device, training=training)
-        return tuple(name for name in self.able(device) if not obstacles(name))
+        return tuple(name for name in self.able(device) if not self.obstacles(name, device, training=training))
 
     def backend(self, device: torch.device, *, training: bool) -> str:
         """The backend that was asked for, or for ``auto`` the first; on a GPU the first that is plain PyTorch, because
         kernels are taken there when they were proven on that very device, by which ``auto`` becomes their name."""
-        wanted, obstacles = self.wanted_backend, self.obstacles(device, training=training)
+        wanted = self.wanted_backend
         if wanted == "auto":
-            plain = device.type != "cpu"
-            able = (name for name in self.able(device) if not plain or name in ("chunked", "plain"))
-            return next(name for name in able if not obstacles(name))
-        if reasons := obstacles(wanted):
+            of_torch = [] if device.type == "cpu" else ["chunked", "plain"]
+            able = (name for name in of_torch or self.able(device) if name in self.able(device))
+            return next(name for name in able if not self.obstacles(name, device, training=training))
+        if reasons := self.obstacles(wanted, device, training=training):
             allowed = ", ".join(["auto", *self.backends(device, training=training)])
             raise ValueError(f"runtime.backend={wanted} cannot run with {', '.join(reasons)}: allowed are {allowed}")
         return wanted
 
-    def obstacles(self, device: torch.device, *, training: bool) -> Callable[[str], list[str]]:
-        """Of a backend's name, why it cannot run there."""
+    def obstacles(self, backend: str, device: torch.device, *, training: bool) -> list[str]:
+        """Why a backend cannot run there."""
         dropout = self.dropout if training else 0.0
-
-        def reasons(backend: str) -> list[str]:
-            if backend not in self.able(device):
-                return [type(self).__name__]
-            if backend not in ("fused", "kernel"):
-                return []
-            if backend == "fused":
-                missing = fused.obstacle(device, dropout=dropout)
-            elif device.type == "cpu":
-                missing = window_cpu.available() or (f"model.dropout={dropout}" if dropout else None)
-            else:
-                missing = triton_window.available(device, self.kernel_width)
-            takes = self.position.constant_bias or (backend == "kernel" and self.has_vectors)
-            missing_parts = ["spans that depend on the input"] if self.spans_of_input else []
-            missing_parts += ["a key bias"] if self.biases_keys and backend == "fused" else []
-            missing_parts += [] if takes else ["a position scheme whose bias depends on the query"]
-            return missing_parts + ([missing] if missing else [])
-
-        return reasons
+        if backend not in self.able(device):
+            return [type(self).__name__]
+        if backend not in ("fused", "kernel"):
+            return []
+        if backend == "fused":
+            missing = fused.obstacle(device, dropout=dropout)
+        elif device.type == "cpu":
+            missing = window_cpu.available() or (f"model.dropout={dropout}" if dropout else None)
+        else:
+            missing = triton_window.available(device, self.kernel_width)
+        takes = self.position.constant_bias or (backend == "kernel" and self.has_vectors)
+        reasons = {
+            "spans that depend on the input": self.spans_of_input,
+            "a key bias": self.biases_keys and backend == "fused",
+            "a position scheme whose bias depends on the query": not takes,
+            missing: missing,
+        }
+        return [reason for reason, holds in reasons.items() if holds]

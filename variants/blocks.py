@@ -21,9 +21,7 @@ class Blocks:
         self.near = min(self.window, self.span)  # keys of the window
         self.behind = self.near - 1 + self.shift  # bytes before a segment that its windows may hold
         self.reach = self.span - 1 + self.shift
-        self.nearest = max(
-            self.behind + 1, self.ratio
-        )  # bytes back to the first of the nearest block seen as a summary
+        self.nearest = max(self.behind + 1, self.ratio)  # bytes back to the first of the nearest summarised block
         self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio  # finished blocks not yet summarised
         self.unsummarised = (self.lag + 1) * self.ratio - 1  # bytes before a segment that are in no summary, at most
         self.most = max(0, self.reach // self.ratio - self.lag)  # N: none that began farther back than a query sees

@@ -243,12 +243,10 @@ def set_shapes(module: nn.Module) -> None:
     spans = [part for part in module.modules() if isinstance(part, Spans)]
     lengths = [(part, values.detach()) for part in spans if (values := part.lengths()) is not None]
     if lengths:
-        numbers = (
-            torch.cat([values for _, values in lengths]).nan_to_num(nan=0.0).tolist()
-        )  # of a NaN the loss will tell
-        for part, values in lengths:
-            part.set_lengths(numbers[: len(values)])
-            del numbers[: len(values)]
+        numbers = torch.cat([values for _, values in lengths]).nan_to_num(nan=0.0)  # of a NaN the loss will tell
+        sizes = [len(values) for _, values in lengths]
+        for (part, _), of_part in zip(lengths, numbers.cpu().split(sizes), strict=True):
+            part.set_lengths(of_part.tolist())
 
 
 class Position(nn.Module):

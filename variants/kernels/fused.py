@@ -23,18 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.kernels.window import (
-    Inputs,
-    Window,
-    highest,
-    merged,
-    ramp_slope,
-    sink_gradient,
-    soft_mask,
-    spread,
-    visible,
-    with_sink,
-)
+from variants.kernels import window as plain
+from variants.kernels.window import Inputs, Window
 
 ALIGNED = 8
 """Numbers that rows of a mask and heads are rounded up to: 16 bytes, which CUDA's kernel reads at once."""
@@ -128,8 +118,8 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     for heads, t, j, mask, _ in _plan(inputs, window):
         y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], k[:, heads, j], v[:, heads, j], mask)
     if inputs.extra_q is not None:
-        y, lse = merged(y, lse, *engine.forward(inputs.extra_q, *_persistent(inputs), None))
-    return with_sink(y, lse, inputs.sink)
+        y, lse = plain.merged(y, lse, *engine.forward(inputs.extra_q, *_persistent(inputs), None))
+    return plain.with_sink(y, lse, inputs.sink)
 
 
 def backward(
@@ -169,7 +159,7 @@ def backward(
         results["extra_q"], *others = engine.backward(g, inputs.extra_q, *_persistent(inputs), None, y, lse)
         results["extra_k"], results["extra_v"] = (x.sum(0, dtype=lse.dtype) for x in others)
     if "sink" in wanted:
-        results["sink"] = sink_gradient((g * y).sum(-1, dtype=lse.dtype), lse, inputs.sink)
+        results["sink"] = plain.sink_gradient((g * y).sum(-1, dtype=lse.dtype), lse, inputs.sink)
     return {name: results[name].to(getattr(inputs, name).dtype) for name in wanted}
 
 
@@ -225,8 +215,8 @@ def _alike(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, like: Tensor) -> Tensor:
     """Additive ``[1, H or 1, rows, keys]`` whose last key is column 0 of the last row; rows begin at aligned places."""
-    seen = visible(rows, keys, max_keys, shift=0, device=like.device)
-    band = seen.new_zeros((1, rows, keys), dtype=like.dtype) if table is None else spread(table, rows, keys)
+    seen = plain.visible(rows, keys, max_keys, shift=0, device=like.device)
+    band = seen.new_zeros((1, rows, keys), dtype=like.dtype) if table is None else plain.spread(table, rows, keys)
     return F.pad(band.masked_fill(~seen, -torch.inf).to(like.dtype), (0, -keys % ALIGNED))[None, ..., :keys]
 
 
@@ -237,16 +227,16 @@ def _plan(
     bias, table, slope = inputs.bias, inputs.bias, None  # table: what is added to scores at each column, [H, n]
     if inputs.z is not None:
         z, most = inputs.z.detach(), max(window.max_keys)
-        table = soft_mask(z, window.ramp, most).log()
+        table = plain.soft_mask(z, window.ramp, most).log()
         table = table if bias is None else table + bias
-        slope = ramp_slope(z, window.ramp, most) if ramps else None
+        slope = plain.ramp_slope(z, window.ramp, most) if ramps else None
     for max_keys, heads in runs(window.max_keys):
         of_heads = [None if x is None else x[heads, :max_keys] for x in (table, bias, slope)]
         made: dict[tuple[int, int], tuple] = {}
         for begin, end, low, high in chunks(inputs.q.shape[2], inputs.k.shape[2], max_keys, window.shift):
             shape = (end - begin, high - low)
             if shape not in made:
-                added = [None if x is None or slope is None else spread(x, *shape) for x in of_heads[1:]]
+                added = [None if x is None or slope is None else plain.spread(x, *shape) for x in of_heads[1:]]
                 made[shape] = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q), added
             yield heads, slice(begin, end), slice(low, high), *made[shape]
 
@@ -262,6 +252,6 @@ def _span_gradient(g, q, k, v, y, lse, bias: Tensor | None, slope: Tensor) -> Te
     scores = (q @ k.mT).to(lse.dtype)
     scores = (scores if bias is None else scores + bias) - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
     # A key of weight 0 may be above the sum of all that have one.
-    weights = scores.clamp(max=highest(lse.dtype)).exp().masked_fill(slope == 0, 0) * slope
+    weights = scores.clamp(max=plain.highest(lse.dtype)).exp().masked_fill(slope == 0, 0) * slope
     reward = (g @ v.mT).to(lse.dtype) - (g * y).sum(-1, dtype=lse.dtype)[..., None]
     return (weights * reward).sum(dim=(0, 2, 3))

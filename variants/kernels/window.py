@@ -69,6 +69,23 @@ class PastKV(NamedTuple):
     v: Tensor
     key_bias: Tensor | None = None
 
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self[1:] if x is not None]
+
+    def of_heads(self, first: int, number: int) -> "PastKV | None":
+        """Those of ``number`` heads from ``first`` on, numbered from there; None if it has none of them."""
+        places = [place for place, h in enumerate(self.heads) if first <= h < first + number]
+        if not places:
+            return None
+        sizes = [(x, x.shape[1] // len(self.heads)) for x in self.tensors()]
+        heads = tuple(self.heads[place] - first for place in places)
+        return PastKV(heads, *(x.narrow(1, places[0] * size, len(places) * size) for x, size in sizes))
+
+    def followed_by(self, segment: "PastKV") -> "PastKV":
+        """With what the same heads, which are neighbours, have in a segment of all heads."""
+        new = segment.of_heads(self.heads[0], len(self.heads))
+        return PastKV(self.heads, *(torch.cat(pair, 2) for pair in zip(self.tensors(), new.tensors(), strict=True)))
+
 
 class Inputs(NamedTuple):
     """Tensors of one call of a backend that writes its own gradients; L keys, N persistent vectors, n distances.
