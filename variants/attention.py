@@ -97,7 +97,6 @@ class AttentionSpan(Spans):
         return self.max_keys
 
     def set_span(self, span: int) -> None:
-        """Look ``span`` keys back from now on."""
         self.span = span
         self.set_keys((span,) * self.heads)
 
@@ -287,7 +286,6 @@ class Attention(MultiHead, OnKernels):
         return [self.reach_now()]
 
     def reach_now(self) -> int:
-        """How many bytes back the current spans reach."""
         return max(self.span.max_keys) - 1 + self.shift
 
     def _in_positions(
@@ -300,7 +298,6 @@ class Attention(MultiHead, OnKernels):
         return self.attend(backend, q, keys, visible, bias=bias, vectors=vectors, persistent=persistent)
 
     def attend(self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **added: Tensor | None) -> Tensor:
-        """One call of a backend, for all heads or some, with this sublayer's dropout."""
         keys, rate = keys.repeated(self.heads // self.kv_heads), self.dropout if self.training else 0.0
         added |= {"sink": self.sink, "past_learns": self.cache == "hidden"}
         return backends.attend(backend, q, keys, visible, dropout=rate, **added)

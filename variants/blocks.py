@@ -48,7 +48,6 @@ class Blocks:
         return max(0, (before - self.nearest) // self.ratio + 1) - max(0, first // self.ratio + 1)
 
     def chosen(self, seen: int) -> int:
-        """How many of these are read."""
         return seen if self.read is None else min(seen, self.read)
 
     def seen_warm(self) -> tuple[float, float]:

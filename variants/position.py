@@ -36,7 +36,6 @@ def angles(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sinusoid_turns(d_model: int) -> Tensor:
-    """Of ``sinusoids`` of that width."""
     return turns(rotary_frequencies(d_model, 10000.0))
 
 

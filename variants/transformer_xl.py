@@ -121,5 +121,4 @@ class TransformerXL(Attention):
 
 
 def _one_wider(part: PastKV) -> PastKV:
-    """Keys and values with a zero at the end."""
     return PastKV(part.heads, F.pad(part.k, (0, 1)), F.pad(part.v, (0, 1)))

@@ -256,7 +256,6 @@ def flops(subject: Subject) -> Verdict:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
