@@ -72,6 +72,7 @@ class Case:
         """
         torch.manual_seed(0)
         if make is not None:
+            keywords |= {"kv_heads": self.kv_heads} if self.kv_heads else {}
             sublayer = make(self.context(), d_head=self.d_head, **keywords).to(DOUBLE)
             with torch.no_grad():
                 for parameter in sublayer.parameters() if moved else ():

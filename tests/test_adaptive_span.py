@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.attention_case import B, Case, D, assert_near, assert_same, gradients, run, set_fractions, starts
+from tests.attention_case import Case, D, assert_near, assert_same, gradients, run, set_fractions, starts
 from tests.reference.adaptive_span import dynamic_fractions, span_loss
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan, bucket
 from variants.all_attention import PersistentKV
@@ -111,29 +111,6 @@ def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
     assert_near(shown["span"], expected)
     assert_near(shown["span_with_ramp"], (expected + 3).clamp(max=8))
     assert attention.metrics({}) == {}
-
-
-def test_moving_spans_compile_nothing_anew():
-    """Steps with columns never seen before: Dynamo recompiles a few times for lengths of the past, then never. Where attention is
-    one operation, nothing breaks the graph."""
-    torch.manual_seed(0)
-    case = Case(heads=4, span=512, position="rotary", cache="hidden", backend="fused")
-    attention = Attention(case.context(), d_head=2, span=partial(AdaptiveSpan, ramp=8))
-    torch.compiler.reset()
-    compiled = torch.compile(attention, backend="eager", fullgraph=True)
-    state, max_keys = None, set()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for step in range(13):
-            set_fractions(attention, torch.rand(4).tolist())
-            max_keys.add(attention.span.max_keys)
-            x, at = torch.randn(B, 16, D), torch.full((B,), 16 * step)
-            out = compiled(x, state, at)
-            (out.y.sum() + out.loss).backward()
-            if step % 12 == 0:
-                assert_near(out.y, attention(x, state, at).y, tolerance=1e-5)
-            state = attention.trim(out.state)
-    torch.compiler.reset()
-    assert len(max_keys) > 10  # more than Dynamo compiles before it gives up, which is 8
 
 
 # Persistent vectors

@@ -28,6 +28,7 @@ from tests.reference.latent import latent_attention
 from tests.reference.linformer import linformer
 from tests.reference.local import local_attention
 from tests.reference.longformer import longformer_attention
+from tests.reference.nsa import native_sparse
 from tests.reference.performer import random_feature_product
 from tests.reference.reformer import reformer
 from tests.reference.transformer_xl import transformer_xl
@@ -41,6 +42,7 @@ from variants.linear import LinearAttention
 from variants.linformer import Linformer
 from variants.local import LocalAttention
 from variants.longformer import Longformer
+from variants.nsa import NativeSparse
 from variants.performer import Performer
 from variants.reformer import Reformer
 from variants.transformer_xl import TransformerXL
@@ -129,6 +131,13 @@ def of_linformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past:
     return linformer(x, past=past, weights=weights, **same, **choices)
 
 
+def of_native_sparse(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
+    weights = {n.removesuffix(".weight").split("compressor.")[-1]: p for n, p in sublayer.named_parameters()}
+    weights |= {"gates": sublayer.branch_gates.weight, "gate_bias": sublayer.branch_gates.bias}
+    same = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position", "kv_heads")}
+    return native_sparse(x, past=past, weights=weights, **same, **choices)
+
+
 def of_local(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
     same = shared(sublayer, case, past) | {"past": list(past), "table": getattr(sublayer.position, "table", None)}
     return local_attention(x, **same, heads=case.heads, **choices)
@@ -161,6 +170,9 @@ BLOCKS |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 4)], "heads": [2], **
 BLOCKS |= {"compressor": ["mean", "linear", "softmax"], "top_k": [None, 1, 2]}
 CHUNKS = {"ratio": 4, "window": 6, "span": 21, "compressor": "linear", "top_k": None, "position": "rotary"}
 CHUNKS |= {"past": 10, "length": 37, "heads": 1}
+SPARSE = {"block, selected, window, span": [(3, 2, 4, 13), (4, 1, 2, 11), (1, 3, 8, 9), (5, 3, 1, 12), (2, 9, 3, 8)]}
+SPARSE |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 5)], "heads": [4], "kv_heads": [1, 2, 4]}
+SPARSE |= {"attend_self": [True, False], "position": ["none", "rotary"], "d_head": [2]}
 OF_LOCAL = KEPT | {"length": [1, 5, 12], "past": [0, 1, 4, 13], "position": list(SCHEMES), "block": [5]}
 DILATED = KEPT | {"windows": [(1,), (4,)], "dilation": [(1,), (2,), (3,)], "dilated_heads": [1, 3], "span": [12]}
 WINDOWS = DILATED | {"length": [1, 2, 7], "past": [0, 1, 4, 13], "position": list(SCHEMES)}
@@ -200,6 +212,7 @@ MECHANISMS = {
     "gated_delta": Mechanism(GatedDelta, of_gates, DELTA, moved=1.0),
     "performer": Mechanism(Performer, of_features, OF_PERFORMER, moved=0.5),
     "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel"), moved=0.3),
+    "nsa": Mechanism(NativeSparse, of_native_sparse, SPARSE, backends=("auto", "plain"), moved=0.5),
     "local": Mechanism(LocalAttention, of_local, OF_LOCAL, backends=ALL),
     "longformer": Mechanism(Longformer, of_longformer, WINDOWS, backends=("plain", "auto", "chunked", "fused")),
     "reformer": Mechanism(Reformer, of_reformer, {}, [LSH | row for row in LSHS]),

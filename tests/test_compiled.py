@@ -5,12 +5,15 @@ What breaks from one version of torch to the next is how Python is followed, so 
 """
 
 from functools import partial
+from random import Random
 
 import pytest
 import torch
 
+from harness.device.compiled import MOST_GRAPHS
+from tests import runs
 from tests.attention_case import Case, starts
-from tests.runs import CARRY, MEMORY, make_run, own_folder, restored, tensors  # noqa: F401 - fixtures
+from tests.runs import CARRY, MEMORY, make_job, make_run, own_folder, restored, run_job, tensors, whole_run  # noqa: F401
 from variants.attention import Attention, AttentionSpan
 
 VARIANTS = {
@@ -57,6 +60,45 @@ def test_the_whole_model_is_one_graph_where_attention_is_one_operation(monkeypat
             bits[compiled].append(run.train_row()["bits_per_byte"])
         shapes[compiled] = [tuple(x.shape) for x in tensors(run.state)]
     assert bits[True] == pytest.approx(bits[False], abs=1e-4) and shapes[True] == shapes[False]
+
+
+SEVERAL = pytest.param(("model.layers=3", "budget.steps=400"), marks=pytest.mark.faults)
+HIDDEN = pytest.param(("model.layers=3", "budget.steps=400", "model.cache=hidden"), marks=pytest.mark.faults)
+
+
+@pytest.mark.parametrize("words", [("model.layers=1", "budget.steps=24"), SEVERAL, HIDDEN])
+def test_a_run_whose_spans_move_needs_few_graphs(words, monkeypatch):
+    """Training with carried state, validations, scoring and windows; spans that were never there before make no new graph."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    words += ("model.span=256", "runtime.backend=fused", "runtime.compile=true", "eval.windows=true")
+    job = make_job(*runs.VARIANTS["adaptive_span"], *CARRY, *words)
+    graphs, step, spans, random = [], job.step, set(), Random(0)
+
+    def counted() -> None:
+        for _, sublayer in job.trainer.model.sublayers():
+            if isinstance(sublayer, Attention):
+                sublayer.span.place_([random.randint(1, 256) for _ in range(2)])
+                spans.add(sublayer.span.max_keys)
+        step()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    job.step = counted
+    summary = run_job(job)
+    assert len(spans) > MOST_GRAPHS and summary["backend"] == summary["evaluation_backend"] == "fused, compiled"
+    assert graphs[-1] == graphs[len(graphs) // 2]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= MOST_GRAPHS
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_run_that_needs_more_graphs_goes_on_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr("harness.device.compiled.MOST_GRAPHS", 1)
+    torch.compiler.reset()
+    _, summary = whole_run(*SMALL, "runtime.backend=fused", "runtime.compile=true", "budget.steps=4")
+    assert summary["status"] == "finished" and summary["backend"] == "fused, compiled in part"
+    assert capsys.readouterr().out.count("more than 1 graphs would be needed") == 1
 
 
 @pytest.mark.faults

@@ -27,6 +27,7 @@ OTHER_CHOICES = {
     "linformer": ("position=none", *HIDDEN),
     "local": ("position=alibi", *HIDDEN),
     "longformer": ("position=relative", *HIDDEN),
+    "nsa": ("position=none", "model.attend_self=false"),
     "perceiver_ar": ("position=alibi", "model.cache=hidden"),
     "performer": ("position=alibi", "model.attend_self=false"),
     "reformer": ("position=alibi", *HIDDEN),

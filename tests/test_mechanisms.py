@@ -19,6 +19,7 @@ from variants.linear import LinearAttention
 from variants.linformer import Linformer
 from variants.local import LocalAttention
 from variants.longformer import Longformer
+from variants.nsa import NativeSparse
 from variants.perceiver_ar import LatentAttention
 from variants.reformer import Reformer
 
@@ -61,6 +62,7 @@ def at(place: int, *, streams: int = STREAMS) -> Tensor:
                 "gated_linear model.attend_self=false",
                 "gated_delta_channel",
                 "compressed_top_k runtime.backend=plain",
+                "nsa runtime.backend=fused",
             )
         ),
     ],
@@ -88,6 +90,7 @@ def test_compiled_it_is_one_graph(words):
         "local position=rotary",
         "longformer position=rotary model.cache=hidden",
         "compressed_top_k position=rotary",
+        "nsa position=rotary",
         "reformer position=rotary model.cache=hidden",
         "linear_decay",
         "differential",
@@ -114,7 +117,7 @@ def test_a_state_does_not_grow_and_float32_stays_near(words):
     rounded = [outs[torch.float32].y, *leaves(states[torch.float32])]
     assert all(part.dtype == torch.float32 for part in rounded if part.is_floating_point())
     off = torch.cat(off, dim=1)
-    if words.startswith(("compressed_top_k", "reformer")):
+    if words.startswith(("compressed_top_k", "nsa", "reformer")):
         assert off.median() < 1e-6 and (off > 1e-4).double().mean() < 0.01
     else:
         assert off.max() < 1e-5
@@ -146,6 +149,7 @@ def test_streams_of_a_batch_may_be_at_any_phase_and_of_any_age(words):
     "words",
     [
         "compressed_top_k runtime.backend=plain",
+        "nsa runtime.backend=plain",
         pytest.param("compressed runtime.backend=kernel", marks=pytest.mark.cpu_kernel),
         "reformer position=rotary",
         "performer_decay",
@@ -164,7 +168,14 @@ def test_nothing_looks_at_values(words):
 
 @pytest.mark.parametrize(
     ("variant", "backend"),
-    [("mhsa", "plain"), ("local", "chunked"), ("longformer", "chunked"), ("compressed", "plain"), ("reformer", "auto")],
+    [
+        ("mhsa", "plain"),
+        ("local", "chunked"),
+        ("longformer", "chunked"),
+        ("compressed", "plain"),
+        ("nsa", "plain"),
+        ("reformer", "auto"),
+    ],
 )
 def test_dropout_keeps_the_mean_follows_the_seed_and_is_for_training(variant, backend):
     """Where a stream begins, and behind a past; and it tells an earlier byte nothing of a later."""
@@ -213,6 +224,8 @@ REFUSED = [
     (LatentAttention, {"latents": 9}, "latents=9: allowed are integers from 1 to model.span=8"),
     (LocalAttention, {"block": 1, "attend_self": False}, "block=1: allowed are integers from 2 to model.span=8"),
     (Linformer, {"ratio": 3, "share": "all"}, "share=all with compressor=linear: allowed are none, heads, key_value"),
+    (NativeSparse, {"block": 9}, "block=9: allowed are integers from 1 to model.span=8"),
+    (NativeSparse, {"window": 0}, "window=0: allowed are numbers from 1"),
     (Linformer, {"ratio": 3, "window": 8}, "model.span=8: must be above window=8 and ratio=3"),
 ]
 

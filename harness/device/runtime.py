@@ -9,13 +9,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from harness.device import choice, machine
+from harness.device.compiled import Compiled
 from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.plan.settings import RuntimeSettings
@@ -70,6 +71,7 @@ class Runtime:
     tf32: bool = False
     allocator: str | None = None
     processes: ProcessGroup = SINGLE
+    compiled: dict[nn.Module, Compiled] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self):
         assert self.precision in ("float32", "bfloat16"), f"runtime.precision={self.precision} is not settled"
@@ -79,19 +81,10 @@ class Runtime:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def forward(self, model: nn.Module) -> Callable:
-        """What to call for a forward pass of the model: compiled if that was asked for. Shapes may become dynamic: the
-        past grows until it is as long as the window."""
-        if not self.compile:
-            return model
-        compiled, trim = torch.compile(model), getattr(model, "trim", None)
-        if trim is None:
-            return compiled
-
-        def segment(*arguments, **keywords):
-            out = compiled(*arguments, **keywords)
-            return out._replace(state=trim(out.state))
-
-        return segment
+        """What to call for a forward pass of the model: compiled if that was asked for."""
+        if self.compile and model not in self.compiled:
+            self.compiled[model] = Compiled(model)
+        return self.compiled.get(model, model)
 
     def send(self, *batches: Tensor) -> tuple[Tensor, ...]:
         """Bytes (int64 on the host, from 0 to 255) as int64 on the device. To a GPU an eighth of that travels, from

@@ -289,6 +289,10 @@ class Run:
                 self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
         row["memory"]["inference_peak_bytes"] = self._peak.read().across(self._processes.largest).bytes
         row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
+        row |= {
+            "backend": trainer.backend,
+            "evaluation_backend": trainer.evaluation_backend,
+        }  # compiled to the end or not
         row["status"] = "finished"
         if self._processes.is_main:
             write_summary(self.folder.path, summary=row)

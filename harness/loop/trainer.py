@@ -49,7 +49,7 @@ class Trainer:
             self.model.to(device.device)
         self.optimizers = plan.make_optimizers(self.model)
         self.update = Update(self.model, self.optimizers, device, accumulate=b.accumulate)
-        self.backend, self.evaluation_backend = (backend_of(self.model, device, training=on) for on in (True, False))
+        _ = self.backend, self.evaluation_backend  # ValueError where one is impossible
         self.spent, self.state, self.compile_seconds = Spent(), None, 0.0
         self._last = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
         self._nats, self._steps, self._unread = 0.0, 0, []  # since the last train row; of the last steps, on the device
@@ -68,6 +68,14 @@ class Trainer:
     def spread(self) -> None:
         """Have the processes train together, from the first one's weights; all call it, before anything else."""
         self.update.spread(shard=self.plan.runtime.shard)
+
+    @property
+    def backend(self) -> str:
+        return backend_of(self.model, self.runtime)
+
+    @property
+    def evaluation_backend(self) -> str:
+        return backend_of(self.model, self.runtime, training=False)
 
     @property
     def fraction(self) -> float:
@@ -293,4 +301,6 @@ def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) 
     """Which code the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is impossible."""
     backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
-    return f"{name}, compiled" if device.compile else name
+    if not device.compile:
+        return name
+    return f"{name}, compiled" if device.forward(model).whole else f"{name}, compiled in part"

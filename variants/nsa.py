@@ -1,0 +1,200 @@
+"""Native sparse attention: gated branches over a window, summaries of blocks, and the bytes of blocks that they point to.
+
+    y_t = W_o concat_h sum_c g_ch o_ch,   o_ch = Attention(q_th, K_c, V_c),   g_c = sigmoid(W_c x_t + b_c)
+
+(2502.11089, 3.2 and 3.3). The branches c, with blocks of l bytes:
+
+- compressed: one key and value for each finished block (``compressor.py``), placed at the block's last byte;
+- selected: the bytes of ``selected`` blocks. One holds the nearest key; the others have the largest attention weights in
+  the compressed branch, summed over the query heads of a key-value head. The choice has no gradient;
+- window: the w nearest keys, by any backend of attention.
+
+Blocks must lie whole among a query's S keys. Branches share queries; the window has keys and values of its own, the other
+two share theirs. These are carried unrotated, and summaries are made again in each segment, so that their weights learn.
+
+Where it departs: in the paper all three branches have keys of their own; blocks of summaries overlap and are shorter than
+those selected, an MLP makes summaries, and the first block and the two nearest are always selected. ALiBi, relative
+positions and ``cache: hidden`` are refused.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from variants.attention import Attention, AttentionSpan
+from variants.compressor import Compressor
+from variants.context import last
+from variants.contract import Honours, LayerContext, State, SublayerOutput, check_numbers
+from variants.multi_head import head_means, head_stats, start_of
+
+BRANCHES = "compressed", "selected", "window"
+QUERIES = 128
+"""Queries that meet summaries and blocks at once; it changes cost and nothing else."""
+
+
+class NativeSparse(Attention):
+    """Causal attention over the last S positions by three gated branches.
+
+    Args:
+        block: l, bytes of a block, from 1 to S.
+        selected: blocks whose bytes a query reads, from 1.
+        window: w, keys of the window branch, from 1; None for S / 4.
+        compressor: as ``Compressor`` has it.
+        context, d_head, bias, zero_init, kv_heads: as ``MultiHead`` has them.
+    """
+
+    honours = Honours(position={"rotate"}, attend_self={True, False}, span=True)
+
+    def __init__(
+        self,
+        context: LayerContext,
+        *,
+        block: int = 16,
+        selected: int = 4,
+        window: int | None = None,
+        compressor: str = "softmax",
+        d_head: int | None = None,
+        bias: bool = False,
+        zero_init: bool = False,
+        kv_heads: int | None = None,
+    ):
+        check_numbers(1, block=block, selected=selected, window=window)
+        if block > context.span:
+            raise ValueError(f"block={block}: allowed are integers from 1 to model.span={context.span}")
+        self.window = max(1, context.span // 4) if window is None else window
+        near = AttentionSpan(replace(context, span=min(self.window, context.span)))
+        sizes = {"d_head": d_head, "bias": bias, "zero_init": zero_init, "kv_heads": kv_heads}
+        super().__init__(context, **sizes, span=lambda _: near)
+        self.block = self.period = block
+        self.selected, self.visible = selected, context.span
+        self.far = nn.Linear(context.d_model, 2 * self.kv_heads * self.d_head, bias=bias)
+        self.branch_gates = nn.Linear(context.d_model, len(BRANCHES) * self.heads)
+        sizes = {"ratio": block, "heads": self.kv_heads, "d_head": self.d_head}
+        self.compressor = Compressor(context, kind=compressor, share="none", **sizes)
+
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
+        """A state: the window's, keys and values of blocks ``[B, P, 2 G K]``, and bytes of the open block ``[B]``."""
+        segment, rows = self.project_qkv(x, start_of(x, start)), self.far(x)
+        near, past, phase = (None, rows[:, :0], torch.zeros_like(segment.start)) if state is None else state
+        traced = torch.compiler.is_compiling() and self._traceable(x.device)
+        over_window = self._over_window if traced else self._outside_the_graph
+        by_window, near, _ = over_window(segment, near, False)
+        every = torch.cat([past.to(rows.dtype), rows], dim=1)
+        by_blocks = self._over_blocks(segment.q, every, segment.start, phase)
+        gates = rearrange(self.branch_gates(x).sigmoid(), "B T (n H) -> n B H T 1", H=self.heads)
+        y = sum(gate * branch for gate, branch in zip(gates, (*by_blocks, by_window), strict=True))
+        stats = head_stats(y, **dict(zip(BRANCHES, gates[..., 0].detach(), strict=True))) if collect_stats else None
+        state = (near, last(self.reach(), 1, past, rows), (phase + x.shape[1]) % self.block)
+        return SublayerOutput(self.join(y), state, stats=stats)
+
+    def _over_blocks(self, q: Tensor, rows: Tensor, start: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs ``[B, H, T, K]`` of the compressed and of the selected branch, for scaled queries ``q [B, H, T, K]``.
+
+        ``rows [B, P + T, 2 G K]`` are moved so that blocks of all streams begin alike, the first P // l before the
+        segment; what is beyond either end is never seen.
+        """
+        size, length = self.block, q.shape[2]
+        past = rows.shape[1] - length
+        before, number = past // size, past // size + (length + 2 * size - 2) // size
+        offset = past + size - phase - before * size
+        at = offset[:, None] + torch.arange(number * size, device=q.device)
+        rows = F.pad(rows, (0, 0, size, 0))
+        rows = rows.gather(1, at.clamp(max=rows.shape[1] - 1)[..., None].expand(-1, -1, rows.shape[2]))
+        first = start - phase - before * size  # stream position of the first block's first byte
+        k, v = (self.split(part) for part in rows.chunk(2, dim=-1))
+        blocks = torch.cat([self.position.rotate(k, first), v], dim=-1).unflatten(2, (number, size))
+        k, v = self.compressor(rows.unflatten(1, (number, size))).chunk(2, dim=-1)
+        ends = first[:, None] + size * torch.arange(1, number + 1, device=q.device) - 1
+        k = rearrange(k, "B n (G K) -> (B n) G 1 K", K=self.d_head)
+        k = rearrange(self.position.rotate(k, ends.flatten()), "(B n) G 1 K -> B G n K", n=number)
+        v = rearrange(v, "B n (G K) -> B G n K", K=self.d_head)
+        outputs, recomputed = [], partial(checkpoint.checkpoint, self._attend, use_reentrant=False)
+        for begin in range(0, length, QUERIES):
+            end = min(begin + QUERIES, length)
+            newest = torch.arange(begin, end, device=q.device) - self.shift
+            low = max(0, (begin - self.shift - self.visible + 1) // size + before)
+            high = max(1, (end - self.shift + size - 2) // size + before + 1)
+            firsts = size * (torch.arange(low, high, device=q.device) - before) - phase[:, None]  # from the segment on
+            met = (part[:, :, low:high] for part in (k, v, blocks))
+            # Blocks are read once for each query: too much to keep for the backward pass.
+            attend = recomputed if torch.is_grad_enabled() else self._attend
+            outputs.append(attend(q[:, :, begin:end], *met, newest=newest, firsts=firsts, oldest=-past))
+        return tuple(torch.cat(parts, dim=2) for parts in zip(*outputs, strict=True))
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, newest: Tensor, firsts: Tensor, oldest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs ``[B, H, Q, K]`` of both branches, of queries that may meet n blocks.
+
+        Args:
+            q: ``[B, H, Q, K]``.
+            k, v: summaries, ``[B, G, n, K]``.
+            blocks: keys and values beside each other, ``[B, G, n, l, 2 K]``.
+            newest: places of the nearest keys, ``[Q]``; as those below, counted from the segment's first byte.
+            firsts, oldest: places of the blocks' first bytes ``[B, n]``, and of the first byte that there is.
+        """
+        drop = partial(F.dropout, p=self.dropout, training=self.training)
+        size, q = self.block, rearrange(q, "B (G h) Q K -> B G h Q K", G=k.shape[1])
+        back = newest[:, None] - firsts[:, None]  # from the nearest key to the block's first byte, [B, Q, n]
+        finished = (back >= size - 1) & (back < self.visible) & (firsts >= oldest)[:, None]
+        weights = _softmax(einsum(q, k, "B G h Q K, B G n K -> B G h Q n"), finished[:, None, None])
+        compressed = einsum(drop(weights), v, "B G h Q n, B G n K -> B G h Q K")
+        importance = weights.detach().sum(2).masked_fill(~finished[:, None], -1)
+        importance = importance.masked_fill(((back >= 0) & (back < size))[:, None], torch.inf)  # of the nearest key
+        importance, chosen = importance.sort(dim=-1, descending=True, stable=True)  # of equal ones the first
+        importance, chosen = importance[..., : self.selected], chosen[..., : self.selected]  # [B, G, Q, s]
+        of_head = blocks.shape[2] * torch.arange(k.shape[0] * k.shape[1], device=q.device).view(*k.shape[:2], 1, 1)
+        read = F.embedding(chosen + of_head, blocks.flatten(0, 2).flatten(1)).unflatten(-1, (size, -1))
+        place = firsts[:, None, None].expand(*chosen.shape[:3], -1).gather(-1, chosen)
+        place = place[..., None] + torch.arange(size, device=q.device)  # [B, G, Q, s, l]
+        newest = newest[:, None, None]
+        seen = (place <= newest) & (place > newest - self.visible) & (place >= oldest) & (importance >= 0)[..., None]
+        k, v = read.flatten(3, 4).chunk(2, dim=-1)  # [B, G, Q, s l, K]
+        weights = _softmax(einsum(q, k, "B G h Q K, B G Q j K -> B G h Q j"), seen.flatten(3)[:, :, None])
+        selected = einsum(drop(weights), v, "B G h Q j, B G Q j K -> B G h Q K")
+        return compressed.flatten(1, 2), selected.flatten(1, 2)
+
+    def reach(self) -> int:
+        return self.visible - 1 + self.shift
+
+    def set_span(self, span: int) -> None:
+        super().set_span(min(span, self.window))
+        self.visible = span
+
+    def trim(self, state: State) -> State:
+        return None if state is None else (super().trim(state[0]), last(self.reach(), 1, None, state[1]), state[2])
+
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        """``compressed``, ``selected`` and ``window [H]``: the branches' mean gates."""
+        return head_means(stats, *BRANCHES)
+
+    def inspect(self, x: Tensor) -> None:
+        """Nothing: three softmaxes are not one map."""
+
+    def matrix_sizes(self) -> int:
+        return super().matrix_sizes() + self.far.weight.numel() + self.branch_gates.weight.numel()
+
+    def ideal_flops(self) -> int:
+        """Projections, summaries, and products of the three branches; means over the phases of a block."""
+        size, keys = self.block, 0
+        for phase in range(size):  # bytes of the open block
+            finished = (self.visible - phase) // size
+            others = finished if phase else finished - 1
+            keys += finished + (phase or size) + size * min(self.selected - 1, others)
+        return round(self._forward_flops(self.span.span + keys / size) + self.compressor.ideal_flops())
+
+    def needed_flops(self, segment: int, *, carried: int) -> None:
+        """Nothing: how many of the keys that are read have a gradient depends on the choice."""
+
+
+def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
+    """Over the last dimension, of what is seen; zeros where nothing is."""
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+    return weights.masked_fill(~seen.any(dim=-1, keepdim=True), 0).to(scores.dtype)
