@@ -239,8 +239,9 @@ class Attention(MultiHead, OnKernels):
         if self.cache == "kv":
             parts = before(state, past, segment.k.dtype)
         else:
-            groups = fused.groups(self._by_kv_head(self.span.max_keys)) if on_cpu else [(0, [])]
-            chosen = [(past, None)] if len(groups) == 1 else [(n - 1 + self.shift, heads) for n, heads in groups]
+            runs = [*fused.runs(self._by_kv_head(self.span.max_keys))] if on_cpu else []
+            chosen = [(n - 1 + self.shift, [*range(self.kv_heads)[heads]]) for n, heads in runs]
+            chosen = chosen if len(runs) > 1 else [(past, None)]
             parts = [] if state is None else [self.reproject_past(state, segment, *part) for part in chosen]
         if on_cpu:
             return VisibleKeys(segment.k, segment.v, parts, [], *segment.biases)

@@ -172,11 +172,6 @@ def runs(max_keys: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
         first = last
 
 
-def groups(max_keys: tuple[int, ...]) -> list[tuple[int, list[int]]]:
-    """Heads that see equally many keys: ``[(max_keys, heads), ...]``."""
-    return [(n, [h for h, c in enumerate(max_keys) if c == n]) for n in sorted(set(max_keys))]
-
-
 def chunks(rows: int, keys: int, max_keys: int, shift: int) -> Iterator[tuple[int, int, int, int]]:
     """Cut queries that see a key: yields ``(first row, last row, first key, last key)`` of each chunk and the band it meets.
 
