@@ -261,10 +261,15 @@ class Attention(MultiHead, OnKernels):
         return part._replace(key_bias=by_head[:, list(heads)].flatten(1, 2))
 
     def _carried(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
-        """The next state: the last ``past`` inputs, or as many keys and values as ``_keys_to_carry`` says; None: all."""
+        """The next state: the last ``past`` inputs, or keys and values as far back as heads look; None: all. Heads of unequal
+        spans carry pasts of their own, except on the plain backend."""
         if self.cache == "kv":
             keys = keys.rebased()
-            return keys.state() if past is None else keys.last(*self._keys_to_carry(keys.past, backend))
+            if past is None:
+                return keys.state()
+            if len(keys.past) > 1 or (backend != "plain" and len(set(self._by_kv_head(self.span.max_keys))) > 1):
+                return keys.last(*(n - 1 + self.shift for n in self._by_kv_head(self.span.keys_to_carry())))
+            return keys.last(self.reach_now())
         new = segment.x.detach().to(carried_dtype(segment.x))
         old = None if state is None else state.to(new.dtype)
         if past is None:
@@ -277,12 +282,6 @@ class Attention(MultiHead, OnKernels):
         if self.cache == "hidden":
             return last(self.reach_now(), 1, None, state)
         return last_keys([], before(state, None), self.reach_now())  # for all heads alike: another structure recompiles
-
-    def _keys_to_carry(self, past: list[PastKV], backend: str) -> list[int]:
-        """One count for all heads, or one per head."""
-        if len(past) > 1 or (backend != "plain" and len(set(self._by_kv_head(self.span.max_keys))) > 1):
-            return [n - 1 + self.shift for n in self._by_kv_head(self.span.keys_to_carry())]
-        return [self.reach_now()]
 
     def reach_now(self) -> int:
         return max(self.span.max_keys) - 1 + self.shift
