@@ -48,6 +48,18 @@ def interpreted():
         sys.modules.update(others)
 
 
+@needs_triton
+def test_lengths_compile_nothing_anew():
+    """Triton specialises a kernel on 1 and on multiples of 16, where it is not told to leave a number alone."""
+    from variants.kernels import _triton_kernels as kernels
+
+    for name in ("forward", "query_gradient", "key_gradient", "vector_gradient"):
+        params = [p for p in getattr(kernels, name).params if not p.is_constexpr]
+        numbers = {"B", "T", "L", "distances", "offset", "first_key", "ramp", "k_stream"}
+        specialised = {p.name for p in params if p.name in numbers and not p.do_not_specialize}
+        assert specialised <= {"ramp", "k_stream"}, name  # constants of a run, or a multiple of 16 where K is
+
+
 @pytest.fixture
 def small_blocks(interpreted, monkeypatch):
     """Blocks of 16, so that a few dozen bytes are many of them; and loops that run under NumPy 2.4.

@@ -2,11 +2,8 @@
 
 A program owns a block of queries (or of keys, or of distances) of one head of one stream and meets the blocks that its
 head's window touches. With x = o + t - j, o = L - T - shift, key j is column x of query t. Blocks in which every pair is
-visible with m = 1 need no mask; the others are edges. Scores and log-sum-exps are in base 2. A head of width K lies in
-registers WIDTH wide, a power of two, with zeros beyond K.
-
-No program writes what another writes, so sums have one order and nothing depends on timing. A product is taken in the
-orientation in which the next one needs it and never transposed: Hopper has had wrong results there.
+visible with m = 1 need no mask. Scores and log-sum-exps are in base 2. A head of width K lies in registers WIDTH wide, a
+power of two. One program writes each number. Products are never transposed: Hopper has had wrong results there.
 
 Arguments that are not what their name says:
     far: z + R of each head, or None for a hard window.
@@ -28,6 +25,9 @@ FIRST, SECOND, PERSISTENT = (tl.constexpr(factor) for factor in (*dropout.MIX, d
 LOG2E = tl.constexpr(1.4426950408889634)
 HIGHEST = tl.constexpr(70 * 1.4426950408889634)  # bounds exponents of base 2, as ``window.highest`` of float32 does
 INTERPRETED = triton.knobs.runtime.interpret  # on the host; triton decides it when it is imported
+kernel = triton.jit(
+    do_not_specialize=("B", "T", "L", "distances", "offset", "first_key")
+)  # or each length compiles anew
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def _mask(x, end, ramp):
     return tl.minimum((end - x) / ramp, 1.0)
 
 
-@triton.jit
+@kernel
 def forward(
     q, k, v, start, start_lse, y, lse, far, max_keys, order, table, key_bias, query_bias, vectors, seed, T, L,
     distances, offset, ramp, k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
@@ -221,7 +221,7 @@ def forward(
     tl.store(lse + row + t, tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total))), mask=t < T)
 
 
-@triton.jit
+@kernel
 def query_gradient(
     g, q, k, v, y, lse, delta, dq, dz, dquery_bias, far, max_keys, order, table, key_bias, query_bias, vectors, seed,
     T, L, distances, offset, ramp, k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
@@ -290,7 +290,7 @@ def query_gradient(
         tl.store(dz + h * tl.num_programs(0) + tl.program_id(0), tl.sum(span, 0) / ramp)
 
 
-@triton.jit
+@kernel
 def key_gradient(
     g, q, k, v, lse, delta, dk, dv, dkey_bias, first_key, far, max_keys, order, table, key_bias, query_bias, vectors,
     seed, T, L, distances, offset, ramp, k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
@@ -355,7 +355,7 @@ def key_gradient(
         tl.store(dkey_bias + (b * H + h) * written + rows, raised, mask=rows < written)
 
 
-@triton.jit
+@kernel
 def vector_gradient(
     g, q, k, v, lse, delta, dvectors, far, max_keys, order, key_bias, query_bias, vectors, seed, B, T, L, distances,
     offset, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
