@@ -10,7 +10,6 @@ import pytest
 from torch import Tensor
 
 from tests.attention_case import (
-    FRACTIONS,
     SCHEMES,
     Case,
     assert_outcome,
@@ -156,7 +155,11 @@ def of_reformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
 
 
 SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **KEPT}
-OF_ATTENTION = SHAPES | {"position": list(SCHEMES), "spans": ["fixed", "dynamic", *FRACTIONS], "persistent": [0, 3]}
+OF_ATTENTION = SHAPES | {
+    "position": list(SCHEMES),
+    "spans": ["fixed", "dynamic", "zero", "between"],
+    "persistent": [0, 3],
+}
 CARRIED = {"length": [1, 8], "past": [0, 4], "position": ["none", "alibi"], "attend_self": [True, False]}
 OF_LINEAR = CARRIED | {"chunk": [1, 3, 4, 64], "feature_map": ["elu", "relu"], "heads": [2, 5], "d_head": [2, 3]}
 GATED = {"length": [1, 8, 11], "past": [0, 4], "attend_self": [True, False], "chunk": [1, 3, 64], "d_head": [2, 3]}

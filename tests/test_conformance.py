@@ -17,15 +17,13 @@ from tests.toys import Delayed, DoubledPast, FloatAngles, Mapped, OfDistances, S
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention
-from variants.conformance import BEFORE_TRAINING, CHECKS, Finding, check, finding_of, learns
+from variants.conformance import BEFORE_TRAINING, CHECKS, Finding, check, finding_of
 from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Subject
 from variants.contract import LayerContext, SublayerOutput
-from variants.feed_forward import FeedForward
 from variants.forget_gate import ForgetGate
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
 
-feed_forward = partial(FeedForward, hidden=None, activation="gelu", bias=True, zero_init=True)
 adaptive = partial(AdaptiveSpan, ramp=3, initial=0.4)
 dynamic = partial(DynamicSpan, ramp=3, bias=0.0)
 vectors = partial(PersistentKV, number=5)
@@ -56,7 +54,7 @@ def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8, but: tuple[str
 def test_attention(scheme, cache, attend_self, spans, persistent, dropout, backend):
     attention = partial(Attention, span=spans, persistent=persistent)
     common = {"cache": cache, "attend_self": attend_self, "dropout": dropout, "backend": backend}
-    assert_keeps(model_of(attention, scheme=scheme, **common))
+    assert_keeps(model_of(attention, scheme=scheme, layers=2 if persistent else 1, **common))
 
 
 @pytest.mark.numeric
@@ -98,31 +96,25 @@ def test_trimmed_spans():
 @pytest.mark.parametrize(
     "sublayers",
     [
-        (partial(feed_forward, activation="swiglu"),),
         (Attention, partial(memory, query_norm="none", activation="relu", share="network")),
         (Attention, partial(memory, sparse=True)),
     ],
 )
-def test_tables_and_blocks_keep_all_promises(sublayers):
-    assert_keeps(model_of(*sublayers, scheme=Rotary, layers=1, dropout=0.1 if len(sublayers) == 1 else 0.0))
+def test_tables_keep_all_promises(sublayers):
+    assert_keeps(model_of(*sublayers, scheme=Rotary, layers=1))
 
 
 @pytest.mark.numeric
 def test_limits_of_batch_norm_are_declared_and_real():
     findings = assert_keeps(model_of(Attention, partial(memory, query_norm="batch"), layers=1, dropout=0.1))
     real = {finding.promise for finding in findings if "is declared and real" in finding.detail}
-    assert real == {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES, p.MANY}
+    assert real == {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES}
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("outsider", [Gate, Sums, Stateless, Delayed, OfDistances, Mapped])
 def test_outsiders_keep_all_promises(outsider):
-    make = model_of(outsider, layers=1)
-    assert_keeps(make)
-    finding = learns(make, vocabulary=31)
-    assert finding.passed, finding
-    past = "none that needs a past so near" if outsider in (Gate, Delayed) else "where the byte two before"
-    assert past in finding.detail
+    assert_keeps(model_of(outsider, layers=1))
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -166,10 +158,9 @@ def test_an_exception_is_a_finding():
     assert "maps (3, 15, 16) to (3, 15, 1)" in findings_of(model_of(Narrow))[p.SEGMENTS].detail
     (finding,) = check(unbuildable, span=5)
     assert not finding.passed and "model.heads=3" in finding.detail
-    assert not learns(unbuildable).passed
 
 
-def test_a_model_that_does_not_learn_is_caught():
+def test_a_model_that_ignores_its_input_is_caught():
     class Deaf(LanguageModel):
         def forward(self, tokens, state=None, *, collect_stats=False):
             return super().forward(torch.zeros_like(tokens), state, collect_stats=collect_stats)
@@ -178,20 +169,7 @@ def test_a_model_that_does_not_learn_is_caught():
         context = partial(LayerContext, d_model=16, n_layers=1, heads=2, span=5, scheme=NoPosition)
         return Deaf([{"gate": Gate}], lambda i: context(layer=i), vocabulary=31)
 
-    finding = learns(make, vocabulary=31, steps=60)
-    assert not finding.passed and finding.detail.endswith("after 60 steps of seed 2")
     assert not findings_of(make)[p.INFLUENCE].passed
-
-
-def test_a_past_that_cannot_be_learned_from_is_caught():
-    """It moves the output, too little."""
-
-    def faint(self, out, x, collect_stats):
-        return out._replace(y=1e-4 * out.y + self.gate(x).sigmoid() * self.value(x))
-
-    finding = learns(model_of(toy(Sums, gives=faint), layers=1), vocabulary=31, steps=100)
-    line = r"0\.0\d\d bits per byte, [1-9]\.\d{3} where the byte two bef"
-    assert not finding.passed and re.match(line, finding.detail), finding
 
 
 def test_the_past_is_projected_again_with_its_gradient():

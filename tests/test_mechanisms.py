@@ -14,7 +14,6 @@ from variants.conformance import move
 from variants.conformance.fixture import leaves
 from variants.contract import Sublayer, cat_streams, map_state
 from variants.differential import Differential
-from variants.gated_delta import GatedDelta
 from variants.latent import Latent
 from variants.linear import LinearAttention
 from variants.linformer import Linformer
@@ -22,9 +21,7 @@ from variants.local import LocalAttention
 from variants.longformer import Longformer
 from variants.nsa import NativeSparse
 from variants.perceiver_ar import LatentAttention
-from variants.performer import Performer
 from variants.reformer import Reformer
-from variants.transformer_xl import TransformerXL
 
 WIDTH, STREAMS = 32, 2
 CPU = torch.device("cpu")
@@ -219,15 +216,11 @@ def test_memory_goes_by_the_segment(variant):
 
 REFUSED = [
     (LinearAttention, {"chunk": 0}, "chunk=0: allowed are numbers from 1"),
-    (LinearAttention, {"feature_map": "cosine"}, "feature_map=cosine: allowed are elu, relu"),
     (Differential, {}, "model.heads=3: must be even"),
     (Latent, {"latent": 0}, "latent=0: allowed are numbers from 1, or null for 2 d_head"),
-    (GatedDelta, {"decay": "byte"}, "decay=byte: allowed are head, channel"),
-    (Performer, {"features": 0}, "features=0: allowed are numbers from 1, or null"),
     (Reformer, {"buckets": 3, "rounds": 1, "bucket_keys": 1}, "buckets=3: allowed are even integers from 2"),
     (Longformer, {"windows": (9,)}, r"windows=\[9\]: must be 1 integers, one for each layer, from 1 to model.span=8"),
     (Longformer, {"dilated_heads": 4}, "dilated_heads=4: allowed are 0 to model.heads=3"),
-    (TransformerXL, {"share": "head"}, "share=head: allowed are network, layer"),
     (LatentAttention, {"latents": 9}, "latents=9: allowed are integers from 1 to model.span=8"),
     (LocalAttention, {"block": 1, "attend_self": False}, "block=1: allowed are integers from 2 to model.span=8"),
     (Linformer, {"ratio": 3, "share": "all"}, "share=all with compressor=linear: allowed are none, heads, key_value"),

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.command import MADE, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from variants.conformance import Finding
 
 MIXER = """from torch import nn
 from variants.contract import Sublayer, SublayerOutput
@@ -65,7 +64,6 @@ def test_the_example_of_the_page_is_short_and_is_checked_and_trained(here, impor
         Path(path).write_text(text, encoding="utf-8")
     (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     check, trained = (shlex.split(line)[1:] for line in commands.splitlines())
-    monkeypatch.setattr("bench.conformance.learns", lambda *_, **__: Finding("learns repeated strings", True))
     checked = call("bench/check.py", *check[2:])
     assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
     ended = train(*trained[1:], *MADE)

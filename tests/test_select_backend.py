@@ -20,7 +20,7 @@ from tests.runs import (
     run_job,
     stop,
 )
-from variants import backends
+from variants.kernels import chunked
 
 GOOD = (True, "1e-6 of the gradient of x")
 
@@ -157,19 +157,17 @@ def test_right_backends_agree_and_dropped_weights_are_the_same():
 
 @pytest.mark.parametrize(("wrong", "name"), [("seed", ""), ("nan", "inf of "), ("one number", "")])
 def test_what_is_wrong_fails(monkeypatch, wrong, name):
-    right = backends._attend
+    right = chunked.attend
 
-    def attend(backend, q, *arguments, seed, **same):
-        y = right(
-            backend, q, *arguments, seed=seed + 1 if wrong == "seed" and q.dtype == torch.float32 else seed, **same
-        )
+    def attend(q, *arguments, seed, **same):
+        y = right(q, *arguments, seed=seed + 1 if wrong == "seed" and q.dtype == torch.float32 else seed, **same)
         if wrong == "nan":
             y = torch.where(torch.arange(y.shape[2])[:, None] == y.shape[2] - 1, torch.nan, y)
         if wrong == "one number" and q.dtype == torch.float32:
             y = y + torch.nn.functional.one_hot(torch.tensor(0), y.shape[2])[:, None]
         return y
 
-    monkeypatch.setattr(backends, "_attend", attend)
+    monkeypatch.setattr(chunked, "attend", attend)
     passed, detail = agrees(
         "variant=mhsa", "variant.layers=[attention]", "runtime.backend=chunked", "model.dropout=0.2"
     )

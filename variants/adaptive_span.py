@@ -119,8 +119,7 @@ class DynamicSpan(SoftSpan):
         set_shapes(self)
 
     def lengths(self) -> Tensor:
-        """Where each head's ramp ends for an input that the gate's vectors do not see, at S sigmoid(b), in keys
-        ``[H]``."""
+        """Where each head's ramp ends for an input of zeros, at S sigmoid(b), in keys ``[H]``."""
         return self.unit * torch.sigmoid(self.gate.bias) + self.ramp
 
     def set_lengths(self, lengths: Sequence[float]) -> None:

@@ -69,8 +69,7 @@ class AttentionSpan(Spans):
         self.max_keys_tensor = torch.tensor(self.max_keys)  # an input of compiled graphs, not a constant
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """Spans z in keys for the sublayer's input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard
-        window."""
+        """Spans z of the input ``x [B, T, D]``, in keys: ``[H]``, ``[B, H, T]``, or None for a hard window."""
         return None
 
     def visible_window(self, z: Tensor | None, shift: int) -> Window:
@@ -98,7 +97,6 @@ class AttentionSpan(Spans):
         return self.max_keys
 
     def set_span(self, span: int) -> None:
-        """Look ``span`` keys back from now on."""
         self.span = span
         self.set_keys((span,) * self.heads)
 
@@ -193,8 +191,7 @@ class Attention(MultiHead, OnKernels):
         return Segment(x, q, k, v, start, z, persistent, self._biases(x))
 
     def _biases(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Key and query biases; with ``cache: hidden`` of inputs in the carried precision, so that the same numbers come
-        when they are projected again."""
+        """Of keys and queries; with ``cache: hidden`` in the carried precision, as when they are projected again."""
         if self.key_bias is None:
             return ()
         return self.key_bias(x if self.cache == "kv" else x.to(carried_dtype(x)))
@@ -242,8 +239,9 @@ class Attention(MultiHead, OnKernels):
         if self.cache == "kv":
             parts = before(state, past, segment.k.dtype)
         else:
-            groups = fused.groups(self._by_kv_head(self.span.max_keys)) if on_cpu else [(0, [])]
-            chosen = [(past, None)] if len(groups) == 1 else [(n - 1 + self.shift, heads) for n, heads in groups]
+            runs = [*fused.runs(self._by_kv_head(self.span.max_keys))] if on_cpu else []
+            chosen = [(n - 1 + self.shift, [*range(self.kv_heads)[heads]]) for n, heads in runs]
+            chosen = chosen if len(runs) > 1 else [(past, None)]
             parts = [] if state is None else [self.reproject_past(state, segment, *part) for part in chosen]
         if on_cpu:
             return VisibleKeys(segment.k, segment.v, parts, [], *segment.biases)
@@ -263,10 +261,15 @@ class Attention(MultiHead, OnKernels):
         return part._replace(key_bias=by_head[:, list(heads)].flatten(1, 2))
 
     def _carried(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
-        """The next state: the last ``past`` inputs, or as many keys and values as ``_keys_to_carry`` says; None: all."""
+        """The next state: the last ``past`` inputs, or keys and values as far back as heads look; None: all. Heads of unequal
+        spans carry pasts of their own, except on the plain backend."""
         if self.cache == "kv":
             keys = keys.rebased()
-            return keys.state() if past is None else keys.last(*self._keys_to_carry(keys.past, backend))
+            if past is None:
+                return keys.state()
+            if len(keys.past) > 1 or (backend != "plain" and len(set(self._by_kv_head(self.span.max_keys))) > 1):
+                return keys.last(*(n - 1 + self.shift for n in self._by_kv_head(self.span.keys_to_carry())))
+            return keys.last(self.reach_now())
         new = segment.x.detach().to(carried_dtype(segment.x))
         old = None if state is None else state.to(new.dtype)
         if past is None:
@@ -280,14 +283,7 @@ class Attention(MultiHead, OnKernels):
             return last(self.reach_now(), 1, None, state)
         return last_keys([], before(state, None), self.reach_now())  # for all heads alike: another structure recompiles
 
-    def _keys_to_carry(self, past: list[PastKV], backend: str) -> list[int]:
-        """One count for all heads, or one per head."""
-        if len(past) > 1 or (backend != "plain" and len(set(self._by_kv_head(self.span.max_keys))) > 1):
-            return [n - 1 + self.shift for n in self._by_kv_head(self.span.keys_to_carry())]
-        return [self.reach_now()]
-
     def reach_now(self) -> int:
-        """How many bytes back the current spans reach."""
         return max(self.span.max_keys) - 1 + self.shift
 
     def _in_positions(
@@ -300,7 +296,6 @@ class Attention(MultiHead, OnKernels):
         return self.attend(backend, q, keys, visible, bias=bias, vectors=vectors, persistent=persistent)
 
     def attend(self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **added: Tensor | None) -> Tensor:
-        """One call of a backend, for all heads or some, with this sublayer's dropout."""
         keys, rate = keys.repeated(self.heads // self.kv_heads), self.dropout if self.training else 0.0
         added |= {"sink": self.sink, "past_learns": self.cache == "hidden"}
         return backends.attend(backend, q, keys, visible, dropout=rate, **added)

@@ -12,13 +12,11 @@ outside may use them as ours do, as an ``OnKernels`` that has ``heads``, ``d_hea
     state = keys.last(visible.past())
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from variants.context import VisibleKeys
-from variants.contract import KernelSublayer
+from variants.contract import Sublayer
 from variants.kernels import chunked, fused, operation, triton_window, window, window_cpu
 from variants.kernels.dropout import draw_seed
 from variants.kernels.window import Inputs, Persistent, Window
@@ -64,50 +62,36 @@ def attend(
     for heads, k, v, key_bias in keys.whole:  # their pasts are of one length; numbered anew in a call of their own
         first, number = heads[0], len(heads)
 
-        def of(x: Tensor | None, dim: int, first: int = first, number: int = number) -> Tensor | None:
+        def of(x: Tensor | None, dim: int = 0, first: int = first, number: int = number) -> Tensor | None:
             return x if x is None or number == x.shape[dim] else x.narrow(dim, first, number)
 
-        part = visible._replace(
-            max_keys=tuple(visible.max_keys[h] for h in heads),
-            z=visible.z if visible.z is None else of(visible.z, visible.z.dim() // 2),
-            limits=of(visible.limits, 0),
-        )
-        added = None if bias is None else of(bias[..., : max(part.max_keys)], int(bias.dim() > 2))
-        beside = persistent and Persistent(of(persistent.q, 1), of(persistent.k, 0), of(persistent.v, 0))
+        part = visible if number == len(visible.max_keys) else visible.of_heads(first, number)
+        added = {
+            "bias": None if bias is None else of(bias[..., : max(part.max_keys)], int(bias.dim() > 2)),
+            "persistent": persistent and Persistent(of(persistent.q, 1), of(persistent.k), of(persistent.v)),
+            "sink": of(sink),
+            "key_bias": key_bias,
+            "query_bias": of(keys.query_bias, 1),
+            "dropout": dropout,
+        }
         own = () if past_learns or not keys.past else (of(keys.k, 1), of(keys.v, 1), of(keys.key_bias, 1))
-        draws = {"dropout": dropout, "seed": seed if seed is None or not first else seed + first}
-        same = {"bias": added, "vectors": vectors, "persistent": beside, "sink": of(sink, 0)}
-        same |= {"key_bias": key_bias, "query_bias": of(keys.query_bias, 1)}
-        outputs.append(_attend(backend, of(q, 1), k, v, part, own, **same, **draws))
+        q_of_heads = of(q, 1)
+        if backend == "plain":
+            outputs.append(window.attend(q_of_heads, k, v, part, **added))
+            continue
+        added |= {"vectors": vectors, "seed": seed if seed is None or not first else seed + first}
+        if backend == "chunked":
+            outputs.append(chunked.attend(q_of_heads, k, v, part, **added))
+        elif backend == "fused" and fused.is_triangle(part, inputs := Inputs.of(q_of_heads, k, v, part, **added)):
+            outputs.append(fused.triangle(inputs))
+        else:
+            if own:  # constants, but for the segment's own
+                k, v, added["key_bias"] = (x if x is None else x.detach() for x in (k, v, key_bias))
+            outputs.append(operation.attend(backend, q_of_heads, k, v, part, own=own, **added))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _attend(
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    part: Window,
-    own: tuple[Tensor | None, ...],
-    *,
-    vectors: Tensor | None,
-    seed: Tensor | None,
-    **same,
-) -> Tensor:
-    """The call for heads whose past is of one length; ``own`` as ``operation.attend`` has it."""
-    if backend == "plain":
-        return window.attend(q, k, v, part, **same)
-    same |= {"vectors": vectors, "seed": seed}
-    if backend == "chunked":
-        return chunked.attend(q, k, v, part, **same)
-    if backend == "fused" and fused.is_triangle(part, inputs := Inputs.of(q, k, v, part, **same)):
-        return fused.triangle(inputs)
-    if own:
-        k, v, same["key_bias"] = (x if x is None else x.detach() for x in (k, v, same["key_bias"]))
-    return operation.attend(backend, q, k, v, part, own=own, **same)
-
-
-class OnKernels(KernelSublayer):
+class OnKernels(Sublayer):
     """Attention over a window that the backends compute."""
 
     spans_of_input: bool = False
@@ -131,41 +115,39 @@ class OnKernels(KernelSublayer):
         return ("kernel", "fused", *(("plain", "chunked") if on_cpu else ("chunked", "plain")))
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        obstacles = self.obstacles(device, training=training)
-        return tuple(name for name in self.able(device) if not obstacles(name))
+        return tuple(name for name in self.able(device) if not self.obstacles(name, device, training=training))
 
     def backend(self, device: torch.device, *, training: bool) -> str:
         """The backend that was asked for, or for ``auto`` the first; on a GPU the first that is plain PyTorch, because
         kernels are taken there when they were proven on that very device, by which ``auto`` becomes their name."""
-        wanted, obstacles = self.wanted_backend, self.obstacles(device, training=training)
+        wanted = self.wanted_backend
         if wanted == "auto":
-            plain = device.type != "cpu"
-            able = (name for name in self.able(device) if not plain or name in ("chunked", "plain"))
-            return next(name for name in able if not obstacles(name))
-        if reasons := obstacles(wanted):
+            of_torch = [] if device.type == "cpu" else ["chunked", "plain"]
+            able = (name for name in of_torch or self.able(device) if name in self.able(device))
+            return next(name for name in able if not self.obstacles(name, device, training=training))
+        if reasons := self.obstacles(wanted, device, training=training):
             allowed = ", ".join(["auto", *self.backends(device, training=training)])
             raise ValueError(f"runtime.backend={wanted} cannot run with {', '.join(reasons)}: allowed are {allowed}")
         return wanted
 
-    def obstacles(self, device: torch.device, *, training: bool) -> Callable[[str], list[str]]:
-        """Of a backend's name, why it cannot run there."""
+    def obstacles(self, backend: str, device: torch.device, *, training: bool) -> list[str]:
+        """Why a backend cannot run there."""
         dropout = self.dropout if training else 0.0
-
-        def reasons(backend: str) -> list[str]:
-            if backend not in self.able(device):
-                return [type(self).__name__]
-            if backend not in ("fused", "kernel"):
-                return []
-            if backend == "fused":
-                missing = fused.obstacle(device, dropout=dropout)
-            elif device.type == "cpu":
-                missing = window_cpu.available() or (f"model.dropout={dropout}" if dropout else None)
-            else:
-                missing = triton_window.available(device, self.kernel_width)
-            takes = self.position.constant_bias or (backend == "kernel" and self.has_vectors)
-            found = ["spans that depend on the input"] if self.spans_of_input else []
-            found += ["a key bias"] if self.biases_keys and backend == "fused" else []
-            found += [] if takes else ["a position scheme whose bias depends on the query"]
-            return found + ([missing] if missing else [])
-
-        return reasons
+        if backend not in self.able(device):
+            return [type(self).__name__]
+        if backend not in ("fused", "kernel"):
+            return []
+        if backend == "fused":
+            missing = fused.obstacle(device, dropout=dropout)
+        elif device.type == "cpu":
+            missing = window_cpu.available() or (f"model.dropout={dropout}" if dropout else None)
+        else:
+            missing = triton_window.available(device, self.kernel_width)
+        takes = self.position.constant_bias or (backend == "kernel" and self.has_vectors)
+        reasons = {
+            "spans that depend on the input": self.spans_of_input,
+            "a key bias": self.biases_keys and backend == "fused",
+            "a position scheme whose bias depends on the query": not takes,
+            missing: missing,
+        }
+        return [reason for reason, holds in reasons.items() if holds]

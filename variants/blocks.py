@@ -9,8 +9,7 @@ from torch import Tensor
 
 @dataclass
 class Blocks:
-    """Blocks of r bytes beyond a window of w keys, among the S keys that a query may see; it reads ``read`` of the
-    summaries in sight, or all."""
+    """Blocks of r bytes beyond a window of w keys, within the S keys in sight; ``read`` of them are read, or all."""
 
     ratio: int
     window: int
@@ -22,9 +21,7 @@ class Blocks:
         self.near = min(self.window, self.span)  # keys of the window
         self.behind = self.near - 1 + self.shift  # bytes before a segment that its windows may hold
         self.reach = self.span - 1 + self.shift
-        self.nearest = max(
-            self.behind + 1, self.ratio
-        )  # bytes back to the first of the nearest block seen as a summary
+        self.nearest = max(self.behind + 1, self.ratio)  # bytes back to the first of the nearest summarised block
         self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio  # finished blocks not yet summarised
         self.unsummarised = (self.lag + 1) * self.ratio - 1  # bytes before a segment that are in no summary, at most
         self.most = max(0, self.reach // self.ratio - self.lag)  # N: none that began farther back than a query sees
@@ -51,7 +48,6 @@ class Blocks:
         return max(0, (before - self.nearest) // self.ratio + 1) - max(0, first // self.ratio + 1)
 
     def chosen(self, seen: int) -> int:
-        """How many of these are read."""
         return seen if self.read is None else min(seen, self.read)
 
     def seen_warm(self) -> tuple[float, float]:
@@ -61,8 +57,7 @@ class Blocks:
 
 
 def highest(scores: Tensor, number: int) -> Tensor:
-    """Which of each row ``[.., G]`` are the ``number`` highest, bool, and what is NaN. Of equal ones the first:
-    ``topk`` would leave that open."""
+    """Where in each row ``[.., G]`` the ``number`` highest stand, or NaN; of equals the first (``topk``: any)."""
     last = scores.topk(number, dim=-1).values[..., -1:]
     above, equal = ~(scores <= last), scores == last
     return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= number - above.sum(-1, keepdim=True)))

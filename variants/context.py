@@ -37,24 +37,18 @@ class VisibleKeys(NamedTuple):
     @classmethod
     def joined(cls, k: Tensor, v: Tensor, past: list[PastKV], *biases: Tensor | None) -> "VisibleKeys":
         """With everything in ``whole``, copied once: attention and the state both read it there."""
-        own = PastKV(tuple(range(k.shape[1])), k, v, *biases[:1])
-        parts = [(part, of_heads(own, part.heads[0], len(part.heads))) for part in past]  # neighbours
-        whole = [
-            PastKV(o.heads, *(torch.cat(pair, dim=2) for pair in zip(tensors(o), tensors(n), strict=True)))
-            for o, n in parts
-        ]
-        return cls(k, v, past, whole or [own], *biases)
+        segment = PastKV(tuple(range(k.shape[1])), k, v, *biases[:1])
+        return cls(k, v, past, [part.followed_by(segment) for part in past] or [segment], *biases)
 
     def each(self, function: Callable[[PastKV], PastKV | None]) -> "VisibleKeys":
         """With what ``function`` makes of every part; parts of which it makes None are left out."""
-        past, whole = [function(part) for part in self.past], [function(part) for part in self.whole]
         segment = function(self._segment())
-        past, whole = ([part for part in parts if part] for parts in (past, whole))
+        past, whole = ([*filter(None, map(function, parts))] for parts in (self.past, self.whole))
         return VisibleKeys(*segment[1:3], past, whole, segment.key_bias, self.query_bias)
 
     def of_heads(self, first: int, number: int) -> "VisibleKeys":
         """What some heads meet, numbered anew; views."""
-        part = self.each(lambda part: of_heads(part, first, number))
+        part = self.each(lambda part: part.of_heads(first, number))
         if self.query_bias is None:
             return part
         size = self.query_bias.shape[1] // self.k.shape[1]
@@ -83,7 +77,7 @@ class VisibleKeys(NamedTuple):
 
     def state(self) -> State:
         """All that is in ``whole``, detached."""
-        parts = [tuple(x.detach() for x in tensors(part)) for part in self.whole]
+        parts = [tuple(x.detach() for x in part.tensors()) for part in self.whole]
         return parts[0] if len(parts) == 1 else tuple(zip(*parts, strict=True))
 
     def last(self, *numbers: int) -> State:
@@ -92,21 +86,6 @@ class VisibleKeys(NamedTuple):
 
     def _segment(self) -> PastKV:
         return PastKV(tuple(range(self.k.shape[1])), self.k, self.v, self.key_bias)
-
-
-def tensors(part: PastKV) -> list[Tensor]:
-    """Keys, values and, where there are some, key biases."""
-    return [x for x in part[1:] if x is not None]
-
-
-def of_heads(part: PastKV, first: int, number: int) -> PastKV | None:
-    """Those of a part that are among ``number`` heads from ``first`` on, numbered from there; None if it has none."""
-    places = [place for place, h in enumerate(part.heads) if first <= h < first + number]
-    if not places:
-        return None
-    heads = tuple(part.heads[place] - first for place in places)
-    sizes = [(x, x.shape[1] // len(part.heads)) for x in tensors(part)]
-    return PastKV(heads, *(x.narrow(1, places[0] * size, len(places) * size) for x, size in sizes))
 
 
 def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
@@ -126,15 +105,20 @@ def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> 
 def last_keys(old: list[PastKV], new: list[PastKV], *numbers: int) -> State:
     """As ``VisibleKeys.last``, of parts before the segment and parts of it. Heads of their own are copied: to a
     compiled graph views, of what held much more, are other inputs each time."""
+
+    def of_part(number: int, old: PastKV | None, new: PastKV) -> list[Tensor]:
+        return [
+            last(number, 2, *pair) for pair in zip(old.tensors() if old else (None,) * 3, new.tensors(), strict=False)
+        ]
+
+    def of_head(h: int, parts: list[PastKV]) -> PastKV | None:
+        return next(filter(None, (part.of_heads(h, 1) for part in parts)), None)
+
     if len(numbers) == 1:
-        pairs = zip(tensors(old[0]) if old else (None,) * 3, tensors(new[0]), strict=False)
-        return tuple(last(numbers[0], 2, *pair) for pair in pairs)
-    heads = []
-    for h, number in enumerate(numbers):
-        before, after = ([own for part in parts if (own := of_heads(part, h, 1))] for parts in (old, new))
-        pairs = zip(tensors(before[0]) if before else (None,) * 3, tensors(after[0]), strict=False)
-        heads.append([last(number, 2, *pair).clone(memory_format=torch.contiguous_format) for pair in pairs])
-    return tuple(zip(*heads, strict=True))
+        return tuple(of_part(*numbers, old[0] if old else None, new[0]))
+    heads = (of_part(number, of_head(h, old), of_head(h, new)) for h, number in enumerate(numbers))
+    copies = ([x.clone(memory_format=torch.contiguous_format) for x in head] for head in heads)
+    return tuple(zip(*copies, strict=True))
 
 
 def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:

@@ -60,8 +60,7 @@ class LayerContext:
         return self.scheme(self, d_head=d_head)
 
     def shared(self, cls: type, key: Hashable, make: Callable[[], Any], *, share: str = "network") -> Any:
-        """The same object for every layer that asks with this class and key, made by the first; with ``share: layer``
-        its own."""
+        """The object that the first layer made for this class and key; with ``share: layer`` one of its own."""
         if share == "layer":
             return make()
         if (cls, key) not in self.pool:
@@ -154,8 +153,7 @@ class Sublayer(nn.Module):
     period: int = 1
     """Bytes after which what it does repeats: a block, a chunk, a dilated step. FLOPs are counted over one."""
     ideal_share: tuple[float, str] = (0.5, "")
-    """The least share of its executed FLOPs that ``ideal_flops`` may be; below a half, with the reason, shown in
-    rows."""
+    """The least share of executed FLOPs that ``ideal_flops`` may be; below a half, with the reason, shown in rows."""
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -181,8 +179,7 @@ class Sublayer(nn.Module):
         every optimizer step. What the host must know of them for shapes is ``Spans.lengths``."""
 
     def ideal_flops(self) -> int:
-        """Forward FLOPs per byte, two per multiply-add, warm state, at the present parameters; by default of all
-        ``nn.Linear``."""
+        """Forward FLOPs per byte, two a multiply-add, in warm state, at the present parameters: all ``nn.Linear``."""
         return 2 * sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops | None:
@@ -201,8 +198,7 @@ class Sublayer(nn.Module):
         return None
 
     def set_span(self, span: int) -> None:
-        """From now on let a position see ``span`` positions; learned spans keep their lengths in keys. ValueError
-        naming ``eval.span`` where it cannot."""
+        """See ``span`` positions from now on; learned spans keep their lengths. ValueError naming ``eval.span``."""
 
     def trim(self, state: State) -> State:
         """What of a state is worth carrying at the present parameters; idempotent. The harness calls this where
@@ -213,14 +209,10 @@ class Sublayer(nn.Module):
         """The code that would run there: ``plain``, ``fused``, ... ValueError where what was asked for cannot run."""
         return "plain"
 
-
-class KernelSublayer(Sublayer):
-    """A sublayer that more code than ``plain`` computes, which is proven where nothing was tested before it is
-    preferred: ``variants/backends.py`` has all of this for attention over a window."""
-
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        """Names of the backends that support this sublayer on a device, in order of preference. Nothing is run."""
-        raise NotImplementedError
+        """All code that could, in order of preference; nothing is run. Where nothing was tested before, all but ``plain`` is
+        proven before it is preferred: ``variants/backends.py`` has this for attention over a window."""
+        return ("plain",)
 
 
 class Part(nn.Module):
@@ -228,8 +220,7 @@ class Part(nn.Module):
 
 
 class Spans(Part):
-    """How far a sublayer's heads look. Its parameters decide what a step costs, so whoever moves weights leaves
-    them."""
+    """How far a sublayer's heads look; what its parameters are decides what a step costs."""
 
     placeable: bool = False
     """Whether every head has one learned length, which can be set."""
@@ -239,8 +230,7 @@ class Spans(Part):
         raise NotImplementedError
 
     def lengths(self) -> Tensor | None:
-        """What the host must know of the parameters for the shapes of the next step, ``[n]`` on the device; None:
-        nothing."""
+        """Numbers ``[n]``, on the device, that the host must know for the next step's shapes; None for none."""
         return None
 
     def set_lengths(self, lengths: Sequence[float]) -> None:
@@ -253,12 +243,10 @@ def set_shapes(module: nn.Module) -> None:
     spans = [part for part in module.modules() if isinstance(part, Spans)]
     lengths = [(part, values.detach()) for part in spans if (values := part.lengths()) is not None]
     if lengths:
-        numbers = (
-            torch.cat([values for _, values in lengths]).nan_to_num(nan=0.0).tolist()
-        )  # of a NaN the loss will tell
-        for part, values in lengths:
-            part.set_lengths(numbers[: len(values)])
-            del numbers[: len(values)]
+        numbers = torch.cat([values for _, values in lengths]).nan_to_num(nan=0.0)  # of a NaN the loss will tell
+        sizes = [len(values) for _, values in lengths]
+        for (part, _), of_part in zip(lengths, numbers.cpu().split(sizes), strict=True):
+            part.set_lengths(of_part.tolist())
 
 
 class Position(nn.Module):
@@ -294,13 +282,11 @@ class Position(nn.Module):
         return frozenset(does - {"bias"} if does & {"decay", "vectors"} else does)  # which are a bias, too
 
     def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """``[H]`` in ``dtype``, where ``bias`` is ``-slope * x``, so that what is summed over the past may decay
-        instead."""
+        """``[H]`` where ``bias`` is ``-slope * x``, so that sums over the past may decay instead."""
         return None
 
     def vectors(self, max_keys: int) -> Tensor | None:
-        """``[max_keys, K]``, one for each distance, where ``bias`` is ``q @ vectors.T``: kernels may take it as
-        such."""
+        """``[max_keys, K]``, one a distance, where ``bias`` is ``q @ vectors.T``: kernels may take it as such."""
         return None
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor | None:
@@ -309,8 +295,7 @@ class Position(nn.Module):
         return None
 
     def ideal_flops(self, max_keys: float) -> float:
-        """Forward FLOPs per byte and head of ``bias``, linear in ``max_keys``; its gradients are charged twice as
-        much."""
+        """Forward FLOPs per byte and head of ``bias``, linear in ``max_keys``; its backward is twice as much."""
         return 0.0
 
 

@@ -14,6 +14,7 @@ different rates.
 """
 
 import math
+from typing import Unpack
 
 import torch
 from einops import rearrange
@@ -23,6 +24,7 @@ from variants.attention import Attention
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, NeededFlops
 from variants.kernels.window import Window
+from variants.multi_head import HeadKeywords
 
 LARGEST = 20.0
 """Exponent in lambda, beyond which the square of a difference of maps would be infinite in float32 before long."""
@@ -31,12 +33,10 @@ LARGEST = 20.0
 class Differential(Attention):
     """Causal attention over the last S positions by differences of maps; the keywords are those of ``Attention``."""
 
-    def __init__(
-        self, context: LayerContext, *, d_head: int | None = None, bias: bool = False, zero_init: bool = False
-    ):
+    def __init__(self, context: LayerContext, **heads: Unpack[HeadKeywords]):
         if context.heads % 2:
             raise ValueError(f"model.heads={context.heads}: must be even, because two heads are a pair")
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init)
+        super().__init__(context, **heads)
         self.initial = 0.8 - 0.6 * math.exp(-0.3 * context.layer)
         self.factors = nn.ParameterList(0.1 * torch.randn(self.d_head) for _ in range(4))  # l_q1, l_k1, l_q2, l_k2
         self.gain = nn.Parameter(torch.ones(2 * self.d_head))

@@ -19,6 +19,8 @@ Where it departs:
 - Decays take the place of a position scheme: rotary and ALiBi are refused. Dropout has no weights to drop here.
 """
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -28,7 +30,7 @@ from variants.contract import Honours, LayerContext, NeededFlops, State, Sublaye
 from variants.gated_linear import InputDecay
 from variants.kernels import decayed_sums
 from variants.kernels.carried_sums import unrounded
-from variants.multi_head import MultiHead
+from variants.multi_head import HeadKeywords, MultiHead
 
 EPSILON = 1e-6
 """Added to squares before a root."""
@@ -54,14 +56,12 @@ class GatedDelta(MultiHead):
         *,
         decay: str = "head",
         filter_bytes: int = 4,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
         chunk: int = 32,
+        **heads: Unpack[HeadKeywords],
     ):
         check_numbers(1, chunk=chunk, filter_bytes=filter_bytes)
         check_choice(("head", "channel"), decay=decay)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init)
+        super().__init__(context, **heads)
         channels, rank = (1, None) if decay == "head" else (self.d_head, self.d_head)
         self.decay = InputDecay(context, channels=channels, rank=rank)
         self.strength = nn.Linear(context.d_model, self.heads, bias=False)
@@ -101,8 +101,7 @@ class GatedDelta(MultiHead):
         return super().matrix_sizes() + self.decay.matrix_sizes() + self.strength.weight.numel()
 
     def ideal_flops(self) -> int:
-        """Projections, and the recurrence: 2 K^2 each for what a key reads, what it writes and what a query reads.
-        Pairs within a chunk are another way to the same sums and are not counted, nor is what is no product."""
+        """Projections, and 2 K^2 each for what a key reads, a key writes and a query reads (``linear.py``)."""
         return 2 * self.matrix_sizes() + 6 * self.heads * self.d_head**2
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:

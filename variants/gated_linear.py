@@ -15,15 +15,14 @@ Where it departs:
 - The decay stands in place of a position scheme: rotary and ALiBi are refused. Without dropout, as ``linear.py``.
 """
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.context import weights_of
-from variants.contract import Honours, Inspection, LayerContext, State, SublayerOutput
-from variants.kernels import decayed_sums
-from variants.kernels.carried_sums import unrounded
-from variants.linear import LinearAttention
+from variants.contract import Honours, LayerContext
+from variants.linear import LinearAttention, SumsKeywords
 from variants.position import alibi_slopes
 
 
@@ -61,40 +60,12 @@ class GatedLinear(LinearAttention):
 
     honours = Honours(attend_self={True, False})
 
-    def __init__(
-        self,
-        context: LayerContext,
-        *,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
-        chunk: int = 32,
-    ):
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, chunk=chunk)
+    def __init__(self, context: LayerContext, **sums: Unpack[SumsKeywords]):
+        super().__init__(context, **sums)
         self.decay = InputDecay(context)
 
-    def forward(
-        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
-    ) -> SublayerOutput:
-        q, k, v = self.project(x, "query", "key", "value")
-        y, state = self._gated_means(x, q, k, v, state)
-        return SublayerOutput(self.join(y.to(v.dtype)), state)
-
-    def _gated_means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
-        """Weighted means ``[B, H, T, K]`` of values, and the sums to carry, ``[B, H, K, K + 1]``."""
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        with unrounded(v.device):
-            q, k, _ = self.featured(q.to(dtype), k.to(dtype))
-            v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the sum of weights is the sum of ones
-            reads = {"attend_self": not self.shift, "chunk": self.chunk}
-            out, sums = decayed_sums.attend(q, k, v, self.decay(x.to(dtype)), sums=state, **reads)
-            total = out[..., -1:]
-            return out[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), sums
-
-    @torch.no_grad()
-    def inspect(self, x: Tensor) -> Inspection:
-        q, k, v = self.project(x, "query", "key", "value")
-        return Inspection(weights_of(lambda values: self._gated_means(x, q, k, values, None)[0], v))
+    def log_decay(self, x: Tensor) -> Tensor:
+        return self.decay(x)
 
     def matrix_sizes(self) -> int:
         return super().matrix_sizes() + self.decay.matrix_sizes()

@@ -16,6 +16,8 @@ Where it departs:
 - ``cache: hidden`` is refused: inputs are not carried. Relative vectors are refused.
 """
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from variants.attention import Attention, Segment, carried_dtype
 from variants.contract import Honours, LayerContext, NeededFlops, check_numbers
 from variants.kernels.window import PastKV
+from variants.multi_head import HeadKeywords
 
 
 class Latent(Attention):
@@ -43,15 +46,13 @@ class Latent(Attention):
         *,
         latent: int | None = None,
         d_position: int | None = None,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
+        **heads: Unpack[HeadKeywords],
     ):
         check_numbers(1, null="null for 2 d_head", latent=latent)
         check_numbers(1, null="null for half of d_head", d_position=d_position)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init)
+        super().__init__(context, **heads)
         self.latent, self.d_position = latent or 2 * self.d_head, d_position or max(2, self.d_head // 4 * 2)
-        self.position, width = context.position(self.d_position), context.d_model
+        self.position, width, bias = context.position(self.d_position), context.d_model, heads.get("bias", False)
         self.query = nn.Linear(width, self.heads * self.kernel_width, bias=bias)  # [W_q; W_p] of each head
         self.down = nn.Linear(width, self.latent + self.d_position, bias=bias)  # [W_c; W_r]
         self.up = nn.Linear(self.latent, 2 * self.heads * self.d_head, bias=bias)  # [W_k; W_v]

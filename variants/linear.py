@@ -4,7 +4,7 @@
 
 phi(x) = elu(x) + 1 for each number of a head's query or key, unscaled (2006.16236, 3.2 to 3.4). Training cuts a segment
 into chunks, which meet themselves by pairs and what is before them by the sums, which a stream carries: see
-``kernels/carried_sums.py``.
+``kernels/decayed_sums.py``.
 
 Where it departs, and what it follows:
 - No epsilon in the denominator: a query without keys (the first of a stream without ``attend_self``) gives 0.
@@ -13,6 +13,8 @@ Where it departs, and what it follows:
   need the keys.
 - Dropout has no weights to drop here. In float32 without a decay, sums stop growing near 10^7 keys.
 """
+
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +31,9 @@ from variants.contract import (
     check_choice,
     check_numbers,
 )
-from variants.kernels.carried_sums import attend, unrounded
-from variants.multi_head import MultiHead
+from variants.kernels.carried_sums import means, unrounded
+from variants.kernels.decayed_sums import attend
+from variants.multi_head import HeadKeywords, MultiHead
 
 
 def elu(x: Tensor) -> Tensor:
@@ -39,6 +42,10 @@ def elu(x: Tensor) -> Tensor:
 
 
 FEATURE_MAPS = {"elu": elu, "relu": F.relu}
+
+
+class SumsKeywords(HeadKeywords, total=False):
+    chunk: int
 
 
 class CarriedSums(MultiHead):
@@ -53,36 +60,27 @@ class CarriedSums(MultiHead):
     scaled = False
     features: int
 
-    def __init__(self, context: LayerContext, *, d_head: int | None, bias: bool, zero_init: bool, chunk: int):
+    def __init__(self, context: LayerContext, *, chunk: int = 32, **heads: Unpack[HeadKeywords]):
         check_numbers(1, chunk=chunk)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init)
+        super().__init__(context, **heads)
         self.position = context.position(self.d_head)
         self.chunk = self.period = chunk
-
-    def featured(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Features ``[B, H, T, F]`` of queries and of keys ``[B, H, T, K]``, and the keys' ``log_scale`` or None. A
-        query's features may have any scale, which cancels."""
-        raise NotImplementedError
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         q, k, v = self.project(x, "query", "key", "value")
-        y, state = self._means(q, k, v, state)
+        y, state = self._means(x, q, k, v, state)
         return SublayerOutput(self.join(y.to(v.dtype)), state)
 
-    def _means(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
-        """Weighted means ``[B, H, T, K]`` of values, and the sums to carry."""
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        with unrounded(v.device):
-            q, k, log_scale = self.featured(q.to(dtype), k.to(dtype))
-            decay = {"log_scale": log_scale, "slopes": self.position.slopes(dtype)}
-            return attend(q, k, v.to(dtype), **decay, state=state, attend_self=not self.shift, chunk=self.chunk)
+    def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+        """Weighted means ``[B, H, T, K]`` of values, in float32 or wider, and the sums to carry."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
         q, k, v = self.project(x, "query", "key", "value")
-        return Inspection(weights_of(lambda values: self._means(q, k, values, None)[0], v))
+        return Inspection(weights_of(lambda values: self._means(x, q, k, values, None)[0], v))
 
     def reach(self) -> None:
         """All the way: what decays never ends."""
@@ -102,19 +100,20 @@ class LinearAttention(CarriedSums):
     ``relu``, with which a query may meet no weight at all and gives 0. The other keywords are those of
     ``CarriedSums``."""
 
-    def __init__(
-        self,
-        context: LayerContext,
-        *,
-        feature_map: str = "elu",
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
-        chunk: int = 32,
-    ):
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, chunk=chunk)
+    def __init__(self, context: LayerContext, *, feature_map: str = "elu", **sums: Unpack[SumsKeywords]):
+        super().__init__(context, **sums)
         check_choice(FEATURE_MAPS, feature_map=feature_map)
         self.map, self.features = FEATURE_MAPS[feature_map], self.d_head
 
-    def featured(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, None]:
-        return self.map(q), self.map(k), None
+    def log_decay(self, x: Tensor) -> Tensor:
+        """As ``decayed_sums.attend`` takes it, for bytes ``x [B, T, D]``: here by positions alone."""
+        slopes = self.position.slopes(x.dtype)
+        return x.new_zeros(1, 1, 1, 1) if slopes is None else -slopes[None, :, None, None]
+
+    def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+        """The sums to carry are ``[B, H, F, K + 1]``."""
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        with unrounded(v.device):
+            q, k, decay = self.map(q.to(dtype)), self.map(k.to(dtype)), self.log_decay(x.to(dtype))
+            v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the sum of weights is the sum of ones
+            return means(*attend(q, k, v, decay, sums=state, attend_self=not self.shift, chunk=self.chunk))

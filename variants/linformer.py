@@ -114,7 +114,6 @@ class Linformer(MultiHead, OnKernels):
         return SublayerOutput(self.join(y), state, stats=stats)
 
     def _nothing(self, x: Tensor) -> Carried:
-        """The state of streams that begin."""
         width = x.shape[-1] if self.cache == "hidden" else 2 * self.inner
         past, summaries = x.new_zeros(len(x), 0, width), x.new_zeros(len(x), 0, 2 * self.inner + self.d_index)
         return Carried(past, summaries, *torch.zeros(3, 1, dtype=torch.int64, device=x.device))
@@ -123,17 +122,16 @@ class Linformer(MultiHead, OnKernels):
         """s_j and u_j: carried ones, padded to all that can be visible, then those of ceil(T / r) blocks, from the one
         ``lag`` before the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
         ratio, phase, blocks = self.blocks.ratio, carried.phase, -(-segment.shape[1] // self.blocks.ratio)
-        every = torch.cat([_last(past, self.blocks.unsummarised), segment], dim=1)
-        every = _from(every, (ratio - 1 - phase).expand(len(every)), blocks * ratio)
-        every = every.unflatten(1, (blocks, ratio))  # [B, M, r, 2 H K]
-        k, v = self.compressor(every).chunk(2, dim=-1)
+        rows = torch.cat([_last(past, self.blocks.unsummarised), segment], dim=1)
+        rows = _from(rows, (ratio - 1 - phase).expand(len(rows)), blocks * ratio).unflatten(1, (blocks, ratio))
+        s, u = self.compressor(rows).chunk(2, dim=-1)
         after = torch.arange(1, blocks + 1, device=segment.device) - self.blocks.lag
         last = (start - phase)[:, None] + ratio * after - 1  # place of a block's last byte, [B, M]
-        k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
-        k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
-        index = [self.index_key(every[..., : self.inner].mean(dim=2))] if self.d_index else []
-        made = torch.cat([k, v, *index], dim=-1)
-        return torch.cat([_last(carried.summaries.to(made.dtype), self.blocks.most), made], dim=1)
+        s = rearrange(s, "B M (H K) -> (B M) H 1 K", H=self.heads)
+        s = rearrange(self.position.rotate(s, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
+        index = [self.index_key(rows[..., : self.inner].mean(dim=2))] if self.d_index else []
+        new = torch.cat([s, u, *index], dim=-1)
+        return torch.cat([_last(carried.summaries.to(new.dtype), self.blocks.most), new], dim=1)
 
     def _near(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Near:
         """Keys and values that windows may hold, in their positions."""
@@ -148,16 +146,17 @@ class Linformer(MultiHead, OnKernels):
         """Summaries that chunks of queries meet; of ``top_k``, those are visible that each has chosen."""
         blocks, (chunks, size) = self.blocks, self.blocks.chunks(x.shape[1])
         first = size * torch.arange(chunks, device=x.device)[:, None]  # [n, 1]
-        at = first // blocks.ratio + blocks.met(size, x.device)  # [n, G]
-        met = summaries[:, at.clamp(max=summaries.shape[1] - 1)]  # [B, n, G, 2 H K (+ I)]
-        key, value, index = met.split([self.inner, self.inner, self.d_index], dim=-1)
+        j = first // blocks.ratio + blocks.met(size, x.device)  # [n, G], counted from the first that is carried
+        s, u, index = summaries[:, j.clamp(max=summaries.shape[1] - 1)].split(
+            [self.inner, self.inner, self.d_index], -1
+        )
+        k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (s, u))
         phase, finished = carried.phase[:, None, None, None], carried.finished[:, None, None, None]
         most, t = blocks.most + blocks.lag, (first + torch.arange(size, device=x.device))[:, :, None]
-        back = phase + t + blocks.ratio * (most - at[:, None])  # bytes from the query to the block's first
-        visible = (back >= blocks.nearest) & (back < blocks.span + blocks.shift) & (at[:, None] >= most - finished)
-        k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (key, value))
+        back = phase + t + blocks.ratio * (most - j[:, None])  # bytes from the query to the block's first
+        visible = (back >= blocks.nearest) & (back < blocks.span + blocks.shift) & (j[:, None] >= most - finished)
         far = Far(k, v, visible, back - (blocks.ratio - 1) - blocks.shift)
-        if not self.d_index or not at.numel():
+        if not self.d_index or not j.numel():
             return far
         scores = blocks.chunked(self.index_query(x)) @ index.mT * self.d_index**-0.5  # [B, n, Q, G]
         visible = visible.expand(len(x), -1, -1, -1)
@@ -212,8 +211,7 @@ class Linformer(MultiHead, OnKernels):
         self.blocks = replace(self.blocks, span=span)
 
     def ideal_flops(self) -> int:
-        """Projections, weights over a block, scores and weighted values of the window and of summaries, the mean over
-        phases."""
+        """Projections, compressor, and scores and values of window and summaries, the mean over phases."""
         return round(self._forward_flops(self.blocks.near, *self.blocks.seen_warm()))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
@@ -245,8 +243,7 @@ class Linformer(MultiHead, OnKernels):
         return NeededFlops(needed.forward + projected, needed.backward + projected - fixed / segment)
 
     def _forward_flops(self, near: float, sight: float, read: float) -> float:
-        """Per byte, of queries with ``near`` keys of the window, ``sight`` summaries to choose from, and ``read`` of
-        them."""
+        """Per byte, with ``near`` keys of the window, and ``sight`` summaries of which ``read`` are read."""
         per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
         matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
         matrices -= (1 - 1 / self.blocks.ratio) * self.index_key.weight.numel() if self.d_index else 0  # once a block
@@ -259,8 +256,7 @@ def _last(x: Tensor, number: int) -> Tensor:
 
 
 def _from(x: Tensor, first: Tensor, number: int) -> Tensor:
-    """``number`` rows of ``x [B, L, n]`` from the place ``first [B]`` of each stream on; beyond the end, the last
-    again."""
+    """``number`` rows of ``x [B, L, n]`` from ``first [B]`` on; beyond the end, the last again."""
     at = (first[:, None] + torch.arange(number, device=x.device)).clamp(max=x.shape[1] - 1)  # [B, number]
     at = at + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
     return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, at.shape)

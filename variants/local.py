@@ -12,6 +12,7 @@ Where only the device knows them, rows are moved to their blocks by index.
 """
 
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from variants.attention import Attention, AttentionSpan, Segment
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
 from variants.kernels.window import PastKV, Window
-from variants.multi_head import start_of
+from variants.multi_head import HeadKeywords, start_of
 
 ROWS_AT_ONCE = 128
 """Queries of a block that plain PyTorch takes at once: it then skips most of what is above the diagonal."""
@@ -41,22 +42,14 @@ class LocalAttention(Attention):
     keyword = "block"
     """What M is called where it is configured."""
 
-    def __init__(
-        self,
-        context: LayerContext,
-        *,
-        block: int | None,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
-    ):
+    def __init__(self, context: LayerContext, *, block: int | None, **heads: Unpack[HeadKeywords]):
         fewest = 1 if context.attend_self else 2
         size = max(fewest, context.span // 4) if block is None else block
         if not fewest <= size <= context.span:
             allowed = f"integers from {fewest} to model.span={context.span}, or null for a quarter"
             raise ValueError(f"{self.keyword}={size}: allowed are {allowed}")
         inside = replace(context, span=size)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=lambda _: AttentionSpan(inside))
+        super().__init__(context, **heads, span=lambda _: AttentionSpan(inside))
         self.follows_span = block is None
         self.honours = replace(self.honours, span=True if self.follows_span else None)
 
@@ -109,8 +102,7 @@ class LocalAttention(Attention):
         return rearrange(y, "(B n) H M K -> B (n M) (H K)", B=streams)[:, :length]
 
     def _by_phase(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
-        """The same where the segment begins after ``count [B]`` bytes of a block, with M - 1 rows before it in ``keys``
-        and ``values [B, H, M - 1 + T, K]``."""
+        """The same ``count [B]`` bytes into a block; of ``keys`` and ``values`` M - 1 rows are of the past."""
         phases, first, outputs, order = count.tolist(), self.block - 1, [], []
         for phase in sorted(set(phases)):
             alike = [b for b in range(len(phases)) if phases[b] == phase]
@@ -126,8 +118,7 @@ class LocalAttention(Attention):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)[torch.tensor(order).argsort()]
 
     def _realigned(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
-        """As ``_by_phase``. Rows beyond either end are copies of others: they stand after all that is asked for, or are
-        queries of the past."""
+        """As ``_by_phase``. Rows beyond either end repeat others: nobody asks for what comes of them."""
         (streams, heads, length, _), size = q.shape, self.block
         blocks = -(-(size - 1 + length) // size)
         place = torch.arange(blocks * size, device=q.device).view(blocks, 1, size)
@@ -145,8 +136,7 @@ class LocalAttention(Attention):
         return F.embedding(first[:, None] + torch.arange(length, device=q.device), y)
 
     def _inside(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What the heads give ``[N, H, T, K]`` for the last T bytes of N blocks, each of which is seen from its start
-        and alone: ``k`` and ``v [N, H, P + T, K]``."""
+        """Head outputs ``[N, H, T, K]`` of the last T bytes of N blocks, all of whose keys ``k`` has, ``[N, H, P + T, K]``."""
         backend, rows = self.backend(q.device, training=self.training), q.shape[2]
         on_cpu = (backend, q.device.type) == ("kernel", "cpu")
         traced = backend == "plain" or backends.is_operation(backend, q.device)

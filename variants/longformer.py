@@ -15,6 +15,7 @@ S/2 in equal ratios. No global attention, which the paper's language models do n
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -26,21 +27,20 @@ from variants.attention import Attention, AttentionSpan
 from variants.context import VisibleKeys
 from variants.contract import LayerContext
 from variants.kernels.window import PastKV, Persistent, Window
+from variants.multi_head import HeadKeywords
 
 SMALLEST, LARGEST = 1 / 16, 1 / 2
 """Windows of the lowest and of the highest layer where none are given, as fractions of S."""
 
 
 def grown_window(span: int, *, layer: int, n_layers: int) -> int:
-    """w of a layer, in keys: each is the same multiple of the one below; at least 2, as the softmax of 1 has no
-    gradient."""
+    """w of a layer, in keys: the same multiple of that below; at least 2, as the softmax of 1 has no gradient."""
     height = layer / (n_layers - 1) if n_layers > 1 else 1.0
     return max(2, round(span * SMALLEST * (LARGEST / SMALLEST) ** height))
 
 
 def grown_dilation(*, layer: int, n_layers: int) -> int:
-    """n of a layer, as the paper's language models have it: 1 in the lower half, 2, 3 and 4 in thirds of the upper
-    (appendix)."""
+    """n of a layer as in the paper's models: 1 in the lower half, 2, 3 and 4 in thirds of the upper (appendix)."""
     return 1 + max(0, 6 * layer // n_layers - 2)
 
 
@@ -89,9 +89,7 @@ class Longformer(Attention):
         windows: tuple[int, ...] | None = None,
         dilation: tuple[int, ...] | None = None,
         dilated_heads: int = 2,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
+        **heads: Unpack[HeadKeywords],
     ):
         _check("windows", windows, layers=context.n_layers, most=context.span)
         _check("dilation", dilation, layers=context.n_layers)
@@ -102,7 +100,7 @@ class Longformer(Attention):
         steps = (1,) * (context.heads - dilated_heads) + (step,) * dilated_heads
         window = None if windows is None else windows[context.layer]
         span = partial(DilatedWindows, window=window, steps=steps)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=span)
+        super().__init__(context, **heads, span=span)
         self.period = step
 
     def reach(self) -> int:
@@ -115,50 +113,56 @@ class Longformer(Attention):
         most, outputs = max(self.span.max_keys), []
         vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
         bias = self.position.bias(q, most) if vectors is None else None
-        for first, heads, number, step in self.span.alike():
-            every = slice(0, step * number, step)
-            column = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., every]
-            added = {"bias": column, "vectors": None if vectors is None else vectors[every]}
+        for first, heads, w, n in self.span.alike():
+            columns = slice(0, n * w, n)
+            added = {"vectors": None if vectors is None else vectors[columns]}
+            added["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., columns]
             q_and_keys = q.narrow(1, first, heads), keys.of_heads(first, heads)
-            outputs.append(self._over_classes(backend, *q_and_keys, (number,) * heads, step, **added))
+            outputs.append(self._over_classes(backend, *q_and_keys, (w,) * heads, n, **added))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _over_classes(
-        self, backend: str, q: Tensor, keys: VisibleKeys, max_keys: tuple[int, ...], step: int, **added: Tensor | None
+        self,
+        backend: str,
+        q: Tensor,
+        keys: VisibleKeys,
+        max_keys: tuple[int, ...],
+        n: int,
+        *,
+        bias: Tensor | None,
+        vectors: Tensor | None,
     ) -> Tensor:
-        """What heads of one dilation give ``[B, H, T, K]``: queries r, r + n, .. meet keys r - shift, r - shift + n, ..
-        alone."""
-        if step == 1:
-            return self.attend(backend, q, keys, Window(max_keys, self.shift), **added)
-        length, bias, outputs = q.shape[2], added["bias"], []
-        spare = (0, 0, 0, -length % step)  # classes of one length: what is put at the end is seen by no query before it
+        """Head outputs ``[B, H, T, K]``: queries r, r + n, .. meet keys r - shift, r - shift + n, .. alone."""
+        if n == 1:
+            return self.attend(backend, q, keys, Window(max_keys, self.shift), bias=bias, vectors=vectors)
+        length, outputs = q.shape[2], []
 
-        def of_class(x: Tensor, r: int) -> Tensor:  # [B, H, T, ..]
-            return (F.pad(x, spare) if spare[3] else x)[:, :, r::step]
+        def of_class(
+            x: Tensor, r: int
+        ) -> Tensor:  # [B, H, T, ..] of all to one length: no query sees what is put at the end
+            return F.pad(x, (0, 0, 0, -length % n))[:, :, r::n]
 
-        for r in range(min(step, length)):
-            c = (r - self.shift) % step  # the class of the keys
-            past = []
+        for r in range(min(n, length)):
+            c, past = (r - self.shift) % n, []  # the class of the keys, of which the past has these
             for part in keys.past:
-                first = (part.k.shape[2] + c) % step
-                past.append(PastKV(part.heads, part.k[:, :, first::step], part.v[:, :, first::step]))
+                of_past = slice((part.k.shape[2] + c) % n, None, n)
+                past.append(PastKV(part.heads, part.k[:, :, of_past], part.v[:, :, of_past]))
             k, v = of_class(keys.k, c), of_class(keys.v, c)
             met = VisibleKeys.joined(k, v, past) if keys.whole else VisibleKeys(k, v, past, [])
-            if bias is not None and bias.dim() > 2:
-                added["bias"] = of_class(bias, r)
+            bias_of_class = of_class(bias, r) if bias is not None and bias.dim() > 2 else bias
             visible = Window(max_keys, int(r < self.shift))  # with a shift, what class 0 meets lies one row before it
-            outputs.append(self.attend(backend, of_class(q, r), met, visible, **added))
+            outputs.append(self.attend(backend, of_class(q, r), met, visible, bias=bias_of_class, vectors=vectors))
         return rearrange(outputs, "r B H m K -> B H (m r) K")[:, :, :length]
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
         totals = [0, 0, 0]
-        for _, heads, number, step in self.span.alike():
-            distances = range(self.shift, self.shift + step * number, step)
+        for _, heads, w, n in self.span.alike():
+            distances = range(self.shift, self.shift + n * w, n)
             new = sum(max(0, segment - far) for far in distances)
             past = sum(max(0, min(segment, segment + carried - far)) for far in distances) - new
             # A past key is seen if one of the distances leads from it to a query of the segment.
-            met = sum((self.shift - i) % step < segment for i in range(1, min(carried, distances[-1]) + 1))
-            totals = [total + heads * n for total, n in zip(totals, (new, past, met), strict=True)]
+            met = sum((self.shift - i) % n < segment for i in range(1, min(carried, distances[-1]) + 1))
+            totals = [total + heads * number for total, number in zip(totals, (new, past, met), strict=True)]
         return tuple(totals)
 
 

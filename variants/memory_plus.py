@@ -12,12 +12,14 @@ Where they depart, beside what ``product_key_memory.py`` says: queries pass a La
 and keys if training is unstable and 2407.04153 has BatchNorm.
 """
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from variants.contract import LayerContext, State, SublayerOutput
-from variants.product_key_memory import ProductKeyMemory
+from variants.product_key_memory import ProductKeyMemory, SearchKeywords
 
 
 class MemoryPlus(ProductKeyMemory):
@@ -32,19 +34,12 @@ class MemoryPlus(ProductKeyMemory):
         self,
         context: LayerContext,
         *,
-        half_keys: int,
-        top_k: int,
-        heads: int,
-        d_query: int,
-        query_norm: str = "layer",
-        activation: str = "softmax",
         share: str = "network",
         sparse: bool = False,
         zero_init: bool = False,
+        **search: Unpack[SearchKeywords],
     ):
-        table = {"half_keys": half_keys, "top_k": top_k, "heads": heads, "d_query": d_query}
-        choices = {"query_norm": query_norm, "activation": activation, "share": share, "sparse": sparse}
-        super().__init__(context, **table, **choices)
+        super().__init__(context, share=share, sparse=sparse, **search)
         self.gate = nn.Linear(context.d_model, context.d_model, bias=False)
         self.output = nn.Linear(context.d_model, context.d_model, bias=False)
         if zero_init:
@@ -65,22 +60,10 @@ class Experts(ProductKeyMemory):
     keywords are those of ``ProductKeyMemory`` without sharing and sparse gradients; the table of inputs is not divided
     among processes."""
 
-    def __init__(
-        self,
-        context: LayerContext,
-        *,
-        half_keys: int,
-        top_k: int,
-        heads: int,
-        d_query: int,
-        query_norm: str = "layer",
-        activation: str = "softmax",
-    ):
-        table = {"half_keys": half_keys, "top_k": top_k, "heads": heads, "d_query": d_query}
-        choices = {"query_norm": query_norm, "activation": activation, "share": "layer", "sparse": False}
-        super().__init__(context, **table, **choices)
+    def __init__(self, context: LayerContext, **search: Unpack[SearchKeywords]):
+        super().__init__(context, **search)
         width = context.d_model
-        self.inputs = nn.Parameter(torch.randn(half_keys**2, width) * width**-0.5)  # u
+        self.inputs = nn.Parameter(torch.randn(self.half_keys**2, width) * width**-0.5)  # u
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts, and what each gives of its value, ``[n, H, top_k]``."""

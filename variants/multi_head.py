@@ -1,6 +1,7 @@
 """Multi-head mechanisms: queries, keys and values of H heads of width K, and the projections that all of them share."""
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants.contract import LayerContext, Sublayer, check_numbers, wide
+
+
+class HeadKeywords(TypedDict, total=False):
+    """Keywords of ``MultiHead`` that a mechanism passes on."""
+
+    d_head: int | None
+    bias: bool
+    zero_init: bool
 
 
 class MultiHead(Sublayer):
@@ -96,8 +105,7 @@ def start_of(x: Tensor, start: Tensor | None) -> Tensor:
 
 
 def head_stats(q: Tensor, **numbers: Tensor) -> dict[str, Tensor]:
-    """Statistics: bytes of ``q [B, H, T, K]``, and sums ``[H]`` of numbers that each head has for each byte, ``[B, H,
-    T]``."""
+    """Statistics: bytes of ``q [B, H, T, K]``, and sums ``[H]`` of ``numbers [B, H, T]``."""
     sums = {name: wide(x).sum(dim=(0, 2)) for name, x in numbers.items()}
     return {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | sums
 

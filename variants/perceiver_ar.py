@@ -11,8 +11,11 @@ places.
 - Queries and keys of the cross-attention have one norm: two would differ by a gain, which W_k and W_v contain.
 """
 
+from typing import Unpack
+
 from variants.contract import LayerContext
 from variants.local import LocalAttention
+from variants.multi_head import HeadKeywords
 
 
 class LatentAttention(LocalAttention):
@@ -20,13 +23,5 @@ class LatentAttention(LocalAttention):
 
     keyword = "latents"
 
-    def __init__(
-        self,
-        context: LayerContext,
-        *,
-        latents: int | None,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
-    ):
-        super().__init__(context, block=latents, d_head=d_head, bias=bias, zero_init=zero_init)
+    def __init__(self, context: LayerContext, *, latents: int | None, **heads: Unpack[HeadKeywords]):
+        super().__init__(context, block=latents, **heads)

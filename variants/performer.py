@@ -16,13 +16,15 @@ Where it departs, beside what ``linear.py`` says:
 """
 
 import math
+from typing import Unpack
 
 import torch
 from einops import einsum
 from torch import Tensor
 
-from variants.contract import LayerContext, NeededFlops, check_numbers
-from variants.linear import CarriedSums
+from variants.contract import LayerContext, NeededFlops, State, check_numbers
+from variants.kernels.carried_sums import attend, unrounded
+from variants.linear import CarriedSums, SumsKeywords
 
 
 def orthogonal_rows(number: int, width: int) -> Tensor:
@@ -49,28 +51,23 @@ class Performer(CarriedSums):
     """Attention by random features whose mean is that of a softmax, ``features`` m of them for a head; None for round(K
     ln K), the order of the paper's theorem 4. The other keywords are those of ``CarriedSums``."""
 
-    def __init__(
-        self,
-        context: LayerContext,
-        *,
-        features: int | None = None,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
-        chunk: int = 32,
-    ):
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, chunk=chunk)
+    def __init__(self, context: LayerContext, *, features: int | None = None, **sums: Unpack[SumsKeywords]):
+        super().__init__(context, **sums)
         check_numbers(1, features=features, null="null for K ln K")
         self.features = features or max(1, round(self.d_head * math.log(self.d_head)))
         rows = [orthogonal_rows(self.features, self.d_head) for _ in range(self.heads)]
         self.register_buffer("directions", torch.stack(rows))  # W: [H, m, K]
 
-    def featured(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        directions = self.directions.to(q.dtype) * self.d_head**-0.25
-        q, _ = relative_exponentials(einsum(q, directions, "B H T K, H m K -> B H T m"))
-        along = einsum(k, directions, "B H T K, H m K -> B H T m")
-        k, log_scale = relative_exponentials(along - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5))
-        return q, k, log_scale
+    def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+        """The sums to carry are S and M of ``kernels/carried_sums.py``."""
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        with unrounded(v.device):
+            q, k, directions = q.to(dtype), k.to(dtype), self.directions.to(dtype) * self.d_head**-0.25
+            along = einsum(k, directions, "B H T K, H m K -> B H T m")
+            k, log_scale = relative_exponentials(along - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5))
+            q, _ = relative_exponentials(einsum(q, directions, "B H T K, H m K -> B H T m"))
+            decay = {"log_scale": log_scale, "slopes": self.position.slopes(dtype)}
+            return attend(q, k, v.to(dtype), **decay, state=state, attend_self=not self.shift, chunk=self.chunk)
 
     def ideal_flops(self) -> int:
         """Projections, sums, and W x' of a query and a key."""

@@ -36,7 +36,6 @@ def angles(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sinusoid_turns(d_model: int) -> Tensor:
-    """Of ``sinusoids`` of that width."""
     return turns(rotary_frequencies(d_model, 10000.0))
 
 
@@ -60,8 +59,7 @@ class NoPosition(Position):
 
 
 class Rotary(Position):
-    """Turn plane (i, i + K/2) of queries and keys by position * ``base``^(-2i/K), so that scores depend on the
-    difference (2104.09864, 3.2)."""
+    """Turn plane (i, i + K/2) of queries and keys by position * ``base``^(-2i/K) (2104.09864, 3.2)."""
 
     def __init__(self, context: LayerContext, *, d_head: int, base: float = 10000.0):
         super().__init__(context, d_head=d_head)

@@ -19,6 +19,7 @@ Lample et al. 2019, arXiv 1907.05242, section 3. Ours, and where it departs:
 """
 
 import math
+from typing import NotRequired, TypedDict
 
 import torch
 from einops import rearrange
@@ -58,9 +59,8 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
 
     Returns: i and j, int64 ``[2, ..., top_k]``, best first, and their sums ``[..., top_k]``. No gradient.
     """
-    best, at = scores.detach().sort(
-        dim=-1, descending=True, stable=True
-    )  # topk leaves open which of equal ones it takes
+    # Not by topk, which leaves open which of equal ones it takes.
+    best, at = scores.detach().sort(dim=-1, descending=True, stable=True)
     ranks = pairs.view(2, *(1,) * (scores.dim() - 2), -1).expand(*scores.shape[:-1], -1)  # [2, ..., P]
     i, j = halves = at.gather(-1, ranks)
     by_slot = (i * scores.shape[-1] + j).argsort(dim=-1)
@@ -72,8 +72,7 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
 
 
 class _Choose(torch.autograd.Function):
-    """``choose``, a block of bytes at a time. No scores are kept: their gradient is made from that of a block's sums
-    when it is needed, and only ever exists for one block."""
+    """``choose`` for a block of bytes at a time: the gradient of scores is made from sums, so no scores are saved."""
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:
@@ -101,11 +100,9 @@ class _Choose(torch.autograd.Function):
         d_query, d_keys = torch.empty_like(query), torch.zeros_like(keys)
         for part in _blocks(query, keys):
             slot = rearrange(slots[part], "b h k -> h b k")
-            at = torch.stack([slot // half_keys, slot % half_keys], 1)  # [H, 2, b, k]
+            at = torch.stack([slot // half_keys, slot % half_keys], 1)  # [H, 2, b, k], for scores [2 H, b, C]
             d_both = rearrange(d_sums[part], "b h k -> h 1 b k").expand_as(at)
-            d_scores = (
-                d_both.new_zeros(*at.shape[:3], half_keys).scatter_add_(-1, at, d_both).flatten(0, 1)
-            )  # [2 H, b, C]
+            d_scores = d_both.new_zeros(*at.shape[:3], half_keys).scatter_add_(-1, at, d_both).flatten(0, 1)
             d_query[part] = (d_scores @ keys_wide).transpose(0, 1)
             d_keys += d_scores.mT @ wide[part].transpose(0, 1)
         return d_query, d_keys, None, None, None
@@ -131,6 +128,17 @@ def _blocks(query: Tensor, keys: Tensor) -> list[slice]:
 
 def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class SearchKeywords(TypedDict):
+    """Keywords of ``ProductKeyMemory`` that say what is searched and how."""
+
+    half_keys: int
+    top_k: int
+    heads: int
+    d_query: int
+    query_norm: NotRequired[str]
+    activation: NotRequired[str]
 
 
 class ProductKeyMemory(Sublayer):
@@ -159,10 +167,10 @@ class ProductKeyMemory(Sublayer):
         top_k: int,
         heads: int,
         d_query: int,
-        query_norm: str,
-        activation: str,
-        share: str,
-        sparse: bool,
+        query_norm: str = "layer",
+        activation: str = "softmax",
+        share: str = "layer",
+        sparse: bool = False,
     ):
         super().__init__()
         check_numbers(1, half_keys=half_keys, heads=heads)

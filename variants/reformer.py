@@ -23,6 +23,7 @@ depart, and why:
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +34,8 @@ from torch.utils import checkpoint
 from variants.context import last, weights_of
 from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
 from variants.kernels import dropout as dropout_counters
-from variants.kernels.dropout import draw_seed
 from variants.kernels.window import pairs
-from variants.multi_head import MultiHead, head_means, head_stats, start_of
+from variants.multi_head import HeadKeywords, MultiHead, head_means, head_stats, start_of
 
 EPSILON = 1e-6
 """Added to the mean square of a query before its root."""
@@ -64,12 +64,10 @@ class Reformer(MultiHead):
         buckets: int | None,
         rounds: int,
         bucket_keys: int,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
+        **heads: Unpack[HeadKeywords],
     ):
         check_numbers(1, rounds=rounds, bucket_keys=bucket_keys)
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init)
+        super().__init__(context, **heads)
         buckets = max(2, 2 * round(context.span / bucket_keys / 2)) if buckets is None else buckets
         if buckets < 2 or buckets % 2:
             raise ValueError(f"buckets={buckets}: allowed are even integers from 2, or null")
@@ -82,8 +80,7 @@ class Reformer(MultiHead):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """A state is keys beside values ``[B, H, P, 2K]`` and their hashes ``[B, H, R, P]``, or past inputs ``[B, P,
-        D]``."""
+        """A state is keys beside values ``[B, H, P, 2K]`` and hashes ``[B, H, R, P]``, or past inputs ``[B, P, D]``."""
         length, start = x.shape[1], start_of(x, start)
         if self.cache == "hidden":
             state = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)
@@ -99,16 +96,9 @@ class Reformer(MultiHead):
         return SublayerOutput(self.join(y), self.trim(state), stats=stats)
 
     def _attend(self, keys: Tensor, sizes: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
-        return lsh_attention(
-            keys,
-            sizes,
-            hashes,
-            bucket_keys=self.bucket_keys,
-            farthest=self.reach(),
-            bias=self.position.bias(keys, self.span),
-            shift=self.shift,
-            dropout=self.dropout if self.training else 0.0,
-        )
+        limits = {"bucket_keys": self.bucket_keys, "farthest": self.reach(), "shift": self.shift}
+        bias, dropout = self.position.bias(keys, self.span), self.dropout if self.training else 0.0
+        return lsh_attention(keys, sizes, hashes, bias=bias, dropout=dropout, **limits)
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
@@ -206,18 +196,20 @@ def lsh_attention(
     sizes = F.pad(sizes * LOG2_E, (total - length, 0))  # scores are in base 2: exp2 of -inf is quick, exp is not
     if dropout:
         streams, heads, queries = (torch.arange(n, device=keys.device) for n in (*keys.shape[:2], total))
-        rows = dropout_counters.rows(draw_seed(keys.device), streams=streams, heads=heads, queries=queries)
+        rows = dropout_counters.rows(
+            dropout_counters.draw_seed(keys.device), streams=streams, heads=heads, queries=queries
+        )
 
     def of_round(r: int, keys: Tensor, sizes: Tensor) -> Tensor:
-        """Sums over the keys of round r, relative to 2 to the largest score: ``[B, H, T, K + 3]``."""
-        queries_at, keys_at = _chunks(order[:, :, r].int(), bucket_keys)  # [B, H, n, w] and [B, H, n, 2w]
-        distance = queries_at[..., :, None] - keys_at[..., None, :]  # [B, H, n, w, 2w]
-        visible = (keys_at < total)[..., None, :] & (distance <= farthest) & meets(r, queries_at, keys_at)
+        """Of P_i in round r: sum_j 2^(s_ij - top_i) v_j, the same of 1, top_i, and how many j, ``[B, H, T, K + 3]``."""
+        i, j = _chunks(order[:, :, r].int(), bucket_keys)  # places [B, H, n, w] and [B, H, n, 2w]
+        distance = i[..., :, None] - j[..., None, :]  # [B, H, n, w, 2w]
+        visible = (j < total)[..., None, :] & (distance <= farthest) & meets(r, i, j)
         for earlier in range(r):  # the first round that finds a key has it
-            visible &= ~meets(earlier, queries_at, keys_at)
-        met = _take(keys, keys_at)
-        queries = _take(keys, queries_at)[..., :width] * _take(sizes, queries_at)[..., None].to(keys.dtype)
-        scores = (queries @ met[..., :width].mT).to(exact)
+            visible &= ~meets(earlier, i, j)
+        k, v = _take(keys, j).split(width, dim=-1)
+        q = _take(keys, i)[..., :width] * _take(sizes, i)[..., None].to(keys.dtype)
+        scores = (q @ k.mT).to(exact)
         if bias is not None:
             column = (distance - shift).clamp_(0, bias.shape[1] - 1).flatten(2).long()
             by_head = repeat(bias.to(exact) * LOG2_E, "H S -> B H S", B=len(column))
@@ -227,16 +219,15 @@ def lsh_attention(
         weights = (scores - top).exp2_()
         mass = weights.sum(-1, keepdim=True)
         if dropout:
-            stay = dropout_counters.keep(_take(rows, queries_at), distance.long(), dropout)
+            stay = dropout_counters.keep(_take(rows, i), distance.long(), dropout)
             weights = weights * stay / (1 - dropout)
-        values = (weights.to(keys.dtype) @ met[..., width:]).to(exact)
-        sums = torch.cat([values, mass, top, visible.sum(-1, keepdim=True)], dim=-1).flatten(2, 3)
-        return _take(sums, rank[:, :, r, total - length :])
+        sums = (weights.to(keys.dtype) @ v).to(exact), mass, top, visible.sum(-1, keepdim=True)
+        return _take(torch.cat(sums, dim=-1).flatten(2, 3), rank[:, :, r, total - length :])
 
-    def meets(r: int, queries_at: Tensor, keys_at: Tensor) -> Tensor:
-        """Whether round r lets queries meet keys, ``[B, H, n, w, 2w]``."""
+    def meets(r: int, i: Tensor, j: Tensor) -> Tensor:
+        """Whether j is in P_i in round r, ``[B, H, n, w, 2w]``."""
         number = numbers[:, :, r]
-        gap = _take(number, queries_at)[..., :, None] - _take(number, keys_at)[..., None, :]
+        gap = _take(number, i)[..., :, None] - _take(number, j)[..., None, :]
         return (gap > 0) & (gap <= bucket_keys)
 
     if torch.is_grad_enabled():

@@ -116,13 +116,9 @@ class TransformerXL(Attention):
         q, outputs = F.pad(q + u, (0, 1), value=1.0), []
         for h in range(self.heads):
             keys_of_head = keys.of_heads(h, 1).each(_one_wider)
-            seen = visible._replace(max_keys=visible.max_keys[h : h + 1])
-            if visible.limits is not None:
-                seen = seen._replace(limits=visible.limits[h : h + 1])
-            outputs.append(self.attend(backend, q[:, h : h + 1], keys_of_head, seen, vectors=p[h]))
+            outputs.append(self.attend(backend, q[:, h : h + 1], keys_of_head, visible.of_heads(h, 1), vectors=p[h]))
         return torch.cat(outputs, dim=1)[..., :-1]
 
 
 def _one_wider(part: PastKV) -> PastKV:
-    """Keys and values with a zero at the end."""
     return PastKV(part.heads, F.pad(part.k, (0, 1)), F.pad(part.v, (0, 1)))

@@ -50,24 +50,22 @@ class Far(NamedTuple):
 
 @torch.compiler.disable
 def by_kernel(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Position) -> Tensor:
-    """What the heads give, ``[B, H, T, K]``, for scaled queries ``q [B, H, T, K]`` in their positions.
-
-    Streams that are younger than a window are taken one by one, because the kernel has no place for zeros before one.
-    """
-    ages = [near.old_k.shape[2]]
-    if not isinstance(near.past_bytes, FakeTensor):
-        ages = sorted(set(near.past_bytes.clamp(max=ages[0]).tolist()))
-    if len(ages) > 1:
-        streams = [(q[b : b + 1], _stream(near, b), _stream(far, b)) for b in range(len(q))]
-        return torch.cat([by_kernel(*stream, blocks=blocks, position=position) for stream in streams])
-    heads, number, wide = q.shape[1], blocks.near, torch.promote_types(q.dtype, torch.float32)
-    past = ages[0] and PastKV(tuple(range(heads)), near.old_k[:, :, -ages[0] :], near.old_v[:, :, -ages[0] :])
+    """What the heads give, ``[B, H, T, K]``, for scaled queries ``q [B, H, T, K]`` in their positions. Zeros before streams
+    that are younger than a window are hidden by a key bias."""
+    (streams, heads, length, _), front, number = q.shape, near.old_k.shape[2], blocks.near
+    exact, biases, hiding = torch.promote_types(q.dtype, torch.float32), (None, None), {}
+    if not isinstance(near.past_bytes, FakeTensor) and (near.past_bytes < front).any():
+        padding = torch.arange(front + length) < front - near.past_bytes[:, None, None]
+        hidden = torch.zeros(streams, heads, front + length, dtype=exact).masked_fill(padding, -torch.inf)
+        biases = hidden.split([front, length], dim=2)
+        hiding = {"key_bias": biases[1], "query_bias": torch.zeros_like(biases[1])}
     visible, vectors = far.visible[:, :, None], position.vectors(number)
     bias = position.bias(q, number) if vectors is None else None
     added = _added(q, far.distance, far.added, blocks=blocks, position=position)
-    added = sum(added, torch.zeros_like(visible, dtype=wide)).masked_fill(~visible, -torch.inf)
+    added = sum(added, torch.zeros_like(visible, dtype=exact)).masked_fill(~visible, -torch.inf)
     summaries = Beside(far.k, far.v, added) if added.shape[-1] else None
-    same = {"past": [past] if past else [], "bias": bias, "vectors": vectors, "beside": summaries}
+    past = [PastKV(tuple(range(heads)), near.old_k, near.old_v, biases[0])] if front else []
+    same = {"past": past, "bias": bias, "vectors": vectors, "beside": summaries, **hiding}
     with torch.autocast(q.device.type, enabled=False):
         return window_cpu.attend(q, near.k, near.v, Window((number,) * heads, blocks.shift), **same)
 
@@ -98,11 +96,6 @@ def in_bands(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Posit
     return rearrange(y, "B n H Q K -> B H (n Q) K")[:, :, : q.shape[2]]
 
 
-def _stream(x: Near | Far, b: int) -> Near | Far:
-    """One of a batch."""
-    return type(x)(*(part if part is None or len(part) == 1 else part[b : b + 1] for part in x))
-
-
 def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, position: Position) -> list[Tensor]:
     """What is added to scores at distances ``[B or 1, n, Q, m]``, each as wide as ``[B, n, H, Q, m]`` or to be."""
     bias, terms = position.bias(q, blocks.span), [] if more is None else [more[:, :, None]]
@@ -117,8 +110,7 @@ def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, 
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor], *, dropout: float, blind: bool
 ) -> Tensor:
-    """``[B, n, H, Q, K]``; where queries may be ``blind``, one that sees nothing gives 0. In torch's own kernel where
-    nothing else is asked for."""
+    """``[B, n, H, Q, K]``, by torch's kernel where nothing is added; a ``blind`` query may see nothing and gives 0."""
     nothing = ~visible.any(-1, keepdim=True)
     visible = (visible | nothing).expand(len(q), -1, -1, -1, -1)
     if not added and not dropout:

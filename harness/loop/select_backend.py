@@ -24,7 +24,6 @@ from harness.plan.small import ON_CPU, at_own_width
 from variants.conformance import move
 from variants.conformance.agreement import compare, outcome
 from variants.conformance.fixture import open_
-from variants.contract import KernelSublayer
 
 PLAIN = "plain"
 TESTED = ("cpu",)
@@ -91,8 +90,7 @@ def candidates(plan: Plan, where: Runtime) -> tuple[list[str], Plan]:
     are proven."""
     with torch.random.fork_rng(devices=[]):
         sublayers = dict(varied(plan, runtime=ON_CPU).make_model().sublayers())
-    sublayers = {name.rpartition(".")[2]: s for name, s in sublayers.items() if isinstance(s, KernelSublayer)}
-    offers = {name: s.backends(where.device, training=True) for name, s in sublayers.items()}
+    offers = {name.rpartition(".")[2]: s.backends(where.device, training=True) for name, s in sublayers.items()}
     offers = {name: names for name, names in offers.items() if names != (PLAIN,)}
     first = next(iter(offers.values()), ())
     common = [backend for backend in first if backend != PLAIN and all(backend in names for names in offers.values())]

@@ -67,11 +67,16 @@ def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
         if base:
             raise ValueError(f"{key}._target_: annotations of {cls.__module__}.{cls.__name__}: {error}") from error
         hints = {}
-    return {
+    schema = {
         p.name: (hints.get(p.name, typing.Any), p.default is p.empty)
         for p in parameters[bool(base) :]
         if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != PASSED.get(base)
     }
+    for p in parameters:
+        if p.kind is p.VAR_KEYWORD and typing.get_origin(hints.get(p.name)) is typing.Unpack:
+            (shared,) = typing.get_args(hints[p.name])  # a TypedDict: the keywords of a base class
+            schema |= {n: (hint, n in shared.__required_keys__) for n, hint in typing.get_type_hints(shared).items()}
+    return schema
 
 
 def _class(target: str, *, key: str, kind: type, trust: tuple[str, ...]) -> type:

@@ -4,9 +4,8 @@
 parameters and losses, ``numbers`` those about what is computed, ``fixture`` is what they work with.
 """
 
-from variants.conformance.fixture import gradients_of, move
+from variants.conformance.fixture import move
 from variants.conformance.sizes import SIZED, Size
-from variants.conformance.suite import BEFORE_TRAINING, CHECKS, Finding, check, finding_of, learns, outcome
+from variants.conformance.suite import BEFORE_TRAINING, CHECKS, Finding, check, finding_of, outcome
 
-__all__ = ["BEFORE_TRAINING", "CHECKS", "SIZED", "Finding", "Size", "check", "finding_of", "gradients_of", "learns"]
-__all__ += ["move", "outcome"]
+__all__ = ["BEFORE_TRAINING", "CHECKS", "SIZED", "Finding", "Size", "check", "finding_of", "move", "outcome"]

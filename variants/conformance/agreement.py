@@ -72,8 +72,7 @@ def compare(
 
 
 def equal_backends(fast: Subject, plain: Subject) -> Verdict:
-    """Two backends of one model in float64, where learned spans are uneven and segments ugly: cold and warm, shorter and longer
-    than the window."""
+    """Two backends of one model in float64, with uneven spans and segments shorter and longer than the window."""
     segments = (1, fast.span + 2, 1, fast.span + 1)
     tokens = fast.bytes(length=sum(segments) + 1, streams=2)
     for mode in MODES:

@@ -42,12 +42,10 @@ class Subject:
 
     @cached_property
     def limits(self) -> frozenset[str]:
-        """What the model's sublayers say they cannot promise."""
         return frozenset().union(*(sublayer.limits for sublayer in self.declared.values()))
 
     @cached_property
     def period(self) -> int:
-        """Bytes after which what the model does repeats."""
         return max(1, *(sublayer.period for sublayer in self.declared.values()))
 
     @property
@@ -75,11 +73,9 @@ class Subject:
         return torch.randint(self.vocabulary, (streams, length or self.length), generator=generator)
 
     def other(self, tokens: Tensor) -> Tensor:
-        """Another byte in place of each."""
         return (tokens + self.vocabulary // 2) % self.vocabulary
 
     def change(self, tokens: Tensor, at: int) -> Tensor:
-        """Another byte at one place of all streams."""
         return torch.where(torch.arange(tokens.shape[1]) == at, self.other(tokens), tokens)
 
     def modes(self) -> Iterator[tuple[str, nn.Module, Callable[[], AbstractContextManager]]]:
@@ -173,7 +169,6 @@ def differs(case: str, expected: Outputs, actual: Outputs, *, tolerance: float |
 
 
 def pick(outputs: Outputs, index: slice | list[int]) -> Outputs:
-    """Some streams of every output."""
     return {name: y[index] for name, y in outputs.items()}
 
 
@@ -191,7 +186,6 @@ def place_of(sizes: Tensor) -> str:
 
 
 def leaves(state: State) -> list[Tensor]:
-    """All tensors of a state."""
     return [x for x in tree_leaves(state) if isinstance(x, Tensor)]
 
 

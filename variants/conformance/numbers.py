@@ -2,15 +2,13 @@
 dropout, what it declares to see moves it, the likelihood moves its parameters, and a batch of any size is streams apart.
 """
 
-from itertools import product
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, open_, run, seed_cpu
+from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, open_, pick, run, seed_cpu
 from variants.conformance.sizes import LONGEST
-from variants.contract import Sublayer, map_state
+from variants.contract import Sublayer, cat_streams, map_state
 
 STEP = 1e-7  # of a difference, along a direction of length 1
 DRAWS = 12  # of parameters and inputs, with which a sublayer may show that it sees as far as it says
@@ -124,16 +122,27 @@ def likelihood(subject: Subject) -> Verdict:
     yield from (f"train: the likelihood gives {name} no gradient in 3 draws of parameters" for name in sorted(waiting))
 
 
-def many_streams(subject: Subject) -> Verdict:
-    """The outputs of large batches against those of three streams at a time."""
-    cuts = (subject.span + 2,)
-    for number, (mode, model, still) in product(subject.streams, list(subject.modes())):
-        tokens = subject.bytes(streams=number)
+def streams_separate(subject: Subject) -> Verdict:
+    """Three streams behind a past, and of large batches the first, a middle and the last against the same three alone."""
+    head, tail = subject.bytes().tensor_split([subject.span + 2], dim=1)
+    order, others, second = [2, 0, 1], slice(1, 3), slice(1, 2)
+    for mode, model, still in subject.modes():
         with still():
-            whole, _ = run(model, tokens, cuts=cuts)
-            parts = [run(model, part, cuts=cuts)[0] for part in tokens.split(3)]
-        threes = {name: torch.cat([part[name] for part in parts]) for name in whole}
-        yield from differs(f"{mode}, {number} streams at once", threes, whole)
+            _, state = run(model, head)
+            both, _ = run(model, tail, state=state)
+            moved, _ = run(model, torch.cat([subject.other(tail[:1]), tail[1:]]), state=state)
+            turned, _ = run(model, tail[order], state=map_state(lambda t: t[order], state))
+            joined, _ = run(model, tail, state=cat_streams([run(model, row[None])[1] for row in head]))
+            single, _ = run(model, tail[second], state=map_state(lambda t: t[second], state))
+        yield from differs(f"{mode}, stream 0 changed", pick(both, others), pick(moved, others))
+        yield from differs(f"{mode}, streams and states in another order", pick(both, order), turned)
+        yield from differs(f"{mode}, states of single streams concatenated", both, joined)
+        yield from differs(f"{mode}, stream 1 alone, its state sliced", pick(both, second), single)
+        for number in subject.streams:
+            tokens, three = subject.bytes(streams=number), [0, number // 2, number - 1]
+            with still():
+                whole, alone = (run(model, part, cuts=(subject.span + 2,))[0] for part in (tokens, tokens[three]))
+            yield from differs(f"{mode}, {number} streams at once", alone, pick(whole, three))
 
 
 CHECKS = (
@@ -141,6 +150,6 @@ CHECKS = (
     ("training without dropout is evaluation", "training_as_evaluation", modes_agree),
     ("the declared reach is used", None, reach_used),
     ("the likelihood moves every parameter", None, likelihood),
-    ("streams do not mix in large batches", "streams_apart", many_streams),
+    ("streams do not mix", "streams_apart", streams_separate),
 )
 """Promise, the limit that excuses it, and its check."""

@@ -17,16 +17,16 @@ from variants.conformance.fixture import (
     gradients_of,
     infinite,
     leaves,
-    pick,
     place_of,
     push,
     run,
 )
-from variants.contract import LIMITS, Inspection, NeededFlops, Position, State, cat_streams, map_state
+from variants.contract import LIMITS, Inspection, NeededFlops, Position, State, map_state
 
 FAR = 10**7  # bytes into a stream: float32 angles of it are off by half a radian
 SMALL = 1e-4  # of a map: how far a row's sum may be from 1, which may be in float32, and a weight of what is not seen
 LARGE = 10  # times as large are the matrices of large weights
+FAINT = 1e-3  # of what a byte moves at its own place: a past that moves less is not learned from
 
 
 def logits_shape(subject: Subject) -> Verdict:
@@ -44,21 +44,21 @@ def limits_known(subject: Subject) -> Verdict:
 
 
 def influence(subject: Subject) -> Verdict:
-    """A model that ignores its input keeps most promises, and one that ignores its past keeps many."""
+    """A model that ignores its input keeps most promises, and one that hardly looks at its past keeps many."""
     model, tokens, at = subject.build(), subject.bytes(), 2
     (before, state), (after, _) = run(model, tokens), run(model, subject.change(tokens, at))
-    moved = (before["logits"] - after["logits"]).abs().amax((0, 2)) > 1e-6  # [T]
-    if not moved[at]:
+    moves = (before["logits"] - after["logits"]).abs().amax((0, 2))  # [T]
+    if not moves[at] > 1e-6:
         yield f"eval, byte {at} changed: its own logits did not"
     within = 1 if subject.period == 1 else 3 * subject.period  # a block is seen when it is finished
-    if any(tensor.numel() for tensor in leaves(state[1])) and not moved[at + 1 : at + 1 + within].any():
+    followed = moves[at + 1 : at + 1 + within].max() > FAINT * moves[at]
+    if any(tensor.numel() for tensor in leaves(state[1])) and not followed:
         to = f"s {at + 1} to {at + within}" if within > 1 else f" {at + 1}"
         yield f"eval, byte {at} changed: state is carried, yet the logits of byte{to} did not"
 
 
 def maps(subject: Subject) -> Verdict:
-    """A row is shares of what its byte sees, with those of learned vectors: 1 in all, or 0 of a byte that sees nothing; and no
-    weight is of a later byte, or of one beyond the reach."""
+    """Shares of what a byte sees and of learned vectors, 1 in all or 0; of no later byte and none beyond the reach."""
     with torch.no_grad():
         inspections = subject.build().inspect(subject.bytes()[:1])[1]
     for name, inspection in inspections.items():
@@ -106,23 +106,6 @@ def far_start(subject: Subject) -> Verdict:
                 yield f"{case}: {name} moved by {size:.2g}, the median, most at {place_of(sizes)}"
 
 
-def streams_separate(subject: Subject) -> Verdict:
-    head, tail = subject.bytes().tensor_split([subject.span + 2], dim=1)
-    order, others, second = [2, 0, 1], slice(1, 3), slice(1, 2)
-    for mode, model, still in subject.modes():
-        with still():
-            _, state = run(model, head)
-            both, _ = run(model, tail, state=state)
-            moved, _ = run(model, torch.cat([subject.other(tail[:1]), tail[1:]]), state=state)
-            turned, _ = run(model, tail[order], state=map_state(lambda t: t[order], state))
-            joined, _ = run(model, tail, state=cat_streams([run(model, row[None])[1] for row in head]))
-            single, _ = run(model, tail[second], state=map_state(lambda t: t[second], state))
-        yield from differs(f"{mode}, stream 0 changed", pick(both, others), pick(moved, others))
-        yield from differs(f"{mode}, streams and states in another order", pick(both, order), turned)
-        yield from differs(f"{mode}, states of single streams concatenated", both, joined)
-        yield from differs(f"{mode}, stream 1 alone, its state sliced", pick(both, second), single)
-
-
 def state_detached(subject: Subject) -> Verdict:
     tokens, length = subject.bytes(), 2 * subject.length
     for mode in MODES:
@@ -138,18 +121,6 @@ def state_detached(subject: Subject) -> Verdict:
                 yield f"{mode}: dimension 0 of {name} is not the 3 streams"
 
 
-def old_state(subject: Subject) -> Verdict:
-    """Spans may have changed between two forwards: a state describes itself."""
-    tokens, lengths = subject.bytes(), (1, subject.span // 2 + 1, subject.length)
-    for sign in (1, -1):
-        model = subject.build()
-        states = [run(model, tokens[:, :length])[1] for length in lengths]
-        push(model, sign * 1e3)
-        for length, state in zip(lengths, states, strict=True):
-            after, _ = run(model, tokens[:, :5], state=state)
-            yield from infinite(f"eval, parameters moved, state of {length} bytes", after)
-
-
 def nothing_shared(subject: Subject) -> Verdict:
     """What two builds share, layers share unasked: a class attribute, an object nested in a partial."""
     models = [subject.build(seed=seed, dtype=torch.float32) for seed in (0, 1)]  # float64 would copy buffers
@@ -158,14 +129,19 @@ def nothing_shared(subject: Subject) -> Verdict:
 
 
 def projection(subject: Subject) -> Verdict:
-    tokens = subject.bytes()
+    """Wherever parameters have moved, outputs are finite, also from a state of before: a state describes itself."""
+    tokens, lengths = subject.bytes(), (1, subject.span // 2 + 1, subject.length)
     for sign in (1, -1):
-        model, case = push(subject.build(), sign * 1e3), f"eval, parameters moved by {sign} * 1000 * normal"
+        model, case = subject.build(), f"eval, parameters moved by {sign} * 1000 * normal"
+        states = [run(model, tokens[:, :length])[1] for length in lengths]
+        push(model, sign * 1e3)
         outputs, before = run(model, tokens)[0], _snapshot(model)
         model.project_()
         yield from infinite(case, outputs)
         yield from (f"{case}: a second project_ changed {name}" for name in _changed(model, before))
         yield from differs(f"{case}: a second project_", outputs, run(model, tokens)[0])
+        for length, state in zip(lengths, states, strict=True):
+            yield from infinite(f"{case}, state of {length} bytes", run(model, tokens[:, :5], state=state)[0])
 
 
 def saved(subject: Subject) -> Verdict:
@@ -264,15 +240,11 @@ def _step(model: nn.Module, tokens: Tensor, *, case: str) -> Generator[str, None
     return second.state
 
 
-def ideal_flops(subject: Subject) -> Verdict:
-    flops = subject.build().ideal_flops()
-    if not isinstance(flops, int) or flops <= 0:
-        yield f"{flops!r} is not a positive int"
-
-
-def needed_flops(subject: Subject) -> Verdict:
-    span = subject.span
-    for name, sublayer in subject.build().sublayers():
+def flops(subject: Subject) -> Verdict:
+    model, span = subject.build(), subject.span
+    if not isinstance(ideal := model.ideal_flops(), int) or ideal <= 0:
+        yield f"ideal FLOPs, {ideal!r}, are not a positive int"
+    for name, sublayer in model.sublayers():
         steps = [(sublayer.period, 2 * span), (1, 0), (span + 2, 0), (span + 2, span)]
         needs = [sublayer.needed_flops(segment, carried=carried) for segment, carried in steps]
         if needs == [None] * len(steps):
@@ -284,7 +256,6 @@ def needed_flops(subject: Subject) -> Verdict:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -303,18 +274,15 @@ CHECKS = (
     ("bytes have influence", None, influence),
     ("a map is shares of what is seen", None, maps),
     ("a stream may start at 10**7", None, far_start),
-    ("streams do not mix", "streams_apart", streams_separate),
     ("state is detached, and its dimension 0 is streams", None, state_detached),
-    ("any earlier state is accepted", None, old_state),
     ("two models share nothing", None, nothing_shared),
-    ("project_ is legal and idempotent", None, projection),
+    ("project_ is legal and idempotent, and earlier states are accepted", None, projection),
     ("a saved model continues alike", None, saved),
     ("a forward pass writes nothing", None, writes),
     ("the auxiliary loss is for training only", None, auxiliary_loss),
     ("statistics add up", None, statistics),
     ("bfloat16 autocast is finite", None, autocast),
     ("large weights give finite numbers", None, large_weights),
-    ("ideal FLOPs are a positive int", None, ideal_flops),
-    ("needed FLOPs are no fewer than the ideal ones", None, needed_flops),
+    ("ideal FLOPs are a positive int, and needed ones are no fewer", None, flops),
 )
 """Promise, the limit that excuses it, and its check."""

@@ -26,8 +26,7 @@ LONGEST = 1000  # bytes of the longest small stream; who reaches farther is not 
 
 
 class Size(NamedTuple):
-    """A shape in which a model is called: ``train`` or ``eval``, streams, segment, whether state is carried, and whether it is
-    small, so that every byte is looked at."""
+    """Mode, streams, segment, whether state is carried, and whether it is small, so that every byte is looked at."""
 
     mode: str
     streams: int
@@ -54,11 +53,13 @@ class Size(NamedTuple):
         return [place for place in dict.fromkeys(places) if 0 < place < length][:SOME] or [0]
 
     def cuts(self, span: int, period: int) -> list[tuple[int, ...]]:
-        """Ugly ways to cut a segment; a small one also byte for byte, at the ends."""
+        """Ugly ways to cut a segment; in evaluation a small one also byte for byte, at the ends."""
         length = self.segment
         if not self.small:
             return [(length // 3 + 1,), (1, 2 * (length // 3))]
-        schemes = [(1,), (span + 2,), (length - 1,), (2, 3, span + 3), tuple(range(3, length, max(2, span // 3)))]
+        schemes = [(1,), (span + 2,), tuple(range(3, length, max(2, span // 3)))]
+        if self.mode == "train":
+            return schemes
         if period > 1:  # three periods are finished before, and three after, one of them across the cut
             schemes += [(3 * period,), (3 * period + period // 2,)]
         some = min(max(6, period + 2), length // 2)  # one at a time, from nothing and with a full window

@@ -13,20 +13,16 @@ order of execution, and then in the logits: the first that differs is named.
 - Whatever a model raises is a finding too, with the mode and bytes that it was computing and the line of its code.
 """
 
-import itertools
-import math
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from variants.conformance import numbers, promises
-from variants.conformance.fixture import Subject, Verdict, gradients_of, run, seed_cpu
+from variants.conformance.fixture import Subject, Verdict
 from variants.conformance.sizes import SIZED, Size
 
 Check = tuple[str, str | None, Callable[[Subject], Verdict]]
@@ -35,7 +31,6 @@ BEFORE_TRAINING: tuple[Check, ...] = numbers.CHECKS
 CHECKS = (*SIZED, *promises.CHECKS, *BEFORE_TRAINING)
 """Promise, the limit that excuses it, and its check."""
 MOST_BREAKS = 3  # that a finding names
-SCORED, SEEDS = 10, 3  # steps between two scores of what is learnt, and seeds of which one must learn it
 
 
 @dataclass(frozen=True)
@@ -122,59 +117,3 @@ def _line_of(error: Exception, *during: str) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(torchs)]
     where = [f"{Path(frames[-1].filename).name} line {frames[-1].lineno}"] if frames else []
     return f"{type(error).__name__}: {error} ({', '.join([*during, *where])})"
-
-
-def learns(
-    make_model: Callable[[], nn.Module], *, vocabulary: int = 256, steps: int = 300, below_bits: float = 0.1
-) -> Finding:
-    """Train on two repeated strings, in float32 with AdamW, until ``below_bits`` a byte: seven different bytes, which a
-    mechanism without a past can pass, and ABAC, where a past is needed.
-
-    One of three seeds must pass: a right mechanism misses by bad luck in its first weights, a wrong one by all of them. Scored in
-    evaluation mode over two segments; after an A, at the best of the places where the byte before moves the logits,
-    if there are any: what cannot tell the two by their order can by what began with one.
-    """
-    return finding_of("learns repeated strings", partial(_train, make_model, vocabulary, steps, below_bits))
-
-
-def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, below_bits: float) -> Verdict:
-    seed_cpu(0)
-    symbols, line = torch.randperm(vocabulary), torch.arange(33)
-    string, abac = symbols[:7], symbols[[-3, -2, -3, -1]][(torch.arange(4)[:, None] + line) % 4]  # abac [4, 33]
-    after_a = (abac[:, :-1] == symbols[-3]) & _needs_a_past(
-        Subject(make_model, 1, vocabulary), abac[:1, :-1]
-    )  # [4, 32]
-    at = after_a.any(0)
-    for seed, step in itertools.product(range(SEEDS), range(1, steps + 1)):
-        if step == 1:
-            seed_cpu(seed)
-            model = make_model()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        places = torch.randint(len(string), (4, 1)) + line
-        window = torch.cat([string[places % len(string)], abac])  # [8, 33]
-        out = model.train()(window[:, :-1])
-        (F.cross_entropy(out.logits.flatten(0, 1), window[:, 1:].flatten()) + out.loss).backward()
-        for name, gradient in gradients_of(model).items():
-            model.get_parameter(name).grad = gradient  # AdamW takes no sparse one
-        optimizer.step()
-        optimizer.zero_grad()
-        model.project_()
-        if step % SCORED and step < steps:
-            continue
-        logits = run(model.eval(), window[:, :-1], cuts=(16,))[0]["logits"]
-        bits = F.cross_entropy(logits.transpose(1, 2), window[:, 1:], reduction="none") / math.log(2)  # [8, 32]
-        scores = [bits[:4].mean(), *((bits[4:] * after_a).sum(0)[at] / after_a.sum(0)[at]).sort().values[:1]]
-        if max(scores) < below_bits:
-            break
-    past = f"{scores[1]:.3f} where the byte two before tells the next" if at.any() else "none that needs a past so near"
-    score = f"{scores[0]:.3f} bits per byte, {past}, after {step} steps of seed {seed}"
-    if not max(scores) < below_bits:  # not a number, perhaps
-        yield score
-    return score
-
-
-def _needs_a_past(subject: Subject, line: Tensor) -> Tensor:
-    """Bool ``[T]``: where another byte before it moves the logits over ``line [1, T]``."""
-    copies = torch.cat([line, *(subject.change(line, at) for at in range(line.shape[1] - 1))])
-    logits = run(subject.build(), copies)[0]["logits"]
-    return (logits - logits[:1]).abs().amax(-1).diagonal() > 1e-6

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from variants.kernels.window import merged
+
 
 class Beside(NamedTuple):
     """What n chunks of Q queries meet, G keys each.
@@ -30,22 +32,18 @@ class Beside(NamedTuple):
 def merge(y: Tensor, lse: Tensor, q: Tensor, beside: Beside) -> tuple[Tensor, Tensor]:
     """``y [B, H, T, K]`` and ``lse [B, H, T]`` of the window, inf where it is empty, become those of the whole."""
     scores = _scores(q, beside)
-    top = scores.amax(dim=-1, keepdim=True)  # -inf where none is seen, and so is what it is weighed by
+    top = scores.amax(dim=-1, keepdim=True)  # -inf where none is seen
     weights = scores.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
-    near = _chunked(lse[..., None], like=scores)
-    near = near.masked_fill_(near == torch.inf, -torch.inf)
-    whole = torch.logaddexp(near, weights.sum(dim=-1, keepdim=True).log_().add_(top))
-    finite = whole.masked_fill(whole == -torch.inf, 0)
-    y = _chunked(y, like=scores) * (near - finite).exp_() + (weights @ beside.v) * (top - finite).exp_()
-    lse = whole.masked_fill_(whole == -torch.inf, torch.inf)
-    return tuple(x.transpose(1, 2).flatten(2, 3)[:, :, : q.shape[2]] for x in (y, lse.squeeze(-1)))
+    total = weights.sum(dim=-1, keepdim=True)
+    parts = (weights @ beside.v) / total.masked_fill(total == 0, 1), total.log().add_(top)
+    of_beside, lse_of_beside = (x.transpose(1, 2).flatten(2, 3)[:, :, : q.shape[2]] for x in parts)
+    return merged(y, lse, of_beside, lse_of_beside.squeeze(-1))
 
 
 def gradients(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, beside: Beside, *, added: bool
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Of ``q [B, H, T, K]``, by way of what is beside the window, and of that; of what is ``added`` only if that is asked for.
-    ``y`` and ``lse`` are of the whole."""
+    """Of ``q [B, H, T, K]`` by way of ``beside``, and of ``beside``, its ``added`` if asked for; ``y``, ``lse``: the whole's."""
     scores = _scores(q, beside)
     weights = scores.sub_(_chunked(lse[..., None], like=scores)).exp_()
     delta = _chunked((g * y).sum(dim=-1, keepdim=True), like=weights)

@@ -19,11 +19,13 @@ puts S_t^T k_t at v_t where b_t = 1 and |k_t| = 1 (2412.06464, 3.1; 2510.26692, 
 which is solved for v and for exp(G) k of all chunks at once; S then goes from chunk to chunk (2412.06464, 3.3).
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.kernels.carried_sums import pieces
+from variants.kernels.carried_sums import by_pieces, carried
 
 
 def attend(
@@ -42,47 +44,51 @@ def attend(
     Args:
         q, k: ``[B, H, T, F]``, in the precision of the sums.
         v: ``[B, H, T, V]``.
-        log_decay: g, ``[B, H, T, 1]`` for a head or ``[B, H, T, F]`` for each channel; none above 0.
+        log_decay: g, ``[B, H, T, 1]`` for a head or ``[B, H, T, F]`` for each channel, none above 0; ``[1, H, 1, 1]`` where
+            it is the same for every byte.
         strength: b, ``[B, H, T, 1]``, of the delta rule; None for sums.
         sums: S of the segment before; None for zeros.
         attend_self: whether a query reads S_t; if not, S_{t-1}.
         chunk: C, bytes.
     """
     sums = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if sums is None else sums.to(v.dtype)
-    cut = pieces(q.shape[2], chunk)
-    lengths = [size * number for size, number in cut]
-    tensors = (q, k, v, log_decay) if strength is None else (q, k, v, log_decay, strength)
-    outputs = []
-    for (size, number), *part in zip(cut, *(x.split(lengths, dim=2) for x in tensors), strict=True):
-        out, sums = _piece(sums, 0 if attend_self else 1, *(x.unflatten(2, (number, size)) for x in part))
-        outputs.append(out.flatten(2, 3))
-    return torch.cat(outputs, dim=2), sums.detach()
+    constant = log_decay if log_decay.shape[2] == 1 else None
+    others = [x for x in (log_decay if constant is None else None, strength) if x is not None]
+    step = partial(_of_piece, shift=0 if attend_self else 1, constant=constant)
+    out, sums = by_pieces(step, sums, q, k, v, *others, chunk=chunk)
+    return out, sums.detach()
 
 
-def _piece(
-    sums: Tensor, shift: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor | None = None
+def _of_piece(
+    sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, shift: int, constant: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same for whole chunks ``[B, H, n, C, .]``."""
-    total = log_decay.cumsum(-2)  # G
+    """The same for whole chunks ``[B, H, n, C, .]``; ``others`` are g, unless it is ``constant``, and b, if there is one."""
+    if constant is None:
+        log_decay, *others = others
+        total = log_decay.cumsum(-2)  # G
+    else:
+        total = constant[:, :, None] * torch.arange(1, q.shape[3] + 1, dtype=q.dtype, device=q.device)[:, None]
+    (strength,) = others or [None]
     seen = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # of a query without itself, G_{t-1}
     if strength is None or shift:
         (scores,) = _products(_between(seen, total, shift), k, q)  # [B, H, n, C, C]
     written = (k * (total[..., -1:, :] - total).exp()).mT  # [B, H, n, F, C]
-    keep = total[..., -1:, :].exp().mT  # [B, H, n, F or 1, 1]
-    if strength is not None:
-        left, *both = _products(_between(total, total, 0), k, *((k,) if shift else (k, q)))
-        scores = scores if shift else both[0]
-        right = strength * torch.cat([v, k * total.exp()], dim=-1)
-        left = strength * left  # of which what is below the diagonal is read; on it is 1
-        right = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
-        v, reads = right.split([v.shape[-1], k.shape[-1]], dim=-1)
+    keep = total[..., -1:, :].exp().mT.expand(-1, -1, q.shape[2], -1, -1)  # [B, H, n, F or 1, 1]
+    if strength is None:
+        before, sums = carried(sums, written @ v, keep)
+        return scores @ v + (q * seen.exp()) @ before, sums
+    left, *both = _products(_between(total, total, 0), k, *((k,) if shift else (k, q)))
+    scores = scores if shift else both[0]
+    right = strength * torch.cat([v, k * total.exp()], dim=-1)
+    left = strength * left  # of which what is below the diagonal is read; on it is 1
+    right = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
+    v, reads = right.split([v.shape[-1], k.shape[-1]], dim=-1)
     before, values = [], []
     for n in range(v.shape[2]):
         before.append(sums)
-        values.append(v[:, :, n] if strength is None else v[:, :, n] - reads[:, :, n] @ sums)
+        values.append(v[:, :, n] - reads[:, :, n] @ sums)
         sums = keep[:, :, n] * sums + written[:, :, n] @ values[-1]
-    v = v if strength is None else torch.stack(values, dim=2)
-    return scores @ v + (q * seen.exp()) @ torch.stack(before, dim=2), sums
+    return scores @ torch.stack(values, dim=2) + (q * seen.exp()) @ torch.stack(before, dim=2), sums
 
 
 def _between(seen: Tensor, total: Tensor, shift: int) -> Tensor:

@@ -23,17 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.kernels.window import (
-    Inputs,
-    Window,
-    highest,
-    ramp_slope,
-    sink_gradient,
-    skew,
-    soft_mask,
-    visible,
-    with_sink,
-)
+from variants.kernels import window as plain
+from variants.kernels.window import Inputs, Window
 
 ALIGNED = 8
 """Numbers that rows of a mask and heads are rounded up to: 16 bytes, which CUDA's kernel reads at once."""
@@ -62,8 +53,8 @@ def _flash_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    parts = _aligned(q, k, v)
-    y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*parts, _expanded(mask, q), True, scale=1.0)
+    parts, mask = _aligned(q, k, v), mask if mask is None else mask.expand(*q.shape[:3], -1)
+    y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*parts, mask, True, scale=1.0)
     return y[..., : q.shape[3]], lse[..., : q.shape[2]]
 
 
@@ -75,7 +66,8 @@ def _efficient_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tenso
     drawn = torch.zeros((), dtype=torch.int64)  # the state of dropout's generator, which is not read without dropout
     dropout, wanted = 0.0, [True, True, True, False]
     operation = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    gradients = operation(g, q_, k_, v_, _expanded(mask, q), y, lse, drawn, drawn, dropout, wanted, scale=1.0)
+    mask = mask if mask is None else mask.expand(*q.shape[:3], -1)
+    gradients = operation(g, q_, k_, v_, mask, y, lse, drawn, drawn, dropout, wanted, scale=1.0)
     return tuple(x[..., : q.shape[3]] for x in gradients[:3])
 
 
@@ -83,10 +75,6 @@ def _aligned(*parts: Tensor) -> tuple[Tensor, ...]:
     """Heads as wide as the kernel can read them: zeros at the end change no product."""
     spare = -parts[0].shape[3] % ALIGNED
     return tuple(F.pad(x, (0, spare)) if spare else x for x in parts)
-
-
-def _expanded(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    return None if mask is None else mask.expand(*q.shape[:3], -1)
 
 
 ENGINES = {"cpu": Engine(_flash, _flash_backward), "cuda": Engine(_efficient, _efficient_backward)}
@@ -103,8 +91,7 @@ def obstacle(device: torch.device, *, dropout: float = 0.0) -> str | None:
 
 
 def is_triangle(window: Window, inputs: Inputs) -> bool:
-    """Whether queries see just the keys of their own segment up to their own, unmasked: training on independent segments
-    (``batch.carry=false``), and the beginning of a stream. Spans are soft where the window has a ramp or z."""
+    """Whether queries see all keys up to their own, unmasked: where a stream begins, or is not carried."""
     rows, keys = inputs.q.shape[2], inputs.k.shape[2]
     hard = window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
     added = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink)
@@ -127,16 +114,12 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     q, k, v = _alike(inputs)
     engine = ENGINES[q.device.type]
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=_island(q), device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for heads, t, j, mask, _ in _plan(inputs, window):
         y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], k[:, heads, j], v[:, heads, j], mask)
     if inputs.extra_q is not None:
-        out, part = engine.forward(inputs.extra_q, *_persistent(inputs), None)
-        joint = torch.logaddexp(lse, part)
-        shares = ((x - joint).exp()[..., None] for x in (lse, part))
-        y = sum(x * share for x, share in zip((y, out), shares, strict=True)).to(q.dtype)
-        lse = joint
-    return with_sink(y, lse, inputs.sink)
+        y, lse = plain.merged(y, lse, *engine.forward(inputs.extra_q, *_persistent(inputs), None))
+    return plain.with_sink(y, lse, inputs.sink)
 
 
 def backward(
@@ -176,7 +159,7 @@ def backward(
         results["extra_q"], *others = engine.backward(g, inputs.extra_q, *_persistent(inputs), None, y, lse)
         results["extra_k"], results["extra_v"] = (x.sum(0, dtype=lse.dtype) for x in others)
     if "sink" in wanted:
-        results["sink"] = sink_gradient((g * y).sum(-1, dtype=lse.dtype), lse, inputs.sink)
+        results["sink"] = plain.sink_gradient((g * y).sum(-1, dtype=lse.dtype), lse, inputs.sink)
     return {name: results[name].to(getattr(inputs, name).dtype) for name in wanted}
 
 
@@ -187,11 +170,6 @@ def runs(max_keys: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
         last = first + len(list(heads))
         yield number, slice(first, last)
         first = last
-
-
-def groups(max_keys: tuple[int, ...]) -> list[tuple[int, list[int]]]:
-    """Heads that see equally many keys: ``[(max_keys, heads), ...]``."""
-    return [(n, [h for h, c in enumerate(max_keys) if c == n]) for n in sorted(set(max_keys))]
 
 
 def chunks(rows: int, keys: int, max_keys: int, shift: int) -> Iterator[tuple[int, int, int, int]]:
@@ -225,10 +203,6 @@ def executed_flops(
     return 4 * wide * streams * (pairs + beside), streams * backward
 
 
-def _island(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _alike(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values in the type of the queries."""
     return inputs.q, inputs.k.to(inputs.q.dtype), inputs.v.to(inputs.q.dtype)
@@ -236,34 +210,28 @@ def _alike(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, like: Tensor) -> Tensor:
     """Additive ``[1, H or 1, rows, keys]`` whose last key is column 0 of the last row; rows begin at aligned places."""
-    seen = visible(rows, keys, max_keys, shift=0, device=like.device)
-    band = seen.new_zeros((1, rows, keys), dtype=like.dtype) if table is None else _spread(table, rows, keys)
+    seen = plain.visible(rows, keys, max_keys, shift=0, device=like.device)
+    band = seen.new_zeros((1, rows, keys), dtype=like.dtype) if table is None else plain.spread(table, rows, keys)
     return F.pad(band.masked_fill(~seen, -torch.inf).to(like.dtype), (0, -keys % ALIGNED))[None, ..., :keys]
-
-
-def _spread(table: Tensor, rows: int, keys: int) -> Tensor:
-    """Over keys, ``[H, rows, keys]``, what is ``[H, n]`` over columns."""
-    return skew(table[:, None].expand(-1, rows, -1), keys, shift=0)
 
 
 def _plan(
     inputs: Inputs, window: Window, *, ramps: bool = False
 ) -> Iterator[tuple[slice, slice, slice, Tensor, tuple[Tensor | None, ...]]]:
-    """Heads, queries, keys and mask of every call of the kernel, and with ``ramps`` bias and dm/dz over its keys; what is of
-    equal shape is made once."""
+    """Heads, queries, keys and mask of each call; with ``ramps`` also bias and dm/dz. Equal shapes share one mask."""
     bias, table, slope = inputs.bias, inputs.bias, None  # table: what is added to scores at each column, [H, n]
     if inputs.z is not None:
         z, most = inputs.z.detach(), max(window.max_keys)
-        table = soft_mask(z, window.ramp, most).log()
+        table = plain.soft_mask(z, window.ramp, most).log()
         table = table if bias is None else table + bias
-        slope = ramp_slope(z, window.ramp, most) if ramps else None
+        slope = plain.ramp_slope(z, window.ramp, most) if ramps else None
     for max_keys, heads in runs(window.max_keys):
         of_heads = [None if x is None else x[heads, :max_keys] for x in (table, bias, slope)]
         made: dict[tuple[int, int], tuple] = {}
         for begin, end, low, high in chunks(inputs.q.shape[2], inputs.k.shape[2], max_keys, window.shift):
             shape = (end - begin, high - low)
             if shape not in made:
-                added = [None if x is None or slope is None else _spread(x, *shape) for x in of_heads[1:]]
+                added = [None if x is None or slope is None else plain.spread(x, *shape) for x in of_heads[1:]]
                 made[shape] = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q), added
             yield heads, slice(begin, end), slice(low, high), *made[shape]
 
@@ -279,6 +247,6 @@ def _span_gradient(g, q, k, v, y, lse, bias: Tensor | None, slope: Tensor) -> Te
     scores = (q @ k.mT).to(lse.dtype)
     scores = (scores if bias is None else scores + bias) - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
     # A key of weight 0 may be above the sum of all that have one.
-    weights = scores.clamp(max=highest(lse.dtype)).exp().masked_fill(slope == 0, 0) * slope
+    weights = scores.clamp(max=plain.highest(lse.dtype)).exp().masked_fill(slope == 0, 0) * slope
     reward = (g @ v.mT).to(lse.dtype) - (g * y).sum(-1, dtype=lse.dtype)[..., None]
     return (weights * reward).sum(dim=(0, 2, 3))

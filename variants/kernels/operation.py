@@ -45,40 +45,9 @@ def attend(
     named = inputs._asdict() | dict(zip(SEGMENT, own, strict=False))
     rate = named.pop("dropout")
     tensors = {n: x for n, x in named.items() if x is not None and (rate or n != "seed")}
-    if backend == "fused" and q.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _Steps.apply([*tensors], window._replace(z=None), *tensors.values())
     limits = torch.tensor(window.max_keys) if window.limits is None else window.limits
     sizes = (limits, window.shift, window.ramp, rate)
     return _forward(backend, " ".join(tensors), list(tensors.values()), *sizes)[0]
-
-
-class _Steps(torch.autograd.Function):
-    """``fused`` in steps that are seen one by one by who counts memory and FLOPs on a CPU."""
-
-    @staticmethod
-    def forward(ctx, names: list[str], window: Window, *tensors: Tensor) -> Tensor:
-        y, saved = fused.forward(_inputs(names, tensors, 0.0), window)
-        ctx.save_for_backward(*tensors, y, saved)
-        ctx.names, ctx.window = names, window
-        return y
-
-    @staticmethod
-    def backward(ctx, g: Tensor):
-        *tensors, y, saved = ctx.saved_tensors
-        needs = dict(zip(ctx.names, ctx.needs_input_grad[2:], strict=True))
-        wanted = [name for name in (*LEARNED, *SEGMENT) if needs.get(name)]
-        results = _gradients_of("fused", wanted, g, y, saved, _inputs(ctx.names, tensors, 0.0), ctx.window)
-        named = dict(zip(wanted, results, strict=True))
-        return None, None, *(named.get(name) for name in ctx.names)
-
-
-def _gradients_of(
-    backend: str, wanted: list[str], g: Tensor, y: Tensor, saved: Tensor, inputs: Inputs, window: Window
-) -> list[Tensor]:
-    """Gradients of the tensors whose names are ``wanted``, in their order."""
-    fields, own_only = _fields(wanted)
-    gradients = MODULES[backend].backward(g, y, saved, inputs, window, frozenset(fields), own_only=own_only)
-    return [gradients[field].to(getattr(inputs, field).dtype).contiguous() for field in fields]
 
 
 @torch.library.custom_op("windtunnel::attention_forward", mutates_args=())
@@ -102,8 +71,10 @@ def _backward(
     g: Tensor, y: Tensor, saved: Tensor, wanted: str,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the tensors whose names are ``wanted``, in their order."""
-    call = _call(names, tensors, limits, shift, ramp, dropout)
-    return _gradients_of(backend, wanted.split(), g, y, saved, *call)
+    fields, own_only = _fields(wanted)
+    inputs, window = _call(names, tensors, limits, shift, ramp, dropout)
+    gradients = MODULES[backend].backward(g, y, saved, inputs, window, frozenset(fields), own_only=own_only)
+    return [gradients[field].to(getattr(inputs, field).dtype).contiguous() for field in fields]
 
 
 @_backward.register_fake
@@ -134,22 +105,18 @@ _forward.register_autograd(_gradients, setup_context=_save)
 def _call(
     names: str, tensors: list[Tensor], limits: Tensor, shift: int, ramp: int, dropout: float
 ) -> tuple[Inputs, Window]:
-    return _inputs(names.split(), tensors, dropout), Window(tuple(limits.tolist()), shift, None, ramp)
+    """What a backend is called with. A compiled graph chooses layouts; torch's flash attention for CPUs reads rows whose
+    elements are apart as if they were not, and says nothing (2.13)."""
+    named = {name: x for name, x in zip(names.split(), tensors, strict=True) if name not in SEGMENT}
+    for name in {"q", "k", "v", "extra_q"} & named.keys():
+        named[name] = named[name] if named[name].stride(-1) == 1 else named[name].contiguous()
+    return Inputs(**named, dropout=dropout), Window(tuple(limits.tolist()), shift, None, ramp)
 
 
-def _inputs(names: list[str], tensors: Sequence[Tensor], dropout: float) -> Inputs:
-    """A compiled graph chooses layouts; torch's flash attention for CPUs reads rows whose elements are apart as if they were
-    not, and says nothing (2.13)."""
-    named = {name: x for name, x in zip(names, tensors, strict=True) if name not in SEGMENT}
-    rows = {
-        n: x.contiguous() for n in ("q", "k", "v", "extra_q") if (x := named.get(n)) is not None and x.stride(-1) != 1
-    }
-    return Inputs(**named | rows, dropout=dropout)
-
-
-def _fields(wanted: Sequence[str]) -> tuple[list[str], bool]:
+def _fields(wanted: str) -> tuple[list[str], bool]:
     """Fields of ``Inputs``, and whether gradients of keys and values are those of the segment alone."""
-    return [name.removeprefix("own_") for name in wanted], bool(set(SEGMENT) & set(wanted))
+    names = wanted.split()
+    return [name.removeprefix("own_") for name in names], not set(SEGMENT).isdisjoint(names)
 
 
 @register_flop_formula(torch.ops.windtunnel.attention_forward, get_raw=True)
@@ -159,5 +126,5 @@ def _forward_flops(backend, *call, **_) -> int:
 
 @register_flop_formula(torch.ops.windtunnel.attention_backward, get_raw=True)
 def _backward_flops(backend, *call, **_) -> int:
-    fields, own_only = _fields(call[-1].split())
+    fields, own_only = _fields(call[-1])
     return MODULES[backend].executed_flops(*_call(*call[:6]), frozenset(fields), own_only=own_only)[1]

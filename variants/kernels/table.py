@@ -34,7 +34,6 @@ _read_uncompiled = torch.compiler.disable(read)
 
 
 def sum_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-    """``read``, compiled or not as it must be."""
     return (_read_uncompiled if sparse else read)(values, slots, weights, sparse=sparse)
 
 
@@ -52,9 +51,14 @@ class _Read(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         values, slots, weights = ctx.saved_tensors
         gradient = gradient.contiguous()
-        by_row, order = slots.flatten().to(_index_type(values, slots)).sort()  # 32 bits are sorted four times as fast
-        byte = (order // slots.shape[1]).to(by_row.dtype)
-        rows, first = _read_rows(by_row, values.shape[0], distinct=ctx.sparse)
+        index = torch.int32 if max(len(values), slots.numel()) < 2**31 else torch.int64
+        by_row, order = slots.flatten().to(index).sort()  # 32 bits are sorted four times as fast
+        byte = (order // slots.shape[1]).to(index)
+        if ctx.sparse:
+            rows, reads = torch.unique_consecutive(by_row, return_counts=True)
+        else:
+            reads = by_row.new_zeros(len(values)).scatter_add_(0, by_row.long(), torch.ones_like(by_row))
+        first = (reads.cumsum(0) - reads).to(index)  # where the reads of each row begin
         d_values = d_weights = None
         if ctx.needs_input_grad[0]:
             weight = weights.flatten()[order]
@@ -69,19 +73,3 @@ class _Read(torch.autograd.Function):
             )
             d_weights = torch.empty_like(products).scatter_(0, order, products).view_as(weights)
         return d_values, None, d_weights, None
-
-
-def _index_type(values: Tensor, slots: Tensor) -> torch.dtype:
-    """The shortest type of an index that numbers all rows and all reads."""
-    return torch.int32 if max(values.shape[0], slots.numel()) < 2**31 else torch.int64
-
-
-def _read_rows(by_row: Tensor, number: int, *, distinct: bool) -> tuple[Tensor | None, Tensor]:
-    """Of the sorted rows ``by_row [R]``: the rows, and where the reads of each begin; of all ``number`` rows (None
-    stands for them), or with ``distinct`` of those that are read."""
-    if distinct:
-        rows, count = torch.unique_consecutive(by_row, return_counts=True)
-    else:
-        rows, ones = None, torch.ones_like(by_row)
-        count = torch.zeros(number, dtype=by_row.dtype, device=by_row.device).scatter_add_(0, by_row.long(), ones)
-    return rows, (count.cumsum(0) - count).to(by_row.dtype)

@@ -164,7 +164,6 @@ def _heads(max_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...
 
 
 def _distances(inputs: Inputs) -> int:
-    """How many a table of them has; 0 without one."""
     if inputs.vectors is not None:
         return len(inputs.vectors)
     return 0 if inputs.bias is None else inputs.bias.shape[1]
@@ -220,7 +219,6 @@ def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
 
 
 def padded(width: int) -> int:
-    """Columns of a head in registers."""
     return max(16, 1 << (width - 1).bit_length())
 
 

@@ -13,6 +13,7 @@ Renormalised without an epsilon: a query that sees nothing gives 0. At the kinks
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,12 @@ class Window(NamedTuple):
         """Keys before the segment that its first query may see."""
         return max(self.max_keys) - 1 + self.shift
 
+    def of_heads(self, first: int, number: int) -> "Window":
+        """What some neighbouring heads see."""
+        some = slice(first, first + number)
+        z = self.z if self.z is None else self.z[some] if self.z.dim() == 1 else self.z[:, some]
+        return Window(self.max_keys[some], self.shift, z, self.ramp, None if self.limits is None else self.limits[some])
+
 
 class Persistent(NamedTuple):
     """Key-value vectors that every query sees: unrotated scaled queries ``[B, H, T, K]``, keys and values [H, N, K]."""
@@ -61,6 +68,23 @@ class PastKV(NamedTuple):
     k: Tensor
     v: Tensor
     key_bias: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self[1:] if x is not None]
+
+    def of_heads(self, first: int, number: int) -> "PastKV | None":
+        """Those of ``number`` heads from ``first`` on, numbered from there; None if it has none of them."""
+        places = [place for place, h in enumerate(self.heads) if first <= h < first + number]
+        if not places:
+            return None
+        sizes = [(x, x.shape[1] // len(self.heads)) for x in self.tensors()]
+        heads = tuple(self.heads[place] - first for place in places)
+        return PastKV(heads, *(x.narrow(1, places[0] * size, len(places) * size) for x, size in sizes))
+
+    def followed_by(self, segment: "PastKV") -> "PastKV":
+        """With what the same heads, which are neighbours, have in a segment of all heads."""
+        new = segment.of_heads(self.heads[0], len(self.heads))
+        return PastKV(self.heads, *(torch.cat(pair, 2) for pair in zip(self.tensors(), new.tensors(), strict=True)))
 
 
 class Inputs(NamedTuple):
@@ -129,6 +153,11 @@ def skew(band: Tensor, keys: int, *, shift: int) -> Tensor:
     return view[..., width - keys :] if width >= keys else F.pad(view, (keys - width, 0))
 
 
+def spread(table: Tensor, rows: int, keys: int, *, shift: int = 0) -> Tensor:
+    """Over keys, ``[.., H, rows, keys]``, what is ``[H, n]`` or ``[B, H, rows, n]`` over columns."""
+    return skew(table if table.dim() == 4 else table[:, None].expand(-1, rows, -1), keys, shift=shift)
+
+
 def visible(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.device) -> Tensor:
     """Boolean ``[rows, keys]``: whether key j is one of the ``max_keys`` nearest that query t may see."""
     t = torch.arange(keys - rows, keys, device=device)[:, None]
@@ -137,8 +166,7 @@ def visible(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.de
 
 
 def pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
-    """How many pairs of a query and a key that it sees ``rows`` queries of one head make, each with its nearest
-    ``max_keys``: with keys of the segment, and with those of the ``past`` before it."""
+    """Pairs of a query and one of its ``max_keys`` nearest keys, of a head: with keys of the segment, of the past."""
 
     def seen(last: int) -> int:  # by queries that have 1, 2, .. last keys before them
         rising = max(0, min(last, max_keys))
@@ -184,11 +212,8 @@ def attend(
     keep = min(k.shape[2], rows + window.past())
     k, v = k[:, :, k.shape[2] - keep :], v[:, :, v.shape[2] - keep :]
 
-    def over_keys(band: Tensor) -> Tensor:  # [H, n] or [B, H, T, n] -> [.., H, T, L]
-        band = band if band.dim() == 4 else band[:, None].expand(-1, rows, -1)
-        return skew(band, keep, shift=window.shift)
-
-    scores = (q @ k.mT).to(_island(q))
+    over_keys = partial(spread, rows=rows, keys=keep, shift=window.shift)
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
     bias = bias if vectors is None else q @ vectors.T.to(q.dtype)
     if bias is not None:
         scores = scores + over_keys(bias.to(scores.dtype))
@@ -240,16 +265,20 @@ def _drawn(seed: Tensor, q: Tensor, keys: int, *, shift: int, beside: int, rate:
     return dropout_counters.keep(row, torch.cat([x, extra.expand(len(x), -1)], dim=1), rate)
 
 
-def with_sink(y: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf or -inf where nothing is seen, when the sink ``[H]`` is
-    one more part of the softmax: a backward pass that is given these has the other gradients right."""
-    if sink is None:
-        return y, lse
-    near = lse.masked_fill(lse == torch.inf, -torch.inf)
-    joint = torch.logaddexp(near, sink.to(lse.dtype)[:, None].expand_as(lse))
+def merged(y: Tensor, lse: Tensor, other_y: Tensor | None, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts of one softmax: outputs ``[B, H, T, K]``, None for zeros, and log-sum-exps ``[B, H, T]``, inf or -inf where
+    nothing is seen. A backward pass of one part that is given these of both has its gradients right."""
+    near, far = (x.masked_fill(x == torch.inf, -torch.inf) for x in (lse, other_lse))
+    joint = torch.logaddexp(near, far)
     nothing = joint == -torch.inf
-    share = (near - joint.masked_fill(nothing, 0)).exp()
-    return (y * share[..., None]).to(y.dtype), joint.where(~nothing, lse)
+    shares = [(x - joint.masked_fill(nothing, 0)).exp()[..., None] for x in (near, far)]
+    both = y * shares[0] if other_y is None else y * shares[0] + other_y * shares[1]
+    return both.to(y.dtype), joint.where(~nothing, lse)
+
+
+def with_sink(y: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``merged`` with the sink ``[H]``, whose values are 0, if there is one."""
+    return (y, lse) if sink is None else merged(y, lse, None, sink.to(lse.dtype)[:, None].expand_as(lse))
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -261,8 +290,3 @@ def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 def highest(dtype: torch.dtype) -> float:
     """Where exponentials are bounded: with room for a factor and a sum of e^18, about 7e7, below the largest of ``dtype``."""
     return math.floor(math.log(torch.finfo(dtype).max)) - 18.0
-
-
-def _island(x: Tensor) -> torch.dtype:
-    """Softmax in float32, or in float64 where the input is."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -21,10 +21,8 @@ from variants.kernels.window import Inputs, PastKV, Window, ramp_slope, sink_gra
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 NAMES = (*Inputs._fields[:8], "key_bias", "query_bias")
-"""Tensors that may have a gradient, in the order of the operations' arguments; the bias and those of the past follow."""
-PAST = len(NAMES) + 1
-TOGETHER = ({"k", "v", "past"}, {"extra_k", "extra_v"})
-"""Gradients that come together, but those of the past are computed only if they are asked for."""
+"""Of ``Inputs``, what may have a gradient; keys and values of part i of the past are ``k_old{i}`` and ``v_old{i}``."""
+BESIDE = ("beside_k", "beside_v", "beside_added")
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
     "extra_k extra_v lse columns flat order table mask slope vectors vectors_turned flops dextra_k dextra_v dvectors dz "
@@ -71,16 +69,12 @@ def attend(
     if past and inputs.key_bias is not None:
         inputs = inputs._replace(key_bias=torch.cat([_biases(past), inputs.key_bias], dim=2))
     owners = [next(i for i, part in enumerate(past) if h in part.heads) for h in range(q.shape[1])] if past else []
-    tensors = [
-        inputs.sink,
-        *(beside or (None, None, None)),
-        *(getattr(inputs, name) for name in NAMES),
-        *(x for part in past for x in part[1:3]),
-    ]
-    kind, place = torch.promote_types(q.dtype, torch.float32), 4 + len(NAMES)
-    tensors = [None if x is None else x.to(kind) for x in tensors]
-    tensors.insert(place, inputs.bias)
-    return _Attend.apply(owners, window, *tensors).to(q.dtype)
+    named = {name: getattr(inputs, name) for name in (*NAMES, "sink")} | dict(zip(BESIDE, beside or (), strict=False))
+    named |= {f"{n}_old{i}": x for i, part in enumerate(past) for n, x in zip("kv", part[1:3], strict=True)}
+    kind = torch.promote_types(q.dtype, torch.float32)
+    named = {name: x.to(kind) for name, x in named.items() if x is not None}
+    named |= {} if inputs.bias is None else {"bias": inputs.bias}
+    return _Attend.apply([*named], owners, window, *named.values()).to(q.dtype)
 
 
 def _biases(past: Sequence[PastKV]) -> Tensor:
@@ -93,81 +87,92 @@ def _biases(past: Sequence[PastKV]) -> Tensor:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, owners, window, sink, *tensors):
-        more, own = tensors[:3], list(tensors[3:])
-        sizes = (owners, window.max_keys, window.shift, window.ramp)
-        y, lse, _ = _forward(own, *sizes)
-        if more[0] is not None:
-            y, lse = merge(y, lse, own[0], Beside(*more))
-        y, lse = with_sink(y, lse, sink)
-        ctx.save_for_backward(sink, *tensors, y, lse)
-        ctx.sizes = sizes
+    def forward(ctx, names: list[str], owners: list[int], window: Window, *tensors: Tensor) -> Tensor:
+        named = dict(zip(names, tensors, strict=True))
+        ctx.names, ctx.sizes = names, (owners, window.max_keys, window.shift, window.ramp)
+        y, lse, _ = _forward(*_of_window(named), *ctx.sizes)
+        if BESIDE[0] in named:
+            y, lse = merge(y, lse, named["q"], Beside(*(named[name] for name in BESIDE)))
+        y, lse = with_sink(y, lse, named.get("sink"))
+        ctx.save_for_backward(*tensors, y, lse)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):
-        sink, *tensors, y, lse = ctx.saved_tensors
-        more, tensors = tensors[:3], tensors[3:]
-        beside, needs = ctx.needs_input_grad[3:6], ctx.needs_input_grad[6:]
-        wanted = {name for name, need in zip(NAMES, needs, strict=False) if need}
-        wanted |= {"past"} if (learns := any(needs[PAST:])) else set()
-        for together in TOGETHER:
-            wanted |= together if wanted & together else set()
-        wanted = [name for name in (*NAMES, "past") if name in wanted and (learns or name != "past")]
-        *results, _ = _backward(g, y, lse, tensors, *ctx.sizes, " ".join(wanted))
-        results = iter(results)
-        own = [next(results) if name in wanted else None for name in NAMES]
-        if more[0] is not None and (needs[0] or any(beside)):
-            dq, more = gradients(g, y, lse, tensors[0], Beside(*more), added=beside[2])
-            own[0] = None if own[0] is None else own[0] + dq
-        dsink = sink_gradient((g * y).sum(-1), lse, sink) if ctx.needs_input_grad[2] else None
-        return None, None, dsink, *more, *own, None, *(next(results, None) for _ in tensors[PAST:])
+    def backward(ctx, g: Tensor):
+        *tensors, y, lse = ctx.saved_tensors
+        named = dict(zip(ctx.names, tensors, strict=True))
+        needs = {name for name, need in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if need}
+        names, of_window = _of_window(named)
+        past = {name for name in named if "_old" in name}
+        groups = [
+            {"k", "v", *past},
+            {"extra_k", "extra_v"},
+        ]  # come together, but those of the past only if they are asked for
+        wanted = needs.union(*(group for group in groups if needs & group)) - (set() if needs & past else past)
+        wanted = [name for name in names.split() if name in wanted]
+        *results, _ = _backward(g, y, lse, names, of_window, *ctx.sizes, " ".join(wanted))
+        made = dict(zip(wanted, results, strict=True))
+        if BESIDE[0] in named and needs & {"q", *BESIDE}:
+            summaries = Beside(*(named[name] for name in BESIDE))
+            dq, of_beside = gradients(g, y, lse, named["q"], summaries, added=BESIDE[2] in needs)
+            made |= dict(zip(BESIDE, of_beside, strict=True)) | ({"q": made["q"] + dq} if "q" in made else {})
+        if "sink" in needs:
+            made["sink"] = sink_gradient((g * y).sum(-1), lse, named["sink"])
+        return None, None, None, *(made.get(name) for name in ctx.names)
+
+
+def _of_window(named: dict[str, Tensor]) -> tuple[str, list[Tensor]]:
+    """What the kernel computes with: names, and tensors in their order."""
+    names = [name for name in named if name not in ("sink", *BESIDE)]
+    return " ".join(names), [named[name] for name in names]
 
 
 @torch.library.custom_op("windtunnel::window_forward", mutates_args=(), device_types="cpu")
 def _forward(
-    tensors: list[Tensor | None], owners: list[int], max_keys: list[int], shift: int, ramp: int
+    names: str, tensors: list[Tensor], owners: list[int], max_keys: list[int], shift: int, ramp: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]``, inf where nothing is seen, and FLOPs executed.
 
-    ``tensors`` are those of ``NAMES``, the bias, keys and values of each part of the past; ``owners`` each head's part.
+    The first tensor is q; ``owners`` are each head's part of the past.
     """
-    call = _call(tensors, owners, max_keys, shift, ramp, backward=False)
-    y, lse, _ = _forward_results(tensors)
+    call = _call(dict(zip(names.split(), tensors, strict=True)), owners, max_keys, shift, ramp, backward=False)
+    y, lse, _ = _forward_results(names, tensors)
     call.put(y=y, lse=lse)
     return y, lse, call.run("forward")
 
 
 @torch.library.custom_op("windtunnel::window_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    g: Tensor, y: Tensor, lse: Tensor, tensors: list[Tensor | None], owners: list[int], max_keys: list[int],
+    g: Tensor, y: Tensor, lse: Tensor, names: str, tensors: list[Tensor], owners: list[int], max_keys: list[int],
     shift: int, ramp: int, wanted: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of the tensors whose names are wanted, in the order of ``NAMES``, of the past, and FLOPs executed."""
-    call = _call(tensors, owners, max_keys, shift, ramp, backward=True)
-    *results, _ = _backward_results(g, y, lse, tensors, owners, max_keys, shift, ramp, wanted)
-    own = dict(zip(wanted.split(), results, strict=False))
-    for name in ("q", "extra_q"):  # the kernel writes them in any case
-        if (x := tensors[NAMES.index(name)]) is not None:
-            own.setdefault(name, _like(x))
-    call.put(g=g, y=y, lse=lse, **{f"d{name}": x for name, x in own.items() if name != "past"})
-    if "past" in own:
-        call.put_past(owners, results[-2 * (max(owners) + 1) :], names=("dk_old", "dv_old"))
+    """Gradients of the tensors whose names are wanted, and FLOPs executed."""
+    named = dict(zip(names.split(), tensors, strict=True))
+    call, results = (
+        _call(named, owners, max_keys, shift, ramp, backward=True),
+        [_like(named[n]) for n in wanted.split()],
+    )
+    made = {
+        name: _like(named[name]) for name in ("q", "extra_q") if name in named
+    }  # the kernel writes them in any case
+    made |= dict(zip(wanted.split(), results, strict=True))
+    call.put(g=g, y=y, lse=lse, **{f"d{name}": x for name, x in made.items() if "_old" not in name})
+    if "k_old0" in made:
+        call.put_past(owners, made, prefix="d")
     return [*results, call.run("backward")]
 
 
 @_forward.register_fake
-def _forward_results(tensors, *_):
+def _forward_results(names, tensors, *_):
     q = tensors[0]
     return _like(q), q.new_empty(q.shape[:3]), q.new_empty((), dtype=torch.int64)
 
 
 @_backward.register_fake
-def _backward_results(g, y, lse, tensors, owners, max_keys, shift, ramp, wanted):
-    results = [_like(x) for name, x in zip(NAMES, tensors, strict=False) if name in wanted.split()]
-    results += [_like(x) for x in tensors[PAST:] if "past" in wanted.split()]
-    return [*results, g.new_empty((), dtype=torch.int64)]
+def _backward_results(g, y, lse, names, tensors, owners, max_keys, shift, ramp, wanted):
+    named = dict(zip(names.split(), tensors, strict=True))
+    return [*(_like(named[name]) for name in wanted.split()), g.new_empty((), dtype=torch.int64)]
 
 
 @register_flop_formula([torch.ops.windtunnel.window_forward, torch.ops.windtunnel.window_backward], get_raw=True)
@@ -202,11 +207,9 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in DENSE.split()),
     ]
 
-    def put(self, **tensors: Tensor | None) -> None:
+    def put(self, **tensors: Tensor) -> None:
         """Point to tensors; what is written to must have the layout that ``_like`` gives."""
         for name, x in tensors.items():
-            if x is None:
-                continue
             strided = name in STRIDED
             x = x if strided and x.stride(-1) == 1 else x.contiguous()
             self.alive.append(x)
@@ -214,17 +217,17 @@ class _Call(ctypes.Structure):
             if strided:
                 setattr(self, f"{name}_", _Strides(*x.stride()[:3]))
 
-    def put_past(self, owners: list[int], tensors: list[Tensor], *, names: tuple[str, str]) -> None:
+    def put_past(self, owners: list[int], named: dict[str, Tensor], *, prefix: str = "") -> None:
         """Point to keys and values of the past, or to their gradients, head by head."""
-        for name, parts in zip(names, (tensors[::2], tensors[1::2]), strict=True):
-            parts = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
-            heads = []
+        for name in ("k_old", "v_old"):
+            parts = [named[f"{name}{i}"] for i in range(max(owners) + 1)]
+            parts, heads = [x if x.stride(-1) == 1 else x.contiguous() for x in parts], []
             for h, part in enumerate(owners):
                 x, place = parts[part], owners[:h].count(part)
                 heads.append(_Rows(x.data_ptr() + place * x.stride(1) * x.element_size(), x.stride(0), x.stride(2)))
             rows = (_Rows * len(heads))(*heads)
             self.alive += [*parts, rows]
-            setattr(self, name, rows)
+            setattr(self, prefix + name, rows)
 
     def run(self, direction: str) -> Tensor:
         """FLOPs executed."""
@@ -236,19 +239,19 @@ class _Call(ctypes.Structure):
 
 
 def _call(
-    tensors: list[Tensor | None], owners: list[int], max_keys: list[int], shift: int, ramp: int, *, backward: bool
+    named: dict[str, Tensor], owners: list[int], max_keys: list[int], shift: int, ramp: int, *, backward: bool
 ) -> _Call:
-    own, bias = dict(zip(NAMES, tensors, strict=False)), tensors[len(NAMES)]
-    q, z, vectors = own["q"], own.pop("z"), own.pop("vectors")
+    q, z, bias, vectors = (named.get(name) for name in ("q", "z", "bias", "vectors"))
     call = _Call(streams=q.shape[0], heads=q.shape[1], rows=q.shape[2], width=q.shape[3], shift=shift)
     call.dtype, call.alive, call.threads = q.dtype, [], torch.get_num_threads()
-    call.persistent = 0 if own["extra_k"] is None else own["extra_k"].shape[1]
+    call.persistent = named["extra_k"].shape[1] if "extra_k" in named else 0
+    call.biases = named["key_bias"].shape[2] if "key_bias" in named else 0
     call.distances = max(max_keys)
-    call.biases = 0 if own["key_bias"] is None else own["key_bias"].shape[2]
-    past = [tensors[PAST + 2 * part].shape[2] for part in owners] or [0] * q.shape[1]  # keys before, of each head
-    call.put(**own, past=torch.tensor(past))
+    past = [named[f"k_old{part}"].shape[2] for part in owners] or [0] * q.shape[1]  # keys before, of each head
+    pointed = [name for name in named if name not in ("z", "bias", "vectors") and "_old" not in name]
+    call.put(**{name: named[name] for name in pointed}, past=torch.tensor(past))
     if owners:
-        call.put_past(owners, tensors[PAST:], names=("k_old", "v_old"))
+        call.put_past(owners, named)
     met = list(max_keys)
     if z is not None:  # up to the far end of the closed ramp; added as in soft_mask, so that sides of kinks agree
         met = [min(n, int(x) + 1) for n, x in zip(max_keys, (z.detach() + ramp).floor().tolist(), strict=True)]
