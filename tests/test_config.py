@@ -142,7 +142,7 @@ BAD = [
     ("variant=product_key_memory variant.memory.top_k=65", "top_k=65", "half_keys=64"),
     # layers of a variant
     ("+variant.at={2:[attention]}", "variant.at.2=", "-2 to 1", "model.layers=2"),
-    ("+variant.at={-1:[attention],1:[attention]}", "variant.at.1=", "variant.at.-1"),
+    ("+variant.at={-1:[attention],1:[feed_forward]}", "variant.at.1=", "variant.at.-1"),
     ("+variant.depth=3", "variant.depth=3", "layers, at, groups"),
     # groups and rates of a variant
     ("+variant.groups.x={match:'*.nothing'}", "variant.groups.x.match='*.nothing'", "query.weight"),

@@ -243,10 +243,11 @@ def set_shapes(module: nn.Module) -> None:
     spans = [part for part in module.modules() if isinstance(part, Spans)]
     lengths = [(part, values.detach()) for part in spans if (values := part.lengths()) is not None]
     if lengths:
-        numbers = torch.cat([values for _, values in lengths]).nan_to_num(nan=0.0)  # of a NaN the loss will tell
-        sizes = [len(values) for _, values in lengths]
-        for (part, _), of_part in zip(lengths, numbers.cpu().split(sizes), strict=True):
-            part.set_lengths(of_part.tolist())
+        numbers = iter(
+            torch.cat([values for _, values in lengths]).nan_to_num(nan=0.0).tolist()
+        )  # of a NaN the loss tells
+        for part, values in lengths:
+            part.set_lengths([next(numbers) for _ in values])
 
 
 class Position(nn.Module):

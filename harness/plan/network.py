@@ -44,7 +44,8 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
             raise ValueError(f"{key}={names}: allowed are {-n_layers} to {n_layers - 1}, with model.layers={n_layers}")
         if names is None:
             continue
-        if (other := places.setdefault(layer % n_layers, key)) != key:
+        other, same = places.setdefault(layer % n_layers, (key, names))
+        if names != same:
             raise ValueError(f"{key}={names}: the same layer as {other}, with model.layers={n_layers}; set one to null")
         layers[layer] = chosen(names, key)
     return layers

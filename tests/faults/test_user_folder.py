@@ -89,15 +89,6 @@ def test_a_primary_file_of_the_folder_names_no_package(here):
     assert "hydra.searchpath" in refused(here, "-cd", "conf", "-cn", "evil", *MADE)
 
 
-def test_words_of_a_comparison_are_a_files(here):
-    word = "+trust=[stranger]"
-    comparison = {"job": "x", "entries": {"reference_model": {"words": word}}}
-    write(here, {"comparison/evil.yaml": GLOBAL + yaml.safe_dump(comparison)})
-    ended = call("bench/peers.py", "-cd", "conf", "comparison=evil", *MADE, *TINY)
-    assert not (here / "PWNED").exists()
-    assert ended.code == 2 and f"words of peers: {word}: " in ended.err and "command line only" in ended.err, ended
-
-
 def test_what_a_user_needs_is_read(here, monkeypatch):
     """A sweep, another key's value, a variable, a variant whose name is Hydra's; and what is typed."""
     monkeypatch.setenv("MY_RATE", "0.125")
