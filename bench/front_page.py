@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from bench import results_page
+from bench.report.compare import VARIANTS
 from bench.results_page import REFERENCE, best_first, markdown, read_runs
 from harness.cache import write_whole
 from harness.compose.cli import run_command
@@ -43,13 +44,13 @@ def between_markers(page: str, block: str, *, name: str) -> str:
 
 
 def readme_table(folder: Path) -> str:
-    """One row a mechanism, the best on test first, between rows of byte counts and compressors."""
+    """A row for each mechanism of ``front``, the best on test first, between rows of byte counts and compressors."""
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
     if not len(runs):
         return "These runs are under way: so far [the learning rates](docs/results.md#learning-rates) are chosen."
     long_flops, reach = results_page.flops_at(folder / "cost.jsonl", LONG), results_page.reaches(recall)
     rows = []
-    for name, same in best_first(runs):
+    for name, same in best_first(runs[runs["variant"].isin(VARIANTS["front"])]):
         quality = [results_page.interval(same["test"]), results_page.difference(runs, name), reach.get(name, "")]
         costs = ["" if n is None else f"{n / 1e6:.2f}" for n in (same["flops"].mean(), long_flops.get(name))]
         costs += [f"{same['state'].mean() / results_page.KIB:,.0f}", f"{same['parameters'].iloc[0]:,.0f}"]
@@ -84,12 +85,12 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
         pair = results_page.paired_with(runs, name)
         width = pair.half_width or 0.0
         ax.errorbar(pair.mean, place, xerr=width or None, fmt="o", color=INK, markersize=4.5, capsize=2, linewidth=1.2)
-        right = pair.mean <= 0  # the label stands where the other side of 0 leaves room
-        at, side = (max(pair.mean + width, 0), "left") if right else (min(pair.mean - width, 0), "right")
-        offset = (6 if right else -6, 0)
-        ax.annotate(name, (at, place), offset, textcoords="offset points", va="center", ha=side, fontsize=FONT_POINTS)
-    ax.axvline(0, color=INK, linestyle="--", linewidth=1)
-    ax.margins(x=0.35)
+        ax.annotate(
+            name, (pair.mean + width, place), (6, 0), textcoords="offset points", va="center", fontsize=FONT_POINTS
+        )
+    ax.axvline(0, color=INK, linestyle="--", linewidth=1, zorder=0)
+    left, right = ax.get_xlim()
+    ax.set_xlim(left, right + 0.5 * (right - left))  # room for names
     ax.set(yticks=[], ylim=(-0.7, len(names) - 0.3))
     ax.set_xlabel(f"test bits per byte minus {REFERENCE}'s: left is better")
     ax.grid(axis="y", visible=False)
