@@ -85,9 +85,9 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
         pair = results_page.paired_with(runs, name)
         width = pair.half_width or 0.0
         ax.errorbar(pair.mean, place, xerr=width or None, fmt="o", color=INK, markersize=4.5, capsize=2, linewidth=1.2)
-        ax.annotate(
-            name, (pair.mean + width, place), (6, 0), textcoords="offset points", va="center", fontsize=FONT_POINTS
-        )
+        how = {"textcoords": "offset points", "va": "center", "fontsize": FONT_POINTS}
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line at 0
+        ax.annotate(name, (pair.mean + width, place), (6, 0), bbox=white, **how)
     ax.axvline(0, color=INK, linestyle="--", linewidth=1, zorder=0)
     left, right = ax.get_xlim()
     ax.set_xlim(left, right + 0.5 * (right - left))  # room for names
