@@ -95,7 +95,8 @@ def _start(mode: str, keywords: dict, *, id: str):
 
     settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
     settings |= {"finish_timeout_raises": True, "x_disable_stats": True}  # samples would be measured with the run
-    settings, reason = wandb.Settings(**settings), None
+    of_user = {key for key in settings if os.environ.get(f"WANDB_{key.upper()}")}
+    settings, reason = wandb.Settings(**{key: value for key, value in settings.items() if key not in of_user}), None
     session = wandb.setup(settings=settings)
     wanted, mode = mode, session.settings.mode if mode == "auto" else mode  # `wandb offline` was typed here
     if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False, verify=False):
