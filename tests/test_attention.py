@@ -3,6 +3,8 @@
 ``test_by_reference.py`` has its values and gradients.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ from tests.attention_case import (
 from variants.attention import Attention
 from variants.conformance.fixture import leaves
 from variants.contract import LayerContext
-from variants.kernels import triton_window, window_cpu
+from variants.kernels import operation, triton_window, window_cpu
 from variants.position import NoPosition
 
 pytestmark = pytest.mark.numeric
@@ -76,7 +78,9 @@ def test_on_the_cpus_kernel_every_head_carries_a_past_as_long_as_it_may_look(att
         expected = attention(more, whole, starts(400)).y
         for backend, carried in (("plain", state), ("fused", state), ("kernel", state), ("kernel", whole)):
             attention.wanted_backend = backend
-            out = attention(more, carried, starts(400), collect_stats=True)
+            with patch.object(operation, "attend", wraps=operation.attend) as call:
+                out = attention(more, carried, starts(400), collect_stats=True)
+            assert call.call_count == (backend == "fused")  # one for all heads
             assert_near(out.y, expected)
             assert not any(k.requires_grad for k in out.state[0])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.count.flops import count_flops
 from tests.attention_case import DOUBLE, Largest, assert_near, assert_outcome, assert_same, gradients, outcome
 from tests.efficient_attention import backward, forward, pretended
-from tests.window_case import ATTEND, CASES, HEADS, LARGE, Case, takes
+from tests.window_case import ATTEND, CASES, HEADS, LARGE, Case, packed, takes
 from variants.kernels import chunked, fused, operation, window
 from variants.kernels.window import Inputs, Persistent, Window
 
@@ -33,10 +33,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def assert_plain(backend: str, case: Case) -> None:
-    inputs = case.inputs()
+    """Heads of unequal windows also packed."""
+    inputs, attend = case.inputs(), ATTEND[backend]
     named = {name: x for name, x in inputs.items() if x.requires_grad}
     expected = outcome(case.call(window.attend, inputs), named)
-    assert_outcome(outcome(case.call(ATTEND[backend], inputs), named), expected)
+    assert_outcome(outcome(case.call(attend, inputs), named), expected)
+    if backend != "kernel" and case.past and len({*case.max_keys}) > 1:
+        assert_outcome(outcome(case.call(packed(attend), inputs), named), expected)
 
 
 @pytest.mark.cpu_kernel

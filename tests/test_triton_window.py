@@ -55,9 +55,9 @@ def test_lengths_compile_nothing_anew():
 
     for name in ("forward", "query_gradient", "key_gradient", "vector_gradient"):
         params = [p for p in getattr(kernels, name).params if not p.is_constexpr]
-        numbers = {"B", "T", "L", "distances", "offset", "first_key", "ramp", "k_stream"}
+        numbers = {"B", "T", "stream_keys", "longest", "distances", "shift", "ramp"}
         specialised = {p.name for p in params if p.name in numbers and not p.do_not_specialize}
-        assert specialised <= {"ramp", "k_stream"}, name  # constants of a run, or a multiple of 16 where K is
+        assert specialised <= {"ramp", "shift"}, name  # constants of a run
 
 
 @pytest.fixture
@@ -100,8 +100,9 @@ class Case(window_case.Case):
         """Value and every gradient, for a random upstream gradient, against the plain backend in ``like``."""
         drawn = self.inputs()
         moving = [name for name in drawn if name != "bias"]
+        attend = window_case.packed(KERNEL) if self.past and len({*self.max_keys}) > 1 else KERNEL
         mine, theirs = ({n: x.detach().to(to).requires_grad_() for n, x in drawn.items()} for to in (None, like))
-        y, expected = self.call(KERNEL, mine), self.call(window.attend, theirs)
+        y, expected = self.call(attend, mine), self.call(window.attend, theirs)
         assert y.dtype == self.dtype and y.isfinite().all()
         upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, self.dtype)
         one = [y, *torch.autograd.grad(y, [mine[n] for n in moving], upstream)]
@@ -173,11 +174,13 @@ def executed(monkeypatch):
 
 @pytest.mark.numeric
 @needs_triton
-def test_the_segments_gradients_alone_and_flops_of_the_products_that_run(small_blocks, executed):
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_segments_gradients_alone_and_flops_of_the_products_that_run(small_blocks, executed, packed):
     """Of a constant past nothing is computed nor stored."""
-    spans = {"max_keys": (20, 39), "z": (3.5, 33.0)}
+    spans = {"max_keys": (10, 39), "z": (3.5, 33.0)}
     case = Case(T=18, past=21, **spans, persistent=5, vectors=True, key_bias=True, streams=2, dropout=0.3)
     inputs, seen = Inputs(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE)), case.hard()
+    inputs = window_case.in_a_row(inputs, seen) if packed else inputs
     g, wanted = torch.randn(inputs.q.shape, generator=torch.Generator().manual_seed(2)), frozenset(case.inputs())
     y, saved = triton_window.forward(inputs, seen)
     assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted)[0]
@@ -188,7 +191,10 @@ def test_the_segments_gradients_alone_and_flops_of_the_products_that_run(small_b
     segment = triton_window.backward(g, y, saved, inputs, seen, wanted, own_only=True)
     assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted, own_only=True)[1]
     for name, gradient in segment.items():
-        expected = whole[name][:, :, -case.T :] if name in ("k", "v", "key_bias") else whole[name]
+        expected = whole[name]
+        if name in ("k", "v", "key_bias"):
+            heads = [inputs.of_heads(expected, slice(h, h + 1)) for h in range(2)]
+            expected = torch.cat([x[:, :, -case.T :] for x in heads], 1)
         assert_near(gradient, expected, tolerance=1e-6, what=name)
 
 

@@ -36,7 +36,7 @@ PARTS = {
 }
 BIASES = dict.fromkeys(("key_bias", "query_bias", "dkey_bias", "dquery_bias"))
 TYPES = dict.fromkeys(("start", "start_lse", "lse", "delta", "dz", "far", "table", "dvectors"), "*fp32")
-TYPES |= {"max_keys": "*i32", "order": "*i32", "seed": "*i64"}
+TYPES |= {"heads": "*i32", "seed": "*i64"}
 PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")}
 """What kernels give in float32 for persistent vectors, because something is added to it."""
 
@@ -44,10 +44,10 @@ PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")
 def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: str, width: int, dropout: bool) -> tuple:
     """Registers of a thread, bytes that it stores beside them, and shared memory, as the compiler says."""
     kernel, persistent = getattr(kernels, name), "persistent" in part
-    constants = {"ALL": False, "table": None, "DROP": 2**30, "SCALE": 1.25} | BIASES | PARTS[part]
+    constants = {"ALL": False, "OWN": True, "table": None, "DROP": 2**30, "SCALE": 1.25} | BIASES | PARTS[part]
     constants |= {"K": width, "WIDTH": triton_window.padded(width), "PRECISION": DTYPES[dtype][1]}
     constants |= {"BLOCK": options["BLOCK"]} | ({} if dropout else {"seed": None, "DROP": 0, "SCALE": 1.0})
-    constants |= dict.fromkeys(("start", "start_lse", "dz")) if persistent else {}
+    constants |= dict.fromkeys(("start", "start_lse", "dz")) | {"OWN": False} if persistent else {}
     constants = {argument: constants[argument] for argument in kernel.arg_names if argument in constants}
     types = TYPES | dict.fromkeys(
         ("g", "q", "k", "v", "y", "dq", "dk", "dv", "vectors"), f"*{dtype[:4].replace('tf', 'fp')}"
@@ -78,7 +78,9 @@ def main(words: list[str]) -> int:
         if name == "vector_gradient" and part not in ("hard+vectors", "soft+vectors"):
             continue
         kind, precision = DTYPES[dtype]
-        options = triton_window.launch_options(width, kind, precision=precision, vectors="vectors" in part)
+        same = {"precision": precision, "vectors": "vectors" in part, "architecture": architecture}
+        options = triton_window.launch_options(width, kind, **same)
+        options |= triton_window.key_options(options) if name == "key_gradient" else {}
         line = f"sm_{architecture} {dtype} K={width} {name} {part} {'dropout' if dropout else '-'}"
         if all(word in line.split() for word in words):
             same = {"architecture": architecture, "dtype": dtype, "width": width, "dropout": dropout}

@@ -26,6 +26,24 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, dropout: float = 0.
     return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], seen, past=before, **added)
 
 
+def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A backend that is given each head's keys as far as it may look, one head after the other."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, key_bias: Tensor | None = None, **added) -> Tensor:
+        inputs = in_a_row(Inputs(q, k, v, key_bias=key_bias), seen)
+        added |= {"key_bias": inputs.key_bias, "lengths": inputs.lengths}
+        return attend(q, inputs.k, inputs.v, seen, **added)
+
+    return call
+
+
+def in_a_row(inputs: Inputs, seen: Window) -> Inputs:
+    counts = [min(inputs.k.shape[2], n - 1 + seen.shift + inputs.q.shape[2]) for n in seen.max_keys]
+    of_keys = {n: x for n in ("k", "v", "key_bias") if (x := getattr(inputs, n)) is not None}
+    rows = {n: [x[:, h, x.shape[2] - m :] for h, m in enumerate(counts)] for n, x in of_keys.items()}
+    return inputs._replace(**{n: torch.cat(x, 1) for n, x in rows.items()}, lengths=torch.tensor(counts))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """T new keys after ``past`` old ones.

@@ -244,7 +244,7 @@ class Attention(MultiHead, OnKernels):
             chosen = chosen if len(runs) > 1 else [(past, None)]
             parts = [] if state is None else [self.reproject_past(state, segment, *part) for part in chosen]
         if on_cpu:
-            return VisibleKeys(segment.k, segment.v, parts, [], *segment.biases)
+            return VisibleKeys(segment.k, segment.v, parts, None, *segment.biases)
         return VisibleKeys.joined(segment.k, segment.v, parts, *segment.biases)
 
     def reproject_past(self, old: Tensor, segment: Segment, past: int | None, heads: list[int] | None) -> PastKV:
@@ -281,7 +281,9 @@ class Attention(MultiHead, OnKernels):
             return None
         if self.cache == "hidden":
             return last(self.reach_now(), 1, None, state)
-        return last_keys([], before(state, None), self.reach_now())  # for all heads alike: another structure recompiles
+        return last_keys(
+            [], *before(state, None), self.reach_now()
+        )  # for all heads alike: another structure recompiles
 
     def reach_now(self) -> int:
         return max(self.span.max_keys) - 1 + self.shift

@@ -47,7 +47,7 @@ def attend(
     """What the heads give, ``[B, H, T, K]``.
 
     Args:
-        keys: with all of them in ``whole``, but for the CPU's kernel; and biases.
+        keys: and their biases. Where heads have pasts of unequal length, one call reads all of them packed.
         seed: of the dropout, where it is drawn from counters; None to draw one.
         past_learns: whether keys and values of the past have gradients.
         others: as ``window.attend`` and ``chunked.attend`` have them.
@@ -56,39 +56,21 @@ def attend(
         same = {"bias": bias, "vectors": vectors, "persistent": persistent, "sink": sink}
         same |= {"key_bias": keys.key_bias, "query_bias": keys.query_bias}
         return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, **same)
-    if dropout and backend != "plain" and seed is None:
-        seed = draw_seed(q.device)
-    outputs = []
-    for heads, k, v, key_bias in keys.whole:  # their pasts are of one length; numbered anew in a call of their own
-        first, number = heads[0], len(heads)
-
-        def of(x: Tensor | None, dim: int = 0, first: int = first, number: int = number) -> Tensor | None:
-            return x if x is None or number == x.shape[dim] else x.narrow(dim, first, number)
-
-        part = visible if number == len(visible.max_keys) else visible.of_heads(first, number)
-        added = {
-            "bias": None if bias is None else of(bias[..., : max(part.max_keys)], int(bias.dim() > 2)),
-            "persistent": persistent and Persistent(of(persistent.q, 1), of(persistent.k), of(persistent.v)),
-            "sink": of(sink),
-            "key_bias": key_bias,
-            "query_bias": of(keys.query_bias, 1),
-            "dropout": dropout,
-        }
-        own = () if past_learns or not keys.past else (of(keys.k, 1), of(keys.v, 1), of(keys.key_bias, 1))
-        q_of_heads = of(q, 1)
-        if backend == "plain":
-            outputs.append(window.attend(q_of_heads, k, v, part, **added))
-            continue
-        added |= {"vectors": vectors, "seed": seed if seed is None or not first else seed + first}
-        if backend == "chunked":
-            outputs.append(chunked.attend(q_of_heads, k, v, part, **added))
-        elif backend == "fused" and fused.is_triangle(part, inputs := Inputs.of(q_of_heads, k, v, part, **added)):
-            outputs.append(fused.triangle(inputs))
-        else:
-            if own:  # constants, but for the segment's own
-                k, v, added["key_bias"] = (x if x is None else x.detach() for x in (k, v, key_bias))
-            outputs.append(operation.attend(backend, q_of_heads, k, v, part, own=own, **added))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    k, v, key_bias, lengths = keys.packed()
+    bias = None if bias is None else bias[..., : max(visible.max_keys)]
+    added = {"bias": bias, "persistent": persistent, "sink": sink, "key_bias": key_bias, "query_bias": keys.query_bias}
+    if backend == "plain" and lengths is None:
+        return window.attend(q, k, v, visible, dropout=dropout, **added)
+    seed = draw_seed(q.device) if dropout and seed is None else seed
+    added |= {"vectors": vectors, "dropout": dropout, "seed": seed, "lengths": lengths}
+    if backend in ("plain", "chunked"):
+        return chunked.attend(q, k, v, visible, **added)
+    if backend == "fused" and fused.is_triangle(visible, inputs := Inputs.of(q, k, v, visible, **added)):
+        return fused.triangle(inputs)
+    own = () if past_learns or not keys.past else (keys.k, keys.v, keys.key_bias)
+    if own:  # constants, but for the segment's own
+        k, v, added["key_bias"] = (x if x is None else x.detach() for x in (k, v, key_bias))
+    return operation.attend(backend, q, k, v, visible, own=own, **added)
 
 
 class OnKernels(Sublayer):

@@ -5,7 +5,8 @@ K]`` for every head, where heads carry pasts of their own. Key biases are the th
 the last byte.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +22,7 @@ class VisibleKeys(NamedTuple):
     Attributes:
         k, v: keys and values of the segment ``[B, H, T, K]``.
         past: those before it, if any, in parts.
-        whole: both one after the other, ``[B, n, P + T, K]`` in the parts of the past; empty for the CPU's kernel, which
-            reads them where they are.
+        whole: both one after the other, ``[B, H, P + T, K]``, if they were joined.
         key_bias, query_bias: b of the segment ``[B, H, T]``, which adds b_j - b_t to the score of query t with key j, or
             None. It counts from the byte before. The queries' is finite, the keys' the same or, where they hide, -inf.
     """
@@ -30,20 +30,28 @@ class VisibleKeys(NamedTuple):
     k: Tensor
     v: Tensor
     past: list[PastKV]
-    whole: list[PastKV]
+    whole: PastKV | None = None
     key_bias: Tensor | None = None
     query_bias: Tensor | None = None
 
     @classmethod
     def joined(cls, k: Tensor, v: Tensor, past: list[PastKV], *biases: Tensor | None) -> "VisibleKeys":
-        """With everything in ``whole``, copied once: attention and the state both read it there."""
-        segment = PastKV(tuple(range(k.shape[1])), k, v, *biases[:1])
-        return cls(k, v, past, [part.followed_by(segment) for part in past] or [segment], *biases)
+        """Joined unless the past has several parts: copied once, and attention and the state both read it."""
+        keys = cls(k, v, past, None, *biases)
+        if len(past) > 1:
+            return keys
+        pairs = zip(*(part.tensors() for part in (*past, keys.segment)), strict=True)
+        whole = [torch.cat(pair, dim=2) if past else pair[0] for pair in pairs]
+        return keys._replace(whole=PastKV(keys.segment.heads, *whole))
+
+    @property
+    def segment(self) -> PastKV:
+        return PastKV(tuple(range(self.k.shape[1])), self.k, self.v, self.key_bias)
 
     def each(self, function: Callable[[PastKV], PastKV | None]) -> "VisibleKeys":
         """With what ``function`` makes of every part; parts of which it makes None are left out."""
-        segment = function(self._segment())
-        past, whole = ([*filter(None, map(function, parts))] for parts in (self.past, self.whole))
+        segment, whole = function(self.segment), self.whole and function(self.whole)
+        past = [*filter(None, map(function, self.past))]
         return VisibleKeys(*segment[1:3], past, whole, segment.key_bias, self.query_bias)
 
     def of_heads(self, first: int, number: int) -> "VisibleKeys":
@@ -75,17 +83,26 @@ class VisibleKeys(NamedTuple):
 
         return self if self.query_bias is None else self.each(of)
 
+    def packed(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """All keys, values and key biases as ``Inputs`` has them, and lengths."""
+        if len(self.past) < 2:
+            whole = self.whole or VisibleKeys.joined(self.k, self.v, self.past, self.key_bias).whole
+            return *whole[1:], None
+        tensors, lengths = _in_a_row(self.past, self.segment, [math.inf] * self.k.shape[1])
+        if len({*lengths}) == 1:
+            tensors, lengths = [x.unflatten(2, (len(lengths), -1)) for x in tensors], None
+        k, v, key_bias = (*(x.squeeze(1) for x in tensors), None)[:3]
+        return k, v, key_bias, None if lengths is None else torch.tensor(lengths)
+
     def state(self) -> State:
-        """All that is in ``whole``, detached."""
-        parts = [tuple(x.detach() for x in part.tensors()) for part in self.whole]
-        return parts[0] if len(parts) == 1 else tuple(zip(*parts, strict=True))
+        """Of all keys, detached."""
+        if self.whole is None:
+            return self.last(*[math.inf] * self.k.shape[1])
+        return tuple(x.detach() for x in self.whole.tensors())
 
-    def last(self, *numbers: int) -> State:
+    def last(self, *numbers: float) -> State:
         """The state of the last so many keys: of all heads alike, or of each head, where ``numbers`` are several."""
-        return last_keys([] if self.whole else self.past, self.whole or [self._segment()], *numbers)
-
-    def _segment(self) -> PastKV:
-        return PastKV(tuple(range(self.k.shape[1])), self.k, self.v, self.key_bias)
+        return last_keys([] if self.whole else self.past, self.whole or self.segment, *numbers)
 
 
 def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
@@ -102,23 +119,27 @@ def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> 
     return [PastKV(own, *map(taken, parts)) for own, *parts in zip(heads, keys, *others, strict=True)]
 
 
-def last_keys(old: list[PastKV], new: list[PastKV], *numbers: int) -> State:
-    """As ``VisibleKeys.last``, of parts before the segment and parts of it. Heads of their own are copied: to a
-    compiled graph views, of what held much more, are other inputs each time."""
+def last_keys(old: list[PastKV], new: PastKV, *numbers: float) -> State:
+    """As ``VisibleKeys.last``, of parts before the segment and of the segment. Heads of their own are views of one copy."""
+    if len(numbers) == 1 and len(old) < 2:
+        pairs = zip(old[0].tensors() if old else [None] * 3, new.tensors(), strict=False)
+        return tuple(last(*numbers, 2, *pair) for pair in pairs)
+    tensors, lengths = _in_a_row(old, new, numbers if len(numbers) > 1 else numbers * len(new.heads))
+    return tuple(x.detach().split(lengths, dim=2) for x in tensors)
 
-    def of_part(number: int, old: PastKV | None, new: PastKV) -> list[Tensor]:
-        return [
-            last(number, 2, *pair) for pair in zip(old.tensors() if old else (None,) * 3, new.tensors(), strict=False)
-        ]
 
-    def of_head(h: int, parts: list[PastKV]) -> PastKV | None:
-        return next(filter(None, (part.of_heads(h, 1) for part in parts)), None)
-
-    if len(numbers) == 1:
-        return tuple(of_part(*numbers, old[0] if old else None, new[0]))
-    heads = (of_part(number, of_head(h, old), of_head(h, new)) for h, number in enumerate(numbers))
-    copies = ([x.clone(memory_format=torch.contiguous_format) for x in head] for head in heads)
-    return tuple(zip(*copies, strict=True))
+def _in_a_row(old: list[PastKV], new: PastKV, numbers: Sequence[float]) -> tuple[list[Tensor], list[int]]:
+    """The last ``numbers`` keys of each head, one head after the other in one copy ``[B, r, N, ..]``, and the heads' lengths."""
+    pieces, lengths = [[] for _ in new.tensors()], []
+    for h, left in enumerate(numbers):
+        parts, lasts = [part.of_heads(h, 1) for part in (*old, new) if h in part.heads], []
+        for part in reversed(parts):
+            lasts.append(min(left, part.k.shape[2]))
+            left -= lasts[-1]
+        for own, *tensors in zip(pieces, *(part.tensors() for part in parts), strict=True):
+            own += [x.narrow(2, x.shape[2] - n, n) for x, n in zip(tensors, reversed(lasts), strict=True)]
+        lengths.append(sum(lasts))
+    return [torch.cat(of_heads, dim=2) for of_heads in pieces], lengths
 
 
 def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:

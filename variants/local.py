@@ -147,7 +147,7 @@ class LocalAttention(Attention):
             past = before + begin if on_cpu else 0  # the others read keys as one
             old = [PastKV(tuple(range(self.heads)), k[:, :, :past], v[:, :, :past])] if past else []
             later = k[:, :, past:end], v[:, :, past:end]
-            keys = VisibleKeys(*later, old, []) if on_cpu else VisibleKeys.joined(*later, old)
+            keys = VisibleKeys(*later, old)
             visible = Window((end,) * self.heads, self.shift)
             outputs.append(attend(backend, q[:, :, begin : begin + size], keys, visible, None))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

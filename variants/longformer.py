@@ -148,7 +148,7 @@ class Longformer(Attention):
                 of_past = slice((part.k.shape[2] + c) % n, None, n)
                 past.append(PastKV(part.heads, part.k[:, :, of_past], part.v[:, :, of_past]))
             k, v = of_class(keys.k, c), of_class(keys.v, c)
-            met = VisibleKeys.joined(k, v, past) if keys.whole else VisibleKeys(k, v, past, [])
+            met = VisibleKeys(k, v, past)
             bias_of_class = of_class(bias, r) if bias is not None and bias.dim() > 2 else bias
             visible = Window(max_keys, int(r < self.shift))  # with a shift, what class 0 meets lies one row before it
             outputs.append(self.attend(backend, of_class(q, r), met, visible, bias=bias_of_class, vectors=vectors))

@@ -109,7 +109,6 @@ class TransformerXL(Attention):
         most = max(visible.max_keys)
         u, v = self.position.towards(q)
         if backend == "plain" or self.position.few(q, most):
-            keys = keys if keys.whole else VisibleKeys.joined(keys.k, keys.v, keys.past)
             return self.attend("plain", q + u, keys, visible, bias=self.position.bias(q, most))
         p = self.position.vectors(most).to(q.dtype)
         p = torch.cat([p, ((v - u) * p).sum(-1, keepdim=True)], dim=-1)

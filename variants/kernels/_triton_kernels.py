@@ -8,9 +8,10 @@ power of two. One program writes each number. Products are never transposed: Hop
 Arguments that are not what their name says:
     far: z + R of each head, or None for a hard window.
     table, vectors: added to scores, [H, distances], and p [distances, K]; or None.
-    key_bias, query_bias: added to scores of keys [B, H, L] and taken from those of queries [B, H, T], or both None.
-    max_keys, order: visible keys of each head; heads from the longest to the shortest, so that the long ones start first.
-    k_stream: elements from one stream's keys to the next's; 0 where all streams share them.
+    k, v: keys and values of each stream, one head after the other, ``stream_keys`` in all; with ALL of no stream.
+    key_bias, query_bias: added to scores of keys and taken from those of queries [B, H, T], or both None.
+    heads: visible keys of each head; heads from the longest to the shortest, so that the long ones start first; L of each
+        head; and the number of its first key, int32 [4, H].
     seed: of the dropout of weights, which is that of ``dropout.py`` number for number; None without dropout.
     ALL: every query sees every key: persistent vectors. DROP, SCALE: how many of 2^32 numbers drop a weight; factor of others.
 """
@@ -25,22 +26,26 @@ FIRST, SECOND, PERSISTENT = (tl.constexpr(factor) for factor in (*dropout.MIX, d
 LOG2E = tl.constexpr(1.4426950408889634)
 HIGHEST = tl.constexpr(70 * 1.4426950408889634)  # bounds exponents of base 2, as ``window.highest`` of float32 does
 INTERPRETED = triton.knobs.runtime.interpret  # on the host; triton decides it when it is imported
-kernel = triton.jit(
-    do_not_specialize=("B", "T", "L", "distances", "offset", "first_key")
-)  # or each length compiles anew
+kernel = triton.jit(do_not_specialize=("B", "T", "stream_keys", "longest", "distances"))  # or each length compiles anew
 
 
 @triton.jit
-def _window(far, max_keys, h, ramp):
-    """Keys that head h may see, how many of the nearest have m = 1 and send no gradient to its span, and z + R."""
-    visible = tl.load(max_keys + h)
+def _head(heads, far, b, stream_keys, ramp, ALL: tl.constexpr):
+    """The program's head, how many keys it has in stream b and the row of the first; keys that it may see, how many of the
+    nearest have m = 1 and send no gradient to its span, and z + R."""
+    H = tl.num_programs(1)
+    h = tl.load(heads + H + tl.program_id(1))
+    first = tl.load(heads + 3 * H + h).to(tl.int64)
+    if not ALL:
+        first += b * stream_keys
+    visible = tl.load(heads + h)
     full = visible
     end = 0.0
     if far is not None:
         end = tl.load(far + h).to(tl.float32)
         visible = tl.maximum(tl.minimum(visible, tl.floor(end).to(tl.int32) + 1), 0)
         full = tl.maximum(tl.minimum(full, tl.ceil(end).to(tl.int32) - ramp), 0)
-    return visible, full, end
+    return h, tl.load(heads + 2 * H + h), first, visible, full, end
 
 
 @triton.jit
@@ -67,9 +72,9 @@ def _store(x, rows, size, value, K: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _biases(x, row, at, size):
-    """Of one row of ``[rows, size]``, ``[block]``; zeros where there is nothing."""
-    return tl.load(x + row * size + at, mask=(at >= 0) & (at < size), other=0.0)
+def _biases(x, at, size):
+    """``[block]``; zeros where there is nothing."""
+    return tl.load(x + at, mask=(at >= 0) & (at < size), other=0.0)
 
 
 @triton.jit
@@ -154,18 +159,13 @@ def _in_base_2(scores, x, table, h, distances):
 def _seen(x, j, visible, L, ALL: tl.constexpr):
     if ALL:
         return (j < L) & (x == x)
-    return (x >= 0) & (x < visible) & (j < L)
-
-
-@triton.jit
-def _mask(x, end, ramp):
-    return tl.minimum((end - x) / ramp, 1.0)
+    return (x >= 0) & (x < visible)
 
 
 @kernel
 def forward(
-    q, k, v, start, start_lse, y, lse, far, max_keys, order, table, key_bias, query_bias, vectors, seed, T, L,
-    distances, offset, ramp, k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    q, k, v, start, start_lse, y, lse, far, heads, table, key_bias, query_bias, vectors, seed, T, stream_keys,
+    shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf where nothing is seen. Grid: (B * blocks, H).
@@ -174,37 +174,35 @@ def forward(
     """
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
-    h = tl.load(order + tl.program_id(1))
-    k, v = k + b * k_stream + h.to(tl.int64) * L * K, v + b * k_stream + h.to(tl.int64) * L * K
-    row = (b * H + h) * T
-    t = t0 + tl.arange(0, BLOCK)
+    h, L, first, visible, full, end = _head(heads, far, b, stream_keys, ramp, ALL)
+    k, v, offset = k + first * K, v + first * K, L - T - shift
+    row, t = (b * H + h) * T, t0 + tl.arange(0, BLOCK)
     own = _load(q + row * K, t, T, K, WIDTH)
-    visible, full, end = _window(far, max_keys, h, ramp)
     drawn = _drawn(seed, b, h, t)[:, None]
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     if key_bias is not None:
-        base = _biases(query_bias, b * H + h, t, T)[:, None]
+        base = _biases(query_bias + row, t, T)[:, None]
     out = tl.zeros([BLOCK, WIDTH], tl.float32)
     if start is not None:
         top = tl.load(start_lse + row + t, mask=t < T, other=0.0)
         total += 1.0
         out = _load(start + row * K, t, T, K, WIDTH)
-    bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)
+    bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)  # the last serves as L: one register less
     for part in tl.static_range(3):
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):
             j = j0 + tl.arange(0, BLOCK)
             x = (offset + t)[:, None] - j[None, :]
-            scores = tl.dot(own, tl.trans(_load(k, j, L, K, WIDTH)), input_precision=PRECISION)
+            scores = tl.dot(own, tl.trans(_load(k, j, bounds[3], K, WIDTH)), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, WIDTH, BLOCK, PRECISION)
             if key_bias is not None:
-                scores += _biases(key_bias, b * H + h, j, L)[None, :] - base
+                scores += _biases(key_bias + first, j, bounds[3])[None, :] - base
             scores = _in_base_2(scores, x, table, h, distances)
             if part != 1:
-                seen = _seen(x, j[None, :], visible, L, ALL)
+                seen = _seen(x, j[None, :], visible, bounds[3], ALL)
                 if far is not None:
-                    m = _mask(x, end, ramp)
+                    m = tl.minimum((end - x) / ramp, 1.0)
                     seen = seen & (m > 0)
                     scores += tl.log2(tl.where(seen, m, 1.0))
                 scores = tl.where(seen, scores, float("-inf"))
@@ -214,7 +212,7 @@ def forward(
             shrink = tl.exp2(top - safe)
             total = total * shrink + tl.sum(weights, 1)
             weights = _drop(weights, seed, drawn, x, j[None, :], ALL, DROP, SCALE).to(v.dtype.element_ty)
-            out = tl.dot(weights, _load(v, j, L, K, WIDTH), out * shrink[:, None], input_precision=PRECISION)
+            out = tl.dot(weights, _load(v, j, bounds[3], K, WIDTH), out * shrink[:, None], input_precision=PRECISION)
             top = new
     blind = total == 0
     _store(y + row * K, t, T, out / tl.where(blind, 1.0, total)[:, None], K, WIDTH)
@@ -223,30 +221,27 @@ def forward(
 
 @kernel
 def query_gradient(
-    g, q, k, v, y, lse, delta, dq, dz, dquery_bias, far, max_keys, order, table, key_bias, query_bias, vectors, seed,
-    T, L, distances, offset, ramp, k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
+    g, q, k, v, y, lse, delta, dq, dz, dquery_bias, far, heads, table, key_bias, query_bias, vectors, seed, T,
+    stream_keys, shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dq``, ``delta`` = g . y and ``dquery_bias [B, H, T]``, and each program's part of dz ``[H, B * blocks]``.
-
-    ``dz`` and ``dquery_bias`` may be None. Grid: (B * blocks, H).
+    """``dq``, ``delta`` = g . y and ``dquery_bias [B, H, T]``, and each program's part of dz ``[H, B * blocks]``; the last
+    two may be None. Grid: (B * blocks, H).
     """
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
-    h = tl.load(order + tl.program_id(1))
-    k, v = k + b * k_stream + h.to(tl.int64) * L * K, v + b * k_stream + h.to(tl.int64) * L * K
-    row = (b * H + h) * T
-    t = t0 + tl.arange(0, BLOCK)
+    h, L, first, visible, full, end = _head(heads, far, b, stream_keys, ramp, ALL)
+    k, v, offset = k + first * K, v + first * K, L - T - shift
+    row, t = (b * H + h) * T, t0 + tl.arange(0, BLOCK)
     own, up = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
     joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
     paid = tl.sum(up.to(tl.float32) * _load(y + row * K, t, T, K, WIDTH).to(tl.float32), 1)
     tl.store(delta + row + t, paid, mask=t < T)
-    visible, full, end = _window(far, max_keys, h, ramp)
     moved = tl.zeros([BLOCK, WIDTH], tl.float32)
     span = tl.zeros([BLOCK], tl.float32)
     lowered = tl.zeros([BLOCK], tl.float32)
     if key_bias is not None:
-        base = _biases(query_bias, b * H + h, t, T)[:, None]
+        base = _biases(query_bias + row, t, T)[:, None]
     drawn = _drawn(seed, b, h, t)[:, None]
     r, i = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
     place = r - i + BLOCK - 1  # in a block of keys, of the pair at distance x_first + i
@@ -256,16 +251,16 @@ def query_gradient(
             j = j0 + tl.arange(0, BLOCK)
             x = (offset + t)[:, None] - j[None, :]
             x_first = offset + t0 - j0 - BLOCK + 1
-            keys = _load(k, j, L, K, WIDTH)
+            keys = _load(k, j, bounds[3], K, WIDTH)
             scores = tl.dot(own, tl.trans(keys), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, x_first, distances, 1, K, WIDTH, BLOCK, PRECISION)
             if key_bias is not None:
-                scores += _biases(key_bias, b * H + h, j, L)[None, :] - base
+                scores += _biases(key_bias + first, j, bounds[3])[None, :] - base
             scores = _in_base_2(scores, x, table, h, distances) - joint[:, None]
             if part != 1:
-                scores = tl.where(_seen(x, j[None, :], visible, L, ALL), scores, float("-inf"))
-            reward = tl.dot(up, tl.trans(_load(v, j, L, K, WIDTH)), input_precision=PRECISION)
+                scores = tl.where(_seen(x, j[None, :], visible, bounds[3], ALL), scores, float("-inf"))
+            reward = tl.dot(up, tl.trans(_load(v, j, bounds[3], K, WIDTH)), input_precision=PRECISION)
             if part != 1 and far is not None:
                 scores = tl.minimum(scores, HIGHEST)  # a key of weight 0 may be above the sum of all that have one
             change = tl.exp2(scores) * (_drop(reward, seed, drawn, x, j[None, :], ALL, DROP, SCALE) - paid[:, None])
@@ -292,29 +287,33 @@ def query_gradient(
 
 @kernel
 def key_gradient(
-    g, q, k, v, lse, delta, dk, dv, dkey_bias, first_key, far, max_keys, order, table, key_bias, query_bias, vectors,
-    seed, T, L, distances, offset, ramp, k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
+    g, q, k, v, lse, delta, dk, dv, dkey_bias, far, heads, table, key_bias, query_bias, vectors, seed, T,
+    stream_keys, longest, shift, distances, ramp, OWN: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dk`` and ``dv`` of keys from ``first_key`` on, ``[B, H, L - first_key, K]``, also where streams share keys.
-
-    ``dkey_bias``, without K, may be None.
-    Grid: (B * blocks of those keys, H).
+    """``dk`` and ``dv``, packed as keys are, for each stream also where streams share keys; with OWN those of the last T keys
+    of each head, ``[B, H, T, K]``. ``dkey_bias``, without K, may be None. ``longest``: the most that a head writes.
+    Grid: (B * blocks of these, H).
     """
-    H, written = tl.num_programs(1), L - first_key
-    blocks = tl.cdiv(written, BLOCK)
+    H, blocks = tl.num_programs(1), tl.cdiv(longest, BLOCK)
     b, own0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
-    j0 = first_key + own0
-    h = tl.load(order + tl.program_id(1))
-    shared = b * k_stream + h.to(tl.int64) * L * K
-    row = (b * H + h) * T
+    h, L, first, visible, full, end = _head(heads, far, b, stream_keys, ramp, ALL)
+    row, offset = (b * H + h) * T, L - T - shift
+    written, at = L, first
+    if ALL:
+        at = b * stream_keys + first
+    else:
+        if OWN:
+            written, at = T, row
+        if own0 >= written:  # of a head that has fewer keys than another
+            return
+    j0 = L - written + own0
     j = j0 + tl.arange(0, BLOCK)
-    keys, values = _load(k + shared, j, L, K, WIDTH), _load(v + shared, j, L, K, WIDTH)
-    visible, full, end = _window(far, max_keys, h, ramp)
+    keys, values = _load(k + first * K, j, L, K, WIDTH), _load(v + first * K, j, L, K, WIDTH)
     dkeys, dvalues = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH], tl.float32)
     raised = tl.zeros([BLOCK], tl.float32)
     if key_bias is not None:
-        bias = _biases(key_bias, b * H + h, j, L)[:, None]
+        bias = _biases(key_bias + first, j, L)[:, None]
     bounds = _query_blocks(j0, offset, visible, full, T, BLOCK, ALL)
     for part in tl.static_range(3):
         for t0 in range(bounds[part], bounds[part + 1], BLOCK):
@@ -328,13 +327,13 @@ def key_gradient(
             if vectors is not None:
                 scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, WIDTH, BLOCK, PRECISION)
             if key_bias is not None:
-                scores += bias - _biases(query_bias, b * H + h, t, T)[None, :]
+                scores += bias - _biases(query_bias + row, t, T)[None, :]
             scores = _in_base_2(scores, x, table, h, distances) - joint[None, :]
             if part != 1:
                 scores = tl.where(_seen(x, j[:, None], visible, L, ALL), scores, float("-inf"))
             weights = tl.exp2(scores)
             if part != 1 and far is not None:
-                m = _mask(x, end, ramp)
+                m = tl.minimum((end - x) / ramp, 1.0)
                 weights = tl.where(m > 0, weights * m, 0.0)
             if seed is None:
                 up = _load(g + row * K, t, T, K, WIDTH)
@@ -348,52 +347,53 @@ def key_gradient(
             dkeys = tl.dot(change.to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
             if dkey_bias is not None:
                 raised += tl.sum(change, 1)
-    at, rows = (b * H + h) * written * K, own0 + tl.arange(0, BLOCK)
-    _store(dk + at, rows, written, dkeys, K, WIDTH)
-    _store(dv + at, rows, written, dvalues, K, WIDTH)
+    rows = own0 + tl.arange(0, BLOCK)
+    _store(dk + at * K, rows, written, dkeys, K, WIDTH)
+    _store(dv + at * K, rows, written, dvalues, K, WIDTH)
     if dkey_bias is not None:
-        tl.store(dkey_bias + (b * H + h) * written + rows, raised, mask=rows < written)
+        tl.store(dkey_bias + at + rows, raised, mask=rows < written)
 
 
 @kernel
 def vector_gradient(
-    g, q, k, v, lse, delta, dvectors, far, max_keys, order, key_bias, query_bias, vectors, seed, B, T, L, distances,
-    offset, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    g, q, k, v, lse, delta, dvectors, far, heads, key_bias, query_bias, vectors, seed, B, T, stream_keys, shift,
+    distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of dp, ``[groups of streams, H, distances, K]``. Grid: (blocks of distances, H, groups of streams)."""
     H, groups = tl.num_programs(1), tl.num_programs(2)
     x0, group = tl.program_id(0) * BLOCK, tl.program_id(2)
-    h = tl.load(order + tl.program_id(1))
     x = x0 + tl.arange(0, BLOCK)
-    visible, full, end = _window(far, max_keys, h, ramp)
+    b = group.to(tl.int64)
+    h, L, start, visible, full, end = _head(heads, far, b, stream_keys, ramp, False)
+    offset = L - T - shift
     dp = tl.zeros([BLOCK, WIDTH], tl.float32)
     p = _load(vectors, x, distances, K, WIDTH)
     first = tl.maximum(x0 - offset, 0) // BLOCK * BLOCK
     last = tl.where(x0 < visible, T, 0)
-    b = group.to(tl.int64)
     for _ in range(0, tl.cdiv(B - group, groups)):
-        head = b * H + h
+        row = (b * H + h) * T
         for t0 in range(first, last, BLOCK):
             t = t0 + tl.arange(0, BLOCK)
-            own, up = _load(q + head * T * K, t, T, K, WIDTH), _load(g + head * T * K, t, T, K, WIDTH)
-            joint = tl.load(lse + head * T + t, mask=t < T, other=float("inf"))
-            paid = tl.load(delta + head * T + t, mask=t < T, other=0.0)
+            own, up = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
+            joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
+            paid = tl.load(delta + row + t, mask=t < T, other=0.0)
             near = offset + t0 - x0 - BLOCK + 1 + tl.arange(0, 2 * BLOCK)  # keys on the diagonals of these distances
             place = tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
-            scores = tl.dot(_load(k + head * L * K, near, L, K, WIDTH), tl.trans(own), input_precision=PRECISION)
+            scores = tl.dot(_load(k + start * K, near, L, K, WIDTH), tl.trans(own), input_precision=PRECISION)
             if key_bias is not None:
-                scores += _biases(key_bias, head, near, L)[:, None] - _biases(query_bias, head, t, T)[None, :]
+                scores += _biases(key_bias + start, near, L)[:, None] - _biases(query_bias + row, t, T)[None, :]
             scores = tl.gather(scores, place, 0) + tl.dot(p, tl.trans(own), input_precision=PRECISION)
             seen = (x[:, None] < visible) & (x[:, None] <= (offset + t)[None, :])
             weights = tl.exp2(tl.where(seen, scores * LOG2E - joint[None, :], float("-inf")))
             if far is not None:
-                m = _mask(x, end, ramp)[:, None]
+                m = tl.minimum((end - x) / ramp, 1.0)[:, None]
                 weights = tl.where(m > 0, weights * m, 0.0)
-            reward = tl.dot(_load(v + head * L * K, near, L, K, WIDTH), tl.trans(up), input_precision=PRECISION)
+            reward = tl.dot(_load(v + start * K, near, L, K, WIDTH), tl.trans(up), input_precision=PRECISION)
             drawn = _drawn(seed, b, h, t)[None, :]
             reward = _drop(tl.gather(reward, place, 0), seed, drawn, x[:, None], x, False, DROP, SCALE) - paid[None, :]
             dp = tl.dot((weights * reward).to(q.dtype.element_ty), own, dp, input_precision=PRECISION)
         b += groups
+        start += groups * stream_keys
     at = (group * H + h).to(tl.int64) * distances * K
     _store(dvectors + at, x, distances, dp, K, WIDTH)

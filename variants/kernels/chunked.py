@@ -15,6 +15,7 @@ from variants.kernels import window as plain
 from variants.kernels.fused import chunks, runs
 from variants.kernels.window import Inputs, Persistent, Window
 
+KEYS = ("k", "v", "key_bias")
 SUMMED = ("k", "v", "extra_k", "extra_v", "vectors")
 """What chunks share: its gradients are sums, in float32."""
 
@@ -28,14 +29,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
         streams, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
         seed = dropout_counters.rows(inputs.seed, streams=streams, heads=heads, queries=queries)
     inputs = inputs._replace(**wide, seed=seed)
-    # First rows that see no key, but maybe persistent vectors.
-    blind = min(rows, max(0, rows + window.shift - k.shape[2]))
-    cut = [(0, blind, 0, blind)] if blind else []
     parts = []
-    for number, heads in runs(window.max_keys):
+    for (number, keys), heads in runs(zip(window.max_keys, inputs.key_counts(), strict=True)):
         seen = window._replace(max_keys=(number,) * (heads.stop - heads.start), limits=None)
+        # First rows that see no key, but maybe persistent vectors.
+        blind = min(rows, max(0, rows + window.shift - keys))
+        cut = [(0, blind, 0, blind)] if blind else []
         parts.append([])
-        for begin, end, low, high in (*cut, *chunks(rows, k.shape[2], number, window.shift)):
+        for begin, end, low, high in (*cut, *chunks(rows, keys, number, window.shift)):
             part = _part(inputs, heads, slice(begin, end), slice(low, high), slice(number))
             call = partial(_of_part, part, seen._replace(shift=window.shift if end <= blind else 0))
             parts[-1].append(checkpoint(call, use_reentrant=False, preserve_rng_state=False))
@@ -44,18 +45,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
 
 def _part(inputs: Inputs, heads: slice, t: slice, j: slice, columns: slice) -> Inputs:
     """What some queries of some heads meet."""
+    keys = {n: inputs.of_heads(x, heads)[:, :, j] for n in KEYS if (x := getattr(inputs, n)) is not None}
     places = {**dict.fromkeys(("q", "extra_q", "seed"), (slice(None), heads, t)), "vectors": (columns,)}
-    places |= dict.fromkeys(("k", "v"), (slice(None), heads, j)) | dict.fromkeys(("extra_k", "extra_v"), (heads,))
+    places |= dict.fromkeys(("extra_k", "extra_v", "sink"), (heads,)) | {"query_bias": places["q"]}
     of_query = {n: x is not None and x.dim() > 2 for n, x in (("z", inputs.z), ("bias", inputs.bias))}
     places["z"] = places["q"] if of_query["z"] else (heads,)
-    places |= {"sink": (heads,), "key_bias": places["k"], "query_bias": places["q"]}
     places["bias"] = (*(places["q"] if of_query["bias"] else (heads,)), columns)
-    return inputs._replace(**{n: x[at] for n, at in places.items() if (x := getattr(inputs, n)) is not None})
+    others = {n: x[at] for n, at in places.items() if (x := getattr(inputs, n)) is not None}
+    return inputs._replace(**keys, **others, lengths=None)
 
 
 def _of_part(part: Inputs, window: Window) -> Tensor:
     narrow = {name: x.to(part.q.dtype) for name in SUMMED if (x := getattr(part, name)) is not None}
     q, k, v, z, *extra = part._replace(**narrow)
-    added = dict(zip(Inputs._fields[7:], extra[3:], strict=True))
+    added = dict(zip(Inputs._fields[7:-1], extra[3:-1], strict=True))
     persistent = None if extra[0] is None else Persistent(*extra[:3])
     return plain.attend(q, k, v, window._replace(z=z), persistent=persistent, **added)

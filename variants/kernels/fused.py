@@ -15,9 +15,9 @@ the scores. Neither has dropout here: the one has none, and the other's mask cou
 Where the window is the whole triangle, torch takes what it will. ``window_cpu.cpp`` does the same by the row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from torch import Tensor
 from variants.kernels import window as plain
 from variants.kernels.window import Inputs, Window
 
+_Number = TypeVar("_Number")
 ALIGNED = 8
 """Numbers that rows of a mask and heads are rounded up to: 16 bytes, which CUDA's kernel reads at once."""
 
@@ -95,7 +96,7 @@ def is_triangle(window: Window, inputs: Inputs) -> bool:
     rows, keys = inputs.q.shape[2], inputs.k.shape[2]
     hard = window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
     added = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink)
-    return hard and keys == rows and all(x is None for x in added)
+    return hard and inputs.lengths is None and keys == rows and all(x is None for x in added)
 
 
 def triangle(inputs: Inputs) -> Tensor:
@@ -116,7 +117,8 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for heads, t, j, mask, _ in _plan(inputs, window):
-        y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], k[:, heads, j], v[:, heads, j], mask)
+        near = (inputs.of_heads(x, heads)[:, :, j] for x in (k, v))
+        y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], *near, mask)
     if inputs.extra_q is not None:
         y, lse = plain.merged(y, lse, *engine.forward(inputs.extra_q, *_persistent(inputs), None))
     return plain.with_sink(y, lse, inputs.sink)
@@ -140,19 +142,21 @@ def backward(
     """
     (q, k, v), lse, g = _alike(inputs), saved, g.contiguous()
     engine, results = ENGINES[q.device.type], {}
-    first = k.shape[2] - q.shape[2] if own_only else 0
+    counts, rows = inputs.key_counts(), q.shape[2]
     results["q"] = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for name in "kv":
-        shape = (*k.shape[:2], k.shape[2] - first, k.shape[3])
-        results[name] = torch.zeros(shape, dtype=lse.dtype, device=q.device)
+        results[name] = torch.zeros(q.shape if own_only else k.shape, dtype=lse.dtype, device=q.device)
     if "z" in wanted:
         results["z"] = torch.zeros(inputs.z.shape, dtype=lse.dtype, device=q.device)
     for heads, t, j, mask, slope in _plan(inputs, window, ramps="z" in wanted):
-        part = g[:, heads, t], q[:, heads, t], k[:, heads, j], v[:, heads, j]
+        near = [inputs.of_heads(x, heads)[:, :, j] for x in (k, v)]
+        part = g[:, heads, t], q[:, heads, t], *near
         results["q"][:, heads, t], *others = engine.backward(*part, mask, y[:, heads, t], lse[:, heads, t])
+        first = counts[heads.start] - rows if own_only else 0
         low, high = (max(0, place - first) for place in (j.start, j.stop))
         for name, x in zip("kv", others, strict=True):
-            results[name][:, heads, low:high] += x[:, :, x.shape[2] - (high - low) :]
+            sums = results[name][:, heads] if own_only else inputs.of_heads(results[name], heads)
+            sums[:, :, low:high] += x[:, :, x.shape[2] - (high - low) :]
         if "z" in wanted:
             results["z"][heads] += _span_gradient(*part, y[:, heads, t], lse[:, heads, t], *slope)
     if inputs.extra_q is not None:
@@ -163,10 +167,10 @@ def backward(
     return {name: results[name].to(getattr(inputs, name).dtype) for name in wanted}
 
 
-def runs(max_keys: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-    """Neighbouring heads that see equally many keys: how many, and the heads."""
+def runs(numbers: Iterable[_Number]) -> Iterator[tuple[_Number, slice]]:
+    """Neighbouring heads with equal numbers: the number, and the heads."""
     first = 0
-    for number, heads in groupby(max_keys):
+    for number, heads in groupby(numbers):
         last = first + len(list(heads))
         yield number, slice(first, last)
         first = last
@@ -192,10 +196,10 @@ def executed_flops(
     Chunks and bands are counted whole, masked or not, and the scores that the backward computes again; not what a kernel adds
     inside to fill its tiles, nor softmax and masks.
     """
-    (streams, _, rows, width), keys = inputs.q.shape, inputs.k.shape[2]
+    streams, _, rows, width = inputs.q.shape
     wide = width if inputs.q.device.type == "cpu" else width + -width % ALIGNED
     pairs = 0
-    for max_keys, heads in runs(window.max_keys):
+    for (max_keys, keys), heads in runs(zip(window.max_keys, inputs.key_counts(), strict=True)):
         cut = chunks(rows, keys, max_keys, window.shift)
         pairs += (heads.stop - heads.start) * sum((end - begin) * (high - low) for begin, end, low, high in cut)
     beside = 0 if inputs.extra_k is None else inputs.extra_k[..., 0].numel() * rows
@@ -225,10 +229,10 @@ def _plan(
         table = plain.soft_mask(z, window.ramp, most).log()
         table = table if bias is None else table + bias
         slope = plain.ramp_slope(z, window.ramp, most) if ramps else None
-    for max_keys, heads in runs(window.max_keys):
+    for (max_keys, keys), heads in runs(zip(window.max_keys, inputs.key_counts(), strict=True)):
         of_heads = [None if x is None else x[heads, :max_keys] for x in (table, bias, slope)]
         made: dict[tuple[int, int], tuple] = {}
-        for begin, end, low, high in chunks(inputs.q.shape[2], inputs.k.shape[2], max_keys, window.shift):
+        for begin, end, low, high in chunks(inputs.q.shape[2], keys, max_keys, window.shift):
             shape = (end - begin, high - low)
             if shape not in made:
                 added = [None if x is None or slope is None else plain.spread(x, *shape) for x in of_heads[1:]]

@@ -13,7 +13,9 @@ keys can have, from which the diagonals are picked. Every sum has one order: res
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -54,7 +56,9 @@ def precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: bool) -> dict[str, int]:
+def launch_options(
+    width: int, dtype: torch.dtype, *, precision: str, vectors: bool, architecture: int = 90
+) -> dict[str, int]:
     """Rows of a block (queries, keys and distances alike) and how the compiler is to spread them.
 
     The largest with which the compiler keeps everything in registers on the architectures that ``tests/triton_spills.py``
@@ -68,8 +72,14 @@ def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: b
     else:  # by multiply-add, without tensor cores
         block, warps = 32 >> (columns > 64 or vectors), 8
     options = {"BLOCK": block, "num_warps": warps, "num_stages": 1 if vectors and warps == 4 else 2}
-    # By itself the compiler would rather spill a little than run fewer threads; but not with the most rows.
-    return options if block == columns == 64 else options | {"maxnreg": 255}
+    if block == columns == 64:  # before sm_90 there are no registers for copies ahead, except where keys own the rows
+        return options if architecture >= 90 else options | {"num_stages": 1}
+    return options | {"maxnreg": 255}  # by itself the compiler would rather spill a little than run fewer threads
+
+
+def key_options(options: dict) -> dict:
+    """What ``key_gradient`` has otherwise, of the options or all arguments of the others."""
+    return {"num_stages": 2} if options["BLOCK"] == 64 else {}
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
@@ -107,16 +117,17 @@ def backward(
         own_only: the past is a constant: ``k`` and ``v`` get gradients ``[B, H, T, K]``, of the last T keys.
     """
     joint = {"g": g.to(y.dtype).contiguous(), "lse": saved, "delta": torch.empty_like(saved)}
-    context, streams, rows, keys = _context(inputs, window), y.shape[0], y.shape[2], inputs.k.shape[2]
+    context, streams = _context(inputs, window), y.shape[0]
     results = _query_gradient(context, y, joint, span="z" in wanted, bias="query_bias" in wanted)
-    first_key = keys - rows if own_only else 0
-    results |= _key_gradient(context, streams, joint, first_key=first_key, bias="key_bias" in wanted)
+    shape, longest = (y.shape, y.shape[2]) if own_only else (inputs.k.shape, max(inputs.key_counts()))
+    results |= _key_gradient(context, shape, joint, longest=longest, OWN=own_only, bias="key_bias" in wanted)
     if inputs.vectors is not None:
         results["vectors"] = _vector_gradient(context, joint)
     if inputs.extra_q is not None:
         beside = _beside(inputs)
         results["extra_q"] = _query_gradient(beside, y, joint)["q"]
-        of_streams = _key_gradient(beside, streams, joint, dtype=torch.float32)
+        shape = (streams, *inputs.extra_k.shape)
+        of_streams = _key_gradient(beside, shape, joint, longest=shape[2], dtype=torch.float32)
         results |= {f"extra_{name}": of_streams[name].sum(0) for name in "kv"}
     if "sink" in wanted:
         results["sink"] = sink_gradient(joint["delta"], saved / LOG2E, inputs.sink)
@@ -130,15 +141,16 @@ def executed_flops(
 
     Where spans have no values, each head meets all that it may see.
     """
-    (streams, _, rows, width), keys, far = inputs.q.shape, inputs.k.shape[2], None
+    (streams, _, rows, width), far = inputs.q.shape, None
     vectors = inputs.vectors is not None
     block = launch_options(width, inputs.q.dtype, precision=precision(), vectors=vectors)["BLOCK"]
     persistent = 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
     if inputs.z is not None and not isinstance(inputs.z, FakeTensor):
         far = (inputs.z.detach() + window.ramp).tolist()  # waits for the device: whoever counts is not timed
-    starts, offset = range(0, rows, block), keys - rows - window.shift
+    starts = range(0, rows, block)
     by_queries = by_keys = by_distances = 0
-    for h, most in enumerate(window.max_keys):
+    for h, (most, keys) in enumerate(zip(window.max_keys, inputs.key_counts(), strict=True)):
+        offset = keys - rows - window.shift
         visible = most if far is None else max(0, min(most, math.floor(far[h]) + 1))
         for t0 in starts:  # as in _key_blocks
             first = max(offset + t0 - visible + 1, 0) // block
@@ -157,10 +169,11 @@ def executed_flops(
 
 
 @lru_cache(maxsize=256)
-def _heads(max_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Keys that each head may see, and heads from the longest to the shortest; a copy to the device once for each value."""
+def _heads(max_keys: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """The argument ``heads`` of the kernels; a copy to the device once for each value."""
     order = sorted(range(len(max_keys)), key=lambda h: -max_keys[h])
-    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (max_keys, order))
+    first = [0, *accumulate(lengths)][:-1]
+    return torch.tensor((max_keys, order, lengths, first), dtype=torch.int32, device=device)
 
 
 def _distances(inputs: Inputs) -> int:
@@ -171,35 +184,34 @@ def _distances(inputs: Inputs) -> int:
 
 def _context(inputs: Inputs, window: Window) -> dict:
     """What all kernels of the part of the softmax over visible keys are given alike."""
-    rows, keys = inputs.q.shape[2], inputs.k.shape[2]
-    max_keys, order = _heads(window.max_keys, inputs.q.device)
+    lengths = inputs.key_counts()
     far = None if inputs.z is None else (inputs.z + window.ramp).float()  # as in soft_mask: sides of kinks agree
     return _arguments(inputs, inputs.q, inputs.k, inputs.v) | {
         "far": far,
-        "max_keys": max_keys,
-        "order": order,
+        "heads": _heads(window.max_keys, lengths, inputs.q.device),
+        "stream_keys": sum(lengths),
+        "shift": window.shift,
         "table": None if inputs.bias is None else inputs.bias.float().contiguous(),
         "key_bias": None if inputs.key_bias is None else inputs.key_bias.float().contiguous(),
         "query_bias": None if inputs.key_bias is None else inputs.query_bias.float().contiguous(),
         "vectors": None if inputs.vectors is None else inputs.vectors.to(inputs.q.dtype).contiguous(),
         "distances": _distances(inputs),
-        "offset": keys - rows - window.shift,
         "ramp": window.ramp,
-        "k_stream": inputs.k[0].numel(),
         "ALL": False,
     }
 
 
 def _beside(inputs: Inputs) -> dict:
     """The same of the part over persistent vectors: all are seen, and all streams share them."""
+    (heads, number), device = inputs.extra_k.shape[:2], inputs.q.device
     arguments = _arguments(inputs, inputs.extra_q.to(inputs.q.dtype), inputs.extra_k, inputs.extra_v)
-    max_keys, order = _heads((arguments["L"],) * inputs.q.shape[1], inputs.q.device)
-    return arguments | {"max_keys": max_keys, "order": order}
+    return arguments | {"heads": _heads((number,) * heads, (number,) * heads, device), "stream_keys": heads * number}
 
 
 def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
     """Arguments of kernels with which every key is seen."""
     width, rate = q.shape[-1], inputs.dropout
+    capability = 90 if q.device.type != "cuda" else 10 * torch.cuda.get_device_capability(q.device)[0]
     return {
         "q": q.contiguous(),
         "k": k.to(q.dtype).contiguous(),
@@ -207,15 +219,16 @@ def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
         **dict.fromkeys(("far", "table", "key_bias", "query_bias", "vectors")),
         "seed": inputs.seed if rate else None,
         "T": q.shape[2],
-        "L": k.shape[-2],
-        **dict.fromkeys(("distances", "offset", "ramp", "k_stream"), 0),
+        **dict.fromkeys(("distances", "shift", "ramp"), 0),
         "DROP": threshold(rate),
         "SCALE": 1 / (1 - rate),
         "K": width,
         "WIDTH": padded(width),
         "ALL": True,
         "PRECISION": precision(),
-    } | launch_options(width, q.dtype, precision=precision(), vectors=inputs.vectors is not None)
+    } | launch_options(
+        width, q.dtype, precision=precision(), vectors=inputs.vectors is not None, architecture=capability
+    )
 
 
 def padded(width: int) -> int:
@@ -247,26 +260,28 @@ def _query_gradient(
 
 def _key_gradient(
     arguments: dict,
-    streams: int,
+    shape: Sequence[int],
     joint: dict,
     *,
-    first_key: int = 0,
+    longest: int,
+    OWN: bool = False,
     dtype: torch.dtype | None = None,
     bias: bool = False,
 ) -> dict[str, Tensor | None]:
-    """Gradients of keys, values and biases from ``first_key`` on, for each stream also where all share them."""
+    """Gradients of keys, values and biases: all of them, or each head's last T, as ``shape`` has it."""
     k = arguments["k"]
-    shape = (streams, k.shape[-3], k.shape[-2] - first_key, k.shape[-1])
     dk, dv = (torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
-    dbias = torch.empty(shape[:3], dtype=torch.float32, device=k.device) if bias else None
-    results = {"dk": dk, "dv": dv, "dkey_bias": dbias}
-    _kernels().key_gradient[_grid(arguments, shape[2])](**results, first_key=first_key, **joint, **arguments)
+    dbias = torch.empty(shape[:-1], dtype=torch.float32, device=k.device) if bias else None
+    arguments = (
+        arguments | {"dk": dk, "dv": dv, "dkey_bias": dbias, "longest": longest, "OWN": OWN} | key_options(arguments)
+    )
+    _kernels().key_gradient[_grid(arguments, longest)](**joint, **arguments)
     return {"k": dk, "v": dv, "key_bias": dbias}
 
 
 def _vector_gradient(arguments: dict, joint: dict) -> Tensor:
     """``[n, K]`` in float32."""
-    others = ("table", "k_stream", "ALL")
+    others = ("table", "ALL")
     arguments = {name: value for name, value in arguments.items() if name not in others}
     streams, heads, _, width = arguments["q"].shape
     groups, distances = min(streams, STREAM_GROUPS), arguments["distances"]

@@ -45,12 +45,6 @@ class Window(NamedTuple):
         """Keys before the segment that its first query may see."""
         return max(self.max_keys) - 1 + self.shift
 
-    def of_heads(self, first: int, number: int) -> "Window":
-        """What some neighbouring heads see."""
-        some = slice(first, first + number)
-        z = self.z if self.z is None else self.z[some] if self.z.dim() == 1 else self.z[:, some]
-        return Window(self.max_keys[some], self.shift, z, self.ramp, None if self.limits is None else self.limits[some])
-
 
 class Persistent(NamedTuple):
     """Key-value vectors that every query sees: unrotated scaled queries ``[B, H, T, K]``, keys and values [H, N, K]."""
@@ -81,27 +75,24 @@ class PastKV(NamedTuple):
         heads = tuple(self.heads[place] - first for place in places)
         return PastKV(heads, *(x.narrow(1, places[0] * size, len(places) * size) for x, size in sizes))
 
-    def followed_by(self, segment: "PastKV") -> "PastKV":
-        """With what the same heads, which are neighbours, have in a segment of all heads."""
-        new = segment.of_heads(self.heads[0], len(self.heads))
-        return PastKV(self.heads, *(torch.cat(pair, 2) for pair in zip(self.tensors(), new.tensors(), strict=True)))
-
 
 class Inputs(NamedTuple):
     """Tensors of one call of a backend that writes its own gradients; L keys, N persistent vectors, n distances.
 
     Attributes:
         q: scaled queries ``[B, H, T, K]``.
-        k, v: keys and values ``[B, H, L, K]``, the last T of them the segment's own.
+        k, v: keys and values ``[B, H, L, K]``, the last T of them the segment's own; or packed ``[B, N, K]``, one head
+            after the other, where ``lengths`` says how many each head has.
         z: spans in keys, or None for a hard window.
         extra_q, extra_k, extra_v: as ``Persistent`` has them, or None.
         vectors: ``[n, K]``, adds ``q @ vectors.T`` to scores over columns, or None.
         bias: added to scores, ``[H, n]`` or ``[B, H, T, n]``, or None.
         sink: a score ``[H]`` in the softmax whose value is 0, or None.
-        key_bias: b, added to the scores of each key ``[B, H, L]``; -inf hides it. Or None.
+        key_bias: b, added to the scores of each key ``[B, H, L]``, packed ``[B, N]``; -inf hides it. Or None.
         query_bias: taken from those scores of each query, ``[B, H, T]`` and finite, where there is a ``key_bias``.
         seed: of the dropout, int64 scalar, as ``dropout.draw_seed`` gives it, or None.
         dropout: rate on attention weights.
+        lengths: L of each head, int64 ``[H]`` on the CPU, or None where all heads have as many.
     """
 
     q: Tensor
@@ -118,6 +109,7 @@ class Inputs(NamedTuple):
     query_bias: Tensor | None = None
     seed: Tensor | None = None
     dropout: float = 0.0
+    lengths: Tensor | None = None
 
     @classmethod
     def of(
@@ -125,6 +117,18 @@ class Inputs(NamedTuple):
     ) -> "Inputs":
         """Of a call as ``attend`` takes it."""
         return cls(q, k, v, window.z, *(persistent or (None, None, None)), **added)
+
+    def key_counts(self) -> tuple[int, ...]:
+        """L of each head."""
+        return (self.k.shape[2],) * self.q.shape[1] if self.lengths is None else tuple(self.lengths.tolist())
+
+    def of_heads(self, x: Tensor, heads: slice) -> Tensor:
+        """The part ``[B, n, L, ..]`` of keys, values or key biases of neighbouring heads with equal L; a view."""
+        if self.lengths is None:
+            return x[:, heads]
+        counts = self.key_counts()
+        first, last = sum(counts[: heads.start]), sum(counts[: heads.stop])
+        return x[:, first:last].unflatten(1, (heads.stop - heads.start, counts[heads.start]))
 
 
 def soft_mask(z: Tensor, ramp: int, max_keys: int) -> Tensor:
