@@ -92,13 +92,6 @@ def test_a_file_that_is_not_trusted_is_not_imported(here, imports):
     assert len(ended.err.splitlines()) == 1 and sorted(here.rglob("*")) == before
 
 
-def test_a_class_for_another_contract_is_refused(here, imports):
-    write(here, module="my_mixer", conf="my_conf")
-    (here / "my_mixer.py").write_text(MIXER.replace("    def __init__", "    contract = 99\n\n    def __init__", 1))
-    ended = train("-cd", "my_conf", *MADE, "trust=[my_mixer]", "variant=mine")
-    assert ended.code == 2 and "my_mixer.Mixer: is written for contract 99, and this is 1; allowed are" in ended.err
-
-
 def test_a_package_on_the_search_path_is_named_by_trust(here, imports):
     write(here, module="my_pkg.mixer", conf="my_pkg/conf")
     for package in ("my_pkg", "my_pkg/conf"):

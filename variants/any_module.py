@@ -32,7 +32,6 @@ class AnyModule(Sublayer):
         limits: promises that it cannot keep, of ``LIMITS``; ``segments`` wherever it sees a past.
         reach: bytes back that its output can depend on its input, or None for all of the segment.
         period: bytes after which what it does repeats, such as a block.
-        ideal_share: the least share of executed FLOPs that its matrices are, and, below a half, why.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class AnyModule(Sublayer):
         limits: tuple[str, ...] = (),
         reach: int | None = None,
         period: int = 1,
-        ideal_share: tuple[float, str] = Sublayer.ideal_share,
     ):
         super().__init__()
         check_numbers(1, period=period)
@@ -59,7 +57,7 @@ class AnyModule(Sublayer):
             self.honours = Honours(
                 attend_self={True, False} if "attend_self" in honours else {True}, span="span" in honours
             )
-        self.limits, self.period, self.ideal_share = frozenset(limits), period, ideal_share
+        self.limits, self.period = frozenset(limits), period
         self.bytes_back, self.span = reach, context.span
         followed = {keyword: getattr(context, name) for name, keyword in (honours or {}).items()}
         self.module = _built(functools.partial(module, **followed))

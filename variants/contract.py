@@ -14,9 +14,7 @@ from typing import Any, NamedTuple, Union
 import torch
 from torch import Tensor, nn
 
-VERSION = 1
-"""Of the contract: another number where a mechanism that was written for this one might compute something else."""
-LIMITS = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation"})
+LIMITS = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation", "ideal_flops"})
 """What a mechanism may say that it cannot promise; see ``Sublayer.limits``."""
 WAYS = {
     "rotate": "turns queries and keys",
@@ -138,12 +136,11 @@ class Honours:
 class Sublayer(nn.Module):
     """One residual sublayer of a layer. Subclass it, and the constructor's keywords are its configuration."""
 
-    contract: int = VERSION
-    """The ``VERSION`` that a mechanism of yours was written for; say it, and another is refused by a message."""
     limits: frozenset[str] = frozenset()
     """Promises that it cannot keep, each of which is tested to be really broken: ``causal_in_training`` (training mode
     sees the future), ``streams_apart`` (streams of a batch influence each other), ``segments`` (where segments are cut
-    changes the result), ``training_as_evaluation`` (without dropout, training mode computes something else)."""
+    changes the result), ``training_as_evaluation`` (without dropout, training mode computes something else); and
+    ``ideal_flops`` (they may be less than half of the executed ones, which a run's row says)."""
     honours: Honours | None = None
     """What it follows of the run's choices; None for a mechanism that sees no byte but its own."""
     tables: dict[str, int] = {}
@@ -152,8 +149,6 @@ class Sublayer(nn.Module):
     divide their columns."""
     period: int = 1
     """Bytes after which what it does repeats: a block, a chunk, a dilated step. FLOPs are counted over one."""
-    ideal_share: tuple[float, str] = (0.5, "")
-    """The least share of executed FLOPs that ``ideal_flops`` may be; below a half, with the reason, shown in rows."""
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False

@@ -80,7 +80,9 @@ class Longformer(Attention):
         The others are those of ``Attention``.
     """
 
-    ideal_share = (0.4, "plain PyTorch multiplies all pairs of a segment, of which a narrow window sees few")
+    limits = frozenset(
+        {"ideal_flops"}
+    )  # plain PyTorch multiplies all pairs of a segment, of which a narrow window sees few
 
     def __init__(
         self,

@@ -112,10 +112,10 @@ class TransformerXL(Attention):
             return self.attend("plain", q + u, keys, visible, bias=self.position.bias(q, most))
         p = self.position.vectors(most).to(q.dtype)
         p = torch.cat([p, ((v - u) * p).sum(-1, keepdim=True)], dim=-1)
-        q, outputs = F.pad(q + u, (0, 1), value=1.0), []
+        q, outputs, one_head = F.pad(q + u, (0, 1), value=1.0), [], Window(visible.max_keys[:1], visible.shift)
         for h in range(self.heads):
             keys_of_head = keys.of_heads(h, 1).each(_one_wider)
-            outputs.append(self.attend(backend, q[:, h : h + 1], keys_of_head, visible.of_heads(h, 1), vectors=p[h]))
+            outputs.append(self.attend(backend, q[:, h : h + 1], keys_of_head, one_head, vectors=p[h]))
         return torch.cat(outputs, dim=1)[..., :-1]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from harness.plan.settings import PART, check_keys, checked
-from variants.contract import VERSION, Part, Position, Sublayer
+from variants.contract import Part, Position, Sublayer
 
 OURS = ("variants", "harness", "torch.optim")
 PASSED = {Sublayer: None, Position: "d_head", Part: "d_head", torch.optim.Optimizer: "lr"}
@@ -92,11 +92,6 @@ def _class(target: str, *, key: str, kind: type, trust: tuple[str, ...]) -> type
         raise ValueError(f"{where}: cannot be imported ({error})") from error
     if not inspect.isclass(cls) or not issubclass(cls, kind) or cls in CONTRACT:
         raise ValueError(f"{where}: must be a class derived from {kind.__module__}.{kind.__name__}")
-    if issubclass(cls, Sublayer) and cls.contract != VERSION:
-        raise ValueError(
-            f"{where}: is written for contract {cls.contract}, and this is {VERSION}; allowed are classes for "
-            "this one, or the version of attention-windtunnel that it was written with"
-        )
     if kind is nn.Module and issubclass(cls, CONTRACT):
         raise ValueError(f"{where}: keeps the contract itself, so it stands where {key} does, not in it")
     if not _inside(cls.__module__, packages):
