@@ -8,7 +8,7 @@ A backend is a module with three functions,
 
 and here they become a pair of operations that torch can trace, ``windtunnel::attention_forward`` and
 ``attention_backward``. How far each head looks goes in as a tensor on the CPU, so that moving spans are no constants of a
-compiled graph.
+compiled graph; a hard window is one, because a tensor on the CPU that a graph for a GPU makes would need a C++ compiler.
 
 Keys and values of the past are constants. So ``k`` and ``v``, which have the past before the segment's own, may be given
 without a gradient beside ``own``, the segment's own keys and values: only their gradients are then computed. Key biases
@@ -45,17 +45,17 @@ def attend(
     named = inputs._asdict() | dict(zip(SEGMENT, own, strict=False))
     rate = named.pop("dropout")
     tensors = {n: x for n, x in named.items() if x is not None and (rate or n != "seed")}
-    limits = torch.tensor(window.max_keys) if window.limits is None else window.limits
-    sizes = (limits, window.shift, window.ramp, rate)
+    sizes = (list(window.max_keys), window.limits, window.shift, window.ramp, rate)
     return _forward(backend, " ".join(tensors), list(tensors.values()), *sizes)[0]
 
 
 @torch.library.custom_op("windtunnel::attention_forward", mutates_args=())
 def _forward(
-    backend: str, names: str, tensors: list[Tensor], limits: Tensor, shift: int, ramp: int, dropout: float
-) -> tuple[Tensor, Tensor]:
+    backend: str, names: str, tensors: list[Tensor], max_keys: list[int], limits: Tensor | None, shift: int, ramp: int,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output ``[B, H, T, K]``, and what the backward pass needs beside it ``[B, H, T]``; ``names`` are those of ``tensors``."""
-    y, saved = MODULES[backend].forward(*_call(names, tensors, limits, shift, ramp, dropout))
+    y, saved = MODULES[backend].forward(*_call(names, tensors, max_keys, limits, shift, ramp, dropout))
     return y.contiguous(), saved.contiguous()
 
 
@@ -67,24 +67,24 @@ def _forward_results(backend, names, tensors, *_):
 
 @torch.library.custom_op("windtunnel::attention_backward", mutates_args=())
 def _backward(
-    backend: str, names: str, tensors: list[Tensor], limits: Tensor, shift: int, ramp: int, dropout: float,
-    g: Tensor, y: Tensor, saved: Tensor, wanted: str,
+    backend: str, names: str, tensors: list[Tensor], max_keys: list[int], limits: Tensor | None, shift: int, ramp: int,
+    dropout: float, g: Tensor, y: Tensor, saved: Tensor, wanted: str,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the tensors whose names are ``wanted``, in their order."""
     fields, own_only = _fields(wanted)
-    inputs, window = _call(names, tensors, limits, shift, ramp, dropout)
+    inputs, window = _call(names, tensors, max_keys, limits, shift, ramp, dropout)
     gradients = MODULES[backend].backward(g, y, saved, inputs, window, frozenset(fields), own_only=own_only)
     return [gradients[field].to(getattr(inputs, field).dtype).contiguous() for field in fields]
 
 
 @_backward.register_fake
-def _backward_results(backend, names, tensors, limits, shift, ramp, dropout, g, y, saved, wanted):
+def _backward_results(backend, names, tensors, max_keys, limits, shift, ramp, dropout, g, y, saved, wanted):
     named = dict(zip(names.split(), tensors, strict=True))
     return [named[name].new_empty(named[name].shape) for name in wanted.split()]
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.backend, ctx.names, tensors, limits, *ctx.sizes = inputs
+    ctx.backend, ctx.names, tensors, ctx.max_keys, limits, *ctx.sizes = inputs
     ctx.save_for_backward(limits, *tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
@@ -94,23 +94,25 @@ def _gradients(ctx, g: Tensor, _: Tensor):
     names = ctx.names.split()
     needs = dict(zip(names, ctx.needs_input_grad[2], strict=True))
     wanted = [name for name in names if needs[name] and name in (*LEARNED, *SEGMENT)]
-    results = _backward(ctx.backend, ctx.names, tensors, limits, *ctx.sizes, g.contiguous(), y, saved, " ".join(wanted))
+    call = (ctx.backend, ctx.names, tensors, ctx.max_keys, limits, *ctx.sizes)
+    results = _backward(*call, g.contiguous(), y, saved, " ".join(wanted))
     named = dict(zip(wanted, results, strict=True))
-    return None, None, [named.get(name) for name in names], None, None, None, None
+    return None, None, [named.get(name) for name in names], None, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _call(
-    names: str, tensors: list[Tensor], limits: Tensor, shift: int, ramp: int, dropout: float
+    names: str, tensors: list[Tensor], max_keys: list[int], limits: Tensor | None, shift: int, ramp: int, dropout: float
 ) -> tuple[Inputs, Window]:
     """What a backend is called with. A compiled graph chooses layouts; torch's flash attention for CPUs reads rows whose
     elements are apart as if they were not, and says nothing (2.13)."""
     named = {name: x for name, x in zip(names.split(), tensors, strict=True) if name not in SEGMENT}
     for name in {"q", "k", "v", "extra_q"} & named.keys():
         named[name] = named[name] if named[name].stride(-1) == 1 else named[name].contiguous()
-    return Inputs(**named, dropout=dropout), Window(tuple(limits.tolist()), shift, None, ramp)
+    seen = max_keys if limits is None else limits.tolist()
+    return Inputs(**named, dropout=dropout), Window(tuple(seen), shift, None, ramp)
 
 
 def _fields(wanted: str) -> tuple[list[str], bool]:
@@ -127,4 +129,4 @@ def _forward_flops(backend, *call, **_) -> int:
 @register_flop_formula(torch.ops.windtunnel.attention_backward, get_raw=True)
 def _backward_flops(backend, *call, **_) -> int:
     fields, own_only = _fields(call[-1])
-    return MODULES[backend].executed_flops(*_call(*call[:6]), frozenset(fields), own_only=own_only)[1]
+    return MODULES[backend].executed_flops(*_call(*call[:7]), frozenset(fields), own_only=own_only)[1]
