@@ -103,7 +103,7 @@ def test_a_header_is_short_and_says_all(run, tmp_path, monkeypatch):
     monkeypatch.setattr("harness.device.machine.environment", lambda: usual)
     code = coded(run, tmp_path, TEXT, "streams=40").read_bytes()
     header, payload = unpack(code, key="file")
-    assert code.startswith(MAGIC) and len(code) - len(payload) < 150
+    assert code.startswith(MAGIC) and len(code) - len(payload) < 500
     assert {name: header[name] for name in ("bytes", "streams", "threads", "precision", "device_kind")} == {
         "bytes": len(TEXT), "streams": 40, "threads": 1, "precision": "float32", "device_kind": "cpu"
     }  # fmt: skip
@@ -191,8 +191,8 @@ def test_what_decodes_to_something_else_is_not_written(run, code):
         (("file=plain", "split=test"), r"file=plain split=test: one of them"),
         (("file=nowhere",), r"file=nowhere: cannot be read \(No such file"),
         (("split=tset",), r"split=tset: allowed are train, valid, test"),
-        (("file=plain", "streams=0"), r"streams=0: must be at least 1"),
-        (("file=plain", "streams=few"), r"streams=few: must be int or null"),
+        (("file=plain", "streams=0"), r"streams=0: must be greater than 0"),
+        (("file=plain", "streams=few"), r"streams=few: must be an integer or null"),
         (("file=plain", "out=plain"), r"out=plain: is the file that is read"),
         (("file=plain", "out=."), r"out=\.: is a folder"),
         (("file=plain", "out=plain/code"), r"out=plain/code: cannot be written"),
