@@ -1,8 +1,7 @@
 """Arithmetic coding in whole numbers: symbols in, bytes out, and back.
 
-Each symbol takes its share of what those before it left of the interval from 0 to 1. Shares are frequencies out of
-2^24, so that a symbol of frequency f costs 24 - log2(f) bits. With at least 48 bits of the interval's width in hand,
-rounding loses less than 2^-23 bits a symbol.
+Each symbol takes its share of the remaining interval. Shares are frequencies out of 2^24: a symbol of frequency f costs 24 -
+log2(f) bits. The interval's width has at least 48 bits, so that rounding loses less than 2^-23 bits a symbol.
 """
 
 from collections.abc import Sequence
@@ -15,20 +14,17 @@ from torch import Tensor
 BITS = 24
 TOTAL = 1 << BITS  # the sum of all symbols' frequencies
 ESCAPE = 1 << 12
-"""Frequency of what precedes a byte that the vocabulary lacks: 12 bits, and 0.0004 for every other byte."""
+"""Frequency of the mark before a byte that the vocabulary lacks: 12 bits, and 0.0004 for every other byte."""
 _WORD = 64
 _NARROW = 1 << 48  # below this width another byte is settled
 
 
 class Coder(Protocol):
-    """Who encodes and who decodes, so that one loop can serve both."""
+    """An encoder or a decoder, so that one loop serves both."""
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
-        """The next symbol: ``symbol`` where it is encoded, what was encoded there where it is decoded.
-
-        Args:
-            ends: int64, running sums of the frequencies of all symbols, each at least 1; the last is ``TOTAL``.
-        """
+        """The next symbol: an encoder takes ``symbol``, a decoder reads it. ``ends``: int64, running sums of the frequencies of
+        all symbols, each at least 1, up to ``TOTAL``."""
 
 
 class Encoder:
@@ -50,7 +46,7 @@ class Encoder:
         return symbol
 
     def finish(self) -> bytes:
-        """Everything encoded so far, in the fewest bytes that a decoder, which reads zeros after them, needs."""
+        """The code, in the fewest bytes for a decoder that reads zeros after them."""
         for size in range(_WORD // 8 + 1):
             unit = 1 << (_WORD - 8 * size)
             number = -(-self._low // unit) * unit
@@ -61,7 +57,7 @@ class Encoder:
         return bytes(self._settled) + self._low.to_bytes(_WORD // 8, "big")[:size]
 
     def _carry(self) -> None:
-        """What has grown beyond the word is added to the settled bytes."""
+        """Add the carry beyond the word to the settled bytes."""
         if self._low >> _WORD:
             self._low &= (1 << _WORD) - 1
             place = len(self._settled) - 1
@@ -81,7 +77,7 @@ class Decoder:
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
         part = self._width >> BITS
-        share = min(self._above // part, TOTAL - 1)  # beyond the last share only where the bytes are somebody else's
+        share = min(self._above // part, TOTAL - 1)  # a larger share comes from foreign bytes alone
         symbol = int(np.searchsorted(ends, share, side="right"))
         start = int(ends[symbol - 1]) if symbol else 0
         self._above -= part * start
@@ -96,8 +92,8 @@ class Decoder:
 
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
-    """Whole numbers, each at least 1 and ``TOTAL`` in sum, for ``probabilities`` (float64 ``[S, V]``): int64
-    ``[S, V + 1]``. The likeliest symbol gets what rounding down leaves; the last column is ``escape``, or 0."""
+    """Whole numbers, each at least 1 and ``TOTAL`` in sum, of ``probabilities`` (float64 ``[S, V]``): int64 ``[S, V + 1]``. The
+    likeliest symbol gets the rest of rounding down; the last column is ``escape``, or 0."""
     free = TOTAL - escape - probabilities.shape[1]
     counts = 1 + (probabilities * free).long()
     left = TOTAL - escape - counts.sum(dim=1, keepdim=True)

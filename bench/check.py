@@ -1,21 +1,20 @@
 """The contract as pass and fail lines, for any variant: ``python -m bench.check variant=mine``.
 
-A small model of the variant (with what its YAML has under ``small``) is built from the same configuration as a training run,
-once for every position scheme on Hydra's search path, both caches, and ``attend_self`` true and false. Where a fast backend
-runs, it is compared with the plain one each time, and the plain one is checked whole in every other combination: it meets
-each pair of choices. Causality, reach and segment cuts are then checked at the sizes that ``train.py`` takes with the same words.
+A small model of the variant (its YAML's ``small``) is built from a training run's configuration, for every position scheme on
+Hydra's search path, both caches, and ``attend_self`` true and false. A fast backend is compared with the plain one each time; the
+plain one is checked whole in every second combination, which has each pair of choices. Causality, reach and segment cuts are then
+checked at the sizes of ``train.py`` with the same words.
 
-What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
-``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
+Typed keys are not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``, ``model.attend_self=false``,
+``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
 
-One line a combination, and below it one a broken promise; one a refusal. What is refused with a ValueError when the model is
-built is no break; where all is, the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a
-promise is broken.
+Each combination has a line, with one below it for each broken promise (exit code 1). A ValueError while the model is built is a
+refusal, with a line; if all are refused, the command was a mistake (exit code 2).
 
-``runtime.device=cuda``, or any device that is no CPU, adds a line on what the device computes: logits and gradients of few
-layers, as ``train.py`` would run them, against plain PyTorch in float64 on a CPU. ``-m`` varies it, as in
-``-m runtime.backend=plain,kernel runtime.precision=float32,bfloat16``. The contract is then checked in plain PyTorch: the
-CPU's kernels are not the device's.
+A ``runtime.device`` that is no CPU adds a line: logits and gradients of few layers on the device, as ``train.py`` would run them,
+against plain PyTorch in float64 on a CPU. ``-m`` varies it: ``-m runtime.backend=plain,kernel
+runtime.precision=float32,bfloat16``. The contract is then checked in plain PyTorch, because the CPU's kernels are not the
+device's.
 """
 
 import copy
@@ -28,6 +27,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -37,11 +37,11 @@ from harness.compose.cli import MISTAKES, explain, run_command
 VERB_KEYS = ("agree",)
 UNSEEN = "A kept contract is not a right mechanism: whether it is its paper's, only a reference tells, as in tests/reference."
 BROKEN: list[str] = []
-"""Variants that broke a promise in this process: a sweep's other jobs run before it ends with exit code 1."""
+"""Variants that broke a promise in this process, which ends with exit code 1 after a sweep's last job."""
 
 
 class Combination(NamedTuple):
-    """Choices as they are typed; no ``backend`` where none was chosen, because the others are refused."""
+    """Choices as typed; without ``backend`` where the others are refused."""
 
     position: str
     cache: str
@@ -96,20 +96,19 @@ def _show(what: str, findings: list) -> set[str]:
 
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
-    """All that the typed words leave open: each combination, and its plan or why it is refused.
-
-    Args:
-        typed: keys on the command line.
-    """
+    """Each combination of the choices that are not ``typed``, with its plan or the error of its refusal."""
     from bench.conformance import fast_backend, in_plain, named_kind
-    from bench.planning import bench_plan, compose_typed, own_keys
+    from bench.planning import compose_typed, own_keys
+    from harness.loop.prepare import planned
     from harness.plan.small import of_mechanism, with_small
 
     recipe = "recipe" in typed
     positioned = recipe or any(key.partition(".")[0] == "position" for key in typed)
-    positions = [HydraConfig.get().runtime.choices.position] if positioned else position_schemes()
+    job, loader = HydraConfig.get(), GlobalHydra.instance().config_loader()
+    every = loader.get_group_options("position", overrides=list(job.overrides.hydra))
+    positions = [job.runtime.choices.position] if positioned else every
     caches = [cfg.model.cache] if recipe or "model.cache" in typed else ["kv", "hidden"]
-    composed = functools.cache(  # which takes a tenth of the time that a check does
+    composed = functools.cache(  # composing takes a tenth of a check's time
         lambda position: compose_typed("check", *([] if positioned else [f"position={position}"]))
     )
     attending = [cfg.model.attend_self] if recipe or "model.attend_self" in typed else [True, False]
@@ -121,7 +120,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
             config = copy.deepcopy(composed(position))
             config.model.cache, config.model.attend_self = cache, attend_self
             own_keys(config, *VERB_KEYS)
-            plan = with_small(of_mechanism(bench_plan(config), named_kind(cfg.runtime.device)), typed=typed)
+            plan = with_small(of_mechanism(planned(config), named_kind(cfg.runtime.device)), typed=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield combination, error
@@ -132,7 +131,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
 
 
 def own_sizes(combination: Combination) -> list:
-    """What the plan that ``train.py`` makes of the typed words promises at its sizes; in this combination where it is refused."""
+    """Findings at the sizes of ``train.py`` with the typed words, or in this combination where those are refused."""
     from harness.loop.admission import findings_at_sizes
 
     words = [f"position={combination.position}", f"model.cache={combination.cache}"]
@@ -144,22 +143,23 @@ def own_sizes(combination: Combination) -> list:
 
 
 def _training_plan(*words: str):
-    from bench.planning import bench_plan, recompose
+    from bench.planning import recompose
+    from harness.loop.prepare import planned
 
-    return bench_plan(recompose("train", *words, verb_keys=(), leave=VERB_KEYS))
+    return planned(recompose("train", *words, verb_keys=(), leave=VERB_KEYS))
 
 
 def agrees() -> bool:
-    """Print whether the device computes what plain PyTorch does in float64 on a CPU, within ``select_backend.LEAST`` or twice
-    what plain errs in that precision. Where a table is looked up, whose slots then differ, bfloat16 is only to be finite.
-    ValueError where the backend cannot run there."""
+    """Print whether the device agrees with plain PyTorch in float64 on a CPU, within ``select_backend.LEAST`` or twice plain's
+    error in that precision. With bfloat16 and tables, whose slots then differ, numbers must be finite alone. ValueError where the
+    backend cannot run."""
     import torch
 
     from harness.device import runtime
     from harness.loop.select_backend import LEAST, SEGMENTS, agreement
     from harness.plan.small import at_own_width
 
-    plan = _training_plan("model.dropout=0.0")  # what is dropped is drawn on the device
+    plan = _training_plan("model.dropout=0.0")  # the device draws its masks
     names = {name for layer in plan.layers for name in layer}
     small = at_own_width(plan, sublayers=names, longest=sum(SEGMENTS) // 2)
     small, where = replace(small, runtime=plan.runtime), runtime.start(plan.runtime)
@@ -173,20 +173,9 @@ def agrees() -> bool:
     return passed
 
 
-def position_schemes() -> list[str]:
-    """Choices of ``position`` in every place where Hydra looks for configuration."""
-    from hydra._internal.config_repository import ConfigRepository
-    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-
-    path = ConfigSearchPathImpl()
-    for source in HydraConfig.get().runtime.config_sources:
-        path.append(source.provider, f"{source.schema}://{source.path}")
-    return ConfigRepository(path).get_group_options("position")
-
-
 @functools.wraps(main)
 def command() -> None:
-    """Exit code 1 after the last job, if any broke a promise."""
+    """Exit code 1 after the last job if any broke a promise."""
     try:
         main()
     finally:

@@ -1,9 +1,8 @@
 """A file coded by a run's own probabilities: ``python -m bench.compress run=outputs/latest file=F out=F.awt``.
 
-``bench.decompress`` gets it back. Streams run side by side, and the model reads a byte of each at a time: encoder and
-decoder make equal forward passes in equal order, and get equal probabilities, bit for bit, on one machine. What could
-move a last bit is in the header, and a decoder that differs in it is refused.
-Format: AWT1 | length of the header, 2 bytes | header: JSON, deflated | code.
+``bench.decompress`` decodes it. Encoder and decoder make equal forward passes in equal order, a byte of each stream at a time,
+and get equal probabilities, bit for bit, on one machine. The header has everything that could move a last bit; a decoder that
+differs in it is refused. Format: AWT1 | length of the header, 2 bytes | header: JSON, deflated | code.
 """
 
 import json
@@ -25,8 +24,7 @@ from harness.compose.cli import run_command
 from harness.data.sources import digest
 from harness.data.streams import score_streams
 from harness.device import runtime
-from harness.loop.progress import Steps
-from harness.plan.settings import checked
+from harness.plan.settings import Positive, checked
 from harness.record import checkpoint
 from harness.record.cells import count_of
 
@@ -45,10 +43,10 @@ USUAL = (  # header, part of the format: the deflater points at it
 
 
 @torch.no_grad()
-def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, device, advance) -> tuple[bytes, dict]:
-    """Encode ``content``, or decode as many bytes, in at most so many streams; ``advance`` gets the bytes of each pass, and
-    ``symbols`` has the byte of each number of the vocabulary. Returns the content and counts: ``predicted``, bytes but the
-    first of each stream; their ``bits``; ``escaped``, how many the vocabulary lacks, of 20 bits each."""
+def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, device) -> tuple[bytes, dict]:
+    """Encode ``content``, or decode as many bytes, in at most so many streams; ``symbols`` has the byte of each number of the
+    vocabulary. Returns the content and counts: ``predicted``, bytes but the first of each stream; their ``bits``; ``escaped``,
+    how many the vocabulary lacks, of 20 bits each."""
     lengths = stream_lengths(len(content), streams)
     columns = np.zeros((max(lengths, default=0), len(lengths)), np.uint8)  # shorter streams end in an unused zero
     for stream, (end, length) in enumerate(zip(np.cumsum(lengths), lengths, strict=True)):
@@ -79,7 +77,6 @@ def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, devic
             listed = present & (numbers < lacking)
             escaped += (missing := int((present & ~listed).sum()))
             bits += 20 * missing - float(log_probabilities.numpy()[listed, numbers[listed]].sum()) / np.log(2)
-        advance(int(present.sum()))
     counts = {"predicted": len(content) - len(lengths), "bits": bits, "escaped": escaped}
     return b"".join(columns[:length, stream].tobytes() for stream, length in enumerate(lengths)), counts
 
@@ -150,20 +147,14 @@ def main(cfg: DictConfig) -> None:
     file, split = checked(cfg.file, str | None, key="file"), checked(cfg.split, SPLIT | None, key="split")
     if (file is None) == (split is None):
         raise ValueError(f"file={file} split={split}: one of them must be given, the other null")
-    streams = cfg.streams
-    if streams is not None and type(streams) is not int:
-        raise ValueError(f"streams={streams}: must be int or null")
-    if streams is not None and streams < 1:
-        raise ValueError(f"streams={streams}: must be at least 1, or null for one every {STREAM_BYTES} bytes")
-    out = checked(cfg.out, str, key="out")
+    streams, out = checked(cfg.streams, Positive | None, key="streams"), checked(cfg.out, str, key="out")
     content = read_input(file, out=out)
     trained, how, conditions = open_run(cfg)
     if split is not None:
         corpus = trained.corpus()
         content = corpus.splits[split].numpy().tobytes().translate(corpus.symbols.ljust(256, b"\0"))
     lengths, encoder = stream_lengths(len(content), streams or -(-len(content) // STREAM_BYTES)), Encoder()
-    with Steps(len(content)) as steps:
-        _, counts = code_streams(encoder, content, streams=len(lengths), advance=steps.advance, **how)
+    _, counts = code_streams(encoder, content, streams=len(lengths), **how)
     header, code = {"bytes": len(content), "sha256": digest(content), "streams": len(lengths)}, encoder.finish()
     write_whole(Path(out), packed := pack(header | conditions, code))
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
@@ -185,9 +176,7 @@ def decompress(cfg: DictConfig) -> None:
     differing = ", ".join(f"{key} (then {header[key]}, now {now[key]})" for key in now if header[key] != now[key])
     if differing:
         raise ValueError(f"file={file}: was coded with other probabilities, these differ: {differing}; {SAME}")
-    how |= {"streams": header["streams"]}
-    with Steps(header["bytes"]) as steps:
-        content, _ = code_streams(Decoder(code), bytes(header["bytes"]), advance=steps.advance, **how)
+    content, _ = code_streams(Decoder(code), bytes(header["bytes"]), streams=header["streams"], **how)
     if digest(content) != header["sha256"]:
         raise ValueError(f"file={file}: what was decoded is not what was coded, its SHA-256 is another; {SAME}")
     write_whole(Path(out), content)

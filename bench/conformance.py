@@ -1,11 +1,8 @@
-"""The contract on a plan: ``variants/conformance/suite.py``, and the promises that need the harness to be seen.
+"""The contract on a small plan: ``variants/conformance/suite.py``, and the promises that need the harness.
 
-A plan as it was asked for is too large to be checked, so ``harness.plan.small`` makes a small one of the same kind from its
-configuration: every kind of layer, the same position scheme, cache, ``attend_self``, norms, dropout and backend.
-
-A choice that a mechanism accepts must change what it gives, or comparing it means nothing. Models of a plan that differ in one
-choice get the same weights, and their sublayers the same input ``[B, T, D]``, in two segments between which the weights move:
-past keys that were made once then differ from those that are made again.
+A choice that a mechanism accepts must change its output, or comparing it means nothing. Models that differ in one choice get
+equal weights, and their sublayers equal inputs ``[B, T, D]``, in two segments between which the weights change: then cached keys
+differ from recomputed ones.
 """
 
 from collections.abc import Iterator
@@ -27,18 +24,18 @@ from variants.contract import Position
 
 NEEDED = "needed FLOPs are at most the executed ones"
 LONG = 70
-"""Keys from which learned spans of several lengths are computed apart: widths come in steps of 64."""
+"""Keys from which heads with different spans have different widths, in steps of 64."""
 Weights = list[dict[str, Tensor]]
 """Parameters by name, in the first segment and in the second."""
 
 
 def named_kind(device: str) -> str:
-    """The kind of a device by its name; ``auto`` counts as the CPU, on which the contract is checked."""
+    """The kind of a device by its name; ``auto`` is the CPU, on which the contract is checked."""
     return "cpu" if device == "auto" else device.partition(":")[0]
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """Every promise, one finding each, on the very model of a small plan; only the first where it cannot be built."""
+    """A finding for each promise on the model of a small plan; only the first where it cannot be built."""
     vocabulary = plan.data["vocabulary"]
     results = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(results) > 1:
@@ -49,10 +46,8 @@ def findings(plan: Plan) -> list[Finding]:
 
 
 def fast_backend(plan: Plan) -> str | None:
-    """The backend beside ``plain`` on a CPU, in evaluation or in training, or None.
-
-    ValueError where the plan cannot be built or its backend cannot run; another exception is left to ``findings``.
-    """
+    """The backend beside ``plain`` on a CPU, in evaluation or in training, or None. ValueError where the plan cannot be built or
+    its backend cannot run; ``findings`` has other errors."""
     try:
         with torch.random.fork_rng(devices=[]):
             sublayers = [sublayer for _, sublayer in plan.make_model().sublayers()]
@@ -70,7 +65,7 @@ def in_plain(plan: Plan) -> Plan:
 
 
 def needed_at_most_executed(plan: Plan) -> Verdict:
-    """What a mechanism says a training step needs is no more than what it executes, without a past and with one."""
+    """Declared FLOPs of a training step are at most the executed ones, without a past and with one."""
     torch.manual_seed(0)
     model, segment, lines = plan.make_model().train(), 2 * plan.model.span, []
     if silent := model.flops_estimated_3x():
@@ -86,7 +81,7 @@ def needed_at_most_executed(plan: Plan) -> Verdict:
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:
-    """The fast backend against the plain one: where heads differ in width, if that can be, else at the plan's span."""
+    """The fast backend against the plain one, with heads of different widths if they can be, else at the plan's span."""
     span = plan.model.span * -(-LONG // plan.model.span)
     fast = replace(plan, model=replace(plan.model, span=span))
     fast = fast if runs(fast) else plan
@@ -96,7 +91,7 @@ def backends_agree(plan: Plan, backend: str) -> Finding:
 
 
 def follows(plan: Plan) -> Verdict:
-    """Each sublayer that sees a past is held to what it ``honours``; what is refused when a model is built is not tried."""
+    """Each sublayer with a past must follow what it ``honours``; choices that it refuses are not tried."""
     subject = Subject(plan.make_model, plan.model.span, plan.data["vocabulary"])
     model, tried = subject.build(), []
     held = {name: s.honours for name, s in model.sublayers() if s.honours is not None and s.reach() != 0}
@@ -125,14 +120,14 @@ def follows(plan: Plan) -> Verdict:
 
 
 def _choices(plan: Plan) -> Iterator[tuple[str, object, dict[object, Plan]]]:
-    """A key of the run, what the plan has there, and plans that differ from it in this key alone, by what they have there."""
+    """A key of the run, the plan's value, and plans that differ in this key alone, by value."""
     model, span = plan.model, plan.model.span
 
     def changed(key: str, *values: object) -> dict[object, Plan]:
         return {value: replace(plan, model=replace(model, **{key: value})) for value in values}
 
     scheme = getattr(plan.scheme, "func", plan.scheme)
-    if span > 1:  # the weight of a single key is 1, whatever it is
+    if span > 1:  # the weight of a single key is 1
         if scheme.ways():
             yield "position", scheme.__name__.lower(), {"none": replace(plan, scheme=Position)}
         yield "model.cache", model.cache, changed("cache", *({"kv", "hidden"} - {model.cache}))
@@ -155,7 +150,7 @@ def _weights(model: LanguageModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _answers(model: LanguageModel, weights: Weights, x: Tensor, names: dict) -> Outputs:
-    """What the sublayers of these names give ``[B, T, D]``, each fed with ``x``. Of a parameter as much is loaded as both have: a
+    """Outputs ``[B, T, D]`` of the sublayers of these names, each fed with ``x``. Of a parameter the common part is loaded: a
     table may have a row for each visible key."""
     states, parts = dict.fromkeys(names), []
     start = torch.zeros(len(x), dtype=torch.int64)

@@ -1,9 +1,8 @@
-"""What ``bench.cost`` and ``bench.peers`` measure, in a process of its own: a plan's model, the trainer's very update,
-scoring and generation.
+"""Measurements of ``bench.cost`` and ``bench.peers``, in a process of their own: a plan's model, the trainer's update, scoring
+and generation.
 
-What is timed is ``harness.loop.update.Update`` on bytes of the corpus, with the learning rate at 0: the optimizer does
-all its work, but weights and spans stay where they were put. Weights are shaken: hardware is quicker on zeros, and a network
-starts with many; matrices that start at zero leave all behind them without a gradient, too.
+``harness.loop.update.Update`` runs on bytes of the corpus at a learning rate of 0, so that weights and spans stay. Weights have
+noise: hardware is quicker on zeros, and matrices of zeros leave all before them without gradients.
 """
 
 import dataclasses
@@ -38,25 +37,25 @@ from variants.contract import Spans, State
 
 WARM_STEPS, MEASURED_STEPS, REHEARSED_BYTES = 2, 3, 16
 MIDDLE = 0.5
-"""Fraction of the budget that a schedule is asked for; the rate is 0 whatever it answers."""
+"""Fraction of the budget, for the schedule; the rate is 0 at any."""
 NOISE = 0.02
-"""Standard deviation of what is added: that of many a network's first weights."""
+"""Standard deviation of the noise, as of many initial weights."""
 ONCE = 2**20
-"""Elements that are drawn at a time: the noise of a large table must not show in a peak of memory."""
+"""Numbers drawn at a time, to keep the noise of a large table out of the memory peak."""
 LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
 LEARNED = [sorted(layer, reverse=True) for layer in LEARNED]  # a layer's longest first, so that few heads have it, too
-"""Keys that a run has left, a list for each layer with a number for each head."""
+"""Spans of a trained run in keys, a list for each layer with a number for each head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is measured, out of plain values, so that it can be sent to another process.
+    """A measurement as plain values, to be sent to another process.
 
     Attributes:
-        config: a training run's, resolved; with ``batch.carry`` the streams carry a state as long as the span.
-        spans: where learned spans are: where a run has learned them, or where the configuration lets them begin.
-        command: what was typed.
-        peer: of ``bench.peers``: whose model is measured in place of the plan's.
+        config: a training run's, resolved; with ``batch.carry`` the streams carry a full state.
+        spans: learned spans: those of a run, or the configuration's initial ones.
+        command: as typed.
+        peer: of ``bench.peers``, in place of the plan's model.
     """
 
     config: dict
@@ -66,13 +65,8 @@ class Task:
 
 
 class Subject:
-    """Answers one measurement at a time: identity, build, then memory, for later ones leave freed blocks behind.
-
-    Attributes:
-        kind: of its rows.
-        memory: methods that are asked for memory, in order.
-        timed: quantities of ``times``.
-    """
+    """Answers one measurement at a time: identity, build, then memory, because later ones leave freed blocks; ``memory`` are the
+    methods that measure it, in order, ``timed`` the quantities of ``times``, ``kind`` that of its rows."""
 
     kind = "cost"
     memory = ("inference_memory", "train_memory")
@@ -89,13 +83,13 @@ class Subject:
         self.batches = Streams(train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False)
 
     def identity(self) -> dict:
-        """Provenance; no allocator on a GPU, whose memory the C library does not manage."""
+        """Provenance; without the allocator of the C library on a GPU."""
         how = {"corpus": self.corpus, "runtime": self.runtime, "command": self.task.command}
         facts = provenance(self.plan, kind=self.kind, **how)
         return facts | ({"allocator": None} if self.device.type == "cuda" else {})
 
     def build(self) -> dict:
-        """Make the model, and in warm state the streams' past; returns ``facts``."""
+        """Make the model, and in stream mode the streams' past; returns ``facts``."""
         _rehearse(self.plan, self.runtime)
         self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
         random_state.seed(self.plan.seed)
@@ -107,7 +101,7 @@ class Subject:
         return self.facts()
 
     def facts(self) -> dict:
-        """What is measured: backends, sizes, spans, and which these are where they are learned."""
+        """Backends, sizes and spans."""
         m = self.model
         return {
             "backend": backend_of(m, self.runtime),
@@ -119,7 +113,7 @@ class Subject:
         }
 
     def inference_memory(self) -> dict:
-        """Peak of an evaluation, before anything for training is there, and the state that one stream carries."""
+        """Peak of an evaluation, before anything for training is made, and the carried state of one stream."""
         self._evaluate()
         gc.collect()
         self.meter.reset()
@@ -131,7 +125,7 @@ class Subject:
         return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}
 
     def train_memory(self) -> dict:
-        """Peak of a training step, and what it is made of."""
+        """Peak of a training step, and its parts."""
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
         self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
@@ -151,11 +145,8 @@ class Subject:
         return memory | {"approximate": peak.approximate}
 
     def times(self, kind: str, *, seconds: float) -> list[float]:
-        """Milliseconds of each call of ``train``, ``evaluate`` or ``generate``, for so long, and one at least.
-
-        The first round's first call is not counted if it is short: it fills what memory was given back. That of
-        ``generate`` never is: it reads the bytes to go on from.
-        """
+        """Milliseconds of each call of ``train``, ``evaluate`` or ``generate``, for so many seconds, and one at least. The first
+        call of the first round does not count unless it is the only one; that of ``generate`` never does: it reads the prompt."""
         call: Callable = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}[kind]
         if kind == "generate" and self._generated is None:
             call()
@@ -165,7 +156,7 @@ class Subject:
         return times_ms if warm else times_ms[1:]
 
     def flops(self) -> dict:
-        """FLOPs counted and needed: the forward per byte is warm, step and training are what is timed."""
+        """FLOPs counted and needed: per byte of a warm forward, and of the timed step."""
         segment = self.plan.batch.segment
         with self.runtime.autocast():
             warm = forward_flops_per_byte(self.model, segment=segment, most_bytes=self.span + 4 * segment)
@@ -221,7 +212,7 @@ class Subject:
 
 @torch.no_grad()
 def full_state(model: LanguageModel, inputs: Tensor, *, span: int, where: Runtime) -> State:
-    """The state of streams that have seen ``span`` bytes or more: ``inputs [B, T]`` again and again."""
+    """The state of streams that have read ``inputs [B, T]`` repeatedly, ``span`` bytes or more."""
     model.eval()
     state = None
     for _ in range(0, span, inputs.shape[1]):
@@ -231,7 +222,7 @@ def full_state(model: LanguageModel, inputs: Tensor, *, span: int, where: Runtim
 
 
 def _rehearse(plan: Plan, where: Runtime) -> None:
-    """A counted step on 16 bytes of a model that is thrown away: what is loaded and kept at first belongs to no model."""
+    """A counted step of 16 bytes on another model: libraries that it loads belong to no peak."""
     model = plan.make_model().to(where.device)
     tokens = torch.zeros(1, REHEARSED_BYTES, dtype=torch.int64, device=where.device)
     update = Update(model, plan.make_optimizers(model), where)
@@ -241,8 +232,7 @@ def _rehearse(plan: Plan, where: Runtime) -> None:
 
 @torch.no_grad()
 def shake_(model: nn.Module) -> None:
-    """Add normal noise to every parameter but ``Spans``, the same at every call; back into the legal range where the model
-    knows it."""
+    """Add normal noise to every parameter but ``Spans``, equal at every call, and project into the model's range."""
     spans = {p for part in model.modules() if isinstance(part, Spans) for p in part.parameters()}
     generator = torch.Generator().manual_seed(0)
     for parameter in (parameter for parameter in model.parameters() if parameter not in spans):
@@ -253,14 +243,14 @@ def shake_(model: nn.Module) -> None:
 
 
 def learned_spans(model: LanguageModel) -> list[Spans]:
-    """Spans that are learned, a part for each sublayer that has some."""
+    """Parts of sublayers with learned spans."""
     parts = [part for _, sublayer in model.sublayers() for part in sublayer.modules() if isinstance(part, Spans)]
     return [part for part in parts if part.placeable]
 
 
 def place_spans(model: LanguageModel, *, heads: int) -> None:
-    """Put learned spans of H = ``heads`` heads at ``LEARNED`` keys, or at S where that is less; layers and heads are read in
-    a circle where the model has more."""
+    """Put learned spans at ``LEARNED`` keys, or at the model's span where that is less; layers and heads repeat where the model
+    has more."""
     for number, part in enumerate(learned_spans(model)):
         keys = LEARNED[number % len(LEARNED)]
         part.place_([keys[head % len(keys)] for head in range(heads)])

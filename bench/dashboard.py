@@ -1,7 +1,7 @@
 """W&B's dashboard of all runs: ``python -m bench.dashboard entity=me project=attention-windtunnel``.
 
-It saves a workspace with the panels of ``conf/dashboard.yaml``; W&B makes a report out of it on its page. This needs an
-API key, a server and the extra ``dashboard``; ``python -m bench.report`` makes a page without any of them.
+It saves a workspace with the panels of ``conf/dashboard.yaml``, and needs an API key, a server and the extra ``dashboard``;
+``python -m bench.report`` makes a page without them.
 """
 
 import os
@@ -42,13 +42,13 @@ def main(cfg: DictConfig) -> None:
 
 
 def workspace(sections: list[dict], *, entity: str, project: str, name: str):
-    """W&B's ``Workspace``, a live view of the project's page; nothing is sent before its ``save``. A panel's ``type`` is a
-    class of W&B's, and all else its keywords, but that the metrics ``y`` of a curve may have a ``*``."""
+    """W&B's ``Workspace``, which is sent by its ``save``. A panel's ``type`` is a class of W&B's, and all else its keywords; the
+    metrics ``y`` of a curve may have a ``*``."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
     def panel(*, type: str, y: tuple[str, ...] = (), **options):
-        if type == "LinePlot":  # a smoothed curve is another number than the one that was measured
+        if type == "LinePlot":  # a smoothed curve shows numbers that nobody measured
             patterns = "|".join(pattern_of(metric) for metric in y if "*" in metric) or None
             options |= {"y": [metric for metric in y if "*" not in metric], "metric_regex": patterns}
             options |= {"smoothing_type": "none"}
@@ -68,7 +68,7 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
 
 
 def pattern_of(metric: str) -> str:
-    """A regular expression of the names behind a panel's metric; ``*`` is one sublayer, never the pool of all."""
+    """A regular expression of a panel's metric; ``*`` is one sublayer, never the pool of all."""
     return "^" + re.escape(metric).replace(r"\*", r".*\..*") + "$"
 
 

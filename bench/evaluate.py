@@ -1,11 +1,9 @@
 """Score a checkpoint under another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
 
-Streams, segment and span are part of a number; of valid, the bytes that chose the weights are left out, as in the run.
-Each call appends one row with its protocol to ``evaluations.jsonl`` of the run folder, with a curve of bits per byte
-against context: windows that start cold, so that byte n of a window has n bytes of context. ``context.png`` draws it.
+Of valid, the bytes that chose the weights are left out, as in the run. Each call appends one row with its protocol to
+``evaluations.jsonl`` of the run folder, with bits per byte by context in windows that start cold, drawn in ``context.png``.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,12 +50,10 @@ def main(cfg: DictConfig) -> None:
         "split": cfg.split,
         "protocol": p,
         "bits_per_byte": score.bits_per_byte,
-        "nats_per_byte": score.bits_per_byte * math.log(2),
         "windows_bits_per_byte": windows.bits_per_byte,
         "future_nats": future_nats,
         "context_curve": score_context(model, split, runtime=device, longest=2 * p["span"], segment=p["segment"]),
         "bytes": len(score.nats),
-        "block_nats": score.blocks(),
         "metrics": model.metrics(score.stats),
         "check": saved.get("check") if future_nats <= MOST_NATS else NOT_CAUSAL,
         **{name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")},

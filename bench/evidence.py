@@ -1,9 +1,8 @@
 """Evidence: the runs of one stage of the front page, each on a core of its own: ``python -m bench.evidence stage=b path=FILE``.
 
-``conf/evidence.yaml`` says which cells a stage has: points of a sweep's grid, rates one step beyond those that have a row,
-and spans replayed from a run of the same seed. A finished or failed run becomes one line of ``<rows>/<table>.jsonl``: its
-cell, its summary, and of its record the configuration and the scores. A cell that has a line is skipped on any machine, and
-a run that was interrupted goes on in its folder.
+``conf/evidence.yaml`` has the cells of a stage: points of a sweep's grid, rates one step beyond those with a row, and spans
+replayed from a run of the same seed. A run becomes one line of ``<rows>/<table>.jsonl``: cell, summary, configuration and scores.
+A cell with a line is skipped on any machine; an interrupted run goes on in its folder.
 """
 
 import json
@@ -33,7 +32,7 @@ RATE = "++variant.lr_scale.muon"
 """The word of the sweep of rates: a factor of ``optim.lr``."""
 LEAST = 3  # rates of a mechanism before one is picked
 RECORDED = (0, BUG, Diverged.exit_code)
-"""Exit codes of runs that count; after any other the cell is tried again."""
+"""Exit codes of runs that count; after others the cell is run again."""
 
 
 def cell_of(line: dict) -> dict[str, str]:
@@ -42,7 +41,7 @@ def cell_of(line: dict) -> dict[str, str]:
 
 
 def tried(file: Path) -> dict[str, dict[float, float]]:
-    """Bits per byte of valid by mechanism and factor, infinite for a failed run; nothing where the file is not there."""
+    """Bits per byte of valid by mechanism and factor, infinite for a failed run; empty without the file."""
     scores: dict[str, dict[float, float]] = {}
     for line in read_rows(file):
         cell, summary = cell_of(line), line["summary"]
@@ -52,7 +51,7 @@ def tried(file: Path) -> dict[str, dict[float, float]]:
 
 
 def beyond(scores: dict[float, float]) -> float | None:
-    """The factor beyond the best one where that is an end of at least ``LEAST``."""
+    """The factor beyond the best one if that is at an end of ``LEAST`` or more."""
     best = min(scores, key=scores.get)
     if len(scores) < LEAST or min(scores) < best < max(scores):
         return None
@@ -61,15 +60,8 @@ def beyond(scores: dict[float, float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A run.
-
-    Attributes:
-        words: of its command.
-        file: of its line.
-        context: whether it is also scored by the bytes seen.
-        source: words of the run whose spans it takes, or None.
-        mean: whether it takes their mean in every head.
-    """
+    """A run: the ``words`` of its command, the ``file`` of its line, whether it is also scored by ``context``, and the words of
+    the ``source`` whose spans it takes, if any, or their ``mean``."""
 
     words: tuple[str, ...]
     file: Path
@@ -91,11 +83,8 @@ def sweep_params(sweep: str) -> dict[str, object]:
 
 
 def cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str]) -> list[Cell]:
-    """All points of a stage's grids, seeds outermost; cells that take spans stand after those that have them.
-
-    Args:
-        replays: variants: ``source`` learns spans, ``spans`` takes them as they are, ``mean`` takes their mean.
-    """
+    """All points of a stage's grids, seeds outermost; ``replays``: the variants that learn spans (``source``), take them
+    (``spans``), and take their ``mean``."""
     every = []
     for grid in grids:
         file = rows / f"{grid.get('table', grid['sweep'])}.jsonl"
@@ -136,13 +125,13 @@ def span_word(line: dict | None, *, mean: bool) -> str:
 
 @dataclass
 class Runner:
-    """Runs cells, each in a child that has the core of the thread which waits for it.
+    """Runs cells, each in a child on the core of the thread that waits for it.
 
     Attributes:
         outputs: of the run folders, one folder a cell.
         path: ``data.path`` of the runs that read enwik8.
-        futures: of cells by their words, in the order in which they begin.
-        children: that are running.
+        futures: by the words of their cells, in order of start.
+        children: running ones.
     """
 
     outputs: Path
@@ -151,7 +140,7 @@ class Runner:
     children: list[subprocess.Popen] = field(default_factory=list)
 
     def run(self, cell: Cell) -> None:
-        """Train, score, and write the line; ValueError if the cell is left without one."""
+        """Train, score, and write the line; ValueError without one."""
         if cell.source in self.futures:
             wait([self.futures[cell.source]])
         folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
@@ -189,14 +178,14 @@ class Runner:
 
 
 def _take_core(cores: list[int]) -> None:
-    """Give the calling thread, and so its children, a core; they step back for whatever else runs."""
+    """Give the calling thread and its children a core, at low priority."""
     os.sched_setaffinity(0, {cores.pop()})
     os.nice(10)
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evidence")
 def main(cfg: DictConfig) -> None:
-    """Run what is left of a stage. Raises ValueError for cells that have no row then."""
+    """Run the rest of a stage; ValueError for cells without a row then."""
     if cfg.stage not in cfg.stages:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)

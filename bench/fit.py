@@ -1,17 +1,16 @@
 """Will it fit? ``python -m bench.fit variant=V model=base device_memory=24GiB``, without the hardware.
 
-The trainer's very update runs on fake tensors, which have shapes and no data, under torch's ``MemTracker``: peak memory by
-cause, and the largest batch that stays within the device's memory. The model is built on real tensors and projected first,
-because spans need values; learned spans are as they start.
+The trainer's update runs on fake tensors, with shapes and without data, under torch's ``MemTracker``: peak memory by cause, and
+the largest batch within the device's memory. Learned spans are initial ones.
 
-Predicted is one process and code that is not compiled; on a CPU within 10% of the measured peak (``tests/test_fit.py``).
-For a GPU (``runtime.device`` is any word but ``cpu``) it is what a CPU keeps at the GPU's precision, with attention a few
-queries at a time where a GPU has a kernel: not verified, and its table says so. In no figure: what kernels, libraries and
-allocators take for themselves (a CUDA context is about half a GiB), and on a CPU the corpus and freed blocks that the C
-library keeps.
+Predicted is one process, not compiled; on a CPU within 10% of the measured peak (``tests/test_fit.py``). For a GPU (any
+``runtime.device`` but ``cpu``) it is a CPU's memory at the GPU's precision, with attention a few queries at a time in place of
+kernels: not verified, as its table says. Left out: memory of kernels, libraries and allocators (a CUDA context is about half a
+GiB), and on a CPU the corpus and freed blocks of the C library.
 """
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Annotated
 
@@ -30,8 +29,7 @@ from bench.cost_worker import full_state
 from bench.planning import own_keys
 from harness.compose.cli import run_command
 from harness.count.memory import tensors_of
-from harness.device import choice
-from harness.device.runtime import Runtime
+from harness.device.runtime import Runtime, settled
 from harness.loop.admission import admission
 from harness.loop.update import Update
 from harness.model import LanguageModel
@@ -43,8 +41,8 @@ from harness.record.table import Column, Table, print_table
 
 VERB_KEYS = ("device_memory", "devices")
 CPU = torch.device("cpu")
-MOST_STREAMS = 2**20
-"""At which a search ends."""
+MOST_STREAMS = 2**12
+"""At which the search ends."""
 CAUSES = {
     "parameters": "weights and buffers",
     "gradients": "those that are there at the peak",
@@ -69,7 +67,7 @@ def main(cfg: DictConfig) -> None:
     if limit_bytes:
         lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
         how = {"limit_bytes": limit_bytes, "least": plan.batch.accumulate}
-        most = search(lambda streams: predict(plan, streams=streams)["predicted_peak_bytes"], **how)
+        most = most_streams(lambda streams: predict(plan, streams=streams)["predicted_peak_bytes"], **how)
         lines.append(("most streams", f"{most:,}", f"that fit; sought to {MOST_STREAMS:,}"))
     verified = kind == "cpu" and plan.runtime.compile is not True
     title = f"Predicted memory of {plan.variant} on {kind}, {eager(plan).runtime.precision}, "
@@ -88,31 +86,15 @@ def parse_memory(value: object) -> int:
         raise ValueError(f"device_memory={value}: {allowed}") from error
 
 
-def search(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, most: int = MOST_STREAMS) -> int:
-    """The largest size from ``least`` to ``most`` whose peak stays within the limit and that of the next does not; 0 if
-    none. Memory is nearly affine in the size: each guess lies on the line through the two last ones, but every fourth
-    halves what is left, which ends the search whatever the shape."""
-    peaks, low, high, guess = {0: 0}, least - 1, most + 1, least
-    while high - low > 1:
-        peaks[guess] = peak_bytes(guess)
-        low, high = (guess, high) if peaks[guess] <= limit_bytes else (low, guess)
-        (before, before_bytes), (last, last_bytes) = [*peaks.items()][-2:]
-        slope = (last_bytes - before_bytes) / (last - before)
-        on_line = last + int((limit_bytes - last_bytes) // slope) if slope > 0 and len(peaks) % 4 else (low + high) // 2
-        guess = min(max(on_line, low + 1), high - 1)
-    return 0 if low < least else low
+def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int) -> int:
+    """The most streams, from ``least`` to ``MOST_STREAMS``, whose peak stays within the limit; 0 if none."""
+    number = bisect_right(range(least, MOST_STREAMS + 1), limit_bytes, key=peak_bytes)
+    return least + number - 1 if number else 0
 
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Peak memory of a training step in warm state at initial parameters: ``backend``, ``split`` by ``CAUSES``, and its sum,
-    ``predicted_peak_bytes``.
-
-    Args:
-        streams: in place of the plan's own.
-
-    Raises:
-        ValueError: naming the key, for what cannot be predicted.
-    """
+    """Peak memory of a training step in warm state at initial parameters, of so many ``streams`` or the plan's: ``backend``,
+    ``split`` by ``CAUSES``, and its sum, ``predicted_peak_bytes``. ValueError for a mechanism that cannot be predicted."""
     batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
     device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager(plan), batch=batch)
     with torch.random.fork_rng(devices=[]):
@@ -127,7 +109,7 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
             make_fake(model)
             split = _split(plan, model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        reason = f"its memory depends on values that are not known before it runs ({error.func})"
+        reason = f"its memory depends on values of tensors ({error.func})"
         raise ValueError(f"variant={plan.variant}: {reason}") from error
     backend = "+".join(sorted({*backends.values()} - {"plain"} or {"plain"}))
     return {"backend": backend, "split": split, "predicted_peak_bytes": sum(split.values())}
@@ -142,7 +124,7 @@ def eager(plan: Plan) -> Plan:
     """The plan on a CPU and not compiled, at the precision that ``auto`` means on its device."""
     runtime = plan.runtime
     if kind_of(plan) == "cpu":
-        runtime = choice.settled(runtime)
+        runtime = settled(runtime)
     elif runtime.precision == "auto":
         runtime = dataclasses.replace(runtime, precision="bfloat16")
     return dataclasses.replace(plan, runtime=dataclasses.replace(runtime, device="cpu", compile=False))

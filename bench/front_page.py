@@ -1,7 +1,5 @@
-"""Front page: README's table and picture and ``docs/results.md`` from ``bench/results``: ``python -m bench.front_page``.
-
-Both pages have two markers; what stands between them is written here, and a test holds it against the rows.
-"""
+"""Front page: README's table and picture and ``docs/results.md`` from ``bench/results``: ``python -m bench.front_page`` writes
+between two markers of each page, and a test holds the text against the rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +59,7 @@ def readme_table(folder: Path) -> str:
 
 
 def picture(folder: Path) -> bytes:
-    """PNG. Left: each mechanism's difference from the reference, with 95% intervals; right: bits of a copied byte by distance."""
+    """PNG: each mechanism's difference from the reference, with 95% intervals, and bits of a copied byte by distance."""
     from bench.report import drawing  # late: matplotlib
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")

@@ -1,8 +1,8 @@
-"""See what a trained run looks at: ``python -m bench.inspect run=outputs/latest [text=FILE or 'some words']``.
+"""What a trained run looks at: ``python -m bench.inspect run=outputs/latest [text=FILE or 'some words']``.
 
-Writes figures into the run folder: ``inspect_attention.png``, maps of every layer and head over the first bytes of a
-text that begins cold; ``inspect_spans.png``, how far back each head looks. The text is of the run's own valid, without
-the bytes that chose the weights, or ``text``. ``bench.evaluate`` draws bits per byte by context.
+Writes figures into the run folder: ``inspect_attention.png``, maps of every layer and head over the first bytes of ``text``, or
+of the
+run's reported valid; ``inspect_spans.png``, how far back each head looks.
 """
 
 import math
@@ -91,7 +91,7 @@ def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, su
 
 
 def draw_reach(maps: Mapping[str, np.ndarray], seen: Mapping[str, Inspection], path: Path, **titles: str) -> None:
-    """How far back half and nine tenths of each head's attention lie, and the end of its soft mask where it has one."""
+    """How far back half and nine tenths of each head's attention lie, and the end of its soft mask, if any."""
     titles |= {"title": f"How far heads look back: {titles['title']}"}
     figure, (ax,) = panels(1, 1, width=max(6.5, 1.2 + 0.9 * len(maps)), height=4.4, **titles)
     for place, (name, layer) in enumerate(maps.items()):
@@ -122,7 +122,7 @@ def layer_names(names: Iterable[str]) -> list[str]:
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """Distance within which so much of the mass of maps ``[H, T, T]`` lies, of queries of the second half: ``[H]``."""
+    """Distance within which a ``share`` of the mass of maps ``[H, T, T]`` lies, of queries of the second half: ``[H]``."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
     mass = np.stack([np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps])

@@ -1,7 +1,8 @@
-"""One entry of ``bench.peers``: a variant of ours, the reference model, or a package's.
+"""One entry of ``bench.peers``: a variant of ours, the reference model, or a package's model.
 
-Every entry gets the same bytes in the same order and takes whole training steps: forward, loss, backward, optimizer.
-Ours take the trainer's own step. Packages are built as their documentation says, without dropout. Weights of all are shaken.
+Every entry takes whole training steps on the same bytes in the same order: forward, loss, backward, optimizer; ours the
+trainer's.
+Packages are built as they document it, without dropout. All weights have noise.
 """
 
 from functools import partial
@@ -21,7 +22,7 @@ from harness.record.folder import config_hash
 
 REFERENCE, TRANSFORMERS = "reference_model", "x-transformers"
 PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS}
-"""What a peer comes from, as pip calls it. The others are compared with the first."""
+"""Each peer's package, as pip calls it. Shares are of the first one's speed."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
 
 
@@ -58,8 +59,7 @@ class ReferenceModel(nn.Module):
 
 
 def build_peer(name: str, plan: Plan) -> nn.Module:
-    """A peer in the sizes of a plan: bytes ``[B, T]`` to logits; RuntimeError with what a package says where it cannot be
-    had."""
+    """A peer in the sizes of a plan: bytes ``[B, T]`` to logits; RuntimeError with what a package says where it cannot be had."""
     m, vocabulary, longest = plan.model, plan.data["vocabulary"], plan.batch.segment
     if name == REFERENCE:
         sizes = {"d_model": m.d_model, "layers": m.layers, "heads": m.heads}
@@ -120,12 +120,12 @@ class Worker(Subject):
         return {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
 
     def times(self, kind: str, *, seconds: float) -> list[float]:
-        """Milliseconds of each training step, for so long, two at least; the one before finds others' caches."""
+        """Milliseconds of each training step, for so many seconds, two at least, after one that is not timed."""
         clock = {"synchronise": self.runtime.synchronise, "most_seconds": seconds}
         return times(self._train, **clock, least_calls=2, warm_calls=1)
 
     def flops(self) -> dict:
-        """None are counted: the table is of speed and memory."""
+        """None: the table has speed and memory."""
         return {}
 
     def _model(self) -> nn.Module:

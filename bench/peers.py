@@ -1,8 +1,8 @@
 """Our variants beside a minimal PyTorch transformer (``reference_model``) and x-transformers, timed in turn:
 ``python -m bench.peers model=small context=512``.
 
-All get the same bytes in the same order, width, layers, heads, context, streams, threads and precision, no dropout, no
-carried state, and AdamW. Rows are added to ``rows=FILE``, or go to ``outputs/bench/<time>-peers/rows.jsonl``.
+All have the same bytes in the same order, width, layers, heads, context, streams, threads and precision, no dropout, no carried
+state, and AdamW. Rows go to ``rows=FILE`` or to ``outputs/bench/<time>-peers/rows.jsonl``.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from annotated_types import Gt
 from omegaconf import DictConfig
 
 from bench import CONF
-from bench.turns import STEPS, Entry, measure
+from bench.turns import Entry, measure
 from harness.compose.cli import run_command
 
 JOB = "language model"
@@ -42,15 +42,13 @@ def main(cfg: DictConfig) -> None:
     from bench.planning import own_keys
     from bench.report.tables_costs import peer_tables
     from bench.rows import RowFile
-    from harness.loop.progress import Steps
     from harness.plan.settings import parse
     from harness.record.table import print_table
 
     settings = parse(PeerSettings, own_keys(cfg, *VERB_KEYS), key="")
     file = RowFile(Path(cfg.outputs), verb="peers", path=settings.rows)
     entries = entries_of(cfg, settings.variants)
-    with Steps(STEPS * len(entries)) as progress:
-        measure(entries, worker=Worker, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
+    measure(entries, worker=Worker, rounds=settings.rounds, seconds=settings.seconds)
     reference = entries[0]
     rows = [file.append(row_of(entry, reference)) | {"read_from": str(file.path.parent)} for entry in entries]
     for table in peer_tables(rows):
@@ -62,10 +60,11 @@ def entries_of(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
     """Peers and variants, not begun, the reference first; ValueError naming the key."""
     from bench.cost_worker import Task
     from bench.peer_workers import PACKAGES
-    from bench.planning import bench_plan, recompose, typed_command
+    from bench.planning import recompose, typed_command
+    from harness.loop.prepare import planned
 
-    plans = {name: bench_plan(cfg) for name in PACKAGES}
-    plans |= {name: bench_plan(recompose("peers", f"variant={name}", verb_keys=VERB_KEYS)) for name in variants}
+    plans = {name: planned(cfg) for name in PACKAGES}
+    plans |= {name: planned(recompose("peers", f"variant={name}", verb_keys=VERB_KEYS)) for name in variants}
     entries = []
     for name, plan in plans.items():
         plan.make_model()  # complains before anything runs
@@ -76,7 +75,7 @@ def entries_of(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
 
 
 def row_of(entry: Entry, reference: Entry) -> dict:
-    """What was measured; None where the entry did not get that far."""
+    """The row of an entry, with None for what a failed one did not measure."""
     from bench.peer_workers import REFERENCE
 
     b, measured, shares = entry.facts["config"]["batch"], not entry.status, ratios(entry, reference)
@@ -94,8 +93,8 @@ def row_of(entry: Entry, reference: Entry) -> dict:
 
 
 def ratios(entry: Entry, reference: Entry) -> list[float]:
-    """Speed of an entry in that of the reference, in each round that both have: all train on as many bytes a step."""
-    rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # one that failed has fewer
+    """Speed of an entry as a share of the reference's, in each round of both: all train on as many bytes a step."""
+    rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # a failed one has fewer
     return [median(theirs) / median(ours) for ours, theirs in rounds]
 
 

@@ -1,8 +1,5 @@
-"""Plans from a verb's configuration, or from a run folder: checked exactly as a training run is.
-
-``conf/bench.yaml`` has the groups of a training run; a verb's file adds keys of its own. What is measured is therefore
-what ``train.py`` would run with the same words.
-"""
+"""Plans from a verb's configuration or from a run folder, checked as a training run is. ``conf/bench.yaml`` has the groups of a
+training run, and a verb's file adds keys: what is measured is what ``train.py`` would run with the same words."""
 
 import json
 import re
@@ -23,19 +20,18 @@ from harness.data.sources import PINNED
 from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
-from harness.loop.prepare import planned
 from harness.loop.select_backend import settled
 from harness.loop.trainer import load_weights
 from harness.model import LanguageModel
-from harness.plan.build import Plan, hydra_facts, plan_run
+from harness.plan.build import Plan, plan_run
 from harness.record import checkpoint, folder
 from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import CONFIG, RECORD
 
 
 def own_keys(cfg: DictConfig, *names: str) -> dict:
-    """Take a verb's own keys out of its configuration: their plain values; the rest is a training run's."""
-    OmegaConf.resolve(cfg)  # what is left may name what is taken out
+    """Take a verb's own keys out of its configuration, and return their plain values; the rest is a training run's."""
+    OmegaConf.resolve(cfg)  # other keys may name these
     values = OmegaConf.to_container(cfg)
     with open_dict(cfg):
         for name in names:
@@ -44,15 +40,15 @@ def own_keys(cfg: DictConfig, *names: str) -> dict:
 
 
 def recompose(verb: str, *overrides: str, verb_keys: tuple[str, ...], leave: tuple[str, ...] = ()) -> DictConfig:
-    """The training part of what the user typed for ``verb`` with ``overrides`` after it, without the verb's own keys;
-    inside a command of Hydra's only. Typed keys that are to be left out stand in ``leave``."""
+    """The training part of the words that the user typed for ``verb``, except for keys in ``leave``, with ``overrides`` after
+    them; inside a command of Hydra's only."""
     cfg = compose_typed(verb, *overrides, leave=leave)
     own_keys(cfg, *verb_keys)
     return cfg
 
 
 def compose_typed(verb: str, *overrides: str, leave: tuple[str, ...] = ()) -> DictConfig:
-    """The same with the verb's own keys, and with interpolations as they are."""
+    """The same with the verb's own keys, and unresolved."""
     from hydra import compose
     from hydra.core.hydra_config import HydraConfig
 
@@ -60,15 +56,9 @@ def compose_typed(verb: str, *overrides: str, leave: tuple[str, ...] = ()) -> Di
     for word in overrides:
         if re.search(TYPED, word.partition("=")[0]):  # a file's words, perhaps
             raise ValueError(f"words of {verb}: {word}: hydra.* and trust count from the command line only")
-    search = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]  # compose() knows its words only
+    search = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
     words = [word for word in typed.task if re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0] not in leave]
     return compose(verb, overrides=[*search, *words, *overrides])
-
-
-def bench_plan(cfg: DictConfig) -> Plan:
-    """The plan of a training configuration, checked whole, with what ``auto`` means here; ValueError names key, value and
-    what is allowed."""
-    return planned(cfg, **hydra_facts())
 
 
 def typed_command(verb: str) -> str:
@@ -77,7 +67,7 @@ def typed_command(verb: str) -> str:
 
 
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
-    """The part of a row that says what was measured, by which code and on what."""
+    """The part of a row on plan, code, data and machine."""
     digests = {"config_hash": folder.config_hash(plan.config, pinned=PINNED)}
     digests["source"] = source.digest(plan.config, trust=plan.trust, measuring=True)
     config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text, for JSON
@@ -86,7 +76,7 @@ def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, comma
 
 
 def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
-    """A run folder's provenance and best weights; ValueError naming ``key`` if it has not both."""
+    """A run folder's provenance and best weights; ValueError naming ``key`` where one is missing."""
     best = path / checkpoint.FOLDER / checkpoint.BEST
     if not best.exists() or not (path / RECORD).exists():
         raise ValueError(f"{key}={path}: must be a run folder with {checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}")
@@ -95,11 +85,9 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str) -> Plan:
-    """The plan of a run that somebody made, to be computed as ``runtime`` says; ValueError naming folder, file and key.
-
-    Nothing in the folder is believed: its configuration has plain values only, and names no class but of our modules and
-    of those in ``trust``, as it was typed for this command; what the run was trained with does not count.
-    """
+    """The plan of anybody's run, to be computed as ``runtime`` says; ValueError naming folder, file and key. Nothing in the
+    folder is trusted: its configuration has plain values only, and names classes of our modules and of this command's ``trust``
+    alone."""
     what = f"{key}={path}"
     config = read_config(path / CONFIG, what=what)
     try:
@@ -110,8 +98,7 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str)
 
 
 class Trained(NamedTuple):
-    """A run that somebody made, opened: its plan, its provenance, the content of its best checkpoint, and the key that named
-    it."""
+    """An opened run: its plan, its provenance, the content of its best checkpoint, and the key that named it."""
 
     plan: Plan
     saved: dict
@@ -119,8 +106,8 @@ class Trained(NamedTuple):
     key: str
 
     def model(self, *, span: int | None = None) -> LanguageModel:
-        """The plan's model with the weights, on the CPU; a query may see ``span`` bytes, or as many as in the run. ValueError
-        where they do not fit the code."""
+        """The plan's model with the weights, on the CPU; a query sees ``span`` bytes, or as many as in the run. ValueError where
+        the weights do not fit."""
         model = self.plan.make_model()
         load_weights(model, self.best["model"], what=self.key)
         if span is not None and span != self.plan.model.span:
@@ -129,7 +116,7 @@ class Trained(NamedTuple):
         return model
 
     def on_device(self, *, span: int | None = None) -> tuple[LanguageModel, Runtime]:
-        """The same where the plan is to be computed, with the backend that is right there."""
+        """The same on the plan's device, with the backend that is right there."""
         device = runtime.start(self.plan.runtime)
         model = self._replace(plan=settled(self.plan, device)).model(span=span)
         return model.to(device.device), device
@@ -142,13 +129,13 @@ class Trained(NamedTuple):
         return corpus
 
     def symbols(self) -> bytes:
-        """The byte of each number of its vocabulary; one of the corpus's own needs the corpus, to number the bytes."""
+        """The byte of each number of its vocabulary; below 256 numbers this reads the corpus."""
         return bytes(range(256)) if self.plan.data["vocabulary"] == 256 else self.corpus().symbols
 
 
 def open_trained(path: Path, *, key: str, runtime: DictConfig | None = None, trust: list | str) -> Trained:
-    """A run folder, of which nothing is believed: the one way to it for whatever looks at a trained model; ValueError
-    naming ``key``, the folder and what is wrong with it. ``runtime`` None: that of ``conf``, in float32 on the CPU."""
+    """Open a run folder, of which nothing is trusted; ValueError naming ``key``, the folder and what is wrong. Without
+    ``runtime``: that of ``conf``, in float32 on the CPU."""
     if runtime is None:
         plain = {"device": "cpu", "precision": "float32", "compile": False}
         runtime = OmegaConf.merge(OmegaConf.load(f"{CONF}/runtime/default.yaml"), plain)

@@ -10,13 +10,12 @@ import yaml
 
 from bench.evidence import cell_of, tried
 from bench.report.compare import VARIANTS
+from bench.report.frame import REACHED_BITS
 from bench.report.uncertainty import Paired, paired
 from harness.record.comparison import UNCOMPARED
 from harness.record.rows import read_rows
 
 REFERENCE = VARIANTS["reference"]
-REACHED_BITS = 1.0
-"""A distance is reached where a copied byte costs less; 4 is the cost without recall."""
 KIB, MIB = 2**10, 2**20
 COSTS = {
     "Cost against context: MFLOP per byte": (1e6, ("flops", "executed_per_byte")),
@@ -69,7 +68,7 @@ def read_runs(path: Path) -> pd.DataFrame:
 
 
 def _ground(summary: dict) -> str:
-    """What all runs of a table have in common; context and span follow from a mechanism's sizes."""
+    """What all runs of a table share; context and span follow from a mechanism's sizes."""
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
     shared = [summary["data"]["sha256"], protocol, *(summary[key] for key in ("budget", "precision"))]
     return json.dumps([*shared, summary["numerics"]["shared"]], sort_keys=True)
@@ -173,8 +172,8 @@ def _edges(point: dict) -> str:
 
 
 def verdict_table(runs: pd.DataFrame) -> str:
-    """Each part of a claim of ``bench/claims.yaml``: the mean of paired differences over the seeds that both mechanisms have
-    finished, with its 95% t-interval, not corrected for their number. ValueError for runs of more than one protocol."""
+    """Each part of a claim of ``bench/claims.yaml``: the mean of paired differences over common seeds, with its 95% t-interval,
+    not corrected for their number. ValueError for runs of more than one protocol."""
     if len(grounds := sorted(runs["ground"].dropna().unique())) > 1:
         raise ValueError("rows differ in data, protocol, budget or arithmetic:\n" + "\n".join(grounds))
     table = [HEAD]
@@ -203,8 +202,8 @@ def differences(runs: pd.DataFrame, variant: str, rival: str, measure: str) -> p
 
 
 def judge(differences: list[float], *, must: str, margin: float) -> tuple[str, str]:
-    """The verdict on differences that must be less than the margin, or both less and not further below 0 (*the same*), and
-    their interval in words. *holds*: it lies where it must; *does not*: wholly elsewhere; *not separated*: it covers both."""
+    """The verdict on differences that must be below the margin, or within it on both sides (*the same*), and their interval:
+    *holds*: it lies inside; *does not*: outside; *not separated*: it covers both."""
     if len(differences) < 2:
         return FEW, "".join(f"{difference:+.4f}" for difference in differences)
     pairs = paired(differences)

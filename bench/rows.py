@@ -1,8 +1,5 @@
-"""Rows: what every verb of bench writes and the report reads, one JSON object a line, each of which can stand alone.
-
-A row says what was measured, by which code, on what and how; a reader needs neither torch nor another file.
-``harness.record.comparison`` says which rows compare.
-"""
+"""Rows that verbs of bench write and the report reads, one JSON object a line with its whole provenance; a reader needs neither
+torch nor another file. ``harness.record.comparison`` decides which rows compare."""
 
 import time
 from itertools import count
@@ -17,8 +14,8 @@ IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "co
 
 
 class RowFile:
-    """Writes rows to ``<outputs>/<time>-<verb>/rows.jsonl``, a folder that appears with the first row, or adds them to
-    ``path``. ValueError where it cannot be written, naming ``outputs`` or ``rows``."""
+    """Adds rows to ``path``, or to ``<outputs>/<time>-<verb>/rows.jsonl``, which the first row creates. ValueError where it
+    cannot be written, naming ``outputs`` or ``rows``."""
 
     def __init__(self, outputs: Path, *, verb: str, path: str | None = None):
         name = time.strftime(f"%Y%m%d-%H%M%S-{verb}")
@@ -31,14 +28,14 @@ class RowFile:
             raise ValueError(f"{key}: cannot be written ({wrong})")
 
     def append(self, row: dict) -> dict:
-        """Write one row and return it as written; AssertionError if it could not be traced."""
+        """Write one row and return it as written; AssertionError without provenance."""
         reason = refusal(plain(row))
         assert reason is None, reason
         return append_row(self.path, row)
 
 
 def refusal(row: object) -> str | None:
-    """Why a row may not be shown: what of its provenance is missing, or None if all is there."""
+    """Which provenance a row lacks, so that it is not shown, or None."""
     if not isinstance(row, dict):
         return f"a {type(row).__name__} is no row"
     missing = [key for key in (*IDENTITY, *GROUND) if key not in row and key not in UNSAID]

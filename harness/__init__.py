@@ -1,4 +1,4 @@
-"""The harness: one configuration becomes a run that is trained, scored and recorded; it knows no concrete variant."""
+"""The harness trains, scores and records a configured run; it knows no concrete variant."""
 
 import contextlib
 import os
@@ -9,6 +9,6 @@ with contextlib.suppress(RuntimeError):  # a user without a home
     os.environ.setdefault("WINDTUNNEL_KERNELS", str(cache_folder() / "kernels"))  # where kernels are compiled to
 
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-    # GNU's OpenMP reads it when torch is loaded. Threads that wait for each other spin for milliseconds by default: on a
-    # machine with more busy processes than cores they keep each other from running.
+    # Read by GNU's OpenMP when torch is loaded. By default waiting threads spin for milliseconds, and block each other where busy
+    # processes outnumber cores.
     os.environ["GOMP_SPINCOUNT"] = "10000"

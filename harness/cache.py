@@ -23,7 +23,7 @@ def cache_folder() -> Path:
 
 
 def try_lock(file: IO) -> bool:
-    """Lock an open file among all processes if it is free; the lock goes when the file is closed, also by the process's end."""
+    """Lock an open file among all processes if it is free, until it is closed or the process ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -33,7 +33,7 @@ def try_lock(file: IO) -> bool:
 
 @contextmanager
 def locked(path: Path, *, waiting: str = "data: waiting for another process that fetches") -> Iterator[None]:
-    """Hold ``<path>.lock`` alone among all processes; says ``waiting`` and the path if it has to wait. OSError if it cannot."""
+    """Lock ``<path>.lock`` among all processes; prints ``waiting`` and the path before it waits. OSError if it cannot."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         if not try_lock(lock):
@@ -43,7 +43,7 @@ def locked(path: Path, *, waiting: str = "data: waiting for another process that
 
 
 def storage_failure(path: Path, error: OSError, *, needed: int = 0) -> StorageFailure:
-    """That ``error`` kept a file of ``needed`` bytes from being written."""
+    """The failure to write a file of ``needed`` bytes."""
     if isinstance(error, StorageFailure):
         return error
     room = ""
@@ -63,14 +63,14 @@ def storing(path: Path, *, needed: int = 0) -> Iterator[None]:
 
 
 def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:
-    """Write to an unbuffered file, which may take a part at a time."""
+    """Write to an unbuffered file, which may take several writes."""
     left = memoryview(content).cast("B")
     while left:
         left = left[file.write(left) :]
 
 
 def write_whole(path: Path, content: bytes | bytearray | memoryview) -> None:
-    """Write a file so that others see all of it or nothing. StorageFailure if it cannot be written."""
+    """Write a file so that others see all of it or nothing; StorageFailure if it cannot be written."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with storing(path, needed=memoryview(content).nbytes):
         try:
@@ -84,7 +84,7 @@ def write_whole(path: Path, content: bytes | bytearray | memoryview) -> None:
 
 
 def append_whole(path: Path, line: bytes) -> None:
-    """Add a line to a file, or leave the file as it is. StorageFailure if it cannot be written."""
+    """Add a line to a file, or leave the file as it is; StorageFailure if it cannot be written."""
     with storing(path, needed=len(line)):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as file:

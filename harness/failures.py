@@ -1,7 +1,5 @@
-"""Failures that are nobody's bug: each is one message without a trace, an exit code, and the status in ``summary.json``.
-
-``docs/exit_codes.md`` has them as a table. A ValueError is a user's mistake, and what is neither is a bug.
-"""
+"""Failures: one message without a trace, an exit code, and the status in ``summary.json`` (``docs/exit_codes.md``). A ValueError
+is a user's mistake, any other error a bug."""
 
 import errno
 import sys
@@ -10,7 +8,7 @@ BUG, MISTAKE = 1, 2
 
 
 class Failure(Exception):
-    """What ends a run or a command by itself; its one argument is the message, so that it travels between processes."""
+    """An end of a run or command; its one argument is the message, so that it pickles."""
 
     exit_code: int  # of the command
     status: str  # of the run, in its summary
@@ -45,15 +43,13 @@ class ProcessLost(Failure, RuntimeError):
 
 
 KINDS = {BUG: RuntimeError, MISTAKE: ValueError} | {kind.exit_code: kind for kind in Failure.__subclasses__()}
-"""What to raise in the place of another process's error, by exit code."""
-
-
+"""Classes to raise in place of another process's error, by exit code."""
 OF_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-"""What a file says that has no name any more."""
+"""Errors of storage that may have no file's name."""
 
 
 def kind_of(error: Exception) -> type[Failure] | None:
-    """Which failure an error is, also where Python or torch has raised it; None for a mistake or a bug."""
+    """The failure of an error, also of Python's and torch's; None for a mistake or a bug."""
     if isinstance(error, Failure):
         return type(error)
     if is_out_of_memory(error):
@@ -63,13 +59,13 @@ def kind_of(error: Exception) -> type[Failure] | None:
 
 
 def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (ValueError,)) -> int:
-    """Of a command that ends with this error; ``mistakes`` are the user's."""
+    """Of a command that ends with this error; ``mistakes`` are a user's."""
     if kind := kind_of(error):
         return kind.exit_code
     return MISTAKE if isinstance(error, mistakes) else BUG
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was short; torch has a class for it on a GPU, on a CPU its allocator raises a RuntimeError."""
+    """Whether memory was short; torch has a class for it on a GPU, and raises RuntimeError on a CPU."""
     kinds = (OutOfMemory, MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
     return isinstance(error, kinds) or "can't allocate memory" in str(error) or "not enough memory" in str(error)

@@ -1,7 +1,5 @@
-"""The code that runs: a digest of every file that can change a number of this run.
-
-A sweep goes on with the modules that it has loaded, whatever is edited meanwhile. So a process reads each file once.
-"""
+"""The code that runs: a digest of every file that can change a number of a run. A process reads each file once: edits do not
+change the modules that a sweep has loaded."""
 
 import functools
 import hashlib
@@ -19,34 +17,33 @@ from harness.cache import sha256_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = re.compile(
-    r"harness/(compose/|record/(?!checkpoint|shard)|loop/(progress|sampling)\.py)"
+    r"harness/(compose/|record/(?!checkpoint|shard)|loop/sampling\.py)"
     r"|variants/conformance/|bench/(results|report)/|(.*/)?(\.|__pycache__/)"
 )
-"""Files that change no number: what composes a run, records it but for checkpoints, shows its progress, samples from it, checks
-its mechanism, reports it; hidden ones, and what Python has compiled."""
+"""Files that change no number: what composes a run, records it but for checkpoints, samples from it, checks its mechanism,
+reports it; hidden ones, and what Python has compiled."""
 Files = tuple[tuple[str, Path], ...]
 
 
 def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = False) -> str:
-    """SHA-256 of ``train.py``, the harness, the files of ``variants/`` that the targets of this configuration can import, and the
-    modules that the user named; ``measuring`` adds bench, for its rows.
+    """SHA-256 of ``train.py``, the harness, the files of ``variants/`` that the configuration's targets can import, and the
+    modules of ``trust``; ``measuring`` adds bench, for its rows.
 
     Args:
-        trust: those modules. A package counts with all its files; a single file with what it imports from its own folder
-            (unless it was installed), and with files of the same stem, as ``mine.cpp`` beside ``mine.py``. ValueError for one
-            without a source file.
+        trust: a package counts with all its files; a single file with its imports from its folder (unless it was installed), and
+            with files of the same stem, as ``mine.cpp`` beside ``mine.py``. ValueError for a module without a source file.
     """
     return digest_of((*_ours("train.py", "harness", *["bench"] * measuring), *mechanism_files(config, trust=trust)))
 
 
 def digest_of_tree(*, measuring: bool = False) -> str:
-    """The same of all of ours that any run may use: where it is equal, times and memory of two variants are of one code."""
+    """The same of all our files that a run may use: where it is equal, times and memory of two variants are of one code."""
     return digest_of(_ours("train.py", "variants", "harness", *["bench"] * measuring))
 
 
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
-    """Names and paths of the files below ``variants/`` that the targets of a configuration, and the user's modules, import
-    anywhere in them; and of those modules."""
+    """Names and paths of the files below ``variants/`` that a configuration's targets and the user's modules import anywhere, and
+    of these modules."""
     theirs = tuple(file for module in trust for file in _files_of(module))
     code = tuple(path for _, path in theirs if path.suffix == ".py")
     targets = frozenset(name for name in _targets(config) if name.startswith("variants."))
@@ -57,8 +54,8 @@ def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
 
 @functools.cache
 def _reached(names: frozenset[str], code: tuple[Path, ...], root: Path) -> frozenset[Path]:
-    """These modules (a name may be of something in one) and files of Python, what they import below ``root``, late or early,
-    and what has the stem of each, as ``window.cpp``."""
+    """Files of modules, which ``names`` or names in them, of Python files, of their imports below ``root``, and files of equal
+    stems, as ``window.cpp``."""
     finder = ModuleFinder([str(root)], excludes=["harness", "bench"])
     for find, places in ((finder.import_hook, names), (finder.load_file, map(str, code))):
         for place in places:
@@ -101,7 +98,7 @@ def _ours(*roots: str) -> Files:
 
 
 def _tree(place: Path, root: Path) -> Iterator[Path]:
-    """A file, or all files of a folder, but what is ``LEFT_OUT`` by its path below ``root``."""
+    """A file, or all files of a folder, without those ``LEFT_OUT`` by their path below ``root``."""
     for path in [place] if place.is_file() else place.rglob("*"):
         if path.is_file() and not LEFT_OUT.match(path.relative_to(root).as_posix()):
             yield path
@@ -122,13 +119,13 @@ def _read_once(path: Path) -> str:
 
 
 def forget() -> None:
-    """Forget what this process has read, as a new one would."""
+    """Forget all files that this process has read."""
     _files_of.cache_clear(), _read_once.cache_clear(), _reached.cache_clear()
 
 
 def commit() -> str | None:
-    """The commit of the working tree, with ``-dirty`` where files differ from it, or None outside git. Of our own repository
-    alone: one that our folder lies in may be a stranger's, whose settings git would run."""
+    """The commit of our working tree, with ``-dirty`` where files differ, or None outside git; never of a repository around our
+    folder, whose settings git would run."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(ROOT.parent), "GIT_OPTIONAL_LOCKS": "0"}
     command, options = ["git", "-C", str(ROOT), "-c", "core.fsmonitor=false"], {"capture_output": True, "text": True}

@@ -91,7 +91,7 @@ def write_run(
         if step % 4 == 0:
             scored = {"bits_per_byte": now, "capped_bytes": 100_000, "metrics": METRICS.get(variant, {})}
             rows.append({"kind": "valid", **place, **scored})
-    final = {"final": True, "bits_per_byte": bits, "block_nats": [bits * 0.6931 * 10_000] * 10, "capped_bytes": None}
+    final = {"final": True, "bits_per_byte": bits, "capped_bytes": None}
     rows += [{"kind": split, **final} for split in ("valid", "test")]
     summary = {key: value for key, value in same.items() if key not in ("kind", "config")}
     summary |= {"status": "finished", "bytes_seen": 2_000_000, "epochs": 0.56, "steps": 20, "seconds": 160.0}

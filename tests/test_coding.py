@@ -64,6 +64,6 @@ def test_weights_that_are_no_numbers_are_refused():
     model = plan(*TINY).make_model()
     with torch.no_grad():
         model.head.weight.fill_(math.nan)
-    how = {"streams": 5, "symbols": bytes(range(256)), "advance": lambda n_bytes: None}
+    how = {"streams": 5, "symbols": bytes(range(256))}
     with pytest.raises(ValueError, match="run: its weights give no probabilities"):
         code_streams(Encoder(), b"some text" * 9, model=model, device=runtime.start(plan(*TINY).runtime), **how)

@@ -10,7 +10,6 @@ from bench import turns
 from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
 from bench.turns import Entry, in_turn
-from harness.loop.progress import Steps
 from harness.record.cells import LEAST_CALLS
 from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
@@ -90,8 +89,7 @@ def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
     assert 2 * compose_config(name="peers").rounds >= LEAST_CALLS
     slow = Entry(name="slow", task=None, cell=Mock(ask=lambda *_, **__: [25_000.0]))
     quick = Entry(name="quick", task=None, cell=Mock(ask=lambda *_, **__: [1.0]))
-    with Steps(1) as progress:
-        in_turn([slow, quick], "train", rounds=5, seconds=0.1, progress=progress)
+    in_turn([slow, quick], "train", rounds=5, seconds=0.1)
     assert (len(slow.rounds["train"]), len(quick.rounds["train"])) == (3, 5)
 
 

@@ -67,7 +67,7 @@ def test_plain_file(tmp_path, monkeypatch):
     corpus = load("file", path=path)
     assert whole(corpus) == TEXT
     assert corpus.provenance() == {"name": "file:small.txt", "bytes": len(TEXT), "sha256": SHA256}
-    assert corpus.label() == f"file:small.txt ({len(TEXT):,} bytes, sha256 {SHA256[:8]})"
+    assert corpus.provenance() == {"name": "file:small.txt", "bytes": len(TEXT), "sha256": SHA256}
     assert (corpus.vocabulary, corpus.floor, corpus.fallback_from) == (256, None, None)
     monkeypatch.setattr(sources, "LARGE_BYTES", 1000)
     load("file", path=path).splits["train"][0] = 0  # mapped: a private copy of the page, and the file itself stays
@@ -100,7 +100,7 @@ def test_a_compressed_file_is_the_same_corpus_or_refused(tmp_path, monkeypatch, 
             load("file", path=written(tmp_path, f"damaged.{suffix}", damaged))
     monkeypatch.setattr(sources, "LARGE_BYTES", 10_000)
     bomb = written(tmp_path, f"bomb.{suffix}", pack(bytes(3_000_000)))
-    with pytest.raises(ValueError, match="more than 200 times its size; if that is meant, unpack it"):
+    with pytest.raises(ValueError, match="more than 200 times its size; allowed is an unpacked file"):
         load("file", path=bomb)
 
 
@@ -250,7 +250,7 @@ def test_the_part_of_enwik8_is_the_same_from_its_file_and_from_a_longer_one(tmp_
         load("part", path=written(tmp_path, "short", TEXT[:999]))
     with pytest.raises(ValueError, match=r"data\.first_bytes=1001: allowed is at most 1000"):
         load("part", first_bytes=1001)
-    assert load("long", first_bytes=500).label().startswith("long, first 500 bytes (500 bytes, sha256 ")
+    assert load("long", first_bytes=500).name == "long, first 500 bytes"
 
 
 def test_enwik8_4m_has_its_own_shares(enwik8_4m):

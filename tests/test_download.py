@@ -156,7 +156,7 @@ def test_fallback_is_loud_and_labelled_and_without_it_there_is_an_error(server, 
     capsys.readouterr()
     corpus = corpora.load("enwik8", fallback="stdlib")
     assert (corpus.name, corpus.fallback_from) == ("stdlib", "enwik8")
-    assert corpus.label().startswith("stdlib in place of enwik8 (") and corpus.provenance()["name"] == "stdlib"
+    assert corpus.provenance()["name"] == "stdlib" and corpus.provenance()["fallback_for"] == "enwik8"
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "INSTEAD" in line]
     assert all(word in line for word in ("ENWIK8", "refused", "STDLIB", corpus.sha256, "data.fallback=null"))
     with pytest.raises(ValueError, match="refused") as error:

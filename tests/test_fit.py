@@ -112,18 +112,9 @@ def test_on_a_gpu_attention_keeps_no_scores():
     assert plain["split"]["activations"] - auto["split"]["activations"] > scores
 
 
-@pytest.mark.parametrize(("shape", "limit"), [("line", 99), ("line", 12345), ("steps", 1000), ("bent", 12345)])
-def test_search_finds_the_last_that_fits(shape, limit):
-    calls = []
-
-    def peak(size):
-        calls.append(size)
-        return {"line": 93 + 7 * size, "steps": 100 + size // 64 * 64, "bent": 90 + size + size * size // 50}[shape]
-
-    size = fit.search(peak, limit_bytes=limit)
-    assert (size == 0 or peak(size) <= limit) and peak(size + 1) > limit
-    assert shape != "line" or len(calls) < 12
-    assert fit.search(lambda size: 5, limit_bytes=5, most=1000) == 1000
+@pytest.mark.parametrize(("limit", "least", "most"), [(99, 1, 0), (114, 3, 3), (12345, 2, 1750), (10**9, 1, 2**12)])
+def test_search_finds_the_last_that_fits(limit, least, most):
+    assert fit.most_streams(lambda streams: 93 + 7 * streams, limit_bytes=limit, least=least) == most
 
 
 def test_memory_is_read_or_refused():

@@ -86,13 +86,13 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
 
     def select(wanted, where):
         if wanted.runtime.backend != "auto":
-            raise ValueError("runtime.backend=kernel: asked for by name; kernel failed")
-        return {"backend": "fused", "why": ["fused it is"], "verdicts": {}}
+            raise ValueError("runtime.backend=kernel: kernel failed")
+        return {"backend": "fused", "errors": {"fused": "1e-6"}}
 
     monkeypatch.setattr(select_backend, "TESTED", ())
     monkeypatch.setattr(select_backend, "select", select)
     facts = Subject(Task(config=made.config)).build()
-    assert facts["backend"] == "fused" and facts["backend_choice"]["why"] == ["fused it is"]
+    assert facts["backend"] == "fused" and facts["backend_choice"]["errors"] == {"fused": "1e-6"}
     assert Worker(Task(config=made.config)).build()["backend"] == "fused"
     named = varied(made, runtime={"backend": "kernel"}).config
     for refused in (Subject, Worker):

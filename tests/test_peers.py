@@ -12,7 +12,6 @@ from bench.peer_workers import INSTALL, REFERENCE, TRANSFORMERS, ReferenceModel,
 from bench.peers import row_of
 from bench.turns import Entry, measure
 from harness.device.cell import CellError
-from harness.loop.progress import Steps
 from tests.bench_rows import identity
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
@@ -64,8 +63,7 @@ def test_entries_take_turns_and_what_fails_is_asked_no_more(monkeypatch):
 
     monkeypatch.setattr("bench.turns.Cell", cell)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
-    with Steps(9) as progress:
-        assert measure(entries, worker=Worker, rounds=2, seconds=0.0, progress=progress) == entries
+    assert measure(entries, worker=Worker, rounds=2, seconds=0.0) == entries
     assert [name for method, name in order if method == "times"] == ["a", "b", "b", "a"]
     assert entries[0].rounds["train"] == [[1.0], [2.0]]
     assert entries[2].reason == "x: not installed" and order.count(("train_memory", "lost")) == 0

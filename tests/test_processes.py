@@ -66,7 +66,7 @@ def divided_run(processes: ProcessGroup, *overrides: str, precision: str = "floa
     plan_ = plan(*SMALL, *overrides)
     run = Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
     run.model.to(getattr(torch, precision))
-    with_muon_in(run, precision).spread()
+    with_muon_in(run, precision).update.spread(shard=run.plan.runtime.shard)
     return run
 
 

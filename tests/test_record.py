@@ -8,8 +8,9 @@ import torch
 
 from harness.record.closing_table import print_closing_table
 from harness.record.comparison import held_equal, numbers_of, shared_code
-from harness.record.rows import FORMAT, Record, read_rows, repeatable, write_summary
+from harness.record.rows import FORMAT, Record, read_rows, write_summary
 from harness.record.shapes import misfit, shapes
+from tests.runs import repeatable
 
 
 def train_row(step):

@@ -35,14 +35,14 @@ def drawn_by_hand(model, text: torch.Tensor, number: int, **choice) -> list[int]
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_streamed_text_is_that_of_whole_forwards(variant):
-    model, choice = network(variant), {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
+    model, choice = network(variant), {"temperature": 0.7, "top_k": 9}
     streamed = sampled(model, PROMPT, symbols=256, generator=torch.Generator().manual_seed(3), **choice)
     assert list(itertools.islice(streamed, 14)) == drawn_by_hand(model, PROMPT, 14, **choice)
 
 
 def test_a_long_prompt_is_read_in_segments_and_no_number_without_a_byte_is_drawn():
     model, prompt = network("mhsa"), PROMPT.repeat(40)
-    choice = {"temperature": 0, "top_k": None, "top_p": None}
+    choice = {"temperature": 0, "top_k": None}
     drawn = sampled(model, prompt, symbols=256, **choice)
     assert list(itertools.islice(drawn, 3)) == drawn_by_hand(model, prompt, 3, **choice)
     few = itertools.islice(sampled(model, PROMPT % 7, symbols=7, temperature=100.0), 200)
@@ -51,14 +51,13 @@ def test_a_long_prompt_is_read_in_segments_and_no_number_without_a_byte_is_drawn
 
 def test_choices_narrow_what_is_drawn():
     logits, generator = torch.tensor([0.1, 0.5, 0.2, 0.15, 0.05]).log().double(), torch.Generator().manual_seed(0)
-    for top_k, top_p, allowed in ((3, None, {1, 2, 3}), (None, 0.51, {1, 2}), (None, None, set(range(5)))):
-        choice = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "generator": generator}
+    for top_k, allowed in ((3, {1, 2, 3}), (None, set(range(5)))):
+        choice = {"temperature": 1.0, "top_k": top_k, "generator": generator}
         assert {draw(logits, **choice) for _ in range(300)} == allowed
     with pytest.raises(ValueError, match="not finite"):
         draw(logits * float("nan"), **choice)
-    for word, message in {"top_p": "must be above 0", "top_k": "must be"}.items():
-        with pytest.raises(ValueError, match=f"{word}=0.*: {message}"):
-            next(sampled(network("mhsa"), PROMPT, symbols=256, **{word: 0}))
+    with pytest.raises(ValueError, match="top_k=0: must be"):
+        next(sampled(network("mhsa"), PROMPT, symbols=256, top_k=0))
 
 
 def test_a_mechanism_without_a_state_and_a_byte_that_the_vocabulary_lacks_are_refused_by_name():

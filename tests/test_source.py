@@ -13,7 +13,7 @@ from tests.command import ROOT
 CHECKOUT = {
     "train.py": "",
     "harness/compose/cli.py": "",
-    "harness/loop/progress.py": "",
+    "harness/loop/sampling.py": "",
     "harness/loop/step.py": "",
     "harness/record/checkpoint.py": "",
     "harness/record/rows.py": "",

@@ -15,8 +15,7 @@ from harness.device.runtime import Runtime
 from harness.device.sharded_tables import ShardedTables
 from harness.device.units import gathered
 from harness.loop.scoring import score_stream, score_windows
-from harness.loop.unsharded_parameters import unsharded_parameters
-from harness.loop.update import Update
+from harness.loop.update import Update, unsharded_parameters
 from harness.optim import Muon
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers

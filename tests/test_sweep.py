@@ -14,10 +14,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.device import runtime
 from harness.loop.trainer import Trainer
-from harness.record.rows import read_rows, repeatable
+from harness.record.rows import read_rows
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.composing import plan
 from tests.forked import exit_code, started
+from tests.runs import repeatable
 
 LONGER = ("budget.steps=12", "checkpoint.every_steps=2", "record.every_steps=2")
 """Long enough to be killed on the way."""

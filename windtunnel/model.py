@@ -42,7 +42,7 @@ class Model:
         return score_stream(self.network, split, runtime=runtime, **cut).bits_per_byte
 
     def generate(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **choice) -> bytes:
-        """So many bytes that the model writes after ``prompt``; ``choice`` is ``temperature``, ``top_k`` and ``top_p``, as
+        """So many bytes that the model writes after ``prompt``; ``choice`` is ``temperature`` and ``top_k``, as
         ``harness.loop.sampling.draw`` has them."""
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         numbers = numbers_of(prompt, self.symbols, key="prompt")

@@ -1,9 +1,8 @@
 """Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
 
-Reads run folders, rows of ``bench.cost`` and ``bench.peers``, sorts
-what may be compared into tables, and writes each as CSV, each figure as PNG and SVG, and all of it as one ``index.html``
-that opens from disk; ``runs.csv`` has every run with all of its numbers. What may not be shown is named with its reason.
-Needs neither torch nor a server.
+Reads run folders and rows of ``bench.cost`` and ``bench.peers``, sorts rows that compare into tables, and writes each as CSV,
+each figure as PNG and SVG, and all as one ``index.html`` that opens from disk; ``runs.csv`` has all numbers of every run. Rows
+that are not shown are named with the reason. Needs neither torch nor a server.
 """
 
 import argparse
@@ -33,7 +32,7 @@ LIMITATIONS = (
     "interval; times on a CPU move with what else the machine does. docs/metrics.md and docs/statistics.md have the rest."
 )
 CONTENTS = "contents.txt"
-"""What a report wrote, so that the next one in the same folder can take away what is no longer true."""
+"""The files of a report, so that the next one in the folder can remove them."""
 VERBS = {"cost": cost_tables, "peers": peer_tables}
 
 
@@ -58,14 +57,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
-    """Write everything into the folder ``out``, print the tables of means, and yield each thing that was written.
-
-    Args:
-        command: what was typed.
-
-    Raises:
-        ValueError: ``out`` cannot be a folder. StorageFailure: a file in it cannot be written.
-    """
+    """Write everything into the folder ``out``, print the tables of means, and yield each written path. ValueError where ``out``
+    cannot be a folder, StorageFailure where a file cannot be written."""
     from bench.report.figures import draw_all  # matplotlib, a second
 
     try:
@@ -81,7 +74,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
         for table in tables:
             if table.name.startswith("runs-"):
                 print_table(replace(for_terminal(table), notes=()))
-        for name, text in files.items():  # a row of JSON may hold half a surrogate pair
+        for name, text in files.items():  # JSON may have half a surrogate pair
             write_whole(out / name, text.encode("utf-8", "replace") if isinstance(text, str) else text)
             yield f"{out / name}"
         _forget_older(out, written=set(files))
@@ -98,7 +91,7 @@ def all_tables(rows: Rows) -> list[Table]:
 
 
 def runs_csv(runs: pd.DataFrame) -> str:
-    """All numbers and words of each run, unrounded, for a program to read."""
+    """All numbers and words of each run, unrounded."""
     runs = runs.dropna(axis=1, how="all")
     keys = [key for key in runs if runs[key].map(lambda value: isinstance(value, str | float)).any()]
     return runs[keys].map(lambda value: harmless(value) if isinstance(value, str) else value).to_csv(index=False)
@@ -113,13 +106,13 @@ def _notes(rows: Rows) -> list[str]:
 
 
 def _left_out(rows: Rows) -> list[str]:
-    """What is not shown, and why."""
+    """Rows that are not shown, and why."""
     kinds = {"failed, not shown": rows.failed, "not finished, not shown": rows.unfinished, "refused": rows.refused}
     return [f"{kind}: {line}" for kind, lines in kinds.items() for line in lines]
 
 
 def _forget_older(out: Path, *, written: set[str]) -> None:
-    """Remove what an earlier report wrote here and this one did not: its numbers would look like this one's."""
+    """Remove files of an earlier report that this one did not write."""
     before = out / CONTENTS
     for name in before.read_text(encoding="utf-8").splitlines() if before.exists() else []:
         parts = Path(name).parts

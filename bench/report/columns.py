@@ -1,5 +1,4 @@
-"""Columns of tables: ``columns.yaml`` has heading, form, key and explanation of each; a form makes a cell of a row's
-number.
+"""Columns of tables: ``columns.yaml`` has heading, form, key and explanation of each; a form makes a cell of a row's number.
 
 A row is a dictionary with dotted keys, as the report's frame has them; what was not measured is not in it.
 """
@@ -26,11 +25,6 @@ def _number(form: Callable[[float | None], Cell], *, guess: str | None = None) -
         return replace(exact, text=f"~{exact.text}") if guess and row.get(guess) and exact.text else exact
 
     return cell
-
-
-def _in_units(unit: float) -> Callable[[float | None], Cell]:
-    """Three digits or more of so many units."""
-    return lambda x: cells.NOTHING if x is None else Cell(text=cells.significant(x / unit), value=x / unit)
 
 
 def _bits(row: Mapping, key: str) -> Cell:
@@ -63,7 +57,7 @@ NUMBERS = FIXED | {name: getattr(cells, name) for name in ("whole", "mib", "mill
 FORMS: dict[str, Form] = {name: _number(form) for name, form in NUMBERS.items()}
 FORMS |= {"bits": _bits, "difference": _within, "spread": _spread}
 FORMS |= {"about": _number(cells.mib, guess="memory.approximate"), "guessed": _number(cells.millions, guess=THRICE)}
-FORMS |= {"gflops": _number(_in_units(1e9), guess="flops_estimated_3x")}
+FORMS |= {"gflops": _number(partial(cells.in_units, unit=1e9), guess="flops_estimated_3x")}
 FORMS |= {"guessed1": _number(FIXED["fixed1"], guess=THRICE)}
 FORMS |= {"measured2": partial(_measured, form=FORMS["fixed2"]), "measured0": partial(_measured, form=FORMS["whole"])}
 WORDS = ("text", "spread")
@@ -87,8 +81,7 @@ def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
 
 
 def for_terminal(table: Table) -> Table:
-    """A table in as many columns as a terminal has room for: those of ``terminal`` in ``columns.yaml``, explained in
-    notes."""
+    """A table in as many columns as a terminal has room for: those of ``terminal`` in ``columns.yaml``, explained in notes."""
     places = [place for place, column in enumerate(table.columns) if column.heading in _file()["terminal"]]
     columns = tuple(table.columns[place] for place in places)
     rows = tuple(tuple(row[place] for place in places) for row in table.rows)

@@ -1,8 +1,7 @@
-"""Which rows stand in one table, which differ by their seed only, how those that differ are named, and captions' words for what
-is equal.
+"""Which rows stand in one table, how they are named, and words for captions.
 
-Bits per byte compare where ``held_equal`` of ``harness.record.comparison`` and the numbers of the shared code are equal; time
-and memory on equal ``ground`` and code. An *arm* is one variant at one configuration and of one code, whatever its seed.
+Bits per byte compare where ``held_equal`` of ``harness.record.comparison`` and the numbers of the shared code are equal; time and
+memory on equal ``ground`` and code. An *arm* is one variant at one configuration and of one code, with any seed.
 """
 
 import json
@@ -16,28 +15,26 @@ import yaml
 from harness.record.cells import count_of, listed
 from harness.record.closing_table import data_label, short_commit
 from harness.record.comparison import GROUND, ground, ground_value, held_equal, numbers_of, shared_code, tree_of
-from harness.record.shapes import VERBS
+from harness.record.shapes import VERBS, flat
 
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 NOT_AN_ARM += ("purpose", "trial", "space")
-"""Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
+"""Keys of a configuration in which seeds of one arm may differ, or that a comparison holds equal."""
 NO_SETTING = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
-"""Keys that change no number of a run: what ``numerics`` pins stands in the row itself; ``global_bytes`` of older rows is 0."""
+"""Keys that change no number: a row has ``numerics`` itself, and ``global_bytes`` of older rows is 0."""
 ADDED_KEYS = {"check": True}
-"""Keys that older configurations lack, with what those mean."""
+"""Keys that older configurations lack, with their meaning there."""
 IDENTITY = ("backend", "evaluation_backend", "checkpoint", "device_kind")
-"""What makes another arm, besides the configuration and the code."""
+"""Keys of another arm, beside configuration and code."""
 UNSET = "not set"
 MOST_KEYS = 8
-LIMITS = {"power_limit_w": "W", "clock_limit_mhz": "MHz"}
-"""Of a GPU, as a row's ``machine`` has them, with their units."""
 IN_CAPTIONS = {"spans_from": "where learned spans are"}
 
 
 def results(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
-    """Runs that compare, with their number in the order in which the first of each ended, and the names of those left
-    out: a run whose seed has chosen a setting of its variant reports nothing. Tuning runs are no results."""
+    """Groups of runs that compare, numbered in the order in which their first runs ended, with the names of left-out runs, whose
+    seed chose a setting of their variant. Tuning runs are no results."""
     tune = [row.get("purpose") == "tune" for row in runs["row"]]
     chose = {*zip(runs[tune]["variant"], runs[tune]["seed"], strict=True)} if any(tune) else set()
     keys = [f"{held_equal(row)} {shared_code(row)}" for row in runs["row"]]
@@ -52,20 +49,9 @@ def cost_ground(row: dict) -> str:
     return str((*ground(row), tree_of(row)))
 
 
-def flat(config: dict, *, prefix: str = "") -> dict[str, object]:
-    """``{"model": {"d_model": 128}}`` as ``{"model.d_model": 128}``."""
-    leaves = {}
-    for name, value in config.items():
-        nested = isinstance(value, dict) and value
-        leaves |= flat(value, prefix=f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return leaves
-
-
 def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
-    """A configuration as flat keys and words, less what rows of one table share or what seeds may differ in.
-
-    Of a target it is the class's name: which module has it is no setting.
-    """
+    """A configuration as flat keys and words, without keys that rows of one table share or in which seeds may differ; of a
+    target, the class's name."""
     leaves = ADDED_KEYS | flat({key: value for key, value in row["config"].items() if key not in NOT_AN_ARM})
     chosen = {key: value for key, value in leaves.items() if key not in without and not NO_SETTING.match(key)}
     return {k: str(v).rpartition(".")[2] if k.endswith("_target_") else _word(v) for k, v in chosen.items()}
@@ -104,8 +90,7 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
 
 
 def differences(arms: pd.DataFrame, *keys: str) -> str:
-    """What the rows of a table do not share: of their configurations, where all that makes a variant counts as one,
-    and of these keys of the frame."""
+    """Keys in which the rows of a table differ: of their configurations, with all of a variant as one, and of the frame."""
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
     names = ["variant" if key.startswith("variant.") else key for key in settings if settings[key].nunique() > 1]
     names += [IN_CAPTIONS.get(key, key) for key in keys if key in arms and arms[key].nunique(dropna=False) > 1]
@@ -125,7 +110,7 @@ def _word(value: object) -> str:
 
 
 def data_words(rows: Iterable[dict]) -> str:
-    """What was really read."""
+    """The corpora that were read."""
     return "; ".join(sorted({data_label(row["data"]) for row in rows}))
 
 
@@ -136,7 +121,7 @@ def budget_words(budget: dict | None) -> str:
 
 
 def protocol_words(rows: Sequence[dict]) -> str:
-    """How bits per byte of rows that compare were scored: all that is part of the number."""
+    """How bits per byte of rows that compare were scored."""
     protocol = rows[-1]["protocol"]
     spans, contexts = (sorted({row["protocol"][key] for row in rows}) for key in ("span", "context"))
     span = spans[0] if len(spans) == 1 else f"of each row's own ({spans[0]} to {spans[-1]})"
@@ -153,7 +138,7 @@ def protocol_words(rows: Sequence[dict]) -> str:
 
 
 def ground_words(row: dict) -> str:
-    """All that time and memory depend on beside the code."""
+    """Everything beside the code that time and memory depend on."""
     machine, kind = row.get("machine") or {}, row["device_kind"]
     cores = f" on {count_of(machine['cores'], 'core')}" if machine.get("cores") else ""
     where = f"{row['device']} ({kind}), {count_of(row['threads'], 'thread')}{cores}"
@@ -162,7 +147,6 @@ def ground_words(row: dict) -> str:
     words = [where, precision_word(row), "compiled" if row["compile"] else "not compiled"]
     words += [f"{name} {version}" for name, version in row["versions"].items()]
     words += [machine.get("cpu")] if kind != "cpu" else []
-    words += [f"at most {machine[key]:g} {unit}" for key, unit in LIMITS.items() if machine.get(key)]
     words += [row.get("instruction_set"), row.get("allocator") and f"freed memory: {row['allocator']}"]
     return ", ".join(filter(None, [*words, *(f"{k}={v}" for k, v in (row.get("environment") or {}).items())]))
 

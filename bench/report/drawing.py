@@ -1,9 +1,8 @@
 """Style of all figures, and how a figure becomes files: of the report, the front page, ``bench.inspect`` and ``bench.evaluate``.
 
-Colours are Okabe and Ito's, told apart with any colour vision, and every variant has a marker of its own, so that grey
-prints can be read too. In SVG, text is drawn as paths: a browser without our font shows the same picture. Identifiers
-come from a fixed salt and no date is written, so that equal rows give equal files. matplotlib's object interface only: no
-window system, no global state, nothing left behind in a sweep.
+Colours are Okabe and Ito's, for any colour vision, and every variant has a marker, for grey prints. In SVG, text is drawn as
+paths: it needs no font. Identifiers have a fixed salt, and there is no date, so that equal rows give equal files. matplotlib's
+object interface needs no window system and leaves no global state.
 """
 
 import io
@@ -52,12 +51,7 @@ def looks(variants: Iterable[str]) -> dict[str, dict]:
 def panels(
     rows: int, columns: int, *, width: float, height: float, title: str, subtitle: str = ""
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``rows`` x ``columns`` axes, row by row.
-
-    Args:
-        width, height: of the whole, in inches.
-        title, subtitle: written above; the second names the data or the machine inside the picture itself.
-    """
+    """A figure of ``rows`` x ``columns`` axes, row by row, ``width`` x ``height`` inches, with title and subtitle above."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     renderer, top = FigureCanvasAgg(figure).get_renderer(), height - 0.08
     for text, style in ((title, {"fontsize": 13, "color": INK}), (subtitle, {"fontsize": 9, "color": "0.35"})):

@@ -1,7 +1,4 @@
-"""The report's figures: learning curves, trade-offs and cost against context.
-
-What may stand in one figure is decided in ``compare``.
-"""
+"""The report's figures: learning curves, trade-offs and cost against context; ``compare`` decides which rows share one."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -31,10 +28,10 @@ MEASURES = {
     "generation [ms per byte]": "time.generate_ms.p50",
 }
 OF_A_LINE = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
-"""Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
+"""Keys of the configuration in which the cells of one line differ, or that the drawing shows."""
 OUT, MIB = "out of memory", 2.0**20
 SETTLED = 0.2
-"""Fraction of the bytes before which a curve may leave the frame above: the fall from 8 bits would flatten the rest."""
+"""Fraction of the bytes before which a curve may leave the frame: the fall from 8 bits would flatten the rest."""
 MOST_POINTS = 200
 """Of one curve, about: every step of a long run is in a record."""
 
@@ -117,8 +114,7 @@ def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
 
 
 def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
-    """Cost against length of context; one figure for each ground, code, mode, streams and data,
-    with six digits in its name that are the same whatever else is drawn."""
+    """Cost against length of context; a figure for each ground, code, mode, streams and data, whose digest is in its name."""
 
     def same(row: dict) -> str:
         return repr((ground(row), tree_of(row), row["mode"], row["streams"], row["data"]["sha256"]))

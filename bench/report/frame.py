@@ -1,9 +1,5 @@
-"""One tidy DataFrame of all that was measured: a row for each run and for each row of a verb of bench.
-
-Read from run folders (``record.jsonl``, ``summary.json``) and from JSON lines, rows of ``bench.cost`` and ``bench.peers``.
-What cannot be read, or traced, or is of the wrong shape, is refused with its reason, and the rest is still there. Neither
-torch nor a server is needed.
-"""
+"""One tidy DataFrame: a row for each run folder (``record.jsonl``, ``summary.json``) and each row of ``bench.cost`` and
+``bench.peers``. Rows that cannot be read or traced, or have a wrong shape, are refused with the reason."""
 
 import os
 import textwrap
@@ -19,11 +15,11 @@ from bench.rows import ROWS, refusal
 from harness.record.cells import spread
 from harness.record.comparison import UNCOMPARED
 from harness.record.rows import EVALUATIONS, FAILED, LARGEST_RECORD, RECORD, SUMMARY, look_at, parse_object, read_file
-from harness.record.shapes import VERBS, is_number, misfit, shape_of_run_row, shapes, shown
+from harness.record.shapes import VERBS, flat, is_number, misfit, shape_of_run_row, shapes, shown
 
 NOT_ENTERED = frozenset({"checkpoints", "wandb", "figures", ".git"})
 MOST_REASONS = 5
-"""Of one file; a thousand equal ones would hide the others."""
+"""Of one file."""
 LONGEST_ERROR = 300
 SAME_RUN = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
 TEXTS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
@@ -36,14 +32,12 @@ class Rows:
     """All good rows.
 
     Attributes:
-        frame: a row each, runs in the order in which they ended, then rows of verbs in the order of their folders'
-            names. Numbers stand in columns of floats named by their dotted keys. ``row`` is the whole row as it was
-            written (of a run: provenance and summary), ``record`` a run's rows, ``folder`` and ``read_from`` where it
-            was read. ``kind`` is run, failed, cost or peers.
-        refused, unfinished, failed: ``path: why``, of what is not shown.
-        files: how many files of rows were read.
-        test_scores: how often test was scored, by SHA-256 of the data: runs' final scores and those of
-            ``bench.evaluate``.
+        frame: runs in the order in which they ended, then rows of verbs by their folders' names. Numbers are columns of floats by
+            dotted keys. ``row`` is the whole row (of a run: provenance and summary), ``record`` a run's rows, ``folder`` and
+            ``read_from`` its place. ``kind`` is run, failed, cost or peers.
+        refused, unfinished, failed: ``path: why``, of rows that are not shown.
+        files: the number of files that were read.
+        test_scores: how often test was scored, by runs and ``bench.evaluate``, by SHA-256 of the data.
     """
 
     frame: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["kind", "row", "run"]))
@@ -67,11 +61,7 @@ def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
 
 
 def read(folders: Sequence[Path]) -> Rows:
-    """Read all rows in some folders and below.
-
-    Raises:
-        ValueError: a folder is not there or not a folder, or none has a file of rows.
-    """
+    """Read all rows in folders and below; ValueError for a missing folder, or without any file of rows."""
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder}: there is no such folder; looked for runs ({RECORD}) and rows ({ROWS}) in it")
@@ -111,9 +101,11 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _tidy(row: dict, kind: str, **more) -> dict:
-    """A row of the frame: numbers by dotted keys, some texts, and what tables make of them."""
-    numbers = dict(_numbers({key: value for key, value in row.items() if key != "config"}))
-    tidy = {"kind": kind, "row": row, "read_from": row.get("read_from"), **numbers}
+    """A row of the frame: numbers by dotted keys, some texts, and columns made of them."""
+    tidy = {"kind": kind, "row": row, "read_from": row.get("read_from")}
+    for key, value in flat({key: value for key, value in row.items() if key != "config"}).items():
+        if is_number(value) or isinstance(value, bool | list):
+            tidy[key] = float(len(value) if isinstance(value, list) else value)
     tidy |= {key: row[key] for key in TEXTS if isinstance(row.get(key), str)}
     scoring, step_ms = row.get("evaluation_backend"), tidy.get("time.train_ms.p50")
     tidy |= {"in_evaluation": None if scoring == row["backend"] else scoring}
@@ -131,15 +123,6 @@ def _tidy(row: dict, kind: str, **more) -> dict:
         tidy["package_words"] = " ".join(filter(None, (row.get("package"), row.get("package_version")))) or None
         tidy["range_words"] = spread(row.get("relative_range")).text or None
     return tidy | more
-
-
-def _numbers(value: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Finite numbers of nested dictionaries by dotted keys; of a list its length."""
-    for name, inner in value.items():
-        if isinstance(inner, dict):
-            yield from _numbers(inner, f"{prefix}{name}.")
-        elif is_number(inner) or isinstance(inner, bool | list):
-            yield f"{prefix}{name}", float(len(inner) if isinstance(inner, list) else inner)
 
 
 def _lines(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
@@ -170,7 +153,7 @@ def _wrong_on_line(row: dict, line_number: int) -> str | None:
 
 
 def _wrong_summary(summary: object, provenance: dict | None) -> str | None:
-    """Its shape, another run than the record's, or a check that was not passed."""
+    """Why a summary is refused: its shape, another run than the record's, or a check that it did not pass."""
     failed = isinstance(summary, dict) and summary.get("status") in FAILED
     if reason := misfit(summary, shape=shapes()["failed" if failed else "summary"]):
         return reason
@@ -183,8 +166,8 @@ def _wrong_summary(summary: object, provenance: dict | None) -> str | None:
 
 
 def _read_run(folder: Path, rows: Rows) -> list[tuple]:
-    """A run folder, its summary with the good rows of its record, as ``[(age, row of the frame)]``; or nothing, and why that
-    is. What a failed run knew is no result."""
+    """A run folder as ``[(age, row of the frame)]``, its summary with the good rows of its record; empty, with a reason in
+    ``rows``, where it is not shown."""
 
     def wrong(row: dict, line_number: int) -> str | None:
         return (refusal(row) if line_number == 1 else None) or misfit(row, shape=shape_of_run_row(row))

@@ -1,8 +1,7 @@
-"""Page: one HTML file with a report's tables and drawings, to be opened from disk, sent by mail or put on any server.
+"""Page: one HTML file with a report's tables and drawings, its style and script, to be opened from disk.
 
-Everything is inside: style, script and figures. A content policy forbids the rest, and text from rows, which may come
-from strangers' folders, is text wherever it stands. Without its script the page still shows everything, in the order
-given.
+A content policy forbids all else, and text from rows, which may come from strangers' folders, is escaped everywhere. Without its
+script the page shows everything, unsorted.
 """
 
 import base64
@@ -23,13 +22,7 @@ LONG = 32
 def page_of(
     title: str, *, tables: Sequence[Table], drawings: Sequence[Drawing], notes: Sequence[str], commands: Sequence[str]
 ) -> str:
-    """The page; equal content gives an equal page.
-
-    Args:
-        tables, drawings: in the order shown; names of tables differ, and so do those of drawings.
-        notes: what the reader should know of the whole, such as rows that were refused; one paragraph each.
-        commands: what was typed to make what is shown.
-    """
+    """The page, equal for equal content; ``commands`` are those that made the rows."""
     style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -111,7 +104,7 @@ def _cell(cell: Cell, column: Column) -> str:
 
 
 def _drawing(drawing: Drawing) -> str:
-    """An image of its own rather than elements of the page: the ids inside two drawings are often the same."""
+    """A drawing as an image, because the ids inside two SVGs are often equal."""
     image = base64.b64encode(drawing.svg).decode()
     return f"""<article id="{_place(drawing.name)}">
 <h2>{escape(drawing.title)}</h2>

@@ -33,8 +33,7 @@ UNEQUAL |= {"bytes trained on": "bytes_seen"}
 
 
 def run_tables(rows: Rows) -> list[Table]:
-    """Of each group of runs that compare the means, and below them general compressors; time and memory where they compare,
-    too."""
+    """Means of each group of runs that compare, and general compressors; time and memory where they compare too."""
     tables = []
     for index, runs, lost in results(rows.of("run")):
         arms, last = with_arms(runs), runs["row"].iloc[-1]
@@ -62,12 +61,8 @@ def run_tables(rows: Rows) -> list[Table]:
 
 
 def summed(arms: pd.DataFrame) -> list[dict]:
-    """A row for each arm, the best valid bits first: means of all numbers over the newest run of each seed, with half
-    of the 95% interval of bits per byte at ``<key>.half_width``.
-
-    Args:
-        arms: from ``with_arms``.
-    """
+    """A row for each arm of ``with_arms``, the best valid bits first: means of all numbers over the newest run of each seed, with
+    half of the 95% interval of bits per byte at ``<key>.half_width``."""
     newest = arms.drop_duplicates(["arm", "seed"], keep="last")
     numbers = newest.select_dtypes("number").columns.drop(["seed", "order"])
     rows = []
@@ -86,13 +81,9 @@ def summed(arms: pd.DataFrame) -> list[dict]:
 
 
 def compare(rows: Sequence[dict]) -> tuple[dict | None, str]:
-    """Set each row of ``summed`` against the reference, over the seeds that both have: ``difference`` in bits per byte,
-    its ``half_width``, ``p`` by Holm, and a ``verdict``.
-
-    Returns:
-        The reference, the best row of the variant that ``variants.yaml`` names, or None where nothing compares; and the
-        split: test where every row with a score has that.
-    """
+    """Set each row of ``summed`` against the reference, over common seeds: ``difference`` in bits per byte, its ``half_width``,
+    ``p`` by Holm, and a ``verdict``. Returns the reference, the best row of the variant that ``variants.yaml`` names, or None
+    where nothing compares, and the split: test where every scored row has it."""
     scored = [row for row in rows if "valid_bits_per_byte" in row]
     reference = next((row for row in scored if row["variant"] == REFERENCE), None)
     split = "test" if scored and all("test_bits_per_byte" in row for row in scored) else "valid"
@@ -129,7 +120,7 @@ def _compressors(row: dict) -> list[dict]:
 
 
 def _about(runs: pd.DataFrame) -> list[str]:
-    """What is held equal and what is not."""
+    """Keys that are held equal, and that are not."""
     row, unequal = runs["row"].iloc[-1], []
     for name, key in UNEQUAL.items():
         if key in runs and runs[key].min() < runs[key].max():

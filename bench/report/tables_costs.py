@@ -1,4 +1,4 @@
-"""Tables of what ``bench.cost`` and ``bench.peers`` measured; the verbs print them, too."""
+"""Tables of rows of ``bench.cost`` and ``bench.peers``, which the verbs print too."""
 
 import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -15,7 +15,7 @@ from harness.record.table import Table
 
 OF_A_CELL = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
 OF_A_CELL += ("batch.carry", "batch.accumulate", "runtime.allocator")
-"""Keys that ``bench.cost`` itself sets for each cell, or that have columns of their own."""
+"""Keys that ``bench.cost`` sets for each cell, or that have columns."""
 CELL = ("variant", "config_hash", "backend", "evaluation_backend", "spans_from", "length", "segment")
 CELL += ("source", "checkpoint")
 MODES = {

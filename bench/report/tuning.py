@@ -1,8 +1,7 @@
 """Tuning sweeps: which trial each setting picks, on validation bits and tuning seeds alone.
 
-A *setting* is all of a configuration but the keys of its space and the seed; a *trial* is a point of that space, by its
-number. The pick is the trial with the lowest mean over the seeds, among trials of which every seed of the setting ended
-with a score: means over different seeds do not compare. Test scores choose nothing.
+A *setting* is a configuration without the keys of its space and the seed; a *trial* is a point of that space, by its number. The
+pick is the trial with the lowest mean over the seeds, among trials with a score of every seed. Test scores choose nothing.
 """
 
 import json
@@ -10,13 +9,14 @@ import json
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import budget_words, commit_notes, data_words, flat, settings_of, with_arms
+from bench.report.compare import budget_words, commit_notes, data_words, settings_of, with_arms
 from harness.record.cells import count_of, filled_table, listed
 from harness.record.comparison import held_equal
+from harness.record.shapes import flat
 from harness.record.table import Table
 
 EDGE = 0.05
-"""Of the length of a key's range: what is nearer to an end of it is flagged."""
+"""Share of a key's range: picks nearer to an end are flagged."""
 
 
 def tuning_tables(frame: pd.DataFrame) -> list[Table]:
@@ -66,7 +66,7 @@ def _table(runs: pd.DataFrame, *, index: int) -> Table:
 
 
 def _picked(trials: pd.DataFrame) -> dict:
-    """The best trial of one setting as words to run it again, its mean over the seeds, and what speaks against it."""
+    """The best trial of one setting as words to type, its mean over the seeds, and flags."""
     tried, seeds = trials["trial"].nunique(), sorted({int(seed) for seed in trials["seed"]})
     scores = trials.pivot(index="trial", columns="seed", values="bits").dropna().mean(axis=1)
     lost = tried * len(seeds) - int(trials["bits"].notna().sum())

@@ -1,1 +1,1 @@
-"""Words typed, composed by Hydra: one job, or the jobs of a sweep; mistakes are one message and exit code 2."""
+"""Typed words, composed by Hydra into a job or a sweep; a mistake is one message and exit code 2."""

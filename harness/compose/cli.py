@@ -1,8 +1,8 @@
 """Around Hydra: one clear message and exit code 2 for a user's mistake, where Hydra prints a trace and exits with 1.
 
-Hydra raises what it would print if HYDRA_FULL_ERROR is 1: ``run_command`` sets that, and is the outermost frame. How a
-job ends, the callback in ``harness.compose.sweep`` hears first. An error that is nobody's mistake keeps its trace and
-exits with 1; with ``HYDRA_FULL_ERROR=1`` the user sees the trace of a mistake, too.
+With HYDRA_FULL_ERROR=1 Hydra raises errors: ``run_command`` sets that, and is the outermost frame; the callback of
+``harness.compose.sweep`` gets a job's error first. Other errors keep their trace and exit with 1; if the user sets
+``HYDRA_FULL_ERROR=1``, mistakes have a trace too.
 """
 
 import inspect
@@ -29,20 +29,20 @@ from harness.compose.untrusted_config import CONF, FileConfigSource
 from harness.device.torchrun import check_launch, is_later, read_launch
 
 TRACE = "WINDTUNNEL_TRACE"
-"""What the user has set as HYDRA_FULL_ERROR, in the environment of a command and its jobs."""
+"""The user's HYDRA_FULL_ERROR, in the environment of a command and its jobs."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 running: TaskFunction | None = None
-"""What a sweep's launcher calls for each job."""
+"""The function that a sweep's launcher calls for each job."""
 
 
 class JobFailed(RuntimeError):
-    """The message of what ended a sweep's job, with its exit ``code``, and where it was ``already_printed``: it travels between
-    processes, and keeps no frames with their tensors."""
+    """The message of a sweep's job that failed, with its exit ``code``, and where it was ``already_printed``; unlike the error,
+    it pickles and keeps no tensors."""
 
 
 def run_command(command: Callable[[], object], *, many: bool = False) -> None:
-    """Call a function decorated with ``hydra.main``; where it fails, exit as ``docs/exit_codes.md`` says. ``many``:
-    whether several processes, started by ``torchrun``, may do it together."""
+    """Call a function decorated with ``hydra.main``, and exit as in ``docs/exit_codes.md`` where it fails. ``many``: whether
+    ``torchrun`` may start several processes of it."""
     global running
     running = inspect.unwrap(command)
     Plugins.instance()  # registers Hydra's own source of files
@@ -51,10 +51,10 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
     with env_override({"HYDRA_FULL_ERROR": "1", TRACE: trace}):
         try:
             check_launch(sys.argv[1:], many=many)
-            if read_launch().world_size > 1:  # what it would log, frames and all, is in the errors that it raises
+            if read_launch().world_size > 1:  # torch's errors have the text of its log
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             command()
-        except KeyboardInterrupt:  # while nothing of ours listens: between two jobs, or as the jobs' launcher waits
+        except KeyboardInterrupt:  # between two jobs, or while a launcher waits
             print("interrupted", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
         except Exception as error:
@@ -63,19 +63,16 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
 
 
 def exit_code(errors: Sequence[Exception]) -> int:
-    """Of a command that ends with these: a bug's, or else the highest."""
+    """Of a command that ends with these errors: a bug's, else the highest."""
     codes = {getattr(error, "code", None) or failures.exit_code(error, mistakes=MISTAKES) for error in errors}
     return failures.BUG if failures.BUG in codes else max(codes, default=0)
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
-    """Print what went wrong, once; ``job``: overrides of the sweep's job.
-
-    Of several processes the first one speaks of a mistake that all of them meet before they have joined; after that an
-    error is ``of_process``, or another has ``already_printed`` it.
-    """
+    """Print an error once; ``job``: overrides of the sweep's job. Of several processes the first one prints a mistake that all
+    meet before they have joined; after that an error is ``of_process``, or another one has ``already_printed`` it."""
     status = os.fstat(2)
-    terminal = status.st_dev, status.st_ino  # a launcher may run jobs where the user does not read along
+    terminal = status.st_dev, status.st_ino  # a launcher may run jobs elsewhere
     others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "of_process", False)
     if others or getattr(error, "already_printed", None) in (True, terminal):
         return
@@ -98,7 +95,7 @@ def portable(error: Exception) -> JobFailed:
 
 
 def own_command() -> str:
-    """What to type to run this very run, also if it is a job of a sweep in a process of its own."""
+    """The command of this run, also for a job of a sweep."""
     hydra, launch = HydraConfig.get(), read_launch()
     checkout = (source.ROOT / "pyproject.toml").exists()
     if hydra.mode != RunMode.MULTIRUN:
@@ -112,7 +109,7 @@ def own_command() -> str:
 
 
 def explain(error: Exception) -> str:
-    """One message that names the key, the value, and what is allowed, where Hydra knows it; of a long one its ends."""
+    """One message with the key, the value, and what is allowed, as far as Hydra knows; of a long one both ends."""
     message = _explain(error)
     return message if len(message) <= 4000 else f"{message[:3000]} [..] {message[-1000:]}"
 

@@ -1,7 +1,5 @@
-"""Sweeps: every job is launched, and sees to itself: a finished one returns what it recorded, a killed one goes on.
-
-So a sweep that is typed again, under any launcher, does what is left of it.
-"""
+"""Sweeps: every job is launched; a finished one returns its recorded result, a killed one goes on. So the same sweep, under any
+launcher, does the rest."""
 
 import hashlib
 import json
@@ -24,10 +22,10 @@ from harness.compose.cli import exit_code, portable, print_error
 
 
 class Endings(Callback):
-    """Named in ``conf/command.yaml``: prints how jobs end, and runs a sweep in the place of Hydra's basic sweeper."""
+    """The callback in ``conf/command.yaml``: prints jobs' errors, and runs a sweep in place of Hydra's basic sweeper."""
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: object) -> None:
-        """An error is printed now: a sweep goes on to its other jobs. A job alone ends the command."""
+        """Print an error; a sweep goes on to its other jobs, a single job ends the command."""
         if job_return.status != JobStatus.FAILED:
             return
         error, sweeping = job_return._return_value, config.hydra.mode == RunMode.MULTIRUN
@@ -37,7 +35,7 @@ class Endings(Callback):
         job_return._return_value = portable(error)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        """Hydra's own hides what follows a job that fails."""
+        """Run the sweep; Hydra's sweeper would stop at the first failed job."""
         if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
             return
         errors: list[Exception] = []
@@ -50,7 +48,7 @@ class Endings(Callback):
 
 
 def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
-    """The jobs of the words that were typed, by the launcher that was chosen; failures are appended to ``errors``."""
+    """Run the jobs of the typed words by the chosen launcher; failures are appended to ``errors``."""
     loader = GlobalHydra.instance().config_loader()
     context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
     launcher = Plugins.instance().instantiate_launcher(context, cli.running, config)
@@ -60,7 +58,7 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
     jobs = BasicSweeper.split_arguments(overrides, None)[0]
     for job in jobs:
-        loader.load_sweep_config(config, job)  # a word that does not compose ends the sweep before anything runs
+        loader.load_sweep_config(config, job)  # a wrong word ends the sweep before anything runs
     digest = hashlib.sha256(json.dumps(sorted(typed)).encode()).hexdigest()[:8]
     name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{digest}"
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,7 +1,5 @@
-"""Configuration from outside: a folder of the user's (``-cd``), and the ``config.yaml`` of a run folder of others.
-
-In a user's folder, ``hydra.*`` and ``trust`` count from the command line only, so that no file says what may run.
-"""
+"""Configuration from outside: a user's folder (``-cd``), in which ``hydra.*`` and ``trust`` do not count, so that no file decides
+what may run; and the ``config.yaml`` of anybody's run folder."""
 
 import io
 import re
@@ -27,8 +25,8 @@ ENTRY = rf"{PLACE}(=({PARTS}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Hydra's files of YAML, by Hydra's name, which a launcher's process registers again. ValueError where a user's
-    sets what is to be typed, or has the name of one of ours."""
+    """Hydra's source of YAML files, by Hydra's name, which a launcher's process registers again. ValueError where a user's file
+    sets keys of the command line, or has the name of one of ours."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         loaded, name = super().load_config(config_path), self._normalize_file_name(config_path)
@@ -44,7 +42,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
-    """ValueError where a file, by its group and ``name``, its package or a key, sets what is to be typed."""
+    """ValueError where a file, by its group and ``name``, its package or a key, sets keys of the command line."""
     wrong = [place for place in (name.rpartition("/")[0], loaded.header["package"] or "") if re.search(TYPED, place)]
     for key, value in _leaves(OmegaConf.to_container(loaded.config, resolve=False)):
         entry = re.fullmatch(r"defaults\.\d+\.?(.*)", key)  # {group: choice}, or one text

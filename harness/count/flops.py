@@ -1,12 +1,12 @@
 """FLOPs of the code that ran: floating-point operations, two per multiply-add.
 
-One counter sees every operation that reaches a kernel, forward and backward. Matrix products, convolutions and the
-project's kernels count by torch's registry of formulas. Torch's own ``FlopCounterMode`` (2.13) names no operation
-without a formula, and hooks every module. In its registry
+One counter sees every operation that reaches a kernel, forward and backward. Matrix products, convolutions and the project's
+kernels count by torch's registry of formulas. Torch's ``FlopCounterMode`` (2.13) names no operation without a formula. In its
+registry
 
 - attention on a CPU, weighted reads of a table and their gradients count 0;
-- causal attention (``is_causal``) counts every query against every key. Here query t meets keys 0 .. t, aligned at the
-  first of both, as torch defines it. An explicit mask saves nothing: the products are executed in full;
+- causal attention (``is_causal``) counts every query against every key. Here query t meets keys 0 .. t, aligned at the first of
+  both, as torch defines it. An explicit mask saves nothing: the products are executed in full;
 - sorts and running sums count 0; here a comparison is one FLOP.
 
 Operations without a formula (softmax, norms, top-k, element by element) add nothing and are named beside the total.
@@ -32,19 +32,19 @@ SILENT = """arange empty empty_like empty_strided full full_like new_empty new_e
     _sparse_coo_tensor_with_dims_and_tensors is_coalesced"""
 SILENT = frozenset(SILENT.split())
 Arguments = dict[str, object]
-"""Of an operation, by the names of its schema; what is left at its default may be missing."""
+"""Of an operation, by the names of its schema; defaults may be missing."""
 
 
 class Flops(NamedTuple):
-    """What a call executed: FLOPs of all operations that have a formula, and calls of every other one but views, copies
-    and the making of tensors, most frequent first; in-place forms count with the others."""
+    """FLOPs of a call's operations with a formula, and calls of every other one but views, copies and the making of tensors, most
+    frequent first; in-place forms count with the others."""
 
     total: int
     unknown: dict[str, int]
 
 
 class ForwardFlops(NamedTuple):
-    """What a model executes to predict one byte: the mean over the segments that were counted."""
+    """FLOPs that a model executes to predict one byte: the mean over the counted segments."""
 
     per_byte: float
     unknown: dict[str, int]  # as in Flops, of all these segments
@@ -53,8 +53,8 @@ class ForwardFlops(NamedTuple):
 
 
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
-    """Run ``call``, which is not compiled, and count what it executes; a backward pass in it needs ``gradients``.
-    ``flex_attention`` runs forward only, and counts all pairs."""
+    """Run ``call``, which is not compiled, and count its FLOPs; a backward pass in it needs ``gradients``. ``flex_attention``
+    runs forward only, and counts all pairs."""
     # flex_attention compiles itself otherwise, which a dispatch mode forbids.
     uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with torch.set_grad_enabled(gradients), uncompiled, _Counter() as counter:
@@ -63,12 +63,13 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
 
 
 def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: int = 2**16) -> ForwardFlops:
-    """Count the evaluation of one ``segment`` of one stream, in warm state, on the model's device; of as many as the
-    longest block of a mechanism takes (``Sublayer.period``), where a segment alone would tell of its place in one.
+    """Count the evaluation of one ``segment`` of one stream, in warm state, on the model's device, or of the segments in the
+    longest block of a mechanism (``Sublayer.period``).
 
-    Random bytes are fed until two segments in a row have left all shapes of the carried state as they were, or
-    ``most_bytes``: attention over a window of S bytes needs S + 3 segments. Modes, gradients and generators are as
-    before at the end. Call it in the run's precision: autocast makes the state smaller.
+    Random bytes are read until two segments in a row have kept all shapes of the carried state, or ``most_bytes``: attention over
+    a
+    window of S bytes needs S + 3 segments. Modes, gradients and generators are restored. Call it in the run's precision: autocast
+    makes the state smaller.
     """
     device, random = next(model.parameters()).device, torch.Generator().manual_seed(0)
 
@@ -93,7 +94,7 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: in
 
 @contextmanager
 def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """In evaluation mode; modes of all modules and random numbers are as before at the end."""
+    """Context in evaluation mode; modes of all modules and random numbers are restored."""
     modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -105,7 +106,7 @@ def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up every operation that reaches a kernel; composites are taken apart first."""
+    """Adds up every operation that reaches a kernel; composite ones are decomposed first."""
 
     supports_higher_order_operators = True
 
@@ -159,13 +160,13 @@ def _attention_backward(a: Arguments) -> int:
 
 
 def _bags(a: Arguments) -> int:
-    """Each row read, or the gradient of its bag: D multiply-adds if it has a weight of its own, else D additions."""
+    """Each row read, or the gradient of its bag: D multiply-adds if it has a weight, else D additions."""
     table = a["grad"] if "grad" in a else a["weight"]
     return (1 if a.get("per_sample_weights") is None else 2) * a["indices"].numel() * table.shape[1]
 
 
 def _lines(a: Arguments) -> tuple[int, int]:
-    """Numbers in the argument and in one line of it, along ``dim``; none where they are integers, as indices are."""
+    """Numbers in the argument, 0 for integers, and in one line of it along ``dim``."""
     numbers = a["self"]
     if not numbers.is_floating_point():
         return 0, 1

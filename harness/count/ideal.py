@@ -1,7 +1,5 @@
-"""Ideal FLOPs, which a mechanism says of itself, beside those that its code executes: no more, and not much less.
-
-The whole is compared from above. Each sublayer is from below: a feed-forward beside it would hide too few.
-"""
+"""Ideal FLOPs, which a mechanism declares, against those that its code executes: no more for the whole model, and not much less
+for each sublayer."""
 
 from collections import deque
 from collections.abc import Generator
@@ -15,11 +13,7 @@ HALF, LIMIT, IDEAL = 0.5, "ideal_flops", "ideal FLOPs are at most the executed o
 
 
 def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, str]:
-    """A line for each break, then what was compared, in evaluation mode.
-
-    Args:
-        span: positions that a query sees; segments of twice as many bytes are counted, in warm state.
-    """
+    """A line for each break, then the comparison, in evaluation mode on warm segments of twice ``span`` bytes."""
     segment, sublayers = 2 * span, dict(model.eval().sublayers())
     number = -(-max((s.period for s in sublayers.values()), default=1) // segment)  # segments in the longest block
     calls = {name: deque(maxlen=number) for name in sublayers}
@@ -49,6 +43,6 @@ def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, st
 
 
 def excuses(model: LanguageModel) -> list[str]:
-    """What the sublayers say that may have ideal FLOPs below half of the executed ones, for a run's row."""
+    """Sublayers whose ideal FLOPs may be below half of the executed ones, for a run's row."""
     named = (name for name, sublayer in model.sublayers() if LIMIT in sublayer.limits)
     return [f"{name}: ideal FLOPs may be less than half of the executed ones" for name in named]

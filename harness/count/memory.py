@@ -1,8 +1,8 @@
-"""Memory: what is kept, in bytes, and the peak of what was in use.
+"""Memory: bytes of tensors, and the peak of memory in use.
 
-On a GPU the peak is what torch allocated for tensors, exactly, and beside it what its allocator reserved, which decides
-what runs out of memory. On a CPU it is the high-water mark of the process above a baseline, called approximate: freed
-blocks that the allocator keeps, libraries that are loaded late and pages of mapped files that were read count too.
+On a GPU the peak is that of torch's tensors, and beside it that of its allocator's reserve, which decides what runs out of
+memory. On a CPU it is the high-water mark of the process above a baseline, called approximate: it has the allocator's freed
+blocks, late libraries and pages of mapped files.
 """
 
 import ctypes
@@ -38,26 +38,26 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def state_bytes(state: State) -> int:
-    """Bytes of a carried state per stream. A view counts its own elements, not the storage that it keeps alive."""
+    """Bytes of a carried state per stream. A view counts its elements, not the storage that it keeps alive."""
     return sum(tensor_bytes([tensor]) // len(tensor) for tensor in tensors_of(state))
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of the gradients that are there: take it after a backward pass, before they are cleared."""
+    """Bytes of the present gradients, to be read after a backward pass."""
     return tensor_bytes(p.grad for p in parameters if p.grad is not None)
 
 
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of all tensors in the optimizers' states, which most of them make in their first step."""
+    """Bytes of all tensors in the optimizers' states, which their first step makes."""
     return tensor_bytes(tensor for optimizer in optimizers for tensor in tensors_of(dict(optimizer.state)))
 
 
 class Peak(NamedTuple):
-    """Most bytes that were in use at one time.
+    """Most bytes in use at one time.
 
     Attributes:
-        bytes: None where nothing was measured; ``approximate`` where it is the process's memory and not the tensors'.
-        reserved_bytes: most that the GPU's allocator held, in use or not, what an evaluation took included. None on a CPU.
+        bytes: None where nothing was measured; ``approximate`` for the process's memory in place of the tensors'.
+        reserved_bytes: most that the GPU's allocator held, in use or not, evaluations included; None on a CPU.
     """
 
     bytes: int | None
@@ -65,24 +65,20 @@ class Peak(NamedTuple):
     reserved_bytes: int | None = None
 
     def or_higher(self, other: "Peak") -> "Peak":
-        """Of each figure the higher one; ``approximate`` is the other's."""
+        """The higher one of each figure; ``approximate`` is the other's."""
         figures = ([n for n in pair if n is not None] for pair in zip(self[::2], other[::2], strict=True))
         most, reserved = (max(numbers, default=None) for numbers in figures)
         return Peak(most, other.approximate, reserved)
 
     def across(self, largest: Callable[[int], int]) -> "Peak":
-        """The same of the process that had most: what ``largest`` makes of each figure that is known."""
+        """The peak of all processes: ``largest`` of each measured figure."""
         most, reserved = (number if number is None else largest(number) for number in self[::2])
         return Peak(most, self.approximate, reserved)
 
 
 class PeakMemory:
-    """The peak of memory in use since the last ``reset``.
-
-    Make it before the model, so that on a CPU all that the run needs lies above the baseline; reset it after warm-up,
-    because first steps allocate and compile. Where the system does not lower a process's high-water mark, the peak is
-    the rise since the meter was made.
-    """
+    """The peak of memory in use since the last ``reset``. Make it before the model, for the baseline of a CPU; reset it after
+    warm-up, in which steps allocate and compile. Without Linux the high-water mark is not reset."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -93,7 +89,7 @@ class PeakMemory:
         if self.device.type != "cpu":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        # Freed blocks go back to the system first: glibc keeps those below 32 MiB, and a later peak would hide in them.
+        # Freed blocks go back to the system first: a later peak would hide in them.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
         with suppress(OSError):  # only Linux sets the mark to what is in use now
             CLEAR.write_text("5")  # proc_pid_clear_refs(5): the mark and nothing else
@@ -107,7 +103,7 @@ class PeakMemory:
 
 
 def high_water_bytes() -> int:
-    """Most resident memory that this process had since it began, or since its mark was set anew."""
+    """Most resident memory of this process since its start, or since its mark was reset."""
     mark = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
     if mark:
         return int(mark[1]) * 1024

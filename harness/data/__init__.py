@@ -1,1 +1,1 @@
-"""Bytes: which corpus, from where, proven by its digest, and in which order they are read."""
+"""Data: corpora, checked by their digest, and the order in which their bytes are read."""

@@ -1,4 +1,4 @@
-"""``python -m harness.data enwik8``: fetch a corpus ahead of time, say where it is and what its digest is."""
+"""``python -m harness.data enwik8``: download a corpus, and print its path and digest."""
 
 import sys
 
@@ -7,7 +7,7 @@ from harness.data.sources import KNOWN, fetch
 
 
 def main(arguments: list[str]) -> int:
-    """0 if the corpus that is named, or enwik8, is in the cache and checked; 2 if it cannot be had."""
+    """0 if the named corpus, or enwik8, is in the cache and checked; 2 if it cannot be downloaded."""
     name = [*arguments, "enwik8"][0]
     try:
         if name not in KNOWN:

@@ -1,10 +1,9 @@
-"""Byte counts: what predicts a split from counts of training bytes alone, a floor under every model; and compressors.
+"""Byte counts, which predict a split from counts of training bytes alone, and general compressors: baselines of every model.
 
     p_k(b | c) = (n(c b) + d(c) p_{k-1}(b | c')) / (n(c) + d(c))        Witten and Bell, 1991
 
-n counts in train, d(c) is the number of different bytes that followed the context c of k bytes, c' is c without its
-oldest byte, and p_{-1} = 1/256. A context that train does not have, or that begins before the split, leaves p_{k-1} as
-it is. Counted once on train and not adapted to what is scored.
+n counts in train, d(c) is the number of different bytes after the context c of k bytes, c' is c without its oldest byte, and
+p_{-1} = 1/256. For a context that is not in train, or begins before the split, p_k is p_{k-1}. Scoring adapts no counts.
 """
 
 import bz2
@@ -21,14 +20,12 @@ from harness.data.sources import digest
 
 ORDERS = (2, 3, 5)
 LARGEST_TRAIN = 2**24
-"""Bytes of train from which counting would take minutes: no score then."""
+"""Bytes of train: from more, counting takes minutes, and there is no score."""
 
 
 def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
-    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of ``train``.
-
-    Remembered by digest in the user's cache, because they need seconds for 5 MB; worked out anew where that fails.
-    """
+    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of ``train``; kept in the user's
+    cache, because 5 MB take seconds."""
     content = split.numpy().tobytes()
     remembered = cache_folder() / "compressed" / f"{digest(content)}-{digest(train.numpy())}.json"
     with suppress(OSError, ValueError):

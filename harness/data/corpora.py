@@ -1,8 +1,5 @@
-"""Corpora: the bytes that a run reads, by ``load`` whatever their source, cut in order into train, valid and test.
-
-What a corpus is called, how long it is and its SHA-256 are those of the bytes that were really read, before any
-vocabulary is applied, so that a number can never be labelled with data it did not see.
-"""
+"""Corpora: the bytes that a run reads, cut in order into train, valid and test. A corpus's name, length and SHA-256 are those of
+the bytes that were really read."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -33,14 +30,13 @@ class Corpus:
     """A corpus as a run reads it.
 
     Attributes:
-        name: what was read: a corpus's name, or ``file:`` and the path's last part.
-        sha256, n_bytes: of the whole corpus as read, before newlines are dropped or a vocabulary is applied.
+        name: the corpus's name, or ``file:`` and the path's last part.
+        sha256, n_bytes: of the whole corpus, before newlines are dropped or a vocabulary is applied.
         splits: ``train``, ``valid`` and ``test``, uint8 ``[n]`` each, in memory or mapped.
         vocabulary: V; all values are below it.
-        symbols: the byte that each value stands for; fewer than V where the corpus has not as many.
-        floor: of bytes, uint8 ``[n]``: fewest bits per byte that a causal model can need (recall and skills).
-        answers: of bytes, uint8 ``[n]``: which follow from earlier ones, by a label, bool ``[n]`` (recall and skills).
-        fallback_from: what was asked for and could not be had, if this is read in its place.
+        symbols: the byte of each value; fewer than V where the corpus has fewer.
+        floor, answers: of ``Made``, for made-up corpora.
+        fallback_from: the corpus in whose place this one is read, if any.
     """
 
     name: str
@@ -54,8 +50,7 @@ class Corpus:
     fallback_from: str | None = None
 
     def reported(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
-        """The bytes of a split whose score is reported, at most the first ``limit``; of valid only those before the
-        ones that choose the weights."""
+        """The bytes of a split whose score is reported, at most ``limit``; of valid only those before ``choosing``."""
         whole = self.splits[split]
         return whole[: len(whole) - len(self.choosing(selection_bytes)) * (split == "valid")][:limit]
 
@@ -66,25 +61,21 @@ class Corpus:
         return valid[len(valid) - (half if selection_bytes is None else min(selection_bytes, half)) :]
 
     def answered(self, part: Tensor) -> dict[str, Tensor]:
-        """By each label of ``answers``: which targets of a part, uint8 ``[n]``, are such, bool ``[n - 1]``."""
+        """Which targets of a part, uint8 ``[n]``, are answers, by label: bool ``[n - 1]``."""
         answers = self.answers(self._values(part)) if self.answers else {}
         return {label: torch.from_numpy(where[1:]) for label, where in answers.items()}
 
     def floor_bits(self, part: Tensor) -> float | None:
-        """Fewest bits per byte on the targets of a part of a split, where that is known."""
+        """Fewest bits per byte on the targets of a part of a split, if known."""
         return self.floor(self._values(part)) if self.floor else None
 
     def _values(self, part: Tensor) -> np.ndarray:
         return np.frombuffer(self.symbols, np.uint8)[part.numpy()]
 
-    def label(self) -> str:
-        """One phrase for tables and progress lines."""
-        instead = f" in place of {self.fallback_from}" if self.fallback_from else ""
-        return f"{self.name}{instead} ({self.n_bytes:,} bytes, sha256 {self.sha256[:8]})"
-
     def provenance(self) -> dict[str, str | int]:
-        """What a row says about its data."""
-        return {"name": self.name, "bytes": self.n_bytes, "sha256": self.sha256}
+        """The ``data`` of a row."""
+        facts = {"name": self.name, "bytes": self.n_bytes, "sha256": self.sha256}
+        return facts | ({"fallback_for": self.fallback_from} if self.fallback_from else {})
 
 
 def load(
@@ -101,19 +92,8 @@ def load(
     distances: Sequence[int] | None = None,
     seed: int | None = None,
 ) -> Corpus:
-    """Read a corpus; the keywords are the keys of ``conf/data/*.yaml``, whose types ``DataSettings`` has checked.
-
-    Args:
-        path: a file or folder on disk; needed by ``file``, an alternative to the cache for corpora that can be fetched.
-        fallback: ``stdlib`` or None: what to read if a corpus can be neither found nor fetched.
-        vocabulary: 256 keeps byte values; a smaller V numbers the values that occur in their order.
-        drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).
-        split: shares of train, valid and test, each above 0, 1 in sum.
-        bytes, distances, seed: of what is made; ``distances`` of recall alone.
-
-    Raises:
-        ValueError: naming the key, its value and what is allowed.
-    """
+    """Read a corpus by the keys of ``conf/data/*.yaml``, which explains them; ValueError names the key, its value and what is
+    allowed."""
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
     if path is not None and name not in (*KNOWN, "file"):
@@ -167,7 +147,7 @@ def load(
 
 
 def _read(name: str, path: str | None, fallback: str | None, options: dict) -> tuple[np.ndarray, str, OSError | None]:
-    """The bytes, what they are called, and why they are those of ``fallback``, where they are."""
+    """The bytes, their name, and the error that led to ``fallback``, if any."""
     if name in MADE:
         n_bytes = [options.pop("bytes")] if "bytes" in options else []
         return MADE[name].stream(*n_bytes, **options), name, None
@@ -188,7 +168,7 @@ def _read(name: str, path: str | None, fallback: str | None, options: dict) -> t
 
 
 def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
-    """Train, valid and test as views, in order; each has at least one (input, target) pair."""
+    """Train, valid and test as views, in order, each of at least two bytes."""
     shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
     if not len(shares) == len(split) == len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
         raise ValueError(
@@ -207,7 +187,7 @@ def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
 def _numbered(
     content: np.ndarray, parts: list[np.ndarray], *, vocabulary: int, drop_newlines: bool
 ) -> tuple[list[Tensor], bytes]:
-    """The parts in numbers, and the byte of each number: all, or for a smaller vocabulary those that occur, in order."""
+    """The parts as numbers, and the byte of each number: all 256, or for a smaller vocabulary those that occur, in order."""
     symbols, dropped = bytes(range(256)), b"\n" * drop_newlines
     if vocabulary < 256:
         symbols = bytes(value for value in distinct_values(content) if value not in dropped)
@@ -220,7 +200,7 @@ def _numbered(
     table = bytearray(range(256))
     for number, value in enumerate(symbols):
         table[value] = number
-    # translate maps and drops without an index of 8 bytes a byte, which tensors would need
+    # translate needs no index of 8 bytes for each byte, as tensors would
     mapped = [bytearray(part).translate(table, dropped) for part in parts]
     if min(map(len, mapped)) < 2:
         raise ValueError("data.drop_newlines=true leaves a split with less than 2 bytes, allowed is a longer corpus")

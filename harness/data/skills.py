@@ -4,9 +4,9 @@
     selective_copying   64 bytes of dots and capitals, >, then the capitals alone in lower case (2312.00752, section 3.1)
     state_tracking      C1432= and the order of abcde after swaps of neighbours, here four of them: words of S5 (2404.08819)
 
-Bytes are drawn independently and uniformly, but for those that follow from earlier ones: the answers. A model without the
-skill pays for answers; one with it pays 0 bits. Every choice has a known price, so the floor of any part of a stream is
-exact, except that a part may ask for what was written before it.
+Bytes are independent and uniform, but for the answers, which follow from earlier bytes: a model with the skill pays 0 bits for
+them.
+Every choice has a known price, so the floor of any part is exact, except for questions on bytes before the part.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from harness.hashing import integer_hash
 
 KEYS, VALUES = 26, 8
 DISTANCES = (32, 128, 512)
-"""Answers of multi_query_recall are scored by the bytes since their key was last there: up to each of these."""
+"""Answers of multi_query_recall are scored by the bytes since the last place of their key: up to each of these."""
 BODY, SYMBOLS, DENSITY = 64, 16, 4
 """Of selective_copying: bytes before the copy, kinds of capitals, and one capital in so many bytes."""
 LENGTHS = (2, 4, 8, 16)
@@ -103,13 +103,9 @@ def tracking_costs(values: np.ndarray) -> np.ndarray:
 
 
 class Made(NamedTuple):
-    """A corpus that is made up.
-
-    Attributes:
-        stream: of ``n_bytes`` and a ``seed`` its first bytes, uint8 ``[n_bytes]``.
-        floor_bits: of a part, uint8 ``[n]``: fewest bits per byte that a causal model can need on its targets, or None.
-        answers: which bytes of a part follow from earlier ones, by a label, bool ``[n]``, or None.
-    """
+    """A made-up corpus: its ``stream`` of ``n_bytes`` with a ``seed``, uint8 ``[n_bytes]``; of a part, uint8 ``[n]``, the
+    ``floor_bits``, fewest bits per byte of a causal model on its targets, and by label which bytes are ``answers``, bool
+    ``[n]``."""
 
     stream: Callable[..., np.ndarray]
     floor_bits: Callable[[np.ndarray], float] | None = None
@@ -117,7 +113,7 @@ class Made(NamedTuple):
 
 
 def _skill(make: Callable[[int, int], bytes], costs: Callable[[np.ndarray], np.ndarray], answers: Callable) -> Made:
-    """Of ``make``, at least so many bytes of a seed, and the bits that each byte costs whoever has the skill."""
+    """Of ``make``, which gives so many bytes of a seed or more, and each byte's ``costs`` in bits for a model with the skill."""
 
     def stream(n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
         return np.frombuffer(make(n_bytes, seed), np.uint8)[:n_bytes].copy()

@@ -1,7 +1,7 @@
-"""Sources of bytes: files and folders, plain or compressed, corpora of the literature, and Python's own source.
+"""Sources of bytes: files and folders, plain or compressed, corpora of the literature, and Python's source.
 
-Each reader returns one uint8 array: mapped where a plain file is large, else in memory. A corpus of the literature is
-downloaded once into the user's cache, goes on where an earlier attempt stopped, and is checked.
+Each reader returns one uint8 array, mapped for large plain files, else in memory. Corpora of the literature are downloaded once
+into the user's cache, resume after an interruption, and are checked.
 """
 
 import bz2
@@ -26,11 +26,11 @@ import numpy as np
 from harness.cache import cache_folder, locked, storing, write_whole
 
 LARGE_BYTES = 2**26
-"""From this size a plain file is mapped; what is compressed may unpack to as much, or to ``MOST_TIMES`` its size."""
+"""A larger plain file is mapped; an archive unpacks to at most as much, or ``MOST_TIMES`` its size if that is more."""
 MOST_TIMES = 200
-"""What is not text unpacks to more times its size; enwik8 to four."""
+"""enwik8 unpacks to four times its size."""
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
-"""What reading a damaged or impossible file raises."""
+"""Errors of reading a damaged or impossible file."""
 ANSWER_S, ATTEMPTS, CHUNK_BYTES = 10.0, 5, 2**18
 NOT_STDLIB = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
 NOT_STDLIB |= {"site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py"}
@@ -47,7 +47,7 @@ class Known:
     part_of: str | None = None  # the known corpus whose first bytes these are
 
     def complaint(self, content: np.ndarray | bytes) -> str | None:
-        """What shows that ``content`` is not this corpus, or None."""
+        """Why ``content`` is not this corpus, or None."""
         if len(content) != self.n_bytes:
             return f"it has {len(content):,} bytes, not {self.n_bytes:,}"
         if self.sha256 and (actual := digest(content)) != self.sha256:
@@ -67,7 +67,7 @@ KNOWN = {
     "text8": Known(url="http://mattmahoney.net/dc/text8.zip", n_bytes=100_000_000, alphabet=LETTERS),
 }
 PINNED = frozenset(name for name, corpus in KNOWN.items() if corpus.sha256)
-"""Corpora whose bytes are known by their digest."""
+"""Corpora with a known digest."""
 
 
 def digest(content: np.ndarray | bytes) -> str:
@@ -82,7 +82,7 @@ def distinct_values(content: np.ndarray | bytes) -> list[int]:
 
 def read_known(name: str, path: str | None) -> np.ndarray:
     """The bytes of a known corpus from a file, or from the cache or its author's site (``path`` None). ValueError naming
-    ``data.path`` if the bytes are others, OSError if it can be neither found nor fetched."""
+    ``data.path`` for other bytes, OSError where it cannot be downloaded."""
     corpus, whole = KNOWN[name], KNOWN[name].part_of or name
     remedy = "data=file reads any file" if path else "remove it, and it will be downloaded again"
     path = path or str(fetch(whole))
@@ -95,8 +95,8 @@ def read_known(name: str, path: str | None) -> np.ndarray:
 
 
 def read_path(path: str) -> np.ndarray:
-    """All bytes of a file, or of all files below a folder by relative POSIX path, less hidden ones: uint8 ``[n]``, n >= 1.
-    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. ValueError naming ``data.path`` and what is wrong."""
+    """All bytes of a file, or of all files below a folder, hidden ones left out, by relative POSIX path: uint8 ``[n]``, n >= 1.
+    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. ValueError naming ``data.path``."""
     try:
         place = Path(path).expanduser()
         if not place.exists():
@@ -111,7 +111,7 @@ def read_path(path: str) -> np.ndarray:
 
 
 def _joined(folder: Path, suffix: str = "", *, left_out: Set[str] = frozenset()) -> np.ndarray:
-    """Files below ``folder`` one after the other, by relative POSIX path; no hidden ones, none below ``left_out``."""
+    """Files below ``folder`` one after the other, by relative POSIX path, without hidden and ``left_out`` ones."""
     names = []
     for path, folders, files in os.walk(folder):
         folders[:], files = (
@@ -134,12 +134,12 @@ def _read_file(path: Path) -> np.ndarray:
 
 
 def unpack(path: Path) -> bytes:
-    """What is in a compressed file; one of ``BROKEN`` where it is damaged or a bomb."""
+    """The content of a compressed file; one of ``BROKEN`` for a damaged file or a bomb."""
     most = max(LARGE_BYTES, MOST_TIMES * path.stat().st_size)
     with OPENERS[path.suffix.lower()](path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise OSError(f"it unpacks to more than {MOST_TIMES} times its size; if that is meant, unpack it yourself")
+        raise OSError(f"it unpacks to more than {MOST_TIMES} times its size; allowed is an unpacked file")
     return content
 
 
@@ -155,8 +155,8 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_z
 
 
 def read_stdlib() -> np.ndarray:
-    """The Python source of the running Python's standard library, by POSIX path: uint8 ``[n]``. Left out: tests and IDLE
-    (half of it), tables that are hardly text, what newer Pythons dropped, and whatever an installation writes there."""
+    """The source of the running Python's standard library, by POSIX path: uint8 ``[n]``; without tests and IDLE (half of it),
+    tables, modules that newer Pythons dropped, and files of an installation."""
     folder = Path(sysconfig.get_path("stdlib"))
     installed = {path.name for name in ("config-*", "_sysconfigdata*") for path in folder.glob(name)}
     try:
@@ -166,8 +166,7 @@ def read_stdlib() -> np.ndarray:
 
 
 def fetch(name: str) -> Path:
-    """Where ``enwik8`` or ``text8`` lies in the user's cache; downloaded once by parallel jobs, and checked. OSError
-    says why it cannot be had."""
+    """The path of ``enwik8`` or ``text8`` in the user's cache, downloaded once by parallel jobs, and checked; else OSError."""
     corpus, target = KNOWN[name], cache_folder() / name
     if target.is_file():
         return target
@@ -175,7 +174,7 @@ def fetch(name: str) -> Path:
         if target.is_file():
             return target
         packed = target.with_name(f"{name}.zip")
-        if not packed.exists():  # or it could not be unpacked, as on a full disk
+        if not packed.exists():  # an earlier try may have failed to unpack it, as on a full disk
             print(f"data: downloading {corpus.url} to {target}", file=sys.stderr)
             download(corpus.url, packed)
         try:
@@ -192,8 +191,8 @@ def fetch(name: str) -> Path:
 
 
 def download(url: str, target: Path) -> None:
-    """Fetch ``url`` into ``target``; what came so far waits in ``<target>.part``, and a later call goes on from there.
-    Connections may drop five times. OSError (which URLError and HTTPError are) says why it failed; the part stays."""
+    """Download ``url`` to ``target`` by ``<target>.part``, from which a later call goes on. Connections may drop five times; then
+    OSError, and the part stays."""
     part = target.with_name(f"{target.name}.part")
     for _ in range(ATTEMPTS):
         if _fetch_rest(url, part):
@@ -203,7 +202,7 @@ def download(url: str, target: Path) -> None:
 
 
 def _fetch_rest(url: str, part: Path) -> bool:
-    """Append what is missing to ``part``; whether it is complete now."""
+    """Append the missing bytes to ``part``; whether it is complete then."""
     have = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": "attention-windtunnel"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
@@ -211,7 +210,7 @@ def _fetch_rest(url: str, part: Path) -> bool:
     except urllib.error.HTTPError as error:
         if error.code != 416 or not have:
             raise
-        part.unlink()  # there is nothing beyond what is there: all of it, or the beginning of something else
+        part.unlink()  # nothing is left to send: the part is whole, or of another file
         return False
     except http.client.HTTPException as error:
         raise OSError(f"{url}: {error!r} is no answer of a web server") from error

@@ -1,8 +1,8 @@
-"""Streams: the order in which bytes are read, in training and in scoring, where there are also windows.
+"""Streams: the order in which training and scoring read bytes, and windows for scoring.
 
-A pair is an input byte and the byte after it, the target: a split of n bytes has n - 1 pairs, and pair i is bytes i
-and i + 1. Everything is a pure function of the split, an integer position and the seed, so that a run resumes from
-one integer and every variant reads the same bytes in the same order.
+A pair is an input byte and its target, the byte after it: a split of n bytes has n - 1 pairs, and pair i is bytes i and i + 1.
+The
+order is a pure function of the split, a position and the seed: a run resumes from one integer, and all variants read alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.hashing import integer_hash
 
 WHOLE = (0, 1)
-"""A part of what is divided: which, of how many; this one is all of it."""
+"""A part of divided work: which, of how many; here all of it."""
 _RING, _WINDOW = 1, 2  # first key of the hash, so that the two kinds of draws are unrelated
 
 Segment = tuple[Tensor, Tensor, Tensor]
@@ -22,7 +22,7 @@ Segment = tuple[Tensor, Tensor, Tensor]
 
 
 class Batches:
-    """Segments in their order, each made when its turn comes; how many there are is known before."""
+    """Segments in their order, each made when it is read; their number is known before."""
 
     def __init__(self, make: Callable[[int], Segment], firsts: range):
         self._make, self._firsts = make, firsts
@@ -35,15 +35,12 @@ class Batches:
 
 
 class Streams:
-    """What is trained on: B ``streams`` of ``split``, uint8 ``[n]``, read side by side, T bytes (``segment``) a step.
+    """Training batches: B ``streams`` of ``split``, uint8 ``[n]``, read side by side, T bytes (``segment``) a step, B x T in all.
 
-    With ``carry`` the split is a ring, cut into B streams of n // B bytes, which are read segment after segment so that
-    state can be carried. After ``steps_per_turn`` whole segments a new turn begins: the ring is shifted by an offset
-    drawn from the seed and the turn, and state must be dropped. Without it each step reads B windows at places drawn
-    from the seed, the step and the stream. ValueError if a stream (or the split) has fewer than T + 1 bytes.
-
-    Attributes:
-        bytes_per_step: targets in one step, B x T.
+    With ``carry`` the split is a ring, cut into B streams of n // B bytes, which are read segment after segment with carried
+    state. After ``steps_per_turn`` segments a new turn begins: the ring is shifted by an offset that the seed and the turn draw,
+    and state is dropped. Without it each step reads B windows at random places. ValueError for a stream (or split) of fewer than
+    T + 1 bytes.
     """
 
     def __init__(self, split: Tensor, *, streams: int, segment: int, seed: int, carry: bool = True):
@@ -58,15 +55,15 @@ class Streams:
             )
 
     def carried(self, position: int) -> int:
-        """Bytes of each stream before those of step ``position``, since it began."""
+        """Bytes of each stream before step ``position``, since the stream began."""
         return position % self.steps_per_turn * self.segment if self.carry else 0
 
     def begins(self, position: int) -> bool:
-        """Whether the streams of step ``position`` do not continue those of the step before: start without state."""
+        """Whether the streams of step ``position`` start without state."""
         return self.carried(position) == 0
 
     def batch(self, position: int, *, part: tuple[int, int] = WHOLE) -> tuple[Tensor, Tensor]:
-        """Step number ``position``, from 0: inputs and targets of a part of the streams, int64 ``[B, T]`` each."""
+        """Inputs and targets of step ``position``, from 0, for a part of the streams: int64 ``[B, T]`` each."""
         numbers = range(self.streams)[share(self.streams, part)]
         if self.carry:
             turn, step = divmod(position, self.steps_per_turn)
@@ -81,15 +78,14 @@ class Streams:
 
 
 def share(number: int, part: tuple[int, int]) -> slice:
-    """Which of ``number`` things a part (which, of how many) has: in order, sizes differing by at most one, or none."""
+    """Which of ``number`` streams a part (which, of how many) has: in order, in sizes that differ by at most one."""
     which, parts = part
     return slice(which * number // parts, (which + 1) * number // parts)
 
 
 def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple[int, int]]:
-    """Cut pairs 0..n_pairs - 1 into contiguous ranges (first, end) to score. Every stream but the first also reads
-    ``context`` pairs before its own, unscored; what they read differs by at most one pair. ValueError naming
-    ``eval.streams``."""
+    """Cut pairs 0..n_pairs - 1 into contiguous ranges (first, end) to score, such that all streams read as many pairs, or one
+    more, with the unscored ``context`` that all but the first read before. ValueError naming ``eval.streams``."""
     if not 1 <= streams <= n_pairs:
         raise ValueError(f"eval.streams={streams}: allowed is 1 to {n_pairs}, the (input, target) pairs to be scored")
     read = n_pairs + (streams - 1) * context
@@ -97,14 +93,14 @@ def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple
 
 
 def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> int:
-    """Pairs of unscored context before a stream's range: ``context`` of them in whole segments, so that a segment is
-    scored or is not; at most as many as a stream scores, so that reading takes at most twice the time."""
+    """Pairs of unscored context before a stream's range: ``context`` in whole segments, and at most as many as a stream scores,
+    so that reading takes at most twice the time."""
     return min(-(-context // segment), n_pairs // streams // segment) * segment
 
 
 def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE) -> Batches:
-    """All pairs of ``split [n]`` once: L streams in step, ``[L, T]`` pairs at a time, with carried state. The mask is
-    false for the ``context`` (``whole_context``) of all streams but the first, and beyond the end of a shorter stream."""
+    """All pairs of ``split [n]`` once: L streams side by side, ``[L, T]`` pairs at a time, with carried state. The mask is false
+    for the ``context`` (``whole_context``) of all streams but the first, and beyond a stream's end."""
     ranges = torch.tensor(score_streams(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
     begin = (first - context).clamp(min=0)
@@ -113,8 +109,8 @@ def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, par
 
 
 def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
-    """How a sample that reads ``pairs`` is cut: streams, at most so many, and pairs of unscored context before each one's.
-    These are ``context``, in whole segments; half of a stream where it is short, none where no stream has two segments."""
+    """Streams, at most so many, of a sample of ``pairs``, and pairs of unscored context in each: ``context`` in whole segments,
+    half of a short stream, none where no stream has two segments."""
     whole = -(-context // segment) * segment
     few = max(1, min(streams, pairs // (2 * whole)))
     before = min(whole, pairs // few // 2 // segment * segment)
@@ -124,8 +120,8 @@ def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple
 def samples(
     split: Tensor, *, pairs: int, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE
 ) -> Batches:
-    """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time,
-    the first ``context`` of each with a false mask."""
+    """``pairs`` or a few less, in L equal streams spread evenly over ``split [n]``, T pairs at a time; the first ``context`` of
+    each have a false mask."""
     n_pairs = len(split) - 1
     longest = min(pairs, n_pairs) // streams
     begin = (torch.arange(streams) * (n_pairs - longest) // max(streams - 1, 1))[share(streams, part), None]
@@ -133,7 +129,7 @@ def samples(
 
 
 def _read(split: Tensor, begin: Tensor, *, longest: int, segment: int, scored: tuple[Tensor, Tensor]) -> Batches:
-    """Streams from ``begin [L, 1]`` on, ``longest`` pairs of each; those of ``scored`` (first, end) are to score."""
+    """Streams of ``longest`` pairs from ``begin [L, 1]`` on; the mask is true for ``scored`` (first, end)."""
     first, end = scored
 
     def read(done: int) -> Segment:
@@ -146,18 +142,15 @@ def _read(split: Tensor, begin: Tensor, *, longest: int, segment: int, scored: t
 def windows(
     split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, part: tuple[int, int] = WHOLE
 ) -> Batches:
-    """Score all pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``,
-    at most ``batch`` at a time, and a ``part`` of these batches.
-
-    A window scores its last ``stride`` pairs, the first one all of its own. What lies beyond the split has a false mask.
-    """
+    """All pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``, at most ``batch``
+    at a time, and a ``part`` of these batches. A window scores its last ``stride`` pairs, the first window all of its pairs."""
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)
     firsts, place = range(0, n_windows, batch), torch.arange(window)
 
     def read(first: int) -> Segment:
-        number = torch.arange(first, first + batch)[:, None]  # [b, 1]; what fills up the last batch lies beyond the end
+        number = torch.arange(first, first + batch)[:, None]  # [b, 1]; the last batch is filled up from beyond the end
         index = number * stride + place
         return *_pairs(split, index), (index < n_pairs) & ((place >= window - stride) | (number == 0))
 

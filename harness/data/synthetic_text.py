@@ -1,11 +1,9 @@
-"""Synthetic text: made-up bytes with the statistics of a Wikipedia dump, for measurements of cost, which depends on
-bytes: a table that is looked up for 32 letters is read from a cache. The same on every machine:
+"""Synthetic text: made-up bytes with the statistics of a Wikipedia dump, to measure costs, which depend on bytes (a table that is
+read for 32 letters alone stays in a cache). Integer hashes of the seed and the word's number draw:
 
 - a lexicon of 8191 words, made of syllables in which common sounds come first, one in 128 of Greek letters;
 - words by Zipf's law: a rank's octave is drawn, then a rank in it, so that rank r has a chance of about 1 / (9 r);
 - one word in 16 a number, one with a capital; after each a blank, punctuation, or a piece of markup.
-
-Everything is drawn by an integer hash of the seed and the word's number: no floating point, no state.
 """
 
 import numpy as np

@@ -1,8 +1,6 @@
-"""Fresh processes that answer one question at a time: what is measured has a heap and a clock to itself, and what
-crashes or hangs ends nobody else.
+"""Fresh processes that answer one question at a time, so that measurements share no heap, and crashes and hangs stay inside.
 
-A cell is forked, in a fraction of a second, from a server that has imported torch and computed nothing. While one is
-asked the others wait, so that several can be asked in turn, A B A B.
+A cell is forked in a fraction of a second from a server that has imported torch and computed nothing.
 """
 
 import atexit
@@ -25,7 +23,7 @@ OUT_OF_MEMORY, FAILED = OutOfMemory.status, "failed"
 
 
 class CellError(Exception):
-    """A cell could not answer; ``status`` is ``out of memory`` or ``failed``, the text says why."""
+    """A cell could not answer: ``status`` is ``out of memory`` or ``failed``, the text is the reason."""
 
     def __init__(self, status: str, reason: str):
         super().__init__(status, reason)
@@ -36,8 +34,8 @@ class CellError(Exception):
 
 
 class Cell:
-    """A process that makes one object, by ``make`` of a module and ``arguments`` that are pickled, and calls its
-    methods when asked. More than ``memory_limit_bytes`` beyond what it began with is a CellError."""
+    """A process that makes one object, by a function of a module with pickled ``arguments``, and calls its methods when asked.
+    Taking more than ``memory_limit_bytes`` beyond its first size is a CellError."""
 
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")
@@ -50,8 +48,8 @@ class Cell:
         end_of_child.close()
 
     def ask(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
-        """What the object's method gives; CellError if it raises or hangs or the process dies, and then the cell is
-        closed. A user's mistake is a ValueError here as there."""
+        """The result of the object's method; CellError, and a closed cell, if it raises or hangs or the process dies. A
+        ValueError stays one."""
         try:
             self._connection.send((method, arguments, keywords))
             if not self._connection.poll(limit_seconds):
@@ -72,12 +70,12 @@ class Cell:
         return answer
 
     def close(self, *, wait_seconds: float = 5) -> None:
-        """End the process, with what it has started where it does not end by itself."""
+        """End the process, and its children where it does not end by itself."""
         atexit.unregister(self.close)
         self._connection.close()
         self._process.join(timeout=wait_seconds)
         if self._process.is_alive():
-            with suppress(ProcessLookupError):  # it has just begun, or just ended
+            with suppress(ProcessLookupError):  # just started, or just ended
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
@@ -90,8 +88,8 @@ class Cell:
 
 
 def _serve(connection: Connection, folder: str, limit: int | None, make: Callable, arguments: tuple) -> None:
-    """The child's whole life: make the object at the first question, answer, end when the parent hangs up."""
-    os.setsid()  # Ctrl-C is the parent's to answer
+    """The child: make the object at the first question, answer, end when the parent closes the pipe."""
+    os.setsid()  # the parent answers Ctrl-C
     os.chdir(folder)
     if limit is not None:  # Linux counts private anonymous pages, a heap's and a large tensor's alike, as data
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
@@ -111,7 +109,7 @@ def _serve(connection: Connection, folder: str, limit: int | None, make: Callabl
 
 
 def _portable(error: Exception) -> Exception:
-    """What the parent raises."""
+    """The error that the parent raises."""
     reason = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
         return CellError(OUT_OF_MEMORY, reason)

@@ -9,10 +9,10 @@ MOST_GRAPHS = 8
 
 
 class Compiled:
-    """Calls a model in compiled graphs; eagerly from where it would need more than ``MOST_GRAPHS``, which it says.
+    """Calls a model in compiled graphs; eagerly once it would need more than ``MOST_GRAPHS``, after printing so.
 
-    Scoring has one kind of graph for all numbers of streams and lengths, and always collects statistics. What is carried
-    is contiguous and no view, so that its layout is no other input.
+    Scoring has one graph for all numbers of streams and lengths, and always collects statistics. Carried state is contiguous and
+    no view, so that its layout makes no further graph.
 
     Attributes:
         whole: whether all calls so far were compiled.
@@ -24,7 +24,7 @@ class Compiled:
 
     def __call__(self, tokens: Tensor, state: object = None, *, collect_stats: bool = False):
         scoring, alone = not torch.is_grad_enabled(), len(tokens) == 1
-        if scoring and alone:  # one of anything is a graph of its own
+        if scoring and alone:  # a size of one would be a graph of its own
             tokens, state = tokens.expand(2, -1).contiguous(), tree_map_only(Tensor, lambda s: torch.cat([s, s]), state)
         out = self._called(tokens, state, scoring=scoring, collect_stats=collect_stats)
         state = tree_map_only(Tensor, _alone, self.trim(out.state))

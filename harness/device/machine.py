@@ -1,4 +1,4 @@
-"""The machine under a run: its CPU, its environment, its allocator, and a folder for what is compiled for it alone."""
+"""The machine: its CPU, environment variables and allocator, and a folder for graphs that are compiled for it."""
 
 import contextlib
 import ctypes
@@ -20,8 +20,8 @@ CHANGE_RESULTS = re.compile(
     r"|(CUBLAS_WORKSPACE_CONFIG|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING)|GLIBC_TUNABLES"
     r"|LD_PRELOAD|NVIDIA_TF32_OVERRIDE|PYTORCH_(CUDA_)?ALLOC_CONF|WINDTUNNEL_MARCH)$)"
 )
-"""Variables that change times, memory or the order of sums. Rows have OpenMP's and MKL's number as ``threads``; joblib
-sets ``KMP_INIT_AT_FORK``."""
+"""Variables that change times, memory or the order of sums; rows have the number of threads, and joblib sets
+``KMP_INIT_AT_FORK``."""
 CPUINFO = Path("/proc/cpuinfo")
 DRIVER = Path("/sys/module/nvidia/version")  # where Linux has it
 CPU_NUMBERS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
@@ -36,7 +36,7 @@ ALLOCATORS = {
 
 @cache
 def cpu_name() -> str:
-    """The CPU as its maker calls it, with the numbers that tell it from others of that name, as clouds have them."""
+    """The CPU's name, with the numbers that tell it from others of that name in clouds."""
     lines = CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0].splitlines() if CPUINFO.exists() else []
     facts = {key.strip(): text.strip() for key, _, text in (line.partition(":") for line in lines)}
     name = facts.get("model name") or platform.processor() or platform.machine()
@@ -48,7 +48,7 @@ def cpu_name() -> str:
 
 
 def versions(**others: object) -> dict[str, str]:
-    """Of Python and the libraries that make a time what it is; and those of ``others`` that are not None."""
+    """Of Python, the libraries that a time depends on, and ``others`` that are not None."""
     import numpy  # late: a trained model can be used without it
 
     libraries = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
@@ -58,16 +58,13 @@ def versions(**others: object) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The variables that change what is measured, by name; paths without their folders."""
+    """The variables of ``CHANGE_RESULTS`` by name; paths without their folders."""
     return {n: re.sub(r"[^:\s]*/", "", os.environ[n]) for n in sorted(os.environ) if CHANGE_RESULTS.match(n)}
 
 
 def use_own_compiled_graphs() -> None:
-    """A folder of its own in ``TORCHINDUCTOR_CACHE_DIR``, or in one of this user's, for each kind of CPU and number of threads.
-
-    torch 2.13 keeps graphs under a key without these: in a folder that machines share it runs loops made for vectors of
-    another width, over memory that is not theirs.
-    """
+    """A subfolder of ``TORCHINDUCTOR_CACHE_DIR``, or of a temporary one, for each kind of CPU and number of threads. The key of
+    torch 2.13 lacks both: from a shared folder it runs loops made for wider vectors, beyond the memory they may read."""
     capabilities = sorted(torch.cpu.get_capabilities().items())
     kind = f"{capabilities} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     default = Path(tempfile.gettempdir()) / f"attention-windtunnel-{os.getuid()}"
@@ -77,12 +74,12 @@ def use_own_compiled_graphs() -> None:
 
 
 def use_allocator(setting: str) -> str | None:
-    """What becomes of freed memory, for the whole process from now on. Returns the setting, or None where it has no effect:
-    another C library than glibc, or an allocator that the user has tuned or replaced by the environment.
+    """What becomes of freed memory in this process from now on. Returns the setting, or None where it has no effect: with another
+    C library than glibc, or with an allocator that the environment tunes or replaces.
 
-    Left alone, glibc gives every block from 32 MiB on back to the system, and a step with large temporaries loses up to
-    a third of its time getting them anew. ``keep`` leaves all of it to the process: fast, and its peak has the gaps
-    between blocks in it. ``return`` gives back what is 64 KiB or more: slow, and its peak is near to what was in use.
+    By default glibc returns each block from 32 MiB on to the system, and a step with large temporaries loses up to a third of its
+    time. ``keep`` keeps all memory: fast, with the gaps between blocks in the peak. ``return`` returns blocks from 64 KiB on:
+    slow, with a peak near to what was in use.
     """
     library, variables = ctypes.CDLL(None), os.environ
     tuned = any(name.startswith("MALLOC_") for name in variables) or "malloc" in variables.get("LD_PRELOAD", "")

@@ -1,11 +1,8 @@
-"""The processes of one run, as a value: how many, which one this is, and what they exchange.
+"""The processes of a run: their number, the rank of this one, and what they exchange.
 
-``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process reads its share of
-``batch.streams``; gradients are averaged, so that every process makes the same update. The first one decides, holds the
-run folder and speaks. With one process nothing here does anything.
-
-torch averages gradients of dense matrices during the backward pass (``spread.py``); vectors, what layers share and sparse
-rows are averaged here after it.
+``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process reads its share of ``batch.streams``;
+gradients are averaged, so that all make the same update: torch does so for matrices during the backward pass (``spread.py``),
+this module for vectors, shared parameters and sparse rows after it. The first process decides, holds the run folder and prints.
 """
 
 import math
@@ -23,24 +20,18 @@ from harness.device.torchrun import Launch, read_launch
 from harness.failures import KINDS, ProcessLost, exit_code
 
 TIMEOUT = timedelta(minutes=1)
-"""The longest that a collective waits for a process that is silent; one that has ended is noticed at once."""
+"""A collective's longest wait for a silent process; one that has ended is noticed at once."""
 PATIENCE = timedelta(minutes=10)
-"""The same where one may do alone what the others wait for: start, download, prove a backend or write a checkpoint."""
+"""The same while one works alone: start, download, comparison of backends, checkpoint."""
 NONE, DENSE, SPARSE = range(3)  # what a parameter has for a gradient
 
 T = TypeVar("T")
 
 
 class ProcessGroup(Launch):
-    """The processes of a run, seen from one of them.
-
-    Attributes:
-        tables: ``ShardedTables`` of the model, or None.
-        standing: what is left of the run, as the last sentences of ``loss``.
-    """
+    """The processes of a run, seen from one of them; ``tables`` are the model's ``ShardedTables``, or None."""
 
     tables: Any = None
-    standing: Callable[[], str] = str
     _patient: dist.ProcessGroup | None = None
 
     @property
@@ -49,15 +40,15 @@ class ProcessGroup(Launch):
 
     @property
     def shard(self) -> tuple[int, int]:
-        """This process's part of what is divided: which, of how many."""
+        """This process's part of divided work: which, of how many."""
         return self.rank, self.world_size
 
     def meet(self) -> None:
-        """Make torch's process group, or ``ProcessLost``: tensors on a GPU travel by NCCL, all others by gloo."""
+        """Make torch's process group, NCCL for tensors on a GPU and gloo for all others; ProcessLost where it cannot be made."""
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it has what an earlier start left
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it has keys of an earlier start
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
             dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=self.rank, world_size=self.world_size)
             self._patient = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -65,18 +56,17 @@ class ProcessGroup(Launch):
             place = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
             raise ProcessLost(
                 f"process {self.rank} of {self.world_size} did not meet the others at {place}, which MASTER_ADDR and "
-                f"MASTER_PORT name ({_first_line(error)}); allowed are an address and a free port of the first machine "
-                "that all can reach, and, where a machine has several networks or its name stands for 127.0.0.1, "
-                "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+                f"MASTER_PORT name ({_first_line(error)}); allowed are an address and a free port of the first machine that "
+                "all can reach; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one of several networks"
             ) from error
 
     def loss(self, error: Exception) -> ProcessLost:
-        """What to raise in the place of an error that another process has caused."""
+        """What to raise in place of an error that another process has caused."""
         reason = f"another one has ended or is silent ({_first_line(error)})"
-        return ProcessLost(f"process {self.rank} of {self.world_size}: {reason}. {self.standing()}".strip())
+        return ProcessLost(f"process {self.rank} of {self.world_size}: {reason}; the same command goes on")
 
     def all_gather(self, local: T, *, patient: bool = False) -> list[T]:
-        """Everybody's, by rank: anything that pickles, tensors on the CPU. ``patient`` waits for ten minutes."""
+        """Everybody's, by rank: anything that pickles, with tensors on the CPU. ``patient`` waits for ten minutes."""
         everybodys: list[T] = [local] * self.world_size
         if self.world_size > 1:
             self._call(dist.all_gather_object, everybodys, local, group=self._patient if patient else None)
@@ -86,7 +76,7 @@ class ProcessGroup(Launch):
         return max(self.all_gather(number, patient=True))
 
     def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
-        """The rows of everybody's tensors by rank, on this one's device; ``lengths`` are their numbers, where known."""
+        """The rows of everybody's tensors by rank, on this process's device; ``lengths``: their numbers, if known."""
         if self.world_size == 1:
             return tensor
         lengths, row = lengths or self.all_gather(len(tensor)), tensor.shape[1:]
@@ -94,13 +84,13 @@ class ProcessGroup(Launch):
         return self.exchange(tensor.flatten().repeat(self.world_size), *sizes).view(sum(lengths), *row)
 
     def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """So many numbers of a flat tensor to each process by rank, and so many from each of them."""
+        """Send so many numbers of a flat tensor to each process by rank, and receive so many from each."""
         arrived = flat.new_empty(sum(received))
         self._call(dist.all_to_all_single, arrived, flat, list(received), list(sent))
         return arrived
 
     def on_main(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns in the first process, which alone calls it; its failure is everybody's."""
+        """What ``make`` returns in the first process, the only one to call it; its failure is everybody's."""
         with self.fail_together():
             made = [make() if self.is_main else None]
         if self.world_size > 1:
@@ -109,7 +99,7 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Ranks may run different numbers of forwards inside; whoever is done takes part in what the others read."""
+        """Context in which ranks may run different numbers of forwards; those that are done serve the others' tables."""
         yield
         if self.tables is not None:
             self.tables.serve()
@@ -117,7 +107,7 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """A block that fails everywhere where it fails in one process, which alone says why; nothing is sent inside."""
+        """A block that fails everywhere if it fails in one process, which prints why; nothing is sent inside."""
         failure = None
         try:
             yield
@@ -140,8 +130,8 @@ class ProcessGroup(Launch):
 
     @torch.no_grad()
     def average_gradients_(self, parameters: Iterable[nn.Parameter], *others: Tensor) -> None:
-        """The mean of everybody's gradients in place of each one's, the same bits in all processes; and of ``others``.
-        A parameter without a gradient counts as zero where another process has one; sparse ones end coalesced."""
+        """Average gradients and ``others`` in place, to the same bits in all processes. A missing gradient counts as zero where
+        another process has one; sparse ones end coalesced."""
         if self.world_size == 1:
             return
         trained = [p for p in parameters if p.requires_grad]
@@ -172,7 +162,7 @@ class ProcessGroup(Launch):
         return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False).coalesce()
 
     def _call(self, collective: Callable, *values: object, **options: object) -> None:
-        """A collective operation; its failure is one line, because another process tells the cause."""
+        """A collective operation; ProcessLost where it fails: another process has the cause."""
         try:
             collective(*values, **options)
         except RuntimeError as error:
@@ -184,7 +174,7 @@ SINGLE = ProcessGroup()
 
 @contextmanager
 def joined() -> Iterator[ProcessGroup]:
-    """The processes that ``torchrun`` started with this one, in a ``with`` statement; only the first prints."""
+    """Context with the processes that ``torchrun`` started; only the first one prints."""
     launch = read_launch()
     if launch.world_size == 1:
         yield SINGLE
@@ -198,13 +188,13 @@ def joined() -> Iterator[ProcessGroup]:
             dist.destroy_process_group()
             raise
         except Exception as error:
-            error.of_process = True  # what all of them met has been said by one
+            error.of_process = True  # the first one prints it for all
             raise
     dist.destroy_process_group()
 
 
 def is_connection_failure(error: Exception) -> bool:
-    """Whether an error is of torch's communication: gloo has no class of its own for it."""
+    """Whether an error comes from torch's communication; gloo has no class for it."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 

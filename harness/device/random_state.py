@@ -1,4 +1,4 @@
-"""Random state: all generators of this process, seeded, saved and set as one."""
+"""Random state: all generators of this process, seeded, saved and restored together."""
 
 import random
 
@@ -15,12 +15,12 @@ def seed(number: int) -> None:
 
 
 def seed_apart(number: int, *, step: int, rank: int) -> None:
-    """All generators of this process, other numbers for every step and rank: for dropout, once the model is made."""
+    """All generators of this process, differently for every step and rank: for dropout, after the model is made."""
     seed(int(integer_hash(number, step, rank)[0]) >> 1)
 
 
 def random_state() -> dict[str, object]:
-    """Every generator's state, for a checkpoint; None for a GPU that this process has not used: asking allocates."""
+    """Every generator's state, for a checkpoint; None for an unused GPU: reading its state would allocate there."""
     name, keys, *rest = _numpy().get_state()
     return {
         "torch": torch.get_rng_state(),

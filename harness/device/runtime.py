@@ -1,30 +1,38 @@
-"""Runtime, where and how a run computes: device, processes, precision, threads, determinism, compilation. Everything else
-follows its input's device and dtype."""
+"""Runtime: device, processes, precision, threads, determinism and compilation. All other code follows its input's device and
+dtype."""
 
 import contextlib
 import gc
 import os
+import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from harness.device import choice, machine
+from harness.device import machine
 from harness.device.compiled import Compiled
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.plan.settings import RuntimeSettings
 
 _THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
+MULTIPLIES_BFLOAT16 = ("amx_bf16", "avx512_bf16")
+"""Instructions of CPUs, as ``torch.cpu.get_capabilities`` names them."""
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+"""A folder for each NVIDIA device that the kernel's driver knows, whatever torch can use."""
 
 
 @contextlib.contextmanager
 def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
-    """Counts ``seconds`` in which torch traces and compiles in the block, so that a budget of seconds is one of training.
-    Unless something is ``compiled`` at all, nothing of the compiler is imported."""
+    """Counts ``seconds`` of tracing and compiling in the block, which are left out of a budget of seconds. Imports the compiler
+    only if something is ``compiled``."""
     clock = SimpleNamespace(seconds=0.0)
     if not compiled:
         yield clock
@@ -54,8 +62,8 @@ class Runtime:
         device: where tensors live; each process of the run has one of its own.
         precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
         compile: whether the model's forward is compiled.
-        tf32: whether products of float32 round their factors to 10 bits, which GPUs by NVIDIA do several times faster.
-        allocator: what becomes of freed memory, or None where that is not ours to say; see ``machine.use_allocator``.
+        tf32: whether products of float32 round their factors to 10 bits, which is several times faster on NVIDIA's GPUs.
+        allocator: as ``machine.use_allocator`` returns it.
     """
 
     device: torch.device
@@ -74,26 +82,26 @@ class Runtime:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def forward(self, model: nn.Module) -> Callable:
-        """What to call for a forward pass of the model: compiled if that was asked for."""
+        """The function of a forward pass of the model, compiled if ``compile``."""
         if self.compile and model not in self.compiled:
             self.compiled[model] = Compiled(model)
         return self.compiled.get(model, model)
 
     def send(self, *batches: Tensor) -> tuple[Tensor, ...]:
-        """Bytes (int64 on the host, from 0 to 255) as int64 on the device. To a GPU an eighth of that travels, from
-        memory that its copy engine reads, and nobody waits."""
+        """Bytes (int64 on the host, from 0 to 255) as int64 on the device; to a GPU as uint8 from pinned memory, without
+        waiting."""
         if self.device.type == "cpu":
             return batches
         narrow = [batch.to(torch.uint8).pin_memory() for batch in batches]
         return tuple(batch.to(self.device, non_blocking=True).long() for batch in narrow)
 
     def synchronise(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its work."""
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
 
     def to_host(self, number: Tensor) -> Callable[[], float]:
-        """Start a copy of a scalar to the host; what is returned gives it, and waits only for what came before it."""
+        """Start an asynchronous device-to-host copy of a scalar; the returned function waits for it."""
         if self.device.type == "cpu":
             return number.clone().item
         copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
@@ -107,7 +115,7 @@ class Runtime:
         return read
 
     def describe(self) -> dict[str, object]:
-        """Device, processes, versions and the machine around them, for provenance."""
+        """Device, processes, versions and machine, for provenance."""
         on_gpu, name = self.device.type == "cuda", machine.cpu_name()
         of_gpu = {"cudnn": torch.backends.cudnn.version()} if on_gpu else {}
         of_gpu |= {"driver": machine.DRIVER.read_text().strip()} if on_gpu and machine.DRIVER.exists() else {}
@@ -127,13 +135,81 @@ class Runtime:
         }
 
 
+def named(name: str) -> torch.device:
+    """The device of ``runtime.device``; ValueError where torch sees none such, and for ``auto`` where it cannot use an NVIDIA
+    device."""
+    count = torch.cuda.device_count()
+    if name == "auto":
+        if not count and NVIDIA.is_dir() and any(NVIDIA.iterdir()) and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+            raise ValueError(
+                f"runtime.device=auto: torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the NVIDIA device of "
+                "this machine: install a newer driver (CUDA 13 needs 580) or a torch with CUDA, or set runtime.device=cpu"
+            )
+        return torch.device("cuda" if count else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is not None and (device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)):
+        return device
+    raise ValueError(
+        f"runtime.device={name}: torch {torch.__version__} sees {count} CUDA devices here; allowed are auto, cpu"
+        + ", cuda, cuda:N" * bool(count)
+    )
+
+
+def of_rank(name: str, processes: ProcessGroup) -> torch.device:
+    """A GPU for each process of the machine, or the CPU for all; ValueError for fewer GPUs, and for one by index."""
+    device, needed = named(name), processes.local_world_size
+    if device.type == "cpu":
+        return device
+    if device.index is not None:
+        raise ValueError(f"runtime.device={name} with {processes.world_size} processes: allowed are auto, cpu, cuda")
+    if (count := torch.cuda.device_count()) < needed:
+        raise ValueError(
+            f"runtime.device={name}: {needed} processes and {count} CUDA devices here; allowed are "
+            f"runtime.device=cpu, or torchrun --nproc-per-node={count}"
+        )
+    return torch.device("cuda", processes.local_rank)
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16 without emulation."""
+    if device.type == "cpu":
+        return any(map(torch.cpu.get_capabilities().get, MULTIPLIES_BFLOAT16))
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def lacks_to_compile() -> str | None:
+    """What ``torch.compile`` needs for a GPU and the machine lacks: Triton, a host compiler, Python's header; or None."""
+    if find_spec("triton") is None:
+        return "triton"
+    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
+        return "a C++ compiler"
+    return None if Path(sysconfig.get_path("include"), "Python.h").is_file() else "Python.h"
+
+
+def settled(settings: RuntimeSettings) -> RuntimeSettings:
+    """The settings without ``auto`` but for the device's: bfloat16 where the device multiplies it, compilation on CUDA where a
+    compiler is installed, or else a printed line."""
+    means = {"precision": settings.precision, "compile": settings.compile}
+    if means["precision"] == "auto":
+        means["precision"] = "bfloat16" if multiplies_bfloat16(named(settings.device)) else "float32"
+    if means["compile"] == "auto":
+        lacking = lacks_to_compile() if (on_gpu := named(settings.device).type == "cuda") else None
+        means["compile"] = on_gpu and lacking is None
+        if lacking:
+            print(f"runtime.compile=auto: not compiled, because {lacking} is not here")
+    return replace(settings, **means)
+
+
 def device_kind(settings: RuntimeSettings) -> str:
-    """``cpu`` or ``cuda``: where a run of these settings computes. ValueError as ``start`` has it."""
-    return choice.named(settings.device).type
+    """``cpu`` or ``cuda``; ValueError as of ``named``."""
+    return named(settings.device).type
 
 
 def forget_earlier_jobs() -> None:
-    """Free what an earlier job of this process left: objects in cycles, compiled graphs, blocks that the allocator keeps."""
+    """Free what an earlier job of this process left: cycles, compiled graphs, unused blocks of the allocator."""
     gc.collect()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # its guards would count against this job's limit of recompilations
@@ -142,13 +218,13 @@ def forget_earlier_jobs() -> None:
 
 
 def start(settings: RuntimeSettings, *, processes: ProcessGroup = SINGLE) -> Runtime:
-    """Choose the device, of several processes the GPU of this one's rank, and set what is global: threads, determinism
-    and the allocator. ValueError naming ``runtime.device`` if it is not there, or ``runtime.tf32``."""
+    """The device of this process, with threads, determinism and allocator set. ValueError for a device that is missing, and for
+    ``runtime.tf32`` elsewhere than on CUDA."""
     several = processes.world_size > 1
-    device = choice.of_rank(settings.device, processes) if several else choice.named(settings.device)
+    device = of_rank(settings.device, processes) if several else named(settings.device)
     if settings.tf32 and device.type != "cuda":
         raise ValueError(f"runtime.tf32=true: runtime.device={device.type} has no such products; allowed is false")
-    settings = choice.settled(settings)
+    settings = settled(settings)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device.index)  # or libraries put their workspaces on the first one
     torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")

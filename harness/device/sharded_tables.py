@@ -1,11 +1,10 @@
-"""Sharded tables: with ``runtime.shard=full`` each process has some columns of all rows; no device need hold a table.
+"""Sharded tables: with ``runtime.shard=full`` each process has some columns of all rows, so that no device holds a whole table.
 
     rows that all bytes of all processes read, and their weights    gathered
-    this process's columns of all of these sums                     computed here, as one process does
+    this process's columns of all of these sums                     computed as by one process
     whole sums of this process's bytes                              exchanged, and their gradients back
 
-What is sent grows with the bytes of a step and not with the table. The gradient of a process's columns is complete with
-its backward pass. FSDP cannot do this: it refuses sparse gradients and gathers a dense table whole.
+Traffic grows with the bytes of a step, not with the table. FSDP refuses sparse gradients and gathers a dense table whole.
 """
 
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ DONE = -1
 
 
 class ShardedTables:
-    """The ``tables`` of a model, as the optimizers know them, which this cuts: each parameter keeps this process's
-    columns. ValueError where one has too few. ``places``: modules, and names of tables that their ``sum_rows`` read."""
+    """The ``tables`` of a model, as the optimizers know them, cut to this process's columns; ValueError where one has too few.
+    ``places``: modules, and names of tables that their ``sum_rows`` reads."""
 
     def __init__(self, places: Sequence[tuple[nn.Module, str]], processes: ProcessGroup):
         self._places, self._processes = places, processes
@@ -42,7 +41,7 @@ class ShardedTables:
             table.data = columns[processes.rank].clone(memory_format=torch.contiguous_format)
 
     def put_into_model(self, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
-        """Have the model know the whole of each table, as torch does, and read it from here; these, by table."""
+        """Put a ``DTensor`` in the place of each table, whose sums are read from here; these by table."""
         managed = {}
         for table, shape in zip(self.tables, self._shapes, strict=True):
             whole = DTensor.from_local(table.data, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
@@ -55,14 +54,14 @@ class ShardedTables:
 
     @torch.compiler.disable
     def sum_rows(self, values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-        """As the contract has it; all processes call it or ``serve``, with any numbers of bytes."""
+        """As in the contract; all processes call it or ``serve``, with any numbers of bytes."""
         number = self._numbers[values]
         readers = self._processes.all_gather((number, slots.shape[1], len(slots)))
         return self._summed(number, slots, weights, [n_bytes for *_, n_bytes in readers], sparse=sparse)
 
     @torch.no_grad()
     def serve(self) -> None:
-        """Take part in what other processes read, until all are here."""
+        """Take part in the reads of other processes until all call it."""
         while self.tables:
             readers = self._processes.all_gather((DONE, 0, 0))
             number, reads, _ = max(readers)
@@ -85,11 +84,8 @@ class ShardedTables:
 
 
 class _Exchanged(torch.autograd.Function):
-    """``ProcessGroup.exchange``, whose gradients go back the same way, times ``scale``.
-
-    A table's gradient is that of the mean of all processes' losses, so gradients of sums are divided by their number;
-    those of weights, which are of this process's loss, are multiplied again.
-    """
+    """``ProcessGroup.exchange``, whose gradients go back the same way, times ``scale``: a table's gradient is that of the mean of
+    all processes' losses, and gradients of weights are of this process's loss."""
 
     @staticmethod
     def forward(

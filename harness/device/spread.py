@@ -1,12 +1,12 @@
-"""Spreading: a model in units, whose gradients torch averages among processes while the backward pass goes on.
+"""Spreading: a model in units, whose gradients torch averages among processes during the backward pass.
 
-A unit is a residual sublayer; what belongs to none of them, such as the embedding and the head, is the last one. With
-``runtime.shard=none`` each process has all parameters (torch's ``replicate``), with ``full`` some rows of each, of its
-gradient and of its optimizer's state (``fully_shard``). What FSDP cannot shard (``harness/loop/unsharded_parameters.py``)
-stays a plain tensor for ``ProcessGroup.average_gradients_``; of tables a process has some columns with ``full``.
+A unit is a residual sublayer; the last unit has the rest, such as embedding and head. With ``runtime.shard=none`` each process
+has all parameters (torch's ``replicate``); with ``full`` some rows of each, of its gradient and of its optimizer's state
+(``fully_shard``), and some columns of tables. Parameters FSDP cannot shard stay plain tensors for
+``ProcessGroup.average_gradients_``.
 
-torch makes ``DTensor`` of a unit's parameters. What an optimizer was given stays a plain parameter, which from then on
-is this process's part, and gets its gradient as soon as it is averaged. Imports here take most of a second.
+torch makes ``DTensor`` of a unit's parameters. The optimizer's plain parameter becomes this process's part of it, and gets its
+averaged gradient. Importing this module takes most of a second.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -26,7 +26,7 @@ from harness.device.units import Units, gathered, is_divided
 
 
 class SpreadUnits(Units):
-    """The same, one of several processes. All make it, of models with the same weights.
+    """The same for one of several processes. All make it, from models with equal weights.
 
     Args:
         units: modules of the model; the model itself is the last one.
@@ -57,7 +57,7 @@ class SpreadUnits(Units):
         names = {parameter: name for name, parameter in model.named_parameters() if parameter not in unmanaged}
         for unit in (*units, model):
             engine(unit, mesh=self._mesh, ignored_params=unmanaged)
-        model.set_reduce_scatter_unused_params(True)  # a step may leave out a parameter in one process alone
+        model.set_reduce_scatter_unused_params(True)  # a step may skip a parameter in one process alone
         for parameter, name in names.items():
             managed = model.get_parameter(name)
             parameter.data = managed.detach().to_local()  # the same memory
@@ -68,7 +68,7 @@ class SpreadUnits(Units):
         self.whole = [p for p in self.parameters if p not in names and p not in self.parts]
 
     def begin_part(self, *, last: bool) -> None:
-        """Gradients are sent once a step, but for those of which only rows are kept."""
+        """Gradients are sent once a step; sharded ones in each part."""
         self._model.set_requires_gradient_sync(last or bool(self.parts))
 
     @contextmanager
@@ -88,7 +88,7 @@ class SpreadUnits(Units):
                     unit.set_reshard_after_forward(True, recurse=False)
 
     def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This process's part of something that belongs to a parameter and has the shape of the whole, or it as it is."""
+        """This process's part of a tensor of the parameter's whole shape; any other tensor as it is."""
         managed = self.parts.get(parameter)
         if managed is None or whole.shape != managed.shape:
             return whole
@@ -104,12 +104,12 @@ class SpreadUnits(Units):
 
 
 def divided_like(held: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor, whole or divided, divided as the one whose place it takes."""
+    """A tensor, whole or divided, divided like ``held``."""
     if not is_divided(held):
         return gathered(tensor)
     if is_divided(tensor):
         return tensor.redistribute(placements=held.placements)
-    (chunk,) = held.__create_chunk_list__()  # cut first: a device need have no room for the whole
+    (chunk,) = held.__create_chunk_list__()  # cut first: the device may lack room for the whole
     part = tensor[tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))]
     return _divided(part.to(held.device), held)
 
@@ -120,6 +120,6 @@ def _divided(part: Tensor, like: DTensor) -> DTensor:
 
 
 def _hand_over(parameter: nn.Parameter, managed: DTensor) -> None:
-    """The gradient that torch has averaged, to the parameter that an optimizer knows."""
+    """Move the averaged gradient to the optimizer's parameter."""
     gradient, managed.grad = managed.grad.to_local(), None
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

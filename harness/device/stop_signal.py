@@ -1,4 +1,4 @@
-"""Stop signal: SIGTERM or Ctrl-C as a request that the loop answers between two steps; a second one stops at once."""
+"""Stop signal: SIGTERM or Ctrl-C asks the loop to stop between two steps; a second one stops at once."""
 
 import contextlib
 import signal
@@ -9,8 +9,8 @@ class StopSignal:
     """Listens to SIGTERM and SIGINT.
 
     Attributes:
-        alone: whether this process decides alone; several must first agree on the step.
-        heard, agreed: the signal that this process received, or 0; that any received, once all know of it.
+        alone: whether this process decides alone; several must agree on the step.
+        heard, agreed: the signal that this process received, or 0; the one that all processes know of.
     """
 
     def __init__(self, *, alone: bool = True):
@@ -29,7 +29,7 @@ class StopSignal:
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, Exception) and not self.alone:
-            return  # torchrun sends SIGTERM where a process is lost: the others still say and record what is left
+            return  # torchrun sends SIGTERM where a process is lost: the others still record how they ended
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -1,5 +1,5 @@
-"""Whether this process was started alone, or by ``torchrun`` as one of several of one command. No torch here: the command
-line wants to know before anything heavy is imported."""
+"""Whether this process runs alone or was started by ``torchrun`` with others. Without torch: the command line asks before slow
+imports."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class Launch(NamedTuple):
-    """This process among all of the command, and among those of this machine; and how many there are."""
+    """Rank and number of processes of the command, and of this machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -19,7 +19,7 @@ class Launch(NamedTuple):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The command line's first words, for a command that may be typed again."""
+        """The command line's first words, to type the command again."""
         if self.world_size == 1:
             return ("python",)
         machines = self.world_size // self.local_world_size
@@ -28,8 +28,8 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch of this process, alone where ``RANK`` and ``WORLD_SIZE`` are not both set. ValueError where one of all
-    that torchrun sets is missing or no number."""
+    """The launch of this process, alone where ``RANK`` or ``WORLD_SIZE`` is not set. ValueError where a variable of torchrun is
+    missing or no number."""
     if not environment.get("RANK") or environment.get("WORLD_SIZE", "") in ("", "1"):
         return Launch()
     texts = {name: environment.get(name, "") for name in (*RANKS, *PLACE)}
@@ -41,7 +41,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def is_later() -> bool:
-    """Whether this process is not the first of several; where the environment is nonsense, nobody else may speak."""
+    """Whether this process is not the first of several; False for an environment that cannot be read: all print then."""
     try:
         return read_launch().rank > 0
     except ValueError:
@@ -49,8 +49,8 @@ def is_later() -> bool:
 
 
 def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None = None) -> None:
-    """ValueError where several processes (``launch``, or this one's) were started for what is done by one: a command
-    that is not for ``many``, or a sweep, as its ``arguments`` say."""
+    """ValueError where torchrun started several processes (``launch``, or this one's) for a command that is not for ``many``, or
+    whose ``arguments`` are a sweep."""
     number = (launch or read_launch()).world_size
     if number == 1:
         return

@@ -1,4 +1,4 @@
-"""Units: the parameters of a model as this process has them: whole, or, of several processes, as ``spread.py`` says."""
+"""Units: the parameters of a model in this process: whole, or divided as in ``spread.py``."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 ROWS_AT_ONCE = 2**20
-"""Of a table that is divided by columns, where it is gathered."""
+"""Of a table divided by columns, when it is gathered."""
 
 
 class Units:
-    """The ``parameters`` of a model in its only process, as the optimizers know them; ``whole`` are those whose
-    gradients are averaged when the backward pass has ended, ``parts`` those of which it has rows, with the whole."""
+    """The ``parameters`` of a model in its only process, as the optimizers know them; ``whole``: those whose gradients are
+    averaged after the backward pass; ``parts``: divided ones, with their ``DTensor``."""
 
     def __init__(self, model: nn.Module):
         self.parameters = list(model.parameters())
@@ -22,8 +22,7 @@ class Units:
         """A part of a step's streams follows."""
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Context in which all parameters are plain and whole, to be read and not written, and ranks may run different
-        numbers of forward passes."""
+        """Context in which parameters are whole, for reading only, and ranks may run different numbers of forwards."""
         return nullcontext()
 
     def total(self, tensor: Tensor, *, of: str = "sum") -> Tensor:
@@ -32,13 +31,13 @@ class Units:
 
 
 def is_divided(leaf: object) -> bool:
-    """Whether it is a ``DTensor`` of torch, whose class takes most of a second to import."""
+    """Whether it is a ``DTensor``, whose class takes most of a second to import."""
     return hasattr(leaf, "full_tensor")
 
 
 def gathered(tree: object, *, keep: bool = True) -> object:
-    """The same structure in which no tensor is divided, but whole on the host; all processes call it. Without ``keep`` this
-    process, which has no use for them, gets None in place of each: they may be larger than what it has room for."""
+    """The same structure with whole tensors on the host in place of divided ones; all processes call it. Without ``keep`` this
+    process gets None in place of each, to save memory."""
 
     def whole(leaf: object) -> object:
         if not is_divided(leaf):

@@ -1,7 +1,7 @@
-"""Admission of a mechanism, before its first step: one that is not as shipped must keep the contract at the run's sizes.
+"""Admission of a mechanism before its first step: shipped, or checked against the contract at the run's sizes.
 
-Shipped is a mechanism whose files are all in ``variants/conformance/shipped.json`` with their digests, which
-``python -m bench.shipped`` writes. Any other is checked once: a pass is remembered for its source, these sizes and torch.
+Shipped means that ``variants/conformance/shipped.json``, which ``python -m bench.shipped`` writes, has the digest of each file. A
+pass of any other mechanism is remembered for its source, these sizes and torch.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ from variants.conformance import BEFORE_TRAINING, SIZED, Finding, Size, check, f
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
 SECTIONS = ("variant", "model", "position", "batch", "eval")
-"""Of the configuration, what a pass is of."""
+"""Of the configuration, what a pass depends on."""
 
 
 def admission(plan: Plan) -> str:
-    """``shipped``, ``passed``, or ``unchecked`` with ``check=false``; ValueError with the first promise that is broken."""
+    """``shipped``, ``passed``, or ``unchecked`` with ``check=false``; ValueError with the first broken promise."""
     shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
     if all(
         shipped.get(name) == sha256_of(path) for name, path in source.mechanism_files(plan.config, trust=plan.trust)
@@ -51,7 +51,7 @@ def admission(plan: Plan) -> str:
 
 
 def findings(plan: Plan) -> Iterator[Finding]:
-    """The promises that are looked at before training: at the run's sizes, and at small ones."""
+    """The promises that are checked before training, at the run's sizes and at small ones."""
     yield from findings_at_sizes(plan)
     small = shrunk(of_mechanism(plan, device_kind(plan.runtime)))
     sizes = {"span": small.model.span, "vocabulary": plan.data["vocabulary"]}
@@ -61,7 +61,7 @@ def findings(plan: Plan) -> Iterator[Finding]:
 
 
 def ideal_beside_executed(plan: Plan) -> Finding:
-    """What a mechanism says it needs is no more than what its code executes, in warm state, nor much less."""
+    """Declared FLOPs are at most the executed ones, in warm state, and not much less."""
     return finding_of(IDEAL, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 

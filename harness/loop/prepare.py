@@ -1,5 +1,5 @@
-"""Preparation of a run, from a composed configuration until it can begin: planned, read, found on disk, built,
-perhaps from another run. Nothing is written."""
+"""Preparation of a run from a composed configuration: plan, corpus, folder, model, and weights of another run. Nothing is
+written."""
 
 import dataclasses
 from pathlib import Path
@@ -10,7 +10,7 @@ from harness import source
 from harness.count.memory import PeakMemory
 from harness.data import corpora
 from harness.data.sources import PINNED
-from harness.device import choice, runtime
+from harness.device import runtime
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.admission import admission
 from harness.loop.run import Run, recording
@@ -22,15 +22,15 @@ from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import RECORD, read_object
 
 WARM_BYTES = 16
-"""Bytes of the step that is thrown away before memory is measured."""
+"""Of the step that is thrown away before memory is measured."""
 FREE = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "default_bytes")
-"""Keys of ``model`` that may differ from those of a run that gives its weights."""
+"""Keys of ``model`` that may differ from those of ``init_from.run``."""
 
 
 def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) -> Run:
-    """Check, read and build everything; nothing is written before all of it stands. ValueError is a user's mistake."""
+    """Check, read and build everything before anything is written. ValueError is a user's mistake."""
     with processes.fail_together():
-        plan = planned(cfg, **hydra_facts())
+        plan = planned(cfg)
         corpus = corpora.load(**plan.data)
     place = processes.on_main(lambda: _locate(plan, data_digest=corpus.sha256))
     if place.summary:
@@ -49,17 +49,17 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
             runtime.forget_earlier_jobs()
             peak = PeakMemory(device.device)
             trainer = Trainer(plan, corpus, device)
-        trainer.spread()
+        trainer.update.spread(shard=plan.runtime.shard)
         if place.checkpoint is None and plan.init_from.run is not None:
             begin_from(trainer)
         return Run(plan, place, trainer, command=command, processes=processes, peak=peak)
 
 
-def planned(cfg: DictConfig, **facts: object) -> Plan:
-    """The plan as it runs on this machine, by keywords of ``plan_run``: its configuration has what ``auto`` means here, and so
-    has the run's identity."""
-    plan = plan_run(cfg, **facts)
-    here = choice.settled(plan.runtime)
+def planned(cfg: DictConfig) -> Plan:
+    """The plan with what ``auto`` means on this machine, also in its configuration, by which the run is identified; ValueError
+    names key, value and what is allowed."""
+    plan = plan_run(cfg, **hydra_facts())
+    here = runtime.settled(plan.runtime)
     words = plan.config["runtime"] | {"precision": here.precision, "compile": here.compile}
     return dataclasses.replace(plan, runtime=here, config=plan.config | {"runtime": words})
 
@@ -78,16 +78,15 @@ def _locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
 
 
 def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
-    """One small step, thrown away: what libraries load and kernels compile once is neither the memory nor the seconds of
-    the process's first run."""
+    """One small step, thrown away: what libraries load and compile once is not the first run's memory or time."""
     few = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
     alone = dataclasses.replace(device, compile=False, processes=SINGLE)
     Trainer(dataclasses.replace(plan, batch=few), corpus, alone).step()
 
 
 def begin_from(trainer: Trainer) -> None:
-    """``init_from.run``: another run's weights with a new schedule, or everything with a larger budget. Rates, decays and clips
-    are this run's own; moments and sums are the other's. ValueError says what differs and what is allowed."""
+    """``init_from.run``: another run's weights with a new schedule, or everything with a larger budget; rates, decays and clips
+    stay this run's. ValueError says what differs."""
     path, processes = trainer.plan.init_from.run, trainer.runtime.processes
     content, theirs = processes.on_main(lambda: _read_start(Path(path)))
     with processes.fail_together():
@@ -102,7 +101,7 @@ def begin_from(trainer: Trainer) -> None:
 
 def _read_start(path: Path) -> tuple[dict, dict]:
     """The newest checkpoint of a run folder, and its provenance."""
-    if checkpoint.newest(path) is None or path.is_symlink():  # a link such as outputs/latest is soon another run
+    if checkpoint.newest(path) is None or path.is_symlink():  # outputs/latest is another run after the next command
         raise ValueError(f"init_from.run={path}: must be a run folder that has a checkpoint, and no link to one")
     theirs = read_provenance(path, key="init_from.run")
     return checkpoint.load_newest(path, identity_of(theirs)), theirs
@@ -131,8 +130,7 @@ def _restore(trainer: Trainer, content: dict, theirs: dict) -> None:
 
 
 def _facts(row: dict, *, everything: bool) -> dict[str, object]:
-    """By key, what makes two models of equal shapes compute differently; to go on where a run ended, also what it reads, in
-    which order, and what moves it."""
+    """What makes models of equal shapes compute differently, by key; for ``everything`` also data, their order and optimizers."""
     config = row["config"]
     facts = {f"model.{name}": value for name, value in config["model"].items() if name not in FREE}
     facts |= {f"position.{name}": value for name, value in config["position"].items()}

@@ -1,5 +1,5 @@
-"""Run: one command's work in a run folder. It holds the folder, listens to signals, says when to record, validate and save, and
-at the end scores the best weights and writes the summary. What comes before is in ``prepare.py``, a step in ``trainer.py``."""
+"""Run: one command's work in a run folder: its lock, record and signals, when to validate and save, and at the end the scores of
+the best weights and the summary."""
 
 import json
 import math
@@ -21,20 +21,19 @@ from harness.loop.trainer import Trainer
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder
-from harness.record.closing_table import bits, print_closing_table, scored_splits
+from harness.record.closing_table import bits, data_label, print_closing_table, scored_splits
 from harness.record.rows import CONFIG, Record, write_summary
 from harness.record.wandb_run import WandbRun
 
 WARM_STEPS = 2
-"""Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
+"""Steps before peak memory is measured: they compile, and allocate the optimizers' state."""
 TRAINED_PER_SCORED = 10
-"""Bytes that are trained on for each that a validation on the way scores: a count, so that what is chosen does not depend
-on the machine's speed."""
+"""Trained bytes for each byte that a validation on the way scores: a count, so that the choice does not depend on speed."""
 
 
 @contextmanager
 def recording(plan: Plan, place: folder.RunFolder, provenance: dict, processes: ProcessGroup) -> Iterator[None]:
-    """Errors are recorded in the run folder, by the one process that writes there; short memory says what to lower."""
+    """Record errors in the run folder, in the process that writes there; an error for lack of memory names the keys to lower."""
     with place.failing(provenance) if processes.is_main else nullcontext():
         try:
             yield
@@ -54,12 +53,12 @@ def recording(plan: Plan, place: folder.RunFolder, provenance: dict, processes: 
 
 
 class Run:
-    """One run, as one command works on it; of several processes, the first one alone holds the folder and writes.
+    """One run; of several processes, the first one alone holds the folder and writes.
 
     Attributes:
-        trainer: None where an earlier command finished the run, which is returned.
-        best_bits: lowest bits per byte of the validations on the way, or infinity.
-        validated: bytes and fraction of the budget spent before the last validation, and the pairs that each reads, or None.
+        trainer: None where an earlier command has finished the run.
+        best_bits: lowest bits per byte of the validations so far, or infinity.
+        validated: bytes and fraction of the budget spent at the last validation, and the pairs that each reads, or None.
     """
 
     def __init__(
@@ -75,10 +74,10 @@ class Run:
         self.plan, self.folder, self.trainer, self.command = plan, place, trainer, command
         self._processes, self._peak, self._highest = processes, peak, Peak(None, approximate=False)
         self.stop = StopSignal(alone=processes.world_size == 1)
-        self._saved = trainer.spent if trainer else Spent()
         self._saved_seconds, self._save_late = time.monotonic(), False
         self._steps_here, self._shown_seconds, self.best_bits = 0, time.monotonic(), math.inf
-        self.validated = {"bytes": self._saved.bytes, "fraction": plan.budget.fraction(self._saved), "size": None}
+        spent = trainer.spent if trainer else Spent()
+        self.validated = {"bytes": spent.bytes, "fraction": plan.budget.fraction(spent), "size": None}
 
     @property
     def earlier(self) -> dict | None:
@@ -86,7 +85,7 @@ class Run:
         return self.folder.summary
 
     def earlier_result(self) -> float | None:
-        """Show the finished run of this very configuration and source, and return its objective."""
+        """Show the finished run and return its objective."""
         print(f"finished before: {self.folder.path} (force=true runs it again)")
         if not self.plan.sweeping:
             print_closing_table(self.earlier)
@@ -111,9 +110,7 @@ class Run:
             verb = f"resuming at {trainer.spent.bytes:,} bytes" if saved else "training"
             how = f"{provenance['device']}, {trainer.backend}, {trainer.runtime.precision}"
             how += ", compiled" * trainer.runtime.compile
-            print(f"{verb}: {self.folder.path}  |  {trainer.corpus.label()}  |  {how}")
-            if self._processes.world_size > 1:
-                self._processes.standing = self._losses
+            print(f"{verb}: {self.folder.path}  |  {data_label(provenance['data'])}  |  {how}")
             with self._processes.fail_together():
                 if self._processes.is_main:
                     config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text
@@ -128,15 +125,8 @@ class Run:
                         self.append({"kind": "provenance", **provenance, "config": config})
             yield
 
-    def _losses(self) -> str:
-        """What a run that ends now, without saving, loses; as sentences."""
-        spent, newest = self.trainer.spent.bytes, checkpoint.newest(self.folder.path)
-        what = f"The newest whole checkpoint is {newest}" if newest else f"{self.folder.path} has no checkpoint yet"
-        lost = f"{spent - self._saved.bytes:,} of {spent:,} bytes of training are lost"
-        return f"{what}, and {lost}; the same command goes on: {self.command}"
-
     def _restore(self) -> dict:
-        """Go on from the newest checkpoint that is whole; its content, or nothing where there is none."""
+        """Go on from the newest undamaged checkpoint; its content, empty where there is none."""
         if self._processes.is_main:
             self.folder.begin()
         if self.folder.checkpoint is None:
@@ -144,22 +134,22 @@ class Run:
         content = self._processes.on_main(self._read)
         with self._processes.fail_together():
             self.trainer.restore(content)
-        self.best_bits, self.validated, self._saved = content["best_bits"], content["validated"], self.trainer.spent
+        self.best_bits, self.validated = content["best_bits"], content["validated"]
         return content
 
     def _read(self) -> dict:
-        """The checkpoint; the best weights are looked at as well: at the end they would be missed too late."""
+        """The checkpoint; the best weights are read as well, because at the end their damage would show too late."""
         content = checkpoint.load_newest(self.folder.path, vars(self.folder.identity))
         if content["best_bits"] < math.inf:
             checkpoint.load_best(self.folder.path, vars(self.folder.identity))
         return content
 
     def print(self, line: str) -> None:
-        """A line, with the run's name where jobs of a sweep may write to one terminal."""
+        """Print a line, in a sweep with the run's name."""
         print(f"{self.folder.path.name}: {line}" if self.plan.sweeping else line, flush=True)
 
     def append(self, row: dict) -> None:
-        """A row for the record and for W&B; of train rows, one in ``record.progress_seconds`` is shown."""
+        """Write a row to the record and to W&B, and print a train row every ``record.progress_seconds``."""
         if not self._processes.is_main:
             return
         row = self._record.append(row)
@@ -173,8 +163,7 @@ class Run:
         return f"{bits}{'*' * bool(capped)} bits/byte after {self.trainer.spent.bytes:,} bytes"
 
     def step(self) -> None:
-        """One training step, after which all processes know of a signal that one has received, and whether by the clock of the
-        first one a checkpoint is due."""
+        """One training step; then all processes agree on signals, and by the first one's clock whether a checkpoint is due."""
         self.trainer.step()
         late = time.monotonic() - self._saved_seconds >= (self.plan.checkpoint.every_seconds or math.inf)
         signals, lates = zip(*self._processes.all_gather((self.stop.heard, late)), strict=True)
@@ -184,8 +173,7 @@ class Run:
             self._peak.reset()
 
     def validation_due(self) -> bool:
-        """Whether another ``eval.every`` of the budget is spent, and enough read since the last validation; the end has
-        its own."""
+        """Whether another ``eval.every`` of the budget is spent, and enough bytes since the last validation."""
         every, last, trainer = self.plan.eval.every, self.validated, self.trainer
         if every <= 0 or trainer.finished:
             return False
@@ -193,8 +181,8 @@ class Run:
         return marks > before and trainer.spent.bytes - last["bytes"] >= TRAINED_PER_SCORED * (last["size"] or 1)
 
     def validate(self) -> None:
-        """Score bytes of valid that are in no reported score, and save the weights if they are the best so far. The first
-        validation decides how many pairs each of them reads, or they would not compare."""
+        """Score bytes of valid that no reported score reads, and save the weights if they are the best so far. All validations
+        read as many pairs as the first, so that they compare."""
         trainer, last, part = self.trainer, self.validated, self.trainer.choosing()
         most = min(len(part), self.plan.eval.bytes or math.inf) - 1
         size = last["size"] or max(1, min(most, (trainer.spent.bytes - last["bytes"]) // TRAINED_PER_SCORED))
@@ -205,7 +193,7 @@ class Run:
             row = {"kind": "valid", **trainer.place(), "bits_per_byte": bits_per_byte, "capped_bytes": len(score.nats)}
             self.append(row | {"metrics": trainer.model.metrics(score.stats)})
             self.print(f" valid  {self._score(bits_per_byte, capped=True)}")
-            # The first always, even NaN: there must be weights to score.
+            # The first always, even with NaN: the end needs weights to score.
             if bits_per_byte < self.best_bits or self.best_bits == math.inf:
                 self.best_bits = bits_per_byte if bits_per_byte < math.inf else math.inf
                 weights = gathered(trainer.model.state_dict(), keep=self._processes.is_main)
@@ -216,7 +204,7 @@ class Run:
 
     @contextmanager
     def _unmeasured(self) -> Iterator[None]:
-        """Memory used inside of the block does not count in the peak of training."""
+        """Leave the memory that the block uses out of the peak of training."""
         self._highest = self._highest.or_higher(self._peak.read())
         yield
         self._peak.reset()
@@ -235,10 +223,10 @@ class Run:
                     content["identity"] = vars(self.folder.identity)
                     step, keep = self.trainer.spent.steps, self.plan.checkpoint.keep
                     checkpoint.save(self.folder.path, content, step=step, keep=keep)
-        self._saved, self._saved_seconds = self.trainer.spent, time.monotonic()
+        self._saved_seconds = time.monotonic()
 
     def end_early(self) -> None:
-        """Say how to go on after a signal, and end the process as it asks."""
+        """Print how to go on, and end the process with the signal's exit code."""
         same = "the same command without force=true" if self.plan.force else "the same command"
         self.print(f"stopped at {self.trainer.spent.bytes:,} bytes; {same} goes on: {self.command}")
         raise SystemExit(128 + self.stop.number)
@@ -272,7 +260,7 @@ class Run:
         return row
 
     def show(self, row: dict) -> None:
-        """The closing table, and how to sync W&B; of a sweep's job one line."""
+        """Print the closing table and W&B's hint, or one line for a job of a sweep."""
         if self.plan.sweeping:  # bench.report has tables of all
             scores = ", ".join(f"{split} {bits(row, split=split)}" for split in scored_splits(row))
             print(f"finished: {self.folder.path}  {scores} bits per byte")

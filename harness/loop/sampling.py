@@ -1,4 +1,4 @@
-"""Sampling: bytes that a model writes, one after the other, with carried state: a byte costs the same however long the text."""
+"""Sampling: bytes that a model writes one by one with carried state, so that a byte costs the same however long the text."""
 
 import math
 from collections.abc import Iterator
@@ -26,21 +26,13 @@ def numbers_of(text: bytes, symbols: bytes, *, key: str) -> Tensor:
 
 @torch.no_grad()
 def sampled(network: LanguageModel, prompt: Tensor, *, symbols: int, **choice) -> Iterator[int]:
-    """Numbers that follow ``prompt`` (int64 ``[P]``, P from 1), without end.
-
-    Args:
-        network: in float32 or float64, on any device; in evaluation mode from now on.
-        symbols: how many of its numbers stand for a byte; the others are never drawn.
-        choice: as ``draw`` has it.
-
-    Raises:
-        ValueError: as ``draw``, or a mechanism that carries no state.
-    """
+    """Numbers that follow ``prompt`` (int64 ``[P]``, P >= 1), without end. ``network`` is set to evaluation mode; only its first
+    ``symbols`` numbers are drawn; ``choice`` as ``draw`` has it. ValueError as of ``draw``, or for a mechanism without state."""
     for name, sublayer in network.sublayers():
         if "segments" in sublayer.limits:
             raise ValueError(
-                f"{name} ({type(sublayer).__name__}) has the limit `segments`: it carries no state, so it cannot write byte "
-                "after byte; allowed are mechanisms without that limit"
+                f"{name} ({type(sublayer).__name__}) has the limit `segments`: it carries no state, so it cannot write; "
+                "allowed are mechanisms without that limit"
             )
     network.eval()
     device, state = next(network.parameters()).device, None
@@ -55,36 +47,17 @@ def sampled(network: LanguageModel, prompt: Tensor, *, symbols: int, **choice) -
 
 
 def draw(
-    logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, generator: torch.Generator | None = None
 ) -> int:
-    """One number by its logits, float64 ``[V]``.
-
-    Args:
-        temperature: what logits are divided by; 0 takes the likeliest.
-        top_k: draw among so many likeliest.
-        top_p: draw among the fewest likeliest whose probabilities sum to so much.
-        generator: of the CPU's random numbers; None for torch's own.
-
-    Raises:
-        ValueError: logits that are not finite, or a choice that cannot be.
-    """
+    """One number by its logits, float64 ``[V]``, among the ``top_k`` likeliest; temperature 0 takes the likeliest. ValueError for
+    logits that are not finite, and for arguments out of range."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature}: must be a number from 0, which is the likeliest byte")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: must be at least 1, or null for all")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1, or null for all")
     if not logits.isfinite().all():
         raise ValueError("the weights give no probabilities, logits are not finite; allowed is another run")
     if temperature == 0:
         return int(logits.argmax())
     ordered, order = (logits / temperature).sort(descending=True, stable=True)
-    probabilities = ordered[:top_k].softmax(0)
-    if top_p is not None:
-        probabilities = probabilities * (probabilities.cumsum(0) - probabilities < top_p)
-    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+    return int(order[torch.multinomial(ordered[:top_k].softmax(0), 1, generator=generator)])

@@ -1,4 +1,4 @@
-"""Scoring: nats of every pair of a split, in streams with carried state, in windows without, of a sample, or by context."""
+"""Scoring: nats of pairs of a split: in streams with carried state, in windows without, of a sample, or by context."""
 
 import functools
 import math
@@ -17,21 +17,20 @@ from harness.device.runtime import Runtime
 from harness.hashing import integer_hash
 from harness.model import LanguageModel, ModelOut, add_stats
 
-BLOCK_BYTES = 10_000
 WINDOWS = (8, 1024)
 """Windows at a time, and bytes of each, of the score without state."""
 PLACES = 64
 NOT_CAUSAL = "not causal"
 MOST_NATS = 0.02
-"""Mean absolute change of a pair's nats above which a row is not causal; a causal model's is its rounding."""
+"""Mean absolute change of a pair's nats above which a row is not causal; rounding is far below."""
 MOST_LUCKY_BITS = 40
-"""Bits below a corpus's floor that a causal model saves with a probability of at most 2^-40, in total."""
+"""In total, below a corpus's floor: a causal model gets there with a probability of at most 2^-40."""
 _BATCH, _PLACE = 3, 4  # first key of the hash, so that draws are unrelated to those of streams
 
 
 class Score(NamedTuple):
-    """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``, summed statistics, and by how much,
-    where that was looked for, later bytes change a pair's nats on average: rounding, or the model saw them."""
+    """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``; summed statistics; and by how much
+    later bytes change a pair's nats on average (0 where ``look`` is None): rounding, or the model saw them."""
 
     nats: Tensor
     stats: dict[str, dict[str, Tensor]]
@@ -44,10 +43,6 @@ class Score(NamedTuple):
     def bits_of(self, where: Tensor) -> float | None:
         """Mean bits of the pairs that ``where``, bool ``[pairs]``, names; None if it names none."""
         return self.nats[where].double().mean().item() / math.log(2) if where.any() else None
-
-    def blocks(self) -> list[float]:
-        """Nats of each block of 10,000 pairs, for paired comparisons."""
-        return [block.double().sum().item() for block in self.nats.split(BLOCK_BYTES)]
 
 
 def score_stream(
@@ -62,16 +57,15 @@ def score_stream(
     collect_stats: bool = False,
     look: int | None = None,
 ) -> Score:
-    """Score pairs of ``split`` (uint8 ``[n]``), streamed with carried state.
-
-    Each of ``runtime.processes`` scores some of the streams, and all return the score of the whole.
+    """Score pairs of ``split`` (uint8 ``[n]``), streamed with carried state; the processes divide the streams, and each returns
+    the whole score.
 
     Args:
-        streams, segment, context: how the split is cut, and how many bytes each stream reads unscored before its own,
-            in whole segments and as far as ``whole_context`` allows; part of the number.
-        pairs: so many from all over the split, of which each stream's begin after ``context``; None for every pair once.
-        collect_stats: also collect the sublayers' statistics, from where all streams are scored.
-        look: a seed, to find ``future_nats`` as well.
+        streams, segment, context: how the split is cut, and the bytes that each stream reads unscored before its own, in whole
+            segments and as far as ``whole_context`` allows; part of the number.
+        pairs: a sample of so many, spread over the split; None for every pair once.
+        collect_stats: also collect the sublayers' statistics, from the first batch in which all streams are scored.
+        look: a seed for ``Futures``.
     """
     cut = {"streams": streams, "segment": segment, "part": runtime.processes.shard}
     if pairs is None:
@@ -86,8 +80,7 @@ def score_stream(
 def score_windows(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = WINDOWS[0], look: int | None = None
 ) -> Score:
-    """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``window 1024, stride 512``;
-    ``look`` as ``score_stream`` has it."""
+    """Score every pair once in windows of 1024 bytes, stride 512, without state; ``look`` as in ``score_stream``."""
     batches = windows(split, window=WINDOWS[1], batch=batch, part=runtime.processes.shard)
     rows = batch * runtime.processes.world_size
     futures = Futures(look, batches, rows=rows, vocabulary=model.head.out_features)
@@ -97,13 +90,8 @@ def score_windows(
 def score_context(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
 ) -> list[dict]:
-    """Bits per byte against context: windows of ``longest`` pairs that start cold, by powers of two of bytes seen.
-
-    Args:
-        segment: bytes of a window that are scored at a time, with carried state: it bounds memory, not the context.
-
-    Returns: rows ``{from_bytes, to_bytes, bits_per_byte}``; a pair at place n of its window has n + 1 bytes to go by.
-    """
+    """Bits per byte by the bytes seen before, in powers of two, ``{from_bytes, to_bytes, bits_per_byte}``: windows of ``longest``
+    pairs start cold, and are scored ``segment`` bytes at a time with carried state."""
     longest = min(longest, len(split) - 1)
     sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
     for window in windows(split, window=longest, stride=longest, batch=batch):
@@ -122,8 +110,7 @@ def score_context(
 
 
 def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **how) -> Score:
-    """All processes' nats, streams or windows in their order, their statistics together, and by how much later bytes changed
-    a prediction; ``how`` as ``_predicted`` has it."""
+    """The score of all processes' streams or windows, in their order; ``how`` as ``_predicted`` has it."""
     nats, masks, stats, processes = [], [], {}, runtime.processes
     for batch_nats, mask, batch_stats in _predicted(model, batches, runtime, carry=carry, **how):
         nats.append(batch_nats)
@@ -134,16 +121,16 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
     stats = functools.reduce(add_stats, processes.all_gather(stats))
-    changes = processes.gather(how["futures"].changes if "futures" in how else torch.empty(0))
+    changes = processes.gather(how["futures"].changes)
     return Score(processes.gather(scored), stats, changes.mean().item() if len(changes) else 0.0)
 
 
 class Futures:
-    """Places whose later bytes are replaced, to see whether the trained model itself saw them: 64 drawn by a seed (None for no
-    places), one in each stream of some batches, are predicted again in their shape and from their state.
+    """Predicts 64 places again with other bytes after them, to see whether the trained model saw these: one place in each stream
+    of batches that a seed draws (None for none).
 
     Args:
-        rows: streams, or windows, of a batch, in all processes together.
+        rows: streams or windows of a batch, of all processes.
         first: number of the first batch in which all streams are scored.
     """
 
@@ -154,7 +141,7 @@ class Futures:
         self.chosen = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
     def look(self, number: int, inputs: Tensor, mask: Tensor, nats: Tensor, again: Callable[[Tensor], tuple]) -> None:
-        """Compare ``nats [L, T]`` of batch ``number`` with the first that ``again`` gives for other ``inputs``, on the CPU."""
+        """Compare ``nats [L, T]`` of batch ``number`` with those that ``again`` gives for other ``inputs``, on the CPU."""
         for turn in range(self.chosen[number]):
             draws = integer_hash(_PLACE, self.seed, number, turn, range(len(inputs)))
             scored = [row.nonzero().flatten() for row in mask[:, :-1]]  # after the last byte there is none to replace
@@ -166,7 +153,7 @@ class Futures:
 
     @property
     def changes(self) -> Tensor:
-        """By how much each place's nats changed, ``[n]``."""
+        """Of each place's nats, ``[n]``."""
         return torch.cat(self._changes)
 
 
@@ -180,7 +167,7 @@ def _predicted(
     stats_from: int | None = None,
     futures: Futures | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, dict]]:
-    """Nats ``[L, T]`` and mask on the CPU, and statistics, of each batch; these from number ``stats_from`` on."""
+    """Nats ``[L, T]`` and mask on the CPU, and statistics, of each batch; statistics from batch ``stats_from`` on."""
     model.eval()
     state, forward = None, runtime.forward(model)
 

@@ -1,15 +1,14 @@
-"""Selection of the code that computes attention: on a CPU it has its tests, elsewhere it is proven where it first runs.
+"""Selection of the code that computes attention on a device for which the kernels have no tests.
 
-Candidates are taken in the order in which the sublayers prefer them; the first that agrees with plain PyTorch in float64
-runs. Each computes in a process that is thrown away: one that reads where it must not leaves a device's context unusable, and
-one that hangs must not hang the run.
+Candidates are compared with plain PyTorch in float64, in the order in which the sublayers prefer them; the first that agrees
+runs. Each computes in a process of its own: an illegal read leaves a device's context unusable, and a hang must not stop the run.
 """
 
 import dataclasses
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -27,27 +26,26 @@ from variants.conformance.fixture import open_
 
 PLAIN = "plain"
 TESTED = ("cpu",)
-"""Types of devices whose code has its tests."""
+"""Types of devices for which the kernels have tests."""
 SEGMENTS = (300, 301, 1, 65)
-"""Bytes: more than blocks of kernels, and what divides nothing."""
+"""Bytes: longer than blocks of kernels, and no multiples of them."""
 LEAST = 1e-4
 """Relative error that is always allowed."""
 LIMIT_SECONDS = 120.0
-"""The longest that a candidate may take: other processes of the run wait for ten minutes, and no longer."""
+"""Of a comparison: other processes of the run wait for ten minutes at most."""
 SEED = 0x123456789ABCDEF
-_verdicts: dict[str, dict] = {}
-"""Of all jobs of this process, by what was proven."""
+_compared: dict[str, tuple[bool, str]] = {}
+"""Comparisons that this process has finished. A timeout or an error is not among them."""
 
 
 def settled(plan: Plan, where: Runtime, *, recorded: dict | None = None) -> Plan:
-    """The plan with the backend that is right on the run's device, and with how it was chosen. Of several processes, the first
-    decides.
+    """The plan with the backend for the run's device, and how it was chosen; of several processes, the first one chooses.
 
     Args:
-        recorded: the choice that the run's record has, which a run that goes on keeps.
+        recorded: the choice in the record of a run that goes on.
 
     Raises:
-        ValueError: what was asked for by name fails its proof.
+        ValueError: the backend that was asked for by name fails its comparison.
     """
     if plan.runtime.backend == PLAIN or where.device.type in TESTED:
         return plan
@@ -59,35 +57,36 @@ def settled(plan: Plan, where: Runtime, *, recorded: dict | None = None) -> Plan
 
 
 def select(plan: Plan, where: Runtime) -> dict | None:
-    """``backend``; ``why``, in lines for a reader; and ``verdicts`` by candidate: ``passed``, ``said`` and ``seconds``.
-
-    None where no sublayer has a choice, or none has what was asked for: then the sublayers say so.
-    """
-    asked, (possible, small) = plan.runtime.backend, candidates(plan, where)
+    """The ``backend`` that agrees with plain PyTorch on the device, and the ``errors`` of all candidates that were compared. None
+    where no sublayer offers what was asked for: building the model then raises the ValueError."""
+    asked, errors, (possible, small) = plan.runtime.backend, {}, candidates(plan, where)
     if not possible or asked not in ("auto", *possible):
         return None
-    verdicts, why = {}, []
     for backend in possible if asked == "auto" else [asked]:
-        verdict = verdicts[backend] = prove(small, where, backend)
-        if verdict["passed"]:
-            why.append(f"{backend}: {verdict['said']}" if asked == "auto" else "asked for by name")
-            return {"backend": backend, "why": why, "verdicts": verdicts}
-        why.append(f"{backend} failed: {verdict['said']}")
+        settings = dataclasses.replace(small.runtime, backend=backend, device=str(where.device), compile=False)
+        key = json.dumps(
+            [backend, where.describe(), *(small.config[name] for name in ("variant", "position", "model"))]
+        )
+        try:
+            if key not in _compared:
+                print(f"runtime.backend: comparing {backend} with plain PyTorch on {where.device}", file=sys.stderr)
+                with Cell(_comparison, small.config, small.trust, settings) as cell:
+                    _compared[key] = cell.ask("__call__", limit_seconds=LIMIT_SECONDS)
+            passed, errors[backend] = _compared[key]
+        except (CellError, ValueError) as error:
+            passed, errors[backend] = False, str(error).strip().partition("\n")[0][:300]
+        if passed:
+            return {"backend": backend, "errors": errors}
         if asked != "auto":
-            raise ValueError(f"runtime.backend={asked}: asked for by name; {why[-1]}; allowed are auto, {PLAIN}")
-        _warn(why[-1])
-    why.append(f"{PLAIN}, because no other code is proven here: slow, with all scores in memory")
-    _warn(why[-1])
-    return {"backend": PLAIN, "why": why, "verdicts": verdicts}
-
-
-def _warn(reason: str) -> None:
-    print(f"WARNING: runtime.backend=auto: {reason}", file=sys.stderr)
+            raise ValueError(f"runtime.backend={asked}: failed with {errors[backend]}; allowed are auto, {PLAIN}")
+        print(f"WARNING: runtime.backend=auto: {backend} failed: {errors[backend]}", file=sys.stderr)
+    print(f"WARNING: runtime.backend=auto: {PLAIN}, which is slow and keeps all scores in memory", file=sys.stderr)
+    return {"backend": PLAIN, "errors": errors}
 
 
 def candidates(plan: Plan, where: Runtime) -> tuple[list[str], Plan]:
-    """Backends beside plain that every sublayer with a choice may take there, in order of preference, and the plan on which they
-    are proven."""
+    """Backends beside plain that all sublayers with a choice offer on the device, in order of preference, and the plan on which
+    they are compared: the run's heads and widths, few layers."""
     with torch.random.fork_rng(devices=[]):
         sublayers = dict(varied(plan, runtime=ON_CPU).make_model().sublayers())
     offers = {name.rpartition(".")[2]: s.backends(where.device, training=True) for name, s in sublayers.items()}
@@ -98,15 +97,21 @@ def candidates(plan: Plan, where: Runtime) -> tuple[list[str], Plan]:
     return common, dataclasses.replace(small, runtime=plan.runtime)
 
 
+def _comparison(config: dict, trust: Sequence[str], settings: RuntimeSettings) -> Callable[[], tuple[bool, str]]:
+    """``agreement``, ready to be called in a process of its own."""
+    where, plan = runtime.start(settings), plan_run(OmegaConf.create(config), trusted=tuple(trust))
+    return partial(agreement, dataclasses.replace(plan, runtime=settings), where)
+
+
 def agreement(
     plan: Plan, where: Runtime, *, segments: Sequence[int] = SEGMENTS, least: float = LEAST
 ) -> tuple[bool, str]:
-    """Whether logits and every gradient of the plan's model agree there with plain PyTorch's in float64 on a CPU, from the
-    same weights, bytes and dropped weights of attention; and the worst error.
+    """Whether logits and all gradients of the plan's model on the device agree with plain PyTorch's in float64 on a CPU, from
+    equal weights, bytes and dropout masks of attention; and the worst error.
 
     Args:
         segments: bytes of each, read one after the other with carried state.
-        least: error that is allowed whatever plain errs in the precision of ``where``.
+        least: error that is allowed even where plain PyTorch errs less in the precision of ``where``.
     """
     host = varied(plan, runtime=ON_CPU | ({"backend": "chunked"} if plan.model.dropout else {}))
     torch.manual_seed(plan.seed)
@@ -122,42 +127,11 @@ def agreement(
         forward = mode.forward(model.to(mode.device).train())
         return outcome(model, tokens.to(mode.device), segments, forward=forward, autocast=mode.autocast)
 
+    rounding = None  # where plain PyTorch shows what the precision costs: bfloat16 on a CPU, TF32 on the device
+    if where.precision != "float32":
+        rounding = Runtime(device=torch.device("cpu"), precision=where.precision, compile=False)
+    elif where.tf32:
+        rounding = dataclasses.replace(where, compile=False)
     with patch("variants.backends.draw_seed", lambda device: torch.full((), SEED, dtype=torch.int64, device=device)):
-        expected = outcome(reference.double().train(), tokens, segments)
-        actual, mode = outcome_of(plan, where), _rounding(where)
-        return compare(actual, expected, least=least, plain=None if mode is None else outcome_of(host, mode))
-
-
-def _rounding(where: Runtime) -> Runtime | None:
-    """Where plain PyTorch shows what the mode costs: bfloat16 on a CPU, TF32 on the device; None for IEEE float32."""
-    if where.precision == "float32":
-        return dataclasses.replace(where, compile=False) if where.tf32 else None
-    return Runtime(device=torch.device("cpu"), precision=where.precision, compile=False)
-
-
-def prove(small: Plan, where: Runtime, backend: str) -> dict:
-    """A verdict; one that was reached stands for all jobs of this process."""
-    key = json.dumps([backend, where.describe(), *(small.config[name] for name in ("variant", "position", "model"))])
-    if key not in _verdicts:
-        print(f"runtime.backend: proving {backend} on {where.device}", file=sys.stderr)
-        settings = dataclasses.replace(small.runtime, backend=backend, device=str(where.device), compile=False)
-        began = time.monotonic()
-        try:
-            with Cell(Candidate, small.config, small.trust, settings) as cell:
-                passed, detail = cell.ask("agrees", limit_seconds=LIMIT_SECONDS)
-        except (CellError, ValueError) as error:
-            passed, detail = False, str(error).strip().partition("\n")[0][:300]
-        _verdicts[key] = {"passed": passed, "said": detail, "seconds": time.monotonic() - began}
-    return _verdicts[key]
-
-
-class Candidate:
-    """A backend on the device, in the process that is thrown away; ``settings`` name both."""
-
-    def __init__(self, config: dict, trusted: Sequence[str], settings: RuntimeSettings):
-        self.where = runtime.start(settings)
-        plan = plan_run(OmegaConf.create(config), trusted=tuple(trusted))
-        self.plan = dataclasses.replace(plan, runtime=settings)
-
-    def agrees(self) -> tuple[bool, str]:
-        return agreement(self.plan, self.where)
+        expected, actual = outcome(reference.double().train(), tokens, segments), outcome_of(plan, where)
+        return compare(actual, expected, least=least, plain=None if rounding is None else outcome_of(host, rounding))

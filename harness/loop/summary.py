@@ -25,11 +25,10 @@ def provenance(
     source: str,
     measuring: bool = False,
 ) -> dict:
-    """What a number is of: enough to measure it again, and to refuse to compare it with something else; ``measuring`` where bench
-    has measured it."""
+    """What a number comes from: enough to repeat it, and to refuse comparisons. ``measuring`` for rows of bench."""
     row = {"format": FORMAT, "variant": plan.variant, "seed": plan.seed, "command": command, "config_hash": config_hash}
     row |= {"source": source, "tree": digest_of_tree(measuring=measuring), "commit": commit()}
-    row["data"] = corpus.provenance() | ({"fallback_for": corpus.fallback_from} if corpus.fallback_from else {})
+    row["data"] = corpus.provenance()
     numerics = {"variant": None if plan.trust else plan.config["variant"].get("numerics"), "shared": NUMERICS}
     row |= {"protocol": plan.protocol(), "numerics": numerics, "recomputation": plan.runtime.checkpoint}
     return row | runtime.describe()
@@ -46,11 +45,8 @@ def identity(trainer: Trainer, run: Identity, *, command: str) -> dict:
 
 
 def costs(trainer: Trainer, *, peak: Peak) -> dict:
-    """Time, FLOPs and memory of the training that was done; the forward is counted warm, on one stream.
-
-    Of several processes: seconds by the first one's clock, bytes and FLOPs of all together, peak memory of the one that
-    had most; parameters, gradients and optimizer state are the first one's.
-    """
+    """Time, FLOPs and memory of training; the forward is counted warm, on one stream. Of several processes: bytes and FLOPs of
+    all, the highest peak, and the first one's seconds, parameters, gradients and optimizer state."""
     segment, span, units = trainer.plan.eval.segment, trainer.plan.model.span, trainer.update.units
     with trainer.runtime.autocast(), units.gathered():
         executed = forward_flops_per_byte(trainer.model, segment=segment, most_bytes=span + 4 * segment)
@@ -73,7 +69,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> dict:
 
 
 def final_score(trainer: Trainer, split: str, summary: dict) -> dict:
-    """Score a split as ``eval`` says, with the weights the model has now: into the ``summary``, and as a row."""
+    """Score a split as ``eval`` says with the present weights; updates the ``summary`` and returns a row."""
     plan, corpus, part = trainer.plan, trainer.corpus, trainer.reported(split)
     score = trainer.evaluate(part, look=plan.seed)
     bits, metrics = {"bits_per_byte": score.bits_per_byte}, trainer.model.metrics(score.stats)
@@ -94,12 +90,12 @@ def final_score(trainer: Trainer, split: str, summary: dict) -> dict:
     summary["compressors"][split] = compressed_bits(part, train=corpus.splits["train"]) if main else {}
     summary["check"] = NOT_CAUSAL if leaks else summary["check"]
     row = {"kind": split, **trainer.place(), "final": True, **bits, "capped_bytes": capped, "check": summary["check"]}
-    row |= {"future_nats": change, "protocol": plan.protocol(), "block_nats": score.blocks()}
+    row |= {"future_nats": change, "protocol": plan.protocol()}
     return row | {"metrics": metrics}
 
 
 def parameters(model) -> dict:
-    """Counts: all of them, those read for one byte, and those of each sublayer."""
+    """Numbers of parameters: in all, read for one byte, and of each sublayer."""
     by_sublayer = model.parameters_by_sublayer()
     return {"total": sum(by_sublayer.values()), "touched": model.touched_parameters(), "by_sublayer": by_sublayer}
 

@@ -1,4 +1,4 @@
-"""Trainer: model, optimizers, data, carried state and what was spent; what a step does, and how all goes into a checkpoint."""
+"""Trainer: model, optimizers, data, carried state and budget spent; one step, one evaluation, and their checkpoint."""
 
 import math
 import time
@@ -24,15 +24,13 @@ from variants.contract import cat_streams, map_state
 
 
 class Trainer:
-    """What trains in one run, or in one of the processes that make it together. Parameters, optimizers and what is spent are the
-    same in all; the carried state is of this one's streams. ValueError where the streams cannot be divided among the processes,
-    or a split is too short to be scored.
+    """What trains, in one of the processes of a run. Parameters, optimizers and ``spent`` are equal in all; the carried state is
+    of this process's streams. ValueError where the processes cannot divide the streams, or a split is too short to be scored.
 
     Attributes:
-        backend, evaluation_backend: which code attention runs in training, and in scoring: dropout may forbid a faster one.
-        spent: bytes, seconds, steps and FLOPs so far, of all processes together. Seconds are by the first one's clock, without
-            those of compiling, which are ``compile_seconds``, and whole after ``settle``: until then, what the device has yet
-            to do is not in them.
+        backend, evaluation_backend: the code of attention in training and in scoring: dropout may forbid a faster one.
+        spent: bytes, seconds, steps and FLOPs of all processes so far. Seconds are the first one's, without those of compiling,
+            ``compile_seconds``; ``settle`` adds the work that the device has not yet done.
     """
 
     def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
@@ -62,10 +60,6 @@ class Trainer:
             # From here on, draws are dropout's.
             random_state.seed_apart(plan.seed, step=0, rank=processes.rank)
 
-    def spread(self) -> None:
-        """Have the processes train together, from the first one's weights; all call it, before anything else."""
-        self.update.spread(shard=self.plan.runtime.shard)
-
     @property
     def backend(self) -> str:
         return backend_of(self.model, self.runtime)
@@ -84,13 +78,13 @@ class Trainer:
         return self.plan.budget.done(self.spent)
 
     def step(self) -> None:
-        """One training step; Diverged where the loss or a gradient of the step before is not finite: the host looks while the
-        device has this one to do."""
+        """One training step; Diverged where the loss or a gradient of the step before is not finite, read while the device
+        works."""
         began, number, flops = time.perf_counter(), self.spent.steps, self._step_flops()
         inputs, targets = self._sent.get(number) or self._send(number)
         self._sent = {number + 1: self._send(number + 1)}
         state = None if self.stream.begins(number) else self.state
-        # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
+        # The rate at the middle of the step: neither the first nor the last update has rate 0.
         middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last)) / 2
         with compile_clock(compiled=self.runtime.compile) as compiling:
             nats, after = self.update(inputs, targets, state, fraction=middle)
@@ -101,7 +95,7 @@ class Trainer:
         if self._timed:
             self.runtime.synchronise()
         seconds = time.perf_counter() - began - compiling.seconds
-        if self._timed:  # what follows from them must be the same everywhere
+        if self._timed:  # all processes must end at the same step
             seconds = self.runtime.processes.all_gather(seconds)[0]
         self.compile_seconds += compiling.seconds
         self._unread.append(nats)
@@ -113,24 +107,24 @@ class Trainer:
         return self.runtime.send(*self.stream.batch(number, part=self.runtime.processes.shard))
 
     def _step_flops(self) -> int:
-        """Training FLOPs that the next step needs, with what its streams carry and at the present parameters, as spans move."""
+        """Training FLOPs of the next step, with its carried bytes and present spans."""
         needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried(self.spent.steps))
         return round(needed.training * self.stream.bytes_per_step)
 
     def _check_steps(self, *, but: int = 0) -> None:
-        """Raise Diverged for the first step that was not finite, whose update the optimizers left out; the last ``but`` steps
-        are not read, which would wait for the device. All processes check the same steps at the same time."""
+        """Raise Diverged for the first step that was not finite, whose update the optimizers left out; all processes check the
+        same steps. The last ``but`` steps are not read: that would wait for the device."""
         while len(self._unchecked) > but:
             left_out, number, rate = self._unchecked.popleft()
             if left_out():
                 self._unchecked.clear()
                 self._diverge(
-                    f"step {number + 1:,} diverged at a learning rate of {rate:.3g}: its loss or a gradient is not finite. The "
-                    "weights are as they were before it"
+                    f"step {number + 1:,} diverged at a learning rate of {rate:.3g}: its loss or a gradient is not finite. "
+                    "The weights are as they were before it"
                 )
 
     def _check_weights(self) -> None:
-        """Raise Diverged as ``_check_steps``, and where a finite gradient led to a parameter that is not finite."""
+        """Raise Diverged as ``_check_steps``, and for a parameter that is not finite."""
         self._check_steps()
         units, names = self.update.units, [name for name, _ in self.model.named_parameters()]
         bad = units.total(torch.stack([~p.isfinite().all() for p in units.parameters]).float(), of="max").tolist()
@@ -138,14 +132,14 @@ class Trainer:
             self._diverge(f"an update left the parameter {names[bad.index(1)]} with numbers that are not finite")
 
     def _diverge(self, message: str) -> None:
-        """In all processes, of which the first one speaks."""
+        """Raise Diverged in all processes; the first one prints."""
         clip = "" if self.optimizers.clip is None else f" or optim.clip={self.optimizers.clip:g}"
         with self.runtime.processes.fail_together():
             if self.runtime.processes.is_main:
                 raise Diverged(f"{message}. Lower optim.lr={self.optimizers.lr:g}{clip}")
 
     def settle(self) -> None:
-        """Wait for the device, so that its seconds count to the steps that it was given; and read their losses."""
+        """Wait for the device, add its seconds to those of the steps, and read their losses."""
         if self._unread and not self._timed:
             began = time.perf_counter()
             self.runtime.synchronise()
@@ -155,7 +149,7 @@ class Trainer:
         self._steps, self._unread = self._steps + len(self._unread), []
 
     def place(self) -> dict:
-        """Where in the run a row stands: in bytes, steps, FLOPs and seconds of training."""
+        """Bytes, steps, FLOPs and seconds of training so far, for a row."""
         self.settle()
         epochs = self.spent.bytes / len(self.corpus.splits["train"])
         place = {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs}
@@ -165,7 +159,7 @@ class Trainer:
         return place | {"training_flops": self.spent.flops, "clock": clock}
 
     def train_row(self) -> dict:
-        """A row for the record: mean bits per byte since the last such row, rate, and metrics of the parameters."""
+        """A row: mean bits per byte since the last such row, rate, and metrics of the parameters."""
         place = self.place()
         self._check_steps()
         bits = self._nats / self._steps / math.log(2)
@@ -176,9 +170,9 @@ class Trainer:
         return row | {"metrics": self.model.metrics({})}
 
     def evaluate(self, part: Tensor, *, pairs: int | None = None, look: int | None = None) -> Score:
-        """Score bytes, uint8 ``[n]``, with the present weights: all, streamed as ``eval`` says, or a sample of ``pairs`` from all
-        over, for a page of a text is no measure of the rest; ``look`` as ``score_stream`` has it."""
-        self.settle()  # or the steps before it would count to the scoring
+        """Score bytes, uint8 ``[n]``, with the present weights: all, streamed as ``eval`` says, or a sample of ``pairs`` spread
+        over them; ``look`` as ``score_stream`` has it."""
+        self.settle()  # or scoring's seconds would include the steps'
         self._check_weights()
         cut = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         if pairs is not None:
@@ -199,7 +193,7 @@ class Trainer:
         return self.corpus.reported(split, selection_bytes=e.selection_bytes, limit=e.bytes)
 
     def choosing(self) -> Tensor:
-        """The bytes of valid that choose the weights, and are in no reported score; ValueError where there are not two."""
+        """The bytes of valid that choose the weights and are in no reported score; ValueError for fewer than two."""
         number, valid = self.plan.eval.selection_bytes, self.corpus.splits["valid"]
         part = self.corpus.choosing(number)
         if len(part) < 2:
@@ -231,8 +225,8 @@ class Trainer:
                 )
 
     def content(self) -> dict:
-        """What an exact resume needs of it, in the first process: all must call it. Where parameters are divided, they and the
-        optimizers' tensors are so here."""
+        """What an exact resume needs; all processes call it. Divided parameters, and their optimizers' tensors, are divided
+        here."""
         self.settle()
         self._check_weights()
         processes = self.runtime.processes
@@ -243,7 +237,7 @@ class Trainer:
         return content | {"nats": self._nats, "steps": self._steps, "random": random, "random_others": randoms}
 
     def restore(self, content: dict) -> None:
-        """Go on from a checkpoint's ``content``, which may be of another number of processes."""
+        """Go on from a checkpoint's ``content``, which may come from another number of processes."""
         device, processes = self.runtime.device, self.runtime.processes
         self.take_weights(content["model"])
         self.optimizers.load_state_dict(content["optimizers"])
@@ -262,7 +256,7 @@ class Trainer:
 
 
 def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, what: str) -> None:
-    """Put saved weights into a model; ValueError naming ``what`` where sizes or types differ: none is cut or rounded."""
+    """Load saved weights into a model; ValueError, naming ``what``, where names, sizes or types differ."""
     state = model.state_dict()
     ours, theirs = ({n: f"{tuple(t.shape)} of {t.dtype}" for n, t in each.items()} for each in (state, weights))
     for name in sorted(ours.keys() | theirs.keys()):
@@ -280,7 +274,7 @@ def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, what: str)
 
 
 def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) -> str:
-    """Which code the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is impossible."""
+    """The code that the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is impossible."""
     backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
     if not device.compile:

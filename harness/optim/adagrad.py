@@ -3,8 +3,8 @@
     A <- A + g^2                                             the gradient before any clip
     w <- w - lr min(1, clip / |g|) g / (sqrt(A) + eps)       |g| over the one tensor
 
-The paper speaks of a clip per module; the runs behind it clip per tensor. The clip shortens the step and nothing else:
-clipping gradients first (``clip_grad_norm_``) would shrink the accumulator too, and hardly limit the step.
+The paper has a clip per module; its runs clip per tensor. The clip shortens the step alone: ``clip_grad_norm_`` would also shrink
+the accumulator, and hardly limit the step.
 """
 
 from typing import Annotated
@@ -16,12 +16,8 @@ from torch.optim import Optimizer
 
 
 class ClippedAdagrad(Optimizer):
-    """Adagrad, clipped per tensor. Sparse gradients update the rows they name.
-
-    Args:
-        clip: largest norm of one tensor's gradient, or None.
-        eps: added outside the root.
-    """
+    """Adagrad whose gradients have a norm of at most ``clip`` per tensor, with ``eps`` outside the root. Sparse gradients update
+    their rows."""
 
     def __init__(self, params, *, lr: float, clip: Annotated[float, Gt(0)] | None = None, eps: float = 1e-10):
         super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
@@ -29,7 +25,7 @@ class ClippedAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient; where ``found_inf`` is 1 nothing changes."""
+        """One update of every parameter with a gradient; none where ``found_inf`` is 1."""
         found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
@@ -51,8 +47,7 @@ class ClippedAdagrad(Optimizer):
                     parameter.index_add_(0, rows, step, alpha=-group["lr"])
 
     def _shrink(self, parameter: Tensor, values: Tensor, clip: float | None) -> Tensor | float:
-        """``min(1, clip / norm)`` without a division by zero and without waiting for the device; the norm is of all
-        processes' values where they divide the parameter."""
+        """``min(1, clip / norm)`` without waiting for the device; the norm of a divided parameter is of all processes' values."""
         if clip is None:
             return 1.0
         norm = torch.linalg.vector_norm(values)

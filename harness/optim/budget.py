@@ -1,8 +1,5 @@
-"""Budget of a run, and the learning rate along the way.
-
-Whatever the unit of its budget, a run only sees the fraction that is spent, and the schedule is a function of that
-fraction: the same schedule then fits every unit, and a larger budget stretches it.
-"""
+"""Budget of a run, and its learning-rate schedule, a function of the spent fraction: one schedule fits every unit, and a larger
+budget stretches it."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What a run has spent so far: bytes predicted, seconds in training steps, updates, FLOPs that training needs."""
+    """What a run has spent: predicted bytes, seconds of training steps, updates, needed FLOPs."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -29,7 +26,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One amount of one unit, or ``default_bytes`` of the model's configuration; ValueError for two amounts."""
+    """One amount of one unit, or the model's ``default_bytes``; ValueError for two amounts."""
 
     bytes: Annotated[int, Gt(0)] | None = None
     seconds: Annotated[float, Gt(0)] | None = None
@@ -65,9 +62,8 @@ class Schedule:
 
     Args:
         warmup_fraction: fraction of the budget over which the rate rises from 0; 0 for none.
-        warmup_steps: updates over which it rises, the first made at ``1 / warmup_steps``; 0 for none. With both kinds
-            given, the lower share counts.
-        decay_fraction: fraction of the budget, at its end, over which the rate falls; it is constant before.
+        warmup_steps: updates over which it rises, from ``1 / warmup_steps``; 0 for none. Of both kinds the lower share counts.
+        decay_fraction: fraction at the budget's end over which the rate falls from its peak.
         floor: share of the peak at which the decay ends.
     """
 
@@ -78,7 +74,7 @@ class Schedule:
     floor: Share = 0.0
 
     def factor(self, fraction: float, *, step: int) -> float:
-        """Share of the peak rate for the update after ``step`` others, where ``fraction`` of the budget is spent."""
+        """Share of the peak rate for the update after ``step`` others, at this ``fraction`` of the budget."""
         by_fraction = fraction / self.warmup_fraction if self.warmup_fraction else 1.0
         by_steps = (step + 1) / self.warmup_steps if self.warmup_steps else 1.0
         warmup = min(1.0, by_fraction, by_steps)

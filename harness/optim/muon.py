@@ -6,8 +6,7 @@
     W <- (1 - lr wd) W - lr max(1, rows / columns)^0.5 O
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the update of ``torch.optim.Muon`` with
-``adjust_lr_fn="original"``, which takes one matrix after another, in bfloat16: of small ones the overhead is most of the
-time. Here matrices of one shape are stacked and iterated in batched products.
+``adjust_lr_fn="original"``. That takes one matrix at a time, mostly overhead for small ones; here those of one shape are batched.
 """
 
 from collections import defaultdict
@@ -24,9 +23,8 @@ ITERATIONS = 5
 def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Move all singular values of each matrix, ``[n, rows, columns]``, near 1 and keep its singular vectors.
 
-    Five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X on X = U / |U|_F, products in ``dtype``, the norm in
-    the matrices' own. The coefficients trade accuracy for speed: a singular value of at least 0.002 |U|_F ends between
-    0.68 and 1.21, a smaller one lower. A matrix of zeros stays zeros.
+    Five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X on X = U / |U|_F, with products in ``dtype``. A singular value
+    of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one lower; zeros stay zeros.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.size(-2) > matrices.size(-1)
@@ -41,9 +39,8 @@ def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
-    """The dtype of the products under ``precision`` for parameters such as ``like``. ``auto`` is float64 for float64; for
-    narrower ones bfloat16 where the hardware has matrix units for it (CUDA, and processors with AMX tiles: 0.4 of the
-    time in float32 for 24 small matrices), and elsewhere float32."""
+    """The dtype of the products under ``precision`` for parameters such as ``like``. ``auto`` is float64 for float64, else
+    bfloat16 where the hardware has matrix units for it (CUDA and AMX, where it takes 0.4 of the time), else float32."""
     if precision != "auto":
         return getattr(torch, precision)
     if like.dtype != torch.float64 and (like.is_cuda or (like.device.type == "cpu" and _has_amx())):
@@ -78,14 +75,14 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def products(self) -> list[str]:
-        """The dtypes in which it multiplies: what ``precision`` means here."""
+        """The dtypes of the products."""
         dtypes = {product_dtype(group["precision"], like=p) for group in self.param_groups for p in group["params"]}
         return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient, unless ``found_inf`` is 1. Where each process has some
-        rows of every matrix, all gather what goes into the products, and each computes all of them."""
+        """One update of every parameter with a gradient, unless ``found_inf`` is 1. Processes with some rows of every matrix
+        gather the factors, and each computes all products."""
         parts = self.units.parts if self.units else {}
         for group in self.param_groups:
             alike = defaultdict(list)
@@ -97,7 +94,7 @@ class Muon(torch.optim.Optimizer):
                 self._update(parameters, shape, divided, group)
 
     def _update(self, parameters: list[Tensor], shape: tuple[int, int], divided: bool, group: dict) -> None:
-        """Update parameters of one shape together; all or none of them are some rows of it."""
+        """Update parameters of one ``shape`` together; ``divided``: of which each is some rows."""
         lr, momentum = group["lr"], group["momentum"]
         for parameter in parameters:
             if not self.state[parameter]:

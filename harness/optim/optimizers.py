@@ -1,9 +1,10 @@
-"""Optimizers of a run, moved together. Every rate is optim.lr * lr_scale * schedule(fraction of the budget spent); a group
-with ``schedule: constant`` leaves out the last factor.
+"""Optimizers of a run. Every rate is optim.lr * lr_scale * schedule(fraction of the budget), without the last factor for a group
+with ``schedule: constant``.
 
-An update that a loss or a gradient would spoil that is not finite is left out on the device, and nobody waits to know.
-torch's fused optimizers have what it takes, for ``torch.amp.GradScaler``: they change nothing where their attribute
-``found_inf`` is 1, and say so by ``_step_supports_amp_scaling``. Ours do the same; for others the host asks, and waits.
+An update whose loss or gradients are not finite is left out on the device, without waiting for it: torch's fused optimizers
+change
+nothing where their attribute ``found_inf`` is 1, and show it by ``_step_supports_amp_scaling``, as for ``torch.amp.GradScaler``.
+So do ours; for any other optimizer the host waits.
 """
 
 from collections.abc import Set
@@ -18,7 +19,7 @@ from harness.optim.parameter_groups import Group
 
 BY_ROWS = (Muon, ClippedAdagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 BY_ROWS += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.SparseAdam)
-"""Those that a process may have with some rows of a parameter: they look at each number alone, or know of ``units``."""
+"""Optimizers that may update some rows of a parameter: they treat each number alone, or know ``units``."""
 
 
 class Optimizers:
@@ -30,19 +31,12 @@ class Optimizers:
             group's sparse gradients apart; or None.
 
     Attributes:
-        found_inf: 1 on the device from the first update that was left out, otherwise 0; None before the first. All later
-            ones are left out, too, so that whoever reads it late finds everything as it was before that step.
-        units: which parameters are divided among processes, and how (``harness/device/spread.py``); None where none is.
+        found_inf: 1 on the device once an update was left out, else 0; None before the first. All later ones are left out too, so
+            that a late reader finds the weights of before.
+        units: of ``harness/device/spread.py``, where parameters are divided among processes; else None.
     """
 
-    def __init__(
-        self,
-        groups: list[Group],
-        *,
-        lr: float,
-        schedule: Schedule,
-        clip: float | None = None,
-    ):
+    def __init__(self, groups: list[Group], *, lr: float, schedule: Schedule, clip: float | None = None):
         self.groups = {group.name: group for group in groups}
         self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
         self.found_inf: Tensor | None = None
@@ -51,8 +45,7 @@ class Optimizers:
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
     def step(self, fraction: float, *, loss: Tensor | None = None) -> None:
-        """One update of every group, if the ``loss`` and all gradients of it are finite. ``fraction``: of the budget spent,
-        at the middle of the step: then neither the first update of a warm-up nor the last of a decay is at rate 0."""
+        """One update of every group, if the ``loss`` and all gradients are finite, at this ``fraction`` of the budget."""
         gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
         every = {p: g for both in gradients.values() for some in both for p, g in some.items()}
         self._find_inf([*([] if loss is None else [loss]), *every.values()])
@@ -71,7 +64,7 @@ class Optimizers:
 
     @torch.no_grad()
     def _find_inf(self, tensors: list[Tensor]) -> None:
-        """Set ``found_inf``: what unscales gradients in ``GradScaler`` looks at them in one pass, by a scale of 1."""
+        """Set ``found_inf`` in one pass: ``GradScaler``'s unscaling, by a scale of 1."""
         if self.found_inf is None:
             parameter = next(iter(self.optimizers.values())).param_groups[0]["params"][0]
             self.found_inf = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -82,12 +75,12 @@ class Optimizers:
             self.found_inf.copy_(self.units.total(self.found_inf, of="max"))
 
     def may_update(self) -> bool:
-        """Whether the update is made; waits for the device."""
+        """Whether the update is to be made; waits for the device."""
         return not self.found_inf.item()
 
     @torch.no_grad()
     def _clip(self, gradients: dict[str, tuple[dict, dict]], divided: Set[Tensor]) -> None:
-        """Scale gradients so that joint norms are at most the clips; of ``divided`` ones this process has a part."""
+        """Scale gradients so that joint norms are at most the clips; this process has a part of ``divided`` ones."""
 
         def clip_(some: list[Tensor], clip: float | None) -> None:
             if clip is not None and some:
@@ -115,12 +108,12 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict:
-        """Everything an exact resume needs: updates made, and each optimizer's state by group name."""
+        """For an exact resume: the number of updates, and each optimizer's state by group."""
         groups = {name: self._divided(name, o.state_dict(), whole=True) for name, o in self.optimizers.items()}
         return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take over what ``state_dict`` gave; ValueError if the groups have other names."""
+        """Restore ``state_dict``; ValueError for groups of other names."""
         if set(state["groups"]) != set(self.optimizers):
             theirs, ours = sorted(state["groups"]), sorted(self.optimizers)
             raise ValueError(f"the checkpoint's optimizer groups {theirs} are not this run's {ours}")
@@ -129,7 +122,7 @@ class Optimizers:
             optimizer.load_state_dict(self._divided(name, state["groups"][name], whole=False))
 
     def _divided(self, name: str, state: dict, *, whole: bool) -> dict:
-        """An optimizer's state, where parameters are divided of whole tensors or of this process's parts."""
+        """An optimizer's state with whole tensors, or with this process's parts."""
         if not self.units:
             return state
         parameters = [parameter for part in self.optimizers[name].param_groups for parameter in part["params"]]
@@ -141,8 +134,7 @@ class Optimizers:
         return state | {"state": changed}
 
     def describe(self) -> list[dict]:
-        """One row a group: name, optimizer, peak lr, number of parameters, their share of all that are trained, and the
-        dtypes of the optimizer's products where it has some."""
+        """A row for each group: name, optimizer, peak rate, parameters, their share of all, and the dtypes of Muon's products."""
         rows, total = [], sum(self._sizes.values())
         for name, group in self.groups.items():
             optimizer, size = self.optimizers[name], self._sizes[name]

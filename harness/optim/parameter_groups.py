@@ -1,5 +1,5 @@
-"""Parameter groups: which optimizer moves which parameter. The run says which one is the default and which one, if any,
-moves the matrices inside layers; a variant names the parameters that need something else (spans, value tables)."""
+"""Parameter groups: the run has a default optimizer, and perhaps one for the matrices inside layers; a variant names parameters
+with others (spans, value tables)."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -20,12 +20,13 @@ class Group:
     """Parameters that share an optimizer, a rate and a clip.
 
     Args:
-        parameters: by name, one name each; errors name the group's configuration ``key``.
-        undecayed: names of the parameters that get no weight decay by rule.
-        optimizer: makes the optimizer from parameter groups and ``lr``; a partial without a rate of its own.
-        lr_scale: learning rate relative to ``optim.lr``; 0 leaves the parameters as they start.
-        weight_decay: for all parameters, or None for the optimizer's own on all but ``undecayed``.
-        schedule: ``run`` follows the run's schedule, ``constant`` stays at the peak from the first update on.
+        key: of the group's configuration, for errors.
+        parameters: by name, one name each.
+        undecayed: names of the parameters without weight decay by rule.
+        optimizer: a partial without a rate, called with parameter groups and ``lr``.
+        lr_scale: learning rate relative to ``optim.lr``; 0 keeps the initial parameters.
+        weight_decay: for all parameters, or None for the optimizer's on all but ``undecayed``.
+        schedule: ``run`` follows the run's schedule, ``constant`` stays at the peak.
         clip: largest norm of this group's gradients, or None to take part in the run's clip.
     """
 
@@ -40,24 +41,22 @@ class Group:
     clip: Annotated[float, Gt(0)] | None = None
 
     def build(self, *, lr: float) -> Optimizer:
-        """The optimizer at peak rate ``lr``, with decayed and undecayed parameters apart."""
+        """The optimizer at peak rate ``lr``, with parameter groups with and without decay."""
         if "lr" in getattr(self.optimizer, "keywords", {}):
-            raise ValueError(f"{self.key}: an optimizer has no lr of its own; set optim.lr and the group's lr_scale")
+            raise ValueError(f"{self.key}: the optimizer must have no lr; set optim.lr and the group's lr_scale")
         decayed, undecayed = (
             [p for name, p in self.parameters.items() if (name in self.undecayed) == bare] for bare in (False, True)
         )
         try:
             optimizer = self.optimizer([{"params": part} for part in (decayed, undecayed) if part], lr=lr)
-        except (ValueError, TypeError, RuntimeError) as error:  # SparseAdam has no rate of 0, for one
+        except (ValueError, TypeError, RuntimeError) as error:  # SparseAdam refuses a rate of 0
             raise ValueError(
-                f"{self.key}: its optimizer refuses optim.lr x lr_scale = {lr:g}, or another word of it ({error})"
+                f"{self.key}: its optimizer refuses optim.lr x lr_scale = {lr:g} or a keyword ({error})"
             ) from error
         if "weight_decay" not in optimizer.defaults:
             if self.weight_decay:
-                raise ValueError(
-                    f"{self.key}.weight_decay={self.weight_decay}: {type(optimizer).__name__} has no weight decay; "
-                    "allowed are 0 and null"
-                )
+                what = f"{type(optimizer).__name__} has no weight decay; allowed are 0 and null"
+                raise ValueError(f"{self.key}.weight_decay={self.weight_decay}: {what}")
         elif self.weight_decay is not None:
             for part in optimizer.param_groups:
                 part["weight_decay"] = self.weight_decay
@@ -66,17 +65,17 @@ class Group:
         return optimizer
 
     def gradients(self, optimizer: Optimizer) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
-        """Dense gradients, and the values of sparse ones, which are coalesced first so that no row counts twice."""
+        """Dense gradients, and the values of sparse ones, coalesced first so that no row counts twice."""
         dense, sparse = {}, {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
             refused = (torch.optim.Adam, torch.optim.Muon, Muon) if parameter.grad.is_sparse else torch.optim.SparseAdam
             if isinstance(optimizer, refused):
+                kind = "sparse" if parameter.grad.is_sparse else "dense"
                 raise ValueError(
-                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is "
-                    f"{'sparse' if parameter.grad.is_sparse else 'dense'}; allowed for sparse ones are "
-                    "torch.optim.SparseAdam and harness.optim.ClippedAdagrad, for dense ones all but SparseAdam"
+                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is {kind}; allowed for sparse ones "
+                    "are torch.optim.SparseAdam and harness.optim.ClippedAdagrad, for dense ones all but SparseAdam"
                 )
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
@@ -95,16 +94,16 @@ def assign(
 ) -> list[Group]:
     """Put every trainable parameter of a model into exactly one group.
 
-    A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside
-    ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Weight decay is for weights of
-    ``nn.Linear``; biases, norms, spans and tables of vectors have none unless their group names one.
+    A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside ``layers.`` are in
+    ``matrices`` if the run has it, all others in ``default``. Only weights of ``nn.Linear`` decay, unless a group has its own
+    decay.
 
     Args:
-        model: the raw model, neither compiled nor wrapped.
+        model: neither compiled nor wrapped.
         default: ``optim.default``, a partial of an optimizer.
         matrices: ``optim.matrices``: ``optimizer`` and ``lr_scale``.
-        groups: the variant's ``groups``, name to ``match`` (patterns; ``*`` crosses dots; every name of a shared
-            parameter counts) and keywords of :class:`Group`; the run's default where there is no optimizer.
+        groups: the variant's ``groups``: ``match`` (patterns; ``*`` crosses dots; every name of a shared parameter counts) and
+            keywords of :class:`Group` by name; the run's default optimizer unless they have one.
 
     Raises:
         ValueError: a pattern that matches nothing, or a parameter in two groups.
@@ -148,7 +147,7 @@ def assign(
 
 
 def _matched(names: Mapping[nn.Parameter, list[str]], group: str, match: str | list[str]) -> list[nn.Parameter]:
-    """Those one of whose names matches one of a group's patterns."""
+    """The parameters of a group: one of their names matches one of its patterns."""
     matched = []
     for pattern in [match] if isinstance(match, str) else match:
         parameters = [p for p, aliases in names.items() if any(fnmatchcase(alias, pattern) for alias in aliases)]

@@ -1,4 +1,4 @@
-"""Plan of a run: everything that was configured, checked; below this module there are only plain arguments."""
+"""Plan of a run: the whole configuration, checked; below this module there are only plain arguments."""
 
 import importlib
 import re
@@ -26,18 +26,14 @@ _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
 GROUP = {name: _HINTS[name] for name in ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")}
 """Keys of a variant's parameter group, and their types."""
 LONGEST_CONTEXT = 16_384
-"""Bytes that a stream of a score reads at most before its own."""
+"""Most bytes that a stream of a score reads before its own."""
 
 
 @section
 class Plan(RunSettings):
-    """A run as it was asked for.
-
-    ``config`` is the resolved configuration as a plain dictionary, for hashing and for the record; ``data`` is
-    keyword arguments of ``harness.data.corpora.load``; ``point`` is where a trial's keys lie between the ends of their
-    space; ``backend_choice`` is how ``runtime.backend`` was settled, where it was; ``admission`` is whether the
-    mechanism was checked.
-    """
+    """A configured run: ``config`` is the resolved configuration as a plain dictionary, for hashing and the record; ``data`` has
+    keywords of ``harness.data.corpora.load``; ``point`` is a trial's place in its space; ``backend_choice`` comes from
+    ``select_backend``, ``admission`` from ``harness.loop.admission``."""
 
     variant: str
     outputs: Path
@@ -54,7 +50,7 @@ class Plan(RunSettings):
     admission: str | None = None
 
     def make_model(self) -> LanguageModel:
-        """The model, initialised by torch's generator. ValueError where sizes do not fit together."""
+        """The model, initialised by torch's generator; ValueError where sizes do not fit together."""
         computed = {"backend": self.runtime.backend, "checkpoint": self.runtime.checkpoint}
         return make_network(self.layers, self.scheme, self.model, vocabulary=self.data["vocabulary"], **computed)
 
@@ -73,23 +69,19 @@ class Plan(RunSettings):
 
 
 def streamed_context(span: int, layers: int) -> int:
-    """Bytes that each stream of a score reads before its own: a prediction can have anything from these."""
+    """Unscored bytes that each stream of a score reads first: as far back as ``span`` reaches through all layers."""
     return min(span * layers, LONGEST_CONTEXT)
 
 
 def plan_run(
-    cfg: DictConfig,
-    *,
-    trusted: tuple[str, ...] = (),
-    sweeping: bool = False,
-    typed: Collection[str] = (),
+    cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool = False, typed: Collection[str] = ()
 ) -> Plan:
     """Check a composed configuration whole; ValueError names the key, the value and what is allowed.
 
     Args:
-        trusted: modules that are trusted beside those of its ``trust``.
-        sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
-        typed: keys that the user gave.
+        trusted: modules beside those of the configuration's ``trust``.
+        sweeping: whether this is a job of a sweep, where no fallback corpus is read.
+        typed: keys on the command line.
     """
     config, point = _resolved(cfg, typed=typed)
     if sweeping:
@@ -129,14 +121,12 @@ def varied(plan: Plan, **sections: dict) -> Plan:
 
 
 def _resolved(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | None]:
-    """The configuration at its trial as a plain dictionary that has every section, and nothing else; and the trial's
-    point."""
+    """The configuration at its trial as a plain dictionary of all sections, and the trial's point."""
     if "sweep" in cfg:  # Hydra's own sweeps leave no such key behind
         raise ValueError(
-            "sweep: what was chosen is a sweep of W&B, which Hydra cannot run; "
-            "give the file to W&B: wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
+            "sweep: W&B runs this file, not Hydra: wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
         )
-    cfg = OmegaConf.merge({"check": True}, cfg)  # which runs of before, and verbs that train nothing, do not say
+    cfg = OmegaConf.merge({"check": True}, cfg)  # older run folders and commands that train nothing lack it
     sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
     check_keys(sections, list(RunSettings.__dataclass_fields__), key="")
     check_keys(sections["budget"], UNITS, key="budget")
@@ -148,11 +138,11 @@ def _resolved(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | 
 
 
 def _trust(names: object) -> tuple[str, ...]:
-    """Modules of the user's own, importable from the folder where the command was typed."""
+    """The user's modules, importable from the folder in which the command was typed."""
     names = [names] if isinstance(names, str) else names or []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
-    if names and str(Path.cwd()) not in sys.path:  # last, and never unasked: it may be a stranger's
+    if names and str(Path.cwd()) not in sys.path:  # last, and only with trust: the folder may be a stranger's
         sys.path.append(str(Path.cwd()))
     for name in names:
         try:
@@ -165,7 +155,7 @@ def _trust(names: object) -> tuple[str, ...]:
 
 
 def _optim(settings: OptimSettings, trust: tuple[str, ...], *, lr_scale: object) -> dict:
-    """``optim`` with partials, its rate times what the variant's ``lr_scale`` has for ``optim.name``, or 1."""
+    """``optim`` with partials, its rate times the variant's ``lr_scale`` for ``optim.name``."""
     scales = checked(lr_scale, dict | None, key="variant.lr_scale") or {}
     for name, factor in scales.items():
         checked(factor, PositiveFloat, key=f"variant.lr_scale.{name}")
@@ -178,7 +168,7 @@ def _optim(settings: OptimSettings, trust: tuple[str, ...], *, lr_scale: object)
 
 
 def _group(node: object, hints: Mapping[str, object], trust: tuple[str, ...], *, key: str, required=None) -> dict:
-    """A group's keys, checked as their types, and its optimizer, where it has one, as a partial."""
+    """A group's keys, checked, with its optimizer, if any, as a partial."""
     check_keys(checked(node, dict, key=key), list(hints), key=key, required=required)
     values = {name: checked(v, hints[name], key=f"{key}.{name}") for name, v in node.items() if name != "optimizer"}
     if node.get("optimizer"):
@@ -187,11 +177,11 @@ def _group(node: object, hints: Mapping[str, object], trust: tuple[str, ...], *,
 
 
 def hydra_facts() -> dict[str, object]:
-    """Keywords of ``plan_run`` that only Hydra knows: what was typed, and what launched this job."""
+    """Keywords of ``plan_run`` that Hydra knows: the typed keys, and whether this is a job of a sweep."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    words = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # what is in them is not ours to resolve
+    words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     typed = {word.lstrip("+").partition("=")[0] for word in words}
     return {"sweeping": hydra.mode == RunMode.MULTIRUN, "typed": typed}

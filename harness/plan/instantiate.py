@@ -1,10 +1,8 @@
-"""Instantiation: a node with ``_target_`` becomes a partial of the class it names; nothing is called here.
+"""Instantiation: a node with ``_target_`` becomes a partial of the class that it names; nothing is called here.
 
-A target must be a class, a subclass of a contract type, and defined in our packages, in torch.optim, or in a module
-that the command line's ``trust`` names. The constructor's signature is the schema, types included.
-
-Where a constructor's annotation asks for a torch.nn.Module and no more, any of a module that the user named is taken,
-and none of ours or torch's; in its keywords no target is followed.
+A target is a subclass of a contract type, defined in our packages, in torch.optim, or in a module that the command line's
+``trust`` names. The constructor's signature is the schema, types included. Where an annotation asks for any torch.nn.Module, only
+modules of ``trust`` count, and no target in the keywords is followed.
 """
 
 import collections.abc
@@ -23,17 +21,17 @@ from variants.contract import Part, Position, Sublayer
 
 OURS = ("variants", "harness", "torch.optim")
 PASSED = {Sublayer: None, Position: "d_head", Part: "d_head", torch.optim.Optimizer: "lr"}
-"""Types of the contract, and the keyword of each that the harness passes itself, beside the first argument."""
+"""Types of the contract, and the keyword that the harness passes to each beside the first argument."""
 CONTRACT = tuple(PASSED)
 
 
 def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Callable:
-    """A partial of the node's class, with nested targets resolved the same way; ValueError by ``key``, where the node stands.
+    """A partial of the node's class, with nested targets resolved alike; ValueError by ``key``, the node's place.
 
     Args:
-        node: ``_target_``, ``_partial_: true`` and the class's own keywords. A module needs no ``_partial_``.
-        kind: what the class must be derived from: a contract type, or the part or module that an annotation names.
-        trust: modules, beside ours, that targets may come from; of a module, these alone.
+        node: ``_target_``, ``_partial_: true`` (not needed for modules), and keywords of the class.
+        kind: the class's base: a contract type, or the part or module that an annotation names.
+        trust: modules beside ours that targets may come from; the only ones for a torch.nn.Module.
     """
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be {PART}")
@@ -52,8 +50,8 @@ def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Ca
 
 
 def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
-    """The keywords of a class that are configuration, ``{name: (annotation, whether it must be given)}``: all but what
-    the harness passes itself, the first argument and those of ``PASSED``."""
+    """The keywords of a class that are configuration, ``{name: (annotation, whether it is required)}``: all but the first
+    argument and ``PASSED``."""
     base = next((base for base in CONTRACT if issubclass(cls, base)), None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     if base and (
@@ -63,7 +61,7 @@ def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
         raise ValueError(f"{key}._target_: the constructor of {cls.__module__}.{cls.__name__} must take {what} first")
     try:
         hints = typing.get_type_hints(cls.__init__, include_extras=True)
-    except Exception as error:  # a stranger's annotations name what is not there
+    except Exception as error:  # an outside class's annotations may name anything
         if base:
             raise ValueError(f"{key}._target_: annotations of {cls.__module__}.{cls.__name__}: {error}") from error
         hints = {}
@@ -104,7 +102,7 @@ def _inside(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def _value(value: object, hint: object, *, key: str, trust: tuple[str, ...]) -> object:
-    """A keyword's value, as its annotation wants it; a part becomes a partial."""
+    """A keyword's value as its annotation asks; a part becomes a partial."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     options = typing.get_args(hint) if union else (hint,)
     parts = [option for option in options if collections.abc.Callable in (option, typing.get_origin(option))]

@@ -1,5 +1,4 @@
-"""Network: the layers and the language model that a configuration describes; torch and the contract suffice to build
-it."""
+"""Network: the layers and the language model that a configuration describes."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -14,18 +13,14 @@ from harness.plan.settings import ModelSettings, checked
 from variants.contract import WAYS, LayerContext, Position, Sublayer
 
 KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
-"""Keys of a variant that are no sublayers; ``numerics`` is the number of what it computes, null where no golden file
-pins it."""
+"""Keys of a variant that are no sublayers; ``numerics`` counts changes of its golden numbers, null without a golden file."""
 CONTEXT = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
-"""Keys of ``model`` that a sublayer gets; the others but ``layers`` and ``default_bytes`` are ``LanguageModel``'s."""
+"""Keys of ``model`` for sublayers; ``LanguageModel`` gets the others but ``layers`` and ``default_bytes``."""
 
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
-    """For each layer, the sublayers' names and partials; ValueError by key.
-
-    ``layers`` is what every layer has, in order. ``at`` has other lists for single layers, counted from 0, or from the
-    top if negative; null there takes back what the variant's file says.
-    """
+    """For each layer, the sublayers' names and partials; ValueError by key. ``layers`` lists every layer's sublayers in order;
+    ``at`` has other lists for single layers, counted from 0 or, if negative, from the top; null there takes an entry back."""
     checked(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
     sublayers = {name: _sublayer(name, node, trust) for name, node in variant.items() if name not in KEYS}
 
@@ -71,8 +66,8 @@ def make_network(
     backend: str,
     checkpoint: str = "none",
 ) -> LanguageModel:
-    """The model, initialised by torch's generator; arguments as ``LanguageModel`` and ``LayerContext`` have them.
-    ValueError: sizes that do not fit together, or a choice that a mechanism does not follow."""
+    """The model, initialised by torch's generator; arguments as of ``LanguageModel`` and ``LayerContext``. ValueError for sizes
+    that do not fit together, or a choice that a mechanism does not follow."""
     pool: dict = {}
     common = {name: getattr(sizes, name) for name in CONTEXT}
     common |= {"n_layers": sizes.layers, "pool": pool, "backend": backend, "scheme": scheme}
@@ -88,7 +83,7 @@ def make_network(
 
 
 def _make(make: functools.partial, key: str, context: LayerContext) -> Sublayer:
-    """The sublayer; a constructor's complaint about a keyword of its own names that keyword's key."""
+    """The sublayer; a constructor's ValueError on a keyword gets that keyword's key."""
     try:
         sublayer = make(context)
     except ValueError as error:
@@ -101,8 +96,7 @@ def _make(make: functools.partial, key: str, context: LayerContext) -> Sublayer:
 
 
 def _refuse_unfollowed(sublayer: Sublayer, context: LayerContext, *, key: str) -> None:
-    """ValueError where the mechanism does not follow a choice of the run, rather than a run in which it means
-    nothing."""
+    """ValueError where the mechanism would ignore a choice of the run."""
     honours, who = sublayer.honours, f"{key} ({type(sublayer).__name__})"
     for name in ("cache", "attend_self"):
         value, allowed = getattr(context, name), getattr(honours, name)

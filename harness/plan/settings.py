@@ -1,7 +1,6 @@
-"""The sections of the configuration as values: a dataclass each, whose annotations are the allowed keys, types and
-bounds.
+"""The sections of the configuration as dataclasses, whose annotations are the allowed keys, types and bounds.
 
-pydantic reads the values, strictly but for whole numbers: 1e6 is an integer, text and truths are no numbers.
+pydantic reads the values strictly, except that 1e6 is an integer.
 """
 
 import collections.abc
@@ -26,7 +25,7 @@ WORDS = {
     "valid dictionary": "mapping",
     "a valid int": "an int",
 }
-"""Of pydantic's messages, and what they are here."""
+"""Words in pydantic's messages, and ours."""
 
 Positive, PositiveFloat = Annotated[int, Gt(0)], Annotated[float, Gt(0)]
 
@@ -63,7 +62,7 @@ class BatchSettings:
 
 @section
 class DataSettings:
-    """The keywords of ``harness.data.corpora.load``, which says what is allowed beyond the types."""
+    """The keywords of ``harness.data.corpora.load``, which checks more than types."""
 
     name: str
     path: str | None
@@ -145,7 +144,7 @@ class OptimSettings:
 
 @section
 class RunSettings:
-    """The keys of a run. What is a mapping here, or anything, is checked where it becomes an object."""
+    """The keys of a run. A ``dict`` or ``Any`` is checked where it becomes an object."""
 
     variant: dict
     position: dict
@@ -170,8 +169,8 @@ class RunSettings:
 
 
 def parse(cls: type, node: object, *, key: str):
-    """A dataclass from a section of the configuration; ``key`` is empty for keys at the top. ValueError by key, for one
-    too many, one missing that has no default, or a wrong value."""
+    """A dataclass from a section of the configuration, whose ``key`` is empty at the top. ValueError for unknown, missing and
+    wrong keys."""
     hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
     required = [field.name for field in fields if field.default is field.default_factory]
     check_keys(node, [field.name for field in fields], key=key, required=required)
@@ -184,12 +183,12 @@ def parse(cls: type, node: object, *, key: str):
             values[name] = checked(value, hints[name], key=below)
     try:
         return cls(**values)
-    except ValueError as error:  # what the class says of its keys together
+    except ValueError as error:  # a rule of the class on several keys
         raise error if str(error).startswith(key) else ValueError(f"{key}.{error}") from error
 
 
 def check_keys(node: object, names: Iterable[str], *, key: str, required: Iterable[str] | None = None) -> None:
-    """Raise ValueError unless ``node`` is a section that has these keys: all, or those ``required``, and no others."""
+    """ValueError unless ``node`` is a section with all of these keys, or the ``required`` ones, and no others."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be a section with the keys {', '.join(names)}")
     key = key and f"{key}."
@@ -202,13 +201,13 @@ def check_keys(node: object, names: Iterable[str], *, key: str, required: Iterab
 
 
 def checked(value: object, hint: object, *, key: str) -> Any:
-    """The value, as the annotated type. ValueError naming the key, the value and what is allowed."""
+    """The value as the annotated type; ValueError naming key, value and what is allowed."""
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
     first = errors[0]
-    places = [str(place) for place in first["loc"] if isinstance(place, int)]  # the rest names options of a union
+    places = [str(place) for place in first["loc"] if isinstance(place, int)]  # other words name options of a union
     allowed = [error["msg"].removeprefix("Input should be ") for error in errors]
     for word, ours in WORDS.items():
         allowed = [text.replace(word, ours) for text in allowed]
@@ -226,12 +225,12 @@ def _adapter(hint: object) -> TypeAdapter:
     config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
     try:
         return TypeAdapter(_readable(hint), config=config)
-    except (PydanticUserError, TypeError):  # what no value of a configuration can be checked against
+    except (PydanticUserError, TypeError):  # pydantic has no check for this annotation
         return TypeAdapter(Any)
 
 
 def _readable(hint: object) -> object:
-    """The annotation as pydantic is to read it: 1e6 is an integer, a list is a tuple, and a mapping has any values."""
+    """The annotation for pydantic: 1e6 is an integer, a list becomes a tuple, and a mapping has any values."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is int:
         whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)

@@ -1,6 +1,6 @@
-"""Small plans of the same kind, which the contract is checked on: sizes for the model, and a variant's own ``small``.
+"""Small plans of the same kind, on which the contract is checked; a variant's YAML may have sizes for them:
 
-small: {attention: {block: 4}, model: {span: 12}}      # in a variant's YAML: keywords of sublayers, and keys of model
+small: {attention: {block: 4}, model: {span: 12}}      # keywords of sublayers, and keys of model
 """
 
 import itertools
@@ -16,12 +16,11 @@ from harness.plan.settings import check_keys, checked
 HEADS, HEAD_WIDTH = 2, 16
 ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}
 SPANS = (13, 64)
-"""Odd and prime, or for mechanisms that want a multiple of something."""
+"""A prime, or a power of 2 for mechanisms that need a multiple."""
 
 
 def with_small(plan: Plan, *, typed: Collection[str] = ()) -> Plan:
-    """The plan with what its variant says under ``small``, but for keys that were ``typed`` on the command line.
-    ValueError by the key below ``variant.small``."""
+    """The plan with its variant's ``small``, except for keys ``typed`` on the command line. ValueError by key."""
     variant = plan.config["variant"]
     small = checked(variant.get("small"), dict | None, key="variant.small") or {}
     check_keys(small, [*(name for name in variant if name not in KEYS), "model"], key="variant.small", required=())
@@ -45,23 +44,22 @@ def _leaves(node: Mapping, key: str = "") -> list[tuple[str, object]]:
 
 
 def shrunk(plan: Plan) -> Plan:
-    """A small plan of the same kind: one layer of each kind (or two alike), what the variant has under ``small``, 2
-    heads of 16, and a span of 13; or the first of larger widths and spans, up to those asked for, with which a model
-    runs."""
+    """A small plan of the same kind: one layer of each kind (or two alike), the variant's ``small``, 2 heads of 16, and a span of
+    13; or the first of larger widths and spans, up to the plan's, with which a model runs."""
     small, sizes = with_small(plan), (plan.config["variant"].get("small") or {}).get("model", {})
     return _first_that_runs(small, spans=(*SPANS, plan.model.span), layers=(_kinds(plan),), model=sizes)
 
 
 def narrow(plan: Plan) -> Plan:
-    """The plan with few layers and small width, and all else as in the run: its span too, and nothing of ``small``; all
-    its layers where keywords of sublayers fit no other number of them."""
+    """The plan with few layers and small width but the run's span, without ``small``; with all layers where keywords of sublayers
+    fit no other number."""
     layers = (_kinds(plan), [tuple(layer) for layer in plan.layers])
     return _first_that_runs(plan, spans=(plan.model.span,), layers=layers, model={})
 
 
 def at_own_width(plan: Plan, *, sublayers: Collection[str], longest: int) -> Plan:
-    """The plan on a CPU with one layer of each kind, of these sublayers alone, a span of at most ``longest`` bytes and
-    two streams; heads and widths as in the run."""
+    """The plan on a CPU with one layer of each kind, these sublayers alone, a span of at most ``longest`` bytes and two streams;
+    heads and widths as in the run."""
     layers = [tuple(name for name in layer if name in sublayers) or tuple(layer) for layer in plan.layers]
     kinds = [kind for kind in dict.fromkeys(layers) if set(kind) & set(sublayers)]
     m = plan.model
@@ -71,8 +69,7 @@ def at_own_width(plan: Plan, *, sublayers: Collection[str], longest: int) -> Pla
 
 
 def of_mechanism(plan: Plan, kind: str) -> Plan:
-    """The plan as the contract is checked: in plain PyTorch on a CPU where it is to run on a device of another
-    ``kind``."""
+    """The plan on which the contract is checked: in plain PyTorch on a CPU for a device of another ``kind``."""
     return plan if kind == "cpu" else varied(plan, runtime=ON_CPU)
 
 
@@ -82,7 +79,7 @@ def _kinds(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _first_that_runs(plan: Plan, *, spans: Sequence[int], layers: Sequence[Sequence], model: Mapping) -> Plan:
-    """The first of these sizes with which a model runs, else the last; ``model``: keys that go before them."""
+    """The first of these sizes with which a model runs, else the last; keys of ``model`` win over them."""
     asked = plan.model
     widths = [(HEADS, HEADS * HEAD_WIDTH), (asked.heads, asked.heads * HEAD_WIDTH), (asked.heads, asked.d_model)]
     for span, chosen, (heads, d_model) in itertools.product(spans, layers, widths):
@@ -95,7 +92,7 @@ def _first_that_runs(plan: Plan, *, spans: Sequence[int], layers: Sequence[Seque
 
 
 def runs(plan: Plan) -> bool:
-    """Whether these sizes fit together; where none do, the check tells what the last of them say."""
+    """Whether a model of these sizes can be built and run."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             plan.make_model().eval()(torch.zeros(2, 3, dtype=torch.int64))

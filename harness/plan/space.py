@@ -1,8 +1,8 @@
-"""Space of a variant's trials: which keys are tuned between which ends, and the point that a trial's number stands for.
+"""Space of a variant's trials: the tuned keys with their ends, and the point of a trial's number.
 
-Points are of a scrambled Sobol sequence with a fixed seed, which fills the unit cube more evenly than independent draws
-(I. M. Sobol, USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Point n is a function of the space and of n alone: a sweep
-resumes, and goes on from 16 trials to 32.
+Points are a scrambled Sobol sequence with a fixed seed, which fills the unit cube more evenly than independent draws (I. M.
+Sobol, USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Point n depends on the space and n alone, so that a sweep goes on from 16
+trials to 32.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,7 +15,7 @@ from harness.plan.settings import parse, section
 
 SCRAMBLE_SEED, MOST_TRIALS, MISSING = 0, 2**16, object()
 TUNED = ("variant.", "model.", "batch.", "position.", "optim.", "budget.")
-"""What keys of a space begin with: a file may not choose here what counts from the command line alone."""
+"""Beginnings of a space's keys: a file must not set here what counts from the command line alone."""
 
 
 @section
@@ -33,7 +33,7 @@ class Interval:
             raise ValueError(f"low={self.low}: must be above 0 on a logarithmic scale")
 
     def at(self, unit: float) -> tuple[float, float]:
-        """The number at ``unit`` of [0, 1), and where between the ends it lies, from 0 to 1."""
+        """The number at ``unit`` of [0, 1), and its place between the ends, from 0 to 1."""
         low, high = self.low, self.high
         number = low * (high / low) ** unit if self.scale == "log" else low + (high - low) * unit
         return float(f"{number:.4g}"), unit
@@ -41,7 +41,7 @@ class Interval:
 
 @section
 class Choice:
-    """One of several values, in the order of their size where they have one."""
+    """One of several values, in order of size where they have one."""
 
     choices: list
 
@@ -55,9 +55,9 @@ class Choice:
 
 
 def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, dict[str, float] | None]:
-    """The configuration at the point of its ``trial``, and where between the ends of ``space`` each key lies, from 0
-    to 1; without a trial with no space, and None. ValueError for a malformed space, or one with a key that the configuration
-    lacks or that the user ``typed``."""
+    """The configuration at the point of its ``trial``, and each key's place between the ends of ``space``, from 0 to 1; without a
+    trial, the configuration without a space, and None. ValueError for a malformed space, or for a key that the configuration
+    lacks or the user ``typed``."""
     cfg = cfg.copy()
     if cfg.trial is None:
         cfg.space = None

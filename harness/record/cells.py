@@ -1,9 +1,8 @@
-"""Cells from numbers: how a report writes bits, bytes, counts and times, and the words that captions share.
-
-A cell keeps the unrounded number beside its text. Numbers of one column have one unit, so that a column can be read down.
-"""
+"""Cells from numbers: how a report writes bits, bytes, counts and times, and words that captions share. A cell keeps the
+unrounded number beside its text; a column has one unit."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from harness.record.table import Cell, Column, Table
 
@@ -11,7 +10,7 @@ MIB = 2**20
 NOTHING = Cell(text="")
 CAPPED = "*"
 LEAST_CALLS = 20
-"""Fewer calls have a median, and no 20th and 80th percentile."""
+"""Calls from which there are a 20th and an 80th percentile, and not the median alone."""
 
 
 def text(value: object) -> Cell:
@@ -34,14 +33,12 @@ def whole(value: float | None) -> Cell:
     return fixed(int(value) if value is not None and value == int(value) else value, digits=0)
 
 
-def mib(value: float | None) -> Cell:
-    """Bytes in MiB = 2^20, three digits or more."""
-    return NOTHING if value is None else Cell(text=significant(value / MIB), value=value / MIB)
+def in_units(value: float | None, *, unit: float) -> Cell:
+    """Three digits or more of so many units."""
+    return NOTHING if value is None else Cell(text=significant(value / unit), value=value / unit)
 
 
-def millions(value: float | None) -> Cell:
-    """In units of 10^6, three digits or more."""
-    return NOTHING if value is None else Cell(text=significant(value / 1e6), value=value / 1e6)
+mib, millions = partial(in_units, unit=MIB), partial(in_units, unit=1e6)
 
 
 def spread(ends: Sequence[float] | None, *, digits: int = 3) -> Cell:
@@ -61,8 +58,7 @@ def significant(value: float) -> str:
 
 
 def filled_table(rows: Sequence, columns: Sequence[Column], **about) -> Table:
-    """A table of each row through each column's ``cell``, less the columns in which nothing was measured; ``about`` is the
-    rest of ``Table``."""
+    """A table of each row by each column's ``cell``, without empty columns; ``about`` is the rest of ``Table``."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     filled = [place for place in range(len(columns)) if any(row[place].text for row in cells)]
     shown = tuple(tuple(row[place] for place in filled) for row in cells)
@@ -70,7 +66,7 @@ def filled_table(rows: Sequence, columns: Sequence[Column], **about) -> Table:
 
 
 def listed(words: Iterable[str], *, most: int = 8) -> str:
-    """``a, b and c``; what is too long is cut and counted."""
+    """``a, b and c``; of a long list the end is counted."""
     words = list(words)
     if len(words) > most:
         words = [*words[:most], f"{len(words) - most} more"]
@@ -83,7 +79,7 @@ def count_of(number: int, thing: str) -> str:
 
 
 def uncounted(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
-    """One note on the operators that have no FLOP formula, by name with the labels of the rows they ran in."""
+    """A note on operators without a FLOP formula, by name with the labels of their rows."""
     labels: dict[str, set[str]] = {}
     for label, unknown in rows:
         for name in unknown or {}:

@@ -1,10 +1,7 @@
-"""Checkpoints: everything an exact resume needs, written whole or not at all: ``Trainer.content``, and what ``Run.save`` adds.
+"""Checkpoints: everything an exact resume needs (``Trainer.content`` and ``Run.save``), written whole or not at all. The newest
+stay, and ``best.pt`` with weights only. Random states alone depend on the number of processes.
 
-The newest are kept, with ``best.pt``, which holds weights only. A checkpoint does not depend on the number of processes but for
-their random states.
-
-The file is a zip archive as torch writes it, whose comment is the SHA-256 of the archive without it. It is compared before
-anything is unpickled: torch does not look whether the bytes are those it wrote.
+The file is torch's zip archive with the SHA-256 of the preceding bytes as its comment, compared before anything is unpickled.
 """
 
 import hashlib
@@ -24,14 +21,14 @@ FOLDER = "checkpoints"
 BEST = "best.pt"
 _NAME = re.compile(r"step-(\d{9,})\.pt")
 _NO_COMMENT = bytes(2)
-"""How an archive without comment ends: with the comment's length."""
+"""End of an archive without comment: the comment's length."""
 _MARK = b"sha256:"
 _ENDING_BYTES = len(_NO_COMMENT) + len(_MARK) + 64
 
 
 def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
-    """Write ``checkpoints/step-N.pt`` of a run folder and remove all but the newest ``keep``. Those of later steps go, too: the
-    run passed them over, because they are damaged."""
+    """Write ``checkpoints/step-N.pt`` of a run folder, and remove all but the newest ``keep`` and those of later steps, which are
+    damaged: the run did not resume from them."""
     path = _write(folder / FOLDER / f"step-{step:09d}.pt", content)
     every = _all(folder)
     for old in set(every).difference(every[: every.index(path) + 1][-keep:]):
@@ -44,13 +41,12 @@ def save_best(folder: Path, content: dict) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint of a run folder, be it damaged or not, or None."""
+    """The newest checkpoint of a run folder, perhaps damaged, or None."""
     return next(reversed(_all(folder)), None)
 
 
 def load_newest(folder: Path, whose: Mapping[str, object]) -> dict:
-    """The newest checkpoint that is not damaged, with one warning where that is not the newest of all; ``whose`` as of
-    ``load``."""
+    """The newest undamaged checkpoint, with a warning where a newer one is damaged; ``whose`` as of ``load``."""
     damaged = []
     for path in reversed(_all(folder)):
         try:
@@ -74,13 +70,8 @@ def load_best(folder: Path, whose: Mapping[str, object] | None = None) -> dict:
 
 
 def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
-    """Tensors on the CPU and plain values; nothing in the file is executed.
-
-    Args:
-        whose: what the checkpoint's identity must say; None where it may be any run's.
-
-    Raises: Damaged where the file is not as it was written; ValueError where it is of another format or run.
-    """
+    """Tensors on the CPU and plain values; nothing in the file is executed. ``whose``: the identity of the checkpoint's run, None
+    for any. Damaged where the file is not as it was written; ValueError for another format or run."""
     try:
         file = read_file(path, most=path.stat().st_size)
     except OSError as error:
@@ -92,7 +83,7 @@ def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
         identity = dict(content.get("identity") or {})
     except MemoryError:
         raise
-    except Exception as error:  # the digest is that of the bytes: somebody else wrote them, and torch names no errors
+    except Exception as error:  # a foreign file with a valid digest; torch names no errors
         raise Damaged(f"{path} is no checkpoint of a run ({type(error).__name__})") from error
     check_format(content, what=str(path))
     pairs = {key: (identity.get(key), value) for key, value in (whose or {}).items()}
@@ -120,13 +111,13 @@ def _write(path: Path, content: dict) -> Path:
 
 
 def _ending(archive: bytes | memoryview) -> bytes:
-    """How a file ends that was this archive: the comment's length, and the digest as a comment."""
+    """The end of a file with this archive: the comment's length, and the digest as a comment."""
     comment = _MARK + hashlib.sha256(archive).hexdigest().encode()
     return len(comment).to_bytes(len(_NO_COMMENT), "little") + comment
 
 
 def _damage(file: bytes) -> str | None:
-    """Why a file is not what was written: its digest is not that of the archive before it, or there is none."""
+    """Why a file is not as it was written, or None."""
     archive, ending = file[:-_ENDING_BYTES], file[-_ENDING_BYTES:]
     if _MARK not in ending:
         return "is damaged or cut off: it has no digest"

@@ -1,7 +1,5 @@
-"""Closing table: what a run reached and what it cost, beside general compressors.
-
-A number from a prefix of its split carries ``*``. FLOPs of training are "about" where a sublayer does not say what it needs.
-"""
+"""Closing table: a run's scores and costs, beside general compressors. A number from a prefix of its split has ``*``; FLOPs of
+training are "about" where a sublayer does not declare them."""
 
 from collections.abc import Iterator
 
@@ -10,11 +8,11 @@ from harness.record import cells
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
 COMPRESSORS |= {f"order-{order}": f"counts of order {order}" for order in (2, 3, 5)}
 WINDOWS = "window 1024, stride 512"
-"""What a score without carried state is called."""
+"""Name of the score without carried state."""
 
 
 def print_closing_table(summary: dict) -> None:
-    """Print scores and costs of a finished run; what its ``summary`` lacks shows as ``-`` or is left out."""
+    """Print scores and costs of a finished run."""
     splits = scored_splits(summary)
     rows = [("this run", [summary.get(f"{split}_bits_per_byte") for split in splits])]
     rows += [(WINDOWS, [summary.get(f"{split}_windows_bits_per_byte") for split in splits])]
@@ -37,13 +35,13 @@ def print_closing_table(summary: dict) -> None:
 
 
 def data_label(data: dict) -> str:
-    """What was really read: ``stdlib (fallback for enwik8), 10,485,760 bytes, sha256 0123456789ab``."""
+    """The corpus that was read: ``stdlib (fallback for enwik8), 10,485,760 bytes, sha256 0123456789ab``."""
     fallback = f" (fallback for {data['fallback_for']})" if data.get("fallback_for") else ""
     return f"{data['name']}{fallback}, {data['bytes']:,} bytes, sha256 {data['sha256'][:12]}"
 
 
 def short_commit(row: dict) -> str:
-    """``b81edb0d-dirty``, or nothing where a row does not say."""
+    """``b81edb0d-dirty``, or an empty text."""
     commit, dash, state = (row.get("commit") or "").partition("-")
     return f"{commit[:8]}{dash}{state}"
 

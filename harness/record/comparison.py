@@ -1,4 +1,4 @@
-"""Whether two rows compare: bits per byte where what is held equal is equal and the code computes the same, time and memory on
+"""Whether two rows compare: bits per byte where fixed conditions are equal and the code computes the same, time and memory on
 equal ground only."""
 
 import json
@@ -6,28 +6,25 @@ from collections.abc import Mapping
 
 GROUND = ("device", "device_kind", "threads", "precision", "tf32", "compile", "versions", "processes")
 GROUND += ("machine", "allocator", "instruction_set", "environment", "recomputation")
-"""What time and memory depend on beside the code and the backend."""
+"""Keys on which time and memory depend, beside code and backend."""
 UNSAID = {"processes": 1, "machine": None, "allocator": None, "instruction_set": None, "environment": {}}
 UNSAID |= {"recomputation": "none", "tf32": False}
-"""What a row means that does not say: some were written before it could differ, or was asked."""
+"""Defaults of keys that older rows lack."""
 SPLIT = [0.9, 0.05, 0.05]
 """Shares of train, valid and test in a row whose protocol does not say."""
 UNCOMPARED = ("unchecked", "not causal")
-"""``check`` of a run that nothing is compared with."""
+"""``check`` of runs that are not compared."""
 
 
 def _mapping(row: Mapping, key: str) -> Mapping:
-    """A value of a row, empty where it is anything else: others write rows, too."""
+    """A mapping of a row, empty for any other value: rows may be foreign."""
     value = row.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 def held_equal(row: Mapping) -> str:
-    """What rows have in common whose bits per byte may be compared, by any code, as text.
-
-    Tuning runs choose a setting and are no result, so they never stand beside runs that are. A budget of seconds is equal on
-    equal ground only. A span that is the model's own is a setting that may be compared, not a way of scoring.
-    """
+    """A text that is equal for rows whose bits per byte may be compared, code apart. Tuning runs compare with each other only, a
+    budget of seconds on equal ground only; a span that is the model's is a setting, not a way of scoring."""
     config, budget, protocol = (_mapping(row, key) for key in ("config", "budget", "protocol"))
     protocol = {"split": _mapping(config, "data").get("split", SPLIT)} | protocol
     if protocol.get("span") is not None and _mapping(config, "model").get("span") == protocol["span"]:
@@ -39,7 +36,7 @@ def held_equal(row: Mapping) -> str:
 
 
 def ground(row: Mapping) -> tuple[tuple[str, str], ...]:
-    """What two rows must have in common for their times and memory to stand in one table, hashable."""
+    """Equal for rows whose times and memory compare, on equal code."""
     return tuple((key, ground_value(row, key)) for key in GROUND)
 
 
@@ -50,19 +47,19 @@ def ground_value(row: Mapping, key: str) -> str:
 
 
 def numbers_of(row: Mapping) -> dict[str, object]:
-    """What stands for the code of a row where bits per byte are pooled: its ``numerics`` where golden numbers pin both parts,
-    else its ``source``; that, too, where a budget of seconds makes more of faster code."""
+    """The code of a row for pooling bits per byte: its ``numerics`` where golden numbers pin both parts, else, and for a budget
+    of seconds, its ``source``."""
     numerics, timed = _mapping(row, "numerics"), "seconds" in _mapping(row, "budget")
     return {"source": row.get("source")} if timed or numerics.get("variant") is None else {"numerics": numerics}
 
 
 def shared_code(row: Mapping) -> str:
-    """Equal for runs of any variants whose shared code computes the same: its number where golden numbers pin it, else a digest
-    of all code; that, too, where a budget of seconds makes more of faster code."""
+    """Equal for runs of any variants whose shared code computes the same: its number where golden numbers pin it, else, and for a
+    budget of seconds, a digest of all code."""
     shared = _mapping(row, "numerics").get("shared")
     return str(tree_of(row) if shared is None or "seconds" in _mapping(row, "budget") else shared)
 
 
 def tree_of(row: Mapping) -> str | None:
-    """A digest of all code, equal where times and memories are of one code; in older rows it is ``source``."""
+    """A digest of all code; in older rows ``source``."""
     return row.get("tree") or row.get("source")

@@ -1,8 +1,7 @@
-"""Run folders: which run this is, whether it was run already, and who is running it now.
+"""Run folders ``outputs/<variant>-s<seed>-<hash>/``: a run's identity, earlier result and lock.
 
-``outputs/<variant>-s<seed>-<hash>/``. The hash covers the resolved configuration, less what cannot change a number, source,
-data, device and precision: edited code is another run, and a stale number is never shown. The same command again finds its
-folder, resumes an unfinished run and returns a finished one.
+The hash covers the resolved configuration without keys that change no number, source, data, device and precision: edited code is
+another run. The same command resumes an unfinished run and returns a finished one.
 """
 
 import hashlib
@@ -26,8 +25,8 @@ SECTIONS = ("model", "position", "batch")
 
 
 def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str:
-    """SHA-256 of a resolved configuration, less what cannot change a number, as the path of corpora that are ``pinned`` by a
-    digest. A run to start from counts by its newest checkpoint, whatever its path: it may have gone on since."""
+    """SHA-256 of a resolved configuration without keys that change no number, such as the path of ``pinned`` corpora.
+    ``init_from.run`` counts by the digest of its newest checkpoint."""
     hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
     hashed["data"] = {key: value for key, value in hashed["data"].items() if key != "fallback"}  # null in a sweep's job
     if hashed["data"]["name"] in pinned:
@@ -41,7 +40,7 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a run is, of digests and kinds: two runs of equal identity give equal numbers, and have one folder."""
+    """Digests and kinds of a run: runs of equal identity give equal numbers, and have one folder."""
 
     variant: str
     seed: int
@@ -61,8 +60,8 @@ class RunFolder:
     """The folder of one run, held alone.
 
     Attributes:
-        summary: of the finished run that may be returned, or None, when it was last looked at: at first, and by ``hold``.
-        checkpoint: to resume from, or None; looked at together.
+        summary: of the finished run that may be returned, or None; read at first, and by ``hold``.
+        checkpoint: to resume from, or None; read together with it.
     """
 
     def __init__(self, outputs: Path, identity: Identity, *, force: bool = False):
@@ -75,9 +74,8 @@ class RunFolder:
         return self.summary, self.checkpoint
 
     def hold(self) -> tuple[dict | None, Path | None]:
-        """Create the folder, take it for this process, point ``latest`` at it, and return summary and checkpoint: another
-        process may have had the folder meanwhile, and may even have finished the run. ValueError where it cannot be written
-        or is in use."""
+        """Create and lock the folder, point ``latest`` at it, and return summary and checkpoint, which another process may have
+        changed. ValueError where it cannot be written or is in use."""
         holder, link = f"process {os.getpid()} on {os.uname().nodename}".encode(), self.path / "latest.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -108,7 +106,7 @@ class RunFolder:
         return self._look()
 
     def begin(self) -> None:
-        """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""
+        """Remove the summary of an earlier try and, without a checkpoint to resume from, its other files."""
         old = [self.path / SUMMARY]
         if self.checkpoint is None:
             old += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
@@ -118,8 +116,8 @@ class RunFolder:
 
     @contextmanager
     def failing(self, facts: dict) -> Iterator[None]:
-        """Record an error that ends the block: a summary that says so, with ``facts``, as far as the run came. Before the folder
-        is held, a user's mistake leaves nothing behind, and an earlier result stays."""
+        """Record an error that ends the block in a summary with ``facts``. Before the folder is locked, a user's mistake leaves
+        no file, and an earlier result stays."""
         try:
             yield
         except Exception as error:
@@ -130,7 +128,7 @@ class RunFolder:
     def _record_failure(self, error: Exception, facts: dict) -> None:
         is_held = self._lock is not None and not self._lock.closed
         if finished_summary(self.path) or (isinstance(error, ValueError) and not is_held):
-            return  # what comes after a result does not change it
+            return  # a result stays
         if not is_held:
             self.hold()
         if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):  # or somebody has removed it
@@ -141,7 +139,7 @@ class RunFolder:
             self.release()
 
     def release(self) -> None:
-        """Let others have it."""
+        """Unlock it."""
         if self._lock:
             self._lock.close()
 
@@ -153,8 +151,8 @@ def finished_summary(path: Path) -> dict | None:
 
 
 def read_provenance(folder: Path, *, key: str) -> dict:
-    """The first row of a run folder's record; ValueError, which begins with ``key`` and the folder, where it is none. The folder
-    may be a stranger's: what is read here is short, a file, and of the types that the rest of the code counts on."""
+    """The first row of a run folder's record, of anybody's folder: within limits of size, and of the types that other code needs.
+    ValueError, beginning with ``key`` and the folder, for anything else."""
     what, allowed = f"{key}={folder}: {RECORD}", "allowed is what a run wrote"
     row, wrong = look_at(folder / RECORD, first_line=True)
     if row is None:
@@ -172,13 +170,13 @@ def read_provenance(folder: Path, *, key: str) -> dict:
 
 
 def identity_of(row: Mapping) -> dict[str, object]:
-    """What the checkpoints of a run say of whose they are, by its provenance row."""
+    """The identity in a run's checkpoints, by its provenance row."""
     names = {"variant": "variant", "seed": "seed", "config": "config_hash", "source": "source"}
     return {name: row.get(key) for name, key in names.items()}
 
 
 def refuse_links(folder: Path, *, key: str) -> None:
-    """ValueError where something in a folder, which is about to be written into, is a link to who knows what."""
+    """ValueError for a link in a folder that is about to be written into."""
     for path in folder.iterdir():
         if path.is_symlink() and path.suffix != ".tmp":  # a killed process's, and removed before anything is written
             raise ValueError(f"{key}={folder}: {path.name} is a link; what is written there would land somewhere else")

@@ -1,9 +1,9 @@
-"""Rows: JSON objects, one a line, and the one place that reads and writes them. A run's own are in its record, which only ever
-grows; its summary appears whole or not at all.
+"""Rows: JSON objects, one a line, read and written here alone. A run's record only grows; its summary appears whole or not at
+all.
 
-Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...). Every number shown anywhere is in a row. A
-checkpoint stores how many rows it had seen; a resumed run cuts the file back to them and writes the same rows again. What may
-differ between two equal runs lives under the keys ``clock`` and ``memory`` of a row: :func:`repeatable`.
+Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and every number shown anywhere is in a row. A
+checkpoint stores the number of rows; a resumed run cuts the file back to them and writes the same rows again. Only ``clock`` and
+``memory`` may differ between equal runs.
 """
 
 import errno
@@ -32,14 +32,14 @@ DEEPEST = 50
 LONGEST_TEXT = 10_000
 """Letters, as of a command."""
 FORMAT = 3
-"""Of run folders, checkpoints and rows, raised where keys or contents change."""
+"""Of run folders, checkpoints and rows; it rises where keys or contents change."""
 FAILED = ("failed", *(kind.status for kind in Failure.__subclasses__()))
-"""The ``status`` of a run that ended with an error."""
+"""``status`` of a run that ended with an error."""
 
 
 class Record:
-    """Appends rows to ``record.jsonl`` of a run folder. Of what is there it keeps ``rows``, as a checkpoint counted them, with
-    their ``sha256``; 0 begins anew. Damaged where the file has not the rows that the checkpoint had seen."""
+    """Appends rows to ``record.jsonl`` of a run folder, after the first ``rows`` of it, those of a checkpoint with that
+    ``sha256``; 0 begins anew. Damaged where the file lacks the checkpoint's rows."""
 
     def __init__(self, folder: Path, *, rows: int = 0, sha256: str | None = None):
         self.path = folder / RECORD
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def rows(self) -> int:
-        """Number of rows, for the checkpoint: so many are safely on disk, even if the power fails now."""
+        """Number of rows, all flushed to the disk, for the checkpoint."""
         with storing(self.path):
             os.fsync(self._file.fileno())
         return self._rows
@@ -93,14 +93,14 @@ def _cut_back(path: Path, *, rows: int, sha256: str | None) -> bytes:
 
 
 def append_row(path: Path, row: dict) -> dict:
-    """Add a row to a file of rows, whole or not at all, and return it as written; StorageFailure if it cannot be."""
+    """Add a row to a file, whole or not at all, and return it as written; StorageFailure where it cannot be written."""
     row = plain(row)
     append_whole(path, _line(row))
     return row
 
 
 def write_summary(folder: Path, *, summary: dict) -> Path:
-    """Write ``summary.json`` so that a reader finds the old one or the new one, never a part."""
+    """Write ``summary.json`` whole or not at all."""
     path = folder / SUMMARY
     write_whole(path, _line(plain(summary)))
     return path
@@ -110,13 +110,8 @@ def _line(row: dict) -> bytes:
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
-def repeatable(row: dict) -> dict:
-    """The part of a row that the same seed, device and config give again, bit for bit."""
-    return {key: value for key, value in row.items() if key not in ("clock", "memory")}
-
-
 def plain(node: object) -> Any:
-    """The same with None in place of numbers that are not finite, which JSON has not, and texts in place of paths."""
+    """The same for JSON: None in place of numbers that are not finite, texts in place of paths."""
     match node:
         case float():
             return node if math.isfinite(node) else None
@@ -130,7 +125,7 @@ def plain(node: object) -> Any:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """All complete rows of a file of our own, none where there is no file; a half-written last line is left out."""
+    """All complete rows of a trusted file, none without the file; a half-written last line is left out."""
     *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
     return [json.loads(line) for line in lines]
 
@@ -139,8 +134,8 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def read_file(path: Path, *, most: int, first_line: bool = False) -> bytes:
-    """A file, or its first line. OSError if it is no regular file, or of more than ``most`` bytes."""
-    # Not waited for until somebody writes to it: it may be a pipe.
+    """A file, or its first line; OSError for more than ``most`` bytes, or no regular file."""
+    # Without waiting for a writer: it may be a pipe.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
@@ -151,7 +146,7 @@ def read_file(path: Path, *, most: int, first_line: bool = False) -> bytes:
 
 
 def parse_object(text: str | bytes) -> dict:
-    """The JSON object that a text is; ValueError says why it is none that anybody of ours would have written."""
+    """The JSON object of a text, within limits; ValueError for anything else."""
     try:
         row = json.loads(text)
     except RecursionError as error:
@@ -175,7 +170,7 @@ def _check_modest(value: object, levels: int) -> None:
 
 
 def look_at(path: Path, *, first_line: bool = False) -> tuple[dict | None, str | None]:
-    """The JSON object in a file, or in its first line; or None and why, without a reason where there is no file."""
+    """The JSON object in a file or its first line, or None and the reason, which is None without a file."""
     try:
         return parse_object(read_file(path, most=LARGEST_OBJECT, first_line=first_line)), None
     except FileNotFoundError:
@@ -187,12 +182,12 @@ def look_at(path: Path, *, first_line: bool = False) -> tuple[dict | None, str |
 
 
 def read_object(path: Path, *, first_line: bool = False) -> dict:
-    """The same, empty where there is none."""
+    """The same, empty without an object."""
     return look_at(path, first_line=first_line)[0] or {}
 
 
 def other_format(row: Mapping) -> str | None:
-    """Why a row, summary or checkpoint cannot be read by this code, or None."""
+    """Why this code cannot read a row, summary or checkpoint, or None."""
     number = row.get("format", 1)
     return None if number == FORMAT else f"it is of format {number}, and this code reads format {FORMAT}"
 

@@ -1,15 +1,12 @@
-"""Shapes that a row must have to be shown: those of ``rows.yaml`` as pydantic's types, and what in a row does not fit.
-
-Rows come from files, and files get cut, merged and edited. A row that does not fit is refused by name of the key, so that
-whoever draws or tabulates may take the rest as it stands.
-"""
+"""Shapes of rows, those of ``rows.yaml`` as pydantic's types: files get cut, merged and edited, so a row that does not fit is
+refused by the name of its key."""
 
 import math
 import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MaxLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
@@ -17,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 VERBS = ("cost", "peers")
 MAYBE = "maybe "
 LARGEST = 1e30
-"""No measured number is larger; what is would overflow where it is multiplied."""
+"""No measured number is larger, and products of larger ones would overflow."""
 CONFIG = ConfigDict(strict=True, allow_inf_nan=False)
 
 Number = Annotated[float, Interval(gt=-LARGEST, lt=LARGEST)]
@@ -59,7 +56,7 @@ def _type(shape: dict | list | str) -> object:
 
 
 def misfit(value: object, *, shape: TypeAdapter) -> str | None:
-    """The first place where a row is not of its shape, and what is there, or None if it fits."""
+    """The first key at which a row is not of its shape, and its value, or None."""
     try:
         shape.validate_python(value)
     except ValidationError as refusal:
@@ -87,7 +84,17 @@ def shown(value: object, *, limit: int = 40) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
+def flat(node: Mapping, *, separator: str = ".", prefix: str = "") -> dict[str, Any]:
+    """``{"model": {"d_model": 128}}`` as ``{"model.d_model": 128}``."""
+    leaves = {}
+    for name, value in node.items():
+        nested = isinstance(value, dict) and value
+        inner = flat(value, separator=separator, prefix=f"{prefix}{name}{separator}") if nested else {}
+        leaves |= inner or {f"{prefix}{name}": value}
+    return leaves
+
+
 def is_number(value: object) -> bool:
-    """Finite and of a size that can be computed with; True and False are no numbers."""
+    """Whether it is finite and not too large to compute with; True and False are no numbers."""
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     return numeric and -LARGEST < value < LARGEST and math.isfinite(value)

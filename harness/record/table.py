@@ -1,6 +1,4 @@
-"""Tables as values, with a writer each for a terminal and CSV; text from rows, which may come from strangers'
-folders, is text in all of them. ``harness.record.cells`` turns numbers into cells.
-"""
+"""Tables, with writers for a terminal and CSV, which escape text from rows, perhaps of strangers' folders."""
 
 import csv
 import io
@@ -14,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 WIDE = 150
-"""Characters of a terminal's table where no terminal says how many there are: a wrapped number is no number."""
+"""Characters of a table where no terminal has a width, so that no number is wrapped."""
 
 _MARKED = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
 
@@ -83,9 +81,7 @@ def print_table(table: Table, *, console: Console | None = None) -> None:
 
 def to_csv(table: Table) -> str:
     """Unrounded numbers; a column with marked numbers is followed by one of their marks."""
-    marked = [any(mark(cell) for cell in cells) for cells in zip(*table.rows, strict=True)] or [False] * len(
-        table.columns
-    )
+    marked = [any(mark(row[place]) for row in table.rows) for place in range(len(table.columns))]
     heads = []
     for column, twin in zip(table.columns, marked, strict=True):
         heads += [column.heading, f"{column.heading} (mark)"] if twin else [column.heading]
@@ -102,17 +98,17 @@ def to_csv(table: Table) -> str:
 
 
 def mark(cell: Cell) -> str:
-    """What stands beside a cell's number and says how to take it: ``*``, ``~``, ``leak``."""
+    """The mark beside a cell's number: ``*``, ``~``, ``leak``."""
     found = None if cell.value is None else _MARKED.fullmatch(cell.text)
     return "" if found is None else found[1] + found[2]
 
 
 def one_line(text: str) -> str:
-    """Words of anybody's as they may go to a terminal: without line breaks, escape codes and halves of a character."""
+    """Text for a terminal: without line breaks, escape codes and halves of a character."""
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text).encode("utf-8", "replace").decode().strip()
 
 
 def harmless(text: str) -> str:
-    """Text for a spreadsheet, which takes what begins with = or @ for a formula."""
+    """Text for a spreadsheet, which runs text from = or @ on as a formula."""
     text = one_line(text)
     return f"'{text}" if text.startswith(("=", "@")) else text

@@ -1,9 +1,9 @@
-"""W&B beside the run and never in its way: one W&B run per job, online if a key is configured, else offline.
+"""W&B: one W&B run per job, online if a key is configured, else offline; its failures are one line on stderr. ``WANDB_*``
+variables win over the arguments.
 
-``WANDB_*`` variables win over the arguments. A failure is one line on stderr. Metrics, which ``conf/dashboard.yaml`` names,
-too: those of ``PLACE``, of which ``bytes_seen`` is the x axis; ``train/learning_rate``, a number of a row by the row's kind;
-``valid_bits_per_byte``, a final score; ``train_span/layers.0.attention``, a sublayer's metric, and of a list, one entry a head,
-``/mean``, ``/min`` and ``/max``; ``train_span/mean``, the same of all sublayers.
+Metrics: those of ``PLACE``, with ``bytes_seen`` as the x axis; ``train/learning_rate``, a number of a row by the row's kind;
+``valid_bits_per_byte``, a final score; ``train_span/layers.0.attention``, a sublayer's metric, or of a list ``/mean``, ``/min``
+and ``/max``; ``train_span/mean``, of all sublayers.
 """
 
 import os
@@ -16,25 +16,25 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from harness.record.shapes import is_number
+from harness.record.shapes import flat, is_number
 
 PLACE = ("bytes_seen", "step", "epochs", "fraction", "training_flops", "seconds", "bytes_per_second")
 INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0
-"""How long to try to reach the server, and how long the end of a run waits for uploads."""
+"""Longest waits for the server, and for uploads at a run's end."""
 
 
 class WandbRun:
-    """One job's run in W&B. Use it in a ``with`` statement, so that it is finished whatever happens.
+    """One job's run in W&B, a context that finishes it.
 
     Args:
         folder: the run folder; W&B writes into its subfolder ``wandb``.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
-        id: that of the run to continue, from a checkpoint; None makes a new one.
-        tags, more: as ``wandb.init`` has them, None for W&B's choice; tags that it would refuse are left out or cut.
+        id: of the run to continue, from a checkpoint, or None.
+        tags, more: as of ``wandb.init``; tags that it would refuse are left out or cut.
 
     Attributes:
         id: for the checkpoint.
-        hint: one line that says where the run is or how to upload it, for the end; empty without W&B.
+        hint: one line with the run's place or how to upload it; empty without W&B.
     """
 
     def __init__(self, folder: Path, *, mode: str = "auto", id: str | None = None, tags: Iterable[str] = (), **more):
@@ -47,7 +47,7 @@ class WandbRun:
                 self.hint = _hint(self._run)
 
     def log(self, row: dict) -> None:
-        """Send the numbers of one row, as ``Record.append`` returned it; a provenance row goes into the run's summary."""
+        """Send the numbers of a row that ``Record.append`` returned; a provenance row goes into the run's summary."""
         if self._run is None:
             return
         with self._harmless():
@@ -64,7 +64,7 @@ class WandbRun:
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """What W&B raises, also to end the process, is one line and the end of W&B, so that the next job starts afresh."""
+        """W&B's exceptions, also SystemExit, become one line and end W&B for this job."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -82,7 +82,7 @@ class WandbRun:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Finish the run; gives up on a server that does not answer."""
+        """Finish the run, without waiting long for the server."""
         if self._run is not None:
             with self._harmless():
                 self._run.finish(exit_code=int(kind is not None))
@@ -90,7 +90,7 @@ class WandbRun:
 
 
 def _start(mode: str, keywords: dict, *, id: str):
-    """The started run: online if wanted and possible, else offline, with a line on stderr where that was not wanted."""
+    """The started run: online if possible, else offline, with a line on stderr unless that was asked for."""
     import wandb  # late: it takes a second
 
     settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
@@ -121,7 +121,7 @@ def _start(mode: str, keywords: dict, *, id: str):
 
 
 def _hint(run, *, uploaded: bool = True) -> str:
-    """One line: where the run is, or how to upload it. The parts of a resumed offline run go up together."""
+    """The run's URL, or the command to upload it with all parts of a resumed run."""
     if run.disabled or (uploaded and not run.offline):
         return "" if run.disabled else f"wandb: {run.url}"
     folder = str(Path(run.dir).parents[1])
@@ -129,13 +129,13 @@ def _hint(run, *, uploaded: bool = True) -> str:
 
 
 def numbers(row: dict) -> dict[str, float]:
-    """Numbers of one row by metric. Texts and lists are left out, but for lists of one number a head."""
+    """Numbers of a row by metric, without texts, and without lists but those of a number for each head."""
     kind, row = row["kind"], row | (row.get("clock") or {})
     metrics = {name: row.get(name) for name in PLACE}
     if row.get("final"):
         return facts(metrics | {f"{kind}_{name}": row[name] for name in row if name.endswith("bits_per_byte")})
     rest = {name: number for name, number in row.items() if name not in (*PLACE, "kind", "metrics", "clock")}
-    metrics, pooled = metrics | _flat(rest, name=kind), {}
+    metrics, pooled = metrics | flat(rest, separator="/", prefix=f"{kind}/"), {}
     for name, metric in (row.get("metrics") or {}).items():
         place, _, word = name.rpartition(".")
         heads = [number for number in (metric if isinstance(metric, list) else [metric]) if is_number(number)]
@@ -149,17 +149,13 @@ def numbers(row: dict) -> dict[str, float]:
 
 def facts(summary: dict) -> dict[str, float | str]:
     """Numbers, truths and texts of a summary or provenance row: ``{"memory/peak_bytes": 12345, "variant": "mhsa"}``."""
-    stored = {key: leaf for key, leaf in _flat(summary).items() if isinstance(leaf, str | bool) or is_number(leaf)}
+    stored = {
+        key: leaf
+        for key, leaf in flat(summary, separator="/").items()
+        if isinstance(leaf, str | bool) or is_number(leaf)
+    }
     # Readers make floats of larger integers anyway.
     return {key: float(leaf) if type(leaf) is int and abs(leaf) > 2**53 else leaf for key, leaf in stored.items()}
-
-
-def _flat(node: object, *, name: str = "") -> dict[str, object]:
-    """``{"a": {"b": 1}}`` named ``x`` as ``{"x/a/b": 1}``."""
-    if not isinstance(node, dict):
-        return {name: node}
-    before = name and f"{name}/"
-    return {key: leaf for inner, part in node.items() for key, leaf in _flat(part, name=f"{before}{inner}").items()}
 
 
 def _extent(name: str, heads: list[float]) -> dict[str, float]:
