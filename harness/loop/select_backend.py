@@ -69,7 +69,8 @@ def select(plan: Plan, where: Runtime) -> dict | None:
         )
         try:
             if key not in _compared:
-                print(f"runtime.backend: comparing {backend} with plain PyTorch on {where.device}", file=sys.stderr)
+                line = f"comparing {backend} with plain PyTorch on {where.device}, up to a minute"
+                print(f"runtime.backend: {line}", file=sys.stderr)
                 with Cell(_comparison, small.config, small.trust, settings) as cell:
                     _compared[key] = cell.ask("__call__", limit_seconds=LIMIT_SECONDS)
             passed, errors[backend] = _compared[key]
