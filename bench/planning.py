@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from bench import CONF
 from harness import source
 from harness.compose.cli import MISTAKES, explain
-from harness.compose.untrusted_config import TYPED, read_config
+from harness.compose.untrusted_config import COMMAND_LINE_ONLY, read_config
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.data.sources import PINNED
@@ -54,7 +54,7 @@ def compose_typed(verb: str, *overrides: str, leave: tuple[str, ...] = ()) -> Di
 
     typed = HydraConfig.get().overrides
     for word in overrides:
-        if re.search(TYPED, word.partition("=")[0]):  # a file's words, perhaps
+        if re.search(COMMAND_LINE_ONLY, word.partition("=")[0]):  # a file's words, perhaps
             raise ValueError(f"words of {verb}: {word}: hydra.* and trust count from the command line only")
     search = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
     words = [word for word in typed.task if re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0] not in leave]

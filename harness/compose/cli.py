@@ -31,20 +31,20 @@ from harness.device.torchrun import check_launch, is_later, read_launch
 TRACE = "WINDTUNNEL_TRACE"
 """The user's HYDRA_FULL_ERROR, in the environment of a command and its jobs."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
-running: TaskFunction | None = None
+task: TaskFunction | None = None
 """The function that a sweep's launcher calls for each job."""
 
 
 class JobFailed(RuntimeError):
-    """The message of a sweep's job that failed, with its exit ``code``, and where it was ``already_printed``; unlike the error,
-    it pickles and keeps no tensors."""
+    """Error of a sweep's job, reduced to its message, exit ``code`` and the stderr that ``already_printed`` it: it pickles and
+    keeps no tensors."""
 
 
 def run_command(command: Callable[[], object], *, many: bool = False) -> None:
     """Call a function decorated with ``hydra.main``, and exit as in ``docs/exit_codes.md`` where it fails. ``many``: whether
     ``torchrun`` may start several processes of it."""
-    global running
-    running = inspect.unwrap(command)
+    global task
+    task = inspect.unwrap(command)
     Plugins.instance()  # registers Hydra's own source of files
     SourcesRegistry.instance().types["file"] = FileConfigSource
     trace = os.environ.get(TRACE, os.environ.get("HYDRA_FULL_ERROR", ""))
@@ -63,14 +63,14 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
 
 
 def exit_code(errors: Sequence[Exception]) -> int:
-    """Of a command that ends with these errors: a bug's, else the highest."""
+    """Exit code for several errors: a bug's if any is a bug, else the highest."""
     codes = {getattr(error, "code", None) or failures.exit_code(error, mistakes=MISTAKES) for error in errors}
     return failures.BUG if failures.BUG in codes else max(codes, default=0)
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
-    """Print an error once; ``job``: overrides of the sweep's job. Of several processes the first one prints a mistake that all
-    meet before they have joined; after that an error is ``of_process``, or another one has ``already_printed`` it."""
+    """Print an error once; ``job``: overrides of the sweep's job. Before processes join, only the first one prints mistakes;
+    afterwards only errors marked ``of_process`` are printed."""
     status = os.fstat(2)
     terminal = status.st_dev, status.st_ino  # a launcher may run jobs elsewhere
     others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "of_process", False)

@@ -51,7 +51,7 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
     """Run the jobs of the typed words by the chosen launcher; failures are appended to ``errors``."""
     loader = GlobalHydra.instance().config_loader()
     context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
-    launcher = Plugins.instance().instantiate_launcher(context, cli.running, config)
+    launcher = Plugins.instance().instantiate_launcher(context, cli.task, config)
     params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
     typed = [str(word) for word in config.hydra.overrides.task]
     words = [*(f"{key}={value}" for key, value in params.items()), *typed]

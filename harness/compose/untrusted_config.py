@@ -16,17 +16,17 @@ from harness.record.rows import read_file
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 MAX_BYTES, MAX_DEPTH = 1 << 18, 40
-TYPED = r"\b(hydra|trust)\b"  # from the command line only, but for what a sweep's file needs
-SWEEP = rf"hydra\.mode|hydra\.sweeper\.params\.(?!.*{TYPED}).+"
-# ``defaults`` name a group's file on the search path, for a place of the run's.
+COMMAND_LINE_ONLY = r"\b(hydra|trust)\b"
+SWEEP = rf"hydra\.mode|hydra\.sweeper\.params\.(?!.*{COMMAND_LINE_ONLY}).+"
+# An entry of ``defaults``: a config file in a group, and optionally the package that it goes to.
 PARTS = r"[\w-][\w.-]*(/[\w-][\w.-]*)*"
-PLACE = rf"((optional|override)\s+)*/?(?!{TYPED}){PARTS}(@(?![\w.:-]*{TYPED})[\w.:-]+)?"
+PLACE = rf"((optional|override)\s+)*/?(?!{COMMAND_LINE_ONLY}){PARTS}(@(?![\w.:-]*{COMMAND_LINE_ONLY})[\w.:-]+)?"
 ENTRY = rf"{PLACE}(=({PARTS}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Hydra's source of YAML files, by Hydra's name, which a launcher's process registers again. ValueError where a user's file
-    sets keys of the command line, or has the name of one of ours."""
+    """Replacement of Hydra's source of YAML files, with its class name, by which launchers register it. ValueError for a user's
+    file that sets ``hydra.*`` or ``trust``, or has the name of one of ours."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         loaded, name = super().load_config(config_path), self._normalize_file_name(config_path)
@@ -42,15 +42,19 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
-    """ValueError where a file, by its group and ``name``, its package or a key, sets keys of the command line."""
-    wrong = [place for place in (name.rpartition("/")[0], loaded.header["package"] or "") if re.search(TYPED, place)]
+    """ValueError if the file's group, package or a key sets ``hydra.*`` or ``trust``."""
+    wrong = [
+        place
+        for place in (name.rpartition("/")[0], loaded.header["package"] or "")
+        if re.search(COMMAND_LINE_ONLY, place)
+    ]
     for key, value in _leaves(OmegaConf.to_container(loaded.config, resolve=False)):
         entry = re.fullmatch(r"defaults\.\d+\.?(.*)", key)  # {group: choice}, or one text
         word = "=".join(filter(None, (entry[1], str(value)))) if entry else key
-        if not re.fullmatch(ENTRY if entry else rf"(?!{TYPED}).*|{SWEEP}", word):
+        if not re.fullmatch(ENTRY if entry else rf"(?!{COMMAND_LINE_ONLY}).*|{SWEEP}", word):
             wrong.append(f"{key}={value}")
     if wrong:
-        raise ValueError(f"{file}: {wrong[0]}: hydra.* and trust count from the command line only")
+        raise ValueError(f"{file}: {wrong[0]}: hydra.* and trust may be set on the command line only")
 
 
 def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:

@@ -1,8 +1,8 @@
 """FLOPs of the code that ran: floating-point operations, two per multiply-add.
 
 One counter sees every operation that reaches a kernel, forward and backward. Matrix products, convolutions and the project's
-kernels count by torch's registry of formulas. Torch's ``FlopCounterMode`` (2.13) names no operation without a formula. In its
-registry
+kernels count by torch's registry of formulas. Torch's ``FlopCounterMode`` (2.13) does not report operations without a
+formula. In its registry
 
 - attention on a CPU, weighted reads of a table and their gradients count 0;
 - causal attention (``is_causal``) counts every query against every key. Here query t meets keys 0 .. t, aligned at the first of
@@ -66,10 +66,9 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: in
     """Count the evaluation of one ``segment`` of one stream, in warm state, on the model's device, or of the segments in the
     longest block of a mechanism (``Sublayer.period``).
 
-    Random bytes are read until two segments in a row have kept all shapes of the carried state, or ``most_bytes``: attention over
-    a
-    window of S bytes needs S + 3 segments. Modes, gradients and generators are restored. Call it in the run's precision: autocast
-    makes the state smaller.
+    It reads random bytes until two segments in a row keep all shapes of the carried state, at most ``most_bytes``: a window of S
+    bytes needs S bytes and 3 segments more. It restores modes, gradients and generators. Call it in the run's precision:
+    autocast makes the state smaller.
     """
     device, random = next(model.parameters()).device, torch.Generator().manual_seed(0)
 
@@ -160,13 +159,13 @@ def _attention_backward(a: Arguments) -> int:
 
 
 def _bags(a: Arguments) -> int:
-    """Each row read, or the gradient of its bag: D multiply-adds if it has a weight, else D additions."""
+    """For each row that is read, or gets a bag's gradient: D multiply-adds with a weight, else D additions."""
     table = a["grad"] if "grad" in a else a["weight"]
     return (1 if a.get("per_sample_weights") is None else 2) * a["indices"].numel() * table.shape[1]
 
 
 def _lines(a: Arguments) -> tuple[int, int]:
-    """Numbers in the argument, 0 for integers, and in one line of it along ``dim``."""
+    """Elements of the argument, 0 for integers, and its size along ``dim``."""
     numbers = a["self"]
     if not numbers.is_floating_point():
         return 0, 1

@@ -11,7 +11,7 @@ def main(arguments: list[str]) -> int:
     name = [*arguments, "enwik8"][0]
     try:
         if name not in KNOWN:
-            raise ValueError(f"{name}: is not fetched; allowed are {', '.join(KNOWN)}")
+            raise ValueError(f"{name}: cannot be fetched; allowed are {', '.join(KNOWN)}")
         corpus = corpora.load(name)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -172,7 +172,7 @@ def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
     shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
     if not len(shares) == len(split) == len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
         raise ValueError(
-            f"data.split={split!r}: allowed are three shares for {', '.join(SPLITS)}, above 0 and 1 in sum"
+            f"data.split={split!r}: allowed are three shares for {', '.join(SPLITS)}, each above 0, that add up to 1"
         )
     valid, test = (round(len(content) * share) for share in shares[1:])
     train = len(content) - valid - test
@@ -193,7 +193,7 @@ def _numbered(
         symbols = bytes(value for value in distinct_values(content) if value not in dropped)
         if len(symbols) > vocabulary:
             raise ValueError(
-                f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} byte values, allowed is as many or 256"
+                f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} byte values, allowed are {len(symbols)} and 256"
             )
     elif not dropped:
         return [torch.from_numpy(part) for part in parts], symbols

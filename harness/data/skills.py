@@ -19,9 +19,9 @@ from harness.hashing import integer_hash
 
 KEYS, VALUES = 26, 8
 DISTANCES = (32, 128, 512)
-"""Answers of multi_query_recall are scored by the bytes since the last place of their key: up to each of these."""
+"""Groups of answers of multi_query_recall: at most so many bytes after the last place of their key."""
 BODY, SYMBOLS, DENSITY = 64, 16, 4
-"""Of selective_copying: bytes before the copy, kinds of capitals, and one capital in so many bytes."""
+"""Sizes of selective_copying: bytes before the copy, kinds of capitals, bytes for each capital."""
 LENGTHS = (2, 4, 8, 16)
 """Swaps in a word of state_tracking; its first byte says which."""
 
@@ -103,9 +103,9 @@ def tracking_costs(values: np.ndarray) -> np.ndarray:
 
 
 class Made(NamedTuple):
-    """A made-up corpus: its ``stream`` of ``n_bytes`` with a ``seed``, uint8 ``[n_bytes]``; of a part, uint8 ``[n]``, the
-    ``floor_bits``, fewest bits per byte of a causal model on its targets, and by label which bytes are ``answers``, bool
-    ``[n]``."""
+    """Functions of a generated corpus: ``stream(n_bytes, seed)`` gives its first bytes, uint8 ``[n_bytes]``; ``floor_bits(part)``
+    the fewest bits per byte of a causal model on the targets of a part, uint8 ``[n]``; ``answers(part)``, by label, bool
+    ``[n]``, which bytes follow from earlier ones."""
 
     stream: Callable[..., np.ndarray]
     floor_bits: Callable[[np.ndarray], float] | None = None
@@ -113,7 +113,7 @@ class Made(NamedTuple):
 
 
 def _skill(make: Callable[[int, int], bytes], costs: Callable[[np.ndarray], np.ndarray], answers: Callable) -> Made:
-    """Of ``make``, which gives so many bytes of a seed or more, and each byte's ``costs`` in bits for a model with the skill."""
+    """A corpus of ``make(n_bytes, seed)``, ``n_bytes`` or more; ``costs``: bits of each byte for a model with the skill."""
 
     def stream(n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
         return np.frombuffer(make(n_bytes, seed), np.uint8)[:n_bytes].copy()

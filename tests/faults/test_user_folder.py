@@ -1,4 +1,4 @@
-"""A ``-cd`` folder is read as its user wrote it, but ``hydra.*`` and ``trust`` count from the command line only, so that the
+"""A ``-cd`` folder is read as its user wrote it, but ``hydra.*`` and ``trust`` are set on the command line only, so that the
 rule for ``_target_`` holds. What would have run leaves a file; it must not be there, and one message names the file."""
 
 import os
@@ -80,7 +80,7 @@ def stranger(here):
 def test_hydras_keys_and_trust_count_from_the_command_line_only(here, way):
     write(here, BESIDE | PLACED[way])
     message = refused(here, "-cd", "conf", *MADE, "recipe=evil")
-    assert "count from the command line only" in message or "space.trust" in message
+    assert "may be set on the command line only" in message or "space.trust" in message
 
 
 def test_a_primary_file_of_the_folder_names_no_package(here):
