@@ -12,7 +12,6 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from harness import source
-from tests.caches import own_cache
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,7 +67,7 @@ def run_folders(outputs: Path) -> list[Path]:
 @pytest.fixture(name="here")
 def empty_folder(tmp_path, monkeypatch) -> Path:
     """An empty folder to type commands in, a cache of its own, and a network that refuses at once."""
-    own_cache(tmp_path / "cache", monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "HYDRA_FULL_ERROR"):

@@ -3,12 +3,15 @@
 import copy
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
 
 from harness.data import corpora
@@ -39,8 +42,21 @@ def compose_config(*overrides: str, name: str = "train") -> DictConfig:
 
 @cache
 def _composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"), patch.object(ConfigRepository, "load_config", _load):
         return compose(name, overrides=list(overrides))
+
+
+FILES: dict[str, ConfigResult | None] = {}
+READ = ConfigRepository.load_config
+
+
+def _load(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
+    """A copy of a file that was read before: reading takes as long as all else of a composition."""
+    if config_path not in FILES:
+        FILES[config_path] = READ(repository, config_path)
+    if result := copy.copy(FILES[config_path]):
+        result.config = copy.deepcopy(result.config)
+    return result
 
 
 @cache
@@ -54,16 +70,26 @@ def _chooses_a_file(override: Override) -> bool:
     return group in GROUPS or group.startswith("hydra") or override.package is not None or override.is_sweep_override()
 
 
+def variant_file(variant: str) -> dict:
+    node = yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text(encoding="utf-8"))
+    return node.get("variant", node)
+
+
 def small(variant: str, *, slot: str | None = None) -> list[str]:
     """Words with which a variant, or its sublayer in a ``slot``, fits ``TINY``: the keywords that its file has for that."""
-    node = yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text(encoding="utf-8"))
-    node = (node.get("variant", node).get("small") or {}).items()
+    node = (variant_file(variant).get("small") or {}).items()
     return [
         f"variant.{slot or name}.{key}={'null' if value is None else value}"
         for name, own in node
         if name != "model"
         for key, value in own.items()
     ]
+
+
+def sized(variant: str) -> list[str]:
+    """Words that choose a variant at the small sizes that its file names, those of the model as well."""
+    sizes = (variant_file(variant).get("small") or {}).get("model") or {}
+    return [f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes.items())]
 
 
 def plan(*overrides: str) -> Plan:

@@ -1,5 +1,6 @@
 """What all tests share: few threads, patience, no W&B of the user's, caches of their own, and the corpus beside the checkout."""
 
+import fcntl
 import gc
 import os
 from collections.abc import Iterator
@@ -8,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.caches import own_cache
 from tests.needs import need
 
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -21,14 +21,24 @@ ENWIK8_4M = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_once(tmp_path_factory) -> Iterator[None]:
-    """What is compiled is so once for all processes of these tests, and not kept in the user's caches."""
+def sealed_off(tmp_path_factory) -> Iterator[None]:
+    """No W&B. What is compiled is so once for all processes of these tests, and not kept in the user's caches."""
     base = tmp_path_factory.getbasetemp()
     together = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patched:
-        own_cache(base / "cache", patched, kernels=together / "kernels")
+        patched.setenv("XDG_CACHE_HOME", str(base / "cache"))
+        patched.setenv("WINDTUNNEL_KERNELS", str(together / "kernels"))
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            patched.delenv(name)
+        patched.setenv("WANDB_MODE", "disabled")
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
             patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(together / "torchinductor"))
+        if together != base:
+            from variants.kernels import product_search, window_cpu
+
+            with open(together / "compiling", "w") as lock:  # the first process compiles, and the others wait
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                window_cpu.available(), product_search.available()
         yield
 
 
@@ -51,11 +61,14 @@ def few_places() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def undisturbed(monkeypatch):
-    """No key and no network for W&B."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def restored() -> Iterator[None]:
+    """What a run sets for its whole process is as before at the end."""
+    import torch
+
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 @pytest.fixture

@@ -57,12 +57,8 @@ def write_fixed_rows(folder: Path) -> None:
         for trial, rate in enumerate((0.001, 0.003, 0.01)):
             for seed in (100, 101):
                 bits = 2.5 + abs(rate - 0.003) * 10 + seed / 1e5
-                point = {"optim.lr": (0.3, 0.5, 0.99)[trial]}
-                places.append(
-                    write_trial(
-                        folder / "trials", variant=variant, rate=rate, seed=seed, bits=bits, trial=trial, point=point
-                    )
-                )
+                about = {"variant": variant, "point": {"optim.lr": (0.3, 0.5, 0.99)[trial]}}
+                places.append(write_trial(folder / "trials", rate=rate, seed=seed, bits=bits, trial=trial, **about))
     places.append(write_failed(folder / "trials", error="out of memory", seed=100, trial=3))
     for seed in (0, 1, 101):
         places.append(write_trial(folder / "trials", rate=0.003, seed=seed, bits=2.45 + seed / 1e3))
@@ -75,16 +71,10 @@ def write_fixed_rows(folder: Path) -> None:
     stream = [cost_row(variant=v, length=n, mode="stream", segment=128) for v in ("mhsa", "linear") for n in (256, 512)]
     stream.append(cost_row(length=256, mode="stream", segment=128, allocator="return"))
     write_rows(folder, [*costs, cost_row(), cost_row(variant="linear"), *stream], name="20261120-120000-cost")
-    peers = [
-        peer_row(name="reference_model"),
-        peer_row(tokens_per_second=12_000.0),
-        peer_row(name="mhsa", backend="fused"),
-    ]
+    peers = [peer_row(name="reference_model"), peer_row(tokens_per_second=12_000.0)]
+    peers.append(peer_row(name="mhsa", backend="fused"))
     peers += [peer_row(name="broken", status="failed", reason="not causal", time=None, relative_to_reference=None)]
     peers[-1] |= {"bytes_per_second": None}
     write_rows(folder, peers, name="20261120-130000-peers")
-    write_rows(
-        folder,
-        name="20261120-135000-peers",
-        rows=[peer_row(reference_in_check=0.9, reference_in_check_range=[0.8, 0.95]), peer_row(name="mhsa")],
-    )
+    checked = peer_row(reference_in_check=0.9, reference_in_check_range=[0.8, 0.95])
+    write_rows(folder, [checked, peer_row(name="mhsa")], name="20261120-135000-peers")

@@ -2,12 +2,10 @@
 
 import copy
 import json
-import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,12 +26,7 @@ from train import train
 SMALL = (
     *("model.d_model=16", "model.layers=2", "model.heads=2", "model.span=16", "model.default_bytes=1024"),
     *("data=recall", "data.bytes=20000", "data.distances=[3,5]", "batch.streams=4", "batch.segment=16"),
-    *(
-        "runtime.device=cpu",
-        "runtime.precision=float32",
-        "runtime.threads=1",
-        "record.every_steps=2",
-    ),
+    *("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1", "record.every_steps=2"),
     *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.selection_bytes=200", "eval.bytes=400"),
     *("eval.windows=false", "eval.test=true", "checkpoint.every_seconds=null"),
 )
@@ -53,15 +46,6 @@ CARRY = ("batch.carry=true",)
 
 class PowerFailure(Exception):
     """In place of the end of the process."""
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """What a run sets for its whole process is as before at the end."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
 
 
 @pytest.fixture(name="here", autouse=True)
@@ -104,10 +88,9 @@ def _hydra() -> DictConfig:
         return compose("train", return_hydra_config=True)
 
 
-def run_job(job: Run, *, wandb: str = "disabled") -> dict:
-    """Train to the end, without W&B unless another of its modes is given; returns the summary that was written."""
-    with patch.dict(os.environ, {"WANDB_MODE": wandb}):
-        train(job)
+def run_job(job: Run) -> dict:
+    """Train to the end; returns the summary that was written."""
+    train(job)
     return json.loads((job.folder.path / SUMMARY).read_text())
 
 

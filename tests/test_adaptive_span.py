@@ -14,7 +14,7 @@ from variants.all_attention import PersistentKV
 from variants.attention import Attention
 from variants.contract import set_shapes
 
-numeric = pytest.mark.numeric
+pytestmark = pytest.mark.numeric
 
 
 def test_bucket_by_hand():
@@ -23,7 +23,6 @@ def test_bucket_by_hand():
     assert {n: bucket(n) for n in sizes} == sizes
 
 
-@numeric
 @pytest.mark.parametrize(("backend", "position"), [("plain", "none"), ("fused", "alibi")])
 def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
     """Ramps end just before, on and after key 64, the first that a bucket of 64 leaves out. It has weight 0 and still a
@@ -45,7 +44,6 @@ def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
         assert (gradients(short, [attention.span.fraction])[0] - expected)[1].abs() > 1e-6
 
 
-@numeric
 def test_initial_spans_and_columns():
     def adaptive(**keywords) -> AdaptiveSpan:
         return AdaptiveSpan(Case(heads=4, span=512).context(), **keywords)
@@ -74,7 +72,6 @@ def test_wrong_sizes_are_refused():
             make(Case().context(), **words)
 
 
-@numeric
 @pytest.mark.parametrize("kind", ["whole", "dynamic"])
 def test_loss_is_the_weighted_mean_span(kind):
     case = Case(spans=kind, heads=3, span=8)
@@ -98,7 +95,6 @@ def metrics_of(attention: Attention, x: torch.Tensor, *, cut: int) -> dict:
     return attention.metrics({name: first.stats[name] + second.stats[name] for name in first.stats})
 
 
-@numeric
 def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
     attention = Case(spans="zero", span=8, heads=4).build()  # R = 3
     set_fractions(attention, [0.0, 0.25, 0.5, 1.0])
@@ -116,7 +112,6 @@ def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
 # Persistent vectors
 
 
-@numeric
 def test_vectors_start_with_unit_variance_and_keys_may_start_nearer_to_zero():
     """Parameters that are smaller by sqrt(K) and sqrt(N)."""
     torch.manual_seed(0)
@@ -126,7 +121,6 @@ def test_vectors_start_with_unit_variance_and_keys_may_start_nearer_to_zero():
         assert stds == pytest.approx([std, 1, std / 4, 1 / 20], rel=0.03)
 
 
-@numeric
 @pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 @pytest.mark.parametrize("spans", ["fixed", "between"])
 def test_persistent_mass_by_direct_computation(backend, spans):

@@ -18,11 +18,6 @@ SIZES = ("batch.segment=128", "eval.segment=128", "eval.bytes=600", "position=no
 WORDS = ("-cd", "my_conf", "trust=[tests.sized_toys]", "variant=mine")
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-
-
 def toy(here: Path, cls: str) -> tuple[str, ...]:  # noqa: F811
     """Words that train it in two seconds."""
     (here / "my_conf" / "variant").mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.record import checkpoint
-from tests.runs import make_run, restored  # noqa: F401 - a fixture
+from tests.runs import make_run
 
 
 def names(folder) -> list[str]:

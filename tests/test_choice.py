@@ -8,11 +8,20 @@ import torch
 from harness.device import random_state, runtime
 from harness.device.processes import ProcessGroup
 from tests.composing import plan
-from tests.pretended_device import pretend
-from tests.runs import make_job, own_folder, restored  # noqa: F401 - fixtures
+from tests.runs import make_job, own_folder  # noqa: F401 - a fixture
 
 AUTO = ("runtime.precision=auto", "runtime.compile=auto")
 TYPED = ("runtime.precision=float32", "runtime.compile=false")
+
+
+def pretend(patch: pytest.MonkeyPatch, *, devices: int) -> list[int]:
+    """Let torch see so many GPUs, none of which computes. Returns the indices that are made the current device, as they come."""
+    chosen: list[int] = []
+    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a run there sets it for good, and rows depend on it
+    patch.setattr(torch.cuda, "is_available", lambda: bool(devices))
+    patch.setattr(torch.cuda, "device_count", lambda: devices)
+    patch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
 
 
 def test_words_are_the_cpu_and_the_gpus_that_are_there(monkeypatch):

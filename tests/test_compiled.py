@@ -13,7 +13,7 @@ import torch
 from harness.device.compiled import MOST_GRAPHS
 from tests import runs
 from tests.attention_case import Case, starts
-from tests.runs import CARRY, MEMORY, make_job, make_run, own_folder, restored, run_job, tensors, whole_run  # noqa: F401
+from tests.runs import CARRY, MEMORY, make_job, make_run, own_folder, run_job, tensors, whole_run  # noqa: F401
 from variants.attention import Attention, AttentionSpan
 
 VARIANTS = {

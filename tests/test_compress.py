@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from bench import compress, decompress
 from bench.coded_file import CONDITIONS, MAGIC, pack, unpack
@@ -14,8 +13,8 @@ from bench.coding import stream_lengths
 from harness.data import corpora
 from harness.record import checkpoint
 from tests.command import call
-from tests.composing import CONF
-from tests.runs import restored, whole_run  # noqa: F401 - a fixture
+from tests.composing import compose_config
+from tests.runs import whole_run
 
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 TEXT = b"One byte of each stream at a time, and the decoder does as the encoder did. " * 30
@@ -38,9 +37,7 @@ def other(tmp_path_factory) -> Path:
 
 def done(verb, *words: str) -> None:
     """What the command does, in this process."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(verb.__name__.removeprefix("bench."), overrides=[*CPU, *words])
-    verb.main.__wrapped__(cfg)
+    verb.main.__wrapped__(compose_config(*CPU, *words, name=verb.__name__.removeprefix("bench.")))
 
 
 def coded(run: Path, folder: Path, content: bytes, *words: str) -> Path:

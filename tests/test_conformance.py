@@ -24,6 +24,8 @@ from variants.contract import LayerContext, SublayerOutput
 from variants.forget_gate import ForgetGate
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
 
+pytestmark = pytest.mark.numeric
+
 adaptive = partial(AdaptiveSpan, ramp=3, initial=0.4)
 dynamic = partial(DynamicSpan, ramp=3, bias=0.0)
 vectors = partial(PersistentKV, number=5)
@@ -39,7 +41,6 @@ def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8, but: tuple[str
 
 
 # Pairs of cache and attend_self; schemes, spans, persistent vectors, dropout and path take turns. Variants: ``test_gate.py``.
-@pytest.mark.numeric
 @pytest.mark.parametrize(
     "scheme, cache, attend_self, spans, persistent, dropout, backend",
     [
@@ -57,7 +58,6 @@ def test_attention(scheme, cache, attend_self, spans, persistent, dropout, backe
     assert_keeps(model_of(attention, scheme=scheme, layers=2 if persistent else 1, **common))
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize(
     ("attention", "scheme", "cache", "spans", "dropout"),
     [
@@ -71,7 +71,6 @@ def test_parts_of_attention(attention, scheme, cache, spans, dropout):
     assert_keeps(make)
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_window_of_one(attend_self):
     """The window is narrower than any cut, and the ramp is wider than the window.
@@ -83,7 +82,6 @@ def test_window_of_one(attend_self):
     assert_keeps(make, span=1, but=(p.GRADIENT,))
 
 
-@pytest.mark.numeric
 def test_trimmed_spans():
     """Heads of different widths, and a past that is shorter than the span: columns come in steps of 64."""
     attention = partial(Attention, span=partial(AdaptiveSpan, ramp=4, initial=0.45))
@@ -92,7 +90,6 @@ def test_trimmed_spans():
     assert_keeps(make, span=140)
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize(
     "sublayers",
     [
@@ -104,14 +101,12 @@ def test_tables_keep_all_promises(sublayers):
     assert_keeps(model_of(*sublayers, scheme=Rotary, layers=1))
 
 
-@pytest.mark.numeric
 def test_limits_of_batch_norm_are_declared_and_real():
     findings = assert_keeps(model_of(Attention, partial(memory, query_norm="batch"), layers=1, dropout=0.1))
     real = {finding.promise for finding in findings if "is declared and real" in finding.detail}
     assert real == {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES}
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize("outsider", [Gate, Sums, Stateless, Delayed, OfDistances, Mapped])
 def test_outsiders_keep_all_promises(outsider):
     assert_keeps(model_of(outsider, layers=1))

@@ -37,10 +37,9 @@ def test_a_model_has_its_runs_score_to_the_last_bit_also_from_three_files_of_its
     protocol, corpus = summary["protocol"], corpora.load("recall", bytes=60000)
     split = corpus.reported("valid", selection_bytes=protocol["selection_bytes"], limit=protocol["bytes"])
     text = bytes(corpus.symbols[number] for number in split.tolist())
-    cut, threads = {key: protocol[key] for key in ("streams", "segment", "context")}, torch.get_num_threads()
+    cut = {key: protocol[key] for key in ("streams", "segment", "context")}
     torch.set_num_threads(1)
     assert [model.score(text, **cut) for model in models] == [summary["valid_bits_per_byte"]] * 2
-    torch.set_num_threads(threads)
 
 
 def test_attention_maps_are_the_models_own_and_mistakes_are_named(run, tmp_path):

@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from bench import evaluate
 from harness.record import checkpoint
 from harness.record.folder import EVALUATIONS
-from tests.composing import CONF
-from tests.runs import MEMORY, make_job, restored, stop, whole_run  # noqa: F401 - a fixture
+from tests.composing import compose_config
+from tests.runs import whole_run
 
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 RAMP = ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4")
@@ -27,9 +26,7 @@ def trained(tmp_path_factory) -> tuple[Path, dict]:
 
 def evaluated(run: Path, *overrides: str) -> dict:
     """What the command does, in this process; returns the row that it appended."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("evaluate", overrides=[f"run={run}", *CPU, *overrides])
-    evaluate.main.__wrapped__(cfg)
+    evaluate.main.__wrapped__(compose_config(f"run={run}", *CPU, *overrides, name="evaluate"))
     return json.loads((run / EVALUATIONS).read_text().splitlines()[-1])
 
 

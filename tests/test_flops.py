@@ -27,13 +27,12 @@ def heads(rows: int, keys: int, **choices) -> list[Tensor]:
     return [torch.randn(2, 3, length, 8, **choices) for length in (rows, keys, keys)]
 
 
+PLAIN = (None, True, 0.0)  # no bias, with what the backward needs, no dropout
 ATTENTION = {
     "cpu": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
     "flash": lambda q, k, v, causal: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0],
-    "efficient": lambda q, k, v, causal: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[
-        0
-    ],
-    "cudnn": lambda q, k, v, causal: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[0],
+    "efficient": lambda q, k, v, causal: aten._scaled_dot_product_efficient_attention(q, k, v, *PLAIN, causal)[0],
+    "cudnn": lambda q, k, v, causal: aten._scaled_dot_product_cudnn_attention(q, k, v, *PLAIN, causal)[0],
 }
 
 

@@ -14,7 +14,7 @@ from harness.record.folder import Identity, RunFolder, config_hash
 from harness.record.rows import RECORD, SUMMARY
 from tests import bench_rows
 from tests.composing import plan
-from tests.runs import SMALL, make_job, own_folder, restored, run_job, stop  # noqa: F401 - fixtures
+from tests.runs import SMALL, make_job, own_folder, run_job, stop  # noqa: F401 - a fixture
 from train import train
 
 IDENTITY = Identity(
@@ -52,13 +52,8 @@ def test_the_hash_covers_what_can_change_a_number_and_nothing_else():
     same = {"outputs": "there", "force": True, "record.every_steps": 7, "checkpoint.keep": 5, "data.fallback": None}
     hashes = {hash_of(place, value) for place, value in (same | {"seed": config["seed"]}).items()}
     other = {"seed": 1, "model.span": 17, "optim.lr": 0.1, "batch.streams": 3, "eval.bytes": 300, "data.seed": 1}
-    other |= {
-        "check": False,
-        "runtime.precision": "bfloat16",
-        "runtime.threads": 2,
-        "budget.steps": 9,
-        "variant.name": "another",
-    }
+    other |= {"check": False, "runtime.precision": "bfloat16", "runtime.threads": 2, "budget.steps": 9}
+    other |= {"variant.name": "another"}
     assert len(hashes) == 1 and len(hashes | {hash_of(*pair) for pair in other.items()}) == len(other) + 1
     for name, equal in (("enwik8_4m", True), ("text8", False)):  # of text8 no digest is known, and so its place counts
         config["data"]["name"] = name

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from tests import golden
 from tests.golden import BACKENDS, CASES, VARIANTS, differences, explained, measure, numerics, path_of, read
@@ -15,14 +14,6 @@ from variants.kernels import window_cpu
 
 TELLING = "adaptive_span_far compressed_top_k linear_decay mhsa_relative performer product_key_memory reformer"
 """Cases that have all kinds of arithmetic between them; the others combine these."""
-
-
-@pytest.fixture(autouse=True)
-def restored():
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,18 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
 from matplotlib import image
 
 from bench import inspect
 from bench.inspect import reach
-from tests.composing import CONF
-from tests.runs import restored, whole_run  # noqa: F401 - a fixture
+from tests.composing import compose_config
+from tests.runs import whole_run
 
 MIXED = ("variant=adaptive_span", "sublayer@variant.attention=all_attention", "variant.attention.persistent.number=8")
 MIXED += ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4", "runtime.backend=plain")
 FIGURES = ["inspect_attention.png", "inspect_spans.png"]
-pytestmark = pytest.mark.usefixtures("restored")
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +27,7 @@ def inspected(run: Path, *words: str) -> list[str]:
     machine = ("runtime.device=cpu", "runtime.threads=1", "runtime.backend=plain", "bytes=24")
     for name in FIGURES:
         (run / name).unlink(missing_ok=True)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        inspect.main.__wrapped__(compose("inspect", overrides=[f"run={run}", *machine, *words]))
+    inspect.main.__wrapped__(compose_config(f"run={run}", *machine, *words, name="inspect"))
     return sorted(path.name for path in run.glob("inspect_*.png"))
 
 

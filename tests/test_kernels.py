@@ -104,10 +104,8 @@ def test_a_sink_of_minus_infinity_is_none_and_a_huge_one_takes_all(backend):
     for start, persistent in ((0, 2), (4, 0)):  # with nothing before it, a query sees nothing
         case = replace(case, past=start, persistent=persistent)
         inputs = case.inputs()
-        none, without = (
-            {"sink": torch.full((2,), -torch.inf, dtype=DOUBLE)},
-            {n: x for n, x in inputs.items() if n != "sink"},
-        )
+        none = {"sink": torch.full((2,), -torch.inf, dtype=DOUBLE)}
+        without = {n: x for n, x in inputs.items() if n != "sink"}
         y = case.call(ATTEND[backend], inputs | none)
         assert torch.equal(y, case.call(ATTEND[backend], without))
         moved = [*without.values(), sink := (-none["sink"]).neg().requires_grad_()]

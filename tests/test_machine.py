@@ -15,7 +15,6 @@ from harness.device import machine, runtime
 from tests.command import ROOT
 from tests.composing import plan
 from tests.needs import need
-from tests.runs import restored  # noqa: F401 - a fixture
 
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
 
@@ -62,12 +61,7 @@ def test_a_process_waits_without_keeping_a_core_keeps_its_pages_and_does_without
 
 
 def test_what_changes_a_time_is_in_every_row(monkeypatch):
-    ignored = {
-        "OMP_NUM_THREADS": "3",
-        "WANDB_API_KEY": "secret",
-        "MALLOCS": "no such library",
-        "CUDA_HOME": "/anywhere",
-    }
+    ignored = {"OMP_NUM_THREADS": "3", "WANDB_API_KEY": "secret", "MALLOCS": "no library", "CUDA_HOME": "/anywhere"}
     inside = {"MALLOC_MMAP_MAX_": "0", "OMP_WAIT_POLICY": "passive", "WINDTUNNEL_MARCH": "native"}
     before = machine.environment()
     for name, value in {**ignored, **inside, "LD_PRELOAD": "/a/b/libjemalloc.so.2:/c/libtc.so"}.items():

@@ -140,10 +140,8 @@ def test_answers_of_skills_follow_and_the_floor_is_the_oracles(name):
 
 def test_answers_are_divided_by_distance_and_length():
     queries = np.frombuffer(b"A1B2a1C3b2", np.uint8)
-    assert [np.flatnonzero(where).tolist() for where in SKILLS["multi_query_recall"].answers(queries).values()][0] == [
-        5,
-        9,
-    ]
+    first = next(iter(SKILLS["multi_query_recall"].answers(queries).values()))
+    assert np.flatnonzero(first).tolist() == [5, 9]
     words = np.frombuffer(b"de=A12=bcadeB1", np.uint8)
     at = {label: np.flatnonzero(where).tolist() for label, where in SKILLS["state_tracking"].answers(words).items()}
     assert at == {"2": [7, 8, 9, 10, 11], "4": [], "8": [], "16": []}

@@ -4,12 +4,11 @@ cannot follow is refused by name."""
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from tests.attention_case import Case, Largest, assert_near, assert_same
-from tests.composing import CONF, TINY, plan, small
+from tests.composing import TINY, plan, sized
 from variants.conformance import move
 from variants.conformance.fixture import leaves
 from variants.contract import Sublayer, cat_streams, map_state
@@ -29,11 +28,8 @@ CPU = torch.device("cpu")
 
 def mechanism(variant: str, *words: str) -> Sublayer:
     """The last sublayer that sees a past, at the small sizes that the variant's file names, in float64, off its start."""
-    node = yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text(encoding="utf-8"))
-    sizes = (node.get("variant", node).get("small") or {}).get("model") or {}
-    of_model = (f"model.{key}={value}" for key, value in sizes.items())
     torch.manual_seed(0)
-    model = plan(*TINY, f"variant={variant}", *small(variant), *of_model, "data=recall", *words).make_model()
+    model = plan(*TINY, *sized(variant), "data=recall", *words).make_model()
     sees = [sublayer for _, sublayer in model.sublayers() if sublayer.honours is not None]
     return move(sees[-1].double())
 
@@ -46,27 +42,16 @@ def at(place: int, *, streams: int = STREAMS) -> Tensor:
     return torch.full((streams,), place)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "local runtime.backend=fused",
-        "gated_delta model.attend_self=false",
-        *(
-            pytest.param(words, marks=pytest.mark.faults)
-            for words in (
-                "longformer runtime.backend=fused model.cache=hidden model.attend_self=false",
-                "differential runtime.backend=fused",
-                "latent runtime.backend=fused",
-                "reformer",
-                "performer_decay model.attend_self=false",
-                "gated_linear model.attend_self=false",
-                "gated_delta_channel",
-                "compressed_top_k runtime.backend=plain",
-                "nsa runtime.backend=fused",
-            )
-        ),
-    ],
+GRAPHS = ["local runtime.backend=fused", "gated_delta model.attend_self=false"]
+MORE_GRAPHS = (
+    *("longformer runtime.backend=fused model.cache=hidden model.attend_self=false", "nsa runtime.backend=fused"),
+    *("differential runtime.backend=fused", "latent runtime.backend=fused", "compressed_top_k runtime.backend=plain"),
+    *("performer_decay model.attend_self=false", "gated_linear model.attend_self=false"),
+    *("gated_delta_channel", "reformer"),
 )
+
+
+@pytest.mark.parametrize("words", [*GRAPHS, *(pytest.param(words, marks=pytest.mark.faults) for words in MORE_GRAPHS)])
 def test_compiled_it_is_one_graph(words):
     """Value, every gradient and the state that is carried, of two segments behind a past."""
     layer, x = mechanism(*words.split()), inputs(60)
@@ -83,24 +68,16 @@ def test_compiled_it_is_one_graph(words):
     torch.compiler.reset()
 
 
-@pytest.mark.numeric
-@pytest.mark.parametrize(
-    "words",
-    [
-        "local position=rotary",
-        "longformer position=rotary model.cache=hidden",
-        "compressed_top_k position=rotary",
-        "nsa position=rotary",
-        "reformer position=rotary model.cache=hidden",
-        "linear_decay",
-        "differential",
-        "latent position=rotary",
-        "gated_linear",
-        "gated_delta",
-        "gated_delta_channel",
-        "transformer_xl model.cache=hidden",
-    ],
+STEADY = (
+    *("local position=rotary", "compressed_top_k position=rotary", "nsa position=rotary", "latent position=rotary"),
+    *("longformer position=rotary model.cache=hidden", "reformer position=rotary model.cache=hidden"),
+    *("transformer_xl model.cache=hidden", "linear_decay", "differential"),
+    *("gated_linear", "gated_delta", "gated_delta_channel"),
 )
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("words", STEADY)
 def test_a_state_does_not_grow_and_float32_stays_near(words):
     """Over a thousand bytes in segments of 125, and then single bytes, far along. Where a rounded score chooses keys otherwise,
     only single bytes are off."""
@@ -125,11 +102,7 @@ def test_a_state_does_not_grow_and_float32_stays_near(words):
 
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    "words",
-    [
-        "compressed runtime.backend=plain position=rotary",
-        "compressed_top_k position=alibi model.cache=hidden",
-    ],
+    "words", ["compressed runtime.backend=plain position=rotary", "compressed_top_k position=alibi model.cache=hidden"]
 )
 def test_streams_of_a_batch_may_be_at_any_phase_and_of_any_age(words):
     layer, x = mechanism(*words.split()), inputs(90, streams=1)
@@ -169,12 +142,8 @@ def test_nothing_looks_at_values(words):
 @pytest.mark.parametrize(
     ("variant", "backend"),
     [
-        ("mhsa", "plain"),
-        ("local", "chunked"),
-        ("longformer", "chunked"),
-        ("compressed", "plain"),
-        ("nsa", "plain"),
-        ("reformer", "auto"),
+        *(("mhsa", "plain"), ("compressed", "plain"), ("nsa", "plain"), ("reformer", "auto")),
+        *(("local", "chunked"), ("longformer", "chunked")),
     ],
 )
 def test_dropout_keeps_the_mean_follows_the_seed_and_is_for_training(variant, backend):

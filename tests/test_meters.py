@@ -8,13 +8,7 @@ import torch
 from bench import turns
 from bench.turns import times
 from harness.count import memory
-from harness.count.memory import (
-    Peak,
-    PeakMemory,
-    gradient_bytes,
-    optimizer_bytes,
-    tensor_bytes,
-)
+from harness.count.memory import Peak, PeakMemory, gradient_bytes, optimizer_bytes, tensor_bytes
 from harness.device.machine import use_allocator
 from tests.test_flops import D, build, feed_forward, memory_table
 

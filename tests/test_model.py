@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from harness.model import LanguageModel
+from tests.attention_case import matrices
 from tests.composing import plan
 from tests.reference.attention import attention
 from tests.reference.feed_forward import feed_forward
@@ -58,13 +59,7 @@ def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement:
             w = dict(residual.sublayer.named_parameters())
             norms.append((residual.norm.weight, residual.norm.bias))
             if "query.weight" in w:
-                own = {
-                    "wq": w["query.weight"],
-                    "wk": w["key.weight"],
-                    "wv": w["value.weight"],
-                    "wo": w["output.weight"],
-                }
-                sublayers.append(partial(attention, **own, **same))
+                sublayers.append(partial(attention, **matrices(residual.sublayer), **same))
             else:
                 own = {"up": w["enter.weight"], "down": w["leave.weight"], "activation": "relu"}
                 sublayers.append(partial(feed_forward, **own, up_bias=w["enter.bias"], down_bias=w["leave.bias"]))
@@ -129,11 +124,7 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
             {"layers.0.attention": ATTENTION, "layers.1.feed_forward": FEED_FORWARD, "norms": 5 * NORM, "head": V * D},
             WHOLE + V * D + D,
         ),
-        (
-            (*FEED, "model.tied=true"),
-            {"embedding": V * D, "head": 0},
-            WHOLE + V * D,
-        ),  # the byte's row is one of the head's
+        ((*FEED, "model.tied=true"), {"embedding": V * D, "head": 0}, WHOLE + V * D),  # the byte's row is the head's
         (
             (*FEED, "position=relative"),
             {"layers.0.attention": ATTENTION + RELATIVE, "layers.1.attention": ATTENTION},

@@ -76,7 +76,7 @@ def test_processes_that_build_at_once_do_not_meet(source, tmp_path):
 
 def computed(threads: int) -> list[torch.Tensor]:
     """Values and gradients of the kernels at ugly shapes in both precisions."""
-    results, before = [], torch.get_num_threads()
+    results = []
     torch.set_num_threads(threads)
     for dtype in (torch.float32, torch.float64):
         case = replace(UGLY["persistent and everything"], T=50, width=5, dtype=dtype)
@@ -85,7 +85,6 @@ def computed(threads: int) -> list[torch.Tensor]:
         scores = torch.randn(4, 9, 21, dtype=dtype, generator=torch.Generator().manual_seed(0))
         slots, sums = product_search.search(scores, 6)
         results += [y.detach(), *gradients(y, list(inputs.values())), slots.sort().values, sums.sort().values]
-    torch.set_num_threads(before)
     return results
 
 

@@ -11,7 +11,7 @@ from harness.model import LanguageModel
 from tests.attention_case import DOUBLE, B, Case, D, covering
 from tests.composing import TINY, plan
 from tests.promises import Gate
-from tests.runs import CARRY, make_run, own_folder, restored  # noqa: F401 - fixtures
+from tests.runs import CARRY, make_run, own_folder  # noqa: F401 - a fixture
 from variants.contract import LayerContext, NeededFlops, Sublayer
 from variants.feed_forward import FeedForward
 from variants.kernels.window import soft_mask

@@ -19,18 +19,7 @@ from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests.composing import plan
 from tests.many import launch
-from tests.runs import (
-    CARRY,
-    DROPOUT,
-    MEMORY,
-    MOVING,
-    SMALL,
-    VARIANTS,
-    after_step,
-    make_job,
-    make_run,
-    restored,  # noqa: F401 - a fixture
-)
+from tests.runs import CARRY, DROPOUT, MEMORY, MOVING, SMALL, VARIANTS, after_step, make_job, make_run
 from train import train
 
 pytestmark = pytest.mark.numeric
@@ -42,12 +31,7 @@ SHARDED = ("variant=adaptive_span_memory", *MEMORY, "variant.memory.sparse=true"
 SHARDED += ("+variant.groups.values.optimizer={_target_:harness.optim.ClippedAdagrad,_partial_:true}",)
 RESUMED = {
     "replicated": (*MOVING, *CARRY, *DROPOUT, "eval.streams=1"),  # the second process has nothing to score
-    "sharded, with a table": (
-        *SHARDED,
-        *CARRY,
-        *DROPOUT,
-        "eval.streams=32",
-    ),  # rows by Muon and AdamW, columns by Adagrad
+    "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),  # rows by Muon, AdamW; columns by Adagrad
 }
 COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.every=0", "eval.test=false")
 
@@ -152,7 +136,6 @@ def place(tmp_path_factory) -> Path:
 def two(place) -> list[dict]:
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(place)
-        patched.setenv("WANDB_MODE", "disabled")
         return launch(trained_and_resumed)
 
 

@@ -138,10 +138,8 @@ def flat(node: dict, prefix: str = "") -> dict[str, object]:
 
 @pytest.mark.parametrize(("name", "steps"), list(zip(FINETUNES, (20_000, 30_000, 10_000), strict=True)))
 def test_the_end_of_a_run_is_more_steps_at_a_tenth_of_the_rate(name, steps):
-    before, after = (
-        flat(OmegaConf.to_container(compose_config(f"recipe={recipe}")))
-        for recipe in (name.removesuffix("_finetune"), name)
-    )
+    recipes = (name.removesuffix("_finetune"), name)
+    before, after = (flat(OmegaConf.to_container(compose_config(f"recipe={recipe}"))) for recipe in recipes)
     assert {key: value for key, value in after.items() if before[key] != value} == {
         "init_from.restore": "everything",
         "optim.lr": pytest.approx(before["optim.lr"] / 10),

@@ -145,8 +145,7 @@ def test_a_summary_is_whole_and_a_misfit_is_named_by_its_key(tmp_path):
     wrong = {"seed": "0", "memory": {"peak_bytes": -1}, "valid_metrics": {"x.span": ["long"]}, "purpose": "play"}
     places = {"seed": "seed is '0'", "memory": "memory.peak_bytes is -1", "valid_metrics": "valid_metrics.x.span"}
     for key, value in wrong.items():
-        assert misfit(summary | {key: value}, shape=shapes()["summary"]).startswith(
-            places.get(key, "purpose is 'play'")
-        )
+        place = places.get(key, "purpose is 'play'")
+        assert misfit(summary | {key: value}, shape=shapes()["summary"]).startswith(place)
     del summary["variant"]
     assert misfit(summary, shape=shapes()["summary"]) == "variant is missing"

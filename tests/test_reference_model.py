@@ -12,15 +12,7 @@ from tests.reference.feed_forward import feed_forward
 from tests.reference.language_model import language_model
 from tests.reference.positions import sinusoid
 from tests.reference.product_key_memory import product_key_memory, queries
-from tests.reference_case import (
-    B,
-    D,
-    H,
-    T,
-    assert_same,
-    normal,
-    stream,  # noqa: F401 - a fixture
-)
+from tests.reference_case import B, D, H, T, assert_same, normal, stream  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.numeric
 

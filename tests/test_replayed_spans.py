@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.composing import TINY, plan
-from tests.runs import VARIANTS, make_job, make_run, own_folder, restored, whole_run  # noqa: F401 - fixtures
+from tests.runs import VARIANTS, make_job, make_run, own_folder, whole_run  # noqa: F401 - a fixture
 from variants.attention import Attention
 
 SPANS = [[0.0, 5.5], [3.0, 16.0]]

@@ -1,6 +1,8 @@
-"""The report: its tables on fixed rows, what may stand in one table, and what is refused."""
+"""The report: its tables on fixed rows, what may stand in one table, what is refused, and tables as CSV."""
 
 import copy
+import csv
+import io
 import json
 from pathlib import Path
 from random import Random
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from bench.report.__main__ import all_tables, runs_csv
 from bench.report.frame import read
 from harness.record.comparison import UNCOMPARED
-from harness.record.table import Table, to_csv
+from harness.record.table import Cell, Column, Table, to_csv
 from tests.bench_rows import PROTOCOL, cost_row, peer_row, write_rows, write_run, write_trial
 from tests.fixed_rows import change, text_of, write_fixed_rows
 
@@ -72,9 +74,8 @@ NUMERICS = {"variant": 1, "shared": 1}
 def test_runs_of_equal_numerics_pool_over_sources_and_commits_and_their_times_do_not(tmp_path):
     for seed in range(3):
         attention = {"_target_": f"variants.moved_{seed}.Attention"}
-        config = {"variant": {"name": "mhsa", "numerics": 1, "attention": attention}} | (
-            {"check": True} if seed else {}
-        )
+        config = {"variant": {"name": "mhsa", "numerics": 1, "attention": attention}}
+        config |= {"check": True} if seed else {}
         about = {"config": config, "numerics": NUMERICS, "source": f"{seed}" * 64, "tree": f"{seed}" * 64}
         change(write_run(tmp_path / str(seed), variant="mhsa", seed=seed), commit=f"{seed}" * 40, **about)
     (shown,) = tables(tmp_path).values()
@@ -196,12 +197,8 @@ def test_runs_that_are_unfinished_corrupt_mixed_or_untraced_are_named_and_not_sh
     assert [line.rpartition(": ")[2] for line in rows.unfinished] == ["no summary yet"]
     assert sorted(rows.of("run")["seed"]) == [0, 5] and len(rows.refused) == 7
     reasons = "\n".join(rows.refused)
-    for words in (
-        "summary.json: not JSON",
-        "not of the run in record.jsonl: seed, config_hash differ",
-        "line 4: not JSON",
-    ):
-        assert words in reasons
+    differ = "not of the run in record.jsonl: seed, config_hash differ"
+    assert all(words in reasons for words in ("summary.json: not JSON", differ, "line 4: not JSON"))
     assert all(f"{check}: not compared" in reasons for check in UNCOMPARED)
     assert f"{folders[4] / 'record.jsonl'}: line 1: no provenance" in reasons
 
@@ -263,3 +260,23 @@ def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed
         assert all(len(row) == len(table.columns) for row in table.rows)
         to_csv(table).encode("utf-8")
     runs_csv(shown.of("run")).encode("utf-8")
+
+
+def made_table(*rows: tuple[Cell, Cell]) -> Table:
+    columns = (Column("variant", number=False), Column("bits", "Bits per byte."))
+    return Table(name="t-1", title="Title", caption="Caption.", columns=columns, rows=rows)
+
+
+def test_csv_has_unrounded_numbers_marks_and_nothing_twice():
+    made = made_table(
+        (Cell(text="a, b"), Cell(text="2.4000*", value=2.40001)),
+        (Cell(text="=1+1"), Cell(text="~12", value=12.2)),
+        (Cell(text="big"), Cell(text="", value=None)),
+        (Cell(text="a\ud800b"), Cell(text="1,5 leak", value=1.5)),
+    )
+    to_csv(made).encode("utf-8", "replace")
+    rows = list(csv.reader(io.StringIO(to_csv(made))))
+    assert rows[:3] == [["variant", "bits", "bits (mark)"], ["a, b", "2.40001", "*"], ["'=1+1", "12.2", "~"]]
+    assert rows[3:] == [["big", "", ""], ["a?b", "1.5", "leak"]]
+    plain = made_table((Cell(text="a"), Cell(text="-1.2e-05", value=-1.2e-5)))
+    assert to_csv(plain) == "variant,bits\na,-1.2e-05\n", "no marks, no column for them"

@@ -15,7 +15,6 @@ from tests.runs import (
     elsewhere,
     make_job,
     own_folder,  # noqa: F401 - a fixture
-    restored,  # noqa: F401 - a fixture
     rows_of,
     run_job,
     stop,

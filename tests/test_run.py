@@ -21,7 +21,6 @@ from tests.runs import (
     make_job,
     make_run,
     own_folder,  # noqa: F401 - a fixture
-    restored,  # noqa: F401 - a fixture
     rows_of,
     run_job,
     whole_run,

@@ -13,13 +13,7 @@ from harness.loop.select_backend import agreement, select, settled
 from harness.plan.build import Plan, plan_run
 from harness.record.rows import RECORD, read_rows
 from tests.composing import TINY, compose_config, plan
-from tests.runs import (
-    make_job,
-    own_folder,  # noqa: F401 - a fixture
-    restored,  # noqa: F401 - a fixture
-    run_job,
-    stop,
-)
+from tests.runs import make_job, own_folder, run_job, stop  # noqa: F401 - a fixture
 from variants.kernels import chunked
 
 GOOD = (True, "1e-6 of the gradient of x")
@@ -120,9 +114,8 @@ def test_a_run_records_how_its_backend_was_chosen_and_goes_on_with_it(asked):
     assert job.trainer.backend == "fused"
     stop(job, step=3)
     (row,) = [row for row in read_rows(job.folder.path / RECORD) if row["kind"] == "provenance"]
-    assert (
-        row["config"]["runtime"]["backend"] == "auto" and row["backend_choice"]["backend"] == row["backend"] == "fused"
-    )
+    assert row["config"]["runtime"]["backend"] == "auto"
+    assert row["backend_choice"]["backend"] == row["backend"] == "fused"
     del asked[:]
     resumed = make_job(*words)
     assert resumed.folder.path == job.folder.path and not asked

@@ -58,7 +58,7 @@ CASES = {
     "a trusted file": ({"trust": ("mine",)}, RUN | MINE | {"variants/other.py"}),
     "a trusted package": (
         {"trust": ("package",)},
-        RUN | {"users/package/__init__.py", "users/package/inner/kernel.cu"},
+        RUN | {f"users/package/{n}" for n in ("__init__.py", "inner/kernel.cu")},
     ),
 }
 CONFIG = {"variant": {"attention": {"_partial_": True, "parts": [{"_target_": "variants.window.Window"}]}}}

@@ -22,7 +22,7 @@ from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
 from tests.many import launch
 from tests.promises import model_of
-from tests.runs import CARRY, SPARSE, VARIANTS, make_run, restored  # noqa: F401 - a fixture
+from tests.runs import CARRY, SPARSE, VARIANTS, make_run
 from tests.test_processes import divided_run, trained
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 

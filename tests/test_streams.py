@@ -147,9 +147,8 @@ def test_a_sample_is_scored_behind_whole_segments_of_context(pairs, streams, seg
     number, before = sample_cut(pairs, streams=streams, segment=segment, context=context)
     of_each = pairs // number
     assert 1 <= number <= streams and before % segment == 0 and 2 * before <= of_each
-    assert before >= context or of_each < 2 * (
-        context + segment
-    )  # too short for all of it: as much as half of it holds
+    # Where it is too short for all of the context, as much as half of it holds.
+    assert before >= context or of_each < 2 * (context + segment)
     assert before - context < segment and (number == 1 or before >= context or pairs < 2 * segment)
     assert before or number == min(streams, pairs)
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = [
-    ROOT / "train.py",
-    *(path for name in ("variants", "harness", "bench", "windtunnel") for path in (ROOT / name).rglob("*.py")),
-]
+PACKAGES = ("variants", "harness", "bench", "windtunnel")
+PRODUCT = [ROOT / "train.py", *(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))]
 TESTS = [*(ROOT / "tests").rglob("*.py")]
 TEXT = (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ".json", ".jsonl", ".cfg", "")
-FOLDERS = ("variants", "harness", "bench", "windtunnel", "conf", "tests", "docs", ".ci")
+FOLDERS = (*PACKAGES, "conf", "tests", "docs", ".ci")
 
 # Modules that the files of each room may import, beside the standard library; a name allows what is below it.
 ARROWS = {
@@ -30,13 +28,7 @@ ARROWS = {
     "harness/data": {"harness.data", "harness.cache", "harness.failures", "harness.hashing"},
     "harness/count": {"harness.count", "harness.model", "variants.contract"},
     "harness/plan": {"harness.plan", "harness.optim", "harness.model", "variants.contract"},
-    "harness/device": {
-        "harness.device",
-        "harness.plan.settings",
-        "harness.cache",
-        "harness.failures",
-        "harness.hashing",
-    },
+    "harness/device": {f"harness.{name}" for name in ("device", "plan.settings", "cache", "failures", "hashing")},
     "harness/loop": {"harness", "variants.contract", "variants.conformance"},
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},

@@ -24,11 +24,6 @@ LONGER = ("budget.steps=12", "checkpoint.every_steps=2", "record.every_steps=2")
 """Long enough to be killed on the way."""
 
 
-@pytest.fixture(autouse=True)
-def without_wandb(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-
-
 def summaries(outputs: Path) -> dict[str, dict]:
     return {run.name: json.loads((run / "summary.json").read_text()) for run in run_folders(outputs)}
 

@@ -99,12 +99,7 @@ def test_a_class_must_be_defined_where_trust_reaches(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("rate", 2, 2.0),
-        ("needed", 1e3, 1000),
-        ("pair", [0.9, 0.95], (0.9, 0.95)),
-    ],
+    ("name", "value", "expected"), [("rate", 2, 2.0), ("needed", 1e3, 1000), ("pair", [0.9, 0.95], (0.9, 0.95))]
 )
 def test_values_are_taken_as_annotated(name, value, expected):
     taken = made(node(Mine, **{"needed": 1, name: value})).keywords[name]

@@ -20,15 +20,7 @@ from harness.record.rows import RECORD, read_rows
 from tests import command
 from tests.many import ROOT, Dead, free_port, launch
 from tests.patience import PATIENCE_SECONDS
-from tests.runs import (
-    CARRY,
-    DROPOUT,
-    SMALL,
-    after_step,
-    make_job,
-    own_folder,  # noqa: F401 - a fixture
-    restored,  # noqa: F401 - a fixture
-)
+from tests.runs import CARRY, DROPOUT, SMALL, after_step, make_job, own_folder  # noqa: F401 - a fixture
 from train import train
 
 FOURTH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -37,11 +29,6 @@ REFUSED = {
     (*command.MADE, "batch.streams=3"): ("batch.streams=3", "2 processes", "multiples of 2"),
     ("data=file", "data.path=second"): ("data.path='second'",),
 }
-
-
-@pytest.fixture(autouse=True)
-def without_wandb(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
 def commands(ports: list[int]) -> list[command.Ended]:

@@ -19,6 +19,7 @@ from variants.kernels import operation, triton_window, window
 from variants.kernels.window import Inputs, Window
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.numeric
 needs_triton = pytest.mark.usefixtures("triton_installed")
 SMALL = {"BLOCK": 16, "num_warps": 4, "num_stages": 1}
 FINE = ("z", "bias", "sink", "key_bias", "query_bias")
@@ -112,16 +113,11 @@ class Case(window_case.Case):
 
 
 INTERPRETED = ("one byte that sees nothing", "a past longer than the window", "uneven heads, out of order")
-INTERPRETED += (
-    "a ramp wider than blocks",
-    "blind first rows and a bias",
-    "persistent and everything",
-    "a sink beside vectors",
-)
+INTERPRETED += ("a ramp wider than blocks", "blind first rows and a bias", "persistent and everything")
+INTERPRETED += ("a sink beside vectors",)
 INTERPRETED += ("a sink and nothing else", "a hidden byte and nothing else", "key biases", "key biases and vectors")
 
 
-@pytest.mark.numeric
 @needs_triton
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_kernel_is_the_plain_path(small_blocks, name):
@@ -131,7 +127,6 @@ def test_kernel_is_the_plain_path(small_blocks, name):
     Case(**fields_of | {"dtype": torch.float32, "dropout": rate}).compare(tolerance=2e-5)
 
 
-@pytest.mark.numeric
 @needs_triton
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
@@ -145,7 +140,6 @@ def test_width_need_not_be_a_power_of_two_and_precision_may_be_half(small_blocks
     Case(**{"T": 19, "past": 7, "z": (2.5, 17.0), "persistent": 2} | changes).compare(tolerance=tolerance)
 
 
-@pytest.mark.numeric
 @needs_triton
 def test_parts_are_merged_before_they_are_rounded(small_blocks):
     """Of equal weights beside 2^n vectors nothing else is rounded: y is as near to float64 as float16 can be."""
@@ -172,7 +166,6 @@ def executed(monkeypatch):
     return flops
 
 
-@pytest.mark.numeric
 @needs_triton
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_segments_gradients_alone_and_flops_of_the_products_that_run(small_blocks, executed, packed):
@@ -198,7 +191,6 @@ def test_the_segments_gradients_alone_and_flops_of_the_products_that_run(small_b
         assert_near(gradient, expected, tolerance=1e-6, what=name)
 
 
-@pytest.mark.numeric
 @needs_triton
 def test_gradient_of_spans_at_kinks(small_blocks):
     """At whole spans, and one rounding beside them: on which side z + R is, when it is rounded, decides."""
@@ -208,7 +200,6 @@ def test_gradient_of_spans_at_kinks(small_blocks):
     case.compare(like=torch.float32, tolerance=2e-5)
 
 
-@pytest.mark.numeric
 @needs_triton
 def test_each_head_has_its_own_hard_window(small_blocks):
     """The plain backend has one window for all heads; so head by head."""

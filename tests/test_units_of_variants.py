@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-import yaml
 
 from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.units import gathered
-from tests.composing import CONF, small
+from tests.composing import CONF, sized
 from tests.many import launch
-from tests.runs import CARRY, own_folder, restored  # noqa: F401 - fixtures
+from tests.runs import CARRY, own_folder  # noqa: F401 - a fixture
 from tests.test_processes import divided_run
 
 pytestmark = pytest.mark.faults
@@ -18,12 +17,7 @@ STEPS = 20
 COMMON = ("runtime.shard=full", "batch.streams=4", "model.head_zero_init=false", f"budget.steps={STEPS}", *CARRY)
 
 
-def words_of(variant: str) -> tuple[str, ...]:
-    sizes = (yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text()).get("small") or {}).get("model") or {}
-    return (f"variant={variant}", *small(variant), *(f"model.{key}={size}" for key, size in sizes.items()))
-
-
-CASES = {path.stem: (*words_of(path.stem), "optim=adamw") for path in sorted((CONF / "variant").glob("*.yaml"))}
+CASES = {path.stem: (*sized(path.stem), "optim=adamw") for path in sorted((CONF / "variant").glob("*.yaml"))}
 CASES |= {
     "accumulated": ("variant=mhsa", "batch.accumulate=2", "runtime.checkpoint=layers", "optim=adamw"),
     "odd": ("variant=mhsa", "model.d_model=20", "model.heads=5", "model.tied=true", "optim=adamw"),

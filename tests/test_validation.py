@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.device.runtime import compile_clock
-from tests.runs import make_job, make_run, own_folder, restored, rows_of, run_job, stop, whole_run  # noqa: F401 - fixtures
+from tests.runs import make_job, make_run, own_folder, rows_of, run_job, stop, whole_run  # noqa: F401 - a fixture
 
 
 def validations(job) -> list[dict]:

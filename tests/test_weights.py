@@ -9,9 +9,7 @@ from bench.peer_workers import INSTALL, PACKAGES, Worker, version
 from harness.plan.build import Plan
 from tests.composing import plan, small
 from tests.needs import need
-from tests.runs import restored  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.usefixtures("restored")
 SMALL = ("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=64", "batch.streams=2", "batch.segment=64")
 SMALL += ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
 SMALL += ("data=synthetic_text", "data.bytes=40000")

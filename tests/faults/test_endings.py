@@ -11,11 +11,6 @@ from harness.loop.run import Run
 from tests.command import MADE, empty_folder, run_folders, train  # noqa: F401 - a fixture
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-
-
 def summary_of(here) -> dict:
     (run,) = run_folders(here / "outputs")
     return json.loads((run / "summary.json").read_text())

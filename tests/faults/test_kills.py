@@ -14,7 +14,7 @@ import pytest
 from harness.record.rows import RECORD, SUMMARY
 from tests.command import run_folders
 from tests.forked import exit_code, started
-from tests.runs import SMALL, own_folder, restored  # noqa: F401 - fixtures
+from tests.runs import SMALL, own_folder  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.faults
 
@@ -63,7 +63,7 @@ def ended(*words: str, moments: tuple[int, ...] = (), number: int = 0) -> tuple[
     program.write_text(AT_A_MOMENT, encoding="utf-8")
     program_of = str(Path(__file__).resolve().parents[2] / "train.py")
     variables = {"MOMENTS": " ".join(map(str, moments)), "SIGNAL": str(int(number)), "PROGRAM": program_of}
-    variables |= {"WANDB_MODE": "disabled", "COLUMNS": "200"}
+    variables |= {"COLUMNS": "200"}
     printed.unlink(missing_ok=True)
     with started(program, *words, out=printed, environment=os.environ | variables) as process:
         return exit_code(process), printed.read_text()

@@ -21,7 +21,7 @@ from tests.command import call
 from tests.composing import CONF
 from tests.faults.test_checkpoints import resigned
 from tests.faults.test_user_folder import MIXER, PAYLOAD
-from tests.runs import make_job, own_folder, restored, whole_run  # noqa: F401 - fixtures
+from tests.runs import make_job, own_folder, whole_run  # noqa: F401 - a fixture
 
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 RUN = "theirs"
@@ -120,11 +120,7 @@ RECORDS = {
     "another format": b'{"kind": "provenance", "format": [1]}\n',
     "long": b'{"kind": "' + b"x" * (5 << 20) + b'"}\n',
 }
-WRONG = {
-    "config.model": "tiny",
-    "data": None,
-    "optimizers": {},
-}
+WRONG = {"config.model": "tiny", "data": None, "optimizers": {}}
 
 
 @pytest.mark.parametrize("attack", [*RECORDS, *WRONG])
@@ -167,10 +163,7 @@ class Touching:
         return self._made
 
 
-CALLS = {
-    "system": (os.system, "touch PWNED"),
-    "getattr": (getattr, dict, "pop"),
-}
+CALLS = {"system": (os.system, "touch PWNED"), "getattr": (getattr, dict, "pop")}
 
 
 @pytest.mark.parametrize("call", CALLS)

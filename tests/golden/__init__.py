@@ -5,15 +5,18 @@ Weights start as ``harness.hashing`` has them by a parameter's place in the orde
 torch's generators matter, and none is zero, so that all of them do.
 """
 
+import copy
 import json
+import os
 from collections.abc import Iterator
+from ctypes import CDLL
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
-import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
 from harness.count.flops import forward_flops_per_byte
@@ -24,7 +27,8 @@ from harness.hashing import integer_hash
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
 from harness.plan.build import plan_run
-from tests.composing import CONF, compose_config, small
+from tests.composing import CONF, compose_config, sized, variant_file
+from variants.kernels import native, window_cpu
 
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-9
@@ -83,11 +87,6 @@ OWN = {
 """Words of a variant beside what its file has under ``small``."""
 
 
-def variant_file(variant: str) -> dict:
-    node = yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text(encoding="utf-8"))
-    return node.get("variant", node)
-
-
 def numerics(case: str) -> dict[str, int | None]:
     """The numbers that say which values are meant: the variant's and that of the shared code."""
     return {"variant": variant_file(CASES[case][0]).get("numerics"), "shared": NUMERICS}
@@ -95,7 +94,8 @@ def numerics(case: str) -> dict[str, int | None]:
 
 def make_run(case: str, *, optim: str, backend: str) -> Trainer:
     """A training run before its first step. ValueError where the case cannot be computed by ``backend``."""
-    config = OmegaConf.merge(_composed(case, optim), {"runtime": {"backend": backend}})
+    config = copy.deepcopy(_composed(case))
+    config.optim, config.runtime.backend = _optim(optim), backend
     planned = plan_run(config)
     run = Trainer(planned, _corpus(**planned.data), runtime.start(planned.runtime))
     torch.manual_seed(planned.seed + 1)
@@ -104,13 +104,14 @@ def make_run(case: str, *, optim: str, backend: str) -> Trainer:
 
 
 @cache
-def _composed(case: str, optim: str) -> DictConfig:
+def _composed(case: str) -> DictConfig:
     variant, words = CASES[case]
-    sizes = ((variant_file(variant).get("small") or {}).get("model") or {}).items()
-    words = (*SIZES, f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes), *words)
-    return compose_config(
-        *words, *OWN.get(variant, ()), f"optim={optim}", f"optim.lr={RATES[optim]}", "++variant.lr_scale=null"
-    )
+    return compose_config(*SIZES, *sized(variant), *words, *OWN.get(variant, ()), "++variant.lr_scale=null")
+
+
+@cache
+def _optim(name: str) -> DictConfig:
+    return compose_config(f"optim={name}", f"optim.lr={RATES[name]}").optim
 
 
 def _corpus(**words: object) -> Corpus:
@@ -149,6 +150,15 @@ def _projected(model: LanguageModel, tensor: Tensor, value: float) -> Tensor:
     return tensor.clone()
 
 
+@cache
+def _kernel() -> CDLL | str:
+    """The CPU's kernel with vectors of at most 32 bytes: it takes keys in whole vectors, and FLOPs of the others count."""
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    with patch.dict(os.environ, {native.MARCH: "x86-64-v3"} if wide else {}):
+        return native.load("window_cpu", window_cpu.SOURCE)
+
+
+@patch.object(window_cpu, "_library", _kernel)
 def measure(case: str, *, backend: str) -> dict | None:
     """The numbers of a case by one backend; None where it has no such."""
     found = {}

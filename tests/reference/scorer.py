@@ -23,10 +23,8 @@ def rotary(x):  # [T, H, K]: plane i is (i, i + K/2)
 
 def attention(x, w, *, heads, span, ramp):
     q, k, v = (np.reshape(x @ w[f"{name}.weight"].T, (len(x), heads, -1)) for name in ("query", "key", "value"))
-    width, back = (
-        q.shape[2],
-        np.arange(len(x))[:, None] - np.arange(len(x)),
-    )  # x of the soft mask: keys from the nearest
+    width = q.shape[2]
+    back = np.arange(len(x))[:, None] - np.arange(len(x))  # x of the soft mask: keys from the nearest
     visible, y = (back >= 0) & (back < span), np.zeros_like(q)
     for h in range(heads):
         weight = np.exp(rotary(q)[:, h] @ rotary(k)[:, h].T / np.sqrt(width)) * visible
