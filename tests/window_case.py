@@ -30,9 +30,8 @@ def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A backend that is given each head's keys as far as it may look, one head after the other."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, key_bias: Tensor | None = None, **added) -> Tensor:
-        inputs = in_a_row(Inputs(q, k, v, key_bias=key_bias), seen)
-        added |= {"key_bias": inputs.key_bias, "lengths": inputs.lengths}
-        return attend(q, inputs.k, inputs.v, seen, **added)
+        row = in_a_row(Inputs(q, k, v, key_bias=key_bias), seen)
+        return attend(q, row.k, row.v, seen, key_bias=row.key_bias, lengths=row.lengths, **added)
 
     return call
 
