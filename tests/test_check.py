@@ -78,9 +78,6 @@ def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
     assert excuses(of(SaysSo).make_model())[0] == line and excuses(of(Gate).make_model()) == []
 
 
-# The verb.
-
-
 def check(*words: str) -> Ended:
     return call("bench/check.py", *words)
 
