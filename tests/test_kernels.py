@@ -299,9 +299,10 @@ SOFT = Case(T=5, past=7, max_keys=(11, 6), z=(8.0, 1.5), ramp=3, persistent=3, d
 
 def test_torch_finds_the_operation_well_made():
     """Schema, fake tensors, autograd registration, and that it traces with symbolic shapes."""
-    inputs, limits = SOFT.inputs(), torch.tensor(SOFT.max_keys)
-    arguments = ("fused", " ".join(inputs), list(inputs.values()), limits, 0, SOFT.ramp, 0.0)
-    torch.library.opcheck(torch.ops.windtunnel.attention_forward.default, arguments)
+    inputs, max_keys = SOFT.inputs(), list(SOFT.max_keys)
+    for limits in (None, torch.tensor(max_keys)):
+        arguments = ("fused", " ".join(inputs), list(inputs.values()), max_keys, limits, 0, SOFT.ramp, 0.0)
+        torch.library.opcheck(torch.ops.windtunnel.attention_forward.default, arguments)
 
 
 def test_a_layout_that_a_graph_chose_changes_nothing():
