@@ -1,13 +1,13 @@
 """Adaptive attention span: every head learns how far back it looks (1905.07799).
 
     m_z(x) = clamp((R + z - x) / R, 0, 1),   a_tx = m_z(x) exp(s_tx) / sum_y m_z(y) exp(s_ty)          (section 2.2)
-    loss = NLL + lambda / H * sum over all heads of all layers of z
+    loss = NLL + lambda / H * sum over all heads of all layers of z     (m: ``soft_mask`` in ``variants/kernels/window.py``)
 
-z = S * fraction, one fraction in [0, 1] a head, brought back into it after every optimizer step. x counts visible keys
-from the nearest, which has x = 0. Keys beyond z + R of a head are not computed, and pasts are as long as heads need.
+z = S * fraction: each head learns a fraction in [0, 1], clamped after every optimizer step. x counts visible keys from the
+nearest, x = 0. Keys beyond a head's z + R are not computed, and the carried past is as long as the heads need.
 
-The dynamic span of section 2.2's last paragraph depends on the input: z_t = S * sigmoid(v . x_t + b) for each head.
-It is computed over the whole window; what it could save appears in ``ideal_flops`` only, at the span S * sigmoid(b).
+In the dynamic span (last paragraph of section 2.2) z depends on the input: z_t = S * sigmoid(v . x_t + b) for each head.
+Attention still computes the whole window; only ``ideal_flops`` shows the possible saving, at the span S * sigmoid(b).
 """
 
 import math
@@ -21,17 +21,17 @@ from variants.contract import LayerContext, set_shapes, wide
 
 
 def bucket(max_keys: int) -> int:
-    """Round up, so that moving spans make few shapes: to 64 below 256, above by a quarter to a half of the size."""
+    """Round up to a step, so that moving spans give few shapes: 64 below 256, then 1/4 to 1/2 of ``max_keys``."""
     step = max(64, 2 ** (max_keys.bit_length() - 2))
     return -(-max_keys // step) * step
 
 
 class SoftSpan(AttentionSpan):
-    """Spans with a ramp, that cost something.
+    """Spans with a ramp and a loss.
 
     Args:
-        ramp: R, keys over which the mask falls from 1 to 0; at least 1.
-        loss_weight: lambda, nats per byte and key of span, of the mean over heads and positions.
+        ramp: R, number of keys over which the mask falls from 1 to 0; at least 1.
+        loss_weight: lambda, in nats per byte and key of span, times the mean of z over heads and positions.
     """
 
     def __init__(self, context: LayerContext, *, ramp: int, loss_weight: float):
@@ -44,7 +44,7 @@ class SoftSpan(AttentionSpan):
         return self.loss_weight * z.mean()
 
     def shown(self, z: Tensor) -> dict[str, Tensor]:
-        """Metrics of spans ``[H]``."""
+        """Return metrics of the spans ``z [H]``, without and with the ramp."""
         return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
 
 
@@ -52,8 +52,8 @@ class AdaptiveSpan(SoftSpan):
     """A learned span for each head.
 
     Args:
-        ramp, loss_weight: as ``SoftSpan`` has them.
-        initial: fraction of S at which every head starts, in [0, 1].
+        ramp, loss_weight: see ``SoftSpan``.
+        initial: initial fraction of S of every head, in [0, 1].
     """
 
     placeable = True
@@ -73,16 +73,16 @@ class AdaptiveSpan(SoftSpan):
         self.fraction.clamp_(0, 1)
 
     def lengths(self) -> Tensor:
-        """Where each head's ramp ends, in keys ``[H]``, rounded as in ``soft_mask``."""
+        """Return the end of each head's ramp, z + R keys ``[H]``, rounded as in ``kernels/window.py``'s ``soft_mask``."""
         return self.fraction * self.span + self.ramp
 
     def set_lengths(self, lengths: Sequence[float]) -> None:
-        # The far end of the closed ramp, x = z + R, has weight 0 and still a gradient: it is kept.
+        # The key at the far end of the ramp, x = z + R, has weight 0 but still a gradient, so it is kept.
         keys = (min(self.span, bucket(int(end) + 1)) for end in lengths)
         self.set_keys(keys, (min(self.span, math.ceil(end)) for end in lengths))
 
     def keys_to_carry(self) -> tuple[int, ...]:
-        return tuple(min(self.span, bucket(n + 1)) for n in self.max_keys)  # a step moves a span into the next bucket
+        return tuple(min(self.span, bucket(n + 1)) for n in self.max_keys)  # one step may reach the next bucket
 
     @torch.no_grad()
     def set_span(self, span: int) -> None:
@@ -102,11 +102,11 @@ class AdaptiveSpan(SoftSpan):
 
 
 class DynamicSpan(SoftSpan):
-    """A span for each head and query, from the sublayer's input.
+    """A span for each head and query, computed from the sublayer's input.
 
     Args:
-        ramp, loss_weight: as ``SoftSpan`` has them.
-        bias: initial b; -4 starts at 0.018 S.
+        ramp, loss_weight: see ``SoftSpan``.
+        bias: initial b; with -4, spans start at 0.018 S.
     """
 
     fusable = False
@@ -119,7 +119,7 @@ class DynamicSpan(SoftSpan):
         set_shapes(self)
 
     def lengths(self) -> Tensor:
-        """Where each head's ramp ends for an input of zeros, at S sigmoid(b), in keys ``[H]``."""
+        """Return the end of each head's ramp for a zero input, S sigmoid(b) + R keys ``[H]``."""
         return self.unit * torch.sigmoid(self.gate.bias) + self.ramp
 
     def set_lengths(self, lengths: Sequence[float]) -> None:

@@ -1,14 +1,14 @@
 """All-attention: persistent key-value vectors in the softmax of attention, in place of the feed-forward (1907.01470).
 
-A feed-forward block with a softmax for its non-linearity is attention over fixed vectors (section 3.1); so N of them
-stand beside the context of every head, in one joint softmax. They have no position and are never masked, and each head
-of each layer has its own.
+A feed-forward block with a softmax as its non-linearity is attention over fixed vectors (section 3.1). So each head of each
+layer has N learned key-value vectors of its own, in one softmax with the context. They have no position and are never
+masked.
 
     M_k = sqrt(K) * key,   M_v = sqrt(N) * value                                                         (section 4.2)
 
-so that vectors which start like the rest of the network are learned at the scale of embeddings. Keys may start nearer
-to zero than in the paper: else persistent vectors take most of the softmax at once, and a short training is the worse
-for it.
+The factors bring M_k and M_v to the scale of embeddings, while ``key`` and ``value`` start at the scale of other weights.
+Keys may start nearer to zero than in the paper. At the paper's scale, persistent vectors take most of the softmax at first,
+which hurts a short training.
 """
 
 import torch
@@ -22,7 +22,7 @@ class PersistentKV(Part):
 
     Args:
         number: N, at least 1; None for 2 D, as in the paper's 18-layer model.
-        key_std: standard deviation of M_k at the start, at least 0; 1 in the paper.
+        key_std: initial standard deviation of M_k, at least 0; 1 in the paper.
     """
 
     def __init__(self, context: LayerContext, *, d_head: int, number: int | None = None, key_std: float = 1.0):

@@ -1,10 +1,10 @@
-"""Any module of an installed package as a sublayer, by YAML alone: what maps ``[B, T, D]`` to the same is a variant.
+"""Any module of an installed package as a sublayer, by YAML alone, if it maps ``[B, T, D]`` to ``[B, T, D]``.
 
-The module is given normalised bytes of one segment and nothing else. So it carries no state, has no positions but its
-own, and its sizes are its own keywords, which may be interpolated: ``${model.d_model}``. Which promises it cannot keep,
-how far it sees, and which keyword takes a choice of the run is said in the YAML, and ``python -m bench.check`` tests it
-(``docs/any_module.md``). No product but those of ``nn.Linear`` is known here, so ``ideal_flops`` is a floor, and
-``needed_flops`` is not said.
+The module gets the normalised input of one segment and nothing else. So it carries no state and has no positions but its
+own. Its sizes are its own keywords, which may be interpolated: ``${model.d_model}``. The YAML says which promises the module
+cannot keep, how far it sees, and which keywords get choices of the run; ``python -m bench.check`` tests these claims
+(``docs/any_module.md``). ``ideal_flops`` counts products of ``nn.Linear`` only, so it is a lower bound; ``needed_flops`` is
+None.
 """
 
 import functools
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from variants.contract import LIMITS, Honours, LayerContext, State, Sublayer, SublayerOutput, check_numbers
 
 FOLLOWED = ("attend_self", "span")
-"""Choices of a run that a keyword can be given; positions and a cache never reach a module."""
+"""Choices of a run that a keyword of the module can get; positions and a cache never reach a module."""
 
 
 class AnyModule(Sublayer):
-    """A module that knows nothing of the contract.
+    """A wrapped module, which need not know the contract.
 
     Args:
-        context: gives the choices that are honoured; widths and the rest are keywords of the module.
-        module: makes the module: ``_target_``, of a package that the command line trusts, and keywords of its constructor.
-        honours: which of the module's keywords is given a choice of the run, in place of what the YAML has there:
-            ``{span: window}``, ``{attend_self: self}``, both, or ``{}``: it sees any past, and itself. None for a module that
-            sees no byte but its own.
-        limits: promises that it cannot keep, of ``LIMITS``; ``segments`` wherever it sees a past.
-        reach: bytes back that its output can depend on its input, or None for all of the segment.
-        period: bytes after which what it does repeats, such as a block.
+        context: the run's choices; widths and the rest are keywords of the module.
+        module: factory of the module: ``_target_``, of a package that the command line trusts, and constructor keywords.
+        honours: choices of the run, and the module's keyword that gets each of them, overriding the YAML's value:
+            ``{span: window}``, ``{attend_self: self}``, both, or ``{}`` for a module that sees itself and any past. None for
+            a module in which each byte sees only itself.
+        limits: promises of ``LIMITS`` that the module cannot keep; always ``segments`` if it sees a past.
+        reach: how many bytes back the output depends on the input; None for the whole segment.
+        period: bytes after which the computation repeats, such as a block.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AnyModule(Sublayer):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """The module's output, or the first where it gives several; keeps no state."""
+        """Return the module's output, or the first of several outputs; no state is kept."""
         y = self.module(x)
         y = y[0] if isinstance(y, tuple | list) and y else y
         if not isinstance(y, Tensor) or y.shape != x.shape:
@@ -86,7 +86,7 @@ class AnyModule(Sublayer):
 
 
 def _check_followed(honours: dict[str, str], cls: Callable[..., nn.Module]) -> None:
-    """ValueError where a choice cannot be followed, or the module has no such keyword."""
+    """Raise ValueError if a module cannot get a choice, or if it has no such keyword."""
     named, takes_others = _keywords(cls)
     for name, keyword in honours.items():
         if name not in FOLLOWED:
@@ -99,13 +99,13 @@ def _check_followed(honours: dict[str, str], cls: Callable[..., nn.Module]) -> N
 
 
 def _keywords(cls: Callable[..., nn.Module]) -> tuple[list[str], bool]:
-    """The names of a constructor's parameters, and whether it takes keywords of others."""
+    """Return the names of a constructor's parameters, and whether it takes any other keywords."""
     parameters = inspect.signature(cls).parameters.values()
     return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD], any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _built(make: functools.partial) -> nn.Module:
-    """The module; ValueError where it cannot be built with its keywords, or is called with more than x."""
+    """Build the module; ValueError if its keywords do not build it, or if its forward needs more than x."""
     name, keywords = _name(make.func), make.keywords
     unnamed = [keyword for keyword in keywords if keyword not in _keywords(make.func)[0]]
     if unnamed and _takes_any_keyword(make):
@@ -116,7 +116,7 @@ def _built(make: functools.partial) -> nn.Module:
         )
     try:
         module = make()
-    except Exception as error:  # a mistake of the YAML's, in the words of whoever found it
+    except Exception as error:  # a mistake in the YAML; the original message is kept
         words = ", ".join(f"{keyword}={value}" for keyword, value in keywords.items()) or "no keywords"
         raise ValueError(f"module={name}: cannot be built with {words} ({type(error).__name__}: {error})") from error
     try:
@@ -130,7 +130,7 @@ def _built(make: functools.partial) -> nn.Module:
 
 
 def _takes_any_keyword(make: functools.partial) -> bool:
-    """Whether a constructor takes a keyword of any name in silence."""
+    """Whether a constructor silently takes a keyword of any name."""
     try:
         with torch.random.fork_rng(devices=[]):
             make(a_keyword_that_nobody_knows=None)

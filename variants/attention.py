@@ -1,24 +1,24 @@
-"""Multi-head causal attention over the last S positions, shared by every variant that is a form of it.
+"""Multi-head causal attention over the last S positions, the base class of every variant that is a form of it.
 
     q, k, v = W_q x, W_k x, W_v x;   s_tx = (q_t . k_x + position) / sqrt(K);   y = W_o concat_h(softmax(s) v)
 
-(1706.03762, 3.2). Many mechanisms are options of it: ``span`` says how far a head looks (``adaptive_span.py``),
-``persistent`` adds key-value vectors to the same softmax (``all_attention.py``), and with o_h the output of head h:
+(1706.03762, 3.2). Many mechanisms are options of this class. ``span`` sets how far a head looks (``adaptive_span.py``),
+``persistent`` adds key-value vectors to the softmax (``all_attention.py``). The others, with o_h the output of head h:
 
-- ``kv_heads`` G: query head h reads key-value head floor(h G / H); G heads are carried (2305.13245; G = 1 is 1911.02150).
-  Backends get each one repeated H / G times: state and projections shrink, attention does not get faster.
+- ``kv_heads`` G: query head h reads key-value head floor(h G / H) (2305.13245; G = 1 is 1911.02150). The state has G heads.
+  Backends get each one repeated H / G times, so state and projections shrink, but attention does not get faster.
 - ``qk_norm``: q / rms(q) and k / rms(k), each times a learned gain per channel, before positions. (2010.04245 has the
-  Euclidean norm and one learned scale in place of 1 / sqrt(K).) The same normalised queries score persistent keys.
+  Euclidean norm and one learned scale in place of 1 / sqrt(K).) Persistent keys get the same normalised queries.
 - ``gate``: o_h sigmoid(W_g x), elementwise, before W_o (2505.06708, G1).
-- ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(lse) / (exp(lse) + exp(sink)). It begins
-  at 0, and dropout does not apply to it.
-- ``key_bias``: b_j - b_t is added to s_tj, where each head computes b from the inputs (``forget_gate.py``); a b_j of
-  -inf hides a key. Persistent vectors and sink are not biased. b is carried with keys and values, in float32, relative to
-  its value at the last byte.
+- ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(lse) / (exp(lse) + exp(sink)). The logit
+  starts at 0, and dropout does not apply to it.
+- ``key_bias``: each head computes b from the inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key
+  j. Persistent vectors and the sink get no bias. The state carries b with keys and values, in float32, relative to b at the
+  last byte.
 
-Past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2) are carried, detached, as far
-back as the window reaches. The state's shape gives the length of the past. Heads of unequal spans carry pasts of their
-own in ``cache: kv``, except on the plain backend, so the size of the state follows the mean span.
+The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, as far back
+as the window reaches. Its shape gives the length of the past. With ``cache: kv``, heads of unequal spans carry pasts of
+unequal length, except on the plain backend, so the size of the state follows the mean span.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ from variants.multi_head import MultiHead, head_means, head_stats, start_of
 
 
 class AttentionSpan(Spans):
-    """How far each head looks. The base class is a fixed window of S keys. ``project_`` sets lengths after an optimizer
+    """How far each head looks. The base class is a fixed window of S keys. ``set_lengths`` sets shapes after an optimizer
     step, so that a forward pass never waits for a parameter's value."""
 
     ramp: int = 0
@@ -63,37 +63,37 @@ class AttentionSpan(Spans):
         self.set_keys((context.span,) * context.heads)
 
     def set_keys(self, max_keys: Sequence[int], visible_keys: Sequence[int] | None = None) -> None:
-        """Set, per head, the most keys that it may see and how many a query with a full past sees (default: the same)."""
+        """Set per head the most keys that it may see, and how many a query with a full past sees (default: the same)."""
         self.max_keys = tuple(max_keys)
         self.visible_keys = self.max_keys if visible_keys is None else tuple(visible_keys)
         self.max_keys_tensor = torch.tensor(self.max_keys)  # an input of compiled graphs, not a constant
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """Spans z of the input ``x [B, T, D]``, in keys: ``[H]``, ``[B, H, T]``, or None for a hard window."""
+        """Return the spans z in keys for the input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard window."""
         return None
 
     def visible_window(self, z: Tensor | None, shift: int) -> Window:
-        """What queries may see; in a compiled graph spans are inputs, so that a new span does not recompile."""
+        """Return which keys queries may see. In a compiled graph spans are inputs, so that new spans do not recompile it."""
         if torch.compiler.is_compiling() and self.ramp:
             return Window((self.span,) * self.heads, shift, z, self.ramp, self.max_keys_tensor)
         return Window(self.max_keys, shift, z, self.ramp)
 
     def loss(self, z: Tensor | None) -> Tensor | None:
-        """What the spans cost, nats per byte, already weighted."""
+        """Return the weighted loss of the spans, in nats per byte."""
         return None
 
     def project_(self) -> None:
         """Clamp parameters to their range; see ``Sublayer.project_``."""
 
     def stats(self, z: Tensor | None) -> dict[str, Tensor]:
-        """Statistics of one segment; those of segments are added."""
+        """Return statistics of one segment, which are summed over segments."""
         return {}
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         return {}
 
     def keys_to_carry(self) -> tuple[int, ...]:
-        """Keys to carry per head for the next segment; an optimizer step may widen the span before it."""
+        """Return the keys to carry per head; an optimizer step may widen the spans before the next segment."""
         return self.max_keys
 
     def set_span(self, span: int) -> None:
@@ -101,23 +101,23 @@ class AttentionSpan(Spans):
         self.set_keys((span,) * self.heads)
 
     def ideal_flops(self) -> int:
-        """Forward FLOPs per byte of computing the spans."""
+        """Return forward FLOPs per byte for computing the spans."""
         return 0
 
 
 EPSILON = 1e-6
-"""Added to the mean square of a query or key before its root."""
+"""Added to the mean square of a query or key before the square root."""
 
 
 class Segment(NamedTuple):
-    """A segment, projected.
+    """A projected segment.
 
     Attributes:
         x: inputs ``[B, T, D]``.
         q: scaled queries ``[B, H, T, K]``, after position encoding.
         k, v: keys, after position encoding, and values ``[B, G, T, K]``.
-        start, z: stream positions of the first bytes ``[B]``; spans in keys, as in ``Window``.
-        persistent, biases: vectors beside the context, or None; biases of keys and queries ``[B, H, T]``, or none.
+        start, z: stream positions ``[B]`` of the first bytes, and spans in keys as in ``Window``.
+        persistent, biases: persistent vectors or None, and biases of keys and of queries ``[B, H, T]`` or an empty tuple.
     """
 
     x: Tensor
@@ -134,11 +134,11 @@ class Attention(MultiHead, OnKernels):
     """Causal multi-head attention over a window of the past.
 
     Args:
-        context, d_head, bias, zero_init, kv_heads: as ``MultiHead`` has them.
-        span: makes the ``AttentionSpan``; None for a fixed span.
-        persistent: makes the ``PersistentKV``; None for none.
+        context, d_head, bias, zero_init, kv_heads: see ``MultiHead``.
+        span: factory of the ``AttentionSpan``; None for a fixed span.
+        persistent: factory of the ``PersistentKV``; None for none.
         qk_norm, gate, sink: whether to use each option.
-        key_bias: makes a ``Part`` that returns key and query biases ``[B, H, T]`` of inputs ``[B, T, D]``; None for none.
+        key_bias: factory of a ``Part`` that maps ``[B, T, D]`` to key and query biases ``[B, H, T]``; None for none.
     """
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
@@ -191,19 +191,19 @@ class Attention(MultiHead, OnKernels):
         return Segment(x, q, k, v, start, z, persistent, self._biases(x))
 
     def _biases(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Of keys and queries; with ``cache: hidden`` in the carried precision, as when they are projected again."""
+        """Return key and query biases. ``cache: hidden`` first rounds x to the carried dtype, as in reprojection."""
         if self.key_bias is None:
             return ()
         return self.key_bias(x if self.cache == "kv" else x.to(carried_dtype(x)))
 
     @staticmethod
     def _normed(x: Tensor, gain: Tensor) -> Tensor:
-        """``x [.., K]`` over its root mean square, times ``gain [K]``; in float32 even under autocast."""
+        """Divide ``x [.., K]`` by its root mean square and multiply by ``gain [K]``, in float32 even under autocast."""
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
         return (exact * (exact.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * gain).to(x.dtype)
 
     def _by_kv_head(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Per key-value head the maximum over its query heads."""
+        """Return for each key-value head the maximum of ``numbers`` over its query heads."""
         size = self.heads // self.kv_heads
         return tuple(max(numbers[first : first + size]) for first in range(0, self.heads, size))
 
@@ -214,8 +214,8 @@ class Attention(MultiHead, OnKernels):
     def _over_window(
         self, segment: Segment, state: State, collect_stats: bool
     ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
-        """Head outputs ``[B, H, T, K]``, the state to carry, and statistics if ``collect_stats``. In a compiled graph all of
-        the past is attended and the state is not trimmed, so that new spans do not recompile."""
+        """Return head outputs ``[B, H, T, K]``, the next state, and statistics if ``collect_stats``. A compiled graph
+        attends to all of the past and does not trim the state, so that new spans do not recompile it."""
         backend = self.backend(segment.x.device, training=self.training)
         visible = self.span.visible_window(segment.z, self.shift)
         past = None if torch.compiler.is_compiling() else visible.past()
@@ -227,13 +227,13 @@ class Attention(MultiHead, OnKernels):
 
     @torch.compiler.disable
     def _outside_the_graph(self, *arguments) -> tuple[Tensor, State, dict[str, Tensor] | None]:
-        """``_over_window`` outside of the graph: max_keys are Python integers and the length of the past varies."""
+        """Run ``_over_window`` outside of the graph: max_keys are Python integers and the length of the past varies."""
         return self._over_window(*arguments)
 
     def _visible_keys(self, segment: Segment, state: State, backend: str, past: int | None) -> VisibleKeys:
-        """Keys and values of the segment and of the last ``past`` positions before it; None: of all.
+        """Return keys and values of the segment and of the last ``past`` positions before it (None: all of them).
 
-        The CPU kernel reads past and segment in place, per head its visible keys only; others get one tensor.
+        The CPU kernel reads past and segment in place, only each head's visible keys; other backends get one tensor.
         """
         on_cpu = (backend, segment.x.device.type) == ("kernel", "cpu")
         if self.cache == "kv":
@@ -261,8 +261,8 @@ class Attention(MultiHead, OnKernels):
         return part._replace(key_bias=by_head[:, list(heads)].flatten(1, 2))
 
     def _carried(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
-        """The next state: the last ``past`` inputs, or keys and values as far back as heads look; None: all. Heads of unequal
-        spans carry pasts of their own, except on the plain backend."""
+        """Return the next state: the last ``past`` inputs, or keys and values as far back as heads look (None: all). Heads
+        of unequal spans carry pasts of unequal length, except on the plain backend."""
         if self.cache == "kv":
             keys = keys.rebased()
             if past is None:
@@ -283,7 +283,7 @@ class Attention(MultiHead, OnKernels):
             return last(self.reach_now(), 1, None, state)
         return last_keys(
             [], *before(state, None), self.reach_now()
-        )  # for all heads alike: another structure recompiles
+        )  # one length for all heads: another structure of the state would recompile
 
     def reach_now(self) -> int:
         return max(self.span.max_keys) - 1 + self.shift
@@ -291,7 +291,7 @@ class Attention(MultiHead, OnKernels):
     def _in_positions(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
-        """Head outputs ``[B, H, T, K]``; scores include the position term."""
+        """Return head outputs ``[B, H, T, K]``; scores include the position term."""
         most = max(visible.max_keys)
         vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
         bias = self.position.bias(q, most) if vectors is None else None
@@ -320,13 +320,13 @@ class Attention(MultiHead, OnKernels):
             shares = weights_of(
                 lambda values: self._from_the_start(nothing._replace(persistent=vectors._replace(v=values))), vectors.v
             )
-        if self.sink is not None:  # which is the last entry
+        if self.sink is not None:  # the last entry
             shares = torch.cat([shares, 1 - seen.weights.sum(-1, keepdim=True) - shares.sum(-1, keepdim=True)], dim=-1)
         entries = torch.arange(shares.shape[-1], device=x.device).expand(shares.shape)
         return seen._replace(entries=entries, shares=shares)
 
     def _from_the_start(self, segment: Segment) -> Tensor:
-        """Head outputs ``[B, H, T, K]`` without a past."""
+        """Return head outputs ``[B, H, T, K]`` for streams without a past."""
         return self._over_window(segment, None, False)[0]
 
     def reach(self) -> int:
@@ -336,7 +336,7 @@ class Attention(MultiHead, OnKernels):
         stats, vectors = self.span.stats(segment.z), segment.persistent
         if vectors is None:
             return head_stats(segment.q) | stats
-        # With values of 1 on persistent vectors and 0 on the context the output is the mass on persistent vectors.
+        # With values of 1 on persistent vectors and 0 on the context, the output is the mass on persistent vectors.
         ones = vectors._replace(v=torch.ones_like(vectors.v))
         silent = keys.each(lambda part: part._replace(v=torch.zeros_like(part.v)))
         mass = self._in_positions(backend, segment.q, silent, visible, ones)
@@ -353,15 +353,15 @@ class Attention(MultiHead, OnKernels):
         return self.span.metrics(stats) | head_means(stats, "persistent_mass")
 
     def ideal_flops(self) -> int:
-        """Projections, scores and weighted values: products of matrices only."""
+        """Count products of matrices only: projections, scores and weighted values."""
         return round(self._forward_flops(sum(self.span.visible_keys) / self.heads))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Counts exactly the visible pairs of a query and a key, and products of matrices only.
+        """Count products of matrices only, over exactly the visible pairs of a query and a key.
 
-        With ``cache: kv`` the past is constant; with ``hidden`` each head projects its visible past inputs again in every
-        segment, and only the weights get a gradient. A key at the far end of a ramp has no weight and is not counted.
-        After a span grows, its past is assumed to be there.
+        With ``cache: kv`` the past is constant. With ``hidden`` each head projects its visible past inputs again in every
+        segment; the weights get gradients from it, the past inputs do not. A key at the far end of a ramp has weight 0 and
+        is not counted. After a span grows, the longer past is assumed to be in the state already.
         """
         in_segment, past, inputs = self._pairs(segment, carried)
         needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
@@ -373,13 +373,13 @@ class Attention(MultiHead, OnKernels):
         return NeededFlops(needed.forward + again, needed.backward + again)
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
-        """Summed over heads: visible pairs within the segment, visible pairs with past keys, and visible past keys."""
+        """Return sums over heads: visible pairs within the segment, visible pairs with past keys, and visible past keys."""
         windows = self.span.visible_keys
         in_segment, past = map(sum, zip(*(pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True))
         return in_segment, past, sum(min(carried, n - 1 + self.shift) for n in self._by_kv_head(windows))
 
     def _forward_flops(self, keys: float) -> float:
-        """Forward FLOPs per byte where a head sees ``keys`` keys on average, without projections of the past."""
+        """Return forward FLOPs per byte if a head sees ``keys`` keys on average, without projections of the past."""
         per_head = 4 * keys * self.d_head + self.position.ideal_flops(keys)
         if self.persistent is not None:
             per_head += 4 * self.persistent.number * self.d_head
@@ -388,6 +388,6 @@ class Attention(MultiHead, OnKernels):
 
 
 def carried_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which inputs are carried: that of autocast, which halves the memory and gives the same keys."""
+    """Return the dtype of carried inputs: autocast's if it is on, which halves the memory and gives the same keys."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

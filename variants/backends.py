@@ -1,10 +1,10 @@
-"""Backends of attention: which of them compute the same here, and one call, whichever does, for a past in parts.
+"""Attention backends: which of them can run here, and ``attend``, one call for all of them, with the past in parts.
 
 ``fused`` is torch's flash or memory-efficient attention, ``kernel`` our own (``window_cpu.py``, ``triton_window.py``),
-``chunked`` plain PyTorch a few queries at a time, and ``plain`` has scores in memory (``window.py``). A mechanism from
-outside may use them as ours do, as an ``OnKernels`` that has ``heads``, ``d_head``, ``position``, ``cache``,
-``dropout`` and ``wanted_backend``: what is named here and in ``Window`` and ``VisibleKeys`` stays as it is.
-``tests/offered.py`` is one.
+``chunked`` is plain PyTorch on a few queries at a time, and ``plain`` keeps all scores in memory (``window.py``). A
+mechanism outside this package can use them too: it derives from ``OnKernels`` and has ``heads``, ``d_head``,
+``position``, ``cache``, ``dropout`` and ``wanted_backend``. The names in this file, in ``Window`` and in
+``VisibleKeys`` stay stable. ``tests/offered.py`` is an example.
 
     visible = Window((span,) * heads, shift)                  # kernels/window.py: which keys a query sees, and how much
     keys = VisibleKeys.joined(k, v, before(state, visible.past(), k.dtype))           # context.py: past and segment
@@ -22,11 +22,11 @@ from variants.kernels.dropout import draw_seed
 from variants.kernels.window import Inputs, Persistent, Window
 
 TAKE_VECTORS = ("kernel", "chunked")
-"""Backends that take a vector per distance as such, in place of a bias that depends on the query."""
+"""Backends that take one vector per distance directly, in place of a bias computed from the query."""
 
 
 def is_operation(backend: str, device: torch.device) -> bool:
-    """Whether a backend is one operation, which torch can trace."""
+    """Whether torch can trace a backend as one operation."""
     return backend == "fused" or (backend == "kernel" and device.type != "cpu")
 
 
@@ -44,15 +44,15 @@ def attend(
     seed: Tensor | None = None,
     past_learns: bool = False,
 ) -> Tensor:
-    """What the heads give, ``[B, H, T, K]``.
+    """Return head outputs ``[B, H, T, K]``.
 
     Args:
-        keys: and their biases. Where heads have pasts of unequal length, one call reads all of them packed.
-        seed: of the dropout, where it is drawn from counters; None to draw one.
+        keys: keys, values and their biases. If heads have pasts of unequal length, one call reads all heads, packed.
+        seed: dropout seed for backends that draw dropout from counters; None to draw one.
         past_learns: whether keys and values of the past have gradients.
-        others: as ``window.attend`` and ``chunked.attend`` have them.
+        others: see ``window.attend`` and ``chunked.attend``.
     """
-    if (backend, q.device.type) == ("kernel", "cpu"):  # reads the past where it is
+    if (backend, q.device.type) == ("kernel", "cpu"):  # reads the past in place
         same = {"bias": bias, "vectors": vectors, "persistent": persistent, "sink": sink}
         same |= {"key_bias": keys.key_bias, "query_bias": keys.query_bias}
         return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, **same)
@@ -68,31 +68,31 @@ def attend(
     if backend == "fused" and fused.is_triangle(visible, inputs := Inputs.of(q, k, v, visible, **added)):
         return fused.triangle(inputs)
     own = () if past_learns or not keys.past else (keys.k, keys.v, keys.key_bias)
-    if own:  # constants, but for the segment's own
+    if own:  # the past is constant; only ``own``, the segment's, learns
         k, v, added["key_bias"] = (x if x is None else x.detach() for x in (k, v, key_bias))
     return operation.attend(backend, q, k, v, visible, own=own, **added)
 
 
 class OnKernels(Sublayer):
-    """Attention over a window that the backends compute."""
+    """A sublayer whose attention over a window runs on the backends."""
 
     spans_of_input: bool = False
-    """Whether how far a head looks depends on the input."""
+    """Whether spans depend on the input."""
     biases_keys: bool = False
     """Whether keys have biases."""
 
     @property
     def kernel_width(self) -> int:
-        """Width of what backends are given as queries and keys."""
+        """Width of the queries and keys that backends get."""
         return self.d_head
 
     @property
     def has_vectors(self) -> bool:
-        """Whether positions add a vector for each distance to the keys."""
+        """Whether the position scheme adds a vector per distance to the keys."""
         return self.position.vectors(1) is not None
 
     def able(self, device: torch.device) -> tuple[str, ...]:
-        """Backends that the mechanism can use there, if they compute what it needs, in the order of preference."""
+        """Return backends that the mechanism supports on ``device``, by preference; ``obstacles`` may exclude some."""
         on_cpu = device.type == "cpu"
         return ("kernel", "fused", *(("plain", "chunked") if on_cpu else ("chunked", "plain")))
 
@@ -100,8 +100,8 @@ class OnKernels(Sublayer):
         return tuple(name for name in self.able(device) if not self.obstacles(name, device, training=training))
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """The backend that was asked for, or for ``auto`` the first; on a GPU the first that is plain PyTorch, because
-        kernels are taken there when they were proven on that very device, by which ``auto`` becomes their name."""
+        """Return the requested backend, or for ``auto`` the first that can run; on a GPU the first in plain PyTorch. There
+        the harness tests kernels on the very device before a run, and replaces ``auto`` by the name of one that passed."""
         wanted = self.wanted_backend
         if wanted == "auto":
             of_torch = [] if device.type == "cpu" else ["chunked", "plain"]
@@ -113,7 +113,7 @@ class OnKernels(Sublayer):
         return wanted
 
     def obstacles(self, backend: str, device: torch.device, *, training: bool) -> list[str]:
-        """Why a backend cannot run there."""
+        """Return the reasons why ``backend`` cannot run on ``device``; empty if it can."""
         dropout = self.dropout if training else 0.0
         if backend not in self.able(device):
             return [type(self).__name__]

@@ -1,11 +1,11 @@
-"""Compressor: one key and one value for a block of r bytes, by what is learned of places or of content
+"""Compressor: one key and one value for each block of r bytes, weighted by learned weights of places or by content
 (``linformer.py``).
 
     mean      sum_i k_i / r
     linear    sum_i E_i k_i, sum_i F_i v_i                                    learned weights: 2006.04768, section 4
     softmax   sum_i a_i k_i, sum_i a_i v_i,  a = softmax_i(c . k_i / sqrt(K) + b_i)
 
-All begin as the mean. Sums and the softmax are in float32 or better.
+All three start as the mean. Sums and the softmax are in float32 or better.
 """
 
 import torch
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from variants.contract import LayerContext, check_choice
 
 SHARES = {"mean": ("none",), "linear": ("none", "heads", "key_value", "layers"), "softmax": ("none",)}
-"""Compressors, and who may share their weights."""
+"""Kinds of compressors, and the values of ``share`` that each allows."""
 
 
 class Compressor(nn.Module):
-    """Keys and values of blocks of ``ratio`` bytes from those of their bytes.
+    """Compresses the keys and values of ``ratio`` bytes into one key and one value.
 
     Args:
-        kind: of ``SHARES``.
-        share: of ``linear`` weights: ``none``, ``heads`` for an E and an F of all heads, ``key_value`` for one E = F of all
-            heads, ``layers`` for one of the whole network.
+        kind: a key of ``SHARES``.
+        share: who shares the ``linear`` weights. ``none``: each head has its E and F; ``heads``: all heads share one E and
+            one F; ``key_value``: all heads share one E = F; ``layers``: the whole network shares one E = F.
     """
 
     def __init__(self, context: LayerContext, *, kind: str, share: str, ratio: int, heads: int, d_head: int):
@@ -37,7 +37,7 @@ class Compressor(nn.Module):
         def even(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.full((*shape, ratio), 1 / ratio))
 
-        if kind == "linear":  # [2 or 1, H or 1, r]: of keys and of values
+        if kind == "linear":  # [2 or 1, H or 1, r]: 2 for keys and values
             sizes = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1), "layers": (1, 1)}[share]
             whole = "network" if share == "layers" else "layer"
             self.places = context.shared(Compressor, ratio, lambda: even(*sizes), share=whole)
@@ -46,7 +46,7 @@ class Compressor(nn.Module):
             self.places = nn.Parameter(torch.zeros(heads, ratio))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Keys and values beside each other, ``[B, M, r, 2 H K]`` to ``[B, M, 2 H K]``."""
+        """Compress concatenated keys and values, ``[B, M, r, 2 H K]`` to ``[B, M, 2 H K]``."""
         dtype = torch.promote_types(rows.dtype, torch.float32)
         if self.kind == "mean":
             return rows.mean(dim=2, dtype=dtype).to(rows.dtype)
@@ -59,5 +59,5 @@ class Compressor(nn.Module):
         return (parts * weights[:, :, :, None, :, None]).sum(dim=2).flatten(2).to(rows.dtype)
 
     def ideal_flops(self) -> int:
-        """Forward FLOPs per byte: scores by content, and weighted keys and values."""
+        """Return forward FLOPs per byte: scores by content, and weighted keys and values."""
         return {"mean": 0, "linear": 4, "softmax": 6}[self.kind] * self.heads * self.d_head

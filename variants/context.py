@@ -1,8 +1,8 @@
-"""Context: what the queries of a segment meet, and what is carried to the next segment.
+"""Context: the keys and values that queries of a segment see, and those that are carried to the next segment.
 
-A state of keys and values is ``(keys, values)``, each ``[B, H, P, K]``, or each a tuple with a tensor ``[B, 1, P_h,
-K]`` for every head, where heads carry pasts of their own. Key biases are the third of them, without K; they count from
-the last byte.
+A state of keys and values is ``(keys, values)``. Each is a tensor ``[B, H, P, K]``, or a tuple of one tensor ``[B, 1, P_h,
+K]`` per head if heads carry pasts of unequal length. Key biases, if any, are a third entry, without the dimension K; they
+are relative to the bias of the last byte.
 """
 
 import math
@@ -17,14 +17,14 @@ from variants.kernels.window import PastKV
 
 
 class VisibleKeys(NamedTuple):
-    """What queries meet.
+    """Keys, values and biases that the queries of a segment see.
 
     Attributes:
         k, v: keys and values of the segment ``[B, H, T, K]``.
-        past: those before it, if any, in parts.
-        whole: both one after the other, ``[B, H, P + T, K]``, if they were joined.
-        key_bias, query_bias: b of the segment ``[B, H, T]``, which adds b_j - b_t to the score of query t with key j, or
-            None. It counts from the byte before. The queries' is finite, the keys' the same or, where they hide, -inf.
+        past: keys and values before the segment, if any, in parts.
+        whole: past and segment concatenated, ``[B, H, P + T, K]``, if they were joined; else None.
+        key_bias, query_bias: b of the segment's keys and queries ``[B, H, T]``, relative to the byte before it, or None. The
+            score of query t and key j gets b_j - b_t. b_t is finite; b_j is the same b, or -inf to hide a key.
     """
 
     k: Tensor
@@ -36,7 +36,7 @@ class VisibleKeys(NamedTuple):
 
     @classmethod
     def joined(cls, k: Tensor, v: Tensor, past: list[PastKV], *biases: Tensor | None) -> "VisibleKeys":
-        """Joined unless the past has several parts: copied once, and attention and the state both read it."""
+        """Concatenate past and segment, unless the past has several parts; attention and the state both read this copy."""
         keys = cls(k, v, past, None, *biases)
         if len(past) > 1:
             return keys
@@ -49,13 +49,13 @@ class VisibleKeys(NamedTuple):
         return PastKV(tuple(range(self.k.shape[1])), self.k, self.v, self.key_bias)
 
     def each(self, function: Callable[[PastKV], PastKV | None]) -> "VisibleKeys":
-        """With what ``function`` makes of every part; parts of which it makes None are left out."""
+        """Apply ``function`` to every part; past parts for which it returns None are left out."""
         segment, whole = function(self.segment), self.whole and function(self.whole)
         past = [*filter(None, map(function, self.past))]
         return VisibleKeys(*segment[1:3], past, whole, segment.key_bias, self.query_bias)
 
     def of_heads(self, first: int, number: int) -> "VisibleKeys":
-        """What some heads meet, numbered anew; views."""
+        """Return the keys of ``number`` heads from ``first`` on, numbered from 0; views."""
         part = self.each(lambda part: part.of_heads(first, number))
         if self.query_bias is None:
             return part
@@ -63,8 +63,8 @@ class VisibleKeys(NamedTuple):
         return part._replace(query_bias=self.query_bias.narrow(1, first * size, number * size))
 
     def repeated(self, times: int) -> "VisibleKeys":
-        """With every head as often as ``times`` neighbouring heads of queries read it; copies where that is above 1. Of
-        key biases they have their own."""
+        """Repeat every key-value head for the ``times`` neighbouring query heads that read it; copies if ``times`` > 1. Key
+        biases are not repeated, because every query head has its own."""
 
         def of(part: PastKV) -> PastKV:
             heads = tuple(h * times + i for h in part.heads for i in range(times))
@@ -75,7 +75,7 @@ class VisibleKeys(NamedTuple):
         return self if times == 1 else self.each(of)
 
     def rebased(self) -> "VisibleKeys":
-        """With biases that count from the segment's last byte, as they are carried: they never grow with the stream."""
+        """Make key biases relative to the segment's last byte, as they are carried: they never grow with the stream."""
 
         def of(part: PastKV) -> PastKV:
             by_head = self.query_bias[..., -1:].unflatten(1, (self.k.shape[1], -1))
@@ -84,7 +84,7 @@ class VisibleKeys(NamedTuple):
         return self if self.query_bias is None else self.each(of)
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """All keys, values and key biases as ``Inputs`` has them, and lengths."""
+        """Return all keys, values, key biases and lengths as in ``Inputs``."""
         if len(self.past) < 2:
             whole = self.whole or VisibleKeys.joined(self.k, self.v, self.past, self.key_bias).whole
             return *whole[1:], None
@@ -95,18 +95,18 @@ class VisibleKeys(NamedTuple):
         return k, v, key_bias, None if lengths is None else torch.tensor(lengths)
 
     def state(self) -> State:
-        """Of all keys, detached."""
+        """Return the state of all keys, detached."""
         if self.whole is None:
             return self.last(*[math.inf] * self.k.shape[1])
         return tuple(x.detach() for x in self.whole.tensors())
 
     def last(self, *numbers: float) -> State:
-        """The state of the last so many keys: of all heads alike, or of each head, where ``numbers`` are several."""
+        """Return the state of the last keys: ``numbers`` is one number for all heads, or one for each head."""
         return last_keys([] if self.whole else self.past, self.whole or self.segment, *numbers)
 
 
 def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
-    """The parts of a state of keys and values, the last ``past`` of each or all, in ``dtype`` or as they are."""
+    """Split a state into parts with the last ``past`` keys and values each (None: all), in ``dtype`` (None: unchanged)."""
     if state is None:
         return []
     keys, *others = ((part,) if isinstance(part, Tensor) else part for part in state)
@@ -120,7 +120,7 @@ def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> 
 
 
 def last_keys(old: list[PastKV], new: PastKV, *numbers: float) -> State:
-    """As ``VisibleKeys.last``, of parts before the segment and of the segment. Heads of their own are views of one copy."""
+    """Do ``VisibleKeys.last`` for parts ``old`` before the segment and the segment ``new``; states per head share a copy."""
     if len(numbers) == 1 and len(old) < 2:
         pairs = zip(old[0].tensors() if old else [None] * 3, new.tensors(), strict=False)
         return tuple(last(*numbers, 2, *pair) for pair in pairs)
@@ -129,7 +129,7 @@ def last_keys(old: list[PastKV], new: PastKV, *numbers: float) -> State:
 
 
 def _in_a_row(old: list[PastKV], new: PastKV, numbers: Sequence[float]) -> tuple[list[Tensor], list[int]]:
-    """The last ``numbers`` keys of each head, one head after the other in one copy ``[B, r, N, ..]``, and the heads' lengths."""
+    """Concatenate the last ``numbers`` keys of each head, head after head, ``[B, r, N, ..]``; also return heads' lengths."""
     pieces, lengths = [[] for _ in new.tensors()], []
     for h, left in enumerate(numbers):
         parts, lasts = [part.of_heads(h, 1) for part in (*old, new) if h in part.heads], []
@@ -143,7 +143,7 @@ def _in_a_row(old: list[PastKV], new: PastKV, numbers: Sequence[float]) -> tuple
 
 
 def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
-    """The last ``number`` places of two tensors in a row, or all, detached; memory holds little more than these."""
+    """Return the last ``number`` rows of ``old`` and ``new``, concatenated and detached, in storage of about their size."""
     new = new.detach()
     own = min(number, new.shape[dim])
     kept = 0 if old is None else min(number - own, old.shape[dim])
@@ -154,8 +154,8 @@ def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
 
 
 def weights_of(weighted: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """The weights ``[B, H, T, n]`` by which ``weighted`` sums values ``[.., n, K]`` into ``[B, H, T, K]``, whatever
-    computes it: K at a time, it is fed with values that are one at one place each."""
+    """Measure the weights ``[B, H, T, n]`` by which ``weighted`` sums values ``[.., n, K]`` into ``[B, H, T, K]``, with any
+    backend. It is called with one-hot values, for K of the n places at a time."""
     number, width = values.shape[-2:]
     ones = torch.eye(number, -(-number // width) * width, dtype=values.dtype, device=values.device)
     parts = [weighted(part.expand_as(values).contiguous()) for part in ones.split(width, dim=1)]

@@ -3,14 +3,14 @@
     y = W_o concat_p((1 - s) c * rms((A_1 - lambda A_2) v)),    A_i = softmax(q_i k_i^T / sqrt(K)),
     lambda = exp(l_q1 . l_k1) - exp(l_q2 . l_k2) + s,           s = 0.8 - 0.6 exp(-0.3 layer)
 
-(2410.05258, 2.1 and 2.2). Heads 2 p and 2 p + 1 are a pair: each has a query and a key of width K, both read the pair's
-values, which are 2 K wide. lambda is a layer's, layers are counted from 0, c has a number for each of 2 K. Parameters
-are those of ``mhsa`` and 6 K more. Each of the two maps is a call of any backend, for all heads: head h reads its own K
-numbers of the pair's values. Both calls have scores of their own, so that a quarter of what is executed is done twice.
+(2410.05258, 2.1 and 2.2). Heads 2 p and 2 p + 1 are a pair: each has a query and a key of width K, and both read the pair's
+values, which are 2 K wide. Each layer has one lambda; layers are counted from 0. c has 2 K numbers. Parameters are those of
+``mhsa`` and 6 K more. One call of any backend computes each map for all heads; head h reads its K columns of the pair's
+values. Both heads of a pair compute the same scores, so a quarter of the executed work is duplicate.
 
-Where it departs: exponents in lambda end at 20. The mean square has 1e-6 added to it, as in all of this package, and not
-1e-5. Dropout thins both maps independently. ALiBi's slopes are those of H heads, so that the two maps of a pair fade at
-different rates.
+Where it departs: exponents in lambda are clamped at 20. The mean square gets 1e-6 added, as in all of this package, not
+1e-5. Dropout is drawn independently for the two maps. ALiBi's slopes are those of H heads, so the two maps of a pair decay
+at different rates.
 """
 
 import math
@@ -27,11 +27,11 @@ from variants.kernels.window import Window
 from variants.multi_head import HeadKeywords
 
 LARGEST = 20.0
-"""Exponent in lambda, beyond which the square of a difference of maps would be infinite in float32 before long."""
+"""Upper limit of exponents in lambda: somewhat larger ones make the squared difference of maps infinite in float32."""
 
 
 class Differential(Attention):
-    """Causal attention over the last S positions by differences of maps; the keywords are those of ``Attention``."""
+    """Causal attention over the last S positions by differences of maps; keywords as in ``Attention``."""
 
     def __init__(self, context: LayerContext, **heads: Unpack[HeadKeywords]):
         if context.heads % 2:
@@ -59,10 +59,10 @@ class Differential(Attention):
         return super().join(self._normed(pairs, self.gain * (1 - self.initial)))
 
     def inspect(self, x: Tensor) -> None:
-        """Nothing: what a byte takes of others may be less than nothing."""
+        """Return None: the weights of a difference may be negative."""
 
     def _forward_flops(self, keys: float) -> float:
-        """Scores of each head, and both heads' values for each."""
+        """Count for each head its scores, and both halves of the pair's values."""
         return super()._forward_flops(keys) + self.heads * 2 * keys * self.d_head
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
@@ -74,5 +74,5 @@ class Differential(Attention):
 
 
 def _of_pairs(x: Tensor, member: int, *, dim: int = 1) -> Tensor:
-    """``x`` with each pair's first (0) or second (1) head in both places."""
+    """Return ``x`` with each pair's first (0) or second (1) head in both places of the pair."""
     return x.unflatten(dim, (-1, 2)).select(dim + 1, member).repeat_interleave(2, dim)

@@ -5,9 +5,9 @@
                                         relu2  a(h) = max(0, h)**2     (arXiv 2109.08668)
                                         swiglu a(g, h) = silu(g) h     (arXiv 2002.05202)
 
-``hidden`` is the width that W2 reads. swiglu needs two values for each of them, so there W1 is twice as wide and the
-block has 1.5 times the parameters; 2/3 of the width of another activation makes them equal. Weights start as
-``nn.Linear`` starts them. Dropout is applied to the activations.
+``hidden`` is the input width of W2. swiglu needs two values per hidden unit, so its W1 is twice as wide and the block has
+1.5 times the parameters; 2/3 of another activation's width gives equal parameters. Weights start as in ``nn.Linear``.
+Dropout is applied to the activations.
 """
 
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def squared_relu(h: Tensor) -> Tensor:
 
 
 def swiglu(h: Tensor) -> Tensor:
-    """``h [..., 2*hidden]``, gates first, to ``[..., hidden]``."""
+    """Map ``h [..., 2*hidden]``, gates first, to ``[..., hidden]``."""
     gate, value = h.chunk(2, dim=-1)
     return F.silu(gate) * value
 
@@ -33,7 +33,7 @@ class FeedForward(Sublayer):
     """Two linear maps with an activation between.
 
     Args:
-        hidden: width that the second matrix reads; None means 4*D.
+        hidden: input width of the second matrix; None means 4*D.
         activation: one of ``ACTIVATIONS``.
         zero_init: start the second matrix and its bias at zero, so that the block adds nothing at first. The first
             matrix then gets no gradient in the first step.
@@ -59,5 +59,5 @@ class FeedForward(Sublayer):
         return SublayerOutput(self.leave(F.dropout(activations, self.dropout, self.training)))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Both matrices; the activation is neglected."""
+        """Count both matrices; the activation is neglected."""
         return NeededFlops.of_products(self.ideal_flops())

@@ -1,22 +1,22 @@
-"""Gated delta rule: sums that decay as the input says, and in which a key's old value makes room for its new one.
+"""Gated delta rule: carried sums with a decay from the input, in which a key's new value replaces its old one.
 
     S_t = D_t S_{t-1} + b_t k_t (v_t - (D_t S_{t-1})^T k_t)^T,    o_t = S_t^T q_t,    b_t = sigmoid(w_h . x_t),
     y_t = W_o concat_h(rms(o_t) c * sigmoid(W_g x_t)),            D_t = diag(a_t)
 
-With one decay a_t for a head this is the Gated DeltaNet (2412.06464, 3.1), with one for each channel Kimi Delta
-Attention (2510.26692, 3). Queries, keys and values pass a causal filter of a few bytes for each channel, then SiLU; queries and
-keys have length 1, so that no step makes the state larger than its values. A stream carries S, in float32 or wider, and
-the last inputs of the filters.
+With one decay a_t per head this is Gated DeltaNet (2412.06464, 3.1); with one per channel it is Kimi Delta Attention
+(2510.26692, 3). Queries, keys and values pass a causal filter of a few bytes per channel, then SiLU. Queries and keys are
+scaled to length 1, so that no step makes the state larger than its values. The state is S, in float32 or wider, and the last
+inputs of the filters.
 
-    ``decay: channel`` with equal channels is ``decay: head``; without the delta rule, S is ``decayed_sums.py``'s.
+    ``decay: channel`` with equal channels is ``decay: head``; without the delta rule, S is that of ``decayed_sums.py``.
 
 Where it departs:
-- Decays are those of ``gated_linear.py``, sigmoid(W x + b) from ALiBi's slopes on, where the papers have
-  exp(-A softplus(W x + b)) with drawn A and b. Those of channels are of rank K, as in 2510.26692, and begin equal.
-- The output gate is a sigmoid of a whole matrix: 2412.06464 has SiLU, 2510.26692 a matrix of rank K.
-- Values are as wide as keys, K = D / H (2412.06464 has them twice as wide and fewer heads). No norm is in the sublayer.
-- A query that does not see itself reads S_{t-1}; its filters do see its own byte.
-- Decays take the place of a position scheme: rotary and ALiBi are refused. Dropout has no weights to drop here.
+- Decays are those of ``gated_linear.py``: sigmoid(W x + b), which starts at ALiBi's slopes. The papers have
+  exp(-A softplus(W x + b)) with drawn A and b. With ``decay: channel``, W has rank K as in 2510.26692; channels start equal.
+- The output gate is a sigmoid of a full matrix; 2412.06464 has SiLU, 2510.26692 a matrix of rank K.
+- Values are as wide as keys, K = D / H; 2412.06464 has them twice as wide and fewer heads. The harness norms the input.
+- Without ``attend_self`` a query reads S_{t-1}, but its filters still see its own byte.
+- Decays replace a position scheme: rotary and ALiBi are refused. There are no weights to drop, so dropout has no effect.
 """
 
 from typing import Unpack
@@ -33,17 +33,17 @@ from variants.kernels.carried_sums import unrounded
 from variants.multi_head import HeadKeywords, MultiHead
 
 EPSILON = 1e-6
-"""Added to squares before a root."""
+"""Added to a sum of squares before the square root."""
 
 
 class GatedDelta(MultiHead):
-    """Carried sums by the gated delta rule.
+    """Attention by carried sums with the gated delta rule.
 
     Args:
-        context, d_head, bias, zero_init: as ``MultiHead`` has them.
-        decay: ``head`` for a decay a head (Gated DeltaNet), ``channel`` for one a channel (Kimi Delta Attention).
-        filter_bytes: W, bytes that the filters of queries, keys and values see.
-        chunk: C, bytes that meet each other by pairs; it changes cost and nothing else.
+        context, d_head, bias, zero_init: see ``MultiHead``.
+        decay: ``head`` for one decay per head (Gated DeltaNet), ``channel`` for one per channel (Kimi Delta Attention).
+        filter_bytes: W, length in bytes of the filters of queries, keys and values.
+        chunk: C, bytes of a chunk, within which queries and keys are multiplied in pairs; it changes only the cost.
     """
 
     honours = Honours(attend_self={True, False})
@@ -65,7 +65,7 @@ class GatedDelta(MultiHead):
         channels, rank = (1, None) if decay == "head" else (self.d_head, self.d_head)
         self.decay = InputDecay(context, channels=channels, rank=rank)
         self.strength = nn.Linear(context.d_model, self.heads, bias=False)
-        filters = torch.empty(filter_bytes, 3 * self.heads * self.d_head)  # the last is of the byte itself
+        filters = torch.empty(filter_bytes, 3 * self.heads * self.d_head)  # the last tap is the byte itself
         self.filters = nn.Parameter(filters.uniform_(-1, 1) * filter_bytes**-0.5)
         self.gain = nn.Parameter(torch.ones(self.d_head))
         self.chunk = self.period = chunk
@@ -87,7 +87,7 @@ class GatedDelta(MultiHead):
         return SublayerOutput(self.join(y), (past, sums))
 
     def _filtered(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-        """SiLU of each channel's filter over ``x [B, T, 3 H K]``, and the last W - 1 inputs, zeros before a stream."""
+        """Return SiLU of each channel's filter over ``x [B, T, 3 H K]``, and the last W - 1 inputs, zeros at first."""
         before, length = len(self.filters) - 1, x.shape[1]
         past = x.new_zeros(x.shape[0], before, x.shape[2]) if past is None else past.to(x.dtype)
         joined = torch.cat([past, x], dim=1)
@@ -95,20 +95,20 @@ class GatedDelta(MultiHead):
         return F.silu(sum(taps)), joined[:, length:].detach().clone()
 
     def reach(self) -> None:
-        """All the way: what decays never ends."""
+        """Return None, unbounded: a decaying sum never ends."""
 
     def matrix_sizes(self) -> int:
         return super().matrix_sizes() + self.decay.matrix_sizes() + self.strength.weight.numel()
 
     def ideal_flops(self) -> int:
-        """Projections, and 2 K^2 each for what a key reads, a key writes and a query reads (``linear.py``)."""
+        """Count projections, and per head 2 K^2 each for a key's read and write and a query's read (``linear.py``)."""
         return 2 * self.matrix_sizes() + 6 * self.heads * self.d_head**2
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """The same for every byte; the gradient of each product has two."""
+        """Every byte costs the same; each product has two in the backward."""
         return NeededFlops.of_products(self.ideal_flops())
 
 
 def _normed(x: Tensor) -> Tensor:
-    """``x [.., K]`` of length 1."""
+    """Scale ``x [.., K]`` to length 1."""
     return x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()

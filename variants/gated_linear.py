@@ -1,18 +1,18 @@
-"""Gated linear attention: sums that carry all of the past and decay as the input says.
+"""Gated linear attention: carried sums of all of the past, with a decay computed from the input.
 
     y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = a_t S_{t-1} + phi(k_t) v_t^T,    z_t = a_t z_{t-1} + phi(k_t),
     a_t = sigmoid(w_h . x_t + b_h)
 
-One decay a head: the scalar form of gated linear attention (2312.06635, 4) and of state space duality (2405.21060,
-2). w starts at 0 and b where a is ALiBi's decay, so that it begins as ``linear`` with alibi (``linear_decay``) and is that
-wherever a stays constant.
+One decay per head is the scalar form of gated linear attention (2312.06635, 4) and of state space duality (2405.21060,
+2). w starts at 0, and b where a is ALiBi's decay. So the mechanism starts as ``linear`` with ALiBi (``linear_decay``), and
+equals it while a stays at that constant.
 
 Where it departs:
-- phi = elu + 1 and a denominator, as ``linear.py`` has them; the papers have neither, but a norm of each head's output
-  and an output gate. 2405.21060 also scales a key by its step and convolves queries, keys and values.
-- The sigmoid has no root (2312.06635 takes the 16th), and begins at each head's slope instead.
-- A query that does not see itself does not decay what it sees: the last decay would cancel in the ratio.
-- The decay stands in place of a position scheme: rotary and ALiBi are refused. Without dropout, as ``linear.py``.
+- It has phi = elu + 1 and a denominator, as in ``linear.py``. The papers have neither; they have a norm of each head's
+  output and an output gate. 2405.21060 also scales a key by its step and convolves queries, keys and values.
+- a is the sigmoid itself and starts at each head's slope; 2312.06635 takes the 16th root of the sigmoid.
+- Without ``attend_self``, a query does not apply a_t to the sums it reads: a_t would cancel in the ratio.
+- The decay replaces a position scheme: rotary and ALiBi are refused. Dropout has no effect, as in ``linear.py``.
 """
 
 from typing import Unpack
@@ -27,11 +27,11 @@ from variants.position import alibi_slopes
 
 
 class InputDecay(nn.Module):
-    """Logarithms of decays made of the input, log sigmoid(W x + b): W starts at 0, b at ALiBi's slopes.
+    """Logarithms of decays computed from the input, log sigmoid(W x + b): W starts at 0, b at ALiBi's slopes.
 
     Args:
-        channels: numbers of a head, 1 or one for each of its channels.
-        rank: W is a product of two matrices of this width; None for one matrix.
+        channels: decays per head, 1 or one for each of its channels.
+        rank: W is a product of two matrices with this inner width; None for one matrix.
     """
 
     def __init__(self, context: LayerContext, *, channels: int = 1, rank: int | None = None):
@@ -45,7 +45,7 @@ class InputDecay(nn.Module):
             self.up.bias.copy_(-slopes.expm1().log())
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, H, T, channels]`` for ``x [B, T, D]``, in the precision of ``x``."""
+        """Return log decays ``[B, H, T, channels]`` of ``x [B, T, D]``, in the precision of ``x``."""
         x = x if self.down is None else F.linear(x, self.down.weight.to(x.dtype))
         x = F.linear(x, self.up.weight.to(x.dtype), self.up.bias.to(x.dtype))
         return F.logsigmoid(x.unflatten(-1, (self.heads, -1)).transpose(1, 2))
@@ -56,7 +56,7 @@ class InputDecay(nn.Module):
 
 
 class GatedLinear(LinearAttention):
-    """Linear attention with a decay made of the input; the keywords are those of ``CarriedSums``."""
+    """Linear attention with a decay computed from the input; keywords as in ``CarriedSums``."""
 
     honours = Honours(attend_self={True, False})
 

@@ -1,19 +1,19 @@
-"""Latent attention: keys and values of all heads are made of one short vector a byte, and that is what is carried.
+"""Latent attention: keys and values of all heads are projected from one short vector per byte, and only it is carried.
 
     c = c_norm * rms(W_c x),    k_h = [W_k c; rotate(r)],    v_h = W_v c,    r = W_r x,    q_h = [W_q x; rotate(W_p x)],
     y = W_o concat_h(softmax(q_h . k_h / sqrt(K + R)) v_h)
 
-(2405.04434, 2.1.2 and 2.1.3). ``latent`` numbers of c and R of r, which all heads share, are the state of a byte, in
-place of 2 H K. Positions turn r alone. Keys and values of the past are made again in every segment by the present
-weights, which learn from them; c and r of the past are constants.
+(2405.04434, 2.1.2 and 2.1.3). All heads share c and r, so the state of a byte is ``latent`` + R numbers in place of 2 H K.
+Only r and W_p x are rotated. Each segment projects past keys and values again from carried c and r, with the present
+weights, which get gradients from it; past c and r are constants.
 
 Where it departs:
-- Queries are not compressed, as in the paper's small model; and c has a norm with a gain, as in the paper's code.
-- latent is 2 K and R is K / 2 by default, where the paper has 4 K and K / 2 for 128 heads.
-- r is carried before it is turned, and turned where it is met. With ALiBi or no positions it is a key that heads share.
-- W_k and W_v are not multiplied into W_q and W_o for single bytes, which the paper does to read c itself: a single byte
-  costs as much as making the keys of its window. Values are filled up to K + R with zeros for backends of one width.
-- ``cache: hidden`` is refused: inputs are not carried. Relative vectors are refused.
+- Queries are not compressed, as in the paper's small model. c has a norm with a gain, as in the paper's code.
+- By default latent is 2 K and R is K / 2; the paper has 4 K and K / 2 for 128 heads.
+- r is carried unrotated and rotated when it is read. With ALiBi or no positions, r is a part of the key that heads share.
+- The paper multiplies W_k and W_v into W_q and W_o, to read c itself for single bytes. Here a single byte costs as much as
+  projecting the keys of its whole window. Values are padded with zeros to K + R, for backends of one width.
+- ``cache: hidden`` is refused, because inputs are not carried. Relative vectors are refused.
 """
 
 from typing import Unpack
@@ -29,11 +29,11 @@ from variants.multi_head import HeadKeywords
 
 
 class Latent(Attention):
-    """Causal attention over the last S positions, of which latents are carried.
+    """Causal attention over the last S positions, with latents as the state.
 
     Args:
-        latent: numbers of c; None for 2 K.
-        d_position: R, numbers of r, even for rotary positions; None for K / 2, rounded to an even number from 2.
+        latent: width of c; None for 2 K.
+        d_position: R, width of r, even for rotary positions; None for K / 2, rounded down to an even number, at least 2.
         The others are those of ``Attention``.
     """
 
@@ -58,7 +58,7 @@ class Latent(Attention):
         self.up = nn.Linear(self.latent, 2 * self.heads * self.d_head, bias=bias)  # [W_k; W_v]
         self.gain = nn.Parameter(torch.ones(self.latent))
         self.maps = ("query", "down", "up")
-        self.cache = "hidden"  # c and r are carried as inputs are: keys and values are made of them again
+        self.cache = "hidden"  # c and r are carried like inputs, and projected to keys and values again
 
     @property
     def kernel_width(self) -> int:
@@ -72,14 +72,14 @@ class Latent(Attention):
         return Segment(latents, q, *self._made_of(latents, start), start, self.span(x), None)
 
     def _made_of(self, latents: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, H, T, K + R]`` of ``latents [B, T, latent + R]``, the first at ``start``."""
+        """Return keys and values ``[B, H, T, K + R]`` of ``latents [B, T, latent + R]`` from position ``start`` on."""
         c, r = latents.split([self.latent, self.d_position], dim=-1)
         k, v = (self.split(part) for part in self.up(c).chunk(2, dim=-1))
         r = self.position.rotate(r[:, None], start).expand(-1, self.heads, -1, -1)
         return torch.cat([k, r.to(k.dtype)], dim=-1), F.pad(v, (0, self.d_position))
 
     def reproject_past(self, old: Tensor, segment: Segment, past: int | None, heads: list[int] | None) -> PastKV:
-        """Of the last ``past`` latents before the segment; for all heads, whose spans are equal."""
+        """Project the last ``past`` latents before the segment; for all heads, because their spans are equal."""
         old = old if past is None else old[:, max(0, old.shape[1] - past) :]
         k, v = self._made_of(old.to(carried_dtype(segment.x)), segment.start - old.shape[1])
         return PastKV(tuple(range(self.heads)), k, v)
@@ -88,11 +88,11 @@ class Latent(Attention):
         return super().join(y[..., : self.d_head])
 
     def _forward_flops(self, keys: float) -> float:
-        """Scores are R wider than values."""
+        """Add the R columns by which queries and keys are wider than values."""
         return super()._forward_flops(keys) + self.heads * 2 * keys * self.d_position
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """As ``Attention`` has it; what is made of carried latents has gradients for W_k and W_v alone."""
+        """Count as in ``Attention``; keys and values of carried latents give gradients to W_k and W_v alone."""
         new, past, met = self._pairs(segment, carried)
         needed = NeededFlops.of_products(self._forward_flops((new + past) / segment / self.heads))
         again = 4 * self.d_head * self.latent * met / segment

@@ -2,16 +2,16 @@
 
     y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = sum_{j <= t} phi(k_j) v_j^T,    z_t = sum_{j <= t} phi(k_j),
 
-phi(x) = elu(x) + 1 for each number of a head's query or key, unscaled (2006.16236, 3.2 to 3.4). Training cuts a segment
-into chunks, which meet themselves by pairs and what is before them by the sums, which a stream carries: see
+phi(x) = elu(x) + 1, elementwise on unscaled queries and keys (2006.16236, 3.2 to 3.4). A segment is computed in chunks.
+Inside a chunk queries and keys are multiplied in pairs; earlier keys are read from the sums, which are the state: see
 ``kernels/decayed_sums.py``.
 
 Where it departs, and what it follows:
-- No epsilon in the denominator: a query without keys (the first of a stream without ``attend_self``) gives 0.
-- ALiBi is a decay, and exact: sums decay byte by byte. Rotary is refused: elu acts on each number, so that products of
-  turned vectors' features depend on both places. Vectors for each distance, other biases and ``cache: hidden`` would
-  need the keys.
-- Dropout has no weights to drop here. In float32 without a decay, sums stop growing near 10^7 keys.
+- The denominator has no epsilon: a query without keys (the first of a stream without ``attend_self``) gives 0.
+- ALiBi is a decay, and exact: sums decay byte by byte. Rotary is refused: elu acts on each number, so products of features
+  of rotated vectors depend on both positions, not on their distance. Vectors per distance, other biases and ``cache:
+  hidden`` are refused because they would need the keys.
+- There are no weights to drop, so dropout has no effect. In float32 without a decay, sums stop growing near 10^7 keys.
 """
 
 from typing import Unpack
@@ -37,7 +37,7 @@ from variants.multi_head import HeadKeywords, MultiHead
 
 
 def elu(x: Tensor) -> Tensor:
-    """elu(x) + 1, which is exp(x) below 0: added up, it would round to 0 from -17 on in float32."""
+    """Return elu(x) + 1. Below 0 it is computed as exp(x): the addition would round to 0 below -17 in float32."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
@@ -49,10 +49,10 @@ class SumsKeywords(HeadKeywords, total=False):
 
 
 class CarriedSums(MultiHead):
-    """Attention whose weights are products of features, read from carried sums; a subclass has the features.
+    """Attention whose weights are products of features, read from carried sums; subclasses define the features.
 
     Args:
-        chunk: C, bytes that meet each other by pairs; it changes cost and nothing else.
+        chunk: C, bytes of a chunk, within which queries and keys are multiplied in pairs; it changes only the cost.
         The others are those of ``MultiHead``.
     """
 
@@ -74,7 +74,7 @@ class CarriedSums(MultiHead):
         return SublayerOutput(self.join(y.to(v.dtype)), state)
 
     def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
-        """Weighted means ``[B, H, T, K]`` of values, in float32 or wider, and the sums to carry."""
+        """Return weighted means ``[B, H, T, K]`` of values, in float32 or wider, and the sums to carry."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -83,21 +83,21 @@ class CarriedSums(MultiHead):
         return Inspection(weights_of(lambda values: self._means(x, q, k, values, None)[0], v))
 
     def reach(self) -> None:
-        """All the way: what decays never ends."""
+        """Return None, unbounded: a decaying sum never ends."""
 
     def ideal_flops(self) -> int:
-        """Projections, and the sums' form: 2 F K for adding a key's value, 2 F (K + 1) for reading S and z. Pairs
-        within a chunk are another way to the same sums and are not counted, nor is what is no product."""
+        """Count projections, and per head the carried sums: 2 F K to add a key's value, 2 F (K + 1) to read S and z. Pairs
+        within a chunk compute the same sums in another way and are not counted; operations other than products neither."""
         return 2 * self.matrix_sizes() + 2 * self.heads * self.features * (2 * self.d_head + 1)
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """The same for every byte; the gradient of each product has two."""
+        """Every byte costs the same; each product has two in the backward."""
         return NeededFlops.of_products(self.ideal_flops())
 
 
 class LinearAttention(CarriedSums):
-    """Attention by a feature map of each number of a head's query and key: ``elu`` for elu(x) + 1, the paper's, or
-    ``relu``, with which a query may meet no weight at all and gives 0. The other keywords are those of
+    """Attention by an elementwise feature map of queries and keys: ``elu`` for elu(x) + 1, as in the paper, or ``relu``.
+    With ``relu``, all weights of a query can be 0; the query then gives 0. The other keywords are those of
     ``CarriedSums``."""
 
     def __init__(self, context: LayerContext, *, feature_map: str = "elu", **sums: Unpack[SumsKeywords]):
@@ -106,7 +106,7 @@ class LinearAttention(CarriedSums):
         self.map, self.features = FEATURE_MAPS[feature_map], self.d_head
 
     def log_decay(self, x: Tensor) -> Tensor:
-        """As ``decayed_sums.attend`` takes it, for bytes ``x [B, T, D]``: here by positions alone."""
+        """Return the log decay for ``decayed_sums.attend``, for inputs ``x [B, T, D]``; here by positions alone."""
         slopes = self.position.slopes(x.dtype)
         return x.new_zeros(1, 1, 1, 1) if slopes is None else -slopes[None, :, None, None]
 
@@ -115,5 +115,5 @@ class LinearAttention(CarriedSums):
         dtype = torch.promote_types(v.dtype, torch.float32)
         with unrounded(v.device):
             q, k, decay = self.map(q.to(dtype)), self.map(k.to(dtype)), self.log_decay(x.to(dtype))
-            v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the sum of weights is the sum of ones
+            v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the column of ones sums the weights
             return means(*attend(q, k, v, decay, sums=state, attend_self=not self.shift, chunk=self.chunk))

@@ -1,21 +1,20 @@
-"""Linformer, as far as causality lets it: finished blocks of the past are summarised by learned projections.
+"""Causal Linformer: learned projections summarise finished blocks of the past.
 
-    s_j = sum_i E_i k_{jr+i},   u_j = sum_i F_i v_{jr+i}                 of the bytes i = 0 .. r-1 of block j
+    s_j = sum_i E_i k_{jr+i},   u_j = sum_i F_i v_{jr+i}                 over bytes i = 0 .. r-1 of block j
     y_t = W_o concat_h(softmax([q_t . k_i ; q_t . s_j] / sqrt(K)) [v_i ; u_j])
 
-over the w nearest keys i, exactly, and the summaries of blocks j, in one softmax: w + S/r keys a query instead of S. In
-the paper (2006.04768, section 4) E and F are k x n and mix a whole sequence, so every row holds the future and no mask
-takes it out. Here a row spans a block, the same for every block; and the window is ours, without which the open block
+One softmax covers the w nearest keys i, exactly, and the summaries of blocks j: w + S/r keys per query instead of S. In the
+paper (2006.04768, section 4) E and F are k x n and mix a whole sequence, so every row contains the future and no mask can
+remove it. Here a row covers one block, with the same weights for every block. The window is ours: without it the open block
 would be invisible.
 
-- A summary is visible to queries after its block, if its first byte is outside the query's window, and if all its bytes
-  are among the S that a query may see. Keys are summarised unrotated, and placed as if they stood at their block's last
-  byte.
-- ``top_k`` reads only the best summaries, by an index q'_t . W mean_i k_i of its own, one for all heads. What is chosen
-  has its index score added to its attention scores, which is how the index learns.
-- A block is summarised when it is about to leave the window, from what the window has of it, so that the weights learn.
-- ``compressor: softmax``, and ``top_k`` with it, are compressed attention of 2025-26 (2502.11089, 3.3, DeepSeek-V4) in
-  small.
+- A query sees the summary of a finished block if the block's first byte is outside the query's window and all its bytes are
+  among the S that the query may see. Keys are summarised unrotated; a summary gets the position of its block's last byte.
+- With ``top_k`` a query reads only the best summaries, by an index score q'_t . W mean_i k_i, the same for all heads. The
+  index score of a chosen summary is added to its attention scores, so the index learns.
+- A block is summarised when it is about to leave the window, from its keys and values there, so that the compressor learns.
+- ``compressor: softmax``, with ``top_k``, is the compressed attention of 2025-26 (2502.11089, 3.3, DeepSeek-V4) on a small
+  scale.
 """
 
 from dataclasses import replace
@@ -38,14 +37,14 @@ from variants.window_and_summaries import Far, Near, by_kernel, in_bands
 
 
 class Carried(NamedTuple):
-    """The state; keys, values and inputs are padded in front, so that streams of any age stand in one batch.
+    """The state. Keys, values and inputs are padded in front, so that streams of any age fit into one batch.
 
     Attributes:
-        past: keys and values, unrotated, ``[B, P, 2 H K]``, or inputs ``[B, P, D]``, of the window and the open block.
-        summaries: keys, in their positions, values, and keys of the index: ``[B, N, 2 H K (+ I)]``.
-        phase: bytes of the open block, int64 ``[B]``, or ``[1]`` of streams that all begin, as those below.
-        past_bytes: places of the past that are no padding, int64 ``[B]``.
-        finished: finished blocks, counted up to N + lag, int64 ``[B]``.
+        past: unrotated keys and values ``[B, P, 2 H K]``, or inputs ``[B, P, D]``, of the window and the open block.
+        summaries: keys after position encoding, values and index keys, ``[B, N, 2 H K (+ I)]``.
+        phase: bytes of the open block, int64 ``[B]``. This and those below are ``[1]`` when all streams begin.
+        past_bytes: bytes of the past that are not padding, int64 ``[B]``.
+        finished: number of finished blocks, at most N + lag, int64 ``[B]``.
     """
 
     past: Tensor
@@ -59,11 +58,11 @@ class Linformer(MultiHead, OnKernels):
     """Causal attention over an exact window and summaries of finished blocks.
 
     Args:
-        ratio: r, bytes of a block, from 1; summarised into one key and one value.
-        window: w, keys that are met exactly, from 1 to below ``model.span``; None for S / 4.
-        compressor, share: as ``Compressor`` has them.
+        ratio: r, bytes of a block, from 1; a block becomes one key and one value.
+        window: w, keys that are read exactly, from 1 to below ``model.span``; None for S / 4.
+        compressor, share: see ``Compressor``.
         top_k: summaries that a query reads, from 1; None for all.
-        d_index: width I of the index that chooses them, from 1.
+        d_index: I, width of the index that ranks summaries, from 1.
         The others are those of ``MultiHead``.
     """
 
@@ -119,14 +118,14 @@ class Linformer(MultiHead, OnKernels):
         return Carried(past, summaries, *torch.zeros(3, 1, dtype=torch.int64, device=x.device))
 
     def _summaries(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Tensor:
-        """s_j and u_j: carried ones, padded to all that can be visible, then those of ceil(T / r) blocks, from the one
-        ``lag`` before the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
+        """Return s_j and u_j, ``[B, N + M, 2 H K (+ I)]``: the carried ones, padded to N, then those of M = ceil(T / r)
+        blocks, from ``lag`` blocks before the open one on; the last of them may be unfinished."""
         ratio, phase, blocks = self.blocks.ratio, carried.phase, -(-segment.shape[1] // self.blocks.ratio)
         rows = torch.cat([_last(past, self.blocks.unsummarised), segment], dim=1)
         rows = _from(rows, (ratio - 1 - phase).expand(len(rows)), blocks * ratio).unflatten(1, (blocks, ratio))
         s, u = self.compressor(rows).chunk(2, dim=-1)
         after = torch.arange(1, blocks + 1, device=segment.device) - self.blocks.lag
-        last = (start - phase)[:, None] + ratio * after - 1  # place of a block's last byte, [B, M]
+        last = (start - phase)[:, None] + ratio * after - 1  # position of a block's last byte, [B, M]
         s = rearrange(s, "B M (H K) -> (B M) H 1 K", H=self.heads)
         s = rearrange(self.position.rotate(s, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
         index = [self.index_key(rows[..., : self.inner].mean(dim=2))] if self.d_index else []
@@ -134,7 +133,7 @@ class Linformer(MultiHead, OnKernels):
         return torch.cat([_last(carried.summaries.to(new.dtype), self.blocks.most), new], dim=1)
 
     def _near(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Near:
-        """Keys and values that windows may hold, in their positions."""
+        """Return keys, after position encoding, and values that windows may include."""
         past = _last(past, min(self.blocks.behind, past.shape[1]))
         placed = []
         for rows, at in ((segment, start), (past, start - past.shape[1])):
@@ -143,17 +142,17 @@ class Linformer(MultiHead, OnKernels):
         return Near(*placed, carried.past_bytes)
 
     def _far(self, x: Tensor, summaries: Tensor, carried: Carried) -> Far:
-        """Summaries that chunks of queries meet; of ``top_k``, those are visible that each has chosen."""
+        """Return the summaries that chunks of queries may see; with ``top_k``, only those that a query chose are visible."""
         blocks, (chunks, size) = self.blocks, self.blocks.chunks(x.shape[1])
         first = size * torch.arange(chunks, device=x.device)[:, None]  # [n, 1]
-        j = first // blocks.ratio + blocks.met(size, x.device)  # [n, G], counted from the first that is carried
+        j = first // blocks.ratio + blocks.met(size, x.device)  # [n, G], counted from the first carried one
         s, u, index = summaries[:, j.clamp(max=summaries.shape[1] - 1)].split(
             [self.inner, self.inner, self.d_index], -1
         )
         k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (s, u))
         phase, finished = carried.phase[:, None, None, None], carried.finished[:, None, None, None]
         most, t = blocks.most + blocks.lag, (first + torch.arange(size, device=x.device))[:, :, None]
-        back = phase + t + blocks.ratio * (most - j[:, None])  # bytes from the query to the block's first
+        back = phase + t + blocks.ratio * (most - j[:, None])  # distance from query to the block's first byte
         visible = (back >= blocks.nearest) & (back < blocks.span + blocks.shift) & (j[:, None] >= most - finished)
         far = Far(k, v, visible, back - (blocks.ratio - 1) - blocks.shift)
         if not self.d_index or not j.numel():
@@ -164,13 +163,13 @@ class Linformer(MultiHead, OnKernels):
         return far._replace(visible=visible & best, added=scores)
 
     def _attend(self, q: Tensor, near: Near, far: Far) -> Tensor:
-        """What the heads give, ``[B, H, T, K]``."""
+        """Return head outputs ``[B, H, T, K]``."""
         same = {"blocks": self.blocks, "position": self.position}
         if self.backend(q.device, training=self.training) == "kernel":
             return by_kernel(q, near, far, **same)
         attend = partial(in_bands, dropout=self.dropout if self.training else 0.0, **same)
         if far.added is not None and torch.is_grad_enabled():
-            # Its blocks are short and its summaries many: scores are made again for the backward pass, not kept for it.
+            # With ``top_k`` blocks are short and summaries many, so the backward pass recomputes scores.
             attend = partial(checkpoint.checkpoint, attend, use_reentrant=False)
         return attend(q, near, far)
 
@@ -179,17 +178,17 @@ class Linformer(MultiHead, OnKernels):
 
     @torch.no_grad()
     def _stats(self, q: Tensor, near: Near, far: Far) -> dict[str, Tensor]:
-        """The share of attention that summaries have: values of one for them, and of nothing for the window."""
+        """Measure the attention mass on summaries, with values of 1 on summaries and of 0 in the window."""
         near = near._replace(v=torch.zeros_like(near.v), old_v=torch.zeros_like(near.old_v))
         return head_stats(q, summary_mass=self._attend(q, near, far._replace(v=torch.ones_like(far.v)))[..., 0])
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """``summary_mass [H]``: the mean share of attention that summaries have."""
+        """Return ``summary_mass [H]``, the mean attention mass on summaries."""
         return head_means(stats, "summary_mass")
 
     @torch.no_grad()
     def _carry(self, rows: Tensor, summaries: Tensor, carried: Carried) -> State:
-        """``rows``: what is carried of the segment, keys and values or inputs."""
+        """Return the next state; ``rows`` are the segment's keys and values, or its inputs."""
         (streams, length, _), blocks = rows.shape, self.blocks
         read = carried.phase.expand(streams) + length  # bytes since the open block began
         past = torch.cat([carried.past.to(rows.dtype), rows[:, -max(1, blocks.past) :]], dim=1)
@@ -211,15 +210,14 @@ class Linformer(MultiHead, OnKernels):
         self.blocks = replace(self.blocks, span=span)
 
     def ideal_flops(self) -> int:
-        """Projections, compressor, and scores and values of window and summaries, the mean over phases."""
+        """Count projections, the compressor, and scores and values of window and summaries, averaged over phases."""
         return round(self._forward_flops(self.blocks.near, *self.blocks.seen_warm()))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """By the pairs of a query and what it reads; a warm stream is charged the mean over the phases that it may be
-        at.
+        """Count pairs of a query and a key or summary that it reads; in a warm stream, their mean over phases.
 
-        What came before has no gradient in ``cache: kv``, and summaries made before have none in any; those made now
-        have one if something learns by it. Of ``top_k`` summaries those made in the segment are taken to be read first.
+        With ``cache: kv`` the past has no gradient; summaries made before the segment never have one. New summaries have one
+        if it reaches a parameter. With ``top_k``, queries are assumed to choose the summaries made in the segment first.
         """
         ratio = self.blocks.ratio
         new, past = pairs(segment, carried, self.blocks.near, shift=self.blocks.shift)
@@ -243,7 +241,7 @@ class Linformer(MultiHead, OnKernels):
         return NeededFlops(needed.forward + projected, needed.backward + projected - fixed / segment)
 
     def _forward_flops(self, near: float, sight: float, read: float) -> float:
-        """Per byte, with ``near`` keys of the window, and ``sight`` summaries of which ``read`` are read."""
+        """Return FLOPs per byte for ``near`` window keys, and ``sight`` visible summaries of which ``read`` are read."""
         per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
         matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
         matrices -= (1 - 1 / self.blocks.ratio) * self.index_key.weight.numel() if self.d_index else 0  # once a block
@@ -251,12 +249,12 @@ class Linformer(MultiHead, OnKernels):
 
 
 def _last(x: Tensor, number: int) -> Tensor:
-    """The last ``number`` rows of ``x [B, L, n]``, zeros before them where there are not so many."""
+    """Return the last ``number`` rows of ``x [B, L, n]``, after zeros if there are fewer."""
     return F.pad(x, (0, 0, number - x.shape[1], 0))
 
 
 def _from(x: Tensor, first: Tensor, number: int) -> Tensor:
-    """``number`` rows of ``x [B, L, n]`` from ``first [B]`` on; beyond the end, the last again."""
+    """Return ``number`` rows of ``x [B, L, n]`` from ``first [B]`` on; beyond the end the last row repeats."""
     at = (first[:, None] + torch.arange(number, device=x.device)).clamp(max=x.shape[1] - 1)  # [B, number]
     at = at + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
     return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, at.shape)

@@ -2,13 +2,12 @@
 
     y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax over j of (q_t . k_j + position) / sqrt(K),   M floor(t / M) <= j <= t
 
-1801.10198, 4.2.4: blocks of 256, attention in each by itself. Blocks are counted from where a stream began and not from
-where a segment begins, so segments do not matter: what is carried is the open block and how many bytes it has, without
-a gradient.
+1801.10198, 4.2.4 has blocks of 256, with attention inside each. Blocks are counted from the beginning of the stream, not of
+the segment, so segment boundaries do not matter. The state is the open block and its number of bytes, without a gradient.
 
-Blocks are independent, so they are streams of their own to the backends of attention. Where the host knows the phases
-at which streams stand, those of one phase take the rest of their open block and then whole ones, and no pair too many.
-Where only the device knows them, rows are moved to their blocks by index.
+Backends get the independent blocks as separate streams. If the host knows the phase of each stream (the bytes in its open
+block), streams of equal phase are computed together: first the rest of the open block, then whole blocks, without needless
+pairs. If only the device knows the phases, rows are moved to their blocks by index.
 """
 
 from dataclasses import replace
@@ -28,7 +27,7 @@ from variants.kernels.window import PastKV, Window
 from variants.multi_head import HeadKeywords, start_of
 
 ROWS_AT_ONCE = 128
-"""Queries of a block that plain PyTorch takes at once: it then skips most of what is above the diagonal."""
+"""Queries of a block that plain PyTorch computes at once; most scores above the diagonal are thus skipped."""
 
 
 class LocalAttention(Attention):
@@ -40,7 +39,7 @@ class LocalAttention(Attention):
     """
 
     keyword = "block"
-    """What M is called where it is configured."""
+    """Name of M in the configuration."""
 
     def __init__(self, context: LayerContext, *, block: int | None, **heads: Unpack[HeadKeywords]):
         fewest = 1 if context.attend_self else 2
@@ -55,7 +54,7 @@ class LocalAttention(Attention):
 
     @property
     def block(self) -> int:
-        """M: what a head looks back over is never longer."""
+        """M, which is the span of every head."""
         return self.span.span
 
     @property
@@ -68,15 +67,15 @@ class LocalAttention(Attention):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """A state is bytes in the open block, int64 ``[B]``, and the last M - 1 keys and values of the stream,
-        ``[B, H, M - 1, K]`` each, or its inputs ``[B, M - 1, D]``; zeros where it is shorter."""
+        """The state is the number of bytes in the open block, int64 ``[B]``, and the last M - 1 keys and values of the
+        stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M - 1, D]``; zeros pad shorter streams."""
         segment, length = self.project_qkv(x, start_of(x, start)), x.shape[1]
         to_carry = [x] if self.cache == "hidden" else [segment.k, segment.v]
         if state is None:
             count, old = torch.zeros_like(segment.start), [part[..., :0, :] for part in to_carry]
             y = self._in_blocks(*segment[1:4])
         else:
-            # A state of other blocks stands where it would if one of these had begun with the open one.
+            # A state of another block size is read as if a block of this size began with its open block.
             count = state[0] % self.block
             old = [self._last_rows(part).to(new.dtype) for part, new in zip(state[1:], to_carry, strict=True)]
             past = self.reproject_past(*old, segment, None, None)[1:3] if self.cache == "hidden" else old
@@ -86,14 +85,14 @@ class LocalAttention(Attention):
         return SublayerOutput(self.output(y), ((count + length) % self.block, *map(self._last_rows, rows)))
 
     def _last_rows(self, rows: Tensor) -> Tensor:
-        """The last M - 1 of ``rows [.., P, width]``, after zeros where there are fewer: a copy."""
+        """Return a copy of the last M - 1 of ``rows [.., P, width]``, after zeros if there are fewer."""
         return F.pad(rows, (0, 0, self.block - 1 - rows.shape[-2], 0))
 
     def _from_the_start(self, segment: Segment) -> Tensor:
         return self.split(self._in_blocks(*segment[1:4]))
 
     def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What the heads give ``[B, T, H K]`` where the segment begins with a block."""
+        """Return head outputs ``[B, T, H K]`` of a segment that begins with a block."""
         (streams, _, length, _), size = q.shape, self.block
         if length > size:
             padded = (F.pad(part, (0, 0, 0, -length % size)) for part in (q, k, v))
@@ -102,7 +101,7 @@ class LocalAttention(Attention):
         return rearrange(y, "(B n) H M K -> B (n M) (H K)", B=streams)[:, :length]
 
     def _by_phase(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
-        """The same ``count [B]`` bytes into a block; of ``keys`` and ``values`` M - 1 rows are of the past."""
+        """Return head outputs ``count [B]`` bytes into a block; M - 1 rows of ``keys`` and ``values`` are past rows."""
         phases, first, outputs, order = count.tolist(), self.block - 1, [], []
         for phase in sorted(set(phases)):
             alike = [b for b in range(len(phases)) if phases[b] == phase]
@@ -118,7 +117,7 @@ class LocalAttention(Attention):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)[torch.tensor(order).argsort()]
 
     def _realigned(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
-        """As ``_by_phase``. Rows beyond either end repeat others: nobody asks for what comes of them."""
+        """Do the same as ``_by_phase``, by index. Rows beyond either end repeat others; their results are not used."""
         (streams, heads, length, _), size = q.shape, self.block
         blocks = -(-(size - 1 + length) // size)
         place = torch.arange(blocks * size, device=q.device).view(blocks, 1, size)
@@ -136,7 +135,7 @@ class LocalAttention(Attention):
         return F.embedding(first[:, None] + torch.arange(length, device=q.device), y)
 
     def _inside(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Head outputs ``[N, H, T, K]`` of the last T bytes of N blocks, all of whose keys ``k`` has, ``[N, H, P + T, K]``."""
+        """Return head outputs ``[N, H, T, K]`` of N blocks' last T bytes, given all their keys ``[N, H, P + T, K]``."""
         backend, rows = self.backend(q.device, training=self.training), q.shape[2]
         on_cpu = (backend, q.device.type) == ("kernel", "cpu")
         traced = backend == "plain" or backends.is_operation(backend, q.device)
@@ -144,7 +143,7 @@ class LocalAttention(Attention):
         size, before, outputs = ROWS_AT_ONCE if backend == "plain" else rows, k.shape[2] - rows, []
         for begin in range(0, rows, size):
             end = before + min(begin + size, rows)
-            past = before + begin if on_cpu else 0  # the others read keys as one
+            past = before + begin if on_cpu else 0  # other backends read all keys as one tensor
             old = [PastKV(tuple(range(self.heads)), k[:, :, :past], v[:, :, :past])] if past else []
             later = k[:, :, past:end], v[:, :, past:end]
             keys = VisibleKeys(*later, old)
@@ -155,7 +154,7 @@ class LocalAttention(Attention):
     _in_positions_outside_the_graph = torch.compiler.disable(Attention._in_positions)
 
     def trim(self, state: State) -> State:
-        return state  # always of one size
+        return state  # its size is constant
 
     def set_span(self, span: int) -> None:
         if self.follows_span:
@@ -164,13 +163,13 @@ class LocalAttention(Attention):
             raise ValueError(f"eval.span={span}: allowed are integers from {self.block}, the bytes of a block")
 
     def ideal_flops(self) -> int:
-        """As ``Attention`` has it, for the mean over a block's bytes, which see 1 to M keys, or one fewer."""
+        """Count as ``Attention``, averaged over a block's bytes: 1 to M keys, one fewer without ``attend_self``."""
         return round(self._forward_flops((self.block + 1) / 2 - self.shift))
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
         begun = carried % self.block
 
-        def of_first(number: int) -> int:  # pairs that so many bytes make where a stream begins
+        def of_first(number: int) -> int:  # pairs of the first bytes of a stream
             whole, rest = divmod(number, self.block)
             return sum(times * (n * (n + 1) // 2 - n * self.shift) for times, n in ((whole, self.block), (1, rest)))
 
@@ -180,5 +179,5 @@ class LocalAttention(Attention):
 
 
 def host_knows(x: Tensor) -> bool:
-    """Whether the numbers of a tensor can be read without waiting for a device."""
+    """Whether the values of a tensor can be read without waiting for a device."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)

@@ -3,13 +3,13 @@
     y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax over j of (q_t . k_j + position) / sqrt(K),
     j = t - shift - n x,   x = 0 .. w - 1     (shift 0, or 1 where a position does not see itself)
 
-w keys a head, few in the layer at the bottom and many at the top, and of ``dilated_heads`` heads every n-th of the
-visible keys, counted from the nearest. S bounds the distance: a dilated head has fewer keys than w where n (w - 1)
-would reach beyond.
+Each head sees w keys, few in the bottom layer and many in the top layer. ``dilated_heads`` heads see every n-th of the
+visible keys, counted from the nearest. S bounds the distance: a dilated head sees fewer than w keys if n (w - 1) exceeds
+it.
 
-A dilated head is a plain window on each of the n classes of positions that lie n apart, so that every backend computes
-it. Classes are counted from the segment's first byte: no phase is carried. Ours: windows that are not given are S/16 to
-S/2 in equal ratios. No global attention, which the paper's language models do not use either.
+A dilated head is a plain window in each of the n classes of positions that are equal modulo n, so every backend can compute
+it. Classes are counted from the segment's first byte, so no phase is carried. Ours: default windows grow from S/16 to S/2 in
+equal ratios. There is no global attention, as in the paper's language models.
 """
 
 from collections import Counter
@@ -30,26 +30,26 @@ from variants.kernels.window import PastKV, Persistent, Window
 from variants.multi_head import HeadKeywords
 
 SMALLEST, LARGEST = 1 / 16, 1 / 2
-"""Windows of the lowest and of the highest layer where none are given, as fractions of S."""
+"""Default windows of the bottom and of the top layer, as fractions of S."""
 
 
 def grown_window(span: int, *, layer: int, n_layers: int) -> int:
-    """w of a layer, in keys: the same multiple of that below; at least 2, as the softmax of 1 has no gradient."""
+    """Return a layer's w in keys, a constant multiple of the layer below; at least 2: a softmax over 1 has no gradient."""
     height = layer / (n_layers - 1) if n_layers > 1 else 1.0
     return max(2, round(span * SMALLEST * (LARGEST / SMALLEST) ** height))
 
 
 def grown_dilation(*, layer: int, n_layers: int) -> int:
-    """n of a layer as in the paper's models: 1 in the lower half, 2, 3 and 4 in thirds of the upper (appendix)."""
+    """Return a layer's n as in the paper's models: 1 in the lower half, 2, 3 and 4 in thirds of the upper (appendix)."""
     return 1 + max(0, 6 * layer // n_layers - 2)
 
 
 class DilatedWindows(AttentionSpan):
-    """How far the heads of one layer look; ``max_keys`` are from the nearest key to the farthest, and all between.
+    """Spans of the heads of one layer; ``max_keys`` counts all keys from the nearest to the farthest, also skipped ones.
 
     Args:
-        window: w, keys; None for what the depth and the span give.
-        steps: n for each head; those of equal n are neighbours.
+        window: w in keys; None to derive it from depth and span.
+        steps: n of each head; heads of equal n are neighbours.
     """
 
     def __init__(self, context: LayerContext, *, window: int | None, steps: tuple[int, ...]):
@@ -65,7 +65,7 @@ class DilatedWindows(AttentionSpan):
         self.set_keys((1 + n * (number - 1) for number, n in zip(keys, self.steps, strict=True)), keys)
 
     def alike(self) -> list[tuple[int, int, int, int]]:
-        """Heads that see alike: the first, how many, w and n."""
+        """Return groups of heads with equal windows: the first head, the number of heads, w and n."""
         kinds = Counter(zip(self.visible_keys, self.steps, strict=True))
         return [(self.steps.index(n), heads, number, n) for (number, n), heads in kinds.items()]
 
@@ -74,15 +74,15 @@ class Longformer(Attention):
     """Causal multi-head attention over windows that grow with depth, dilated for some heads.
 
     Args:
-        windows: w in keys, from 1 to S, a number for each layer; None for S/16 at the bottom to S/2 at the top.
-        dilation: n, at least 1 which is none, a number for each layer; None for 1 in the lower half, then up to 4.
-        dilated_heads: heads that are dilated in such a layer, the last ones.
+        windows: w in keys for each layer, from 1 to S; None for S/16 at the bottom to S/2 at the top.
+        dilation: n for each layer, at least 1 (no dilation); None for 1 in the lower half, then up to 4.
+        dilated_heads: number of dilated heads in a layer with n > 1, the last ones.
         The others are those of ``Attention``.
     """
 
     limits = frozenset(
         {"ideal_flops"}
-    )  # plain PyTorch multiplies all pairs of a segment, of which a narrow window sees few
+    )  # plain PyTorch multiplies all pairs of a segment; a narrow window sees few of them
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Longformer(Attention):
     def _in_positions(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
-        """``visible`` is not read: what a head sees is the same at every step."""
+        """Return head outputs ``[B, H, T, K]``; ``visible`` is not read, because the windows are constant."""
         most, outputs = max(self.span.max_keys), []
         vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
         bias = self.position.bias(q, most) if vectors is None else None
@@ -134,25 +134,25 @@ class Longformer(Attention):
         bias: Tensor | None,
         vectors: Tensor | None,
     ) -> Tensor:
-        """Head outputs ``[B, H, T, K]``: queries r, r + n, .. meet keys r - shift, r - shift + n, .. alone."""
+        """Return head outputs ``[B, H, T, K]``; queries r, r + n, .. see only keys r - shift, r - shift + n, .."""
         if n == 1:
             return self.attend(backend, q, keys, Window(max_keys, self.shift), bias=bias, vectors=vectors)
         length, outputs = q.shape[2], []
 
         def of_class(
             x: Tensor, r: int
-        ) -> Tensor:  # [B, H, T, ..] of all to one length: no query sees what is put at the end
+        ) -> Tensor:  # [B, H, T, ..], padded to one length for all classes; no query sees the padding
             return F.pad(x, (0, 0, 0, -length % n))[:, :, r::n]
 
         for r in range(min(n, length)):
-            c, past = (r - self.shift) % n, []  # the class of the keys, of which the past has these
+            c, past = (r - self.shift) % n, []  # class of the keys, and its past keys
             for part in keys.past:
                 of_past = slice((part.k.shape[2] + c) % n, None, n)
                 past.append(PastKV(part.heads, part.k[:, :, of_past], part.v[:, :, of_past]))
             k, v = of_class(keys.k, c), of_class(keys.v, c)
             met = VisibleKeys(k, v, past)
             bias_of_class = of_class(bias, r) if bias is not None and bias.dim() > 2 else bias
-            visible = Window(max_keys, int(r < self.shift))  # with a shift, what class 0 meets lies one row before it
+            visible = Window(max_keys, int(r < self.shift))  # with a shift, keys of class 0 are one row back
             outputs.append(self.attend(backend, of_class(q, r), met, visible, bias=bias_of_class, vectors=vectors))
         return rearrange(outputs, "r B H m K -> B H (m r) K")[:, :, :length]
 
@@ -169,7 +169,7 @@ class Longformer(Attention):
 
 
 def _check(name: str, numbers: Sequence | None, *, layers: int, most: int | None = None) -> None:
-    """A number for each layer, from 1 to ``most``; or None."""
+    """Raise ValueError unless ``numbers`` is None or has one number per layer, from 1 to ``most``."""
     if numbers is not None and (len(numbers) != layers or min(numbers) < 1 or max(numbers) > (most or max(numbers))):
         upper = "at least 1" if most is None else f"from 1 to model.span={most}"
         raise ValueError(f"{name}={list(numbers)}: must be {layers} integers, one for each layer, {upper}; or null")

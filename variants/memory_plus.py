@@ -1,15 +1,15 @@
-"""Two successors of the product-key memory, whose search and table they keep.
+"""Two successors of the product-key memory, with its search and its table.
 
-``MemoryPlus`` (2412.09764, 2): one table of values for all memory layers, each with half-keys of its own, and
+``MemoryPlus`` (2412.09764, 2): all memory layers share one table of values, and each has its own half-keys.
 
     y = W_2 (m(x) * silu(W_1 x)),    m(x) = sum over heads, and the top k slots of each, of w_i v_i
 
-``Experts`` (PEER, 2407.04153, 3): a slot is an expert of one hidden number, with an input vector u_i beside its value,
+``Experts`` (PEER, 2407.04153, 3): a slot is an expert with one hidden unit, an input vector u_i and an output vector v_i.
 
     y = sum over heads, and the top k experts of each, of w_i gelu(u_i . x) v_i
 
-Where they depart, beside what ``product_key_memory.py`` says: queries pass a LayerNorm, where 2412.09764 norms queries
-and keys if training is unstable and 2407.04153 has BatchNorm.
+Where they depart, besides ``product_key_memory.py``'s departures: queries pass a LayerNorm. 2412.09764 norms queries and
+keys if training is unstable; 2407.04153 has BatchNorm.
 """
 
 from typing import Unpack
@@ -23,7 +23,7 @@ from variants.product_key_memory import ProductKeyMemory, SearchKeywords
 
 
 class MemoryPlus(ProductKeyMemory):
-    """A product-key memory with an output gate, whose values all layers share unless ``share: layer``.
+    """A product-key memory with an output gate. All layers share its values unless ``share: layer``.
 
     Args:
         zero_init: start W_2 at zero, so that the sublayer starts as the identity.
@@ -56,9 +56,9 @@ class MemoryPlus(ProductKeyMemory):
 
 
 class Experts(ProductKeyMemory):
-    """A product-key memory whose slots are experts of one hidden number, of which each byte runs ``heads * top_k``. The
-    keywords are those of ``ProductKeyMemory`` without sharing and sparse gradients; the table of inputs is not divided
-    among processes."""
+    """A product-key memory whose slots are experts with one hidden unit; each byte runs ``heads * top_k`` of them. The
+    keywords are those of ``ProductKeyMemory`` except ``share`` and ``sparse``. Processes do not divide the table of input
+    vectors."""
 
     def __init__(self, context: LayerContext, **search: Unpack[SearchKeywords]):
         super().__init__(context, **search)
@@ -66,14 +66,14 @@ class Experts(ProductKeyMemory):
         self.inputs = nn.Parameter(torch.randn(self.half_keys**2, width) * width**-0.5)  # u
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts, and what each gives of its value, ``[n, H, top_k]``."""
+        """Return the chosen experts, and the factors of their output vectors, ``[n, H, top_k]`` each."""
         slots, weights = super()._choose(x)
         vectors = F.embedding(slots.flatten(1), self.inputs).to(x.dtype)  # [n, H top_k, D]
         hidden = F.gelu((vectors @ x.reshape(len(slots), -1, 1)).view_as(weights).to(weights.dtype))
         return slots, weights * hidden
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Of ``ProductKeyMemory``'s, those that go by reads: what an expert gives may be negative."""
+        """Return the metrics of ``ProductKeyMemory`` that count reads; factors of experts may be negative."""
         shown = super().metrics(stats | {"usage_weight": stats["usage_count"]}) if stats else {}
         return {name: number for name, number in shown.items() if name != "kl_weighted_nats"}
 

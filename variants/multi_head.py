@@ -1,4 +1,4 @@
-"""Multi-head mechanisms: queries, keys and values of H heads of width K, and the projections that all of them share."""
+"""Multi-head mechanisms: queries, keys and values of H heads of width K, and their common projections."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -20,13 +20,13 @@ class HeadKeywords(TypedDict, total=False):
 
 
 class MultiHead(Sublayer):
-    """A sublayer whose queries, keys and values are linear maps of its input, and whose heads' outputs are mapped back.
+    """A sublayer that maps its input linearly to queries, keys and values, and its heads' outputs back to width D.
 
     Args:
         context: heads, span, cache, positions and dropout of the run.
         d_head: head width K, or None for D / H.
         bias: whether the projections have biases.
-        kv_heads: G, heads of keys and values, each read by H / G queries' heads (2305.13245; 1 is 1911.02150); None for H.
+        kv_heads: G, key-value heads, each read by H / G query heads (2305.13245; G = 1 is 1911.02150); None for H.
         zero_init: start W_o at zero, so that the sublayer starts as the identity.
     """
 
@@ -61,12 +61,12 @@ class MultiHead(Sublayer):
         self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
 
     def project(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> list[Tensor]:
-        """``[B, H, T, K]`` by each of the maps, of all their heads or some: one product with all matrices."""
+        """Project ``x`` by each of the maps to ``[B, H, T, K]``, for ``heads`` or all of them, with one matrix product."""
         widths = [getattr(self, n).out_features if heads is None else len(heads) * self.d_head for n in names]
         return [self.split(part) for part in self.project_flat(x, *names, heads=heads).split(widths, dim=-1)]
 
     def project_flat(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> Tensor:
-        """The same beside each other, ``[B, T, n H K]``."""
+        """Do the same, with the n results concatenated, ``[B, T, n H K]``."""
 
         def joined(kind: str) -> Tensor | None:
             parts = {name: getattr(getattr(self, name), kind) for name in names}
@@ -87,7 +87,7 @@ class MultiHead(Sublayer):
         return rearrange(x, "B T (H K) -> B H T K", K=self.d_head)
 
     def join(self, y: Tensor) -> Tensor:
-        """What the heads give, ``[B, H, T, K]``, mapped to ``[B, T, D]``."""
+        """Map head outputs ``[B, H, T, K]`` to ``[B, T, D]``."""
         return self.output(rearrange(y, "B H T K -> B T (H K)"))
 
     def matrix_sizes(self) -> int:
@@ -100,16 +100,16 @@ class MultiHead(Sublayer):
 
 
 def start_of(x: Tensor, start: Tensor | None) -> Tensor:
-    """Stream positions ``[B]`` of the first bytes of ``x [B, T, D]``: zeros where ``start`` is None."""
+    """Return stream positions ``[B]`` of the first bytes of ``x [B, T, D]``: zeros if ``start`` is None."""
     return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) if start is None else start
 
 
 def head_stats(q: Tensor, **numbers: Tensor) -> dict[str, Tensor]:
-    """Statistics: bytes of ``q [B, H, T, K]``, and sums ``[H]`` of ``numbers [B, H, T]``."""
+    """Return statistics: the number of bytes of ``q [B, H, T, K]``, and sums ``[H]`` of each of ``numbers [B, H, T]``."""
     sums = {name: wide(x).sum(dim=(0, 2)) for name, x in numbers.items()}
     return {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | sums
 
 
 def head_means(stats: dict[str, Tensor], *names: str) -> dict[str, float | Tensor]:
-    """Metrics ``[H]`` of these statistics, where there are some."""
+    """Return means ``[H]`` of the named statistics of ``head_stats``, if there are any."""
     return {name: stats[name] / stats["bytes"] for name in names if name in stats}

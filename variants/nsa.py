@@ -1,20 +1,20 @@
-"""Native sparse attention: gated branches over a window, summaries of blocks, and the bytes of blocks that they point to.
+"""Native sparse attention: gated branches over a window, summaries of blocks, and the bytes of blocks chosen by summary.
 
     y_t = W_o concat_h sum_c g_ch o_ch,   o_ch = Attention(q_th, K_c, V_c),   g_c = sigmoid(W_c x_t + b_c)
 
 (2502.11089, 3.2 and 3.3). The branches c, with blocks of l bytes:
 
 - compressed: one key and value for each finished block (``compressor.py``), placed at the block's last byte;
-- selected: the bytes of ``selected`` blocks. One holds the nearest key; the others have the largest attention weights in
-  the compressed branch, summed over the query heads of a key-value head. The choice has no gradient;
+- selected: the bytes of ``selected`` blocks. One holds the nearest key; the others have the largest attention weights in the
+  compressed branch, summed over the query heads of a key-value head. The choice has no gradient;
 - window: the w nearest keys, by any backend of attention.
 
-Blocks must lie whole among a query's S keys. Branches share queries; the window has keys and values of its own, the other
-two share theirs. These are carried unrotated, and summaries are made again in each segment, so that their weights learn.
+All bytes of a block must be among a query's S keys. Branches share queries. The window has its own keys and values; the
+other two branches share theirs, carried unrotated. Each segment makes summaries again, so that their weights learn.
 
-Where it departs: in the paper all three branches have keys of their own; blocks of summaries overlap and are shorter than
-those selected, an MLP makes summaries, and the first block and the two nearest are always selected. ALiBi, relative
-positions and ``cache: hidden`` are refused.
+Where it departs: in the paper all three branches have their own keys. Its summarised blocks overlap and are shorter than the
+selected ones, an MLP makes summaries, and the first block and the two nearest are always selected. ALiBi, relative positions
+and ``cache: hidden`` are refused here.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ from variants.multi_head import head_means, head_stats, start_of
 
 BRANCHES = "compressed", "selected", "window"
 QUERIES = 128
-"""Queries that meet summaries and blocks at once; it changes cost and nothing else."""
+"""Queries that read summaries and blocks at once; it changes only the cost."""
 
 
 class NativeSparse(Attention):
@@ -44,8 +44,8 @@ class NativeSparse(Attention):
         block: l, bytes of a block, from 1 to S.
         selected: blocks whose bytes a query reads, from 1.
         window: w, keys of the window branch, from 1; None for S / 4.
-        compressor: as ``Compressor`` has it.
-        context, d_head, bias, zero_init, kv_heads: as ``MultiHead`` has them.
+        compressor: see ``Compressor``.
+        context, d_head, bias, zero_init, kv_heads: see ``MultiHead``.
     """
 
     honours = Honours(position={"rotate"}, attend_self={True, False}, span=True)
@@ -80,7 +80,7 @@ class NativeSparse(Attention):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """A state: the window's, keys and values of blocks ``[B, P, 2 G K]``, and bytes of the open block ``[B]``."""
+        """The state is the window's, keys and values of blocks ``[B, P, 2 G K]``, and bytes of the open block ``[B]``."""
         segment, rows = self.project_qkv(x, start_of(x, start)), self.far(x)
         near, past, phase = (None, rows[:, :0], torch.zeros_like(segment.start)) if state is None else state
         traced = torch.compiler.is_compiling() and self._traceable(x.device)
@@ -95,10 +95,10 @@ class NativeSparse(Attention):
         return SublayerOutput(self.join(y), state, stats=stats)
 
     def _over_blocks(self, q: Tensor, rows: Tensor, start: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs ``[B, H, T, K]`` of the compressed and of the selected branch, for scaled queries ``q [B, H, T, K]``.
+        """Return outputs ``[B, H, T, K]`` of the compressed and the selected branch for scaled queries ``q [B, H, T, K]``.
 
-        ``rows [B, P + T, 2 G K]`` are moved so that blocks of all streams begin alike, the first P // l before the
-        segment; what is beyond either end is never seen.
+        ``rows [B, P + T, 2 G K]`` are shifted so that the blocks of all streams align; the first P // l blocks are before
+        the segment. Rows beyond either end are never seen.
         """
         size, length = self.block, q.shape[2]
         past = rows.shape[1] - length
@@ -121,9 +121,9 @@ class NativeSparse(Attention):
             newest = torch.arange(begin, end, device=q.device) - self.shift
             low = max(0, (begin - self.shift - self.visible + 1) // size + before)
             high = max(1, (end - self.shift + size - 2) // size + before + 1)
-            firsts = size * (torch.arange(low, high, device=q.device) - before) - phase[:, None]  # from the segment on
+            firsts = size * (torch.arange(low, high, device=q.device) - before) - phase[:, None]  # segment: 0
             met = (part[:, :, low:high] for part in (k, v, blocks))
-            # Blocks are read once for each query: too much to keep for the backward pass.
+            # Each query reads its own copy of its blocks: too much to keep, so the backward pass recomputes it.
             attend = recomputed if torch.is_grad_enabled() else self._attend
             outputs.append(attend(q[:, :, begin:end], *met, newest=newest, firsts=firsts, oldest=-past))
         return tuple(torch.cat(parts, dim=2) for parts in zip(*outputs, strict=True))
@@ -131,14 +131,14 @@ class NativeSparse(Attention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, newest: Tensor, firsts: Tensor, oldest: int
     ) -> tuple[Tensor, Tensor]:
-        """Outputs ``[B, H, Q, K]`` of both branches, of queries that may meet n blocks.
+        """Return outputs ``[B, H, Q, K]`` of both branches for Q queries and n blocks.
 
         Args:
             q: ``[B, H, Q, K]``.
             k, v: summaries, ``[B, G, n, K]``.
-            blocks: keys and values beside each other, ``[B, G, n, l, 2 K]``.
-            newest: places of the nearest keys, ``[Q]``; as those below, counted from the segment's first byte.
-            firsts, oldest: places of the blocks' first bytes ``[B, n]``, and of the first byte that there is.
+            blocks: concatenated keys and values, ``[B, G, n, l, 2 K]``.
+            newest: positions of the nearest keys ``[Q]``; this and those below count from the segment's first byte.
+            firsts, oldest: positions of the blocks' first bytes ``[B, n]``, and of the earliest byte of the state.
         """
         drop = partial(F.dropout, p=self.dropout, training=self.training)
         size, q = self.block, rearrange(q, "B (G h) Q K -> B G h Q K", G=k.shape[1])
@@ -147,8 +147,8 @@ class NativeSparse(Attention):
         weights = _softmax(einsum(q, k, "B G h Q K, B G n K -> B G h Q n"), finished[:, None, None])
         compressed = einsum(drop(weights), v, "B G h Q n, B G n K -> B G h Q K")
         importance = weights.detach().sum(2).masked_fill(~finished[:, None], -1)
-        importance = importance.masked_fill(((back >= 0) & (back < size))[:, None], torch.inf)  # of the nearest key
-        importance, chosen = importance.sort(dim=-1, descending=True, stable=True)  # of equal ones the first
+        importance = importance.masked_fill(((back >= 0) & (back < size))[:, None], torch.inf)  # nearest key's
+        importance, chosen = importance.sort(dim=-1, descending=True, stable=True)  # ties: the first
         importance, chosen = importance[..., : self.selected], chosen[..., : self.selected]  # [B, G, Q, s]
         of_head = blocks.shape[2] * torch.arange(k.shape[0] * k.shape[1], device=q.device).view(*k.shape[:2], 1, 1)
         read = F.embedding(chosen + of_head, blocks.flatten(0, 2).flatten(1)).unflatten(-1, (size, -1))
@@ -172,17 +172,17 @@ class NativeSparse(Attention):
         return None if state is None else (super().trim(state[0]), last(self.reach(), 1, None, state[1]), state[2])
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """``compressed``, ``selected`` and ``window [H]``: the branches' mean gates."""
+        """Return the branches' mean gates: ``compressed``, ``selected`` and ``window``, ``[H]`` each."""
         return head_means(stats, *BRANCHES)
 
     def inspect(self, x: Tensor) -> None:
-        """Nothing: three softmaxes are not one map."""
+        """Return None: three softmaxes are not one map."""
 
     def matrix_sizes(self) -> int:
         return super().matrix_sizes() + self.far.weight.numel() + self.branch_gates.weight.numel()
 
     def ideal_flops(self) -> int:
-        """Projections, summaries, and products of the three branches; means over the phases of a block."""
+        """Count projections, summaries, and products of the three branches, averaged over the phases of a block."""
         size, keys = self.block, 0
         for phase in range(size):  # bytes of the open block
             finished = (self.visible - phase) // size
@@ -191,10 +191,10 @@ class NativeSparse(Attention):
         return round(self._forward_flops(self.span.span + keys / size) + self.compressor.ideal_flops())
 
     def needed_flops(self, segment: int, *, carried: int) -> None:
-        """Nothing: how many of the keys that are read have a gradient depends on the choice."""
+        """Return None: how many of the keys read have a gradient depends on the selected blocks."""
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Over the last dimension, of what is seen; zeros where nothing is."""
+    """Softmax over the last dimension among ``seen`` scores; zeros where none is seen."""
     weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
     return weights.masked_fill(~seen.any(dim=-1, keepdim=True), 0).to(scores.dtype)

@@ -2,17 +2,17 @@
 
     exp(q . k / sqrt(K)) = E[phi(q) . phi(k)],    phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),
 
-for rows of W that are normal, and of less variance if those of a block of K are orthogonal (FAVOR+, 2009.14794, 2.3 to
-2.4, lemma 1). Their lengths are drawn apart, as those of normal vectors are. Every head has a W of its own, a buffer
-that is saved with the model.
+for normal rows of W. The variance is lower if each block of K rows is orthogonal (FAVOR+, 2009.14794, 2.3 to 2.4, lemma 1).
+Lengths of rows are drawn separately, distributed as those of normal vectors. Every head has its own W, a buffer that is
+saved with the model.
 
-Where it departs, beside what ``linear.py`` says:
-- W is never drawn anew: sums that are carried were made with it, and a score must not depend on when it was asked for.
-- No maximum over the keys of a stream, future ones included, and no epsilon. A key's features are relative to its own
-  largest, whose logarithm goes with it; the sums are relative to the largest of the past and are scaled anew when that
-  grows. A query's largest, its |x'|^2 / 2 and both 1 / sqrt(m) cancel. A feature below e^-59 (float32) of the largest
-  counts as that.
-- Rotary is refused: with a fixed W the estimate of turned queries and keys changes with the place in the stream.
+Where it departs, besides the departures of ``linear.py``:
+- W is never redrawn: carried sums were made with it, and a score must not depend on when it is computed.
+- No maximum over a stream's keys, future ones included, is subtracted, and no epsilon is added. A key's features are
+  relative to its own largest, whose logarithm is kept. The sums are relative to the largest of the past and are rescaled
+  when it grows. A query's largest, its |x'|^2 / 2 and both 1 / sqrt(m) cancel. A feature below e^-59 (float32) of the
+  largest is raised to that.
+- Rotary is refused: with a fixed W the estimate for rotated queries and keys changes with the position in the stream.
 """
 
 import math
@@ -28,19 +28,19 @@ from variants.linear import CarriedSums, SumsKeywords
 
 
 def orthogonal_rows(number: int, width: int) -> Tensor:
-    """Normal vectors ``[number, width]``, orthogonal within each block of ``width`` of them."""
+    """Return normal vectors ``[number, width]``; each block of ``width`` vectors is orthogonal."""
     blocks = []
     for _ in range(math.ceil(number / width)):
         q, r = torch.linalg.qr(torch.randn(width, width))
-        blocks.append(q * r.diagonal().sign())  # as often one way as the other
+        blocks.append(q * r.diagonal().sign())  # makes the distribution uniform
     lengths = torch.randn(number, width).norm(dim=1)
     return torch.cat([block.T for block in blocks])[:number] * lengths[:, None]
 
 
 def relative_exponentials(logarithms: Tensor) -> tuple[Tensor, Tensor]:
-    """exp of ``[..., m]`` over a scale for each row, and the logarithm of the scale ``[...]``, which is a constant.
+    """Return exp of ``[..., m]`` over a scale per row, and the logarithms of the scales ``[...]``, which are constants.
 
-    The largest is exp(h), none is below exp(-h), for an h such that sums of products of two, 10^9 of them, are finite.
+    The largest value is exp(h) and none is below exp(-h), for an h with which a sum of 10^9 products of two is finite.
     """
     half = math.log(torch.finfo(logarithms.dtype).max) / 3
     scale = logarithms.detach().amax(-1, keepdim=True) - half
@@ -48,8 +48,8 @@ def relative_exponentials(logarithms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Performer(CarriedSums):
-    """Attention by random features whose mean is that of a softmax, ``features`` m of them for a head; None for round(K
-    ln K), the order of the paper's theorem 4. The other keywords are those of ``CarriedSums``."""
+    """Attention by random features that estimate a softmax's exponentials. ``features`` is m, their number per head; None
+    for round(K ln K), the order of the paper's theorem 4. The other keywords are those of ``CarriedSums``."""
 
     def __init__(self, context: LayerContext, *, features: int | None = None, **sums: Unpack[SumsKeywords]):
         super().__init__(context, **sums)
@@ -70,9 +70,9 @@ class Performer(CarriedSums):
             return attend(q, k, v.to(dtype), **decay, state=state, attend_self=not self.shift, chunk=self.chunk)
 
     def ideal_flops(self) -> int:
-        """Projections, sums, and W x' of a query and a key."""
+        """Count projections, sums, and W x' of a query and a key."""
         return super().ideal_flops() + 4 * self.heads * self.features * self.d_head
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """The same for every byte; W has no gradient."""
+        """Every byte costs the same; W has no gradient."""
         return NeededFlops(self.ideal_flops(), 2 * self.ideal_flops() - 4 * self.heads * self.features * self.d_head)

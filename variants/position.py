@@ -1,7 +1,7 @@
 """Position schemes: one choice for all attention sublayers of a run.
 
-Every scheme is relative to the query except the sinusoids, which are added to the embedded bytes once. All of them
-stay exact at stream position 10**7: turns are counted in whole numbers, or positions never enter as absolute numbers.
+Every scheme is relative to the query except the sinusoids, which are added to the embedded bytes once. All schemes stay
+exact at stream position 10**7: they count turns in whole numbers, or use no absolute positions.
 """
 
 import math
@@ -16,20 +16,19 @@ WHOLE_TURN = 2 ** (2 * HALF_BITS)
 
 
 def rotary_frequencies(d_head: int, base: float) -> Tensor:
-    """Radians a position for each of the ``d_head / 2`` planes, float64 ``[d_head / 2]``."""
+    """Return radians per position for each of the ``d_head / 2`` planes, float64 ``[d_head / 2]``."""
     return base ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
 
 
 def turns(frequencies: Tensor) -> Tensor:
-    """What a position adds to a turn, in units of 2^-60 of it: the upper and the lower 30 bits, int64 ``[2, ...]``. A
-    whole number of turns is nothing, so that angles of any position are exact in integers, and no device needs
-    float64."""
+    """Return the rotation per position in units of 2^-60 turns, as upper and lower 30 bits, int64 ``[2, ...]``. Whole turns
+    are dropped: angles of any position are exact in integers, and no device needs float64."""
     units = (frequencies / (2 * math.pi) % 1 * WHOLE_TURN).to(torch.int64)
     return torch.stack([units >> HALF_BITS, units % 2**HALF_BITS])
 
 
 def angles(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Radians from -pi to pi of positions (int64 ``[...]``, below 2^32 in size) in each plane, ``[..., planes]``."""
+    """Return angles ``[..., planes]``, from -pi to pi, of positions (int64 ``[...]``, below 2^32 in size) in each plane."""
     upper, lower = (position[..., None] * half for half in turns)
     units = ((upper % 2**HALF_BITS) << HALF_BITS) + lower + WHOLE_TURN // 2
     return (units % WHOLE_TURN - WHOLE_TURN // 2).to(dtype) * (2 * math.pi / WHOLE_TURN)
@@ -40,14 +39,14 @@ def sinusoid_turns(d_model: int) -> Tensor:
 
 
 def sinusoids(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sines and cosines in turn, ``[..., D]`` or one more, of positions int64 ``[...]``: float32 or wider."""
+    """Return interleaved sines and cosines, ``[..., D]`` or one more, of positions int64 ``[...]``, in float32 or wider."""
     angle = angles(position, turns, torch.promote_types(dtype, torch.float32))
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Penalty a position for each head, float64 ``[H]``: a geometric sequence from 2^(-8/H). Head counts that are no
-    power of two take every other slope of the next power for the surplus."""
+    """Return each head's penalty per position, float64 ``[H]``: a geometric sequence from 2^(-8/H). If H is no power of two,
+    the surplus heads take every other slope of the next power of two."""
     whole = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / whole) for h in range(whole)]
     finer = [2 ** (-8 * (h + 1) / (2 * whole)) for h in range(2 * whole)]
@@ -59,7 +58,7 @@ class NoPosition(Position):
 
 
 class Rotary(Position):
-    """Turn plane (i, i + K/2) of queries and keys by position * ``base``^(-2i/K) (2104.09864, 3.2)."""
+    """Rotate plane (i, i + K/2) of queries and keys by position * ``base``^(-2i/K) (2104.09864, 3.2)."""
 
     def __init__(self, context: LayerContext, *, d_head: int, base: float = 10000.0):
         super().__init__(context, d_head=d_head)
@@ -71,20 +70,20 @@ class Rotary(Position):
 
     def rotate(self, x: Tensor, start: Tensor) -> Tensor:
         cos, sin = self.tables(start, x.shape[2], torch.promote_types(x.dtype, torch.float32))
-        # Compiled by torch 2.11 in float32, the function of our own loses its gradient without a word.
+        # If torch 2.11 compiles ``_Turn`` in float32, its gradient is silently lost.
         return (_turn if torch.compiler.is_compiling() else _Turn.apply)(x, cos, sin)
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of a segment's positions, made once for all layers that turn by them: they live on the tensor
-    ``start`` that says where it begins, which the model makes for each forward pass."""
+    """Cosines and sines of a segment's positions, made once for all layers that use them. They are cached on the tensor
+    ``start`` of the segment's first positions, which the model makes for each forward pass."""
 
     def __init__(self, d_head: int, base: float):
         super().__init__()
         self.register_buffer("turns", turns(rotary_frequencies(d_head, base)), persistent=False)
 
     def forward(self, start: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``[B, 1, T, K/2]`` each, at positions ``start [B]`` and on."""
+        """Return cosines and sines, ``[B, 1, T, K/2]`` each, from positions ``start [B]`` on."""
         if torch.compiler.is_compiling():
             return self._make(start, length, dtype)
         tables = start.__dict__.setdefault("rotary_tables", {})
@@ -100,7 +99,7 @@ class RotaryTables(nn.Module):
 
 
 class _Turn(torch.autograd.Function):
-    """(a, b) to (a cos - b sin, a sin + b cos), backwards by the opposite angle: half the passes of autograd's own."""
+    """Map (a, b) to (a cos - b sin, a sin + b cos). Backward rotates by the opposite angle: half of autograd's passes."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -115,9 +114,9 @@ class _Turn(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
-    if torch.compiler.is_compiling():  # it fuses this by itself, and fails on the views written to below (torch 2.13)
+    if torch.compiler.is_compiling():  # the compiler fuses this, and fails on the views written to below (torch 2.13)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
-    if not x.is_cuda:  # there each of four products would convert its half by itself, 1.7 to 3.5 times as slow
+    if not x.is_cuda:  # off CUDA each of four products would convert its half: 1.7 to 3.5 times as slow
         a, b = x.to(cos.dtype).chunk(2, dim=-1)
     y = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
     half = x.shape[-1] // 2
@@ -127,10 +126,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Relative(Position):
-    """A learned vector p_x per visible key x, added to the key in the score; shared by heads (1905.07799, 2.1).
+    """A learned vector p_x for each visible key x, added to the key in the score; heads share it (1905.07799, 2.1).
 
     Args:
-        share: ``network`` for one table in the whole model, as the span paper's code has it, or ``layer``.
+        share: ``network`` for one table in the whole model, as in the span paper's code; ``layer`` for one per layer.
         std: standard deviation of the initial table.
     """
 
@@ -155,13 +154,13 @@ class Relative(Position):
 
 
 class Alibi(Position):
-    """Scores lose slope_h for every visible key between (2108.12409, 3)."""
+    """Subtract slope_h from a score for every visible key between query and key (2108.12409, 3)."""
 
     def __init__(self, context: LayerContext, *, d_head: int):
         super().__init__(context, d_head=d_head)
         slopes = alibi_slopes(context.heads)
         rounded = slopes.float()
-        # Two float32 numbers each, whose sum is exact enough for float64: some devices have none.
+        # Each slope is two float32 numbers, whose sum is exact enough for float64: some devices have no float64.
         self.register_buffer("halves", torch.stack([rounded, (slopes - rounded).float()]), persistent=False)
 
     def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -174,7 +173,7 @@ class Alibi(Position):
 
 class Sinusoidal(Position):
     """Add sin(p / 10000^(2i/D)) and the cosine to dimensions 2i and 2i + 1 of the embedded bytes (1706.03762, 3.5).
-    Absolute: a stream that starts elsewhere is another input."""
+    Positions are absolute: scores depend on where a stream starts."""
 
     relative = False
 

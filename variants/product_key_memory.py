@@ -1,20 +1,20 @@
-"""Product-key memory: a table of M = C*C values, of which each byte reads the few whose keys fit its query best.
+"""Product-key memory: a table of M = C*C values, from which each byte reads the few whose keys match its query best.
 
-Per head, a query q = norm(Wq x + b) is split into halves (q1, q2). Slot (i, j) has the key (c_i, c'_j), made of one
-half-key of each of two sets of C, so that its score is the sum c_i.q1 + c'_j.q2, and
+Per head, a query q = norm(Wq x + b) is split into halves (q1, q2). Slot (i, j) has the key (c_i, c'_j), with one half-key
+from each of two sets of C. Its score is c_i.q1 + c'_j.q2, and
 
     y = sum over heads of   sum over slots (i, j) in top-k of   w_ij v_ij,    w = softmax over the k scores.
 
-The top k of all M sums are found exactly without forming them: with both halves sorted, pair (i, j) counted from 1 is
-beaten or equalled by the i*j - 1 pairs above and left of it, so only pairs with i*j <= k can be needed (119 of 1024 at
+The top k of all M sums are found exactly without computing all of them. With both halves sorted, the i*j - 1 pairs above and
+left of pair (i, j), counted from 1, have sums at least as large. So only pairs with i*j <= k can be needed (119 of 1024 at
 k = 32).
 
 Lample et al. 2019, arXiv 1907.05242, section 3. Ours, and where it departs:
-- LayerNorm over a whole query, with weights shared by the heads, is the default. The paper's BatchNorm computes its
-  statistics over bytes of the future and of other streams; it is an option with that declared, and Wq then has no bias.
-- Half-keys start uniform in +-1/sqrt(d_query/2), as in the authors' code, but from the run's own generator. No
+- LayerNorm over a whole query, with weights shared by the heads, is the default. The paper's BatchNorm computes statistics
+  over future bytes and over other streams; it is an option that declares these limits, and Wq then has no bias.
+- Half-keys start uniform in +-1/sqrt(d_query/2), as in the authors' code, but from the run's own generator. There is no
   temperature and no 1/sqrt(d_query): a score starts with variance 2/3, and a LayerNorm's gain can learn the sharpness.
-- ``activation: relu`` weighs the same k slots by max(0, score); arXiv 2310.10837 finds it better on bytes, with all
+- ``activation: relu`` weighs the same k slots by max(0, score). arXiv 2310.10837 finds relu better on bytes, but with all
   slots read.
 """
 
@@ -41,30 +41,30 @@ from variants.kernels import product_search, table
 from variants.kernels.carried_sums import unrounded
 
 SCORES_AT_ONCE = 2**20
-"""On a CPU: 4 MiB in float32, near enough to the caches; with fewer, starting threads costs more than it saves."""
+"""Scores that a CPU computes at once: 4 MiB in float32, about the caches' size; with fewer, starting threads costs more."""
 
 
 def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
-    """The pairs of ranks that can be among the ``top_k`` best sums of two sorted lists: int64 ``[2, P]``, from 0."""
+    """Return the pairs of ranks, int64 ``[2, P]`` from 0, that can be among the ``top_k`` best sums of two sorted lists."""
     ranks = range(1, min(top_k, half_keys) + 1)
     return torch.tensor([(i - 1, j - 1) for i in ranks for j in ranks if i * j <= top_k]).T.contiguous()
 
 
 def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the ``top_k`` best of all sums ``scores[0, ..., i] + scores[1, ..., j]`` of ``scores [2, ..., C]``, exactly;
-    of equal ones the lower slots, unless it is infinity or rounding that makes them equal.
+    """Find the ``top_k`` best of all sums ``scores[0, ..., i] + scores[1, ..., j]`` of ``scores [2, ..., C]``, exactly.
+    Ties go to the lower slots, unless infinity or rounding makes the sums equal.
 
     Args:
         pairs: ``candidate_pairs`` of the same sizes, on the same device.
 
     Returns: i and j, int64 ``[2, ..., top_k]``, best first, and their sums ``[..., top_k]``. No gradient.
     """
-    # Not by topk, which leaves open which of equal ones it takes.
+    # ``topk`` does not define which of equal scores it takes.
     best, at = scores.detach().sort(dim=-1, descending=True, stable=True)
     ranks = pairs.view(2, *(1,) * (scores.dim() - 2), -1).expand(*scores.shape[:-1], -1)  # [2, ..., P]
     i, j = halves = at.gather(-1, ranks)
     by_slot = (i * scores.shape[-1] + j).argsort(dim=-1)
-    # Low-precision scores are added in float32: rounded once more, other sums could seem best.
+    # Low-precision scores are added in float32, because another rounding could make other sums the best.
     sums = at_least_float32(best.gather(-1, ranks)).sum(0).gather(-1, by_slot)
     sums, winners = (part[..., :top_k] for part in sums.sort(dim=-1, descending=True, stable=True))
     winners = by_slot.gather(-1, winners)
@@ -72,7 +72,7 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
 
 
 class _Choose(torch.autograd.Function):
-    """``choose`` for a block of bytes at a time: the gradient of scores is made from sums, so no scores are saved."""
+    """Do ``choose`` for a block of bytes at a time. Scores are not saved: their gradient follows from that of the sums."""
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class _Choose(torch.autograd.Function):
         wide, keys_wide = at_least_float32(query), at_least_float32(keys)
         slots, sums = pairs.new_empty(number, heads, top_k), wide.new_empty(number, heads, top_k)
         for part in _blocks(query, keys):
-            with unrounded(query.device):  # scores rounded to bfloat16 choose other slots
+            with unrounded(query.device):  # rounding scores to bfloat16 would choose other slots
                 scores = wide[part].transpose(0, 1) @ keys_wide.mT  # [2 H, b, C]
             if kernel:
                 slots[part], sums[part] = product_search.search(scores, top_k)
@@ -109,19 +109,19 @@ class _Choose(torch.autograd.Function):
 
 
 def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor, kernel: bool = False) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` slots whose keys fit each query best, int64 ``[n, H, top_k]``, and their scores, in float32 or
-    better, with a gradient for ``query`` and ``keys``.
+    """Return the ``top_k`` slots whose keys match each query best, int64 ``[n, H, top_k]``, and their scores in float32 or
+    better. Scores have a gradient for ``query`` and ``keys``.
 
     Args:
         query: ``[n, 2 H, d]``, the halves of each head side by side.
-        keys: ``[2 H, C, d]``, the half-keys of each.
-        kernel: search by ``product_search``, on a CPU.
+        keys: ``[2 H, C, d]``, the half-keys for each half.
+        kernel: search by ``product_search``, on a CPU only.
     """
     return _Choose.apply(query, keys, pairs, top_k, kernel)
 
 
 def _blocks(query: Tensor, keys: Tensor) -> list[slice]:
-    """The bytes in parts: on a CPU so few at once that their scores stay in the cache, elsewhere all."""
+    """Cut the bytes into parts: on a CPU so small that their scores stay in the cache, elsewhere a single part."""
     size = max(1, SCORES_AT_ONCE // keys[..., 0].numel()) if query.device.type == "cpu" else max(1, len(query))
     return [slice(first, first + size) for first in range(0, len(query), size)]
 
@@ -131,7 +131,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class SearchKeywords(TypedDict):
-    """Keywords of ``ProductKeyMemory`` that say what is searched and how."""
+    """Keywords of ``ProductKeyMemory`` that configure the search."""
 
     half_keys: int
     top_k: int
@@ -142,8 +142,8 @@ class SearchKeywords(TypedDict):
 
 
 class ProductKeyMemory(Sublayer):
-    """A table of values read by content, in place of a feed-forward block or beside it. In training mode, ``query_norm:
-    batch`` breaks all four promises that can be; in evaluation mode it keeps them.
+    """A table of values read by content, in place of a feed-forward block or beside it. ``query_norm: batch`` breaks all
+    promises of ``LIMITS`` but ``ideal_flops`` in training mode; in evaluation mode it keeps them.
 
     Args:
         half_keys: C, half-keys in each of the two sets of a head; the table has C*C slots.
@@ -153,7 +153,7 @@ class ProductKeyMemory(Sublayer):
         d_query: width of a head's query, even.
         query_norm: ``layer``, ``batch`` or ``none``.
         activation: ``softmax`` or ``relu``.
-        share: ``layer`` for a table of one's own, ``network`` for one table of all layers with as many slots.
+        share: ``layer`` for a table per layer, ``network`` for one table of all layers with equally many slots.
         sparse: make the gradient of the values a sparse tensor.
     """
 
@@ -200,7 +200,7 @@ class ProductKeyMemory(Sublayer):
         def make_values() -> nn.Parameter:
             return nn.Parameter(torch.randn(half_keys**2, context.d_model) * context.d_model**-0.5)
 
-        # A parameter, not the weight of a linear map: an optimizer's rule for matrices must not take it for one.
+        # A plain parameter, not a linear map's weight, so that an optimizer does not apply its rule for matrices to it.
         size = ("values", half_keys, context.d_model)
         self.values = context.shared(ProductKeyMemory, size, make_values, share=share)
         self.register_buffer("pairs", candidate_pairs(top_k=top_k, half_keys=half_keys), persistent=False)
@@ -213,7 +213,7 @@ class ProductKeyMemory(Sublayer):
         return SublayerOutput(y.view_as(x), stats=self.usage(slots, weights.detach()) if collect_stats else None)
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots and their weights, ``[n, H, top_k]``."""
+        """Return slots and their weights, ``[n, H, top_k]`` each."""
         query = self.norm(self.query(x).reshape(-1, self.norm_width))
         query = query.reshape(-1, 2 * self.heads, self.d_query // 2)
         kernel = self.backend(x.device, training=self.training) == "kernel"
@@ -226,12 +226,12 @@ class ProductKeyMemory(Sublayer):
         return Inspection(entries=slots, shares=weights)
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """``kernel`` where a CPU has the search in C++; an attention that was asked to be it says what is missing."""
+        """Return ``kernel`` if a CPU has the search in C++. If it is requested and missing, attention sublayers say why."""
         ours = device.type == "cpu" and self.wanted_backend in ("auto", "kernel") and product_search.available() is None
         return "kernel" if ours else "plain"
 
     def usage(self, slots: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        """Reads of each slot, int64 ``[M]``, their summed weights, float64 ``[M]``, and the number of bytes."""
+        """Return reads of each slot, int64 ``[M]``, their summed weights, float64 ``[M]``, and the number of bytes."""
         flat = slots.flatten()
         count = torch.zeros(self.values.shape[0], dtype=torch.int64, device=slots.device)
         weight = wide(torch.zeros_like(count, dtype=torch.float32))
@@ -242,8 +242,8 @@ class ProductKeyMemory(Sublayer):
         }
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Share of slots in use, in percent, and divergence of the use from an even one: ln M + sum p ln p, p the share
-        of weight or of reads that a slot has; by weight it is left out where all weights are 0 (relu)."""
+        """Return the share of slots in use, in percent, and the divergence of use from uniform: ln M + sum p ln p, with p a
+        slot's share of reads or of weight. The divergence by weight is left out if all weights are 0 (relu)."""
         if not stats:
             return {}
         used = 100 * (stats["usage_weight"] > 0).float().mean().item()
@@ -252,20 +252,20 @@ class ProductKeyMemory(Sublayer):
         return shown | ({"kl_weighted_nats": nats_from_even(stats["usage_weight"])} if used else {})
 
     def ideal_flops(self) -> int:
-        """Queries, two searches of C half-keys and the reads; the additions of the pair sums are not counted."""
+        """Count queries, two searches of C half-keys and the reads; additions of pair sums are not counted."""
         d_model = self.values.shape[1]
         per_head = d_model * self.d_query + self.half_keys * self.d_query + self.top_k * d_model
         return 2 * self.heads * per_head
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """The backward is twice the forward, but of the half-keys only those of the chosen slots: one that several
-        slots have in common counts with each. Norm, softmax and choice are neglected."""
+        """Count the backward as twice the forward. Of the half-keys it counts only those of chosen slots, once per slot.
+        Norm, softmax and choice are neglected."""
         needed = NeededFlops.of_products(self.ideal_flops())
         unchosen = self.half_keys - self.top_k
         return needed._replace(backward=needed.backward - 4 * self.heads * unchosen * self.d_query)
 
 
 def nats_from_even(usage: Tensor) -> float:
-    """Kullback-Leibler divergence in nats of the shares of ``usage [M]``, whose sum is not 0, from 1/M each."""
+    """Return the Kullback-Leibler divergence in nats from uniform, 1/M, of the shares of ``usage [M]`` (sum not 0)."""
     share = wide(usage) / usage.sum()
     return torch.xlogy(share, share).sum().item() + math.log(len(usage))

@@ -1,23 +1,23 @@
 """Reformer: attention among keys of the same bucket, found by locality-sensitive hashing (2001.04451, section 2).
 
-Queries and keys are shared: k_j = q_j / rms(q_j). In every round r each of them falls into one of 2b buckets,
+Queries and keys are shared: k_j = q_j / rms(q_j). In every round r each vector falls into one of 2b buckets,
 
     h_r(q) = argmax([q R_r; -q R_r])         R_r [K, b] Gaussian, drawn once and kept with the model
-    P_i    = union over rounds of the last w keys before i that are in i's bucket and that i's window holds
+    P_i    = union over rounds of the last w keys before i that are in i's bucket and in i's window
     o_i    = sum_{j in P_i} exp(q_i . k_j / sqrt(K) - z_i) v_j
 
-Keys are sorted by bucket and position, and a chunk of w in that order meets itself and the chunk before it. A key that
-several rounds find counts once: the first that finds it keeps it, which is the paper's division by how many find it. A
-query meets itself only if it has nothing else: with ``attend_self`` it then gives its own value, without it 0. Where we
+Keys are sorted by bucket and position. A chunk of w in that order attends to itself and to the chunk before it. A key found
+in several rounds counts only in the first; this equals the paper's division by the number of rounds that find it. A query
+attends to itself only if it finds no other key: with ``attend_self`` it then gives its own value, without it 0. Where we
 depart, and why:
-- The paper's chunks leak: a later byte shifts the ranks of the sorted order, and with them where chunks begin. Here w
-  counts back from each query in its bucket. Nothing later matters, nor where segments are cut.
-- Rotations are drawn once a model and not for each batch, because the hash of a carried key must stay what it was.
-  Hashes are of unrotated vectors; rotary turns what is multiplied. Rounding that flips a hash changes that byte by more
-  than rounding.
-- Keys have length sqrt(K) before the division by sqrt(K), as published code has it: unit keys leave scores too small.
-- Neither reversible layers nor feed-forwards in chunks, which save memory and change no output. Vectors for distances
-  and biases made of the query want numbers for all T S pairs, and are refused.
+- The paper's chunks leak the future: a later byte shifts ranks in the sorted order, and so the boundaries of chunks. Here
+  each query sees the last w keys of its bucket, so neither later bytes nor boundaries of segments matter.
+- Rotations are drawn once per model, not per batch, because the hash of a carried key must stay the same. Vectors are hashed
+  before rotary positions and multiplied after them. If rounding flips a hash, that byte's output changes by more than
+  rounding.
+- Keys have length sqrt(K) before the division by sqrt(K), as in published code: scores of unit keys are too small.
+- There are no reversible layers or chunked feed-forwards, which save memory and change no output. Vectors per distance and
+  biases that depend on the query are refused, because they need numbers for all T S pairs.
 """
 
 import math
@@ -38,19 +38,19 @@ from variants.kernels.window import pairs
 from variants.multi_head import HeadKeywords, MultiHead, head_means, head_stats, start_of
 
 EPSILON = 1e-6
-"""Added to the mean square of a query before its root."""
+"""Added to the mean square of a query before the square root."""
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30
-"""Stands for the largest score of a query that sees no key: far below any score, and finite."""
+"""Used as the largest score of a query that sees no key: far below any score, and finite."""
 
 
 class Reformer(MultiHead):
     """Causal attention by locality-sensitive hashing, over the last S positions.
 
     Args:
-        buckets: 2b, even. None for 2 round(S / (2 w)), at least 2: w keys of a full window in each; later spans do not move it.
-        rounds: of hashing.
-        bucket_keys: w, how many keys of its bucket a query meets in a round at most.
+        buckets: 2b, even. None for 2 round(S / (2 w)), at least 2: each has w keys of a full window; ``set_span`` keeps it.
+        rounds: number of hashing rounds.
+        bucket_keys: w, the most keys of its bucket that a query sees in a round.
         The others are those of ``MultiHead``.
     """
 
@@ -80,7 +80,7 @@ class Reformer(MultiHead):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """A state is keys beside values ``[B, H, P, 2K]`` and hashes ``[B, H, R, P]``, or past inputs ``[B, P, D]``."""
+        """The state is keys beside values ``[B, H, P, 2K]`` and hashes ``[B, H, R, P]``, or past inputs ``[B, P, D]``."""
         length, start = x.shape[1], start_of(x, start)
         if self.cache == "hidden":
             state = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)
@@ -107,7 +107,7 @@ class Reformer(MultiHead):
         return Inspection(weights_of(lambda values: self._attend(torch.cat([k, values], dim=-1), *others)[0], v))
 
     def _encode(self, x: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys beside values ``[B, H, n, 2K]``, what makes queries of keys ``[B, H, n]``, hashes ``[B, H, R, n]``."""
+        """Return keys beside values ``[B, H, n, 2K]``, factors from key to query ``[B, H, n]``, hashes ``[B, H, R, n]``."""
         shared, v = self.project(x, "query", "value")
         exact = shared.to(torch.promote_types(shared.dtype, torch.float32))
         sizes = (exact.square().mean(-1) + EPSILON).sqrt()
@@ -115,9 +115,9 @@ class Reformer(MultiHead):
         return torch.cat([keys, v], dim=-1), sizes * self.d_head**-0.5, self._hash(exact.detach())
 
     def _hash(self, shared: Tensor) -> Tensor:
-        """The bucket of each of ``shared [B, H, n, K]`` in every round, int32 ``[B, H, R, n]``."""
+        """Return the bucket of each vector of ``shared [B, H, n, K]`` in every round, int32 ``[B, H, R, n]``."""
         matrices = rearrange(self.rotations.to(shared.dtype), "H R K b -> H K (R b)")
-        with torch.autocast(shared.device.type, enabled=False):  # in bfloat16 many numbers tie
+        with torch.autocast(shared.device.type, enabled=False):  # bfloat16 has many ties
             turned = rearrange(shared @ matrices, "B H n (R b) -> B H R n b", R=self.rounds)
         return torch.cat([turned, -turned], dim=-1).argmax(-1).to(torch.int32)
 
@@ -136,16 +136,16 @@ class Reformer(MultiHead):
         self.span = span
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Of each head: different keys that a query meets, and the share of queries that meet none but themselves."""
+        """Return means per head: distinct keys that a query sees, and the share of queries that see no other key."""
         return head_means(stats, "keys", "alone")
 
     def ideal_flops(self) -> int:
-        """Projections, hashes, and scores and weighted values of every round, at evenly filled buckets."""
+        """Count projections, hashes, and scores and weighted values of every round, for evenly filled buckets."""
         return round(self._forward_flops(self._met(1, 2 * self.span)[1]))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """A key that two rounds find is computed in both. Hashes have no gradient; with ``cache: kv`` past keys and
-        values have none either, and with ``hidden`` they are made anew, with gradients for the weights."""
+        """Count a key that two rounds find in both. Hashes have no gradient. With ``cache: kv`` past keys and values have
+        none either; with ``hidden`` they are projected again, with gradients for the weights."""
         new, past = self._met(segment, carried)
         forward, hashing = self._forward_flops(new + past), 2 * self.rotations.numel()
         backward = 2 * (forward - hashing)
@@ -155,7 +155,7 @@ class Reformer(MultiHead):
         return NeededFlops(forward + inputs * (again + hashing), backward + inputs * again)
 
     def _met(self, segment: int, carried: int) -> tuple[float, float]:
-        """Pairs a byte and head over all rounds, with keys of the segment and of the past, at evenly filled buckets."""
+        """Return pairs per byte and head over all rounds, with keys of the segment and past keys, for even buckets."""
         window = min(self.reach(), self.bucket_keys * self.buckets)
         return tuple(self.rounds * n / self.buckets / segment for n in pairs(segment, carried, window, shift=1))
 
@@ -174,26 +174,26 @@ def lsh_attention(
     shift: int = 0,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last T of L keys to keys before them that share a bucket.
+    """Attention of the last T of L positions to keys before them that share a bucket.
 
     Args:
         keys: keys beside values ``[B, H, L, 2K]``.
-        sizes: ``[B, H, T]``, what each of the last T keys is multiplied by to be a query, scaled.
-        hashes: whole numbers ``[B, H, R, L]``, buckets in each round.
-        bucket_keys: w, the nearest keys of its bucket before it that a query meets in a round, up to distance ``farthest``.
+        sizes: ``[B, H, T]``, factors that turn the last T keys into scaled queries.
+        hashes: whole numbers ``[B, H, R, L]``, the bucket of each key in each round.
+        bucket_keys: w. In a round a query sees the w nearest keys before it in its bucket, up to distance ``farthest``.
         bias: added to scores, ``[H, S]``: column x for distance x + ``shift``.
-        shift: 0 where a query that meets no key gives its own value, 1 where it gives 0.
-        dropout: rate on weights, after they are normalised; by counters, as the order of a bucket depends on later bytes.
+        shift: 0 if a query that sees no key gives its own value, 1 if it gives 0.
+        dropout: rate on normalised weights; by counters, because the order of a bucket depends on later bytes.
 
-    Returns: ``[B, H, T, K]``, and how many keys each query met, ``[B, H, T]``.
+    Returns: ``[B, H, T, K]``, and how many keys each query saw, ``[B, H, T]``.
     """
     total, width, length = keys.shape[2], keys.shape[3] // 2, sizes.shape[2]
     exact = torch.promote_types(keys.dtype, torch.float32)
-    order = hashes.argsort(dim=-1, stable=True)  # [B, H, R, L]: places by bucket, then by position
+    order = hashes.argsort(dim=-1, stable=True)  # [B, H, R, L]: positions, sorted by bucket, then position
     rank = order.argsort(dim=-1)
-    # Neighbours in a bucket differ by 1, keys of two buckets by more than w: 0 < a - b <= w says that a meets b.
+    # Numbers in a bucket are consecutive, those of two buckets differ by more than w: a sees b if 0 < a - b <= w.
     numbers = (rank + hashes * bucket_keys).int()
-    sizes = F.pad(sizes * LOG2_E, (total - length, 0))  # scores are in base 2: exp2 of -inf is quick, exp is not
+    sizes = F.pad(sizes * LOG2_E, (total - length, 0))  # scores are in base 2: exp2 of -inf is faster than exp
     if dropout:
         streams, heads, queries = (torch.arange(n, device=keys.device) for n in (*keys.shape[:2], total))
         rows = dropout_counters.rows(
@@ -201,11 +201,11 @@ def lsh_attention(
         )
 
     def of_round(r: int, keys: Tensor, sizes: Tensor) -> Tensor:
-        """Of P_i in round r: sum_j 2^(s_ij - top_i) v_j, the same of 1, top_i, and how many j, ``[B, H, T, K + 3]``."""
-        i, j = _chunks(order[:, :, r].int(), bucket_keys)  # places [B, H, n, w] and [B, H, n, 2w]
+        """Return for P_i of round r: sum_j 2^(s_ij - top_i) [v_j, 1], top_i, and the number of j, ``[B, H, T, K + 3]``."""
+        i, j = _chunks(order[:, :, r].int(), bucket_keys)  # positions [B, H, n, w] and [B, H, n, 2w]
         distance = i[..., :, None] - j[..., None, :]  # [B, H, n, w, 2w]
         visible = (j < total)[..., None, :] & (distance <= farthest) & meets(r, i, j)
-        for earlier in range(r):  # the first round that finds a key has it
+        for earlier in range(r):  # a key counts in the first round that finds it
             visible &= ~meets(earlier, i, j)
         k, v = _take(keys, j).split(width, dim=-1)
         q = _take(keys, i)[..., :width] * _take(sizes, i)[..., None].to(keys.dtype)
@@ -225,13 +225,13 @@ def lsh_attention(
         return _take(torch.cat(sums, dim=-1).flatten(2, 3), rank[:, :, r, total - length :])
 
     def meets(r: int, i: Tensor, j: Tensor) -> Tensor:
-        """Whether j is in P_i in round r, ``[B, H, n, w, 2w]``."""
+        """Whether round r puts j into P_i, ``[B, H, n, w, 2w]``."""
         number = numbers[:, :, r]
         gap = _take(number, i)[..., :, None] - _take(number, j)[..., None, :]
         return (gap > 0) & (gap <= bucket_keys)
 
     if torch.is_grad_enabled():
-        # Each key is copied for two chunks of queries, and each pair has a mask: made again for the backward pass.
+        # Rounds copy each key for two chunks of queries and mask each pair; the backward pass recomputes both.
         of_round = partial(checkpoint.checkpoint, of_round, use_reentrant=False, preserve_rng_state=False)
     rounds = torch.stack([of_round(r, keys, sizes) for r in range(hashes.shape[2])])
     values, mass, top, met = rounds.split([width, 1, 1, 1], dim=-1)
@@ -244,14 +244,14 @@ def lsh_attention(
 
 
 def _chunks(order: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Sorted places ``[B, H, L]`` in n chunks of ``width``, ``[B, H, n, w]``, and those of each chunk and the one before
-    it, ``[B, H, n, 2w]``; L stands where there is no key."""
+    """Cut sorted positions ``[B, H, L]`` into n chunks of ``width``, ``[B, H, n, w]``; also return each chunk with the one
+    before it in front, ``[B, H, n, 2w]``. Position L means no key."""
     padded = F.pad(order, (width, -order.shape[-1] % width), value=order.shape[-1]).unflatten(2, (-1, width))
     return padded[:, :, 1:], torch.cat([padded[:, :, :-1], padded[:, :, 1:]], dim=3)
 
 
 def _take(x: Tensor, at: Tensor) -> Tensor:
-    """``x[b, h, at[b, h, ..]]``, of the last where that is beyond: ``[B, H, .., m]`` from ``x [B, H, n, m]``."""
+    """Return ``x[b, h, at[b, h, ..]]``, ``[B, H, .., m]`` from ``x [B, H, n, m]``; larger indices read the last row."""
     streams, heads, number = x.shape[:3]
     first = torch.arange(streams * heads, device=x.device).view(streams, heads, *[1] * (at.dim() - 2)) * number
     flat = (first + at.clamp(max=number - 1)).flatten()

@@ -1,9 +1,8 @@
-"""Spans that were learned elsewhere, looked through as they are: the control of a learned span.
+"""Replayed spans: spans that were learned elsewhere and stay fixed, as the control of learned spans.
 
-The windows are those of ``adaptive_span.py``, with its soft mask, but nothing moves the spans: with whole ones and
-``ramp: 1`` a span of z shows the z + 1 nearest keys. The buffer has the name that the learned parameter has, so that
-spans may also come from a finished run with its other weights: ``variant=replayed_spans init_from.run=FOLDER``. Spans
-that are configured stay what they are there, too.
+Windows and soft mask are those of ``adaptive_span.py``, but training does not move the spans. With ``ramp: 1``, an integer
+span z shows the z + 1 nearest keys. The buffer has the name of the learned parameter, so spans can also come from a finished
+run, with its other weights: ``variant=replayed_spans init_from.run=FOLDER``. Configured spans take precedence there, too.
 """
 
 import torch
@@ -16,8 +15,8 @@ class ReplayedSpans(AdaptiveSpan):
     """A given span for each head.
 
     Args:
-        ramp: R, keys over which the mask falls from 1 to 0; at least 1.
-        spans: in keys, from 0 to S: a list for each layer with a number for each head, or null for S everywhere.
+        ramp: R, number of keys over which the mask falls from 1 to 0; at least 1.
+        spans: spans in keys, from 0 to S: a list for each layer with a number for each head; null for S everywhere.
     """
 
     placeable = False
@@ -39,7 +38,7 @@ class ReplayedSpans(AdaptiveSpan):
         set_shapes(self)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: object) -> None:
-        """All weights of another run, but not its spans where the configuration says which they are."""
+        """Load all weights of another run, but keep this module's spans if the configuration gives them."""
         if self.configured is not None and f"{prefix}fraction" in state_dict:
             state_dict[f"{prefix}fraction"] = self.configured
         super()._load_from_state_dict(state_dict, prefix, *rest)

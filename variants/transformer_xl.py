@@ -1,19 +1,19 @@
-"""Transformer-XL's attention: relative positions of its own, and past inputs carried (1901.02860).
+"""Transformer-XL's attention: its own relative positions, and past inputs as the state (1901.02860).
 
     A_tj = q_t . k_j + q_t . W_R r_x + u . k_j + v . W_R r_x,   a_t = softmax_j(A_tj / sqrt(K))              (section 3.3)
 
-r_x is the fixed sinusoid of the distance x, W_R a matrix for each layer, u and v a vector for each head, one pair for
-all layers, as in the paper's code, or one a layer. Past inputs, the default, are projected again by the present weights
-(section 3.2).
+r_x is the fixed sinusoid of the distance x. Each layer has a matrix W_R. u and v are a vector for each head: one pair for
+all layers, as in the paper's code, or one per layer. By default the state is past inputs, which the present weights
+project again (section 3.2).
 
-- Every query sees as many keys, the last S, in training too: what the paper's code does in evaluation ("same length").
-- x counts visible keys from the nearest, which has x = 0. Sinusoids have no dropout; norm and residual are the model's.
+- Every query sees the same number of keys, the last S, also in training. The paper's code does so in evaluation ("same
+  length"). x counts visible keys from the nearest, x = 0. Sinusoids have no dropout; norm and residual are the model's.
 
-Both kinds of term are products of a width that differs by one number, so that fast code serves:
+Content and position terms together are one product of width K + 1, so that fast code can compute it:
 
     A_tj = [q_t + u, 1] . ([k_j, 0] + [p_x, (v - u) . p_x])   with p = W_R r
 
-which is a window with a vector a distance, for each head alone. Few queries meet (q + v) W_R before the sinusoids.
+This is a window with one vector per distance, for each head alone. For few queries (q + v) W_R is multiplied first.
 """
 
 import torch
@@ -29,7 +29,7 @@ from variants.position import sinusoid_turns, sinusoids
 
 
 class Distances(Position):
-    """W_R r_x for each head, and what is added to queries: u where they meet keys, v where they meet distances."""
+    """W_R r_x for each head, and the vectors added to queries: u for products with keys, v for products with distances."""
 
     constant_bias = False
 
@@ -47,21 +47,21 @@ class Distances(Position):
         self.register_buffer("turns", sinusoid_turns(context.d_model), persistent=False)
 
     def sinusoids(self, max_keys: int, dtype: torch.dtype) -> Tensor:
-        """r ``[max_keys, D]``, in float32 or wider."""
+        """Return r ``[max_keys, D]``, in float32 or wider."""
         at = torch.arange(max_keys, device=self.turns.device)
         return sinusoids(at, self.turns, dtype)[:, : self.project.in_features]
 
     def vectors(self, max_keys: int) -> Tensor:
-        """p ``[H, max_keys, K]``, one for each head and distance."""
+        """Return p ``[H, max_keys, K]``, one vector for each head and distance."""
         p = self.project(self.sinusoids(max_keys, self.project.weight.dtype))
         return rearrange(p, "x (H K) -> H x K", H=self.heads)
 
     def towards(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """u and v ``[H, 1, K]`` as the scaled queries ``q`` have them."""
+        """Return u and v ``[H, 1, K]``, scaled and in the dtype of the scaled queries ``q``."""
         return tuple(x[:, None].to(q.dtype) * self.d_head**-0.5 for x in (self.to_keys, self.to_distances))
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor:
-        """(q + v) . W_R r_x, ``[B, H, T, max_keys]``, in the cheaper order of the two products."""
+        """Return (q + v) . W_R r_x, ``[B, H, T, max_keys]``, in the cheaper order of the two products."""
         q = q + self.towards(q)[1]
         if not self.few(q, max_keys):
             return q @ self.vectors(max_keys).mT.to(q.dtype)
@@ -69,12 +69,12 @@ class Distances(Position):
         return q @ weights @ self.sinusoids(max_keys, q.dtype).mT.to(q.dtype)
 
     def few(self, q: Tensor, max_keys: int) -> bool:
-        """Whether queries ``[B, H, T, K]`` are so few that W_R had better meet them than the distances."""
+        """Whether queries ``[B, H, T, K]`` are so few that W_R times queries is cheaper than W_R times distances."""
         queries, width = q.shape[0] * q.shape[2], self.project.in_features
         return queries * width * (self.d_head + max_keys) < max_keys * self.d_head * (width + queries)
 
     def ideal_flops(self, max_keys: float) -> float:
-        """Of p, which no byte changes, only the products with queries."""
+        """Count only products of p with queries, because p does not depend on the bytes."""
         return 2 * max_keys * self.d_head
 
 
@@ -82,7 +82,7 @@ class TransformerXL(Attention):
     """Causal multi-head attention over the last S positions with Transformer-XL's relative positions.
 
     Args:
-        share: ``network`` for one pair u, v in the whole model, as in the paper's code, or ``layer``.
+        share: ``network`` for one pair u, v in the whole model, as in the paper's code; ``layer`` for one pair per layer.
         The others are those of ``Attention``.
     """
 

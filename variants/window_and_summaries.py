@@ -1,8 +1,7 @@
-"""Window and summaries: the nearest keys exactly, and summaries of blocks beyond them, in one softmax
-(``linformer.py``).
+"""Window and summaries: one softmax over the nearest keys and over summaries of blocks beyond them (``linformer.py``).
 
-- ``by_kernel``: the window by the CPU's kernel, summaries by products. No query meets a key of the window in vain.
-- ``in_bands``: plain PyTorch. A chunk of queries meets the band of keys that any of its windows holds, and summaries.
+- ``by_kernel``: the CPU's kernel computes the window, matrix products the summaries. No hidden window key is multiplied.
+- ``in_bands``: plain PyTorch. A chunk of queries is multiplied with the band of all keys in its windows, and with summaries.
 """
 
 from typing import NamedTuple
@@ -21,8 +20,8 @@ from variants.kernels.window import PastKV, Window
 
 
 class Near(NamedTuple):
-    """Keys and values in their positions: ``[B, H, T, K]`` of the segment; ``[B, H, P, K]`` of the past, with zeros
-    before the ``past_bytes [B or 1]`` that there are."""
+    """Keys, after position encoding, and values: ``[B, H, T, K]`` of the segment, ``[B, H, P, K]`` of the past. Zeros
+    precede the ``past_bytes [B or 1]`` that the past really has."""
 
     k: Tensor
     v: Tensor
@@ -32,13 +31,13 @@ class Near(NamedTuple):
 
 
 class Far(NamedTuple):
-    """Summaries that n chunks of Q queries meet, G each.
+    """Summaries that n chunks of Q queries see, G per chunk.
 
     Attributes:
         k, v: ``[B, n, H, G, K]``.
         visible: ``[B or 1, n, Q, G]``.
-        distance: visible keys between, as if all were there, int64 ``[B or 1, n, Q, G]``.
-        added: to scores of all heads, ``[B, n, Q, G]``, or None.
+        distance: number of visible keys between query and summary, as if none were missing, int64 ``[B or 1, n, Q, G]``.
+        added: term added to scores of all heads, ``[B, n, Q, G]``, or None.
     """
 
     k: Tensor
@@ -50,8 +49,8 @@ class Far(NamedTuple):
 
 @torch.compiler.disable
 def by_kernel(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Position) -> Tensor:
-    """What the heads give, ``[B, H, T, K]``, for scaled queries ``q [B, H, T, K]`` in their positions. Zeros before streams
-    that are younger than a window are hidden by a key bias."""
+    """Return head outputs ``[B, H, T, K]`` for scaled queries ``q [B, H, T, K]`` after position encoding. A key bias hides
+    the zeros before streams that are younger than a window."""
     (streams, heads, length, _), front, number = q.shape, near.old_k.shape[2], blocks.near
     exact, biases, hiding = torch.promote_types(q.dtype, torch.float32), (None, None), {}
     if not isinstance(near.past_bytes, FakeTensor) and (near.past_bytes < front).any():
@@ -71,7 +70,7 @@ def by_kernel(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Posi
 
 
 def in_bands(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Position, dropout: float) -> Tensor:
-    """The same."""
+    """Do the same as ``by_kernel``, in plain PyTorch."""
     (chunks, size), front = blocks.chunks(q.shape[2]), near.old_k.shape[2]
     k, v = torch.cat([near.old_k, near.k], dim=2), torch.cat([near.old_v, near.v], dim=2)
     before = -(-blocks.behind // size) if chunks > 1 else 0
@@ -83,7 +82,7 @@ def in_bands(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Posit
         parts = x.unflatten(2, (chunks + before, -1)).transpose(1, 2)
         return torch.cat([*(parts[:, i : i + chunks] for i in range(before + 1)), far], dim=3)
 
-    place = torch.arange(front + size, device=q.device) - front  # of a band's key, from the chunk's first query on
+    place = torch.arange(front + size, device=q.device) - front  # of a band's keys, 0 at the chunk's first query
     first = size * torch.arange(chunks, device=q.device)[:, None, None]
     distance = (torch.arange(size, device=q.device)[:, None] - place - blocks.shift).expand(chunks, -1, -1)
     seen = (distance >= 0) & (distance < blocks.near) & (first + place >= -near.past_bytes[:, None, None, None])
@@ -97,7 +96,7 @@ def in_bands(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Posit
 
 
 def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, position: Position) -> list[Tensor]:
-    """What is added to scores at distances ``[B or 1, n, Q, m]``, each as wide as ``[B, n, H, Q, m]`` or to be."""
+    """Return the terms to add to scores at distances ``[B or 1, n, Q, m]``; they broadcast to ``[B, n, H, Q, m]``."""
     bias, terms = position.bias(q, blocks.span), [] if more is None else [more[:, :, None]]
     if bias is None:  # else [H, S] or [B, H, T, S]
         return terms
@@ -110,7 +109,7 @@ def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, 
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor], *, dropout: float, blind: bool
 ) -> Tensor:
-    """``[B, n, H, Q, K]``, by torch's kernel where nothing is added; a ``blind`` query may see nothing and gives 0."""
+    """Return ``[B, n, H, Q, K]``, by torch's kernel if nothing is added; a ``blind`` query may see nothing and gives 0."""
     nothing = ~visible.any(-1, keepdim=True)
     visible = (visible | nothing).expand(len(q), -1, -1, -1, -1)
     if not added and not dropout:

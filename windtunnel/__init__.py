@@ -1,4 +1,4 @@
-"""The Python door: ``windtunnel.load("outputs/latest")`` is a trained run as an object."""
+"""The Python interface: ``windtunnel.load("outputs/latest")`` returns a trained run as an object."""
 
 from windtunnel.model import Model, load
 

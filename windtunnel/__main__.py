@@ -1,5 +1,5 @@
-"""One command for all, from anywhere: ``windtunnel train variant=adaptive_span`` is ``python train.py variant=adaptive_span``
-in a checkout, and ``windtunnel report`` is ``python -m bench.report``."""
+"""One command for all. ``windtunnel train variant=adaptive_span`` runs ``python train.py variant=adaptive_span`` from any
+folder, and ``windtunnel report`` runs ``python -m bench.report``."""
 
 import runpy
 import sys
@@ -13,7 +13,7 @@ others    {", ".join(BENCH)}"""
 
 
 def main() -> None:
-    """Run the command that was typed; exits with 2 where there is no such command."""
+    """Run the typed command; exit with 2 if there is no such command."""
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb in ("-h", "--help"):
         print(USAGE)

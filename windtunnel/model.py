@@ -1,4 +1,4 @@
-"""Model: what a notebook needs of a trained network, in float32: scores, text and attention maps of bytes."""
+"""Model: a trained network for notebooks, in float32: scores, text and attention maps of bytes."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import harness  # noqa: F401 - sets what must be set before kernels are compiled
+import harness  # noqa: F401 - applies settings that must precede compiling kernels
 from bench.planning import open_trained
 from harness.device.runtime import Runtime
 from harness.loop.sampling import numbers_of, sampled
@@ -18,21 +18,21 @@ from harness.model import LanguageModel
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A trained network, with the byte of each number of its vocabulary, and variant, data, scores and source of its run."""
+    """A trained network, the byte of each index of its vocabulary, and variant, data, scores and source of its run."""
 
     network: LanguageModel
     symbols: bytes
     about: dict
 
     def score(self, text: bytes, *, streams: int = 1, segment: int = 512, context: int = 0) -> float:
-        """Bits per byte of ``text`` but its first byte, of which there is no prediction.
+        """Return bits per byte of ``text`` without its first byte, for which there is no prediction.
 
         Args:
-            streams, segment, context: how the text is cut, as ``eval`` has it; ``about["protocol"]`` has the run's own. By
-                default one stream reads it all with carried state.
+            streams, segment, context: how the text is cut, as in ``eval``; the run's own are in ``about["protocol"]``. By
+                default one stream reads the whole text with carried state.
 
         Raises:
-            ValueError: a byte that the vocabulary lacks, or fewer than two bytes.
+            ValueError: ``text`` has a byte that the vocabulary lacks, or fewer than two bytes.
         """
         split = numbers_of(text, self.symbols, key="text").to(torch.uint8)
         if len(split) < 2:
@@ -42,8 +42,8 @@ class Model:
         return score_stream(self.network, split, runtime=runtime, **cut).bits_per_byte
 
     def generate(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **choice) -> bytes:
-        """So many bytes that the model writes after ``prompt``; ``choice`` is ``temperature`` and ``top_k``, as
-        ``harness.loop.sampling.draw`` has them."""
+        """Return ``n_bytes`` bytes that the model generates after ``prompt``; ``choice`` is ``temperature`` and ``top_k`` of
+        ``harness.loop.sampling.draw``."""
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         numbers = numbers_of(prompt, self.symbols, key="prompt")
         drawn = sampled(self.network, numbers, symbols=len(self.symbols), generator=generator, **choice)
@@ -51,9 +51,9 @@ class Model:
 
     @torch.no_grad()
     def attention(self, text: bytes) -> dict[str, Tensor]:
-        """What each byte of ``text`` takes of each: ``[H, T, T]`` for each sublayer that says so, by its name, on the CPU.
+        """Return the attention map ``[H, T, T]`` of ``text`` for each sublayer that has one, by its name, on the CPU.
 
-        A row is what one byte sees. It sums to 1 where weights are a softmax, less what learned vectors take.
+        Row t has the weights of the bytes that byte t sees. Softmax weights sum to 1, less the share of learned vectors.
         """
         tokens = numbers_of(text, self.symbols, key="text")[None].to(self._device)
         _, seen = self.network.inspect(tokens)
@@ -65,8 +65,8 @@ class Model:
 
 
 def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) -> Model:
-    """The model of a run folder: its best weights, on a ``device`` of torch's. Nothing in the folder is believed; ``trust``
-    names the modules beside ours that its mechanisms may come from. ValueError names the folder or file, and what is wrong."""
+    """Load the best weights of a run folder onto a ``device`` of torch. Nothing in the folder is trusted; ``trust`` names
+    the modules beside ours that its mechanisms may come from. A ValueError names the folder or file, and the problem."""
     opened = open_trained(Path(path), key="path", trust=list(trust))
     about = opened.saved | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)
