@@ -92,7 +92,7 @@ class Subject:
     def build(self) -> dict:
         """Make the model, and in stream mode the streams' past; returns ``facts``."""
         _rehearse(self.plan, self.runtime)
-        self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
+        self.meter = PeakMemory(self.device)  # its baseline is taken before the model exists
         random_state.seed(self.plan.seed)
         self.model = self._model().to(self.device)
         self.forward = self.runtime.forward(self.model)

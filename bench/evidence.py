@@ -41,7 +41,7 @@ def cell_of(line: dict) -> dict[str, str]:
 
 
 def tried(file: Path) -> dict[str, dict[float, float]]:
-    """Bits per byte of valid by mechanism and factor, infinite for a failed run; empty without the file."""
+    """Bits per byte on valid by mechanism and factor, infinite for a failed run; empty without the file."""
     scores: dict[str, dict[float, float]] = {}
     for line in read_rows(file):
         cell, summary = cell_of(line), line["summary"]

@@ -59,7 +59,7 @@ def readme_table(folder: Path) -> str:
 
 
 def picture(folder: Path) -> bytes:
-    """PNG: each mechanism's difference from the reference, with 95% intervals, and bits of a copied byte by distance."""
+    """A PNG of each mechanism's difference from the reference, with 95% intervals, and bits of a copied byte by distance."""
     from bench.report import drawing  # late: matplotlib
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")

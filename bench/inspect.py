@@ -114,7 +114,7 @@ def draw_reach(maps: Mapping[str, np.ndarray], seen: Mapping[str, Inspection], p
 
 
 def layer_names(names: Iterable[str]) -> list[str]:
-    """``layers.3.attention`` as ``3``, unless a layer has two such sublayers."""
+    """Shorten ``layers.3.attention`` to ``3``, unless a layer has two such sublayers."""
     names = [name.removeprefix("layers.") for name in names]
     short = [name.partition(".")[0] for name in names]
     return short if len(set(short)) == len(names) else names

@@ -62,7 +62,7 @@ def compose_typed(verb: str, *overrides: str, leave: tuple[str, ...] = ()) -> Di
 
 
 def typed_command(verb: str) -> str:
-    """What was typed, for provenance."""
+    """The command as typed, for provenance."""
     return shlex.join(["python", "-m", f"bench.{verb}", *sys.argv[1:]])
 
 

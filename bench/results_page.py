@@ -172,8 +172,8 @@ def _edges(point: dict) -> str:
 
 
 def verdict_table(runs: pd.DataFrame) -> str:
-    """Each part of a claim of ``bench/claims.yaml``: the mean of paired differences over common seeds, with its 95% t-interval,
-    not corrected for the number of claims. ValueError for runs of more than one protocol."""
+    """Each part of a claim of ``bench/claims.yaml``: the mean of paired differences over common seeds, with its 95%
+    t-interval, not corrected for the number of claims. ValueError for runs of more than one protocol."""
     if len(grounds := sorted(runs["ground"].dropna().unique())) > 1:
         raise ValueError("rows differ in data, protocol, budget or arithmetic:\n" + "\n".join(grounds))
     table = [HEAD]

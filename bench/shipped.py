@@ -17,7 +17,7 @@ from harness.source import ROOT
 
 
 def listing() -> dict[str, str]:
-    """SHA-256 of each file of our mechanisms as it is now, by name."""
+    """The present SHA-256 of each file of our mechanisms, by name."""
     files = (path for path in sorted((ROOT / "variants").rglob("*")) if path.suffix in (".py", ".cpp"))
     return {str(path.relative_to(ROOT)): sha256_of(path) for path in files if CONFORMANCE not in path.parents}
 

@@ -122,7 +122,7 @@ def state_detached(subject: Subject) -> Verdict:
 
 
 def nothing_shared(subject: Subject) -> Verdict:
-    """Two models must share no tensor. One that they share, as a class attribute, is shared by layers too, unasked."""
+    """Two models must share no tensor. A shared one, as in a class attribute, would also be shared by layers."""
     models = [subject.build(seed=seed, dtype=torch.float32) for seed in (0, 1)]  # float64 would copy buffers
     first, second = ({t.untyped_storage().data_ptr(): n for n, t in _tensors(m).items() if t.numel()} for m in models)
     yield from sorted(f"{first[place]} is shared by two models" for place in first.keys() & second.keys())
@@ -146,7 +146,7 @@ def projection(subject: Subject) -> Verdict:
 
 def saved(subject: Subject) -> Verdict:
     model, fresh, tokens, file = subject.build(mode="train"), subject.build(seed=1), subject.bytes(), io.BytesIO()
-    run(model, tokens)  # so that buffers are not those of a new model
+    run(model, tokens)  # so that buffers differ from a new model's
     _, state = run(model.eval(), tokens)
     torch.save((model.state_dict(), state), file)
     file.seek(0)

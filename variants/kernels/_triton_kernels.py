@@ -12,7 +12,7 @@ Arguments that need more than their name:
     key_bias, query_bias: ``key_bias_j - query_bias_t`` is added to scores; query_bias is [B, H, T]. Or both None.
     heads: int32 [4, H]: visible keys of each head; heads from the longest to the shortest, so that the long ones start
         first; L of each head; and the index of its first key.
-    seed: seed of the dropout of weights, which equals that of ``dropout.py`` number for number; None without dropout.
+    seed: seed of dropout, which drops the same weights as ``dropout.py``, number for number; None without dropout.
     ALL: every query sees every key (persistent vectors). DROP: numbers below it drop a weight. SCALE: factor of the rest.
 """
 

@@ -43,7 +43,7 @@ def merge(y: Tensor, lse: Tensor, q: Tensor, beside: Beside) -> tuple[Tensor, Te
 def gradients(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, beside: Beside, *, added: bool
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Gradients of ``q [B, H, T, K]`` through ``beside``, and of its k, v and, if asked, added; ``y``, ``lse``: joint."""
+    """Gradients of ``q [B, H, T, K]`` by ``beside``, and of its k, v and (if asked) added. ``y``, ``lse``: of the whole."""
     scores = _scores(q, beside)
     weights = scores.sub_(_chunked(lse[..., None], like=scores)).exp_()
     delta = _chunked((g * y).sum(dim=-1, keepdim=True), like=weights)

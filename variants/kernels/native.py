@@ -53,7 +53,7 @@ def _built(name: str, source: str, compiler: list[str]) -> Path:
         command = [*compiler, *flags, "-x", "c++", "-", "-o", str(built)]
         subprocess.run(command, input=source, capture_output=True, text=True, check=True)
         with open(built, "rb") as file:
-            os.fsync(file.fileno())  # before the rename: a crash must not leave a name on missing bytes
+            os.fsync(file.fileno())  # before the rename: a crash must not leave an incomplete library
         os.replace(built, path)  # others see a whole library or none
     return path
 

@@ -38,8 +38,8 @@ def attend(
     """``window.attend`` by ``fused`` or ``kernel``.
 
     Args:
-        own: the segment's keys and values ``[B, H, T, K]``, equal to the last of ``k`` and ``v``, which get the gradients;
-            then its key biases, if there are any.
+        own: the segment's keys and values ``[B, H, T, K]``, which get the gradients and equal the last T of ``k`` and ``v``;
+            then the segment's key biases, if there are any.
     """
     inputs = Inputs.of(q, k, v, window, **added)
     named = inputs._asdict() | dict(zip(SEGMENT, own, strict=False))

@@ -52,7 +52,7 @@ class _Read(torch.autograd.Function):
         values, slots, weights = ctx.saved_tensors
         gradient = gradient.contiguous()
         index = torch.int32 if max(len(values), slots.numel()) < 2**31 else torch.int64
-        by_row, order = slots.flatten().to(index).sort()  # 32 bits are sorted four times as fast
+        by_row, order = slots.flatten().to(index).sort()  # 32-bit numbers sort four times as fast
         byte = (order // slots.shape[1]).to(index)
         if ctx.sparse:
             rows, reads = torch.unique_consecutive(by_row, return_counts=True)
