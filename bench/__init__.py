@@ -1,4 +1,4 @@
-"""Measurements, a verb a module: ``python -m bench.cost``, ``bench.peers``, ``bench.report`` and others."""
+"""Measurements, one module per verb: ``python -m bench.cost``, ``bench.peers``, ``bench.report`` and others."""
 
 from pathlib import Path
 

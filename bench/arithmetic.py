@@ -1,4 +1,4 @@
-"""Arithmetic coding in whole numbers: symbols in, bytes out, and back.
+"""Arithmetic coding in integers, from symbols to bytes and back.
 
 Each symbol takes its share of the remaining interval. Shares are frequencies out of 2^24: a symbol of frequency f costs 24 -
 log2(f) bits. The interval's width has at least 48 bits, so that rounding loses less than 2^-23 bits a symbol.
@@ -14,21 +14,21 @@ from torch import Tensor
 BITS = 24
 TOTAL = 1 << BITS  # the sum of all symbols' frequencies
 ESCAPE = 1 << 12
-"""Frequency of the mark before a byte that the vocabulary lacks: 12 bits, and 0.0004 for every other byte."""
+"""Frequency of the mark before a byte that the vocabulary lacks. It costs 12 bits, and every other byte 0.0004 bits."""
 _WORD = 64
-_NARROW = 1 << 48  # below this width another byte is settled
+_NARROW = 1 << 48  # below this width another byte of code is fixed
 
 
 class Coder(Protocol):
     """An encoder or a decoder, so that one loop serves both."""
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
-        """The next symbol: an encoder takes ``symbol``, a decoder reads it. ``ends``: int64, running sums of the frequencies of
-        all symbols, each at least 1, up to ``TOTAL``."""
+        """Code one symbol and return it: an encoder writes ``symbol``, a decoder ignores it and reads one. ``ends``: int64,
+        running sums of all symbols' frequencies, each at least 1, up to ``TOTAL``."""
 
 
 class Encoder:
-    """Puts symbols into bytes."""
+    """Encodes symbols as bytes."""
 
     def __init__(self):
         self._low, self._width, self._settled = 0, 1 << _WORD, bytearray()
@@ -46,7 +46,7 @@ class Encoder:
         return symbol
 
     def finish(self) -> bytes:
-        """The code, in the fewest bytes for a decoder that reads zeros after them."""
+        """The code in the fewest bytes; the decoder reads zeros after them."""
         for size in range(_WORD // 8 + 1):
             unit = 1 << (_WORD - 8 * size)
             number = -(-self._low // unit) * unit
@@ -68,7 +68,7 @@ class Encoder:
 
 
 class Decoder:
-    """Gets the symbols back out of the bytes, given the same frequencies."""
+    """Decodes symbols from bytes, given the same frequencies."""
 
     def __init__(self, settled: bytes):
         self._rest, self._width, self._above = iter(settled), 1 << _WORD, 0
@@ -77,7 +77,7 @@ class Decoder:
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
         part = self._width >> BITS
-        share = min(self._above // part, TOTAL - 1)  # a larger share comes from foreign bytes alone
+        share = min(self._above // part, TOTAL - 1)  # only foreign bytes give a larger share
         symbol = int(np.searchsorted(ends, share, side="right"))
         start = int(ends[symbol - 1]) if symbol else 0
         self._above -= part * start
@@ -92,8 +92,8 @@ class Decoder:
 
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
-    """Whole numbers, each at least 1 and ``TOTAL`` in sum, of ``probabilities`` (float64 ``[S, V]``): int64 ``[S, V + 1]``. The
-    likeliest symbol gets the rest of rounding down; the last column is ``escape``, or 0."""
+    """Integer frequencies, int64 ``[S, V + 1]``, for ``probabilities`` (float64 ``[S, V]``): at least 1, with sum ``TOTAL``.
+    The likeliest symbol gets what rounding down leaves. The last column is ``escape``, which may be 0."""
     free = TOTAL - escape - probabilities.shape[1]
     counts = 1 + (probabilities * free).long()
     left = TOTAL - escape - counts.sum(dim=1, keepdim=True)

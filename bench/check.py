@@ -1,18 +1,18 @@
-"""The contract as pass and fail lines, for any variant: ``python -m bench.check variant=mine``.
+"""Checks any variant against the contract, with pass and fail lines: ``python -m bench.check variant=mine``.
 
-A small model of the variant (its YAML's ``small``) is built from a training run's configuration, for every position scheme on
-Hydra's search path, both caches, and ``attend_self`` true and false. A fast backend is compared with the plain one each time; the
-plain one is checked whole in every second combination, which has each pair of choices. Causality, reach and segment cuts are then
-checked at the sizes of ``train.py`` with the same words.
+A small model of the variant (its YAML's ``small``) is built from a training run's configuration, for every position scheme
+on Hydra's search path, both caches, and ``attend_self`` true and false. In each combination a fast backend is compared with
+the plain one. Every second combination also checks the plain one in full; together these have each pair of choices. Then
+causality, reach and segment cuts are checked at the sizes that ``train.py`` has with the same words.
 
-Typed keys are not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``, ``model.attend_self=false``,
-``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
+Typed keys are not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
+``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
 
-Each combination has a line, with one below it for each broken promise (exit code 1). A ValueError while the model is built is a
-refusal, with a line; if all are refused, the command was a mistake (exit code 2).
+Each combination prints a line, and a line below it for each broken promise (exit code 1). A ValueError while the model is
+built is a refusal and prints a line; if all are refused, the exit code is 2.
 
-A ``runtime.device`` that is no CPU adds a line: logits and gradients of few layers on the device, as ``train.py`` would run them,
-against plain PyTorch in float64 on a CPU. ``-m`` varies it: ``-m runtime.backend=plain,kernel
+With a ``runtime.device`` other than a CPU, one more line compares logits and gradients of few layers on the device, run as
+by ``train.py``, with plain PyTorch in float64 on a CPU. ``-m`` runs several settings: ``-m runtime.backend=plain,kernel
 runtime.precision=float32,bfloat16``. The contract is then checked in plain PyTorch, because the CPU's kernels are not the
 device's.
 """
@@ -37,11 +37,11 @@ from harness.compose.cli import MISTAKES, explain, run_command
 VERB_KEYS = ("agree",)
 UNSEEN = "A kept contract is not a right mechanism: whether it is its paper's, only a reference tells, as in tests/reference."
 BROKEN: list[str] = []
-"""Variants that broke a promise in this process, which ends with exit code 1 after a sweep's last job."""
+"""Variants that broke a promise. If there are any, the process ends with exit code 1 after a sweep's last job."""
 
 
 class Combination(NamedTuple):
-    """Choices as typed; without ``backend`` where the others are refused."""
+    """Choices as typed; ``backend`` is empty if the others are refused."""
 
     position: str
     cache: str
@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> None:
     name, typed = cfg.variant.name, {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
     asked = checked(cfg.agree, bool | None, key="agree")
     if on_device := named_kind(cfg.runtime.device) != "cpu" if asked is None else asked:
-        device_kind(parse(RuntimeSettings, cfg.runtime, key="runtime"))  # complains where it is not there
+        device_kind(parse(RuntimeSettings, cfg.runtime, key="runtime"))  # raises if there is none
     broken: dict[Combination, set[str]] = {}
     refused: list[str] = []
     for combination, plan in combinations(cfg, typed=typed):
@@ -87,7 +87,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def _show(what: str, findings: list) -> set[str]:
-    """Print a line, and the broken promises below it; returns these."""
+    """Print a line, and below it the broken promises, which are returned."""
     breaks = [finding for finding in findings if not finding.passed]
     count = f"{len(breaks)} of {len(findings)} promises broken" if breaks else f"{len(findings)} promises"
     print(f"{'FAIL' if breaks else 'pass'}  {what}: {count}")
@@ -131,7 +131,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
 
 
 def own_sizes(combination: Combination) -> list:
-    """Findings at the sizes of ``train.py`` with the typed words, or in this combination where those are refused."""
+    """Findings at the sizes of ``train.py`` with the typed words or, if these are refused, in ``combination``."""
     from harness.loop.admission import findings_at_sizes
 
     words = [f"position={combination.position}", f"model.cache={combination.cache}"]
@@ -150,16 +150,16 @@ def _training_plan(*words: str):
 
 
 def agrees() -> bool:
-    """Print whether the device agrees with plain PyTorch in float64 on a CPU, within ``select_backend.LEAST`` or twice plain's
-    error in that precision. With bfloat16 and tables, whose slots then differ, numbers must be finite alone. ValueError where the
-    backend cannot run."""
+    """Print whether the device agrees with plain PyTorch in float64 on a CPU. Errors may be ``select_backend.LEAST``, or
+    twice those of plain PyTorch in the device's precision. In bfloat16, tables are read at other slots, so numbers need only
+    be finite. ValueError if the backend cannot run."""
     import torch
 
     from harness.device import runtime
     from harness.loop.select_backend import LEAST, SEGMENTS, agreement
     from harness.plan.small import at_own_width
 
-    plan = _training_plan("model.dropout=0.0")  # the device draws its masks
+    plan = _training_plan("model.dropout=0.0")  # the device draws other masks
     names = {name for layer in plan.layers for name in layer}
     small = at_own_width(plan, sublayers=names, longest=sum(SEGMENTS) // 2)
     small, where = replace(small, runtime=plan.runtime), runtime.start(plan.runtime)
@@ -175,7 +175,7 @@ def agrees() -> bool:
 
 @functools.wraps(main)
 def command() -> None:
-    """Exit code 1 after the last job if any broke a promise."""
+    """Run ``main``; exit code 1 after the last job if any job broke a promise."""
     try:
         main()
     finally:

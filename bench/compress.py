@@ -1,8 +1,8 @@
-"""A file coded by a run's own probabilities: ``python -m bench.compress run=outputs/latest file=F out=F.awt``.
+"""Compresses a file with a run's probabilities: ``python -m bench.compress run=outputs/latest file=F out=F.awt``.
 
-``bench.decompress`` decodes it. Encoder and decoder make equal forward passes in equal order, a byte of each stream at a time,
-and get equal probabilities, bit for bit, on one machine. The header has everything that could move a last bit; a decoder that
-differs in it is refused. Format: AWT1 | length of the header, 2 bytes | header: JSON, deflated | code.
+``bench.decompress`` decodes it. Encoder and decoder make the same forward passes in the same order, a byte of each stream at
+a time, so on one machine their probabilities are equal bit for bit. The header holds all that could change the last bit; a
+decoder where any of it differs is refused. Format: AWT1 | length of the header, 2 bytes | header: JSON, deflated | code.
 """
 
 import json
@@ -28,14 +28,14 @@ from harness.plan.settings import Positive, checked
 from harness.record import checkpoint
 from harness.record.cells import count_of
 
-STREAM_BYTES = 4096  # by default: long beside the reach of most models, and enough streams to keep a processor busy
+STREAM_BYTES = 4096  # default: longer than most models reach, yet gives enough streams to keep a processor busy
 SAME = "allowed is the run, code, machine, threads, precision and backend that coded it"
-RAW = np.arange(1, 257) << (BITS - 8)  # all bytes alike, 8 bits each
+RAW = np.arange(1, 257) << (BITS - 8)  # equal shares: 8 bits for each byte
 SPLIT = Literal["train", "valid", "test"]
 MAGIC, FILE = b"AWT1", ("bytes", "sha256", "streams", "checksum")
 CONDITIONS = ("weights", "source", "device", "device_kind", "instruction_set", "threads", "precision", "backend")
 CONDITIONS += ("torch", "environment")
-USUAL = (  # header, part of the format: the deflater points at it
+USUAL = (  # a usual header, part of the format: the deflater's dictionary
     b'{"bytes":,"sha256":"","streams":,"weights":"","source":"","device":"Intel(R) Xeon(R) Processor (family 6 model '
     b'143 stepping 8)","device_kind":"cpu","instruction_set":"AVX512","threads":2,"precision":"float32",'
     b'"backend":"kernel+plain","torch":"2.13.0+cpu","environment":{"GOMP_SPINCOUNT":"10000"},"checksum":'
@@ -44,9 +44,9 @@ USUAL = (  # header, part of the format: the deflater points at it
 
 @torch.no_grad()
 def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, device) -> tuple[bytes, dict]:
-    """Encode ``content``, or decode as many bytes, in at most so many streams; ``symbols`` has the byte of each number of the
-    vocabulary. Returns the content and counts: ``predicted``, bytes but the first of each stream; their ``bits``; ``escaped``,
-    how many the vocabulary lacks, of 20 bits each."""
+    """Encode ``content``, or decode as many bytes, in at most ``streams`` streams; ``symbols`` has the byte of each number
+    of the vocabulary. Returns the content and counts: bytes ``predicted``, all but each stream's first; their ``bits``; and
+    bytes ``escaped``, which the vocabulary lacks and which take 20 bits each."""
     lengths = stream_lengths(len(content), streams)
     columns = np.zeros((max(lengths, default=0), len(lengths)), np.uint8)  # shorter streams end in an unused zero
     for stream, (end, length) in enumerate(zip(np.cumsum(lengths), lengths, strict=True)):
@@ -62,7 +62,7 @@ def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, devic
             column[:] = [coder.code(RAW, byte) for byte in column.tolist()]
         else:
             before = number_of[columns[place - 1]]
-            before[before == lacking] = 0  # the model reads its first symbol there
+            before[before == lacking] = 0  # the model reads symbol 0 instead
             with device.autocast():
                 out = model(torch.from_numpy(before)[:, None].to(device.device), state)
             state, log_probabilities = out.state, out.logits[:, 0].cpu().double().log_softmax(dim=1)
@@ -87,15 +87,15 @@ def stream_lengths(n_bytes: int, streams: int) -> list[int]:
 
 
 def pack(header: dict, code: bytes) -> bytes:
-    """A file's bytes; ``header`` has ``CONDITIONS``, which must be equal to decode it, and ``FILE`` less the CRC."""
+    """The bytes of a file. ``header`` has ``CONDITIONS``, which must be equal for decoding, and ``FILE`` without the CRC."""
     text = json.dumps(header | {"checksum": zlib.crc32(code)}, separators=(",", ":"))
-    deflater = zlib.compressobj(9, zdict=USUAL)  # beside 60 kB of code another 200 bytes of header would be seen
+    deflater = zlib.compressobj(9, zdict=USUAL)  # beside 60 kB of code, 200 more bytes of header would show
     packed = deflater.compress(text.encode()) + deflater.flush()
     return MAGIC + len(packed).to_bytes(2, "big") + packed + code
 
 
 def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
-    """Header and code of a file's bytes; ValueError, which begins with ``key``, where it is none or damaged."""
+    """Header and code from a file's bytes; ValueError, beginning with ``key``, if the file is damaged or none of ours."""
     if not content.startswith(MAGIC):
         raise ValueError(f"{key}: is no file of this format ({MAGIC.decode()}); allowed is what bench.compress wrote")
     end = 6 + int.from_bytes(content[4:6], "big")
@@ -169,7 +169,7 @@ def main(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="decompress")
 def decompress(cfg: DictConfig) -> None:
-    """Write what was coded, whole and with its SHA-256; ValueError, and nothing written, where anything differs."""
+    """Write the decoded file if its SHA-256 is right; ValueError, with nothing written, if anything differs."""
     file, out = (checked(cfg[key], str, key=key) for key in ("file", "out"))
     header, code = unpack(read_input(file, out=out), key=f"file={file}")
     _, how, now = open_run(cfg)

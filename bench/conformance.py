@@ -1,8 +1,8 @@
 """The contract on a small plan: ``variants/conformance/suite.py``, and the promises that need the harness.
 
-A choice that a mechanism accepts must change its output, or comparing it means nothing. Models that differ in one choice get
-equal weights, and their sublayers equal inputs ``[B, T, D]``, in two segments between which the weights change: then cached keys
-differ from recomputed ones.
+A choice that a mechanism accepts must change its output, or comparing choices means nothing. Models that differ in one
+choice get equal weights, and their sublayers equal inputs ``[B, T, D]``, in two segments. The weights change between the
+segments, so cached keys differ from recomputed ones.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ from variants.contract import Position
 
 NEEDED = "needed FLOPs are at most the executed ones"
 LONG = 70
-"""Keys from which heads with different spans have different widths, in steps of 64."""
+"""From so many keys on, heads with different spans have different widths, in steps of 64 keys."""
 Weights = list[dict[str, Tensor]]
-"""Parameters by name, in the first segment and in the second."""
+"""Parameters by name, for the first segment and for the second."""
 
 
 def named_kind(device: str) -> str:
@@ -35,7 +35,7 @@ def named_kind(device: str) -> str:
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """A finding for each promise on the model of a small plan; only the first where it cannot be built."""
+    """A finding for each promise on the model of a small plan; only the first if it cannot be built."""
     vocabulary = plan.data["vocabulary"]
     results = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(results) > 1:
@@ -46,8 +46,8 @@ def findings(plan: Plan) -> list[Finding]:
 
 
 def fast_backend(plan: Plan) -> str | None:
-    """The backend beside ``plain`` on a CPU, in evaluation or in training, or None. ValueError where the plan cannot be built or
-    its backend cannot run; ``findings`` has other errors."""
+    """The backend other than ``plain`` that a CPU uses in evaluation or in training, or None. ValueError if the plan cannot
+    be built or its backend cannot run; other errors are left to ``findings``."""
     try:
         with torch.random.fork_rng(devices=[]):
             sublayers = [sublayer for _, sublayer in plan.make_model().sublayers()]
@@ -60,7 +60,7 @@ def fast_backend(plan: Plan) -> str | None:
 
 
 def in_plain(plan: Plan) -> Plan:
-    """The same in plain PyTorch."""
+    """The same plan with the plain backend."""
     return replace(plan, runtime=replace(plan.runtime, backend="plain"))
 
 
@@ -81,7 +81,7 @@ def needed_at_most_executed(plan: Plan) -> Verdict:
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:
-    """The fast backend against the plain one, with heads of different widths if they can be, else at the plan's span."""
+    """Compares the fast backend with the plain one, with heads of different widths if that runs, else at the plan's span."""
     span = plan.model.span * -(-LONG // plan.model.span)
     fast = replace(plan, model=replace(plan.model, span=span))
     fast = fast if runs(fast) else plan
@@ -127,7 +127,7 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, dict[object, Plan]]]:
         return {value: replace(plan, model=replace(model, **{key: value})) for value in values}
 
     scheme = getattr(plan.scheme, "func", plan.scheme)
-    if span > 1:  # the weight of a single key is 1
+    if span > 1:  # a single key always has weight 1
         if scheme.ways():
             yield "position", scheme.__name__.lower(), {"none": replace(plan, scheme=Position)}
         yield "model.cache", model.cache, changed("cache", *({"kv", "hidden"} - {model.cache}))
@@ -150,8 +150,8 @@ def _weights(model: LanguageModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _answers(model: LanguageModel, weights: Weights, x: Tensor, names: dict) -> Outputs:
-    """Outputs ``[B, T, D]`` of the sublayers of these names, each fed with ``x``. Of a parameter the common part is loaded: a
-    table may have a row for each visible key."""
+    """Outputs ``[B, T, D]`` of the sublayers with these names, each fed with ``x``. Only the common part of a parameter is
+    loaded, because a table may have a row for each visible key."""
     states, parts = dict.fromkeys(names), []
     start = torch.zeros(len(x), dtype=torch.int64)
     for loaded, part in zip(weights, x.chunk(2, dim=1), strict=True):

@@ -1,8 +1,8 @@
-"""Measurements of ``bench.cost`` and ``bench.peers``, in a process of their own: a plan's model, the trainer's update, scoring
-and generation.
+"""Runs the measurements of ``bench.cost`` and ``bench.peers`` in a process of their own: the trainer's update, scoring and
+generation, with a plan's model.
 
-``harness.loop.update.Update`` runs on bytes of the corpus at a learning rate of 0, so that weights and spans stay. Weights have
-noise: hardware is quicker on zeros, and matrices of zeros leave all before them without gradients.
+``harness.loop.update.Update`` runs on bytes of the corpus at a learning rate of 0, so that weights and spans stay. Weights
+have noise, because hardware is faster on zeros, and a matrix of zeros stops the gradients of all that is before it.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ from variants.contract import Spans, State
 
 WARM_STEPS, MEASURED_STEPS, REHEARSED_BYTES = 2, 3, 16
 MIDDLE = 0.5
-"""Fraction of the budget, for the schedule; the rate is 0 at any."""
+"""Fraction of the budget, for the schedule; the rate is 0 at any fraction."""
 NOISE = 0.02
-"""Standard deviation of the noise, as of many initial weights."""
+"""Standard deviation of the noise, usual for initial weights."""
 ONCE = 2**20
 """Numbers drawn at a time, to keep the noise of a large table out of the memory peak."""
 LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
-LEARNED = [sorted(layer, reverse=True) for layer in LEARNED]  # a layer's longest first, so that few heads have it, too
+LEARNED = [sorted(layer, reverse=True) for layer in LEARNED]  # longest first: then few heads have the longest, too
 """Spans of a trained run in keys, a list for each layer with a number for each head."""
 
 
@@ -52,10 +52,10 @@ class Task:
     """A measurement as plain values, to be sent to another process.
 
     Attributes:
-        config: a training run's, resolved; with ``batch.carry`` the streams carry a full state.
-        spans: learned spans: those of a run, or the configuration's initial ones.
-        command: as typed.
-        peer: of ``bench.peers``, in place of the plan's model.
+        config: the resolved configuration of a training run; with ``batch.carry`` the streams carry a full state.
+        spans: values of learned spans: those of a trained run, or the configuration's initial ones.
+        command: the command as typed.
+        peer: a peer of ``bench.peers`` that replaces the plan's model.
     """
 
     config: dict
@@ -65,8 +65,9 @@ class Task:
 
 
 class Subject:
-    """Answers one measurement at a time: identity, build, then memory, because later ones leave freed blocks; ``memory`` are the
-    methods that measure it, in order, ``timed`` the quantities of ``times``, ``kind`` that of its rows."""
+    """Takes one measurement per call: identity, build, and memory before the others, which leave freed blocks. ``memory``
+    names the methods that measure it, in order; ``timed`` the quantities of ``times``; ``kind`` the kind of its
+    rows."""
 
     kind = "cost"
     memory = ("inference_memory", "train_memory")
@@ -83,7 +84,7 @@ class Subject:
         self.batches = Streams(train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False)
 
     def identity(self) -> dict:
-        """Provenance; without the allocator of the C library on a GPU."""
+        """Provenance; on a GPU without the C library's allocator."""
         how = {"corpus": self.corpus, "runtime": self.runtime, "command": self.task.command}
         facts = provenance(self.plan, kind=self.kind, **how)
         return facts | ({"allocator": None} if self.device.type == "cuda" else {})
@@ -91,12 +92,12 @@ class Subject:
     def build(self) -> dict:
         """Make the model, and in stream mode the streams' past; returns ``facts``."""
         _rehearse(self.plan, self.runtime)
-        self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
+        self.meter = PeakMemory(self.device)  # its baseline is taken before the model exists
         random_state.seed(self.plan.seed)
         self.model = self._model().to(self.device)
         self.forward = self.runtime.forward(self.model)
         self.state = self._full_state(self._batch()[0]) if self.warm else None
-        self._generated: tuple[Tensor, State] | None = None  # a stream's last byte, and its state before that
+        self._generated: tuple[Tensor, State] | None = None  # a stream's last byte, and its state before this byte
         self._warmed: set[str] = set()
         return self.facts()
 
@@ -113,7 +114,7 @@ class Subject:
         }
 
     def inference_memory(self) -> dict:
-        """Peak of an evaluation, before anything for training is made, and the carried state of one stream."""
+        """Peak memory of an evaluation, before anything for training exists, and the size of one stream's carried state."""
         self._evaluate()
         gc.collect()
         self.meter.reset()
@@ -125,7 +126,7 @@ class Subject:
         return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}
 
     def train_memory(self) -> dict:
-        """Peak of a training step, and its parts."""
+        """Peak memory of a training step, and its parts."""
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
         self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
@@ -134,7 +135,7 @@ class Subject:
         return sizes | {"optimizer_bytes": optimizer_bytes(optimizers.optimizers.values())} | peak
 
     def step_peak(self) -> dict:
-        """Peak of training steps after warm-up."""
+        """Peak memory of training steps after warm-up."""
         for number in range(WARM_STEPS + MEASURED_STEPS):
             if number == WARM_STEPS:
                 self.meter.reset()
@@ -145,8 +146,8 @@ class Subject:
         return memory | {"approximate": peak.approximate}
 
     def times(self, kind: str, *, seconds: float) -> list[float]:
-        """Milliseconds of each call of ``train``, ``evaluate`` or ``generate``, for so many seconds, and one at least. The first
-        call of the first round does not count unless it is the only one; that of ``generate`` never does: it reads the prompt."""
+        """Milliseconds of each call of ``train``, ``evaluate`` or ``generate`` within ``seconds``, at least one. The first
+        round's first call is left out unless it is the only one. ``generate`` first reads the prompt in an untimed call."""
         call: Callable = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}[kind]
         if kind == "generate" and self._generated is None:
             call()
@@ -156,7 +157,7 @@ class Subject:
         return times_ms if warm else times_ms[1:]
 
     def flops(self) -> dict:
-        """FLOPs counted and needed: per byte of a warm forward, and of the timed step."""
+        """Counted and needed FLOPs, per byte of a warm forward pass and of the timed step."""
         segment = self.plan.batch.segment
         with self.runtime.autocast():
             warm = forward_flops_per_byte(self.model, segment=segment, most_bytes=self.span + 4 * segment)
@@ -196,7 +197,7 @@ class Subject:
 
     @torch.no_grad()
     def _generate(self) -> None:
-        """One byte of one stream: the likeliest after those before it."""
+        """Generate the likeliest next byte of one stream."""
         self.model.eval()
         if self._generated is None:
             inputs = self._batch()[0][:1]
@@ -222,7 +223,7 @@ def full_state(model: LanguageModel, inputs: Tensor, *, span: int, where: Runtim
 
 
 def _rehearse(plan: Plan, where: Runtime) -> None:
-    """A counted step of 16 bytes on another model: libraries that it loads belong to no peak."""
+    """Run a counted step of 16 bytes on another model first, so that no peak contains the libraries that it loads."""
     model = plan.make_model().to(where.device)
     tokens = torch.zeros(1, REHEARSED_BYTES, dtype=torch.int64, device=where.device)
     update = Update(model, plan.make_optimizers(model), where)
@@ -232,7 +233,7 @@ def _rehearse(plan: Plan, where: Runtime) -> None:
 
 @torch.no_grad()
 def shake_(model: nn.Module) -> None:
-    """Add normal noise to every parameter but ``Spans``, equal at every call, and project into the model's range."""
+    """Add normal noise, the same at every call, to all parameters but ``Spans``, and project them into their range."""
     spans = {p for part in model.modules() if isinstance(part, Spans) for p in part.parameters()}
     generator = torch.Generator().manual_seed(0)
     for parameter in (parameter for parameter in model.parameters() if parameter not in spans):
@@ -249,8 +250,7 @@ def learned_spans(model: LanguageModel) -> list[Spans]:
 
 
 def place_spans(model: LanguageModel, *, heads: int) -> None:
-    """Put learned spans at ``LEARNED`` keys, or at the model's span where that is less; layers and heads repeat where the model
-    has more."""
+    """Set learned spans to ``LEARNED`` keys, at most the model's span. Layers and heads repeat if the model has more."""
     for number, part in enumerate(learned_spans(model)):
         keys = LEARNED[number % len(LEARNED)]
         part.place_([keys[head % len(keys)] for head in range(heads)])

@@ -1,6 +1,6 @@
 """W&B's dashboard of all runs: ``python -m bench.dashboard entity=me project=attention-windtunnel``.
 
-It saves a workspace with the panels of ``conf/dashboard.yaml``, and needs an API key, a server and the extra ``dashboard``;
+It saves a workspace with the panels of ``conf/dashboard.yaml``. It needs an API key, a server and the extra ``dashboard``;
 ``python -m bench.report`` makes a page without them.
 """
 
@@ -42,8 +42,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def workspace(sections: list[dict], *, entity: str, project: str, name: str):
-    """W&B's ``Workspace``, which is sent by its ``save``. A panel's ``type`` is a class of W&B's, and all else its keywords; the
-    metrics ``y`` of a curve may have a ``*``."""
+    """A ``Workspace`` of W&B; its ``save`` sends it. A panel's ``type`` is a class of W&B, its other keys are the class's
+    keywords; the metrics ``y`` of a curve may have a ``*``."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
@@ -68,7 +68,7 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
 
 
 def pattern_of(metric: str) -> str:
-    """A regular expression of a panel's metric; ``*`` is one sublayer, never the pool of all."""
+    """A regular expression for a panel's metric; ``*`` matches one sublayer, never the pool of all."""
     return "^" + re.escape(metric).replace(r"\*", r".*\..*") + "$"
 
 

@@ -1,7 +1,7 @@
 """Score a checkpoint under another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
 
-Of valid, the bytes that chose the weights are left out, as in the run. Each call appends one row with its protocol to
-``evaluations.jsonl`` of the run folder, with bits per byte by context in windows that start cold, drawn in ``context.png``.
+The score depends on streams, segment and span; on valid, bytes that selected the weights are left out. Each call appends a
+row to the run's ``evaluations.jsonl``, with protocol and bits per byte by context in windows without past (``context.png``).
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def main(cfg: DictConfig) -> None:
     path = Path(cfg.run)
     opened = open_trained(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
     plan, saved = opened.plan, opened.saved
-    refuse_links(path, key="run")  # a row and a figure are put there
+    refuse_links(path, key="run")  # a row and a figure are written there
     checked(cfg.split, Literal["train", "valid", "test"], key="split")
     keys = ("streams", "segment", "span", "context")
     asked = {key: checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
@@ -89,7 +89,7 @@ def show(row: dict, folder: Path) -> None:
 
 
 def draw_context(curve: list[dict], path: Path, **titles: str) -> Path:
-    """Bits per byte against bytes of context, as steps; ``curve`` as rows have it."""
+    """Plot bits per byte against bytes of context, as steps; ``curve`` is a row's ``context_curve``."""
     from bench.report.drawing import BLUE, panels, save, styled
 
     with styled():

@@ -1,8 +1,8 @@
-"""Evidence: the runs of one stage of the front page, each on a core of its own: ``python -m bench.evidence stage=b path=FILE``.
+"""Evidence: runs a stage of the front page, each run on its own core: ``python -m bench.evidence stage=b path=FILE``.
 
-``conf/evidence.yaml`` has the cells of a stage: points of a sweep's grid, rates one step beyond those with a row, and spans
-replayed from a run of the same seed. A run becomes one line of ``<rows>/<table>.jsonl``: cell, summary, configuration and scores.
-A cell with a line is skipped on any machine; an interrupted run goes on in its folder.
+``conf/evidence.yaml`` defines the cells of a stage: points of a sweep's grid, rates one step beyond those with a row, and
+spans replayed from a run of the same seed. Each run writes a line of ``<rows>/<table>.jsonl``: cell, summary, configuration
+and scores. A cell with a line is skipped on any machine; an interrupted run continues in its folder.
 """
 
 import json
@@ -29,19 +29,19 @@ ROOT = Path(__file__).resolve().parents[1]
 MADE = {"sweep=recall", "sweep=skills"}
 """Sweeps that read no file."""
 RATE = "++variant.lr_scale.muon"
-"""The word of the sweep of rates: a factor of ``optim.lr``."""
-LEAST = 3  # rates of a mechanism before one is picked
+"""The key that the sweep of rates varies: a factor of ``optim.lr``."""
+LEAST = 3  # rates that a mechanism must have before one is picked
 RECORDED = (0, BUG, Diverged.exit_code)
-"""Exit codes of runs that count; after others the cell is run again."""
+"""Exit codes of runs that count; after another code, the cell is run again."""
 
 
 def cell_of(line: dict) -> dict[str, str]:
-    """The words of a line of ``bench.evidence``, by key."""
+    """The values of a line's cell, by key."""
     return dict(word.split("=", 1) for word in line["cell"])
 
 
 def tried(file: Path) -> dict[str, dict[float, float]]:
-    """Bits per byte of valid by mechanism and factor, infinite for a failed run; empty without the file."""
+    """Bits per byte on valid by mechanism and factor, infinite for a failed run; empty without the file."""
     scores: dict[str, dict[float, float]] = {}
     for line in read_rows(file):
         cell, summary = cell_of(line), line["summary"]
@@ -51,7 +51,7 @@ def tried(file: Path) -> dict[str, dict[float, float]]:
 
 
 def beyond(scores: dict[float, float]) -> float | None:
-    """The factor beyond the best one if that is at an end of ``LEAST`` or more."""
+    """The factor one step beyond the best, if the best is at an end of at least ``LEAST`` factors; else None."""
     best = min(scores, key=scores.get)
     if len(scores) < LEAST or min(scores) < best < max(scores):
         return None
@@ -60,8 +60,8 @@ def beyond(scores: dict[float, float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A run: the ``words`` of its command, the ``file`` of its line, whether it is also scored by ``context``, and the words of
-    the ``source`` whose spans it takes, if any, or their ``mean``."""
+    """A run: the ``words`` of its command, the ``file`` for its line, and whether it is also scored by ``context``. If it
+    takes spans from another run, ``source`` has that run's words; with ``mean`` it takes the mean of these spans."""
 
     words: tuple[str, ...]
     file: Path
@@ -70,12 +70,12 @@ class Cell:
     mean: bool = False
 
     def line(self, words: tuple[str, ...]) -> dict | None:
-        """What the file has for a cell of these words."""
+        """The file's line for a cell of these words, or None."""
         return next((line for line in read_rows(self.file) if tuple(line["cell"]) == words), None)
 
 
 def sweep_params(sweep: str) -> dict[str, object]:
-    """The grid of a file of ``conf/sweep``, with that of a sweep that it begins with."""
+    """The grid of a file of ``conf/sweep``, with the grids of the sweeps in its defaults."""
     read = OmegaConf.to_container(OmegaConf.load(Path(CONF, "sweep", f"{sweep}.yaml")))
     begin = [name for name in read["defaults"] if isinstance(name, str)]
     params = read["hydra"]["sweeper"]["params"]
@@ -83,8 +83,8 @@ def sweep_params(sweep: str) -> dict[str, object]:
 
 
 def cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str]) -> list[Cell]:
-    """All points of a stage's grids, seeds outermost; ``replays``: the variants that learn spans (``source``), take them
-    (``spans``), and take their ``mean``."""
+    """All points of a stage's grids, seeds outermost; ``replays``: the variant that learns spans (``source``), the
+    one that takes them (``spans``), and the one that takes their ``mean``."""
     every = []
     for grid in grids:
         file = rows / f"{grid.get('table', grid['sweep'])}.jsonl"
@@ -106,14 +106,14 @@ def cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str,
 
 
 def short(row: dict) -> dict:
-    """A row of a record without what the summary has: identity, protocol and the last metrics."""
+    """A row of a record without identity, protocol and last metrics, which the summary has."""
     if row["kind"] == "provenance":
         return {key: row[key] for key in ("kind", "config") if key in row}
     return {key: value for key, value in row.items() if key not in ("metrics", "protocol")}
 
 
 def span_word(line: dict | None, *, mean: bool) -> str:
-    """Spans of a run's line as the word that replays them; ValueError if it has none."""
+    """The word that replays the spans of a run's line; ValueError if the line has none."""
     metrics = (line or {}).get("summary", {}).get("valid_metrics") or {}
     layers = {int(key.split(".")[1]): spans for key, spans in metrics.items() if key.endswith(".span")}
     if not layers:
@@ -125,13 +125,13 @@ def span_word(line: dict | None, *, mean: bool) -> str:
 
 @dataclass
 class Runner:
-    """Runs cells, each in a child on the core of the thread that waits for it.
+    """Runs each cell in a child process, on the core of the thread that waits for it.
 
     Attributes:
-        outputs: of the run folders, one folder a cell.
+        outputs: the folder of the run folders, one per cell.
         path: ``data.path`` of the runs that read enwik8.
-        futures: by the words of their cells, in order of start.
-        children: running ones.
+        futures: futures by the words of their cells, in order of start.
+        children: child processes that run.
     """
 
     outputs: Path
@@ -140,7 +140,7 @@ class Runner:
     children: list[subprocess.Popen] = field(default_factory=list)
 
     def run(self, cell: Cell) -> None:
-        """Train, score, and write the line; ValueError without one."""
+        """Train, score and write the line; ValueError if the run gives none."""
         if cell.source in self.futures:
             wait([self.futures[cell.source]])
         folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
@@ -165,7 +165,7 @@ class Runner:
         print(f"{' '.join(cell.words)}: {line['summary']['status']}", flush=True)
 
     def child(self, *words: str) -> int:
-        """The exit code of a Python process."""
+        """Run a Python process; returns its exit code."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with (self.outputs / "log.txt").open("ab") as log:
             process = subprocess.Popen(
@@ -185,7 +185,7 @@ def _take_core(cores: list[int]) -> None:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evidence")
 def main(cfg: DictConfig) -> None:
-    """Run the rest of a stage; ValueError for cells without a row then."""
+    """Run the cells of a stage that have no row; ValueError for those that still have none."""
     if cfg.stage not in cfg.stages:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)

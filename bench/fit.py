@@ -1,12 +1,12 @@
 """Will it fit? ``python -m bench.fit variant=V model=base device_memory=24GiB``, without the hardware.
 
-The trainer's update runs on fake tensors, with shapes and without data, under torch's ``MemTracker``: peak memory by cause, and
-the largest batch within the device's memory. Learned spans are initial ones.
+The trainer's update runs on fake tensors, which have shapes but no data, under torch's ``MemTracker``. This gives peak
+memory by cause, and the largest batch within the device's memory. Learned spans have their initial values.
 
-Predicted is one process, not compiled; on a CPU within 10% of the measured peak (``tests/test_fit.py``). For a GPU (any
-``runtime.device`` but ``cpu``) it is a CPU's memory at the GPU's precision, with attention a few queries at a time in place of
-kernels: not verified, as its table says. Left out: memory of kernels, libraries and allocators (a CUDA context is about half a
-GiB), and on a CPU the corpus and freed blocks of the C library.
+The prediction is for one process, not compiled. On a CPU it is within 10% of the measured peak (``tests/test_fit.py``). For
+a GPU (any ``runtime.device`` but ``cpu``) it is a CPU's memory at the GPU's precision, with chunked attention in place of
+kernels. This is not verified, as the table says. Left out: memory of kernels, libraries and allocators (a CUDA context is
+about half a GiB), and on a CPU the corpus and freed blocks of the C library.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from harness.record.table import Column, Table, print_table
 VERB_KEYS = ("device_memory", "devices")
 CPU = torch.device("cpu")
 MOST_STREAMS = 2**12
-"""At which the search ends."""
+"""The search for the most streams ends here."""
 CAUSES = {
     "parameters": "weights and buffers",
     "gradients": "those that are there at the peak",
@@ -93,8 +93,8 @@ def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: i
 
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Peak memory of a training step in warm state at initial parameters, of so many ``streams`` or the plan's: ``backend``,
-    ``split`` by ``CAUSES``, and its sum, ``predicted_peak_bytes``. ValueError for a mechanism that cannot be predicted."""
+    """Peak memory of a training step with a full past and initial parameters, for ``streams`` or the plan's number. Returns
+    ``backend``, ``split`` by ``CAUSES`` and its sum ``predicted_peak_bytes``. ValueError if it cannot be predicted."""
     batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
     device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager(plan), batch=batch)
     with torch.random.fork_rng(devices=[]):
@@ -116,7 +116,7 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
 
 
 def kind_of(plan: Plan) -> str:
-    """``cpu`` or ``cuda``: what ``runtime.device`` is predicted as."""
+    """``cpu`` or ``cuda``: the kind of device that the prediction is for."""
     return "cpu" if plan.runtime.device.partition(":")[0] == "cpu" else "cuda"
 
 
@@ -131,7 +131,7 @@ def eager(plan: Plan) -> Plan:
 
 
 def make_fake(model: nn.Module) -> None:
-    """Parameters and buffers without data, shared ones still shared; call it under a ``FakeTensorMode``."""
+    """Replace parameters and buffers by fake ones, still shared if they were; call this under a ``FakeTensorMode``."""
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -149,9 +149,9 @@ def _split(plan: Plan, model: LanguageModel) -> dict[str, int]:
     """Bytes of each cause at the peak of a step after warm-up."""
     b, span = plan.batch, plan.model.span
     runtime = Runtime(device=CPU, precision=plan.runtime.precision, compile=False)
-    model.project_ = lambda: None  # on the instance: it was projected, and fake parameters have no values
+    model.project_ = lambda: None  # on this instance: it is already projected, and fake parameters have no values
     optimizers = plan.make_optimizers(model)
-    optimizers.may_update = lambda: True  # there is no value to ask for
+    optimizers.may_update = lambda: True  # fake gradients have no value to test
     update = Update(model, optimizers, runtime, accumulate=b.accumulate)
     inputs, targets = (torch.zeros(b.streams, b.segment, dtype=torch.int64) for _ in range(2))
     past = torch.zeros(b.streams, max(span, b.segment), dtype=torch.int64)
@@ -163,14 +163,14 @@ def _split(plan: Plan, model: LanguageModel) -> dict[str, int]:
     state_bytes = tracker.get_tracker_snapshot()[CPU]["Optstate"]
 
     def tracked(*args, **kwargs):
-        tracker.reset_mod_stats()  # it follows one forward of a model, and accumulation makes several
+        tracker.reset_mod_stats()  # the tracker follows one forward of a model; accumulation makes several
         return forward(*args, **kwargs)
 
     update.forward = tracked
     with tracker:
         update(inputs, targets, state, fraction=0.5)
     peak = tracker.get_tracker_snapshot("peak")[CPU]
-    optimizer_bytes = min(state_bytes, peak["Optstate"])  # what an update makes for itself is counted there, too
+    optimizer_bytes = min(state_bytes, peak["Optstate"])  # temporary tensors of an update count as Optstate, too
     return {
         "parameters": peak["Parameter"] + peak["Buffer"],
         "gradients": peak["Gradient"],

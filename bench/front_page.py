@@ -1,5 +1,5 @@
-"""Front page: README's table and picture and ``docs/results.md`` from ``bench/results``: ``python -m bench.front_page`` writes
-between two markers of each page, and a test holds the text against the rows."""
+"""Writes README's table and picture and ``docs/results.md`` from ``bench/results``: ``python -m bench.front_page`` replaces
+the text between two markers of each page. A test compares the text with the rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +42,7 @@ def between_markers(page: str, block: str, *, name: str) -> str:
 
 
 def readme_table(folder: Path) -> str:
-    """A row for each mechanism of ``front``, the best on test first, between rows of byte counts and compressors."""
+    """A row for each mechanism of ``front``, for byte counts and for compressors, the best on test first."""
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
     if not len(runs):
         return "These runs are under way: so far [the learning rates](docs/results.md#learning-rates) are chosen."
@@ -59,7 +59,7 @@ def readme_table(folder: Path) -> str:
 
 
 def picture(folder: Path) -> bytes:
-    """PNG: each mechanism's difference from the reference, with 95% intervals, and bits of a copied byte by distance."""
+    """A PNG of each mechanism's difference from the reference, with 95% intervals, and bits of a copied byte by distance."""
     from bench.report import drawing  # late: matplotlib
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
@@ -95,7 +95,7 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
 
 
 def _draw_recall(ax, heat: pd.DataFrame) -> None:
-    """Cells of bits, mechanisms by the distances in bytes from which letters are copied."""
+    """Draw bits of a copied byte: a row per mechanism, a column per distance in bytes."""
     from bench.report.drawing import FONT_POINTS, INK
 
     ax.imshow(heat.to_numpy(), cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")

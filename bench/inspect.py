@@ -1,8 +1,7 @@
 """What a trained run looks at: ``python -m bench.inspect run=outputs/latest [text=FILE or 'some words']``.
 
-Writes figures into the run folder: ``inspect_attention.png``, maps of every layer and head over the first bytes of ``text``, or
-of the
-run's reported valid; ``inspect_spans.png``, how far back each head looks.
+Writes two figures into the run folder. ``inspect_attention.png`` has maps of every layer and head over the first bytes of
+``text``, or of the run's reported valid. ``inspect_spans.png`` shows how far back each head looks.
 """
 
 import math
@@ -67,7 +66,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, subtitle: str) -> None:
-    """Maps ``[H, T, T]`` of every layer: a row of panels a layer, a panel a head."""
+    """Draw maps ``[H, T, T]`` of every layer: a row of panels per layer, a panel per head."""
     heads = max(map(len, maps.values()))
     side = min(max(1.3, 9.0 / heads), 3.2)
     size = {"width": max(6.5, side * heads + 1.3), "height": side * len(maps) + 1.4}
@@ -91,7 +90,7 @@ def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, su
 
 
 def draw_reach(maps: Mapping[str, np.ndarray], seen: Mapping[str, Inspection], path: Path, **titles: str) -> None:
-    """How far back half and nine tenths of each head's attention lie, and the end of its soft mask, if any."""
+    """Draw how far back half and nine tenths of each head's attention lie, and the end of its soft mask, if any."""
     titles |= {"title": f"How far heads look back: {titles['title']}"}
     figure, (ax,) = panels(1, 1, width=max(6.5, 1.2 + 0.9 * len(maps)), height=4.4, **titles)
     for place, (name, layer) in enumerate(maps.items()):
@@ -115,14 +114,15 @@ def draw_reach(maps: Mapping[str, np.ndarray], seen: Mapping[str, Inspection], p
 
 
 def layer_names(names: Iterable[str]) -> list[str]:
-    """``layers.3.attention`` as ``3``, unless a layer has two such sublayers."""
+    """Shorten ``layers.3.attention`` to ``3``, unless a layer has two such sublayers."""
     names = [name.removeprefix("layers.") for name in names]
     short = [name.partition(".")[0] for name in names]
     return short if len(set(short)) == len(names) else names
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """Distance within which a ``share`` of the mass of maps ``[H, T, T]`` lies, of queries of the second half: ``[H]``."""
+    """The distance ``[H]`` within which a ``share`` of the mass of maps ``[H, T, T]`` lies, over queries of the second
+    half."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
     mass = np.stack([np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps])

@@ -1,8 +1,7 @@
 """One entry of ``bench.peers``: a variant of ours, the reference model, or a package's model.
 
-Every entry takes whole training steps on the same bytes in the same order: forward, loss, backward, optimizer; ours the
-trainer's.
-Packages are built as they document it, without dropout. All weights have noise.
+Every entry takes whole training steps on the same bytes in the same order: forward, loss, backward and optimizer. A variant
+of ours takes the trainer's step. Packages are built as they document it, without dropout. All weights have noise.
 """
 
 from functools import partial
@@ -22,14 +21,14 @@ from harness.record.folder import config_hash
 
 REFERENCE, TRANSFORMERS = "reference_model", "x-transformers"
 PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS}
-"""Each peer's package, as pip calls it. Shares are of the first one's speed."""
+"""Each peer's package, by pip's name. Speeds are shares of the first peer's."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
 
 
 class ReferenceModel(nn.Module):
     """The least transformer that a competent user writes in PyTorch: pre-norm, ``scaled_dot_product_attention``, a GELU
-    feed-forward of four times the width, learned positions, no biases but those of the norms. It sees the segment and
-    has 2 V D + T D + layers (12 D^2 + 4 D) + 2 D parameters.
+    feed-forward of four times the width, learned positions, no biases but those of the norms. It sees only the segment,
+    and has 2 V D + T D + layers (12 D^2 + 4 D) + 2 D parameters.
     """
 
     def __init__(self, *, vocabulary: int, d_model: int, layers: int, heads: int, longest: int):
@@ -59,7 +58,8 @@ class ReferenceModel(nn.Module):
 
 
 def build_peer(name: str, plan: Plan) -> nn.Module:
-    """A peer in the sizes of a plan: bytes ``[B, T]`` to logits; RuntimeError with what a package says where it cannot be had."""
+    """A peer in the sizes of a plan: bytes ``[B, T]`` to logits; RuntimeError with the package's message if there is
+    none."""
     m, vocabulary, longest = plan.model, plan.data["vocabulary"], plan.batch.segment
     if name == REFERENCE:
         sizes = {"d_model": m.d_model, "layers": m.layers, "heads": m.heads}
@@ -76,7 +76,7 @@ def build_peer(name: str, plan: Plan) -> nn.Module:
 
 
 def version(package: str) -> str | None:
-    """Of the installed package, or None."""
+    """The version of the installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -84,7 +84,7 @@ def version(package: str) -> str | None:
 
 
 class Worker(Subject):
-    """An entry's answers."""
+    """Takes the measurements of one entry."""
 
     kind, memory, timed = "peers", ("train_memory",), ("train",)
 
@@ -100,7 +100,7 @@ class Worker(Subject):
     def build(self) -> dict:
         """Make the model; returns ``facts``."""
         if self.task.peer:
-            build_peer(self.task.peer, self.plan)  # what a package loads belongs to no model
+            build_peer(self.task.peer, self.plan)  # no model's memory contains what a package loads
         return super().build()
 
     def facts(self) -> dict:
@@ -112,7 +112,7 @@ class Worker(Subject):
         return {"parameters": parameters | touched, "backend": backend_of(self.model, self.runtime)}
 
     def train_memory(self) -> dict:
-        """Peak of training steps after warm-up."""
+        """Peak memory of training steps after warm-up."""
         if self.task.peer:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
             return self.step_peak()
@@ -120,12 +120,12 @@ class Worker(Subject):
         return {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
 
     def times(self, kind: str, *, seconds: float) -> list[float]:
-        """Milliseconds of each training step, for so many seconds, two at least, after one that is not timed."""
+        """Milliseconds of each training step within ``seconds``, at least two, after an untimed one."""
         clock = {"synchronise": self.runtime.synchronise, "most_seconds": seconds}
         return times(self._train, **clock, least_calls=2, warm_calls=1)
 
     def flops(self) -> dict:
-        """None: the table has speed and memory."""
+        """No FLOPs: the table has only speed and memory."""
         return {}
 
     def _model(self) -> nn.Module:

@@ -1,8 +1,8 @@
-"""Our variants beside a minimal PyTorch transformer (``reference_model``) and x-transformers, timed in turn:
+"""Times our variants, a minimal PyTorch transformer (``reference_model``) and x-transformers in turn:
 ``python -m bench.peers model=small context=512``.
 
-All have the same bytes in the same order, width, layers, heads, context, streams, threads and precision, no dropout, no carried
-state, and AdamW. Rows go to ``rows=FILE`` or to ``outputs/bench/<time>-peers/rows.jsonl``.
+All have the same bytes in the same order, the same width, layers, heads, context, streams, threads and precision, and AdamW.
+None has dropout or carried state. Rows go to ``rows=FILE`` or to ``outputs/bench/<time>-peers/rows.jsonl``.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ JOB = "language model"
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings:
-    """``conf/peers.yaml`` says what they mean."""
+    """The keys of ``conf/peers.yaml``, which says what they mean."""
 
     rows: str | None
     rounds: Annotated[int, Gt(0)]
@@ -57,7 +57,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def entries_of(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
-    """Peers and variants, not begun, the reference first; ValueError naming the key."""
+    """Entries of peers and variants, not yet measured, the reference first; ValueError naming the key."""
     from bench.cost_worker import Task
     from bench.peer_workers import PACKAGES
     from bench.planning import recompose, typed_command
@@ -67,7 +67,7 @@ def entries_of(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
     plans |= {name: planned(recompose("peers", f"variant={name}", verb_keys=VERB_KEYS)) for name in variants}
     entries = []
     for name, plan in plans.items():
-        plan.make_model()  # complains before anything runs
+        plan.make_model()  # raises before anything runs
         peer, command = name if name in PACKAGES else None, typed_command("peers")
         task = Task(config=plan.config, peer=peer, command=command)
         entries.append(Entry(name=name, task=task))
@@ -93,8 +93,8 @@ def row_of(entry: Entry, reference: Entry) -> dict:
 
 
 def ratios(entry: Entry, reference: Entry) -> list[float]:
-    """Speed of an entry as a share of the reference's, in each round of both: all train on as many bytes a step."""
-    rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # a failed one has fewer
+    """An entry's speed as a share of the reference's, for each round of both; all steps train on equally many bytes."""
+    rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # a failed entry has fewer
     return [median(theirs) / median(ours) for ours, theirs in rounds]
 
 

@@ -1,5 +1,5 @@
-"""Plans from a verb's configuration or from a run folder, checked as a training run is. ``conf/bench.yaml`` has the groups of a
-training run, and a verb's file adds keys: what is measured is what ``train.py`` would run with the same words."""
+"""Plans from a verb's configuration or from a run folder, checked as for a training run. ``conf/bench.yaml`` has the groups
+of a training run, and a verb's file adds keys. So a verb measures what ``train.py`` would run with the same words."""
 
 import json
 import re
@@ -40,37 +40,37 @@ def own_keys(cfg: DictConfig, *names: str) -> dict:
 
 
 def recompose(verb: str, *overrides: str, verb_keys: tuple[str, ...], leave: tuple[str, ...] = ()) -> DictConfig:
-    """The training part of the words that the user typed for ``verb``, except for keys in ``leave``, with ``overrides`` after
-    them; inside a command of Hydra's only."""
+    """The training run's configuration from the words typed for ``verb``, without keys in ``leave``, then ``overrides``. It
+    works only inside a Hydra command."""
     cfg = compose_typed(verb, *overrides, leave=leave)
     own_keys(cfg, *verb_keys)
     return cfg
 
 
 def compose_typed(verb: str, *overrides: str, leave: tuple[str, ...] = ()) -> DictConfig:
-    """The same with the verb's own keys, and unresolved."""
+    """The same, but unresolved and with the verb's own keys."""
     from hydra import compose
     from hydra.core.hydra_config import HydraConfig
 
     typed = HydraConfig.get().overrides
     for word in overrides:
-        if re.search(COMMAND_LINE_ONLY, word.partition("=")[0]):  # a file's words, perhaps
-            raise ValueError(f"words of {verb}: {word}: hydra.* and trust count from the command line only")
+        if re.search(COMMAND_LINE_ONLY, word.partition("=")[0]):  # it may come from a file
+            raise ValueError(f"words of {verb}: {word}: hydra.* and trust may be set on the command line only")
     search = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
     words = [word for word in typed.task if re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0] not in leave]
     return compose(verb, overrides=[*search, *words, *overrides])
 
 
 def typed_command(verb: str) -> str:
-    """What was typed, for provenance."""
+    """The command as typed, for provenance."""
     return shlex.join(["python", "-m", f"bench.{verb}", *sys.argv[1:]])
 
 
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
-    """The part of a row on plan, code, data and machine."""
+    """The fields of a row about plan, code, data and machine."""
     digests = {"config_hash": folder.config_hash(plan.config, pinned=PINNED)}
     digests["source"] = source.digest(plan.config, trust=plan.trust, measuring=True)
-    config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text, for JSON
+    config = json.loads(json.dumps(plan.config))  # layer numbers are keys, which JSON needs as text
     facts = {"corpus": corpus, "runtime": runtime, "command": command, "measuring": True}
     return {"kind": kind, "config": config, **summary.provenance(plan, **facts, **digests)}
 
@@ -85,9 +85,9 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str) -> Plan:
-    """The plan of anybody's run, to be computed as ``runtime`` says; ValueError naming folder, file and key. Nothing in the
-    folder is trusted: its configuration has plain values only, and names classes of our modules and of this command's ``trust``
-    alone."""
+    """The plan of any run, to be computed as ``runtime`` says; ValueError naming folder, file and key. The folder is not
+    trusted: its configuration may have plain values only, and may name only classes of our modules and of this command's
+    ``trust``."""
     what = f"{key}={path}"
     config = read_config(path / CONFIG, what=what)
     try:
@@ -106,8 +106,8 @@ class Trained(NamedTuple):
     key: str
 
     def model(self, *, span: int | None = None) -> LanguageModel:
-        """The plan's model with the weights, on the CPU; a query sees ``span`` bytes, or as many as in the run. ValueError where
-        the weights do not fit."""
+        """The plan's model with the weights, on the CPU; a query sees ``span`` bytes, or as many as in the run. ValueError
+        where the weights do not fit."""
         model = self.plan.make_model()
         load_weights(model, self.best["model"], what=self.key)
         if span is not None and span != self.plan.model.span:
@@ -116,7 +116,7 @@ class Trained(NamedTuple):
         return model
 
     def on_device(self, *, span: int | None = None) -> tuple[LanguageModel, Runtime]:
-        """The same on the plan's device, with the backend that is right there."""
+        """The same on the plan's device, with the backend that is chosen there."""
         device = runtime.start(self.plan.runtime)
         model = self._replace(plan=settled(self.plan, device)).model(span=span)
         return model.to(device.device), device
@@ -129,13 +129,13 @@ class Trained(NamedTuple):
         return corpus
 
     def symbols(self) -> bytes:
-        """The byte of each number of its vocabulary; below 256 numbers this reads the corpus."""
+        """The byte of each number of the vocabulary; for fewer than 256 numbers this reads the corpus."""
         return bytes(range(256)) if self.plan.data["vocabulary"] == 256 else self.corpus().symbols
 
 
 def open_trained(path: Path, *, key: str, runtime: DictConfig | None = None, trust: list | str) -> Trained:
-    """Open a run folder, of which nothing is trusted; ValueError naming ``key``, the folder and what is wrong. Without
-    ``runtime``: that of ``conf``, in float32 on the CPU."""
+    """Open a run folder, which is not trusted; ValueError naming ``key``, the folder and what is wrong. Without ``runtime``,
+    it is that of ``conf``, in float32 on the CPU."""
     if runtime is None:
         plain = {"device": "cpu", "precision": "float32", "compile": False}
         runtime = OmegaConf.merge(OmegaConf.load(f"{CONF}/runtime/default.yaml"), plain)

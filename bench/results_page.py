@@ -43,13 +43,13 @@ COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", 
 COLUMNS += ("copies", "compressors", "context", "rate", "machine", "ground")
 SEEDS = 3
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs of a byte, %": "flops"}
-"""What claims are measured in: columns of ``read_runs``."""
+"""The column of ``read_runs`` for each measure of a claim."""
 NOT, FEW, OPEN, HOLDS = "does not", "too few seeds", "not separated", "holds"
 HEAD = "| claim | compared | in | must be | n | difference, 95% interval | verdict |\n|---|---|---|---|---|---|---|"
 
 
 def read_runs(path: Path) -> pd.DataFrame:
-    """Runs of a file of ``bench.evidence``, one row each, with ``COLUMNS``; numbers of finished runs only."""
+    """Runs of a file of ``bench.evidence``, one row each, with ``COLUMNS``; only finished runs have numbers."""
     rows = []
     for line in read_rows(path):
         cell, run = cell_of(line), line["summary"]
@@ -68,7 +68,7 @@ def read_runs(path: Path) -> pd.DataFrame:
 
 
 def _ground(summary: dict) -> str:
-    """What all runs of a table share; context and span follow from a mechanism's sizes."""
+    """A text of what all runs of a table share, without context and span: these follow from a mechanism's sizes."""
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
     shared = [summary["data"]["sha256"], protocol, *(summary[key] for key in ("budget", "precision"))]
     return json.dumps([*shared, summary["numerics"]["shared"]], sort_keys=True)
@@ -90,7 +90,7 @@ def _words(pair: Paired, *, form: str) -> str:
 
 
 def paired_with(runs: pd.DataFrame, variant: str) -> Paired | None:
-    """Differences on test from the reference of the same seeds; None where there is no such seed."""
+    """Differences on test from the reference over common seeds; None if there is no common seed."""
     finished = runs[runs["status"] == "finished"].pivot_table(index="seed", columns="variant", values="test")
     if variant == REFERENCE or not {variant, REFERENCE} <= set(finished.columns):
         return None
@@ -99,13 +99,13 @@ def paired_with(runs: pd.DataFrame, variant: str) -> Paired | None:
 
 
 def difference(runs: pd.DataFrame, variant: str) -> str:
-    """``-0.0070 ± 0.0031``, with the number of seeds where it is one; nothing for the reference."""
+    """``-0.0070 ± 0.0031``, or with ``(n=1)`` for one seed; empty for the reference."""
     pair = paired_with(runs, variant)
     return "" if pair is None else _words(pair, form="+.4f")
 
 
 def copies(runs: pd.DataFrame) -> pd.DataFrame:
-    """Mean bits of a copied byte, mechanisms by distances in bytes; the mechanism that recalls most first."""
+    """Mean bits of a copied byte: a row per mechanism, the best recall first, and a column per distance in bytes."""
     rows = {name: pd.DataFrame([*filter(None, same["copies"])]).mean() for name, same in best_first(runs)}
     frame = pd.DataFrame(rows).T.rename(columns=int).sort_index(axis=1)
     return frame.sort_values(by=[*frame.columns], key=lambda bits: bits > 1, kind="stable")
@@ -172,8 +172,8 @@ def _edges(point: dict) -> str:
 
 
 def verdict_table(runs: pd.DataFrame) -> str:
-    """Each part of a claim of ``bench/claims.yaml``: the mean of paired differences over common seeds, with its 95% t-interval,
-    not corrected for their number. ValueError for runs of more than one protocol."""
+    """Each part of a claim of ``bench/claims.yaml``: the mean of paired differences over common seeds, with its 95%
+    t-interval, not corrected for the number of claims. ValueError for runs of more than one protocol."""
     if len(grounds := sorted(runs["ground"].dropna().unique())) > 1:
         raise ValueError("rows differ in data, protocol, budget or arithmetic:\n" + "\n".join(grounds))
     table = [HEAD]
@@ -194,7 +194,7 @@ def verdict_table(runs: pd.DataFrame) -> str:
 
 
 def differences(runs: pd.DataFrame, variant: str, rival: str, measure: str) -> pd.Series:
-    """Of all matched seeds, in bits or percent; NaN for one without a score."""
+    """Differences over all matched seeds, in bits or percent; NaN for a seed without a score."""
     column = MEASURES[measure]
     values = [runs[runs["variant"] == name].set_index("seed")[column].astype(float) for name in (variant, rival)]
     a, b = pd.concat(values, axis=1, join="inner").sort_index().T.to_numpy()
@@ -203,7 +203,7 @@ def differences(runs: pd.DataFrame, variant: str, rival: str, measure: str) -> p
 
 def judge(differences: list[float], *, must: str, margin: float) -> tuple[str, str]:
     """The verdict on differences that must be below the margin, or within it on both sides (*the same*), and their interval:
-    *holds*: it lies inside; *does not*: outside; *not separated*: it covers both."""
+    The interval lies inside: *holds*; outside: *does not*; on both sides of a margin: *not separated*."""
     if len(differences) < 2:
         return FEW, "".join(f"{difference:+.4f}" for difference in differences)
     pairs = paired(differences)
@@ -221,7 +221,7 @@ def recall_table(runs: pd.DataFrame) -> str:
 
 
 def skills_table(path: Path) -> str:
-    """Bits of answers, mechanisms by skill and label."""
+    """Bits of answers: a row per mechanism, a column per skill and label."""
     cells: dict[str, dict[str, str]] = {}
     for line in read_rows(path):
         cell, answers = cell_of(line), line["summary"].get("test_bits_per_copy") or {}
@@ -232,7 +232,7 @@ def skills_table(path: Path) -> str:
 
 
 def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
-    """One table a quantity, mechanisms by spans."""
+    """One table per quantity: a row per mechanism, a column per span."""
     measured = [row for row in read_rows(path) if row["mode"] == "stream"]
     lengths = [f"{length:,}" for length in sorted({row["length"] for row in measured})]
     for title, (scale, keys) in COSTS.items():
@@ -257,12 +257,12 @@ def rates_table(path: Path) -> str:
 
 
 def grid(cells: Mapping[str, Mapping], heads: Sequence) -> str:
-    """A table of mechanisms by ``heads``, empty where a mechanism has no cell."""
+    """A table with a row per mechanism and a column per entry of ``heads``; missing cells are empty."""
     rows = [[name, *(row.get(head, "") for head in heads)] for name, row in cells.items()]
     return markdown(["mechanism", *(f"{head:g}" if isinstance(head, float) else head for head in heads)], rows)
 
 
 def markdown(heads: Sequence[str], rows: list[list[object]]) -> str:
-    """A table, its first column to the left; nothing without rows."""
+    """A table with its first column aligned to the left; empty without rows."""
     ruler = ["---", *["--:"] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [heads, ruler, *rows]) if rows else ""

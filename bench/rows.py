@@ -1,5 +1,5 @@
-"""Rows that verbs of bench write and the report reads, one JSON object a line with its whole provenance; a reader needs neither
-torch nor another file. ``harness.record.comparison`` decides which rows compare."""
+"""Rows that verbs of bench write and the report reads, one JSON object per line with its whole provenance. A reader needs
+neither torch nor another file. ``harness.record.comparison`` decides which rows compare."""
 
 import time
 from itertools import count
@@ -9,7 +9,7 @@ from harness.record.comparison import GROUND, UNSAID
 from harness.record.rows import append_row, other_format, plain
 
 ROWS = "rows.jsonl"
-"""Of one call of a verb, in a folder of its own."""
+"""File name for one call of a verb, which has its own folder."""
 IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "commit", "data", "seed")
 
 
@@ -28,14 +28,14 @@ class RowFile:
             raise ValueError(f"{key}: cannot be written ({wrong})")
 
     def append(self, row: dict) -> dict:
-        """Write one row and return it as written; AssertionError without provenance."""
+        """Write one row and return it as written; AssertionError if its provenance is incomplete."""
         reason = refusal(plain(row))
         assert reason is None, reason
         return append_row(self.path, row)
 
 
 def refusal(row: object) -> str | None:
-    """Which provenance a row lacks, so that it is not shown, or None."""
+    """Why a row is not shown: the provenance that it lacks, or another format. None if it is shown."""
     if not isinstance(row, dict):
         return f"a {type(row).__name__} is no row"
     missing = [key for key in (*IDENTITY, *GROUND) if key not in row and key not in UNSAID]

@@ -1,5 +1,5 @@
-"""``python -m bench.shipped`` checks the defaults of every shipped variant, at small sizes and at those of its run, and lists the
-files below ``variants/``, which ``train.py`` then need not check; exit code 1 if a promise is broken."""
+"""``python -m bench.shipped`` checks the defaults of every shipped variant, at small sizes and at those of its run, then
+lists the files below ``variants/``, so that ``train.py`` need not check them. Exit code 1 if a promise is broken."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from harness.source import ROOT
 
 
 def listing() -> dict[str, str]:
-    """SHA-256 of each file of our mechanisms as it is now, by name."""
+    """The present SHA-256 of each file of our mechanisms, by name."""
     files = (path for path in sorted((ROOT / "variants").rglob("*")) if path.suffix in (".py", ".cpp"))
     return {str(path.relative_to(ROOT)): sha256_of(path) for path in files if CONFORMANCE not in path.parents}
 

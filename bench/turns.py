@@ -1,5 +1,5 @@
-"""Measures entries, each in a process of its own: memory first, then times in turn, A B A B, so that drifts of the machine's
-speed meet all alike, then FLOPs."""
+"""Measures entries, each in its own process: first memory, then times in turn, A B A B, then FLOPs. Taking turns makes
+drifts of the machine's speed affect all entries alike."""
 
 import sys
 import time
@@ -14,13 +14,13 @@ from harness.device.cell import Cell, CellError
 from harness.record.cells import LEAST_CALLS
 
 MOST_MS = 60_000.0
-"""Of one quantity: no further round begins after it."""
+"""Time of an entry for one quantity after which no further round begins."""
 SAME_CODE = ("variant", "backend", "evaluation_backend")
-"""Facts in which entries that run the same code are equal."""
+"""Facts that are equal for entries that run the same code."""
 
 
 def show(text: str) -> None:
-    """What is worked on, in one line of a terminal; an empty text clears it."""
+    """Show the work in progress in one line of a terminal; an empty text clears it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
 
@@ -37,9 +37,9 @@ def times(
 
     Args:
         synchronise: waits until the device is idle (``Runtime.synchronise``).
-        least_calls: timed however long they take, at least 1.
-        most_seconds: no further call begins after them.
-        warm_calls: untimed calls before.
+        least_calls: calls that are timed however long they take, at least 1.
+        most_seconds: time after which no further call begins.
+        warm_calls: untimed calls before the timed ones.
     """
     for _ in range(warm_calls):
         call()
@@ -59,7 +59,7 @@ class Entry:
     """A measurement in a process of its own.
 
     Attributes:
-        name: on the terminal.
+        name: shown on the terminal.
         task: ``cost_worker.Task``.
         cell: its process.
         status, reason: None, or ``failed`` or ``out of memory``, and why.
@@ -83,8 +83,8 @@ class Entry:
             self.status, self.reason = error.status, str(error)
 
     def percentiles(self, quantity: str) -> dict[str, float | int | None] | None:
-        """``p20``, ``p50`` and ``p80`` of all calls, and their number ``n``; only the median of fewer than ``LEAST_CALLS``; None
-        without calls."""
+        """``p20``, ``p50`` and ``p80`` of all calls, and their number ``n``. With fewer than ``LEAST_CALLS`` calls only
+        ``p50`` has a value; without calls the result is None."""
         times_ms = sum(self.rounds[quantity], [])
         if not times_ms:
             return None
@@ -94,8 +94,8 @@ class Entry:
 
 
 def in_turn(entries: Sequence[Entry], quantity: str, *, rounds: int, seconds: float) -> None:
-    """Time a quantity of all that have not failed, for ``seconds`` a round, in so many rounds or until ``MOST_MS``. Each round
-    begins with another entry."""
+    """Time a quantity of all entries that have not failed, for ``seconds`` per round, over ``rounds`` or until ``MOST_MS``.
+    Each round begins with another entry."""
     for number in range(rounds):
         ready = [entry for entry in entries if not entry.status and sum(map(sum, entry.rounds[quantity])) < MOST_MS]
         first = number % max(len(ready), 1)
@@ -108,12 +108,12 @@ def in_turn(entries: Sequence[Entry], quantity: str, *, rounds: int, seconds: fl
 def measure(
     entries: Sequence[Entry], *, worker: type, rounds: int, seconds: float, limit_bytes: int | None = None
 ) -> list[Entry]:
-    """Measure the entries; returns them without those that run the same code as one before.
+    """Measure the entries; returns them without those that run the same code as an earlier one.
 
     Args:
         worker: ``cost_worker.Subject`` or a subclass.
         rounds, seconds: how often each quantity is timed, and for how long.
-        limit_bytes: that each process may take beyond its first size.
+        limit_bytes: memory that each process may take beyond its initial size.
     """
     measured: list[Entry] = []
     with ExitStack() as stack:
@@ -132,7 +132,7 @@ def measure(
             for question in worker.memory:
                 entry.facts["memory"] |= entry.ask(question) or {}
         on_cpu = measured[0].facts["device_kind"] == "cpu"
-        for quantity in worker.timed if on_cpu else worker.timed[:2]:  # the third on a GPU would be that of launches
+        for quantity in worker.timed if on_cpu else worker.timed[:2]:  # the third on a GPU would time launches
             in_turn(measured, quantity, rounds=rounds, seconds=seconds)
         for entry in measured:
             show(f"{entry.name}: FLOPs")

@@ -1,8 +1,8 @@
 """The byte-level language model: an embedding, layers of named residual sublayers, a head.
 
-A layer is what the variant says it is. Norm, residual and positions on the input belong to the model; a sublayer maps
-[B, T, D] to [B, T, D] and knows nothing of its neighbours. State is a value: ``(start, states)``, where ``start [B]``
-counts bytes of each stream and ``states`` holds one state a sublayer.
+The variant defines the sublayers of each layer. The model adds norms, residuals and positions on the input; a sublayer
+maps [B, T, D] to [B, T, D] and does not see its neighbours. State is a value, ``(start, states)``: ``start [B]`` counts
+the bytes that each stream has read, and ``states`` holds one state per sublayer.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,11 +28,11 @@ from variants.contract import (
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
 NUMERICS = 1
-"""Number of the shared code (model, optimizers, data order, scoring): raised when a golden number of it moves on purpose."""
+"""Version of the shared code (model, optimizers, data order, scoring): raised when its golden numbers change on purpose."""
 
 
 class ModelOut(NamedTuple):
-    """What one segment gives."""
+    """The model's output for one segment."""
 
     logits: Tensor  # [B, T, V], float32 or wider
     state: State  # for the next segment of the same streams
@@ -41,7 +41,7 @@ class ModelOut(NamedTuple):
 
 
 class Residual(nn.Module):
-    """x + sublayer(norm(x)), or norm(x + sublayer(x)) with the norm ``after``, as the papers of 2017 to 2019 have it."""
+    """x + sublayer(norm(x)), or with ``after`` norm(x + sublayer(x)), as in papers of 2017 to 2019."""
 
     def __init__(self, sublayer: Sublayer, norm: nn.Module, *, after: bool):
         super().__init__()
@@ -50,14 +50,14 @@ class Residual(nn.Module):
     def forward(self, x: Tensor, state: State, start: Tensor, *, collect_stats: bool):
         out = self.sublayer(x if self.after else self.norm(x), state, start, collect_stats=collect_stats)
         y = self.norm(x + out.y) if self.after else x + out.y
-        # Compiled by torch 2.11, out._replace(..) comes back empty.
+        # With torch.compile of torch 2.11, out._replace(..) returns an empty value.
         return SublayerOutput(y, out.state, out.loss, out.stats)
 
 
 class RMSNorm(nn.RMSNorm):
-    """As ``torch.nn.RMSNorm`` over the last dimension, to rounding; torch's own on a GPU, when compiled, and for mixed types.
+    """Equals ``torch.nn.RMSNorm`` over the last dimension, to rounding. On a GPU, compiled or for mixed types it is torch's.
 
-    In few passes over memory on a CPU, where torch 2.13 takes it apart into six operations, fourteen in the backward:
+    On a CPU it makes few passes over memory, where torch 2.13 needs six operations, and fourteen in the backward pass:
 
         y = x r w,   r = 1 / sqrt(mean(x^2) + eps)                                                    (1910.07467)
         dx = r (g w - x r^2 mean(g w x)),   dw = sum over rows of g x r
@@ -81,7 +81,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
-        # LayerNorm's backward, told that the mean is 0, subtracts r mean(g w) too much: one kernel and one pass in all.
+        # LayerNorm's backward with mean 0 subtracts r mean(g w) too much. It is added back: one kernel and one pass in all.
         nothing, needed = torch.zeros_like(r), [True, True, False]
         dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
             g.contiguous(), x, weight.shape, nothing, r, weight, None, needed
@@ -92,7 +92,7 @@ class _Norm(torch.autograd.Function):
 def _through(
     layer: nn.ModuleDict, x: Tensor, states: tuple[State, ...], start: Tensor, collect_stats: bool
 ) -> tuple[Tensor, list[tuple]]:
-    """What a layer makes of ``x``, and the state, loss and statistics of each of its sublayers."""
+    """A layer's output for ``x``, and the state, loss and statistics of each of its sublayers."""
     outputs = []
     for residual, state in zip(layer.values(), states, strict=True):
         x, *rest = residual(x, state, start, collect_stats=collect_stats)
@@ -104,14 +104,14 @@ class LanguageModel(nn.Module):
     """Bytes in, a distribution over the next byte out.
 
     Args:
-        layers: for each layer, the sublayers' names and what makes them, in order.
+        layers: for each layer, the names of its sublayers and functions that build them, in order.
         context: makes a layer's context from its number.
-        vocabulary: V, symbols; the other keywords are keys of ``conf/model``.
+        vocabulary: V, the number of symbols; the other keywords are keys of ``conf/model``.
         tied: whether the head's matrix is the embedding's.
-        embedding_std, embedding_scale, embedding_dropout: deviation at first, factor and rate of the embedded bytes.
-        head_zero_init: start at the uniform distribution.
-        checkpoint: ``layers`` to keep for the backward pass what goes into a layer and to compute the layer once more
-            there, with the same random numbers; ``none`` to keep all that it needs.
+        embedding_std, embedding_scale, embedding_dropout: initial deviation, factor and dropout rate of embedded bytes.
+        head_zero_init: start with a head of zeros, which predicts the uniform distribution.
+        checkpoint: ``layers`` saves only each layer's input and computes the layer again in the backward pass, with the same
+            random numbers; ``none`` saves all that the backward pass needs.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:
         """Predict the byte after each of ``tokens`` (int64 ``[B, T]``), given the ``state`` of what came before."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
-        start = start.view_as(start)  # by which layers share what they make for this pass, and for no other
+        start = start.view_as(start)  # a new tensor for each pass: layers share what they derive from it
         x = self.position.embed(self.embedding(tokens) * self.scale, start)
         x = F.dropout(x, self.dropout, self.training)
         loss, after, stats = x.new_zeros((), dtype=torch.float32), [], {}
@@ -183,8 +183,8 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def inspect(self, tokens: Tensor) -> tuple[Tensor, dict[str, Inspection]]:
-        """Logits of streams that begin with ``tokens``, and what each sublayer takes in this forward, by name; those that do
-        not say are left out."""
+        """Logits of streams that begin with ``tokens``, and by name each sublayer's ``Inspection`` of this forward pass.
+        Sublayers that give none are left out."""
         inspections = {}
 
         def look(name: str, module: Sublayer, inputs: tuple) -> None:
@@ -199,18 +199,18 @@ class LanguageModel(nn.Module):
         return logits, {name: seen for name, seen in inspections.items() if seen is not None}
 
     def trim(self, state: State) -> State:
-        """What of a state that a compiled forward returned is worth carrying."""
+        """The part of a compiled forward's state that is worth carrying."""
         start, states = state
         return start, tuple(s.trim(part) for (_, s), part in zip(self.sublayers(), states, strict=True))
 
     def project_(self) -> None:
-        """Every sublayer's parameters back into their range; one copy tells the host all that shapes follow from."""
+        """Project every sublayer's parameters into their range; one copy tells the host all lengths that shapes need."""
         for _, sublayer in self.sublayers():
             sublayer.project_()
         set_shapes(self)
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
-        """``"layers.0.attention.span"`` to numbers or lists of them, one a head, from summed statistics."""
+        """Numbers, or lists with one number per head, by names as ``"layers.0.attention.span"``, from summed statistics."""
         return {
             f"{name}.{key}": value.tolist() if isinstance(value, Tensor) else float(value)
             for name, sublayer in self.sublayers()
@@ -218,12 +218,12 @@ class LanguageModel(nn.Module):
         }
 
     def ideal_flops(self) -> int:
-        """Forward FLOPs per byte that the mechanisms need at their present parameters, with the head, warm."""
+        """Forward FLOPs per byte that mechanisms and head need at their present parameters, with a full past."""
         return sum(s.ideal_flops() for _, s in self.sublayers()) + 2 * self.head.weight.numel()
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """What a training step needs per byte, with the head, as ``Sublayer.needed_flops`` has it; of a sublayer that does
-        not say, three times its ideal forward. Norms, loss and the embedding's rows are neglected."""
+        """FLOPs per byte that a training step needs, with the head, from ``Sublayer.needed_flops``. A sublayer that does not
+        state them counts three times its ideal forward. Norms, loss and the embedding's rows are neglected."""
         needed = [NeededFlops.of_products(2 * self.head.weight.numel())]
         for _, sublayer in self.sublayers():
             stated = sublayer.needed_flops(segment, carried=carried)
@@ -231,11 +231,11 @@ class LanguageModel(nn.Module):
         return NeededFlops(*map(sum, zip(*needed, strict=True)))
 
     def flops_estimated_3x(self) -> list[str]:
-        """Names of the sublayers that do not say what a training step needs."""
+        """Names of the sublayers that do not state the FLOPs of a training step."""
         return [name for name, s in self.sublayers() if s.needed_flops(1, carried=0) is None]
 
     def parameters_by_sublayer(self) -> dict[str, int]:
-        """Parameters in each sublayer, norms and embeddings apart; a table shared by layers counts where it is first."""
+        """Parameters in each sublayer, norms and embeddings apart; a table shared by layers counts in the first of them."""
         counted: set[int] = set()
 
         def fresh(module: nn.Module) -> int:
@@ -248,25 +248,25 @@ class LanguageModel(nn.Module):
         return counts | {"norms": fresh(self)}
 
     def touched_parameters(self) -> int:
-        """Parameters read for one byte: what each sublayer says of itself, norms, head, and a row of the embedding."""
+        """Parameters read for one byte: those of each sublayer, the norms, the head, and a row of the embedding."""
         counts = self.parameters_by_sublayer()
         whole = {name: sum(p.numel() for p in sublayer.parameters()) for name, sublayer in self.sublayers()}
         touched = {name: whole[name] - unread_parameters(sublayer) for name, sublayer in self.sublayers()}
-        # What layers share counts once, unless it is a table, of which each layer reads rows of its own.
+        # Parameters that layers share count once. A shared table counts in each layer, which reads its own rows.
         inside = sum(counts[n] if touched[n] == whole[n] else touched[n] for n in touched)
-        tied = self.head.weight is self.embedding.weight  # then the row is one of the head's
+        tied = self.head.weight is self.embedding.weight  # then the embedding is the head's matrix
         embedding = self.head.weight.numel() if tied else self.embedding.embedding_dim
         return inside + counts["norms"] + counts["head"] + embedding
 
 
 def unread_parameters(sublayer: Sublayer) -> int:
-    """Those in rows of tables that a byte does not read."""
+    """Number of parameters in table rows that one byte does not read."""
     tables = [(getattr(sublayer, name), reads) for name, reads in sublayer.tables.items()]
     return sum(max(0, len(table) - reads) * table.shape[1] for table, reads in tables)
 
 
 def add_stats(total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Statistics of two stretches of bytes together."""
+    """Statistics of two stretches of bytes, added."""
 
     def add(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
         return {k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k)) for k in sorted(a.keys() | b.keys())}

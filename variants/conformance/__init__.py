@@ -1,7 +1,7 @@
 """The contract as runnable checks, for any variant: ours, another package's, or a single file's.
 
-``suite`` runs them all on a model; ``sizes`` has those about what bytes may move, ``promises`` those about forward passes, state,
-parameters and losses, ``numbers`` those about what is computed, ``fixture`` is what they work with.
+``suite`` runs all checks on a model. ``sizes`` checks which bytes may move which outputs; ``promises`` checks forward
+passes, state, parameters and losses; ``numbers`` checks the computed values. ``fixture`` has what these use.
 """
 
 from variants.conformance.fixture import move

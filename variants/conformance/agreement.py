@@ -1,9 +1,9 @@
 """Agreement of models with equal weights: logits and the gradient of every parameter over segments with carried state.
 
-    error = |actual - expected| / |expected|,   allowed: ``least``, or twice what plain PyTorch errs in the same mode
+    error = |actual - expected| / |expected|,   allowed: ``least``, or twice plain PyTorch's error in the same mode
 
-No single error may be above four times as much of the largest number. An expected gradient that vanishes, as that of a key's
-bias, is measured by a hundredth of what others have.
+No single number may be off by more than four times this share of the largest number. If an expected gradient vanishes, as
+that of a key's bias, its error is relative to a hundredth of the median size of all.
 """
 
 import math
@@ -20,7 +20,7 @@ from variants.conformance.fixture import MODES, Subject, Verdict, gradients_of, 
 SLACK = 2.0
 LARGEST = 4.0
 FEW = 64
-"""Numbers of a gradient below which plain may err little by luck: it may err as the worst of plain's does."""
+"""In a gradient with fewer numbers, plain's error may be small by luck; plain's worst error is used instead."""
 VANISHING = 1e-2
 ROUNDING = 1e-9  # of float64
 
@@ -54,10 +54,10 @@ def outcome(
 def compare(
     actual: dict[str, Tensor], expected: dict[str, Tensor], *, least: float, plain: dict[str, Tensor] | None = None
 ) -> tuple[bool, str]:
-    """Whether all errors are within what is allowed, and the one that is nearest to its limit or farthest beyond.
+    """Whether all errors are within their limits, and the error that is largest relative to its limit.
 
     Args:
-        least: allowed whatever plain errs.
+        least: an error that is always allowed.
         plain: the outcome of plain PyTorch in the mode of ``actual``.
     """
     errors, allowed = _errors(actual, expected), dict.fromkeys(expected, least)
@@ -72,7 +72,7 @@ def compare(
 
 
 def equal_backends(fast: Subject, plain: Subject) -> Verdict:
-    """Two backends of one model in float64, with uneven spans and segments shorter and longer than the window."""
+    """Compare two backends of one model in float64, with uneven spans and segments shorter and longer than the window."""
     segments = (1, fast.span + 2, 1, fast.span + 1)
     tokens = fast.bytes(length=sum(segments) + 1, streams=2)
     for mode in MODES:
@@ -87,7 +87,7 @@ def equal_backends(fast: Subject, plain: Subject) -> Verdict:
 
 
 def _errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Infinity where a number is not finite."""
+    """The error of each output by name; infinity if a number is not finite."""
     typical = VANISHING * median(x.square().mean().sqrt().item() for x in expected.values())
     errors = {}
     for name, x in expected.items():

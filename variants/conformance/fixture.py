@@ -15,17 +15,17 @@ from variants.contract import State, Sublayer, SublayerOutput
 
 MODES = ("eval", "train")
 Verdict = Generator[str, None, str | None]
-"""A line for each break; then, perhaps, what to say where there is none."""
+"""Yields a line for each broken promise; may return what to say if there is none."""
 Outputs = dict[str, Tensor]
 """Each sublayer's y ``[B, T, D]`` by name, in order of execution, then the logits ``[B, T, V]``."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is checked, and what it is fed.
+    """The model that is checked, and its inputs.
 
-    ``during`` is where a forward pass of any model built here stands: mode and bytes, or nothing when it has ended.
-    ``streams``: numbers of streams that large batches have; ``sizes``: a run's, or none for small ones.
+    ``during``: mode and bytes of the forward pass that now runs in any model built here; empty when it has ended.
+    ``streams``: numbers of streams in large batches. ``sizes``: those of a run, or none for small ones.
     """
 
     make_model: Callable[[], nn.Module]
@@ -37,7 +37,7 @@ class Subject:
 
     @cached_property
     def declared(self) -> dict[str, Sublayer]:
-        """A model's sublayers by name, in order of execution, for what they say of themselves."""
+        """Sublayers of one model by name, in order of execution, whose declarations are read."""
         return dict(self.make_model().sublayers())
 
     @cached_property
@@ -50,11 +50,11 @@ class Subject:
 
     @property
     def length(self) -> int:
-        """Bytes a stream: more than two windows, and than six periods."""
+        """Bytes per stream: more than two windows and more than six periods."""
         return max(2 * self.span, 6 * self.period) + 5
 
     def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float64, mode: str = "eval") -> nn.Module:
-        """A model in a mode, its parameters off their start."""
+        """A model in a mode, its parameters moved off their initial values."""
         seed_cpu(seed)
         model = move(self.make_model().to(dtype)).train(mode == "train")
         model.register_forward_pre_hook(self._enters)
@@ -79,13 +79,13 @@ class Subject:
         return torch.where(torch.arange(tokens.shape[1]) == at, self.other(tokens), tokens)
 
     def modes(self) -> Iterator[tuple[str, nn.Module, Callable[[], AbstractContextManager]]]:
-        """A mode, a model in it, and a context in which nothing is drawn."""
+        """Each mode, a model in it, and a context in which no random number is drawn."""
         return ((mode, self.build(mode=mode), still) for mode, still in self.still.items())
 
     @cached_property
     def still(self) -> dict[str, Callable[[], AbstractContextManager]]:
-        """By mode, a context in which a forward pass draws nothing: one that does nothing, which is quick, where none is needed.
-        Without training, where that draws random numbers that are not dropout's."""
+        """For each mode, a context in which a forward pass draws no random number: ``nullcontext`` (quick) if possible.
+        ``train`` is left out if training draws random numbers other than dropout's."""
         model, tokens = self.build(mode="train"), self.bytes()
         run(model, tokens, seed=1)
         if torch.equal(torch.get_rng_state(), seed_cpu(1).get_state()):
@@ -96,13 +96,13 @@ class Subject:
 
 
 def seed_cpu(seed: int) -> torch.Generator:
-    """The CPU's generator, seeded. ``torch.manual_seed`` formats a stack for every kind of device, longer than a forward pass."""
+    """The CPU's generator, seeded. ``torch.manual_seed`` formats a stack per kind of device: slower than a forward pass."""
     return torch.default_generator.manual_seed(seed)
 
 
 @torch.no_grad()
 def move(model: nn.Module) -> nn.Module:
-    """The same model, its parameters off their start: what starts at zero would hide what is behind it."""
+    """The same model, its parameters moved off their initial values: a matrix of zeros would hide what is behind it."""
     for parameter in model.parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape))  # float32: the same in any precision, and quick
     model.project_()
@@ -110,12 +110,12 @@ def move(model: nn.Module) -> nn.Module:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients that are there, dense, by the parameter's name."""
+    """All gradients that exist, dense, by the name of the parameter."""
     return {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class NoDropout(TorchDispatchMode):
-    """Every coin shows its expected value, so that dropout multiplies by 1 and training mode compares across cuts."""
+    """Replaces Bernoulli draws by their expected value: dropout multiplies by 1, so training compares across cuts."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.bernoulli_.float:
@@ -127,7 +127,7 @@ class NoDropout(TorchDispatchMode):
 def run(
     model: nn.Module, tokens: Tensor, *, cuts: tuple[int, ...] = (), state: State = None, seed: int = 0
 ) -> tuple[Outputs, State]:
-    """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the state after; ``seed`` is dropout's."""
+    """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the last state; ``seed`` is dropout's."""
     seed_cpu(seed)
     pieces: list[Outputs] = []
 
@@ -148,7 +148,7 @@ def run(
 
 
 def differs(case: str, expected: Outputs, actual: Outputs, *, tolerance: float | None = None) -> list[str]:
-    """A line for the first output that differs, with its name, size and place; none where none does.
+    """A line for the first output that differs, with its name and the size and place of the difference; else none.
 
     Args:
         case: what was done, which begins the line.
@@ -180,7 +180,7 @@ def infinite(case: str, outputs: Outputs) -> list[str]:
 
 
 def place_of(sizes: Tensor) -> str:
-    """Where the first of the largest of ``sizes [B, T]`` stands."""
+    """Byte and stream of the largest of ``sizes [B, T]``, of the first one if there are several."""
     stream, byte = divmod(sizes.argmax().item(), sizes.shape[1])
     return f"byte {byte} of stream {stream}"
 
@@ -190,14 +190,14 @@ def leaves(state: State) -> list[Tensor]:
 
 
 def restricted(model: nn.Module) -> list[nn.Parameter]:
-    """All parameters of the sublayers that restrict theirs, each once."""
+    """All parameters of the sublayers that define ``project_``, each once."""
     sublayers = (s for _, s in model.sublayers() if type(s).project_ is not Sublayer.project_)
     return list(dict.fromkeys(p for sublayer in sublayers for p in sublayer.parameters()))
 
 
 @torch.no_grad()
 def push(model: nn.Module, size: float) -> nn.Module:
-    """The same model; what its sublayers restrict is moved by ``size`` times normal noise, then projected."""
+    """The same model; parameters that are ``restricted`` get ``size`` times normal noise and are projected."""
     generator = torch.Generator().manual_seed(0)
     for parameter in restricted(model):
         parameter.add_(size * torch.randn(parameter.shape, generator=generator))
@@ -207,8 +207,8 @@ def push(model: nn.Module, size: float) -> nn.Module:
 
 @torch.no_grad()
 def open_(model: nn.Module, low: float, high: float) -> nn.Module:
-    """The same model; what ``project_`` keeps between two ends is spread over that share of the way, its ends included, in any
-    order, and what it keeps on one side of an end stands off it."""
+    """The same model. Parameters that ``project_`` keeps between two ends are spread over the share ``low`` to ``high``
+    of the way, both included, in random order. Those that it keeps on one side of an end are moved away from that end."""
     parameters = restricted(model)
     before, ends = [p.clone() for p in parameters], []
     for far in (-1e3, 1e3):

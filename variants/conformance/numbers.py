@@ -1,5 +1,5 @@
-"""Promises about what a mechanism computes, by numbers: its gradients are those of its values, training is evaluation without
-dropout, what it declares to see moves it, the likelihood moves its parameters, and a batch of any size is streams apart.
+"""Numerical promises of a mechanism: gradients are those of its values, training without dropout equals evaluation, the
+declared reach is used, the likelihood moves every parameter, and streams of a batch of any size are independent.
 """
 
 import torch
@@ -10,13 +10,13 @@ from variants.conformance.fixture import Subject, Verdict, differs, gradients_of
 from variants.conformance.sizes import LONGEST
 from variants.contract import Sublayer, cat_streams, map_state
 
-STEP = 1e-7  # of a difference, along a direction of length 1
-DRAWS = 12  # of parameters and inputs, with which a sublayer may show that it sees as far as it says
+STEP = 1e-7  # of a finite difference along a unit direction
+DRAWS = 12  # of parameters and inputs; one of them must show that a sublayer sees as far as it declares
 
 
 def derivatives(subject: Subject) -> Verdict:
-    """The gradient of every parameter along a random direction, in training, behind a past; the embedding's tells of the
-    sublayers' inputs. The loss is a random sum of logits, and the auxiliary one; random numbers are the same each time."""
+    """Checks the gradient of every parameter along a random direction, in training, after a past. The embedding's
+    gradient tests those of sublayers' inputs. The loss is a random sum of logits plus the auxiliary loss; draws repeat."""
     model = open_(subject.build(mode="train"), 0.2, 0.8)
     head, tail = subject.bytes()[:2].tensor_split(2, dim=1)
     _, state = run(model, head)
@@ -33,7 +33,7 @@ def derivatives(subject: Subject) -> Verdict:
 
     logits, loss = values()
     upstream = direction(logits)
-    model.zero_grad()  # a parameter that models share is another promise
+    model.zero_grad()  # another promise is that models share no parameter
     ((logits * upstream).sum() + loss).backward()
     gradients = gradients_of(model)
     for name, parameter in model.named_parameters():
@@ -44,7 +44,7 @@ def derivatives(subject: Subject) -> Verdict:
                 parameter.copy_(before + step * along)
                 other, other_loss = values()
                 parameter.copy_(before)
-            # numbers that differ little are subtracted before they are summed, which rounds less
+            # logits are subtracted before they are summed, which rounds less
             slopes.append((((other - logits) * upstream).sum() + other_loss - loss).item() / step)
             if abs(slopes[-1] - slope) <= max(1e-4 * abs(slopes[-1]), 1e-8):
                 break
@@ -54,7 +54,7 @@ def derivatives(subject: Subject) -> Verdict:
 
 
 def modes_agree(subject: Subject) -> Verdict:
-    models = list(subject.modes())  # all built before one runs: two that share a parameter are another promise
+    models = list(subject.modes())  # all built before one runs: another promise is that they share no parameter
     outputs = []
     for _, model, still in models:
         with still():
@@ -66,7 +66,7 @@ def modes_agree(subject: Subject) -> Verdict:
 
 
 def reach_used(subject: Subject) -> Verdict:
-    """Some parameters and inputs must show it: spans fully open, closed or anything between, other weights small and large."""
+    """Some draw must show the reach: draws vary spans (all open, mixed, all closed) and the size of inputs (1 or 3)."""
     waiting = {name: sublayer.reach() for name, sublayer in subject.declared.items()}
     waiting = {name: n for name, n in waiting.items() if n is None or 0 < n < LONGEST}
     for draw in range(DRAWS if waiting else 0):
@@ -85,7 +85,7 @@ def reach_used(subject: Subject) -> Verdict:
 
 @torch.no_grad()
 def _sees(sublayer: Sublayer, reach: int | None, subject: Subject, *, width: int, size: float) -> bool:
-    """Whether another input moves the output ``reach`` bytes on, from one byte of a period; or from the first to the end."""
+    """Whether changing an early byte moves the output ``reach`` bytes later or, for None, changing byte 0 moves the end."""
     places = range(1) if reach is None else range(max(4, subject.period))
     length = subject.length if reach is None else reach + len(places)
 
@@ -99,15 +99,15 @@ def _sees(sublayer: Sublayer, reach: int | None, subject: Subject, *, width: int
         changed = x.clone()
         changed[:, at] = 3 * torch.randn(width)
         seen = slice(length - subject.period, length) if reach is None else slice(at + reach, at + reach + 1)
-        # alike shapes round alike, but for sums that were added and subtracted again
+        # equal shapes round equally, except where terms are added to sums and subtracted again
         if (output(changed) - before)[seen].abs().max() > 1e-14 * before.abs().max():
             return True
     return False
 
 
 def likelihood(subject: Subject) -> Verdict:
-    """Without the auxiliary loss, which may move what nothing else looks at."""
-    segment_bytes = max(subject.span, 3 * subject.period) + 2  # a state is detached: what a block does must be within
+    """The auxiliary loss is left out, because it may move a parameter that nothing else uses."""
+    segment_bytes = max(subject.span, 3 * subject.period) + 2  # a state is detached: a segment must hold whole blocks
     waiting = {name for name, p in subject.build().named_parameters() if p.requires_grad}
     for draw in range(3):
         model = open_(subject.build(seed=draw, mode="train"), 0.2, 0.8)
@@ -123,7 +123,7 @@ def likelihood(subject: Subject) -> Verdict:
 
 
 def streams_separate(subject: Subject) -> Verdict:
-    """Three streams behind a past, and of large batches the first, a middle and the last against the same three alone."""
+    """Checks three streams after a past, and the first, middle and last stream of large batches against these alone."""
     head, tail = subject.bytes().tensor_split([subject.span + 2], dim=1)
     order, others, second = [2, 0, 1], slice(1, 3), slice(1, 2)
     for mode, model, still in subject.modes():

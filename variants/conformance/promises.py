@@ -23,10 +23,10 @@ from variants.conformance.fixture import (
 )
 from variants.contract import LIMITS, Inspection, NeededFlops, Position, State, map_state
 
-FAR = 10**7  # bytes into a stream: float32 angles of it are off by half a radian
-SMALL = 1e-4  # of a map: how far a row's sum may be from 1, which may be in float32, and a weight of what is not seen
-LARGE = 10  # times as large are the matrices of large weights
-FAINT = 1e-3  # of what a byte moves at its own place: a past that moves less is not learned from
+FAR = 10**7  # bytes into a stream, where float32 angles are off by half a radian
+SMALL = 1e-4  # tolerance of a map, which may be in float32: of row sums from 1, and of weights on unseen bytes from 0
+LARGE = 10  # factor of matrices in the check of large weights
+FAINT = 1e-3  # share of a byte's effect at its own place: nothing is learned from a past with less effect
 
 
 def logits_shape(subject: Subject) -> Verdict:
@@ -44,13 +44,13 @@ def limits_known(subject: Subject) -> Verdict:
 
 
 def influence(subject: Subject) -> Verdict:
-    """A model that ignores its input keeps most promises, and one that hardly looks at its past keeps many."""
+    """A byte must move its own logits and later ones: a model without this would still keep most other promises."""
     model, tokens, at = subject.build(), subject.bytes(), 2
     (before, state), (after, _) = run(model, tokens), run(model, subject.change(tokens, at))
     moves = (before["logits"] - after["logits"]).abs().amax((0, 2))  # [T]
     if not moves[at] > 1e-6:
         yield f"eval, byte {at} changed: its own logits did not"
-    within = 1 if subject.period == 1 else 3 * subject.period  # a block is seen when it is finished
+    within = 1 if subject.period == 1 else 3 * subject.period  # a block is seen only when it is complete
     followed = moves[at + 1 : at + 1 + within].max() > FAINT * moves[at]
     if any(tensor.numel() for tensor in leaves(state[1])) and not followed:
         to = f"s {at + 1} to {at + within}" if within > 1 else f" {at + 1}"
@@ -58,7 +58,7 @@ def influence(subject: Subject) -> Verdict:
 
 
 def maps(subject: Subject) -> Verdict:
-    """Shares of what a byte sees and of learned vectors, 1 in all or 0; of no later byte and none beyond the reach."""
+    """A map's row, with shares of learned vectors, sums to 1 or 0; later bytes and those beyond the reach have no weight."""
     with torch.no_grad():
         inspections = subject.build().inspect(subject.bytes()[:1])[1]
     for name, inspection in inspections.items():
@@ -85,9 +85,9 @@ def _of_a_map(inspection: Inspection, reach: int | None) -> Iterator[str]:
 
 
 def far_start(subject: Subject) -> Verdict:
-    """A stream at 10**7 against one at 0, both cut, so that carried positions are compared too.
+    """Compares a stream at 10**7 with one at 0. Both are cut, so that carried positions are compared too.
 
-    float32 is judged by the median: a choice of the k best may fall otherwise for single bytes, drift moves them all.
+    float32 is judged by the median: a choice of the k best may change for single bytes, but drift moves all bytes.
     """
     tokens, start, cuts = subject.bytes(), FAR + torch.tensor([0, 1, 777]), (subject.span + 2,)
     for dtype in (torch.float64, torch.float32):
@@ -96,7 +96,7 @@ def far_start(subject: Subject) -> Verdict:
         far, _ = run(model, tokens, cuts=cuts, state=(start, (None,) * len(state[1])))
         yield from infinite(case, far)
         if any(isinstance(module, Position) and not module.relative for module in model.modules()):
-            continue  # of absolute positions no more is promised
+            continue  # for absolute positions no more is promised
         if dtype == torch.float64:
             yield from differs(case, near, far, tolerance=1e-6)
             continue
@@ -122,14 +122,14 @@ def state_detached(subject: Subject) -> Verdict:
 
 
 def nothing_shared(subject: Subject) -> Verdict:
-    """What two builds share, layers share unasked: a class attribute, an object nested in a partial."""
+    """Two models must share no tensor. A shared one, as in a class attribute, would also be shared by layers."""
     models = [subject.build(seed=seed, dtype=torch.float32) for seed in (0, 1)]  # float64 would copy buffers
     first, second = ({t.untyped_storage().data_ptr(): n for n, t in _tensors(m).items() if t.numel()} for m in models)
     yield from sorted(f"{first[place]} is shared by two models" for place in first.keys() & second.keys())
 
 
 def projection(subject: Subject) -> Verdict:
-    """Wherever parameters have moved, outputs are finite, also from a state of before: a state describes itself."""
+    """Outputs are finite wherever parameters move, also from a state made before the move: a state describes itself."""
     tokens, lengths = subject.bytes(), (1, subject.span // 2 + 1, subject.length)
     for sign in (1, -1):
         model, case = subject.build(), f"eval, parameters moved by {sign} * 1000 * normal"
@@ -146,7 +146,7 @@ def projection(subject: Subject) -> Verdict:
 
 def saved(subject: Subject) -> Verdict:
     model, fresh, tokens, file = subject.build(mode="train"), subject.build(seed=1), subject.bytes(), io.BytesIO()
-    run(model, tokens)  # so that buffers are not those of a new model
+    run(model, tokens)  # so that buffers differ from a new model's
     _, state = run(model.eval(), tokens)
     torch.save((model.state_dict(), state), file)
     file.seek(0)
@@ -217,7 +217,7 @@ def autocast(subject: Subject) -> Verdict:
 
 
 def large_weights(subject: Subject) -> Verdict:
-    """In float32, where an exponential is infinite from 89 on: the scores of some first bytes lie that far below zero."""
+    """Checks float32, in which exp is infinite from 89 on: scores of some first bytes lie that far below zero."""
     for seed in (0, 1):
         model = subject.build(seed=seed, dtype=torch.float32, mode="train")
         with torch.no_grad():
@@ -228,7 +228,7 @@ def large_weights(subject: Subject) -> Verdict:
 
 
 def _step(model: nn.Module, tokens: Tensor, *, case: str) -> Generator[str, None, State]:
-    """A line for what is not finite after two segments and their backward pass; the state after them."""
+    """Yields a line for each output or gradient of two segments that is not finite; returns the state after them."""
     first = model(tokens)
     second = model(tokens, first.state)
     outputs = {"logits": first.logits, "logits of a second segment": second.logits}
@@ -248,10 +248,10 @@ def flops(subject: Subject) -> Verdict:
         steps = [(sublayer.period, 2 * span), (1, 0), (span + 2, 0), (span + 2, span)]
         needs = [sublayer.needed_flops(segment, carried=carried) for segment, carried in steps]
         if needs == [None] * len(steps):
-            continue  # not said, so three times the ideal is charged
+            continue  # not stated, so three times the ideal is counted
         if not all(isinstance(need, NeededFlops) and 0 <= min(need) <= max(need) < math.inf for need in needs):
             yield f"{name}: {needs} are not NeededFlops of 0 or more"
-        elif needs[0].forward < sublayer.ideal_flops() - 1:  # which is rounded
+        elif needs[0].forward < sublayer.ideal_flops() - 1:  # the ideal is rounded
             yield f"{name}: a warm byte needs {needs[0].forward:,.0f}, ideal is {sublayer.ideal_flops():,}"
 
 
@@ -264,7 +264,7 @@ def _snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _changed(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """Names of what is no longer bit for bit as it was."""
+    """Names of tensors that are no longer equal bit for bit."""
     return [name for name, t in _tensors(model).items() if name in before and not torch.equal(t, before[name])]
 
 

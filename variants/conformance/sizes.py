@@ -1,8 +1,8 @@
-"""What bytes may move: no output before them, none beyond the reach that sublayers declare; and segments that move nothing.
+"""Checks that a byte moves no output before it and none beyond the declared reach, and that cuts into segments move nothing.
 
-At small sizes every byte is looked at. At those of the run a narrow network reads what the run and its score will, batches,
-whole and ragged segments from a warm state, and windows without one: what happens only in whole blocks of 64, or beyond 300
-bytes, is seen there. Streams are changed at places of their own, so that a forward pass looks at as many places.
+At small sizes every byte is checked. At those of the run, a narrow network reads what the run and its score will read:
+batches, whole and ragged segments from a warm state, and windows without one. This shows what happens only in whole blocks
+of 64, or beyond 300 bytes. Each stream is changed at its own place, so one forward pass checks as many places as streams.
 """
 
 import math
@@ -18,15 +18,15 @@ from variants.conformance.fixture import MODES, NoDropout, Outputs, Subject, Ver
 from variants.contract import State, Sublayer, map_state
 
 MOST_PAIRS = 2**23
-"""Of a query and a key of one head in a forward pass: fewer streams are looked at where they would be more."""
-MOST_SEGMENTS = 8  # read on after the first change; who reaches farther than they are long is not looked at
-EVERY, ROWS = 128, 64  # places of a small stream; streams of a small batch
-SOME, TURNS = 18, 6  # places of a segment of the run, and forward passes that they may take, the most telling first
-LONGEST = 1000  # bytes of the longest small stream; who reaches farther is not looked at
+"""Most pairs of a query and a key of one head in a forward pass; the number of streams is reduced to keep to it."""
+MOST_SEGMENTS = 8  # read at most; a reach beyond them is not checked
+EVERY, ROWS = 128, 64  # places checked in a small stream; streams of a small batch
+SOME, TURNS = 18, 6  # most places in a segment of the run, and most forward passes for them, the most telling first
+LONGEST = 1000  # bytes of the longest small stream; a reach beyond it is not checked
 
 
 class Size(NamedTuple):
-    """Mode, streams, segment, whether state is carried, and whether it is small, so that every byte is looked at."""
+    """Mode, streams, segment, whether state is carried, and whether it is small, so that every byte is checked."""
 
     mode: str
     streams: int
@@ -38,8 +38,8 @@ class Size(NamedTuple):
         return f"{self.mode}, {self.streams} x {self.segment} bytes{'' if self.carry else ' without a past'}"
 
     def places(self, period: int) -> list[int]:
-        """Bytes of a segment: of a small one all, or some at all offsets of a period; of another the last, edges of
-        blocks, and powers of two with a neighbour of each."""
+        """Bytes of a segment to change. Of a small one: all, or some at all offsets of a period. Of another: the last, edges
+        of blocks, and powers of two with one neighbour each."""
         length = self.segment
         if self.small:
             step = max(1, length // EVERY)
@@ -53,21 +53,21 @@ class Size(NamedTuple):
         return [place for place in dict.fromkeys(places) if 0 < place < length][:SOME] or [0]
 
     def cuts(self, span: int, period: int) -> list[tuple[int, ...]]:
-        """Ugly ways to cut a segment; in evaluation a small one also byte for byte, at the ends."""
+        """Uneven ways to cut a segment. In evaluation, a small one is also cut byte by byte at both ends."""
         length = self.segment
         if not self.small:
             return [(length // 3 + 1,), (1, 2 * (length // 3))]
         schemes = [(1,), (span + 2,), tuple(range(3, length, max(2, span // 3)))]
         if self.mode == "train":
             return schemes
-        if period > 1:  # three periods are finished before, and three after, one of them across the cut
+        if period > 1:  # three periods end before the cut and three after it, one of them across it
             schemes += [(3 * period,), (3 * period + period // 2,)]
-        some = min(max(6, period + 2), length // 2)  # one at a time, from nothing and with a full window
+        some = min(max(6, period + 2), length // 2)  # bytes read singly, without a past and with a full window
         return [*schemes, (*range(1, some + 1), *range(length - some, length))]
 
 
 def _sizes(subject: Subject, *modes: str) -> list[Size]:
-    """The run's, or small ones: streams of more than two windows, and halves of one, with a past."""
+    """The run's sizes, or small ones: streams of more than two windows, and streams half as long with a past."""
     length, half = subject.length, subject.length // 2
     small = [Size(mode, min(ROWS, length), length, False, small=True) for mode in MODES]
     small.append(Size("eval", min(ROWS, half), half, True, small=True))
@@ -83,7 +83,7 @@ def causality(subject: Subject, *, mode: str) -> Verdict:
 
 
 def reach(subject: Subject) -> Verdict:
-    """All bytes up to p are changed, those of the state too; nothing after p + reach may move."""
+    """All bytes up to p are changed, also those of the state; nothing after p + reach may move."""
     reaches = total_reaches(subject.declared)
     for size in _sizes(subject, "eval"):
         length = LONGEST if size.small and size.carry else size.segment * (MOST_SEGMENTS if size.carry else 1)
@@ -100,7 +100,7 @@ def reach(subject: Subject) -> Verdict:
 
 
 def segments(subject: Subject) -> Verdict:
-    """The same bytes in whole segments and cut at ugly places."""
+    """The same bytes must give the same outputs in whole segments and in uneven cuts."""
     for size in _sizes(subject, *subject.still):
         if size.segment < 3 or size.small == size.carry:
             continue
@@ -114,13 +114,13 @@ def segments(subject: Subject) -> Verdict:
 
 
 def total_reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
-    """Bytes back that each output may depend on: what reaches so far may be made of what reached before it."""
+    """How many bytes back each output may depend on: its reach, plus those of all sublayers before it."""
     total = list(accumulate(math.inf if (n := sublayer.reach()) is None else n for sublayer in sublayers.values()))
     return dict(zip([*sublayers, "logits"], [*total, *total[-1:]], strict=True))
 
 
 class _Streams:
-    """A model in a mode, and streams of random bytes for it: ``tokens [B, T]`` of some segments, and what they continue."""
+    """A model in a mode, and streams of random bytes for it: ``tokens [B, T]`` of some segments, and their past."""
 
     def __init__(self, subject: Subject, size: Size, *, segments: int = 1):
         self.model, self.still = subject.build(mode=size.mode), subject.still.get(size.mode, NoDropout)
@@ -140,21 +140,21 @@ class _Streams:
             return run(self.model, tokens, cuts=cuts, state=map_state(torch.clone, past))
 
     def run(self, tokens: Tensor, *, cuts: tuple[int, ...] | None = None) -> Outputs:
-        """Outputs over ``tokens``, in segments of the size or cut otherwise."""
+        """Outputs over ``tokens``, in segments of the size, or cut at ``cuts``."""
         return self._read(tokens, self.past, cuts)[0]
 
     def moved(self, case: str, *, reaches: Mapping[str, int] | None = None) -> tuple[str, str] | None:
-        """The first output that moves where it must not, with a line for it.
+        """The first output that moves where it must not, with a line about it.
 
         Args:
             case: what is done, with ``{at}`` for the place.
-            reaches: None changes all bytes from the place on, and nothing before it may move. Of these outputs by name nothing
-                farther on may move, when all bytes up to the place are changed and the past is another, or the past alone is.
+            reaches: None: all bytes from the place on are changed, and no output before it may move. Otherwise all bytes
+                up to the place and the past are changed, or only the past; outputs may then move only within reach.
         """
         before, byte, late = self.run(self.tokens), torch.arange(self.tokens.shape[1]), reaches is not None
 
         def first(at: Tensor) -> tuple[str, str] | None:
-            """With stream b changed at the place ``at [B, 1]``."""
+            """The same for streams that are each changed at their own place ``at [B, 1]``."""
             changed = torch.where(byte <= at if late else byte >= at, self.other, self.tokens)
             after, _ = self._read(changed, self.other_past if late else self.past)
             for name in reaches or before:
@@ -165,14 +165,14 @@ class _Streams:
             return None
 
         for some in self._turns([-1, *self.places] if late else self.places):
-            if first(some):  # another stream's change may have moved it: that is another promise
+            if first(some):  # or another stream's change moved it, which is another promise
                 alike = (torch.full_like(some, at) for at in some.unique().tolist())
                 if moved := next(filter(None, map(first, alike)), None):
                     return moved
         return None
 
     def _turns(self, places: list[int]) -> Iterator[Tensor]:
-        """``[B, 1]``, the place of each stream, until all had their turn."""
+        """Places ``[B, 1]``, one per stream, until every place had its turn."""
         streams = len(self.tokens)
         for begin in range(0, len(places), streams):
             some = places[begin : begin + streams]
@@ -185,4 +185,4 @@ SIZED = (
     ("no byte beyond the declared reach matters", None, reach),
     ("segments do not matter", "segments", segments),
 )
-"""Promise, the limit that excuses it, with which it is not looked at in the run's sizes, and its check."""
+"""Promise, the limit that excuses it, and its check. With this limit, the run's sizes are not checked."""

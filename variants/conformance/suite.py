@@ -3,14 +3,14 @@
     for finding in check(make_model, span=13):
         print(finding)
 
-A whole small model is checked: that is what a configuration gives. Differences are looked for in every sublayer's output, in
-order of execution, and then in the logits: the first that differs is named.
+A whole small model is checked, because a configuration gives a model. Outputs are compared for every sublayer in order of
+execution, and then for the logits; the first that differs is named.
 
 - Everything runs in float64 on a CPU, so that a break is told from rounding. Work that a mechanism does in float32
   for safety must follow a float64 input (``torch.promote_types(x.dtype, torch.float32)``).
-- Parameters are moved off their start before anything is checked: a matrix that starts at zero hides what is behind it.
-- A declared limit (``Sublayer.limits``) must be real: then the check has to fail, and the finding says by how much.
-- Whatever a model raises is a finding too, with the mode and bytes that it was computing and the line of its code.
+- Parameters are moved off their initial values before any check: a matrix that starts at zero hides what is behind it.
+- A declared limit (``Sublayer.limits``) must be real: its check has to fail, and the finding says by how much.
+- An exception of the model is a finding too, with the mode and bytes that it was computing and the line of its code.
 """
 
 import traceback
@@ -27,15 +27,15 @@ from variants.conformance.sizes import SIZED, Size
 
 Check = tuple[str, str | None, Callable[[Subject], Verdict]]
 BEFORE_TRAINING: tuple[Check, ...] = numbers.CHECKS
-"""Those that ``train.py`` runs, at small sizes, before the first step of a mechanism that is not shipped."""
+"""Checks that ``train.py`` runs at small sizes before the first step of a mechanism that is not shipped."""
 CHECKS = (*SIZED, *promises.CHECKS, *BEFORE_TRAINING)
 """Promise, the limit that excuses it, and its check."""
-MOST_BREAKS = 3  # that a finding names
+MOST_BREAKS = 3  # named in one finding
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one promise; ``detail`` names byte, mode and size of a break."""
+    """The result for one promise; ``detail`` names byte, mode and size of a break."""
 
     promise: str
     passed: bool
@@ -54,18 +54,18 @@ def check(
     streams: tuple[int, ...] = (17,),
     sizes: tuple[Size, ...] = (),
 ) -> Iterator[Finding]:
-    """Check promises of the contract, one finding each, as they are found, in float64.
+    """Check promises of the contract in float64; yields one finding for each, as soon as it is known.
 
     Args:
-        make_model: builds the model on the CPU, small, uncompiled, each time anew. The model is called as
-            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``, ``.state`` (stream
-            positions int64 ``[B]``, then a tuple of one state a sublayer), ``.loss`` and ``.stats``; it has ``sublayers()``,
+        make_model: builds a small, uncompiled model on the CPU, a new one per call. The model is called as
+            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``, ``.state``
+            (stream positions int64 ``[B]``, a tuple of sublayers' states), ``.loss`` and ``.stats``; it has ``sublayers()``,
             ``project_()``, ``inspect(tokens)``, ``metrics(stats)``, ``ideal_flops()``; its sublayers are the contract's.
         span: positions that a query may see; streams are a little over twice as long.
         vocabulary: V, at least 2.
-        checks: which promises; all.
-        streams: of the large batches, in which streams may not mix either.
-        sizes: of a run, at which ``SIZED`` are checked instead of at small ones, but for what a limit excuses.
+        checks: the promises to check; by default all.
+        streams: sizes of large batches, in which streams may not mix either.
+        sizes: a run's, at which ``SIZED`` are checked instead of small ones; what a limit excuses is left out.
     """
     subject = Subject(make_model, span, vocabulary, streams, sizes)
     try:
@@ -81,10 +81,10 @@ def check(
 
 
 def finding_of(promise: str, function: Callable[..., Verdict], *subjects: Subject, limit: str | None = None) -> Finding:
-    """What a check says of a promise, or what it raised; the caller's random numbers stay as they were.
+    """The finding of a check, or of the exception that it raised. The caller's random state does not change.
 
     Args:
-        limit: that is declared and excuses the promise.
+        limit: a declared limit that excuses the promise.
     """
     for subject in subjects:
         subject.during.clear()
@@ -101,7 +101,7 @@ def finding_of(promise: str, function: Callable[..., Verdict], *subjects: Subjec
 
 
 def outcome(verdict: Verdict) -> tuple[list[str], str | None]:
-    """The first breaks, or what a check says where there is none."""
+    """Lines of the first broken promises, and what the check says if there is none."""
     breaks = []
     while len(breaks) < MOST_BREAKS:
         try:
@@ -112,7 +112,7 @@ def outcome(verdict: Verdict) -> tuple[list[str], str | None]:
 
 
 def _line_of(error: Exception, *during: str) -> str:
-    """An exception as a finding's detail: what, then when, then the line of the last code that is not torch's."""
+    """An exception as a finding's detail: its message, what was computed, and the last line of code outside torch."""
     torchs = str(Path(torch.__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(torchs)]
     where = [f"{Path(frames[-1].filename).name} line {frames[-1].lineno}"] if frames else []

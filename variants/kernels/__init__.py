@@ -1,7 +1,7 @@
-"""Kernels that read a window of the past or a table, fast: they know tensors and no mechanism.
+"""Fast kernels that read a window of the past or a table. They take tensors and know no mechanism.
 
-``window`` has what is computed, and the plain backend, which the others are compared with. The same in fewer bytes and
-operations: ``fused`` (torch's flash attention), ``window_cpu`` (C++), ``triton_window`` (CUDA).
-``beside`` adds to a window keys that are other for every chunk of queries.
-``table`` and ``product_search`` read a product-key memory. ``native`` compiles C++ at its first use.
+``window`` defines the computation and has the plain backend, the reference for the others. ``fused`` (torch's flash
+attention), ``window_cpu`` (C++) and ``triton_window`` (CUDA) compute the same with less memory and fewer operations.
+``beside`` adds keys that differ per chunk of queries to a window's softmax.
+``table`` and ``product_search`` read a product-key memory. ``native`` compiles C++ sources at their first use.
 """

@@ -1,19 +1,19 @@
-"""Triton kernels of ``triton_window.py``; that file says what they compute. Importing this one needs triton.
+"""Triton kernels of ``triton_window.py``, which says what they compute. Importing this file needs triton.
 
-A program owns a block of queries (or of keys, or of distances) of one head of one stream and meets the blocks that its
-head's window touches. With x = o + t - j, o = L - T - shift, key j is column x of query t. Blocks in which every pair is
-visible with m = 1 need no mask. Scores and log-sum-exps are in base 2. A head of width K lies in registers WIDTH wide, a
-power of two. One program writes each number. Products are never transposed: Hopper has had wrong results there.
+Each program owns a block of queries (or of keys, or of distances) of one head of one stream, and loops over the blocks
+in its head's window. Key j is column x = o + t - j of query t, with o = L - T - shift. A block needs no mask if every
+pair in it is visible with m = 1. Scores and log-sum-exps are in base 2. Heads of width K have WIDTH columns in registers,
+a power of two. Only one program writes each number. Products are never transposed: on Hopper the results were wrong.
 
-Arguments that are not what their name says:
+Arguments that need more than their name:
     far: z + R of each head, or None for a hard window.
-    table, vectors: added to scores, [H, distances], and p [distances, K]; or None.
-    k, v: keys and values of each stream, one head after the other, ``stream_keys`` in all; with ALL of no stream.
-    key_bias, query_bias: added to scores of keys and taken from those of queries [B, H, T], or both None.
-    heads: visible keys of each head; heads from the longest to the shortest, so that the long ones start first; L of each
-        head; and the number of its first key, int32 [4, H].
-    seed: of the dropout of weights, which is that of ``dropout.py`` number for number; None without dropout.
-    ALL: every query sees every key: persistent vectors. DROP, SCALE: how many of 2^32 numbers drop a weight; factor of others.
+    table, vectors: a bias [H, distances] that is added to scores, and p [distances, K]; each may be None.
+    k, v: keys and values, packed head after head, ``stream_keys`` per stream; with ALL, all streams share one set.
+    key_bias, query_bias: ``key_bias_j - query_bias_t`` is added to scores; query_bias is [B, H, T]. Or both None.
+    heads: int32 [4, H]: visible keys of each head; heads from the longest to the shortest, so that the long ones start
+        first; L of each head; and the index of its first key.
+    seed: seed of dropout, which drops the same weights as ``dropout.py``, number for number; None without dropout.
+    ALL: every query sees every key (persistent vectors). DROP: numbers below it drop a weight. SCALE: factor of the rest.
 """
 
 import triton
@@ -24,15 +24,15 @@ from variants.kernels import dropout
 STREAM, QUERY, KEY = (tl.constexpr(dropout.FACTORS[name]) for name in ("stream", "query", "key"))
 FIRST, SECOND, PERSISTENT = (tl.constexpr(factor) for factor in (*dropout.MIX, dropout.PERSISTENT))
 LOG2E = tl.constexpr(1.4426950408889634)
-HIGHEST = tl.constexpr(70 * 1.4426950408889634)  # bounds exponents of base 2, as ``window.highest`` of float32 does
-INTERPRETED = triton.knobs.runtime.interpret  # on the host; triton decides it when it is imported
-kernel = triton.jit(do_not_specialize=("B", "T", "stream_keys", "longest", "distances"))  # or each length compiles anew
+HIGHEST = tl.constexpr(70 * 1.4426950408889634)  # bound of exponents, ``window.highest`` of float32 in base 2
+INTERPRETED = triton.knobs.runtime.interpret  # whether kernels run on the host; set when triton is imported
+kernel = triton.jit(do_not_specialize=("B", "T", "stream_keys", "longest", "distances"))  # else each length compiles
 
 
 @triton.jit
 def _head(heads, far, b, stream_keys, ramp, ALL: tl.constexpr):
-    """The program's head, how many keys it has in stream b and the row of the first; keys that it may see, how many of the
-    nearest have m = 1 and send no gradient to its span, and z + R."""
+    """The program's head, its number of keys L, the row of its first key in stream b, how many keys it may see, how many of
+    the nearest have m = 1 and give its span no gradient, and z + R."""
     H = tl.num_programs(1)
     h = tl.load(heads + H + tl.program_id(1))
     first = tl.load(heads + 3 * H + h).to(tl.int64)
@@ -50,7 +50,7 @@ def _head(heads, far, b, stream_keys, ramp, ALL: tl.constexpr):
 
 @triton.jit
 def _at(rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
-    """Where rows of a contiguous matrix of ``size`` rows lie ``[block, WIDTH]``, and which elements there are."""
+    """Offsets ``[block, WIDTH]`` of rows in a contiguous matrix of ``size`` rows, and a mask of the elements that exist."""
     columns = tl.arange(0, WIDTH)
     there = ((rows >= 0) & (rows < size))[:, None]
     if K != WIDTH:
@@ -60,7 +60,7 @@ def _at(rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load(x, rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
-    """``[block, WIDTH]``; zeros where there is nothing."""
+    """Rows of a matrix ``[block, WIDTH]``, with zeros outside of it."""
     at, there = _at(rows, size, K, WIDTH)
     return tl.load(x + at, mask=there, other=0.0)
 
@@ -73,7 +73,7 @@ def _store(x, rows, size, value, K: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _biases(x, at, size):
-    """``[block]``; zeros where there is nothing."""
+    """Elements of a vector ``[block]``, with zeros outside of it."""
     return tl.load(x + at, mask=(at >= 0) & (at < size), other=0.0)
 
 
@@ -86,7 +86,7 @@ def _mix(x):
 
 @triton.jit
 def _drawn(seed, b, h, t):
-    """The dropout's number of each row of weights, uint32; nothing that counts without dropout."""
+    """The number from which dropout draws each row of weights, uint32; without dropout, a value that is not used."""
     drawn = t
     if seed is not None:
         word = tl.load(seed) + h
@@ -97,7 +97,7 @@ def _drawn(seed, b, h, t):
 
 @triton.jit
 def _drop(value, seed, drawn, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr):
-    """``value`` of pairs at distance x or, where all are seen, with vectors j: 0 where the weight is dropped."""
+    """``value`` times SCALE, or 0 for a dropped weight. Weights are numbered by distance x or, with ALL, by vector j."""
     if seed is not None:
         number = (j.to(tl.uint32) ^ PERSISTENT) if ALL else x.to(tl.uint32)
         value = tl.where(_mix(drawn ^ (number * KEY)) >= DROP, value * SCALE, 0.0)
@@ -106,7 +106,7 @@ def _drop(value, seed, drawn, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCALE
 
 @triton.jit
 def _key_blocks(t0, offset, visible, full, T, L, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Keys that queries t0 .. meet, as four numbers: edges lie in first .. inner and outer .. last, the rest between."""
+    """Bounds of the keys that queries t0 .. see: first, inner, outer, last. Blocks from inner to outer need no mask."""
     if ALL:
         return 0, 0, L // BLOCK * BLOCK, L
     high = offset + tl.minimum(t0 + BLOCK, T)  # one past the nearest key of the last query
@@ -119,7 +119,7 @@ def _key_blocks(t0, offset, visible, full, T, L, BLOCK: tl.constexpr, ALL: tl.co
 
 @triton.jit
 def _query_blocks(j0, offset, visible, full, T, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Queries that meet keys j0 .., in the manner of ``_key_blocks``."""
+    """Bounds of the queries that see keys j0 .., as in ``_key_blocks``."""
     if ALL:
         return 0, 0, T // BLOCK * BLOCK, T
     first = tl.maximum(j0 - offset, 0) // BLOCK * BLOCK
@@ -135,9 +135,9 @@ def _near(
     q, vectors, x_first, distances,
     AXIS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q . p_x of a block of pairs, queries along axis 1 - AXIS: columns lie on diagonals of q with 2 BLOCK distances.
+    """q . p_x of a block of pairs, with queries along axis 1 - AXIS: products of q and 2 BLOCK distances, read on diagonals.
 
-    ``x_first`` is the smallest distance in the block, that of the first query and the last key.
+    ``x_first``: the smallest distance in the block, from its first query to its last key.
     """
     p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
     one, other = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -168,9 +168,9 @@ def forward(
     shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf where nothing is seen. Grid: (B * blocks, H).
+    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf for a query that sees nothing. Grid: (B * blocks, H).
 
-    ``start`` and ``start_lse``, or None: those of another part of the same softmax in float32, which are merged in.
+    ``start``, ``start_lse``: float32 output and log-sum-exp of another part of the same softmax, to merge in; or None.
     """
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
@@ -188,7 +188,7 @@ def forward(
         top = tl.load(start_lse + row + t, mask=t < T, other=0.0)
         total += 1.0
         out = _load(start + row * K, t, T, K, WIDTH)
-    bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)  # the last serves as L: one register less
+    bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)  # bounds[3] stands for L below: one register less
     for part in tl.static_range(3):
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):
             j = j0 + tl.arange(0, BLOCK)
@@ -225,7 +225,7 @@ def query_gradient(
     stream_keys, shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dq``, ``delta`` = g . y and ``dquery_bias [B, H, T]``, and each program's part of dz ``[H, B * blocks]``; the last
+    """Write ``dq``, ``delta`` = g . y, ``dquery_bias [B, H, T]`` and each program's part of ``dz [H, B * blocks]``. The last
     two may be None. Grid: (B * blocks, H).
     """
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
@@ -244,7 +244,7 @@ def query_gradient(
         base = _biases(query_bias + row, t, T)[:, None]
     drawn = _drawn(seed, b, h, t)[:, None]
     r, i = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
-    place = r - i + BLOCK - 1  # in a block of keys, of the pair at distance x_first + i
+    place = r - i + BLOCK - 1  # index in the block of the key at distance x_first + i
     bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)
     for part in tl.static_range(3):
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):
@@ -262,14 +262,14 @@ def query_gradient(
                 scores = tl.where(_seen(x, j[None, :], visible, bounds[3], ALL), scores, float("-inf"))
             reward = tl.dot(up, tl.trans(_load(v, j, bounds[3], K, WIDTH)), input_precision=PRECISION)
             if part != 1 and far is not None:
-                scores = tl.minimum(scores, HIGHEST)  # a key of weight 0 may be above the sum of all that have one
+                scores = tl.minimum(scores, HIGHEST)  # a key of weight 0 may score above the log-sum-exp
             change = tl.exp2(scores) * (_drop(reward, seed, drawn, x, j[None, :], ALL, DROP, SCALE) - paid[:, None])
             if part != 1 and far is not None:
                 ahead = end - x
                 if dz is not None:
-                    # The ramp is closed: at its far end m is 0 and the key is not attended to, but it has a gradient.
+                    # The ramp is closed: at its far end m and the weight are 0, but the key still gives a gradient.
                     span += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), change, 0.0), 1)
-                change *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # by tl.where it would spill
+                change *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # tl.where would spill
             if dquery_bias is not None:
                 lowered -= tl.sum(change, 1)
             moved = tl.dot(change.to(k.dtype.element_ty), keys, moved, input_precision=PRECISION)
@@ -291,9 +291,9 @@ def key_gradient(
     stream_keys, longest, shift, distances, ramp, OWN: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr,
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dk`` and ``dv``, packed as keys are, for each stream also where streams share keys; with OWN those of the last T keys
-    of each head, ``[B, H, T, K]``. ``dkey_bias``, without K, may be None. ``longest``: the most that a head writes.
-    Grid: (B * blocks of these, H).
+    """Write ``dk`` and ``dv``, packed as keys, but for each stream even where streams share keys; with OWN only of the last
+    T keys of each head, ``[B, H, T, K]``. ``dkey_bias``, alike without K, may be None. ``longest``: most rows of a head.
+    Grid: (B * blocks of ``longest``, H).
     """
     H, blocks = tl.num_programs(1), tl.cdiv(longest, BLOCK)
     b, own0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
@@ -305,7 +305,7 @@ def key_gradient(
     else:
         if OWN:
             written, at = T, row
-        if own0 >= written:  # of a head that has fewer keys than another
+        if own0 >= written:  # this head has fewer keys than another
             return
     j0 = L - written + own0
     j = j0 + tl.arange(0, BLOCK)
@@ -320,7 +320,7 @@ def key_gradient(
             t = t0 + tl.arange(0, BLOCK)
             x = (offset + t)[None, :] - j[:, None]
             own = _load(q + row * K, t, T, K, WIDTH)
-            if seed is not None:  # early or late: where the compiler then keeps all in registers
+            if seed is not None:  # here or below: wherever the compiler keeps all in registers
                 up = _load(g + row * K, t, T, K, WIDTH)
             joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
             scores = tl.dot(keys, tl.trans(own), input_precision=PRECISION)
@@ -360,7 +360,7 @@ def vector_gradient(
     distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Parts of dp, ``[groups of streams, H, distances, K]``. Grid: (blocks of distances, H, groups of streams)."""
+    """Write parts of dp, one per group of streams, ``[groups, H, distances, K]``. Grid: (blocks of distances, H, groups)."""
     H, groups = tl.num_programs(1), tl.num_programs(2)
     x0, group = tl.program_id(0) * BLOCK, tl.program_id(2)
     x = x0 + tl.arange(0, BLOCK)

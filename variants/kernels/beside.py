@@ -1,10 +1,10 @@
-"""Keys beside a window, other for every chunk of queries, in one softmax with it: value and gradients by products.
+"""Keys beside a window that differ per chunk of queries and share its softmax; output and gradients by matrix products.
 
     s_tg = q_t . k_g + b_tg,   lse_t = log(exp(lse of the window) + sum_g exp(s_tg))
     y_t = exp(lse of the window - lse_t) y of the window + sum_g exp(s_tg - lse_t) v_g
 
-In the backward pass either part needs the other only in lse and y, so a kernel that is given those of the whole has the
-window's gradients right. Scores exist while they are used; the backward pass makes them again.
+The backward pass of either part depends on the other only through lse and y. So a kernel that is given lse and y of the
+whole softmax gets the window's gradients right. Scores are not saved: the backward pass computes them again.
 """
 
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from variants.kernels.window import merged
 
 
 class Beside(NamedTuple):
-    """What n chunks of Q queries meet, G keys each.
+    """Keys and values for n chunks of Q queries, G for each chunk.
 
     Attributes:
         k, v: ``[B, n, H, G, K]``, G at least 1.
-        added: to scores, as wide as ``[B, n, H, Q, G]`` or to be expanded; -inf where a key is not seen.
+        added: added to scores, ``[B, n, H, Q, G]`` or broadcast to it over B, H or G; -inf hides a key.
     """
 
     k: Tensor
@@ -30,9 +30,9 @@ class Beside(NamedTuple):
 
 
 def merge(y: Tensor, lse: Tensor, q: Tensor, beside: Beside) -> tuple[Tensor, Tensor]:
-    """``y [B, H, T, K]`` and ``lse [B, H, T]`` of the window, inf where it is empty, become those of the whole."""
+    """Output and log-sum-exp of the whole, from the window's ``y [B, H, T, K]`` and ``lse [B, H, T]``, inf where empty."""
     scores = _scores(q, beside)
-    top = scores.amax(dim=-1, keepdim=True)  # -inf where none is seen
+    top = scores.amax(dim=-1, keepdim=True)  # -inf where no key is seen
     weights = scores.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
     total = weights.sum(dim=-1, keepdim=True)
     parts = (weights @ beside.v) / total.masked_fill(total == 0, 1), total.log().add_(top)
@@ -43,7 +43,7 @@ def merge(y: Tensor, lse: Tensor, q: Tensor, beside: Beside) -> tuple[Tensor, Te
 def gradients(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, beside: Beside, *, added: bool
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Of ``q [B, H, T, K]`` by way of ``beside``, and of ``beside``, its ``added`` if asked for; ``y``, ``lse``: the whole's."""
+    """Gradients of ``q [B, H, T, K]`` by ``beside``, and of its k, v and (if asked) added. ``y``, ``lse``: of the whole."""
     scores = _scores(q, beside)
     weights = scores.sub_(_chunked(lse[..., None], like=scores)).exp_()
     delta = _chunked((g * y).sum(dim=-1, keepdim=True), like=weights)
@@ -55,11 +55,11 @@ def gradients(
 
 
 def _scores(q: Tensor, beside: Beside) -> Tensor:
-    """``[B, n, H, Q, G]``."""
+    """Scores ``[B, n, H, Q, G]`` of the keys of ``beside``."""
     return (_chunked(q, like=beside.added) @ beside.k.mT).add_(beside.added)
 
 
 def _chunked(x: Tensor, *, like: Tensor) -> Tensor:
-    """``[B, H, T, m]`` to ``[B, n, H, Q, m]``."""
+    """``x [B, H, T, m]`` cut into the chunks of ``like``: ``[B, n, H, Q, m]``, with zeros at the end."""
     chunks, size = like.shape[1], like.shape[3]
     return F.pad(x, (0, 0, 0, chunks * size - x.shape[2])).unflatten(2, (chunks, size)).transpose(1, 2)

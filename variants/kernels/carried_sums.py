@@ -1,4 +1,4 @@
-"""Weighted means over all of the past in a state that does not grow, for weights that are products of features:
+"""Weighted means over all of the past with a state of constant size, for weights that are products of features:
 
     y_t = (sum_j w_tj v_j) / (sum_j w_tj),    w_tj = (q_t . k_j) exp(l_j - slope (t - j)),    q, k >= 0
 
@@ -6,12 +6,12 @@ over the keys j that query t sees: j <= t, or j < t. The sums over j can be carr
 
     S = sum_j exp(l_j - slope (t - j)) k_j [v_j, 1]^T    [F, K + 1],    y_t = numerator / denominator of q_t^T S
 
-A chunk of C bytes meets itself by its C x C weights, and what is before it by S, so that one S a chunk is in memory.
-There is no epsilon: a query without weights, because it sees no key, gives 0.
+A chunk of C bytes attends to itself by its C x C weights and to everything before it through S, so memory holds one S
+per chunk. There is no epsilon: a query that sees no key gives 0.
 
-**Scales.** A key's features are given beside the logarithm l of what they are relative to. S is relative to exp(M), M
-the largest ``l_j - slope (t - j)`` so far, and a query's weights are relative to exp of the largest that it sees. Both
-go by the past alone, cancel in the ratio, and leave no exponent above 0.
+**Scales.** The features of key j are given divided by exp(l_j). S is kept divided by exp(M), with M the largest
+``l_j - slope (t - j)`` so far, and a query's weights are divided by exp of the largest that the query sees. Both scales
+depend only on the past, cancel in the ratio, and leave no exponent above 0.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from torch import Tensor
 State = tuple[Tensor, ...] | Tensor
 
 AT_ONCE = 32
-"""Chunks whose sums are in memory together; more bytes are read in a loop, with the sums carried."""
+"""Chunks computed together, each with its sums in memory; longer segments are read in a loop that carries the sums."""
 
 
 def attend(
@@ -41,10 +41,10 @@ def attend(
     """Weighted means ``[B, H, T, K]``, and the state after the segment, detached.
 
     Args:
-        q, k: features ``[B, H, T, F]``, none below 0, in the precision of the sums.
+        q, k: features ``[B, H, T, F]``, at least 0, in the precision of the sums.
         v: ``[B, H, T, K]``.
-        log_scale: l, ``[B, H, T]``, of keys. It has no gradient: features relative to it have all of it.
-        slopes: decay for every byte between, ``[H]``; None for none.
+        log_scale: l of each key, ``[B, H, T]``. It gets no gradient: the whole gradient goes to the features.
+        slopes: decay per byte of distance, ``[H]``; None for no decay.
         state: (S ``[B, H, F, K + 1]``, M ``[B, H]``) from the segment before.
         attend_self: whether a query sees the key at its own place.
         chunk: C, bytes.
@@ -65,23 +65,23 @@ def attend(
 
 
 def means(sums: Tensor, state: State) -> tuple[Tensor, State]:
-    """``sums [B, H, T, K + 1]`` over their last number, the sum of weights, or 0 where that is 0; and the state as it is."""
+    """``sums [B, H, T, K + 1]`` divided by their last column, the sum of weights, or 0 where it is 0; and the same state."""
     total = sums[..., -1:]
     return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
 
 
 def unrounded(device: torch.device) -> AbstractContextManager:
-    """Without autocast, where the device has it: sums over a long past are no place for bfloat16."""
+    """A context without autocast, if the device has it: bfloat16 is too coarse for sums over a long past."""
     available = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
 def by_pieces(step: Callable[..., tuple[Tensor, Any]], state: Any, *tensors: Tensor, chunk: int) -> tuple[Tensor, Any]:
-    """What ``step(state, *parts)`` gives for each piece of a segment, joined, and the state after the last.
+    """Call ``step(state, *parts)`` on each piece of a segment in turn; returns the joined outputs and the last state.
 
     Args:
-        step: of parts ``[B, H, n, C, ..]``, what queries read ``[B, H, n, C, V]``, and the state for the next.
-        tensors: ``[B, H, T, ..]``; pieces are whole chunks, and what is left as one.
+        step: maps a state and parts ``[B, H, n, C, ..]`` to outputs ``[B, H, n, C, V]`` and the next state.
+        tensors: ``[B, H, T, ..]``, cut into pieces of whole chunks, and a last piece for an incomplete chunk.
     """
     length, outputs = tensors[0].shape[2], []
     whole = length // chunk
@@ -95,8 +95,8 @@ def by_pieces(step: Callable[..., tuple[Tensor, Any]], state: Any, *tensors: Ten
 
 
 def carried(sums: Tensor, added: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums before each chunk ``[B, H, n, F, V]``, and after the last, for those that it adds ``[B, H, n, F, V]`` and what it
-    keeps ``[.., n, F or 1, 1]`` of those before."""
+    """The sums before each chunk ``[B, H, n, F, V]``, and those after the last chunk. A chunk multiplies them by ``keep``
+    ``[.., n, F or 1, 1]`` and then adds ``added [B, H, n, F, V]``."""
     before = []
     for new, share in zip(added.unbind(2), keep.unbind(2), strict=True):
         before.append(sums)
@@ -107,15 +107,15 @@ def carried(sums: Tensor, added: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 def _decays(
     scale: Tensor, slope: Tensor, top: Tensor, *, attend_self: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Factors for chunks of keys with scales ``[B, H, n, C]``, and M at the end; ``top`` is M before.
+    """Factors for chunks of keys with scales l ``[B, H, n, C]``, and M after the last chunk; ``top`` is M before the first.
 
-    Of pairs in a chunk ``[.., C, C]``, 0 where a query does not see the key; of what is before the chunk ``[.., C, 1]``; of
-    keys at its end ``[.., C, 1]``; of the sums before it at its end ``[.., n, 1, 1]``.
+    The factors belong to: pairs in a chunk ``[.., C, C]``, 0 for a hidden key; a query's reading of earlier sums
+    ``[.., C, 1]``; a key's part in the sums after its chunk ``[.., C, 1]``; earlier sums in those after ``[.., n, 1, 1]``.
     """
     shape, slope = scale.shape[2:], slope[:, None]  # [H, 1]
     size, scale = shape[1], scale.flatten(2)
     along = torch.arange(-1, scale.shape[2], dtype=scale.dtype, device=scale.device)
-    # The largest l_j - slope (t - j) of the past of every t, from before the first byte: nothing of it has a gradient.
+    # The largest l_j - slope (t - j) up to each t, starting before the first byte. It has no gradient.
     largest = torch.cat([top[..., None], scale], dim=-1) + slope * along
     largest = largest.cummax(-1).values - slope * along  # [B, H, 1 + n C]
     seen = largest[..., 1:] if attend_self else largest[..., :-1] - slope

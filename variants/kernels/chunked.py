@@ -1,7 +1,7 @@
-"""The chunked backend: ``window.attend`` a few queries at a time, which does all that it does in less memory.
+"""The chunked backend. Computes the same as ``window.attend``, a few queries at a time, in less memory.
 
-Each chunk meets only the band of keys that its heads may see. Scores of one chunk exist at a time; the backward computes them
-again, by torch's checkpoints. Dropout is drawn from counters (``dropout.py``): a chunk drops what the whole would.
+Each chunk reads only the band of keys that its heads may see. Scores of only one chunk exist at a time; torch's checkpoints
+recompute them in the backward pass. Dropout is drawn from counters (``dropout.py``), so a chunk drops the same weights.
 """
 
 from functools import partial
@@ -17,11 +17,11 @@ from variants.kernels.window import Inputs, Persistent, Window
 
 KEYS = ("k", "v", "key_bias")
 SUMMED = ("k", "v", "extra_k", "extra_v", "vectors")
-"""What chunks share: its gradients are sums, in float32."""
+"""Read by several chunks: cast to float32 here and back in each chunk, so that gradients add up in float32."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
-    """``window.attend``, of whose dropout there is a seed."""
+    """Same as ``window.attend``; dropout requires a ``seed``."""
     inputs, rows = Inputs.of(q, k, v, window, **added), q.shape[2]
     dtype, seed = torch.promote_types(q.dtype, torch.float32), None
     wide = {name: x.to(dtype) for name in SUMMED if (x := getattr(inputs, name)) is not None}
@@ -32,7 +32,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
     parts = []
     for (number, keys), heads in runs(zip(window.max_keys, inputs.key_counts(), strict=True)):
         seen = window._replace(max_keys=(number,) * (heads.stop - heads.start), limits=None)
-        # First rows that see no key, but maybe persistent vectors.
+        # Some first rows may see no key, only persistent vectors.
         blind = min(rows, max(0, rows + window.shift - keys))
         cut = [(0, blind, 0, blind)] if blind else []
         parts.append([])
@@ -44,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
 
 
 def _part(inputs: Inputs, heads: slice, t: slice, j: slice, columns: slice) -> Inputs:
-    """What some queries of some heads meet."""
+    """``inputs`` cut to some heads, their queries ``t``, keys ``j`` and columns."""
     keys = {n: inputs.of_heads(x, heads)[:, :, j] for n in KEYS if (x := getattr(inputs, n)) is not None}
     places = {**dict.fromkeys(("q", "extra_q", "seed"), (slice(None), heads, t)), "vectors": (columns,)}
     places |= dict.fromkeys(("extra_k", "extra_v", "sink"), (heads,)) | {"query_bias": places["q"]}

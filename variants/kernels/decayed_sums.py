@@ -1,22 +1,22 @@
-"""Sums over all of the past whose decay is made of the input, in a state that does not grow:
+"""Sums over all of the past with input-dependent decay and a state of constant size:
 
     S_t = D_t S_{t-1} + k_t v_t^T    [F, V],    o_t = S_t^T q_t,    D_t = diag(exp(g_t)),    g_t <= 0
 
-with one number g_t for a head (2312.06635, 4; 2405.21060) or one for each of its F channels. A chunk of C bytes meets
-itself by pairs, with G_t = g_1 + .. + g_t from its begin, and what is before it by S, so that one S a chunk is in
-memory:
+with one number g_t per head (2312.06635, 4; 2405.21060) or one per channel, F in all. A chunk of C bytes attends to
+itself by pairs, with G_t = g_1 + .. + g_t from its first byte, and to everything before it through S, so memory holds
+one S per chunk:
 
     o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j
     S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
 
-No exponent is above 0, and none is a difference over more than a chunk.
+No exponent is above 0, and each covers at most one chunk.
 
-**Delta rule**, with a strength b_t: k_t is written with u_t = b_t (v_t - (D_t S_{t-1})^T k_t) in place of v_t, which
-puts S_t^T k_t at v_t where b_t = 1 and |k_t| = 1 (2412.06464, 3.1; 2510.26692, 3). In a chunk these are one system
+**Delta rule**, with strength b_t: k_t is written with u_t = b_t (v_t - (D_t S_{t-1})^T k_t) instead of v_t. If b_t = 1
+and |k_t| = 1, then S_t^T k_t = v_t (2412.06464, 3.1; 2510.26692, 3). The u_t of a chunk solve one linear system
 
-    u_t + b_t sum_{j < t} (k_t . exp(G_t - G_j) k_j) u_j = b_t (v_t - S^T (exp(G_t) k_t)),
+    u_t + b_t sum_{j < t} (k_t . exp(G_t - G_j) k_j) u_j = b_t (v_t - S^T (exp(G_t) k_t)).
 
-which is solved for v and for exp(G) k of all chunks at once; S then goes from chunk to chunk (2412.06464, 3.3).
+It is solved for v and exp(G) k of all chunks at once. Then S is carried from chunk to chunk (2412.06464, 3.3).
 """
 
 from functools import partial
@@ -39,16 +39,16 @@ def attend(
     attend_self: bool = True,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """What queries read, ``[B, H, T, V]``, and S after the segment ``[B, H, F, V]``, detached.
+    """Outputs o ``[B, H, T, V]``, and S after the segment ``[B, H, F, V]``, detached.
 
     Args:
         q, k: ``[B, H, T, F]``, in the precision of the sums.
         v: ``[B, H, T, V]``.
-        log_decay: g, ``[B, H, T, 1]`` for a head or ``[B, H, T, F]`` for each channel, none above 0; ``[1, H, 1, 1]`` where
-            it is the same for every byte.
-        strength: b, ``[B, H, T, 1]``, of the delta rule; None for sums.
+        log_decay: g, at most 0: ``[B, H, T, 1]`` per head or ``[B, H, T, F]`` per channel; ``[1, H, 1, 1]`` if it is
+            the same for every byte.
+        strength: b of the delta rule, ``[B, H, T, 1]``; None for plain sums.
         sums: S of the segment before; None for zeros.
-        attend_self: whether a query reads S_t; if not, S_{t-1}.
+        attend_self: whether query t reads S_t; otherwise it reads S_{t-1}.
         chunk: C, bytes.
     """
     sums = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if sums is None else sums.to(v.dtype)
@@ -62,14 +62,14 @@ def attend(
 def _of_piece(
     sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, shift: int, constant: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same for whole chunks ``[B, H, n, C, .]``; ``others`` are g, unless it is ``constant``, and b, if there is one."""
+    """``attend`` for whole chunks ``[B, H, n, C, .]``. ``others``: g unless it is ``constant``, then b if there is one."""
     if constant is None:
         log_decay, *others = others
         total = log_decay.cumsum(-2)  # G
     else:
         total = constant[:, :, None] * torch.arange(1, q.shape[3] + 1, dtype=q.dtype, device=q.device)[:, None]
     (strength,) = others or [None]
-    seen = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # of a query without itself, G_{t-1}
+    seen = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # G_t, or G_{t-1} with shift 1
     if strength is None or shift:
         (scores,) = _products(_between(seen, total, shift), k, q)  # [B, H, n, C, C]
     written = (k * (total[..., -1:, :] - total).exp()).mT  # [B, H, n, F, C]
@@ -80,7 +80,7 @@ def _of_piece(
     left, *both = _products(_between(total, total, 0), k, *((k,) if shift else (k, q)))
     scores = scores if shift else both[0]
     right = strength * torch.cat([v, k * total.exp()], dim=-1)
-    left = strength * left  # of which what is below the diagonal is read; on it is 1
+    left = strength * left  # only entries below the diagonal are read; the diagonal counts as 1
     right = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
     v, reads = right.split([v.shape[-1], k.shape[-1]], dim=-1)
     before, values = [], []

@@ -2,17 +2,17 @@
 
 Three facts make it exact (1905.07799's soft mask, written as an additive bias):
 
-1. m exp(s), renormalised, is exp(s + log m), so the mask is a bias and where m = 0 nothing need be computed. Neighbouring
-   heads that may see equally many keys go together, queries are cut into chunks, and each chunk meets only its band of keys.
-2. Parts of one softmax merge by their log-sum-exp, and the backward of a part needs only the joint output and the joint
-   log-sum-exp: persistent vectors are one more part, with the unrotated query.
+1. m exp(s) = exp(s + log m), so the mask is a bias, and keys with m = 0 are skipped. Neighbouring heads that may see
+   equally many keys are computed together. Queries are cut into chunks, and each chunk reads only its band of keys.
+2. Parts of one softmax merge by their log-sum-exp, and the backward pass of a part needs only the joint output and the
+   joint log-sum-exp. Persistent vectors are one more part, with the unrotated query.
 3. With upstream g and output o, the gradient of a span is a sum over its ramp,
    dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) / R * (g_t . v_x - g_t . o_t),
    so the kernel treats spans as constants.
 
-The kernels are torch's: flash attention on a CPU, memory-efficient attention on CUDA, and both take only constants beside
-the scores. Neither has dropout here: the one has none, and the other's mask could not be had for fact 3.
-Where the window is the whole triangle, torch takes what it will. ``window_cpu.cpp`` does the same by the row.
+The kernels are torch's: flash attention on a CPU and memory-efficient attention on CUDA. Their additive mask must be a
+constant. Neither has dropout here: the first has none, and fact 3 would need the mask that the second does not return.
+If the window is the whole triangle, torch chooses the kernel. ``window_cpu.cpp`` does the same row by row.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,16 +28,16 @@ from variants.kernels.window import Inputs, Window
 
 _Number = TypeVar("_Number")
 ALIGNED = 8
-"""Numbers that rows of a mask and heads are rounded up to: 16 bytes, which CUDA's kernel reads at once."""
+"""Rows of masks and heads are padded to a multiple of this: CUDA's kernel reads 16 bytes at once."""
 
 
 class Engine(NamedTuple):
     """A kernel for one part of a softmax.
 
     Attributes:
-        forward: of scaled q ``[B, n, t, K]``, k and v ``[B, n, j, K]`` and an additive mask ``[1, n or 1, t, j]`` or None:
-            output, and log-sum-exp ``[B, n, t]`` in float32 or float64.
-        backward: of the output's gradient, these four, the joint output and the joint log-sum-exp: gradients of q, k, v.
+        forward: takes scaled q ``[B, n, t, K]``, k and v ``[B, n, j, K]`` and an additive mask ``[1, n or 1, t, j]`` or
+            None; returns the output, and the log-sum-exp ``[B, n, t]`` in float32 or float64.
+        backward: takes the output's gradient, these four, the joint output and log-sum-exp; returns gradients of q, k, v.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -61,7 +61,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Te
 
 def _efficient_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tensor]:
     g, q_, k_, v_, y = _aligned(g, q, k, v, y)
-    # Outputs are read as the forward lays them out, whatever strides say, and log-sum-exps to whole blocks of 32 queries.
+    # The kernel ignores strides and reads outputs in the forward's layout, and log-sum-exps in whole blocks of 32 queries.
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
     drawn = torch.zeros((), dtype=torch.int64)  # the state of dropout's generator, which is not read without dropout
@@ -73,26 +73,26 @@ def _efficient_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tenso
 
 
 def _aligned(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Heads as wide as the kernel can read them: zeros at the end change no product."""
+    """Heads padded to a width that the kernel can read: zeros at the end change no product."""
     spare = -parts[0].shape[3] % ALIGNED
     return tuple(F.pad(x, (0, spare)) if spare else x for x in parts)
 
 
 ENGINES = {"cpu": Engine(_flash, _flash_backward), "cuda": Engine(_efficient, _efficient_backward)}
-"""By the type of the tensors' device."""
+"""The engine for each type of device."""
 
 
 def obstacle(device: torch.device, *, dropout: float = 0.0) -> str | None:
-    """Why this backend cannot run there, or None."""
+    """Why this backend cannot run on ``device``, or None."""
     if device.type not in ENGINES:
         return f"runtime.device={device.type}"
     if device.type == "cuda" and torch.version.hip:
-        return "torch for ROCm"  # its kernel pads otherwise
+        return "torch for ROCm"  # its kernel pads in another way
     return f"model.dropout={dropout}" if dropout else None
 
 
 def is_triangle(window: Window, inputs: Inputs) -> bool:
-    """Whether queries see all keys up to their own, unmasked: where a stream begins, or is not carried."""
+    """Whether each query sees all keys up to its own, unmasked: at the start of a stream, or without carried state."""
     rows, keys = inputs.q.shape[2], inputs.k.shape[2]
     hard = window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
     added = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink)
@@ -100,15 +100,15 @@ def is_triangle(window: Window, inputs: Inputs) -> bool:
 
 
 def triangle(inputs: Inputs) -> Tensor:
-    """``window.attend`` of a whole triangle."""
+    """``window.attend`` for a window that is the whole triangle."""
     q, k, v = inputs[:3]
     return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), is_causal=True, scale=1.0)
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]``, and log-sum-exp ``[B, H, T]``: 0 and -inf where a query sees nothing.
+    """Output ``[B, H, T, K]``, and log-sum-exp ``[B, H, T]``; a query that sees nothing has 0 and -inf.
 
-    Keys that no query sees are not read. There is a constant bias ``[H, n]`` or none; no vectors, key biases or dropout.
+    Keys that no query sees are not read. A constant bias ``[H, n]`` is allowed; vectors, key biases and dropout are not.
     """
     assert inputs.vectors is None and not inputs.dropout, "the fused backend has no vectors and no dropout"
     assert inputs.key_bias is None, "the fused backend has no key biases"
@@ -134,11 +134,11 @@ def backward(
     *,
     own_only: bool = False,
 ) -> dict[str, Tensor]:
-    """Gradients of the ``wanted`` fields of ``inputs``; those of keys and values are sums over chunks, in float32.
+    """Gradients of the ``wanted`` fields of ``inputs``; key and value gradients are summed over chunks in float32.
 
     Args:
-        g, y, saved: the output's gradient, and what ``forward`` gave.
-        own_only: those of keys and values are of the segment's own, ``[B, H, T, K]``.
+        g, y, saved: the output's gradient, and the two results of ``forward``.
+        own_only: key and value gradients are those of the segment alone, ``[B, H, T, K]``.
     """
     (q, k, v), lse, g = _alike(inputs), saved, g.contiguous()
     engine, results = ENGINES[q.device.type], {}
@@ -168,7 +168,7 @@ def backward(
 
 
 def runs(numbers: Iterable[_Number]) -> Iterator[tuple[_Number, slice]]:
-    """Neighbouring heads with equal numbers: the number, and the heads."""
+    """Groups of neighbouring heads with equal numbers, as (number, heads)."""
     first = 0
     for number, heads in groupby(numbers):
         last = first + len(list(heads))
@@ -177,9 +177,9 @@ def runs(numbers: Iterable[_Number]) -> Iterator[tuple[_Number, slice]]:
 
 
 def chunks(rows: int, keys: int, max_keys: int, shift: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut queries that see a key: yields ``(first row, last row, first key, last key)`` of each chunk and the band it meets.
+    """Cut the queries that see a key: yields ``(begin, end, low, high)``, a chunk's rows and the keys of its band.
 
-    The band ends with the nearest key of the last row.
+    The band ends with the nearest key of the chunk's last row.
     """
     size = max(32, min(128, max_keys))
     nearest = keys - rows - shift  # key of row 0, column 0
@@ -191,10 +191,10 @@ def chunks(rows: int, keys: int, max_keys: int, shift: int) -> Iterator[tuple[in
 def executed_flops(
     inputs: Inputs, window: Window, wanted: frozenset[str], *, own_only: bool = False
 ) -> tuple[int, int]:
-    """FLOPs of a forward and of a backward: products, 2 a multiply-add.
+    """FLOPs of the products in a forward and in a backward pass, 2 per multiply-add.
 
-    Chunks and bands are counted whole, masked or not, and the scores that the backward computes again; not what a kernel adds
-    inside to fill its tiles, nor softmax and masks.
+    Chunks and bands count whole, masked or not, and so do the scores that the backward pass recomputes. Padding inside a
+    kernel's tiles, softmax and masks do not count.
     """
     streams, _, rows, width = inputs.q.shape
     wide = width if inputs.q.device.type == "cpu" else width + -width % ALIGNED
@@ -213,7 +213,7 @@ def _alike(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, like: Tensor) -> Tensor:
-    """Additive ``[1, H or 1, rows, keys]`` whose last key is column 0 of the last row; rows begin at aligned places."""
+    """Additive mask ``[1, H or 1, rows, keys]``; its last key is column 0 of the last row. Rows are aligned in memory."""
     seen = plain.visible(rows, keys, max_keys, shift=0, device=like.device)
     band = seen.new_zeros((1, rows, keys), dtype=like.dtype) if table is None else plain.spread(table, rows, keys)
     return F.pad(band.masked_fill(~seen, -torch.inf).to(like.dtype), (0, -keys % ALIGNED))[None, ..., :keys]
@@ -223,7 +223,7 @@ def _plan(
     inputs: Inputs, window: Window, *, ramps: bool = False
 ) -> Iterator[tuple[slice, slice, slice, Tensor, tuple[Tensor | None, ...]]]:
     """Heads, queries, keys and mask of each call; with ``ramps`` also bias and dm/dz. Equal shapes share one mask."""
-    bias, table, slope = inputs.bias, inputs.bias, None  # table: what is added to scores at each column, [H, n]
+    bias, table, slope = inputs.bias, inputs.bias, None  # table [H, n]: added to the scores of each column
     if inputs.z is not None:
         z, most = inputs.z.detach(), max(window.max_keys)
         table = plain.soft_mask(z, window.ramp, most).log()
@@ -247,10 +247,10 @@ def _persistent(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _span_gradient(g, q, k, v, y, lse, bias: Tensor | None, slope: Tensor) -> Tensor:
-    """Fact 3, of a chunk: ``[H]``."""
+    """The gradient of spans ``[H]`` from one chunk, by fact 3."""
     scores = (q @ k.mT).to(lse.dtype)
     scores = (scores if bias is None else scores + bias) - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
-    # A key of weight 0 may be above the sum of all that have one.
+    # A key of weight 0 may score above the log-sum-exp.
     weights = scores.clamp(max=plain.highest(lse.dtype)).exp().masked_fill(slope == 0, 0) * slope
     reward = (g @ v.mT).to(lse.dtype) - (g * y).sum(-1, dtype=lse.dtype)[..., None]
     return (weights * reward).sum(dim=(0, 2, 3))

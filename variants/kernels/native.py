@@ -1,8 +1,8 @@
-"""C++ sources that are compiled where they run.
+"""Compiles C++ sources on the machine that runs them.
 
-They are written in the plain language with OpenMP, without torch's headers: a few seconds once for each source, compiler
-and kind of CPU, then the library lies in ``WINDTUNNEL_KERNELS``, which the harness sets, or where torch keeps its extensions. It
-shares torch's threads, because both ask for libgomp.
+The sources are plain C++ with OpenMP, without torch's headers. Compiling takes a few seconds, once per source, compiler and
+kind of CPU. The library is kept in ``WINDTUNNEL_KERNELS``, which the harness sets, or where torch keeps its extensions. It
+shares torch's threads, because both load libgomp.
 """
 
 import ctypes
@@ -17,13 +17,13 @@ from pathlib import Path
 
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 MARCH = "WINDTUNNEL_MARCH"
-"""A variable with another CPU to compile for than this one, as ``x86-64-v3``: the compiler's word for ``-march``."""
+"""Environment variable with the CPU to compile for, if not this one: a value of ``-march``, as ``x86-64-v3``."""
 FOLDER = "WINDTUNNEL_KERNELS"
 COMPILERS = ("c++", "g++", "clang++")
 
 
 def load(name: str, source: str) -> ctypes.CDLL | str:
-    """The library of a source's text, or why there is none.
+    """The library compiled from ``source``, or the reason why there is none.
 
     The compiler is ``CXX``, or the first of ``COMPILERS`` on the PATH.
     """
@@ -53,13 +53,13 @@ def _built(name: str, source: str, compiler: list[str]) -> Path:
         command = [*compiler, *flags, "-x", "c++", "-", "-o", str(built)]
         subprocess.run(command, input=source, capture_output=True, text=True, check=True)
         with open(built, "rb") as file:
-            os.fsync(file.fileno())  # before the rename: a crash must not leave a name on missing bytes
+            os.fsync(file.fileno())  # before the rename: a crash must not leave an incomplete library
         os.replace(built, path)  # others see a whole library or none
     return path
 
 
 def _cpu() -> str:
-    """What -march=native may depend on: machines of several kinds may share a cache."""
+    """Facts that -march=native may depend on: machines of several kinds may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

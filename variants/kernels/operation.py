@@ -1,18 +1,18 @@
-"""Operation: attention over a window as one call, for backends that write their own gradients.
+"""Attention over a window as one torch operation, for backends that compute their own gradients.
 
 A backend is a module with three functions,
 
     forward(inputs, window) -> y [B, H, T, K], saved [B, H, T]
     backward(g, y, saved, inputs, window, wanted, own_only=) -> a gradient for each wanted name
-    executed_flops(inputs, window, wanted, own_only=) -> of a forward, of a backward
+    executed_flops(inputs, window, wanted, own_only=) -> FLOPs of a forward, of a backward
 
-and here they become a pair of operations that torch can trace, ``windtunnel::attention_forward`` and
-``attention_backward``. How far each head looks goes in as a tensor on the CPU, so that moving spans are no constants of a
-compiled graph; a hard window is one, because a tensor on the CPU that a graph for a GPU makes would need a C++ compiler.
+This module turns them into two operations that torch can trace, ``windtunnel::attention_forward`` and
+``attention_backward``. Each head's window is passed as a tensor on the CPU, so that moving spans are no constants of a
+compiled graph. A hard window is a constant: a graph for a GPU would need a C++ compiler to create a tensor on the CPU.
 
-Keys and values of the past are constants. So ``k`` and ``v``, which have the past before the segment's own, may be given
-without a gradient beside ``own``, the segment's own keys and values: only their gradients are then computed. Key biases
-likewise.
+Keys and values of the past are constants. ``k`` and ``v`` hold those of the past, then the segment's own. They may be given
+without a gradient, and the segment's own again as ``own``: then only the gradients of ``own`` are computed. The same holds
+for key biases.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ from variants.kernels import fused, triton_window
 from variants.kernels.window import Inputs, Window
 
 LEARNED = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors", "sink", "key_bias", "query_bias")
-"""Of ``Inputs``, what may have a gradient."""
+"""Fields of ``Inputs`` that may have a gradient."""
 SEGMENT = ("own_k", "own_v", "own_key_bias")
 MODULES: dict[str, ModuleType] = {"fused": fused, "kernel": triton_window}
-"""The code behind a name."""
+"""The module of each backend."""
 
 
 def attend(
@@ -38,8 +38,8 @@ def attend(
     """``window.attend`` by ``fused`` or ``kernel``.
 
     Args:
-        own: keys and values of the segment ``[B, H, T, K]``, which are the last of ``k`` and ``v``, to have their gradients;
-            and its key biases, where there are some.
+        own: the segment's keys and values ``[B, H, T, K]``, which get the gradients and equal the last T of ``k`` and ``v``;
+            then the segment's key biases, if there are any.
     """
     inputs = Inputs.of(q, k, v, window, **added)
     named = inputs._asdict() | dict(zip(SEGMENT, own, strict=False))
@@ -54,7 +54,7 @@ def _forward(
     backend: str, names: str, tensors: list[Tensor], max_keys: list[int], limits: Tensor | None, shift: int, ramp: int,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output ``[B, H, T, K]``, and what the backward pass needs beside it ``[B, H, T]``; ``names`` are those of ``tensors``."""
+    """Output ``[B, H, T, K]``, and numbers ``[B, H, T]`` for the backward pass; ``names`` are those of ``tensors``."""
     y, saved = MODULES[backend].forward(*_call(names, tensors, max_keys, limits, shift, ramp, dropout))
     return y.contiguous(), saved.contiguous()
 
@@ -106,8 +106,8 @@ _forward.register_autograd(_gradients, setup_context=_save)
 def _call(
     names: str, tensors: list[Tensor], max_keys: list[int], limits: Tensor | None, shift: int, ramp: int, dropout: float
 ) -> tuple[Inputs, Window]:
-    """What a backend is called with. A compiled graph chooses layouts; torch's flash attention for CPUs reads rows whose
-    elements are apart as if they were not, and says nothing (2.13)."""
+    """Arguments of a backend's functions. Rows are made contiguous here, because a compiled graph chooses layouts, and
+    torch's flash attention for CPUs (2.13) silently misreads rows whose elements are apart."""
     named = {name: x for name, x in zip(names.split(), tensors, strict=True) if name not in SEGMENT}
     for name in {"q", "k", "v", "extra_q"} & named.keys():
         named[name] = named[name] if named[name].stride(-1) == 1 else named[name].contiguous()
@@ -116,7 +116,7 @@ def _call(
 
 
 def _fields(wanted: str) -> tuple[list[str], bool]:
-    """Fields of ``Inputs``, and whether gradients of keys and values are those of the segment alone."""
+    """Fields of ``Inputs``, and whether key and value gradients are of the segment alone."""
     names = wanted.split()
     return [name.removeprefix("own_") for name in names], not set(SEGMENT).isdisjoint(names)
 

@@ -14,20 +14,20 @@ SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 
 @torch.compiler.assume_constant_result
 def available() -> str | None:
-    """Why there is no such search on this machine; None if there is."""
+    """Why this search cannot run on this machine; None if it can."""
     library = _library()
     return library if isinstance(library, str) else None
 
 
 @torch.library.custom_op("windtunnel::product_search", mutates_args=(), device_types="cpu")
 def search(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` best sums of two halves for each query and head.
+    """The ``top_k`` largest sums of a score of each half, for each query and head.
 
     Args:
-        scores: float32 or float64 ``[2 H, n, C]``, the halves of a head one after the other.
+        scores: float32 or float64 ``[2 H, n, C]``, with the two halves of a head next to each other.
         top_k: from 1 to C.
 
-    Returns: slots i C + j, int64 ``[n, H, top_k]``, and their sums, alike; in no particular order.
+    Returns: int64 slots i C + j, and their sums, both ``[n, H, top_k]`` in no particular order.
     """
     scores = scores.contiguous()
     both, queries, size = scores.shape

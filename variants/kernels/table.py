@@ -1,11 +1,11 @@
-"""Reading a table: sums of a few rows for each byte, weighted, with gradients for the table and for the weights.
+"""Reading a table: a weighted sum of a few rows for each byte, with gradients for the table and the weights.
 
     y_n = sum_r w_nr v_(s_nr)        dw_nr = g_n . v_(s_nr)        dv_m = sum over reads (n, r) of m of w_nr g_n
 
-with s the rows that byte n reads and g the gradient of y. Sorted by row instead of by byte, the reads turn the table's
-gradient into a reading of g by the same weights: every row is written once, complete, g stays in the cache (2 MiB at
-2048 bytes of width 256, where the table has 16 to 256), and a row that many bytes read comes once for all of them.
-torch's own derivative (2.13, CPU) sorts too, but clears the table's gradient first and then adds read by read.
+with s the rows that byte n reads and g the gradient of y. The backward pass sorts the reads by row instead of by byte.
+Then the table's gradient is itself a weighted sum of rows of g: each of its rows is written once, g stays in the cache
+(2 MiB at 2048 bytes of width 256, where the table has 16 to 256), and a row that many bytes read is loaded only once.
+torch's own derivative (2.13, CPU) sorts too, but first clears the table's gradient and then adds one read at a time.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 EMBEDDING_BAG_SUM = 0
-"""The number that the dispatcher's operations have for ``mode="sum"``."""
+"""The number for ``mode="sum"`` in the dispatcher's operations."""
 
 
 def read(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
@@ -22,7 +22,7 @@ def read(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Ten
 
     With ``sparse``, the gradient of the values is a sparse tensor of the rows that were read.
     """
-    # Autocast does not cover this function, and it wants one type.
+    # Autocast does not cover embedding_bag, which needs one type for both.
     weights = weights.to(values.dtype)
     if values.device.type == "cpu":
         return _Read.apply(values, slots, weights, sparse)
@@ -52,7 +52,7 @@ class _Read(torch.autograd.Function):
         values, slots, weights = ctx.saved_tensors
         gradient = gradient.contiguous()
         index = torch.int32 if max(len(values), slots.numel()) < 2**31 else torch.int64
-        by_row, order = slots.flatten().to(index).sort()  # 32 bits are sorted four times as fast
+        by_row, order = slots.flatten().to(index).sort()  # 32-bit numbers sort four times as fast
         byte = (order // slots.shape[1]).to(index)
         if ctx.sparse:
             rows, reads = torch.unique_consecutive(by_row, return_counts=True)

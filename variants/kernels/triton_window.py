@@ -1,14 +1,14 @@
-"""The kernel backend of ``window.attend`` on CUDA: ours, in Triton, no score matrix in memory, cost by each head's span.
+"""The kernel backend of ``window.attend`` on CUDA, in Triton: no score matrix in memory, cost by each head's own span.
 
-The facts are those of ``fused.py``: the soft mask is an additive bias, log m, and beyond it nothing is computed; parts
+It uses the facts of ``fused.py``: the soft mask is an additive bias, log m, and keys beyond it are skipped; parts
 of one softmax merge by their log-sum-exp; the gradient of a span is a sum over its ramp (1905.07799, 2.2).
 
     lse_t = log sum_x m_x exp(s_tx),   y_t = sum_x exp(s_tx + log m_x - lse_t) v_x
     dL/ds_tx = a_tx (g_t . v_x - g_t . y_t),   dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) (..) / R
 
-A program meets only the keys within its own head's z + R, read on the device, so moving spans neither recompile nor
-wait. Vectors per distance, q_t . p_x, are products of a block of queries with the 2 BLOCK distances that its block of
-keys can have, from which the diagonals are picked. Every sum has one order: results do not change between runs.
+A program visits only the keys within its own head's z + R. It reads z + R on the device, so moving spans neither
+recompile nor wait. For vectors per distance, q_t . p_x, a block of queries is multiplied with all 2 BLOCK distances to
+its block of keys, and the diagonals are read. Every sum has a fixed order, so results do not change between runs.
 """
 
 import importlib.util
@@ -28,13 +28,13 @@ WIDTH_STEP, MAX_WIDTH = 8, 128
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STREAM_GROUPS = 8
-"""Partial sums of the gradient of vectors: more of them fill a device, each holds [H, n, K] in float32."""
+"""Most partial sums of the gradient of vectors: more of them fill a device better; each holds [H, n, K] in float32."""
 
 
 def available(device: torch.device, width: int) -> str | None:
     """Why ``forward`` cannot run on this device for heads of width K; None if it can.
 
-    On a CPU it can where triton interprets kernels (TRITON_INTERPRET=1), for tests without a device.
+    On a CPU it can if triton interprets kernels (TRITON_INTERPRET=1), for tests without a device.
     """
     if not _installed():
         return "triton is not installed"
@@ -47,22 +47,22 @@ def available(device: torch.device, width: int) -> str | None:
 
 @lru_cache
 def _installed() -> bool:
-    """Looked up once: ``available`` is asked at every forward pass."""
+    """Whether triton is installed. Cached, because every forward pass calls ``available``."""
     return importlib.util.find_spec("triton") is not None
 
 
 def precision() -> str:
-    """How products of float32 are to be rounded, by torch's setting for CUDA."""
+    """How products of float32 are rounded, by torch's setting for CUDA."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def launch_options(
     width: int, dtype: torch.dtype, *, precision: str, vectors: bool, architecture: int = 90
 ) -> dict[str, int]:
-    """Rows of a block (queries, keys and distances alike) and how the compiler is to spread them.
+    """Rows of a block (the same for queries, keys and distances) and the launch options of the compiler.
 
-    The largest with which the compiler keeps everything in registers on the architectures that ``tests/triton_spills.py``
-    names, and each warp has elements of its own; not chosen by times.
+    Blocks are the largest for which the compiler keeps everything in registers on the architectures that
+    ``tests/triton_spills.py`` names, and each warp has elements of its own. They are not chosen by timing.
     """
     columns = padded(width)
     if dtype != torch.float32:
@@ -72,27 +72,27 @@ def launch_options(
     else:  # by multiply-add, without tensor cores
         block, warps = 32 >> (columns > 64 or vectors), 8
     options = {"BLOCK": block, "num_warps": warps, "num_stages": 1 if vectors and warps == 4 else 2}
-    if block == columns == 64:  # before sm_90 there are no registers for copies ahead, except where keys own the rows
+    if block == columns == 64:  # before sm_90, only key_gradient has registers for copies ahead
         return options if architecture >= 90 else options | {"num_stages": 1}
-    return options | {"maxnreg": 255}  # by itself the compiler would rather spill a little than run fewer threads
+    return options | {"maxnreg": 255}  # else the compiler spills a little to run more threads
 
 
 def key_options(options: dict) -> dict:
-    """What ``key_gradient`` has otherwise, of the options or all arguments of the others."""
+    """The options of ``key_gradient`` that differ from ``options``, those (or all arguments) of the other kernels."""
     return {"num_stages": 2} if options["BLOCK"] == 64 else {}
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]`` and what ``backward`` needs beside it: the joint log-sum-exp in base 2 ``[B, H, T]``.
+    """Output ``[B, H, T, K]`` and, for ``backward``, the joint log-sum-exp in base 2 ``[B, H, T]``.
 
-    Spans are one a head; there are vectors or a constant bias, or none of both, for as many distances as a head may see.
+    Each head has one span. Vectors or a constant bias, not both, are allowed, for at least the distances a head may see.
     """
     q, z, distances = inputs.q, inputs.z, _distances(inputs)
     assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), (q.dtype, z)
     assert inputs.vectors is None or inputs.bias is None, "vectors and a bias"
     assert not distances or distances >= max(window.max_keys), f"vectors or a bias of {distances} distances"
     start = (None, None)
-    if inputs.sink is not None:  # a part whose output is 0
+    if inputs.sink is not None:  # a sink is a part whose output is 0
         lse = (inputs.sink.float() * LOG2E).clamp(min=-1e30)[:, None].expand(q.shape[:3]).contiguous()
         start = torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse
     if inputs.extra_q is not None:
@@ -110,11 +110,11 @@ def backward(
     *,
     own_only: bool = False,
 ) -> dict[str, Tensor]:
-    """Gradients by the names of ``Inputs``, for the upstream ``g`` and what ``forward`` gave.
+    """Gradients by the names of ``Inputs``, from the upstream gradient ``g`` and the results of ``forward``.
 
     Args:
-        wanted: names; the gradient of spans is computed only if it is one of them.
-        own_only: the past is a constant: ``k`` and ``v`` get gradients ``[B, H, T, K]``, of the last T keys.
+        wanted: names; some gradients, as that of spans, are computed only if they are named.
+        own_only: the past is a constant: ``k`` and ``v`` get gradients of the last T keys only, ``[B, H, T, K]``.
     """
     joint = {"g": g.to(y.dtype).contiguous(), "lse": saved, "delta": torch.empty_like(saved)}
     context, streams = _context(inputs, window), y.shape[0]
@@ -137,16 +137,16 @@ def backward(
 def executed_flops(
     inputs: Inputs, window: Window, wanted: frozenset[str], *, own_only: bool = False
 ) -> tuple[int, int]:
-    """FLOPs that the launches of ``forward`` and of ``backward`` execute: of products of whole tiles, padding included.
+    """FLOPs of the products that ``forward`` and ``backward`` launch, in whole tiles, padding included.
 
-    Where spans have no values, each head meets all that it may see.
+    If spans are fake tensors without values, each head counts with all keys that it may see.
     """
     (streams, _, rows, width), far = inputs.q.shape, None
     vectors = inputs.vectors is not None
     block = launch_options(width, inputs.q.dtype, precision=precision(), vectors=vectors)["BLOCK"]
     persistent = 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
     if inputs.z is not None and not isinstance(inputs.z, FakeTensor):
-        far = (inputs.z.detach() + window.ramp).tolist()  # waits for the device: whoever counts is not timed
+        far = (inputs.z.detach() + window.ramp).tolist()  # this waits for the device, but counting is not timed
     starts = range(0, rows, block)
     by_queries = by_keys = by_distances = 0
     for h, (most, keys) in enumerate(zip(window.max_keys, inputs.key_counts(), strict=True)):
@@ -170,7 +170,7 @@ def executed_flops(
 
 @lru_cache(maxsize=256)
 def _heads(max_keys: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """The argument ``heads`` of the kernels; a copy to the device once for each value."""
+    """The argument ``heads`` of the kernels. Cached, so that each value is copied to the device once."""
     order = sorted(range(len(max_keys)), key=lambda h: -max_keys[h])
     first = [0, *accumulate(lengths)][:-1]
     return torch.tensor((max_keys, order, lengths, first), dtype=torch.int32, device=device)
@@ -183,9 +183,9 @@ def _distances(inputs: Inputs) -> int:
 
 
 def _context(inputs: Inputs, window: Window) -> dict:
-    """What all kernels of the part of the softmax over visible keys are given alike."""
+    """Arguments that all kernels share for the part of the softmax over visible keys."""
     lengths = inputs.key_counts()
-    far = None if inputs.z is None else (inputs.z + window.ramp).float()  # as in soft_mask: sides of kinks agree
+    far = None if inputs.z is None else (inputs.z + window.ramp).float()  # rounded as in soft_mask: both agree at kinks
     return _arguments(inputs, inputs.q, inputs.k, inputs.v) | {
         "far": far,
         "heads": _heads(window.max_keys, lengths, inputs.q.device),
@@ -202,14 +202,14 @@ def _context(inputs: Inputs, window: Window) -> dict:
 
 
 def _beside(inputs: Inputs) -> dict:
-    """The same of the part over persistent vectors: all are seen, and all streams share them."""
+    """The same for the part over persistent vectors: every query sees all of them, and all streams share them."""
     (heads, number), device = inputs.extra_k.shape[:2], inputs.q.device
     arguments = _arguments(inputs, inputs.extra_q.to(inputs.q.dtype), inputs.extra_k, inputs.extra_v)
     return arguments | {"heads": _heads((number,) * heads, (number,) * heads, device), "stream_keys": heads * number}
 
 
 def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
-    """Arguments of kernels with which every key is seen."""
+    """Arguments of kernels for a part in which every query sees every key."""
     width, rate = q.shape[-1], inputs.dropout
     capability = 90 if q.device.type != "cuda" else 10 * torch.cuda.get_device_capability(q.device)[0]
     return {
@@ -268,7 +268,7 @@ def _key_gradient(
     dtype: torch.dtype | None = None,
     bias: bool = False,
 ) -> dict[str, Tensor | None]:
-    """Gradients of keys, values and biases: all of them, or each head's last T, as ``shape`` has it."""
+    """Gradients of keys, values and biases: of all keys, or of each head's last T, according to ``shape``."""
     k = arguments["k"]
     dk, dv = (torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
     dbias = torch.empty(shape[:-1], dtype=torch.float32, device=k.device) if bias else None
@@ -280,7 +280,7 @@ def _key_gradient(
 
 
 def _vector_gradient(arguments: dict, joint: dict) -> Tensor:
-    """``[n, K]`` in float32."""
+    """The gradient of vectors, ``[n, K]`` in float32."""
     others = ("table", "ALL")
     arguments = {name: value for name, value in arguments.items() if name not in others}
     streams, heads, _, width = arguments["q"].shape
@@ -292,12 +292,12 @@ def _vector_gradient(arguments: dict, joint: dict) -> Tensor:
 
 
 def _grid(arguments: dict, rows: int) -> tuple[int, int]:
-    """A program for each stream and block of rows, which start together, and head, the longest first."""
+    """One program per stream, block of rows and head. Those of a head start together, the longest head first."""
     streams, heads = arguments["q"].shape[:2]
     return streams * -(-rows // arguments["BLOCK"]), heads
 
 
 def _kernels():
-    from variants.kernels import _triton_kernels  # late: triton is no dependency
+    from variants.kernels import _triton_kernels  # late: triton is optional
 
     return _triton_kernels

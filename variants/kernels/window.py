@@ -1,13 +1,13 @@
 """Attention over a window of the past: what it computes, as pure functions, and the plain backend.
 
-Query t of a segment of T bytes meets the keys of the past and of the segment, L in all. Visible keys are numbered from
-the nearest, which is column x = 0: key j = L - T + t - shift - x, with shift 1 where a query does not see itself.
-Whatever depends on the distance is given per column and brought to keys by ``skew``: a pad and a view.
+Query t of a segment of T bytes attends to keys of the past and of the segment, L in all. Columns number visible keys
+from the nearest, x = 0: column x is key j = L - T + t - shift - x, with shift 1 if a query does not see itself.
+Terms that depend on the distance are given per column; ``skew`` moves them to keys by a pad and a view.
 
     a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(p_tn)),   y_t = sum_x a_tx v_x + sum_n a_tn u_n
 
 with a soft mask m in [0, 1] (1905.07799, 2.2) and persistent scores p and values u beside the context (1907.01470, 3.1).
-Renormalised without an epsilon: a query that sees nothing gives 0. At the kinks of m the gradient is torch.clamp's.
+The softmax has no epsilon: a query that sees nothing gives 0. At the kinks of m the gradient is that of torch.clamp.
 
 ``fused.py`` computes the same without a score matrix in memory.
 """
@@ -27,12 +27,12 @@ class Window(NamedTuple):
     """What a query may see.
 
     Attributes:
-        max_keys: keys that may be visible, for each head; the rest of the past is never touched.
+        max_keys: the most keys that each head may see; the rest of the past is never read.
         shift: 0 if a query sees itself, else 1.
-        z: spans in keys, ``[H]`` or ``[B, H, T]``, or None for a hard window of ``max_keys``, the same for all.
+        z: spans in keys, ``[H]`` or ``[B, H, T]``, or None for a hard window of ``max_keys``, equal for all heads.
         ramp: R, keys over which the soft mask falls from 1 to 0.
-        limits: what heads may see where that must be no constant of a compiled graph, int64 ``[H]`` on the CPU, at most
-            ``max_keys``; or None for ``max_keys``.
+        limits: replaces ``max_keys`` where it must not be a constant of a compiled graph, int64 ``[H]`` on the CPU, at most
+            ``max_keys``; or None.
     """
 
     max_keys: tuple[int, ...]
@@ -55,8 +55,8 @@ class Persistent(NamedTuple):
 
 
 class PastKV(NamedTuple):
-    """Keys and values before the segment ``[B, n, P, K]`` of n heads, whose numbers ascend; and key biases, of the r heads
-    of queries that read each, ``[B, r n, P]``, or None."""
+    """Keys and values before the segment ``[B, n, P, K]`` of n heads, in ascending order; and key biases ``[B, r n, P]`` or
+    None, where r heads of queries read each head of keys."""
 
     heads: tuple[int, ...]
     k: Tensor
@@ -67,7 +67,7 @@ class PastKV(NamedTuple):
         return [x for x in self[1:] if x is not None]
 
     def of_heads(self, first: int, number: int) -> "PastKV | None":
-        """Those of ``number`` heads from ``first`` on, numbered from there; None if it has none of them."""
+        """The part of ``number`` heads from head ``first`` on, renumbered from 0; None if none of them is here."""
         places = [place for place, h in enumerate(self.heads) if first <= h < first + number]
         if not places:
             return None
@@ -81,18 +81,18 @@ class Inputs(NamedTuple):
 
     Attributes:
         q: scaled queries ``[B, H, T, K]``.
-        k, v: keys and values ``[B, H, L, K]``, the last T of them the segment's own; or packed ``[B, N, K]``, one head
-            after the other, where ``lengths`` says how many each head has.
+        k, v: keys and values ``[B, H, L, K]``, of which the last T are the segment's; or packed ``[B, N, K]``, head after
+            head, with ``lengths`` keys in each head.
         z: spans in keys, or None for a hard window.
         extra_q, extra_k, extra_v: as ``Persistent`` has them, or None.
-        vectors: ``[n, K]``, adds ``q @ vectors.T`` to scores over columns, or None.
+        vectors: ``[n, K]``; ``q @ vectors.T`` is added to scores over columns. Or None.
         bias: added to scores, ``[H, n]`` or ``[B, H, T, n]``, or None.
-        sink: a score ``[H]`` in the softmax whose value is 0, or None.
-        key_bias: b, added to the scores of each key ``[B, H, L]``, packed ``[B, N]``; -inf hides it. Or None.
-        query_bias: taken from those scores of each query, ``[B, H, T]`` and finite, where there is a ``key_bias``.
-        seed: of the dropout, int64 scalar, as ``dropout.draw_seed`` gives it, or None.
+        sink: a score ``[H]`` of one more entry in the softmax, with value 0, or None.
+        key_bias: added to all scores of a key, ``[B, H, L]`` or packed ``[B, N]``; -inf hides the key. Or None.
+        query_bias: subtracted from a query's scores of keys, ``[B, H, T]`` and finite; goes with ``key_bias``.
+        seed: seed of the dropout, an int64 scalar from ``dropout.draw_seed``, or None.
         dropout: rate on attention weights.
-        lengths: L of each head, int64 ``[H]`` on the CPU, or None where all heads have as many.
+        lengths: L of each head, int64 ``[H]`` on the CPU, or None if it is equal for all heads.
     """
 
     q: Tensor
@@ -115,7 +115,7 @@ class Inputs(NamedTuple):
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, window: Window, *, persistent: Persistent | None = None, **added
     ) -> "Inputs":
-        """Of a call as ``attend`` takes it."""
+        """Inputs from the arguments of ``attend``."""
         return cls(q, k, v, window.z, *(persistent or (None, None, None)), **added)
 
     def key_counts(self) -> tuple[int, ...]:
@@ -145,20 +145,20 @@ def ramp_slope(z: Tensor, ramp: int, max_keys: int) -> Tensor:
 
 
 def skew(band: Tensor, keys: int, *, shift: int) -> Tensor:
-    """From columns to keys: ``[..., T, n]`` over x to ``[..., T, keys]`` over j; zero where no column falls.
+    """Move columns to keys: ``[..., T, n]`` over x to ``[..., T, keys]`` over j, with zeros for keys without a column.
 
     Row t, column x goes to key keys - T + t - shift - x. Columns that fall before the first key are dropped.
     """
     rows, n = band.shape[-2:]
     width = n + rows - 1 + shift
-    # Rows one longer than the view's: reading them back as rows of `width` moves row t by t places.
+    # Padded rows are one longer than `width`, so reading them as rows of `width` moves row t by t places.
     padded = F.pad(band.flip(-1), (0, rows + shift))
     view = padded.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
     return view[..., width - keys :] if width >= keys else F.pad(view, (keys - width, 0))
 
 
 def spread(table: Tensor, rows: int, keys: int, *, shift: int = 0) -> Tensor:
-    """Over keys, ``[.., H, rows, keys]``, what is ``[H, n]`` or ``[B, H, rows, n]`` over columns."""
+    """Move a table over columns, ``[H, n]`` or ``[B, H, rows, n]``, to keys: ``[.., H, rows, keys]``."""
     return skew(table if table.dim() == 4 else table[:, None].expand(-1, rows, -1), keys, shift=shift)
 
 
@@ -170,9 +170,9 @@ def visible(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.de
 
 
 def pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
-    """Pairs of a query and one of its ``max_keys`` nearest keys, of a head: with keys of the segment, of the past."""
+    """Pairs in a head of a query and one of its ``max_keys`` nearest keys: how many of the segment, how many of the past."""
 
-    def seen(last: int) -> int:  # by queries that have 1, 2, .. last keys before them
+    def seen(last: int) -> int:  # pairs of queries that have 1, 2, .. ``last`` keys
         rising = max(0, min(last, max_keys))
         return rising * (rising + 1) // 2 + (max(0, last) - rising) * max_keys
 
@@ -202,13 +202,13 @@ def attend(
         k, v: keys and values ``[B, H, L, K]``, the last T of them the segment's own.
         window: what a query may see.
         bias: added to scores, ``[H, n]`` or ``[B, H, T, n]`` over columns x, with n the largest of ``window.max_keys``.
-        vectors: ``[n, K]`` in place of a bias, which is then ``q @ vectors.T``.
+        vectors: ``[n, K]``, given in place of a bias: the bias is then ``q @ vectors.T``.
         persistent: key-value vectors in the same softmax, never masked.
-        sink: ``[H]``, one more score in each head's softmax, which takes weight and gives nothing; -inf is none.
+        sink: ``[H]``, one more score in each head's softmax, with value 0; -inf means no sink.
         key_bias, query_bias: ``[B, H, L]`` and ``[B, H, T]``: ``key_bias_j - query_bias_t`` is added to scores with keys.
         dropout: rate on attention weights, after they are normalised.
-        seed: of the dropout, which is then drawn from counters (``dropout.py``), or the numbers of the rows of weights,
-            ``[B, H, T]``, as made from it; None for torch's generator.
+        seed: seed of the dropout, which is then drawn from counters (``dropout.py``); or the numbers ``[B, H, T]`` that
+            ``dropout.rows`` makes of a seed; None for torch's generator.
 
     Returns: ``[B, H, T, K]``.
     """
@@ -226,7 +226,7 @@ def attend(
     hidden = ~visible(rows, keep, max_keys, shift=window.shift, device=q.device)
     scores = scores.masked_fill(hidden, -torch.inf)
     if window.z is not None:
-        # Beyond the closed ramp a key is out of sight; at its far end m is 0 but still has a gradient.
+        # Beyond the closed ramp a key is hidden; at the ramp's far end m is 0 but still has a gradient.
         within = torch.arange(max_keys, device=q.device) <= (window.z.detach()[..., None] + window.ramp)
         scores = scores.masked_fill(~(over_keys(within.to(scores.dtype)) > 0), -torch.inf)
     if persistent is not None:
@@ -244,7 +244,7 @@ def attend(
     scores = scores - top
     if mask is None:
         weights = torch.exp(scores)
-    else:  # a key of weight 0 may be above the top: its gradient for the span is bounded
+    else:  # a key of weight 0 may score above the top: this bounds its gradient for the span
         bound = highest(scores.dtype)
         weights = torch.exp(scores.masked_fill_(scores.detach() > bound, bound)) * mask
     total = weights.sum(dim=-1, keepdim=True)
@@ -261,7 +261,7 @@ def attend(
 
 
 def _drawn(seed: Tensor, q: Tensor, keys: int, *, shift: int, beside: int, rate: float) -> Tensor:
-    """Which weights stay, ``[B, H, T, keys + beside]``: on keys, and on persistent vectors beside them."""
+    """Which weights stay, ``[B, H, T, keys + beside]``: those of keys, then those of persistent vectors."""
     streams, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
     row = seed if seed.dim() else dropout_counters.rows(seed, streams=streams, heads=heads, queries=queries)
     x = queries[:, None] + (keys - q.shape[2] - shift) - torch.arange(keys, device=q.device)
@@ -270,8 +270,8 @@ def _drawn(seed: Tensor, q: Tensor, keys: int, *, shift: int, beside: int, rate:
 
 
 def merged(y: Tensor, lse: Tensor, other_y: Tensor | None, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts of one softmax: outputs ``[B, H, T, K]``, None for zeros, and log-sum-exps ``[B, H, T]``, inf or -inf where
-    nothing is seen. A backward pass of one part that is given these of both has its gradients right."""
+    """Merge two parts of one softmax: outputs ``[B, H, T, K]``, None for zeros, and log-sum-exps ``[B, H, T]``, inf or -inf
+    if nothing is seen. Given the merged ones, the backward pass of either part gets its gradients right."""
     near, far = (x.masked_fill(x == torch.inf, -torch.inf) for x in (lse, other_lse))
     joint = torch.logaddexp(near, far)
     nothing = joint == -torch.inf
@@ -286,11 +286,11 @@ def with_sink(y: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tens
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """``[H]``, of ``delta``, the upstream gradient's product with the output ``[B, H, T]``, and the joint ``lse``."""
+    """The sink's gradient ``[H]``. ``delta [B, H, T]`` is the upstream gradient times the output; ``lse`` is joint."""
     weights = (sink.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
     return -(weights * delta).sum(dim=(0, 2))
 
 
 def highest(dtype: torch.dtype) -> float:
-    """Where exponentials are bounded: with room for a factor and a sum of e^18, about 7e7, below the largest of ``dtype``."""
+    """The bound of exponents: exp of it leaves a factor of e^18, about 7e7, below the largest number of ``dtype``."""
     return math.floor(math.log(torch.finfo(dtype).max)) - 18.0

@@ -1,7 +1,7 @@
 """The kernel backend of ``window.attend`` on a CPU: ``window_cpu.cpp``, compiled at its first use (``native.py``).
 
-Two operations, ``windtunnel::window_forward`` and ``window_backward``, are what dispatch modes see; they count the FLOPs of
-the products that they execute, and torch's counter is told. ``_Call`` has their arguments as the source has them.
+Dispatch modes see two operations, ``windtunnel::window_forward`` and ``window_backward``. Each counts the FLOPs of the
+products that it executes, and torch's counter gets this number. ``_Call`` is the source's struct of arguments.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from variants.kernels.window import Inputs, PastKV, Window, ramp_slope, sink_gra
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 NAMES = (*Inputs._fields[:8], "key_bias", "query_bias")
-"""Of ``Inputs``, what may have a gradient; keys and values of part i of the past are ``k_old{i}`` and ``v_old{i}``."""
+"""Fields of ``Inputs`` that may have a gradient; keys and values of part i of the past are ``k_old{i}`` and ``v_old{i}``."""
 BESIDE = ("beside_k", "beside_v", "beside_added")
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
@@ -32,7 +32,7 @@ SIZES = "streams heads rows width persistent distances shift threads biases"
 
 
 def available() -> str | None:
-    """Why there is no kernel on this machine; None if there is."""
+    """Why the kernel cannot run on this machine; None if it can."""
     library = _library()
     return library if isinstance(library, str) else None
 
@@ -55,10 +55,10 @@ def attend(
     """``window.attend`` without dropout; ``z`` is ``[H]``, the bias a constant ``[H, n]``.
 
     Args:
-        k, v: keys and values of the segment ``[B, H, T, K]``; ``key_bias`` is its, too.
-        past: what comes before, in parts that have all heads together, or nothing: heads that look far may have more
-            than others. No work is done for gradients that nobody asks for.
-        beside: what chunks of queries meet in the same softmax.
+        k, v: keys and values of the segment ``[B, H, T, K]``; ``key_bias`` is of the segment, too.
+        past: keys and values before the segment, in parts that together have every head, or nothing. Heads that look far may
+            have a longer past. Gradients of the past are computed only if they are asked for.
+        beside: keys and values per chunk of queries, in the same softmax.
     """
     inputs, most = Inputs.of(q, k, v, window, **added), max(window.max_keys)
     for name, x in (("vectors", inputs.vectors), ("bias", None if inputs.bias is None else inputs.bias.mT)):
@@ -78,7 +78,7 @@ def attend(
 
 
 def _biases(past: Sequence[PastKV]) -> Tensor:
-    """Those of all heads in order, ``[B, H, P]`` for the longest past; the others end where it does."""
+    """Key biases of the past, ``[B, H, P]`` with heads in order and the longest P; shorter ones are padded in front."""
     most = max(part.key_bias.shape[2] for part in past)
     padded = torch.cat([F.pad(part.key_bias, (most - part.key_bias.shape[2], 0)) for part in past], dim=1)
     heads = [h for part in past for h in part.heads]
@@ -108,7 +108,7 @@ class _Attend(torch.autograd.Function):
         groups = [
             {"k", "v", *past},
             {"extra_k", "extra_v"},
-        ]  # come together, but those of the past only if they are asked for
+        ]  # computed together, but those of the past only if they are asked for
         wanted = needs.union(*(group for group in groups if needs & group)) - (set() if needs & past else past)
         wanted = [name for name in names.split() if name in wanted]
         *results, _ = _backward(g, y, lse, names, of_window, *ctx.sizes, " ".join(wanted))
@@ -123,7 +123,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _of_window(named: dict[str, Tensor]) -> tuple[str, list[Tensor]]:
-    """What the kernel computes with: names, and tensors in their order."""
+    """Inputs of the kernel: names, and tensors in the same order."""
     names = [name for name in named if name not in ("sink", *BESIDE)]
     return " ".join(names), [named[name] for name in names]
 
@@ -132,9 +132,9 @@ def _of_window(named: dict[str, Tensor]) -> tuple[str, list[Tensor]]:
 def _forward(
     names: str, tensors: list[Tensor], owners: list[int], max_keys: list[int], shift: int, ramp: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]``, inf where nothing is seen, and FLOPs executed.
+    """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]``, inf if nothing is seen, and FLOPs executed.
 
-    The first tensor is q; ``owners`` are each head's part of the past.
+    The first tensor is q; ``owners`` has the number of each head's part of the past.
     """
     call = _call(dict(zip(names.split(), tensors, strict=True)), owners, max_keys, shift, ramp, backward=False)
     y, lse, _ = _forward_results(names, tensors)
@@ -153,9 +153,7 @@ def _backward(
         _call(named, owners, max_keys, shift, ramp, backward=True),
         [_like(named[n]) for n in wanted.split()],
     )
-    made = {
-        name: _like(named[name]) for name in ("q", "extra_q") if name in named
-    }  # the kernel writes them in any case
+    made = {name: _like(named[name]) for name in ("q", "extra_q") if name in named}  # the kernel always writes these
     made |= dict(zip(wanted.split(), results, strict=True))
     call.put(g=g, y=y, lse=lse, **{f"d{name}": x for name, x in made.items() if "_old" not in name})
     if "k_old0" in made:
@@ -181,7 +179,7 @@ def _executed_flops(*_, out_val) -> int:
 
 
 def _like(x: Tensor) -> Tensor:
-    """Empty; of four dimensions in memory as ``[B, T, H, K]``, from where heads are joined without a copy."""
+    """An empty tensor like ``x``. With four dimensions, memory is ``[B, T, H, K]``, so that heads join without a copy."""
     if x.dim() < 4:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
@@ -196,7 +194,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """The ``Call`` of the source; keeps the tensors that it points to alive."""
+    """The struct ``Call`` of the source. It keeps alive the tensors that it points to."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in SIZES.split()),
@@ -208,7 +206,7 @@ class _Call(ctypes.Structure):
     ]
 
     def put(self, **tensors: Tensor) -> None:
-        """Point to tensors; what is written to must have the layout that ``_like`` gives."""
+        """Point to tensors; tensors that the kernel writes must have the layout of ``_like``."""
         for name, x in tensors.items():
             strided = name in STRIDED
             x = x if strided and x.stride(-1) == 1 else x.contiguous()
@@ -230,7 +228,7 @@ class _Call(ctypes.Structure):
             setattr(self, prefix + name, rows)
 
     def run(self, direction: str) -> Tensor:
-        """FLOPs executed."""
+        """Run the kernel; returns the FLOPs executed."""
         flops = torch.zeros((), dtype=torch.int64)
         self.put(flops=flops)
         kind = {torch.float32: "float", torch.float64: "double"}[self.dtype]
@@ -247,13 +245,13 @@ def _call(
     call.persistent = named["extra_k"].shape[1] if "extra_k" in named else 0
     call.biases = named["key_bias"].shape[2] if "key_bias" in named else 0
     call.distances = max(max_keys)
-    past = [named[f"k_old{part}"].shape[2] for part in owners] or [0] * q.shape[1]  # keys before, of each head
+    past = [named[f"k_old{part}"].shape[2] for part in owners] or [0] * q.shape[1]  # keys of each head's past
     pointed = [name for name in named if name not in ("z", "bias", "vectors") and "_old" not in name]
     call.put(**{name: named[name] for name in pointed}, past=torch.tensor(past))
     if owners:
         call.put_past(owners, named)
     met = list(max_keys)
-    if z is not None:  # up to the far end of the closed ramp; added as in soft_mask, so that sides of kinks agree
+    if z is not None:  # to the far end of the closed ramp; rounded as in soft_mask, so that both agree at kinks
         met = [min(n, int(x) + 1) for n, x in zip(max_keys, (z.detach() + ramp).floor().tolist(), strict=True)]
     order = sorted(range(len(met)), key=lambda h: -met[h])
     call.put(columns=torch.tensor(met), order=torch.tensor(order))
@@ -268,7 +266,7 @@ def _call(
 def _tables(
     dtype: torch.dtype, z: Tensor | None, bias: Tensor | None, met: list[int], most: int, ramp: int, *, backward: bool
 ) -> dict[str, Tensor]:
-    """What depends on head and distance, ``[H, n + 2 PAD]`` in reverse, and up to where nothing is added."""
+    """Tables over head and distance, ``[H, n + 2 PAD]`` in reverse; and per head, how many first columns add nothing."""
     flat, pad = torch.tensor(met), _library().window_pad()
     added = torch.zeros(len(met), most, dtype=dtype) if bias is None else bias[:, :most].to(dtype)
     tables = {}
@@ -277,7 +275,7 @@ def _tables(
         flat = torch.minimum(flat, (mask == 1).sum(1))
         if backward:
             slope = ramp_slope(z.detach(), ramp, most).to(dtype)
-            # At a whole z the ramp begins where m is still 1.
+            # If z is an integer, the ramp begins at a column where m is still 1.
             flat = torch.minimum(flat, (slope.cumsum(1) == 0).sum(1))
             tables = {"mask": (mask, 0.0), "slope": (slope, 0.0)}
         else:
