@@ -1,7 +1,7 @@
 """Arithmetic coding in integers, from symbols to bytes and back.
 
-Each symbol takes its share of the remaining interval. Shares are frequencies out of 2^24: a symbol of frequency f costs 24 -
-log2(f) bits. The interval's width has at least 48 bits, so that rounding loses less than 2^-23 bits a symbol.
+Each symbol takes its share of the remaining interval. Shares are frequencies out of 2^24: a symbol of frequency f costs
+24 - log2(f) bits. The interval's width has at least 48 bits, so that rounding loses less than 2^-23 bits a symbol.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class Coder(Protocol):
     """An encoder or a decoder, so that one loop serves both."""
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
-        """Code one symbol and return it: an encoder writes ``symbol``, a decoder ignores it and reads one. ``ends``: int64,
-        running sums of all symbols' frequencies, each at least 1, up to ``TOTAL``."""
+        """Code one symbol and return it: an encoder writes ``symbol``, a decoder ignores it and reads one. ``ends``:
+        int64, running sums of all symbols' frequencies, each at least 1, up to ``TOTAL``."""
 
 
 class Encoder:
@@ -92,8 +92,8 @@ class Decoder:
 
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
-    """Integer frequencies, int64 ``[S, V + 1]``, for ``probabilities`` (float64 ``[S, V]``): at least 1, with sum ``TOTAL``.
-    The likeliest symbol gets what rounding down leaves. The last column is ``escape``, which may be 0."""
+    """Integer frequencies, int64 ``[S, V + 1]``, for ``probabilities`` (float64 ``[S, V]``): at least 1, with sum
+    ``TOTAL``. The likeliest symbol gets what rounding down leaves. The last column is ``escape``, which may be 0."""
     free = TOTAL - escape - probabilities.shape[1]
     counts = 1 + (probabilities * free).long()
     left = TOTAL - escape - counts.sum(dim=1, keepdim=True)

@@ -1,20 +1,20 @@
 """Checks any variant against the contract, with pass and fail lines: ``python -m bench.check variant=mine``.
 
-A small model of the variant (its YAML's ``small``) is built from a training run's configuration, for every position scheme
-on Hydra's search path, both caches, and ``attend_self`` true and false. In each combination a fast backend is compared with
-the plain one. Every second combination also checks the plain one in full; together these have each pair of choices. Then
-causality, reach and segment cuts are checked at the sizes that ``train.py`` has with the same words.
+A small model of the variant (its YAML's ``small``) is built from a training run's configuration, for every position
+scheme on Hydra's search path, both caches, and ``attend_self`` true and false. In each combination a fast backend is
+compared with the plain one. Every second combination also checks the plain one in full; together these have each pair
+of choices. Then causality, reach and segment cuts are checked at the sizes that ``train.py`` has with the same words.
 
 Typed keys are not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
 ``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
 
-Each combination prints a line, and a line below it for each broken promise (exit code 1). A ValueError while the model is
-built is a refusal and prints a line; if all are refused, the exit code is 2.
+Each combination prints a line, and a line below it for each broken promise (exit code 1). A ValueError while the model
+is built is a refusal and prints a line; if all are refused, the exit code is 2.
 
-With a ``runtime.device`` other than a CPU, one more line compares logits and gradients of few layers on the device, run as
-by ``train.py``, with plain PyTorch in float64 on a CPU. ``-m`` runs several settings: ``-m runtime.backend=plain,kernel
-runtime.precision=float32,bfloat16``. The contract is then checked in plain PyTorch, because the CPU's kernels are not the
-device's.
+With a ``runtime.device`` other than a CPU, one more line compares logits and gradients of few layers on the device, run
+as by ``train.py``, with plain PyTorch in float64 on a CPU. ``-m`` runs several settings: ``-m
+runtime.backend=plain,kernel runtime.precision=float32,bfloat16``. The contract is then checked in plain PyTorch,
+because the CPU's kernels are not the device's.
 """
 
 import copy
@@ -150,9 +150,9 @@ def _training_plan(*words: str):
 
 
 def agrees() -> bool:
-    """Print whether the device agrees with plain PyTorch in float64 on a CPU. Errors may be ``select_backend.LEAST``, or
-    twice those of plain PyTorch in the device's precision. In bfloat16, tables are read at other slots, so numbers need only
-    be finite. ValueError if the backend cannot run."""
+    """Print whether the device agrees with plain PyTorch in float64 on a CPU. Errors may be ``select_backend.LEAST``,
+    or twice those of plain PyTorch in the device's precision. In bfloat16, tables are read at other slots, so numbers
+    need only be finite. ValueError if the backend cannot run."""
     import torch
 
     from harness.device import runtime

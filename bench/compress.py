@@ -1,8 +1,9 @@
 """Compresses a file with a run's probabilities: ``python -m bench.compress run=outputs/latest file=F out=F.awt``.
 
-``bench.decompress`` decodes it. Encoder and decoder make the same forward passes in the same order, a byte of each stream at
-a time, so on one machine their probabilities are equal bit for bit. The header holds all that could change the last bit; a
-decoder where any of it differs is refused. Format: AWT1 | length of the header, 2 bytes | header: JSON, deflated | code.
+``bench.decompress`` decodes it. Encoder and decoder make the same forward passes in the same order, a byte of each
+stream at a time, so on one machine their probabilities are equal bit for bit. The header holds all that could change
+the last bit; a decoder where any of it differs is refused. Format: AWT1 | length of the header, 2 bytes | header: JSON,
+deflated | code.
 """
 
 import json
@@ -44,9 +45,9 @@ USUAL = (  # a usual header, part of the format: the deflater's dictionary
 
 @torch.no_grad()
 def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, device) -> tuple[bytes, dict]:
-    """Encode ``content``, or decode as many bytes, in at most ``streams`` streams; ``symbols`` has the byte of each number
-    of the vocabulary. Returns the content and counts: bytes ``predicted``, all but each stream's first; their ``bits``; and
-    bytes ``escaped``, which the vocabulary lacks and which take 20 bits each."""
+    """Encode ``content``, or decode as many bytes, in at most ``streams`` streams; ``symbols`` has the byte of each
+    number of the vocabulary. Returns the content and counts: bytes ``predicted``, all but each stream's first; their
+    ``bits``; and bytes ``escaped``, which the vocabulary lacks and which take 20 bits each."""
     lengths = stream_lengths(len(content), streams)
     columns = np.zeros((max(lengths, default=0), len(lengths)), np.uint8)  # shorter streams end in an unused zero
     for stream, (end, length) in enumerate(zip(np.cumsum(lengths), lengths, strict=True)):
@@ -87,7 +88,8 @@ def stream_lengths(n_bytes: int, streams: int) -> list[int]:
 
 
 def pack(header: dict, code: bytes) -> bytes:
-    """The bytes of a file. ``header`` has ``CONDITIONS``, which must be equal for decoding, and ``FILE`` without the CRC."""
+    """The bytes of a file. ``header`` has ``CONDITIONS``, which must be equal for decoding, and ``FILE`` without the
+    CRC."""
     text = json.dumps(header | {"checksum": zlib.crc32(code)}, separators=(",", ":"))
     deflater = zlib.compressobj(9, zdict=USUAL)  # beside 60 kB of code, 200 more bytes of header would show
     packed = deflater.compress(text.encode()) + deflater.flush()
@@ -95,7 +97,8 @@ def pack(header: dict, code: bytes) -> bytes:
 
 
 def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
-    """Header and code from a file's bytes; ValueError, beginning with ``key``, if the file is damaged or none of ours."""
+    """Header and code from a file's bytes; ValueError, beginning with ``key``, if the file is damaged or none of
+    ours."""
     if not content.startswith(MAGIC):
         raise ValueError(f"{key}: is no file of this format ({MAGIC.decode()}); allowed is what bench.compress wrote")
     end = 6 + int.from_bytes(content[4:6], "big")

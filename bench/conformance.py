@@ -1,8 +1,8 @@
 """The contract on a small plan: ``variants/conformance/suite.py``, and the promises that need the harness.
 
 A choice that a mechanism accepts must change its output, or comparing choices means nothing. Models that differ in one
-choice get equal weights, and their sublayers equal inputs ``[B, T, D]``, in two segments. The weights change between the
-segments, so cached keys differ from recomputed ones.
+choice get equal weights, and their sublayers equal inputs ``[B, T, D]``, in two segments. The weights change between
+the segments, so cached keys differ from recomputed ones.
 """
 
 from collections.abc import Iterator
@@ -46,8 +46,8 @@ def findings(plan: Plan) -> list[Finding]:
 
 
 def fast_backend(plan: Plan) -> str | None:
-    """The backend other than ``plain`` that a CPU uses in evaluation or in training, or None. ValueError if the plan cannot
-    be built or its backend cannot run; other errors are left to ``findings``."""
+    """The backend other than ``plain`` that a CPU uses in evaluation or in training, or None. ValueError if the plan
+    cannot be built or its backend cannot run; other errors are left to ``findings``."""
     try:
         with torch.random.fork_rng(devices=[]):
             sublayers = [sublayer for _, sublayer in plan.make_model().sublayers()]
@@ -81,7 +81,8 @@ def needed_at_most_executed(plan: Plan) -> Verdict:
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:
-    """Compares the fast backend with the plain one, with heads of different widths if that runs, else at the plan's span."""
+    """Compares the fast backend with the plain one, with heads of different widths if that runs, else at the plan's
+    span."""
     span = plan.model.span * -(-LONG // plan.model.span)
     fast = replace(plan, model=replace(plan.model, span=span))
     fast = fast if runs(fast) else plan
@@ -150,8 +151,8 @@ def _weights(model: LanguageModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _answers(model: LanguageModel, weights: Weights, x: Tensor, names: dict) -> Outputs:
-    """Outputs ``[B, T, D]`` of the sublayers with these names, each fed with ``x``. Only the common part of a parameter is
-    loaded, because a table may have a row for each visible key."""
+    """Outputs ``[B, T, D]`` of the sublayers with these names, each fed with ``x``. Only the common part of a parameter
+    is loaded, because a table may have a row for each visible key."""
     states, parts = dict.fromkeys(names), []
     start = torch.zeros(len(x), dtype=torch.int64)
     for loaded, part in zip(weights, x.chunk(2, dim=1), strict=True):

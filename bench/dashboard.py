@@ -1,7 +1,7 @@
 """W&B's dashboard of all runs: ``python -m bench.dashboard entity=me project=attention-windtunnel``.
 
-It saves a workspace with the panels of ``conf/dashboard.yaml``. It needs an API key, a server and the extra ``dashboard``;
-``python -m bench.report`` makes a page without them.
+It saves a workspace with the panels of ``conf/dashboard.yaml``. It needs an API key, a server and the extra
+``dashboard``; ``python -m bench.report`` makes a page without them.
 """
 
 import os
@@ -42,8 +42,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def workspace(sections: list[dict], *, entity: str, project: str, name: str):
-    """A ``Workspace`` of W&B; its ``save`` sends it. A panel's ``type`` is a class of W&B, its other keys are the class's
-    keywords; the metrics ``y`` of a curve may have a ``*``."""
+    """A ``Workspace`` of W&B; its ``save`` sends it. A panel's ``type`` is a class of W&B, its other keys are the
+    class's keywords; the metrics ``y`` of a curve may have a ``*``."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 

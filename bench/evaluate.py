@@ -1,7 +1,8 @@
 """Score a checkpoint under another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
 
-The score depends on streams, segment and span; on valid, bytes that selected the weights are left out. Each call appends a
-row to the run's ``evaluations.jsonl``, with protocol and bits per byte by context in windows without past (``context.png``).
+The score depends on streams, segment and span; on valid, bytes that selected the weights are left out. Each call
+appends a row to the run's ``evaluations.jsonl``, with protocol and bits per byte by context in windows without past
+(``context.png``).
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Evidence: runs a stage of the front page, each run on its own core: ``python -m bench.evidence stage=b path=FILE``.
 
-``conf/evidence.yaml`` defines the cells of a stage: points of a sweep's grid, rates one step beyond those with a row, and
-spans replayed from a run of the same seed. Each run writes a line of ``<rows>/<table>.jsonl``: cell, summary, configuration
-and scores. A cell with a line is skipped on any machine; an interrupted run continues in its folder.
+``conf/evidence.yaml`` defines the cells of a stage: points of a sweep's grid, rates one step beyond those with a row,
+and spans replayed from a run of the same seed. Each run writes a line of ``<rows>/<table>.jsonl``: cell, summary,
+configuration and scores. A cell with a line is skipped on any machine; an interrupted run continues in its folder.
 """
 
 import json
@@ -60,8 +60,8 @@ def beyond(scores: dict[float, float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A run: the ``words`` of its command, the ``file`` for its line, and whether it is also scored by ``context``. If it
-    takes spans from another run, ``source`` has that run's words; with ``mean`` it takes the mean of these spans."""
+    """A run: the ``words`` of its command, the ``file`` for its line, and whether it is also scored by ``context``. If
+    it takes spans from another run, ``source`` has that run's words; with ``mean`` it takes the mean of these spans."""
 
     words: tuple[str, ...]
     file: Path

@@ -3,10 +3,10 @@
 The trainer's update runs on fake tensors, which have shapes but no data, under torch's ``MemTracker``. This gives peak
 memory by cause, and the largest batch within the device's memory. Learned spans have their initial values.
 
-The prediction is for one process, not compiled. On a CPU it is within 10% of the measured peak (``tests/test_fit.py``). For
-a GPU (any ``runtime.device`` but ``cpu``) it is a CPU's memory at the GPU's precision, with chunked attention in place of
-kernels. This is not verified, as the table says. Left out: memory of kernels, libraries and allocators (a CUDA context is
-about half a GiB), and on a CPU the corpus and freed blocks of the C library.
+The prediction is for one process, not compiled. On a CPU it is within 10% of the measured peak (``tests/test_fit.py``).
+For a GPU (any ``runtime.device`` but ``cpu``) it is a CPU's memory at the GPU's precision, with chunked attention in
+place of kernels. This is not verified, as the table says. Left out: memory of kernels, libraries and allocators (a CUDA
+context is about half a GiB), and on a CPU the corpus and freed blocks of the C library.
 """
 
 import dataclasses
@@ -93,8 +93,9 @@ def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: i
 
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Peak memory of a training step with a full past and initial parameters, for ``streams`` or the plan's number. Returns
-    ``backend``, ``split`` by ``CAUSES`` and its sum ``predicted_peak_bytes``. ValueError if it cannot be predicted."""
+    """Peak memory of a training step with a full past and initial parameters, for ``streams`` or the plan's number.
+    Returns ``backend``, ``split`` by ``CAUSES`` and its sum ``predicted_peak_bytes``. ValueError if it cannot be
+    predicted."""
     batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
     device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager(plan), batch=batch)
     with torch.random.fork_rng(devices=[]):

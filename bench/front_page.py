@@ -1,5 +1,5 @@
-"""Writes README's table and picture and ``docs/results.md`` from ``bench/results``: ``python -m bench.front_page`` replaces
-the text between two markers of each page. A test compares the text with the rows."""
+"""Writes README's table and picture and ``docs/results.md`` from ``bench/results``: ``python -m bench.front_page``
+replaces the text between two markers of each page. A test compares the text with the rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +59,8 @@ def readme_table(folder: Path) -> str:
 
 
 def picture(folder: Path) -> bytes:
-    """A PNG of each mechanism's difference from the reference, with 95% intervals, and bits of a copied byte by distance."""
+    """A PNG of each mechanism's difference from the reference, with 95% intervals, and bits of a copied byte by
+    distance."""
     from bench.report import drawing  # late: matplotlib
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")

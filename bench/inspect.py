@@ -1,7 +1,7 @@
 """What a trained run looks at: ``python -m bench.inspect run=outputs/latest [text=FILE or 'some words']``.
 
-Writes two figures into the run folder. ``inspect_attention.png`` has maps of every layer and head over the first bytes of
-``text``, or of the run's reported valid. ``inspect_spans.png`` shows how far back each head looks.
+Writes two figures into the run folder. ``inspect_attention.png`` has maps of every layer and head over the first bytes
+of ``text``, or of the run's reported valid. ``inspect_spans.png`` shows how far back each head looks.
 """
 
 import math

@@ -1,7 +1,8 @@
 """One entry of ``bench.peers``: a variant of ours, the reference model, or a package's model.
 
-Every entry takes whole training steps on the same bytes in the same order: forward, loss, backward and optimizer. A variant
-of ours takes the trainer's step. Packages are built as they document it, without dropout. All weights have noise.
+Every entry takes whole training steps on the same bytes in the same order: forward, loss, backward and optimizer. A
+variant of ours takes the trainer's step. Packages are built as they document it, without dropout. All weights have
+noise.
 """
 
 from functools import partial

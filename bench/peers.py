@@ -1,8 +1,8 @@
 """Times our variants, a minimal PyTorch transformer (``reference_model``) and x-transformers in turn:
 ``python -m bench.peers model=small context=512``.
 
-All have the same bytes in the same order, the same width, layers, heads, context, streams, threads and precision, and AdamW.
-None has dropout or carried state. Rows go to ``rows=FILE`` or to ``outputs/bench/<time>-peers/rows.jsonl``.
+All have the same bytes in the same order, the same width, layers, heads, context, streams, threads and precision, and
+AdamW. None has dropout or carried state. Rows go to ``rows=FILE`` or to ``outputs/bench/<time>-peers/rows.jsonl``.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
-"""Plans from a verb's configuration or from a run folder, checked as for a training run. ``conf/bench.yaml`` has the groups
-of a training run, and a verb's file adds keys. So a verb measures what ``train.py`` would run with the same words."""
+"""Plans from a verb's configuration or from a run folder, checked as for a training run. ``conf/bench.yaml`` has the
+groups of a training run, and a verb's file adds keys. So a verb measures what ``train.py`` would run with the same
+words."""
 
 import json
 import re
@@ -40,8 +41,8 @@ def own_keys(cfg: DictConfig, *names: str) -> dict:
 
 
 def recompose(verb: str, *overrides: str, verb_keys: tuple[str, ...], leave: tuple[str, ...] = ()) -> DictConfig:
-    """The training run's configuration from the words typed for ``verb``, without keys in ``leave``, then ``overrides``. It
-    works only inside a Hydra command."""
+    """The training run's configuration from the words typed for ``verb``, without keys in ``leave``, then
+    ``overrides``. It works only inside a Hydra command."""
     cfg = compose_typed(verb, *overrides, leave=leave)
     own_keys(cfg, *verb_keys)
     return cfg
@@ -85,9 +86,10 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str) -> Plan:
-    """The plan of any run, to be computed as ``runtime`` says; ValueError naming folder, file and key. The folder is not
-    trusted: its configuration may have plain values only, and may name only classes of our modules and of this command's
-    ``trust``."""
+    """The plan of any run, to be computed as ``runtime`` says; ValueError naming folder, file and key. The folder is
+    not
+    trusted: its configuration may have plain values only, and may name only classes of our modules and of this
+    command's ``trust``."""
     what = f"{key}={path}"
     config = read_config(path / CONFIG, what=what)
     try:
@@ -106,8 +108,8 @@ class Trained(NamedTuple):
     key: str
 
     def model(self, *, span: int | None = None) -> LanguageModel:
-        """The plan's model with the weights, on the CPU; a query sees ``span`` bytes, or as many as in the run. ValueError
-        where the weights do not fit."""
+        """The plan's model with the weights, on the CPU; a query sees ``span`` bytes, or as many as in the run.
+        ValueError where the weights do not fit."""
         model = self.plan.make_model()
         load_weights(model, self.best["model"], what=self.key)
         if span is not None and span != self.plan.model.span:
@@ -134,8 +136,8 @@ class Trained(NamedTuple):
 
 
 def open_trained(path: Path, *, key: str, runtime: DictConfig | None = None, trust: list | str) -> Trained:
-    """Open a run folder, which is not trusted; ValueError naming ``key``, the folder and what is wrong. Without ``runtime``,
-    it is that of ``conf``, in float32 on the CPU."""
+    """Open a run folder, which is not trusted; ValueError naming ``key``, the folder and what is wrong. Without
+    ``runtime``, it is that of ``conf``, in float32 on the CPU."""
     if runtime is None:
         plain = {"device": "cpu", "precision": "float32", "compile": False}
         runtime = OmegaConf.merge(OmegaConf.load(f"{CONF}/runtime/default.yaml"), plain)

@@ -202,7 +202,8 @@ def differences(runs: pd.DataFrame, variant: str, rival: str, measure: str) -> p
 
 
 def judge(differences: list[float], *, must: str, margin: float) -> tuple[str, str]:
-    """The verdict on differences that must be below the margin, or within it on both sides (*the same*), and their interval:
+    """The verdict on differences that must be below the margin, or within it on both sides (*the same*), and their
+    interval:
     The interval lies inside: *holds*; outside: *does not*; on both sides of a margin: *not separated*."""
     if len(differences) < 2:
         return FEW, "".join(f"{difference:+.4f}" for difference in differences)

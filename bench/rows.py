@@ -1,5 +1,5 @@
-"""Rows that verbs of bench write and the report reads, one JSON object per line with its whole provenance. A reader needs
-neither torch nor another file. ``harness.record.comparison`` decides which rows compare."""
+"""Rows that verbs of bench write and the report reads, one JSON object per line with its whole provenance. A reader
+needs neither torch nor another file. ``harness.record.comparison`` decides which rows compare."""
 
 import time
 from itertools import count
@@ -14,8 +14,8 @@ IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "co
 
 
 class RowFile:
-    """Adds rows to ``path``, or to ``<outputs>/<time>-<verb>/rows.jsonl``, which the first row creates. ValueError where it
-    cannot be written, naming ``outputs`` or ``rows``."""
+    """Adds rows to ``path``, or to ``<outputs>/<time>-<verb>/rows.jsonl``, which the first row creates. ValueError
+    where it cannot be written, naming ``outputs`` or ``rows``."""
 
     def __init__(self, outputs: Path, *, verb: str, path: str | None = None):
         name = time.strftime(f"%Y%m%d-%H%M%S-{verb}")

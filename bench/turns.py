@@ -94,8 +94,8 @@ class Entry:
 
 
 def in_turn(entries: Sequence[Entry], quantity: str, *, rounds: int, seconds: float) -> None:
-    """Time a quantity of all entries that have not failed, for ``seconds`` per round, over ``rounds`` or until ``MOST_MS``.
-    Each round begins with another entry."""
+    """Time a quantity of all entries that have not failed, for ``seconds`` per round, over ``rounds`` or until
+    ``MOST_MS``. Each round begins with another entry."""
     for number in range(rounds):
         ready = [entry for entry in entries if not entry.status and sum(map(sum, entry.rounds[quantity])) < MOST_MS]
         first = number % max(len(ready), 1)

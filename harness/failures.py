@@ -1,5 +1,5 @@
-"""Failures: one message without a trace, an exit code, and the status in ``summary.json`` (``docs/exit_codes.md``). A ValueError
-is a user's mistake, any other error a bug."""
+"""Failures: one message without a trace, an exit code, and the status in ``summary.json`` (``docs/exit_codes.md``). A
+ValueError is a user's mistake, any other error a bug."""
 
 import errno
 import sys

@@ -1,8 +1,8 @@
-"""Integer hash for draws that are equal on every machine, with any numpy or torch, and depend on their keys alone: nothing is
-saved to resume.
+"""Integer hash for draws that are equal on every machine, with any numpy or torch, and depend on their keys alone:
+nothing is saved to resume.
 
-Keys are chained through the finaliser of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-2014).
+Keys are chained through the finaliser of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", 2014).
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 def integer_hash(*keys: "int | Sequence[int] | np.ndarray") -> "np.ndarray":
-    """Hash Python integers (modulo 2^64), or sequences or arrays of non-negative ones, which broadcast: uint64 in that shape,
-    ``[1]`` if every key is a Python integer."""
+    """Hash Python integers (modulo 2^64), or sequences or arrays of non-negative ones, which broadcast: uint64 in that
+    shape, ``[1]`` if every key is a Python integer."""
     import numpy as np  # late: a trained model can be used without it
 
     golden, first, second = (np.uint64(number) for number in (_GOLDEN, _FIRST, _SECOND))

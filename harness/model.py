@@ -28,7 +28,8 @@ from variants.contract import (
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
 NUMERICS = 1
-"""Version of the shared code (model, optimizers, data order, scoring): raised when its golden numbers change on purpose."""
+"""Version of the shared code (model, optimizers, data order, scoring): raised when its golden numbers change on
+purpose."""
 
 
 class ModelOut(NamedTuple):
@@ -55,7 +56,8 @@ class Residual(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Equals ``torch.nn.RMSNorm`` over the last dimension, to rounding. On a GPU, compiled or for mixed types it is torch's.
+    """Equals ``torch.nn.RMSNorm`` over the last dimension, to rounding. On a GPU, compiled or for mixed types it is
+    torch's.
 
     On a CPU it makes few passes over memory, where torch 2.13 needs six operations, and fourteen in the backward pass:
 
@@ -81,7 +83,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
-        # LayerNorm's backward with mean 0 subtracts r mean(g w) too much. It is added back: one kernel and one pass in all.
+        # LayerNorm's backward with mean 0 subtracts r mean(g w) too much. It is added back: one kernel and one pass in
+        # all.
         nothing, needed = torch.zeros_like(r), [True, True, False]
         dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
             g.contiguous(), x, weight.shape, nothing, r, weight, None, needed
@@ -110,8 +113,8 @@ class LanguageModel(nn.Module):
         tied: whether the head's matrix is the embedding's.
         embedding_std, embedding_scale, embedding_dropout: initial deviation, factor and dropout rate of embedded bytes.
         head_zero_init: start with a head of zeros, which predicts the uniform distribution.
-        checkpoint: ``layers`` saves only each layer's input and computes the layer again in the backward pass, with the same
-            random numbers; ``none`` saves all that the backward pass needs.
+        checkpoint: ``layers`` saves only each layer's input and computes the layer again in the backward pass, with the
+            same random numbers; ``none`` saves all that the backward pass needs.
     """
 
     def __init__(
@@ -183,8 +186,8 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def inspect(self, tokens: Tensor) -> tuple[Tensor, dict[str, Inspection]]:
-        """Logits of streams that begin with ``tokens``, and by name each sublayer's ``Inspection`` of this forward pass.
-        Sublayers that give none are left out."""
+        """Logits of streams that begin with ``tokens``, and by name each sublayer's ``Inspection`` of this forward
+        pass. Sublayers that give none are left out."""
         inspections = {}
 
         def look(name: str, module: Sublayer, inputs: tuple) -> None:
@@ -204,13 +207,15 @@ class LanguageModel(nn.Module):
         return start, tuple(s.trim(part) for (_, s), part in zip(self.sublayers(), states, strict=True))
 
     def project_(self) -> None:
-        """Project every sublayer's parameters into their range; one copy tells the host all lengths that shapes need."""
+        """Project every sublayer's parameters into their range; one copy tells the host all lengths that shapes
+        need."""
         for _, sublayer in self.sublayers():
             sublayer.project_()
         set_shapes(self)
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
-        """Numbers, or lists with one number per head, by names as ``"layers.0.attention.span"``, from summed statistics."""
+        """Numbers, or lists with one number per head, by names as ``"layers.0.attention.span"``, from summed
+        statistics."""
         return {
             f"{name}.{key}": value.tolist() if isinstance(value, Tensor) else float(value)
             for name, sublayer in self.sublayers()
@@ -222,8 +227,8 @@ class LanguageModel(nn.Module):
         return sum(s.ideal_flops() for _, s in self.sublayers()) + 2 * self.head.weight.numel()
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """FLOPs per byte that a training step needs, with the head, from ``Sublayer.needed_flops``. A sublayer that does not
-        state them counts three times its ideal forward. Norms, loss and the embedding's rows are neglected."""
+        """FLOPs per byte that a training step needs, with the head, from ``Sublayer.needed_flops``. A sublayer that
+        does not state them counts three times its ideal forward. Norms, loss and the embedding's rows are neglected."""
         needed = [NeededFlops.of_products(2 * self.head.weight.numel())]
         for _, sublayer in self.sublayers():
             stated = sublayer.needed_flops(segment, carried=carried)
@@ -235,7 +240,8 @@ class LanguageModel(nn.Module):
         return [name for name, s in self.sublayers() if s.needed_flops(1, carried=0) is None]
 
     def parameters_by_sublayer(self) -> dict[str, int]:
-        """Parameters in each sublayer, norms and embeddings apart; a table shared by layers counts in the first of them."""
+        """Parameters in each sublayer, norms and embeddings apart; a table shared by layers counts in the first of
+        them."""
         counted: set[int] = set()
 
         def fresh(module: nn.Module) -> int:

@@ -1,5 +1,5 @@
-"""The code that runs: a digest of every file that can change a number of a run. A process reads each file once: edits do not
-change the modules that a sweep has loaded."""
+"""The code that runs: a digest of every file that can change a number of a run. A process reads each file once: edits
+do not change the modules that a sweep has loaded."""
 
 import functools
 import hashlib
@@ -20,30 +20,32 @@ LEFT_OUT = re.compile(
     r"harness/(compose/|record/(?!checkpoint|shard)|loop/sampling\.py)"
     r"|variants/conformance/|bench/(results|report)/|(.*/)?(\.|__pycache__/)"
 )
-"""Files that change no number: what composes a run, records it but for checkpoints, samples from it, checks its mechanism,
-reports it; hidden ones, and what Python has compiled."""
+"""Files that change no number: what composes a run, records it but for checkpoints, samples from it, checks its
+mechanism, reports it; hidden ones, and what Python has compiled."""
 Files = tuple[tuple[str, Path], ...]
 
 
 def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = False) -> str:
-    """SHA-256 of ``train.py``, the harness, the files of ``variants/`` that the configuration's targets can import, and the
-    modules of ``trust``; ``measuring`` adds bench, for its rows.
+    """SHA-256 of ``train.py``, the harness, the files of ``variants/`` that the configuration's targets can import, and
+    the modules of ``trust``; ``measuring`` adds bench, for its rows.
 
     Args:
-        trust: a package counts with all its files; a single file with its imports from its folder (unless it was installed), and
-            with files of the same stem, as ``mine.cpp`` beside ``mine.py``. ValueError for a module without a source file.
+        trust: a package counts with all its files; a single file with its imports from its folder (unless it was
+            installed), and with files of the same stem, as ``mine.cpp`` beside ``mine.py``. ValueError for a module
+            without a source file.
     """
     return digest_of((*_ours("train.py", "harness", *["bench"] * measuring), *mechanism_files(config, trust=trust)))
 
 
 def digest_of_tree(*, measuring: bool = False) -> str:
-    """The same of all our files that a run may use: where it is equal, times and memory of two variants are of one code."""
+    """The same of all our files that a run may use: where it is equal, times and memory of two variants are of one
+    code."""
     return digest_of(_ours("train.py", "variants", "harness", *["bench"] * measuring))
 
 
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
-    """Names and paths of the files below ``variants/`` that a configuration's targets and the user's modules import anywhere, and
-    of these modules."""
+    """Names and paths of the files below ``variants/`` that a configuration's targets and the user's modules import
+    anywhere, and of these modules."""
     theirs = tuple(file for module in trust for file in _files_of(module))
     code = tuple(path for _, path in theirs if path.suffix == ".py")
     targets = frozenset(name for name in _targets(config) if name.startswith("variants."))
@@ -54,8 +56,8 @@ def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
 
 @functools.cache
 def _reached(names: frozenset[str], code: tuple[Path, ...], root: Path) -> frozenset[Path]:
-    """Files of modules, which ``names`` or names in them, of Python files, of their imports below ``root``, and files of equal
-    stems, as ``window.cpp``."""
+    """Files of modules, which ``names`` or names in them, of Python files, of their imports below ``root``, and files
+    of equal stems, as ``window.cpp``."""
     finder = ModuleFinder([str(root)], excludes=["harness", "bench"])
     for find, places in ((finder.import_hook, names), (finder.load_file, map(str, code))):
         for place in places:
@@ -124,8 +126,8 @@ def forget() -> None:
 
 
 def commit() -> str | None:
-    """The commit of our working tree, with ``-dirty`` where files differ, or None outside git; never of a repository around our
-    folder, whose settings git would run."""
+    """The commit of our working tree, with ``-dirty`` where files differ, or None outside git; never of a repository
+    around our folder, whose settings git would run."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(ROOT.parent), "GIT_OPTIONAL_LOCKS": "0"}
     command, options = ["git", "-C", str(ROOT), "-c", "core.fsmonitor=false"], {"capture_output": True, "text": True}

@@ -1,14 +1,14 @@
 """All-attention: persistent key-value vectors in the softmax of attention, in place of the feed-forward (1907.01470).
 
-A feed-forward block with a softmax as its non-linearity is attention over fixed vectors (section 3.1). So each head of each
-layer has N learned key-value vectors of its own, in one softmax with the context. They have no position and are never
-masked.
+A feed-forward block with a softmax as its non-linearity is attention over fixed vectors (section 3.1). So each head of
+each layer has N learned key-value vectors of its own, in one softmax with the context. They have no position and are
+never masked.
 
     M_k = sqrt(K) * key,   M_v = sqrt(N) * value                                                         (section 4.2)
 
-The factors bring M_k and M_v to the scale of embeddings, while ``key`` and ``value`` start at the scale of other weights.
-Keys may start nearer to zero than in the paper. At the paper's scale, persistent vectors take most of the softmax at first,
-which hurts a short training.
+The factors bring M_k and M_v to the scale of embeddings, while ``key`` and ``value`` start at the scale of other
+weights. Keys may start nearer to zero than in the paper. At the paper's scale, persistent vectors take most of the
+softmax at first, which hurts a short training.
 """
 
 import torch

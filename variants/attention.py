@@ -5,20 +5,20 @@
 (1706.03762, 3.2). Many mechanisms are options of this class. ``span`` sets how far a head looks (``adaptive_span.py``),
 ``persistent`` adds key-value vectors to the softmax (``all_attention.py``). The others, with o_h the output of head h:
 
-- ``kv_heads`` G: query head h reads key-value head floor(h G / H) (2305.13245; G = 1 is 1911.02150). The state has G heads.
-  Backends get each one repeated H / G times, so state and projections shrink, but attention does not get faster.
+- ``kv_heads`` G: query head h reads key-value head floor(h G / H) (2305.13245; G = 1 is 1911.02150). The state has G
+  heads. Backends get each one repeated H / G times, so state and projections shrink, but attention does not get faster.
 - ``qk_norm``: q / rms(q) and k / rms(k), each times a learned gain per channel, before positions. (2010.04245 has the
   Euclidean norm and one learned scale in place of 1 / sqrt(K).) Persistent keys get the same normalised queries.
 - ``gate``: o_h sigmoid(W_g x), elementwise, before W_o (2505.06708, G1).
-- ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(lse) / (exp(lse) + exp(sink)). The logit
-  starts at 0, and dropout does not apply to it.
-- ``key_bias``: each head computes b from the inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key
-  j. Persistent vectors and the sink get no bias. The state carries b with keys and values, in float32, relative to b at the
-  last byte.
+- ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(lse) / (exp(lse) + exp(sink)). The
+  logit starts at 0, and dropout does not apply to it.
+- ``key_bias``: each head computes b from the inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides
+  key j. Persistent vectors and the sink get no bias. The state carries b with keys and values, in float32, relative to
+  b at the last byte.
 
-The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, as far back
-as the window reaches. Its shape gives the length of the past. With ``cache: kv``, heads of unequal spans carry pasts of
-unequal length, except on the plain backend, so the size of the state follows the mean span.
+The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, as far
+back as the window reaches. Its shape gives the length of the past. With ``cache: kv``, heads of unequal spans carry
+pasts of unequal length, except on the plain backend, so the size of the state follows the mean span.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,8 +49,8 @@ from variants.multi_head import MultiHead, head_means, head_stats, start_of
 
 
 class AttentionSpan(Spans):
-    """How far each head looks. The base class is a fixed window of S keys. ``set_lengths`` sets shapes after an optimizer
-    step, so that a forward pass never waits for a parameter's value."""
+    """How far each head looks. The base class is a fixed window of S keys. ``set_lengths`` sets shapes after an
+    optimizer step, so that a forward pass never waits for a parameter's value."""
 
     ramp: int = 0
     fusable: bool = True
@@ -63,17 +63,20 @@ class AttentionSpan(Spans):
         self.set_keys((context.span,) * context.heads)
 
     def set_keys(self, max_keys: Sequence[int], visible_keys: Sequence[int] | None = None) -> None:
-        """Set per head the most keys that it may see, and how many a query with a full past sees (default: the same)."""
+        """Set per head the most keys that it may see, and how many a query with a full past sees (default: the
+        same)."""
         self.max_keys = tuple(max_keys)
         self.visible_keys = self.max_keys if visible_keys is None else tuple(visible_keys)
         self.max_keys_tensor = torch.tensor(self.max_keys)  # an input of compiled graphs, not a constant
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """Return the spans z in keys for the input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard window."""
+        """Return the spans z in keys for the input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard
+        window."""
         return None
 
     def visible_window(self, z: Tensor | None, shift: int) -> Window:
-        """Return which keys queries may see. In a compiled graph spans are inputs, so that new spans do not recompile it."""
+        """Return which keys queries may see. In a compiled graph spans are inputs, so that new spans do not recompile
+        it."""
         if torch.compiler.is_compiling() and self.ramp:
             return Window((self.span,) * self.heads, shift, z, self.ramp, self.max_keys_tensor)
         return Window(self.max_keys, shift, z, self.ramp)
@@ -117,7 +120,8 @@ class Segment(NamedTuple):
         q: scaled queries ``[B, H, T, K]``, after position encoding.
         k, v: keys, after position encoding, and values ``[B, G, T, K]``.
         start, z: stream positions ``[B]`` of the first bytes, and spans in keys as in ``Window``.
-        persistent, biases: persistent vectors or None, and biases of keys and of queries ``[B, H, T]`` or an empty tuple.
+        persistent, biases: persistent vectors or None, and biases of keys and of queries ``[B, H, T]`` or an empty
+            tuple.
     """
 
     x: Tensor
@@ -261,8 +265,8 @@ class Attention(MultiHead, OnKernels):
         return part._replace(key_bias=by_head[:, list(heads)].flatten(1, 2))
 
     def _carried(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
-        """Return the next state: the last ``past`` inputs, or keys and values as far back as heads look (None: all). Heads
-        of unequal spans carry pasts of unequal length, except on the plain backend."""
+        """Return the next state: the last ``past`` inputs, or keys and values as far back as heads look (None: all).
+        Heads of unequal spans carry pasts of unequal length, except on the plain backend."""
         if self.cache == "kv":
             keys = keys.rebased()
             if past is None:
@@ -359,9 +363,9 @@ class Attention(MultiHead, OnKernels):
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """Count products of matrices only, over exactly the visible pairs of a query and a key.
 
-        With ``cache: kv`` the past is constant. With ``hidden`` each head projects its visible past inputs again in every
-        segment; the weights get gradients from it, the past inputs do not. A key at the far end of a ramp has weight 0 and
-        is not counted. After a span grows, the longer past is assumed to be in the state already.
+        With ``cache: kv`` the past is constant. With ``hidden`` each head projects its visible past inputs again in
+        every segment; the weights get gradients from it, the past inputs do not. A key at the far end of a ramp has
+        weight 0 and is not counted. After a span grows, the longer past is assumed to be in the state already.
         """
         in_segment, past, inputs = self._pairs(segment, carried)
         needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
@@ -373,7 +377,8 @@ class Attention(MultiHead, OnKernels):
         return NeededFlops(needed.forward + again, needed.backward + again)
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
-        """Return sums over heads: visible pairs within the segment, visible pairs with past keys, and visible past keys."""
+        """Return sums over heads: visible pairs within the segment, visible pairs with past keys, and visible past
+        keys."""
         windows = self.span.visible_keys
         in_segment, past = map(sum, zip(*(pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True))
         return in_segment, past, sum(min(carried, n - 1 + self.shift) for n in self._by_kv_head(windows))

@@ -23,8 +23,8 @@ class Compressor(nn.Module):
 
     Args:
         kind: a key of ``SHARES``.
-        share: who shares the ``linear`` weights. ``none``: each head has its E and F; ``heads``: all heads share one E and
-            one F; ``key_value``: all heads share one E = F; ``layers``: the whole network shares one E = F.
+        share: who shares the ``linear`` weights. ``none``: each head has its E and F; ``heads``: all heads share one E
+            and one F; ``key_value``: all heads share one E = F; ``layers``: the whole network shares one E = F.
     """
 
     def __init__(self, context: LayerContext, *, kind: str, share: str, ratio: int, heads: int, d_head: int):

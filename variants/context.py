@@ -1,8 +1,8 @@
 """Context: the keys and values that queries of a segment see, and those that are carried to the next segment.
 
-A state of keys and values is ``(keys, values)``. Each is a tensor ``[B, H, P, K]``, or a tuple of one tensor ``[B, 1, P_h,
-K]`` per head if heads carry pasts of unequal length. Key biases, if any, are a third entry, without the dimension K; they
-are relative to the bias of the last byte.
+A state of keys and values is ``(keys, values)``. Each is a tensor ``[B, H, P, K]``, or a tuple of one tensor ``[B, 1,
+P_h, K]`` per head if heads carry pasts of unequal length. Key biases, if any, are a third entry, without the dimension
+K; they are relative to the bias of the last byte.
 """
 
 import math
@@ -23,8 +23,9 @@ class VisibleKeys(NamedTuple):
         k, v: keys and values of the segment ``[B, H, T, K]``.
         past: keys and values before the segment, if any, in parts.
         whole: past and segment concatenated, ``[B, H, P + T, K]``, if they were joined; else None.
-        key_bias, query_bias: b of the segment's keys and queries ``[B, H, T]``, relative to the byte before it, or None. The
-            score of query t and key j gets b_j - b_t. b_t is finite; b_j is the same b, or -inf to hide a key.
+        key_bias, query_bias: b of the segment's keys and queries ``[B, H, T]``, relative to the byte before it, or
+            None. The score of query t and key j gets b_j - b_t. b_t is finite; b_j is the same b, or -inf to hide a
+            key.
     """
 
     k: Tensor
@@ -36,7 +37,8 @@ class VisibleKeys(NamedTuple):
 
     @classmethod
     def joined(cls, k: Tensor, v: Tensor, past: list[PastKV], *biases: Tensor | None) -> "VisibleKeys":
-        """Concatenate past and segment, unless the past has several parts; attention and the state both read this copy."""
+        """Concatenate past and segment, unless the past has several parts; attention and the state both read this
+        copy."""
         keys = cls(k, v, past, None, *biases)
         if len(past) > 1:
             return keys
@@ -63,8 +65,8 @@ class VisibleKeys(NamedTuple):
         return part._replace(query_bias=self.query_bias.narrow(1, first * size, number * size))
 
     def repeated(self, times: int) -> "VisibleKeys":
-        """Repeat every key-value head for the ``times`` neighbouring query heads that read it; copies if ``times`` > 1. Key
-        biases are not repeated, because every query head has its own."""
+        """Repeat every key-value head for the ``times`` neighbouring query heads that read it; copies if ``times`` > 1.
+        Key biases are not repeated, because every query head has its own."""
 
         def of(part: PastKV) -> PastKV:
             heads = tuple(h * times + i for h in part.heads for i in range(times))
@@ -106,7 +108,8 @@ class VisibleKeys(NamedTuple):
 
 
 def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
-    """Split a state into parts with the last ``past`` keys and values each (None: all), in ``dtype`` (None: unchanged)."""
+    """Split a state into parts with the last ``past`` keys and values each (None: all), in ``dtype`` (None:
+    unchanged)."""
     if state is None:
         return []
     keys, *others = ((part,) if isinstance(part, Tensor) else part for part in state)
@@ -120,7 +123,8 @@ def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> 
 
 
 def last_keys(old: list[PastKV], new: PastKV, *numbers: float) -> State:
-    """Do ``VisibleKeys.last`` for parts ``old`` before the segment and the segment ``new``; states per head share a copy."""
+    """Do ``VisibleKeys.last`` for parts ``old`` before the segment and the segment ``new``; states per head share a
+    copy."""
     if len(numbers) == 1 and len(old) < 2:
         pairs = zip(old[0].tensors() if old else [None] * 3, new.tensors(), strict=False)
         return tuple(last(*numbers, 2, *pair) for pair in pairs)
@@ -129,7 +133,8 @@ def last_keys(old: list[PastKV], new: PastKV, *numbers: float) -> State:
 
 
 def _in_a_row(old: list[PastKV], new: PastKV, numbers: Sequence[float]) -> tuple[list[Tensor], list[int]]:
-    """Concatenate the last ``numbers`` keys of each head, head after head, ``[B, r, N, ..]``; also return heads' lengths."""
+    """Concatenate the last ``numbers`` keys of each head, head after head, ``[B, r, N, ..]``; also return heads'
+    lengths."""
     pieces, lengths = [[] for _ in new.tensors()], []
     for h, left in enumerate(numbers):
         parts, lasts = [part.of_heads(h, 1) for part in (*old, new) if h in part.heads], []
@@ -143,7 +148,8 @@ def _in_a_row(old: list[PastKV], new: PastKV, numbers: Sequence[float]) -> tuple
 
 
 def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
-    """Return the last ``number`` rows of ``old`` and ``new``, concatenated and detached, in storage of about their size."""
+    """Return the last ``number`` rows of ``old`` and ``new``, concatenated and detached, in storage of about their
+    size."""
     new = new.detach()
     own = min(number, new.shape[dim])
     kept = 0 if old is None else min(number - own, old.shape[dim])
@@ -154,8 +160,8 @@ def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
 
 
 def weights_of(weighted: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Measure the weights ``[B, H, T, n]`` by which ``weighted`` sums values ``[.., n, K]`` into ``[B, H, T, K]``, with any
-    backend. It is called with one-hot values, for K of the n places at a time."""
+    """Measure the weights ``[B, H, T, n]`` by which ``weighted`` sums values ``[.., n, K]`` into ``[B, H, T, K]``, with
+    any backend. It is called with one-hot values, for K of the n places at a time."""
     number, width = values.shape[-2:]
     ones = torch.eye(number, -(-number // width) * width, dtype=values.dtype, device=values.device)
     parts = [weighted(part.expand_as(values).contiguous()) for part in ones.split(width, dim=1)]

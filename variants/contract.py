@@ -1,9 +1,9 @@
 """Contract: all that a mechanism and the harness may rely on.
 
-A model is a list of layers, and a layer is a few named residual sublayers; the variant chooses them. A sublayer maps ``x
-[B, T, D]`` to ``y [B, T, D]``; the harness normalises x and adds y to the residual stream. State is passed in and returned:
-a module keeps nothing that a forward pass computes. ``python -m bench.check variant=mine`` checks the whole contract
-(``variants/conformance``).
+A model is a list of layers, and a layer is a few named residual sublayers; the variant chooses them. A sublayer maps
+``x [B, T, D]`` to ``y [B, T, D]``; the harness normalises x and adds y to the residual stream. State is passed in and
+returned: a module keeps nothing that a forward pass computes. ``python -m bench.check variant=mine`` checks the whole
+contract (``variants/conformance``).
 """
 
 import math
@@ -86,8 +86,8 @@ class Inspection(NamedTuple):
     """Attention weights and reads of learned vectors for each byte of a segment, for display (``bench.inspect``).
 
     Attributes:
-        weights: attention map ``[B, H, T, T]``, the weight of byte j for query t, or None. A row and its ``shares`` sum to
-            1, or to 0 if a query sees nothing.
+        weights: attention map ``[B, H, T, T]``, the weight of byte j for query t, or None. A row and its ``shares`` sum
+            to 1, or to 0 if a query sees nothing.
         entries: indices of the learned vectors that each byte reads, int64 ``[B, H, T, n]``, or None.
         shares: weights of these vectors, ``[B, H, T, n]``. If ``weights`` is given, both are parts of one softmax.
         mask: soft mask of visible key x, counted from the nearest, by a soft span alone: ``[H, S]``, or None.
@@ -100,8 +100,8 @@ class Inspection(NamedTuple):
 
 
 class NeededFlops(NamedTuple):
-    """FLOPs per byte that a training step needs, two per multiply-add, averaged over a segment: of the forward pass, and of
-    the gradients of parameters and of the sublayer's input. Recomputed forward products are not counted."""
+    """FLOPs per byte that a training step needs, two per multiply-add, averaged over a segment: of the forward pass,
+    and of the gradients of parameters and of the sublayer's input. Recomputed forward products are not counted."""
 
     forward: float
     backward: float
@@ -121,7 +121,8 @@ class Honours:
     """Choices of a run that a mechanism supports. Building a model with any other choice raises an error that names it.
 
     Args:
-        position: ways of ``WAYS`` in which a position scheme may act on it; positions in the embedded bytes always work.
+        position: ways of ``WAYS`` in which a position scheme may act on it; positions in the embedded bytes always
+            work.
         cache: of ``kv``, a state that is computed once, and ``hidden``, past inputs that are projected again.
         attend_self: supported values, of true and false.
         span: whether ``model.span`` bounds its visible past; None if its own keywords may set a smaller bound.
@@ -137,18 +138,20 @@ class Sublayer(nn.Module):
     """One residual sublayer of a layer. The constructor's keywords of a subclass are its configuration."""
 
     limits: frozenset[str] = frozenset()
-    """Promises that it cannot keep; tests check that the first four, if named, are really broken. ``causal_in_training``:
-    training mode sees the future. ``streams_apart``: streams of a batch influence each other. ``segments``: results depend
+    """Promises that it cannot keep; tests check that the first four, if named, are really broken.
+    ``causal_in_training``: training mode sees the future. ``streams_apart``: streams of a batch influence each other.
+    ``segments``: results depend
     on segment boundaries. ``training_as_evaluation``: without dropout, training mode computes something else.
     ``ideal_flops``: these FLOPs may be less than half of the executed ones; a run's row then says so."""
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""
     tables: dict[str, int] = {}
     """Names of parameters ``[M, D]`` that are tables, and the rows of each that a byte reads. ``forward`` may use their
-    shape and sums of their rows by ``self.sum_rows`` (that of ``variants/kernels/table.py``), nothing else, because several
-    processes may divide their columns."""
+    shape and sums of their rows by ``self.sum_rows`` (that of ``variants/kernels/table.py``), nothing else, because
+    several processes may divide their columns."""
     period: int = 1
-    """Bytes after which the computation repeats: a block, a chunk, a dilated step. FLOPs are counted over one period."""
+    """Bytes after which the computation repeats: a block, a chunk, a dilated step. FLOPs are counted over one
+    period."""
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -170,21 +173,24 @@ class Sublayer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} says what it honours, and must say its reach")
 
     def project_(self) -> None:
-        """Clamp parameters to their legal range, without waiting for a device. Idempotent; called after init, load and every
-        optimizer step. ``Spans.lengths`` gives the host the numbers that shapes depend on."""
+        """Clamp parameters to their legal range, without waiting for a device. Idempotent; called after init, load and
+        every optimizer step. ``Spans.lengths`` gives the host the numbers that shapes depend on."""
 
     def ideal_flops(self) -> int:
-        """Return forward FLOPs per byte, two per multiply-add, in warm state at present parameters: all ``nn.Linear``."""
+        """Return forward FLOPs per byte, two per multiply-add, in warm state at present parameters: all
+        ``nn.Linear``."""
         return 2 * sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops | None:
-        """Return the FLOPs of a training step on segments of T bytes, with ``carried`` bytes of each stream before them.
-        None means unknown: the harness then charges ``ideal_flops`` for the forward and twice that for the backward, and
-        marks the number."""
+        """Return the FLOPs of a training step on segments of T bytes, with ``carried`` bytes of each stream before
+        them.
+        None means unknown: the harness then charges ``ideal_flops`` for the forward and twice that for the backward,
+        and marks the number."""
         return None
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return named numbers (or small tensors, one entry per head) from summed statistics; ``stats`` may be empty."""
+        """Return named numbers (or small tensors, one entry per head) from summed statistics; ``stats`` may be
+        empty."""
         return {}
 
     def inspect(self, x: Tensor) -> Inspection | None:
@@ -196,22 +202,24 @@ class Sublayer(nn.Module):
         """Set the span to ``span`` positions; learned spans keep their lengths. ValueError names ``eval.span``."""
 
     def trim(self, state: State) -> State:
-        """Return the part of a state that the present parameters need; idempotent. The harness calls this if ``forward`` is
-        compiled, because that part may change from step to step."""
+        """Return the part of a state that the present parameters need; idempotent. The harness calls this if
+        ``forward`` is compiled, because that part may change from step to step."""
         return state
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return the backend that would run on ``device``: ``plain``, ``fused``, ... ValueError if it cannot run there."""
+        """Return the backend that would run on ``device``: ``plain``, ``fused``, ... ValueError if it cannot run
+        there."""
         return "plain"
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        """Return all backends that could run, by preference; nothing is run. On untested devices a run tests all of them but
-        ``plain`` before it uses one. ``variants/backends.py`` implements this for attention over a window."""
+        """Return all backends that could run, by preference; nothing is run. On untested devices a run tests all of
+        them but ``plain`` before it uses one. ``variants/backends.py`` implements this for attention over a window."""
         return ("plain",)
 
 
 class Part(nn.Module):
-    """A nested piece of a sublayer that the configuration may name; a ``_target_`` inside a sublayer's derives from it."""
+    """A nested piece of a sublayer that the configuration may name; a ``_target_`` inside a sublayer's derives from
+    it."""
 
 
 class Spans(Part):
@@ -286,12 +294,13 @@ class Position(nn.Module):
         return None
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor | None:
-        """Return the term added to scores of scaled queries ``q [B, H, T, K]``: a constant ``[H, max_keys]``, or ``[B, H, T,
-        max_keys]``, or None for nothing. Column x belongs to visible key x, counted from the nearest."""
+        """Return the term added to scores of scaled queries ``q [B, H, T, K]``: a constant ``[H, max_keys]``, or ``[B,
+        H, T, max_keys]``, or None for nothing. Column x belongs to visible key x, counted from the nearest."""
         return None
 
     def ideal_flops(self, max_keys: float) -> float:
-        """Return forward FLOPs of ``bias`` per byte and head, linear in ``max_keys``; the backward costs twice as much."""
+        """Return forward FLOPs of ``bias`` per byte and head, linear in ``max_keys``; the backward costs twice as
+        much."""
         return 0.0
 
 

@@ -3,14 +3,14 @@
     y = W_o concat_p((1 - s) c * rms((A_1 - lambda A_2) v)),    A_i = softmax(q_i k_i^T / sqrt(K)),
     lambda = exp(l_q1 . l_k1) - exp(l_q2 . l_k2) + s,           s = 0.8 - 0.6 exp(-0.3 layer)
 
-(2410.05258, 2.1 and 2.2). Heads 2 p and 2 p + 1 are a pair: each has a query and a key of width K, and both read the pair's
-values, which are 2 K wide. Each layer has one lambda; layers are counted from 0. c has 2 K numbers. Parameters are those of
-``mhsa`` and 6 K more. One call of any backend computes each map for all heads; head h reads its K columns of the pair's
-values. Both heads of a pair compute the same scores, so a quarter of the executed work is duplicate.
+(2410.05258, 2.1 and 2.2). Heads 2 p and 2 p + 1 are a pair: each has a query and a key of width K, and both read the
+pair's values, which are 2 K wide. Each layer has one lambda; layers are counted from 0. c has 2 K numbers. Parameters
+are those of ``mhsa`` and 6 K more. One call of any backend computes each map for all heads; head h reads its K columns
+of the pair's values. Both heads of a pair compute the same scores, so a quarter of the executed work is duplicate.
 
 Where it departs: exponents in lambda are clamped at 20. The mean square gets 1e-6 added, as in all of this package, not
-1e-5. Dropout is drawn independently for the two maps. ALiBi's slopes are those of H heads, so the two maps of a pair decay
-at different rates.
+1e-5. Dropout is drawn independently for the two maps. ALiBi's slopes are those of H heads, so the two maps of a pair
+decay at different rates.
 """
 
 import math

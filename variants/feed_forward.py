@@ -5,9 +5,9 @@
                                         relu2  a(h) = max(0, h)**2     (arXiv 2109.08668)
                                         swiglu a(g, h) = silu(g) h     (arXiv 2002.05202)
 
-``hidden`` is the input width of W2. swiglu needs two values per hidden unit, so its W1 is twice as wide and the block has
-1.5 times the parameters; 2/3 of another activation's width gives equal parameters. Weights start as in ``nn.Linear``.
-Dropout is applied to the activations.
+``hidden`` is the input width of W2. swiglu needs two values per hidden unit, so its W1 is twice as wide and the block
+has 1.5 times the parameters; 2/3 of another activation's width gives equal parameters. Weights start as in
+``nn.Linear``. Dropout is applied to the activations.
 """
 
 import torch.nn.functional as F

@@ -4,8 +4,8 @@
     a_t = sigmoid(w_h . x_t + b_h)
 
 One decay per head is the scalar form of gated linear attention (2312.06635, 4) and of state space duality (2405.21060,
-2). w starts at 0, and b where a is ALiBi's decay. So the mechanism starts as ``linear`` with ALiBi (``linear_decay``), and
-equals it while a stays at that constant.
+2). w starts at 0, and b where a is ALiBi's decay. So the mechanism starts as ``linear`` with ALiBi (``linear_decay``),
+and equals it while a stays at that constant.
 
 Where it departs:
 - It has phi = elu + 1 and a denominator, as in ``linear.py``. The papers have neither; they have a norm of each head's

@@ -3,16 +3,17 @@
     c = c_norm * rms(W_c x),    k_h = [W_k c; rotate(r)],    v_h = W_v c,    r = W_r x,    q_h = [W_q x; rotate(W_p x)],
     y = W_o concat_h(softmax(q_h . k_h / sqrt(K + R)) v_h)
 
-(2405.04434, 2.1.2 and 2.1.3). All heads share c and r, so the state of a byte is ``latent`` + R numbers in place of 2 H K.
-Only r and W_p x are rotated. Each segment projects past keys and values again from carried c and r, with the present
+(2405.04434, 2.1.2 and 2.1.3). All heads share c and r, so the state of a byte is ``latent`` + R numbers in place of 2 H
+K. Only r and W_p x are rotated. Each segment projects past keys and values again from carried c and r, with the present
 weights, which get gradients from it; past c and r are constants.
 
 Where it departs:
 - Queries are not compressed, as in the paper's small model. c has a norm with a gain, as in the paper's code.
 - By default latent is 2 K and R is K / 2; the paper has 4 K and K / 2 for 128 heads.
-- r is carried unrotated and rotated when it is read. With ALiBi or no positions, r is a part of the key that heads share.
-- The paper multiplies W_k and W_v into W_q and W_o, to read c itself for single bytes. Here a single byte costs as much as
-  projecting the keys of its whole window. Values are padded with zeros to K + R, for backends of one width.
+- r is carried unrotated and rotated when it is read. With ALiBi or no positions, r is a part of the key that heads
+  share.
+- The paper multiplies W_k and W_v into W_q and W_o, to read c itself for single bytes. Here a single byte costs as much
+  as projecting the keys of its whole window. Values are padded with zeros to K + R, for backends of one width.
 - ``cache: hidden`` is refused, because inputs are not carried. Relative vectors are refused.
 """
 
@@ -33,8 +34,8 @@ class Latent(Attention):
 
     Args:
         latent: width of c; None for 2 K.
-        d_position: R, width of r, even for rotary positions; None for K / 2, rounded down to an even number, at least 2.
-        The others are those of ``Attention``.
+        d_position: R, width of r, even for rotary positions; None for K / 2, rounded down to an even number, at least
+        2. The others are those of ``Attention``.
     """
 
     honours = Honours(position={"rotate", "decay"}, attend_self={True, False}, span=True)

@@ -8,9 +8,9 @@ Inside a chunk queries and keys are multiplied in pairs; earlier keys are read f
 
 Where it departs, and what it follows:
 - The denominator has no epsilon: a query without keys (the first of a stream without ``attend_self``) gives 0.
-- ALiBi is a decay, and exact: sums decay byte by byte. Rotary is refused: elu acts on each number, so products of features
-  of rotated vectors depend on both positions, not on their distance. Vectors per distance, other biases and ``cache:
-  hidden`` are refused because they would need the keys.
+- ALiBi is a decay, and exact: sums decay byte by byte. Rotary is refused: elu acts on each number, so products of
+  features of rotated vectors depend on both positions, not on their distance. Vectors per distance, other biases and
+  ``cache: hidden`` are refused because they would need the keys.
 - There are no weights to drop, so dropout has no effect. In float32 without a decay, sums stop growing near 10^7 keys.
 """
 
@@ -86,8 +86,9 @@ class CarriedSums(MultiHead):
         """Return None, unbounded: a decaying sum never ends."""
 
     def ideal_flops(self) -> int:
-        """Count projections, and per head the carried sums: 2 F K to add a key's value, 2 F (K + 1) to read S and z. Pairs
-        within a chunk compute the same sums in another way and are not counted; operations other than products neither."""
+        """Count projections, and per head the carried sums: 2 F K to add a key's value, 2 F (K + 1) to read S and z.
+        Pairs within a chunk compute the same sums in another way and are not counted; operations other than products
+        neither."""
         return 2 * self.matrix_sizes() + 2 * self.heads * self.features * (2 * self.d_head + 1)
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
@@ -96,8 +97,8 @@ class CarriedSums(MultiHead):
 
 
 class LinearAttention(CarriedSums):
-    """Attention by an elementwise feature map of queries and keys: ``elu`` for elu(x) + 1, as in the paper, or ``relu``.
-    With ``relu``, all weights of a query can be 0; the query then gives 0. The other keywords are those of
+    """Attention by an elementwise feature map of queries and keys: ``elu`` for elu(x) + 1, as in the paper, or
+    ``relu``. With ``relu``, all weights of a query can be 0; the query then gives 0. The other keywords are those of
     ``CarriedSums``."""
 
     def __init__(self, context: LayerContext, *, feature_map: str = "elu", **sums: Unpack[SumsKeywords]):

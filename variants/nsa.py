@@ -1,20 +1,21 @@
-"""Native sparse attention: gated branches over a window, summaries of blocks, and the bytes of blocks chosen by summary.
+"""Native sparse attention: gated branches over a window, summaries of blocks, and the bytes of blocks chosen by
+summary.
 
     y_t = W_o concat_h sum_c g_ch o_ch,   o_ch = Attention(q_th, K_c, V_c),   g_c = sigmoid(W_c x_t + b_c)
 
 (2502.11089, 3.2 and 3.3). The branches c, with blocks of l bytes:
 
 - compressed: one key and value for each finished block (``compressor.py``), placed at the block's last byte;
-- selected: the bytes of ``selected`` blocks. One holds the nearest key; the others have the largest attention weights in the
-  compressed branch, summed over the query heads of a key-value head. The choice has no gradient;
+- selected: the bytes of ``selected`` blocks. One holds the nearest key; the others have the largest attention weights
+  in the compressed branch, summed over the query heads of a key-value head. The choice has no gradient;
 - window: the w nearest keys, by any backend of attention.
 
 All bytes of a block must be among a query's S keys. Branches share queries. The window has its own keys and values; the
 other two branches share theirs, carried unrotated. Each segment makes summaries again, so that their weights learn.
 
-Where it departs: in the paper all three branches have their own keys. Its summarised blocks overlap and are shorter than the
-selected ones, an MLP makes summaries, and the first block and the two nearest are always selected. ALiBi, relative positions
-and ``cache: hidden`` are refused here.
+Where it departs: in the paper all three branches have their own keys. Its summarised blocks overlap and are shorter
+than the selected ones, an MLP makes summaries, and the first block and the two nearest are always selected. ALiBi,
+relative positions and ``cache: hidden`` are refused here.
 """
 
 from dataclasses import replace
@@ -80,7 +81,8 @@ class NativeSparse(Attention):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """The state is the window's, keys and values of blocks ``[B, P, 2 G K]``, and bytes of the open block ``[B]``."""
+        """The state is the window's, keys and values of blocks ``[B, P, 2 G K]``, and bytes of the open block
+        ``[B]``."""
         segment, rows = self.project_qkv(x, start_of(x, start)), self.far(x)
         near, past, phase = (None, rows[:, :0], torch.zeros_like(segment.start)) if state is None else state
         traced = torch.compiler.is_compiling() and self._traceable(x.device)
@@ -95,10 +97,11 @@ class NativeSparse(Attention):
         return SublayerOutput(self.join(y), state, stats=stats)
 
     def _over_blocks(self, q: Tensor, rows: Tensor, start: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs ``[B, H, T, K]`` of the compressed and the selected branch for scaled queries ``q [B, H, T, K]``.
+        """Return outputs ``[B, H, T, K]`` of the compressed and the selected branch for scaled queries ``q [B, H, T,
+        K]``.
 
-        ``rows [B, P + T, 2 G K]`` are shifted so that the blocks of all streams align; the first P // l blocks are before
-        the segment. Rows beyond either end are never seen.
+        ``rows [B, P + T, 2 G K]`` are shifted so that the blocks of all streams align; the first P // l blocks are
+        before the segment. Rows beyond either end are never seen.
         """
         size, length = self.block, q.shape[2]
         past = rows.shape[1] - length

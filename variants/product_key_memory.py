@@ -1,21 +1,22 @@
 """Product-key memory: a table of M = C*C values, from which each byte reads the few whose keys match its query best.
 
-Per head, a query q = norm(Wq x + b) is split into halves (q1, q2). Slot (i, j) has the key (c_i, c'_j), with one half-key
-from each of two sets of C. Its score is c_i.q1 + c'_j.q2, and
+Per head, a query q = norm(Wq x + b) is split into halves (q1, q2). Slot (i, j) has the key (c_i, c'_j), with one
+half-key from each of two sets of C. Its score is c_i.q1 + c'_j.q2, and
 
     y = sum over heads of   sum over slots (i, j) in top-k of   w_ij v_ij,    w = softmax over the k scores.
 
-The top k of all M sums are found exactly without computing all of them. With both halves sorted, the i*j - 1 pairs above and
-left of pair (i, j), counted from 1, have sums at least as large. So only pairs with i*j <= k can be needed (119 of 1024 at
-k = 32).
+The top k of all M sums are found exactly without computing all of them. With both halves sorted, the i*j - 1 pairs
+above and left of pair (i, j), counted from 1, have sums at least as large. So only pairs with i*j <= k can be needed
+(119 of 1024 at k = 32).
 
 Lample et al. 2019, arXiv 1907.05242, section 3. Ours, and where it departs:
-- LayerNorm over a whole query, with weights shared by the heads, is the default. The paper's BatchNorm computes statistics
-  over future bytes and over other streams; it is an option that declares these limits, and Wq then has no bias.
+- LayerNorm over a whole query, with weights shared by the heads, is the default. The paper's BatchNorm computes
+  statistics over future bytes and over other streams; it is an option that declares these limits, and Wq then has no
+  bias.
 - Half-keys start uniform in +-1/sqrt(d_query/2), as in the authors' code, but from the run's own generator. There is no
   temperature and no 1/sqrt(d_query): a score starts with variance 2/3, and a LayerNorm's gain can learn the sharpness.
-- ``activation: relu`` weighs the same k slots by max(0, score). arXiv 2310.10837 finds relu better on bytes, but with all
-  slots read.
+- ``activation: relu`` weighs the same k slots by max(0, score). arXiv 2310.10837 finds relu better on bytes, but with
+  all slots read.
 """
 
 import math
@@ -41,11 +42,13 @@ from variants.kernels import product_search, table
 from variants.kernels.carried_sums import unrounded
 
 SCORES_AT_ONCE = 2**20
-"""Scores that a CPU computes at once: 4 MiB in float32, about the caches' size; with fewer, starting threads costs more."""
+"""Scores that a CPU computes at once: 4 MiB in float32, about the caches' size; with fewer, starting threads costs
+more."""
 
 
 def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
-    """Return the pairs of ranks, int64 ``[2, P]`` from 0, that can be among the ``top_k`` best sums of two sorted lists."""
+    """Return the pairs of ranks, int64 ``[2, P]`` from 0, that can be among the ``top_k`` best sums of two sorted
+    lists."""
     ranks = range(1, min(top_k, half_keys) + 1)
     return torch.tensor([(i - 1, j - 1) for i in ranks for j in ranks if i * j <= top_k]).T.contiguous()
 
@@ -72,7 +75,8 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
 
 
 class _Choose(torch.autograd.Function):
-    """Do ``choose`` for a block of bytes at a time. Scores are not saved: their gradient follows from that of the sums."""
+    """Do ``choose`` for a block of bytes at a time. Scores are not saved: their gradient follows from that of the
+    sums."""
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:
@@ -109,8 +113,8 @@ class _Choose(torch.autograd.Function):
 
 
 def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor, kernel: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the ``top_k`` slots whose keys match each query best, int64 ``[n, H, top_k]``, and their scores in float32 or
-    better. Scores have a gradient for ``query`` and ``keys``.
+    """Return the ``top_k`` slots whose keys match each query best, int64 ``[n, H, top_k]``, and their scores in float32
+    or better. Scores have a gradient for ``query`` and ``keys``.
 
     Args:
         query: ``[n, 2 H, d]``, the halves of each head side by side.
@@ -142,8 +146,8 @@ class SearchKeywords(TypedDict):
 
 
 class ProductKeyMemory(Sublayer):
-    """A table of values read by content, in place of a feed-forward block or beside it. ``query_norm: batch`` breaks all
-    promises of ``LIMITS`` but ``ideal_flops`` in training mode; in evaluation mode it keeps them.
+    """A table of values read by content, in place of a feed-forward block or beside it. ``query_norm: batch`` breaks
+    all promises of ``LIMITS`` but ``ideal_flops`` in training mode; in evaluation mode it keeps them.
 
     Args:
         half_keys: C, half-keys in each of the two sets of a head; the table has C*C slots.
@@ -226,7 +230,8 @@ class ProductKeyMemory(Sublayer):
         return Inspection(entries=slots, shares=weights)
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return ``kernel`` if a CPU has the search in C++. If it is requested and missing, attention sublayers say why."""
+        """Return ``kernel`` if a CPU has the search in C++. If it is requested and missing, attention sublayers say
+        why."""
         ours = device.type == "cpu" and self.wanted_backend in ("auto", "kernel") and product_search.available() is None
         return "kernel" if ours else "plain"
 
@@ -242,8 +247,8 @@ class ProductKeyMemory(Sublayer):
         }
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return the share of slots in use, in percent, and the divergence of use from uniform: ln M + sum p ln p, with p a
-        slot's share of reads or of weight. The divergence by weight is left out if all weights are 0 (relu)."""
+        """Return the share of slots in use, in percent, and the divergence of use from uniform: ln M + sum p ln p, with
+        p a slot's share of reads or of weight. The divergence by weight is left out if all weights are 0 (relu)."""
         if not stats:
             return {}
         used = 100 * (stats["usage_weight"] > 0).float().mean().item()
@@ -258,8 +263,8 @@ class ProductKeyMemory(Sublayer):
         return 2 * self.heads * per_head
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Count the backward as twice the forward. Of the half-keys it counts only those of chosen slots, once per slot.
-        Norm, softmax and choice are neglected."""
+        """Count the backward as twice the forward. Of the half-keys it counts only those of chosen slots, once per
+        slot. Norm, softmax and choice are neglected."""
         needed = NeededFlops.of_products(self.ideal_flops())
         unchosen = self.half_keys - self.top_k
         return needed._replace(backward=needed.backward - 4 * self.heads * unchosen * self.d_query)

@@ -6,18 +6,18 @@ Queries and keys are shared: k_j = q_j / rms(q_j). In every round r each vector 
     P_i    = union over rounds of the last w keys before i that are in i's bucket and in i's window
     o_i    = sum_{j in P_i} exp(q_i . k_j / sqrt(K) - z_i) v_j
 
-Keys are sorted by bucket and position. A chunk of w in that order attends to itself and to the chunk before it. A key found
-in several rounds counts only in the first; this equals the paper's division by the number of rounds that find it. A query
-attends to itself only if it finds no other key: with ``attend_self`` it then gives its own value, without it 0. Where we
-depart, and why:
-- The paper's chunks leak the future: a later byte shifts ranks in the sorted order, and so the boundaries of chunks. Here
-  each query sees the last w keys of its bucket, so neither later bytes nor boundaries of segments matter.
-- Rotations are drawn once per model, not per batch, because the hash of a carried key must stay the same. Vectors are hashed
-  before rotary positions and multiplied after them. If rounding flips a hash, that byte's output changes by more than
-  rounding.
+Keys are sorted by bucket and position. A chunk of w in that order attends to itself and to the chunk before it. A key
+found in several rounds counts only in the first; this equals the paper's division by the number of rounds that find it.
+A query attends to itself only if it finds no other key: with ``attend_self`` it then gives its own value, without it 0.
+Where we depart, and why:
+- The paper's chunks leak the future: a later byte shifts ranks in the sorted order, and so the boundaries of chunks.
+  Here each query sees the last w keys of its bucket, so neither later bytes nor boundaries of segments matter.
+- Rotations are drawn once per model, not per batch, because the hash of a carried key must stay the same. Vectors are
+  hashed before rotary positions and multiplied after them. If rounding flips a hash, that byte's output changes by more
+  than rounding.
 - Keys have length sqrt(K) before the division by sqrt(K), as in published code: scores of unit keys are too small.
-- There are no reversible layers or chunked feed-forwards, which save memory and change no output. Vectors per distance and
-  biases that depend on the query are refused, because they need numbers for all T S pairs.
+- There are no reversible layers or chunked feed-forwards, which save memory and change no output. Vectors per distance
+  and biases that depend on the query are refused, because they need numbers for all T S pairs.
 """
 
 import math
@@ -48,7 +48,8 @@ class Reformer(MultiHead):
     """Causal attention by locality-sensitive hashing, over the last S positions.
 
     Args:
-        buckets: 2b, even. None for 2 round(S / (2 w)), at least 2: each has w keys of a full window; ``set_span`` keeps it.
+        buckets: 2b, even. None for 2 round(S / (2 w)), at least 2: each has w keys of a full window; ``set_span`` keeps
+            it.
         rounds: number of hashing rounds.
         bucket_keys: w, the most keys of its bucket that a query sees in a round.
         The others are those of ``MultiHead``.
@@ -80,7 +81,8 @@ class Reformer(MultiHead):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """The state is keys beside values ``[B, H, P, 2K]`` and hashes ``[B, H, R, P]``, or past inputs ``[B, P, D]``."""
+        """The state is keys beside values ``[B, H, P, 2K]`` and hashes ``[B, H, R, P]``, or past inputs ``[B, P,
+        D]``."""
         length, start = x.shape[1], start_of(x, start)
         if self.cache == "hidden":
             state = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)
@@ -107,7 +109,8 @@ class Reformer(MultiHead):
         return Inspection(weights_of(lambda values: self._attend(torch.cat([k, values], dim=-1), *others)[0], v))
 
     def _encode(self, x: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys beside values ``[B, H, n, 2K]``, factors from key to query ``[B, H, n]``, hashes ``[B, H, R, n]``."""
+        """Return keys beside values ``[B, H, n, 2K]``, factors from key to query ``[B, H, n]``, hashes ``[B, H, R,
+        n]``."""
         shared, v = self.project(x, "query", "value")
         exact = shared.to(torch.promote_types(shared.dtype, torch.float32))
         sizes = (exact.square().mean(-1) + EPSILON).sqrt()
@@ -144,8 +147,8 @@ class Reformer(MultiHead):
         return round(self._forward_flops(self._met(1, 2 * self.span)[1]))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Count a key that two rounds find in both. Hashes have no gradient. With ``cache: kv`` past keys and values have
-        none either; with ``hidden`` they are projected again, with gradients for the weights."""
+        """Count a key that two rounds find in both. Hashes have no gradient. With ``cache: kv`` past keys and values
+        have none either; with ``hidden`` they are projected again, with gradients for the weights."""
         new, past = self._met(segment, carried)
         forward, hashing = self._forward_flops(new + past), 2 * self.rotations.numel()
         backward = 2 * (forward - hashing)
@@ -201,7 +204,8 @@ def lsh_attention(
         )
 
     def of_round(r: int, keys: Tensor, sizes: Tensor) -> Tensor:
-        """Return for P_i of round r: sum_j 2^(s_ij - top_i) [v_j, 1], top_i, and the number of j, ``[B, H, T, K + 3]``."""
+        """Return for P_i of round r: sum_j 2^(s_ij - top_i) [v_j, 1], top_i, and the number of j, ``[B, H, T, K +
+        3]``."""
         i, j = _chunks(order[:, :, r].int(), bucket_keys)  # positions [B, H, n, w] and [B, H, n, 2w]
         distance = i[..., :, None] - j[..., None, :]  # [B, H, n, w, 2w]
         visible = (j < total)[..., None, :] & (distance <= farthest) & meets(r, i, j)
@@ -244,8 +248,8 @@ def lsh_attention(
 
 
 def _chunks(order: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Cut sorted positions ``[B, H, L]`` into n chunks of ``width``, ``[B, H, n, w]``; also return each chunk with the one
-    before it in front, ``[B, H, n, 2w]``. Position L means no key."""
+    """Cut sorted positions ``[B, H, L]`` into n chunks of ``width``, ``[B, H, n, w]``; also return each chunk with the
+    one before it in front, ``[B, H, n, 2w]``. Position L means no key."""
     padded = F.pad(order, (width, -order.shape[-1] % width), value=order.shape[-1]).unflatten(2, (-1, width))
     return padded[:, :, 1:], torch.cat([padded[:, :, :-1], padded[:, :, 1:]], dim=3)
 

@@ -1,9 +1,10 @@
 """Transformer-XL's attention: its own relative positions, and past inputs as the state (1901.02860).
 
-    A_tj = q_t . k_j + q_t . W_R r_x + u . k_j + v . W_R r_x,   a_t = softmax_j(A_tj / sqrt(K))              (section 3.3)
+    A_tj = q_t . k_j + q_t . W_R r_x + u . k_j + v . W_R r_x,   a_t = softmax_j(A_tj / sqrt(K))              (section
+    3.3)
 
-r_x is the fixed sinusoid of the distance x. Each layer has a matrix W_R. u and v are a vector for each head: one pair for
-all layers, as in the paper's code, or one per layer. By default the state is past inputs, which the present weights
+r_x is the fixed sinusoid of the distance x. Each layer has a matrix W_R. u and v are a vector for each head: one pair
+for all layers, as in the paper's code, or one per layer. By default the state is past inputs, which the present weights
 project again (section 3.2).
 
 - Every query sees the same number of keys, the last S, also in training. The paper's code does so in evaluation ("same
@@ -29,7 +30,8 @@ from variants.position import sinusoid_turns, sinusoids
 
 
 class Distances(Position):
-    """W_R r_x for each head, and the vectors added to queries: u for products with keys, v for products with distances."""
+    """W_R r_x for each head, and the vectors added to queries: u for products with keys, v for products with
+    distances."""
 
     constant_bias = False
 
@@ -82,8 +84,8 @@ class TransformerXL(Attention):
     """Causal multi-head attention over the last S positions with Transformer-XL's relative positions.
 
     Args:
-        share: ``network`` for one pair u, v in the whole model, as in the paper's code; ``layer`` for one pair per layer.
-        The others are those of ``Attention``.
+        share: ``network`` for one pair u, v in the whole model, as in the paper's code; ``layer`` for one pair per
+        layer. The others are those of ``Attention``.
     """
 
     honours = Honours(cache={"kv", "hidden"}, attend_self={True, False}, span=True)

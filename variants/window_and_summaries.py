@@ -1,7 +1,9 @@
 """Window and summaries: one softmax over the nearest keys and over summaries of blocks beyond them (``linformer.py``).
 
-- ``by_kernel``: the CPU's kernel computes the window, matrix products the summaries. No hidden window key is multiplied.
-- ``in_bands``: plain PyTorch. A chunk of queries is multiplied with the band of all keys in its windows, and with summaries.
+- ``by_kernel``: the CPU's kernel computes the window, matrix products the summaries. No hidden window key is
+  multiplied.
+- ``in_bands``: plain PyTorch. A chunk of queries is multiplied with the band of all keys in its windows, and with
+  summaries.
 """
 
 from typing import NamedTuple
@@ -36,7 +38,8 @@ class Far(NamedTuple):
     Attributes:
         k, v: ``[B, n, H, G, K]``.
         visible: ``[B or 1, n, Q, G]``.
-        distance: number of visible keys between query and summary, as if none were missing, int64 ``[B or 1, n, Q, G]``.
+        distance: number of visible keys between query and summary, as if none were missing, int64 ``[B or 1, n, Q,
+            G]``.
         added: term added to scores of all heads, ``[B, n, Q, G]``, or None.
     """
 
@@ -49,8 +52,8 @@ class Far(NamedTuple):
 
 @torch.compiler.disable
 def by_kernel(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Position) -> Tensor:
-    """Return head outputs ``[B, H, T, K]`` for scaled queries ``q [B, H, T, K]`` after position encoding. A key bias hides
-    the zeros before streams that are younger than a window."""
+    """Return head outputs ``[B, H, T, K]`` for scaled queries ``q [B, H, T, K]`` after position encoding. A key bias
+    hides the zeros before streams that are younger than a window."""
     (streams, heads, length, _), front, number = q.shape, near.old_k.shape[2], blocks.near
     exact, biases, hiding = torch.promote_types(q.dtype, torch.float32), (None, None), {}
     if not isinstance(near.past_bytes, FakeTensor) and (near.past_bytes < front).any():
@@ -109,7 +112,8 @@ def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, 
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor], *, dropout: float, blind: bool
 ) -> Tensor:
-    """Return ``[B, n, H, Q, K]``, by torch's kernel if nothing is added; a ``blind`` query may see nothing and gives 0."""
+    """Return ``[B, n, H, Q, K]``, by torch's kernel if nothing is added; a ``blind`` query may see nothing and gives
+    0."""
     nothing = ~visible.any(-1, keepdim=True)
     visible = (visible | nothing).expand(len(q), -1, -1, -1, -1)
     if not added and not dropout:

@@ -1,5 +1,5 @@
-"""One command for all. ``windtunnel train variant=adaptive_span`` runs ``python train.py variant=adaptive_span`` from any
-folder, and ``windtunnel report`` runs ``python -m bench.report``."""
+"""One command for all. ``windtunnel train variant=adaptive_span`` runs ``python train.py variant=adaptive_span`` from
+any folder, and ``windtunnel report`` runs ``python -m bench.report``."""
 
 import runpy
 import sys

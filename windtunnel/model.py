@@ -28,8 +28,8 @@ class Model:
         """Return bits per byte of ``text`` without its first byte, for which there is no prediction.
 
         Args:
-            streams, segment, context: how the text is cut, as in ``eval``; the run's own are in ``about["protocol"]``. By
-                default one stream reads the whole text with carried state.
+            streams, segment, context: how the text is cut, as in ``eval``; the run's own are in ``about["protocol"]``.
+                By default one stream reads the whole text with carried state.
 
         Raises:
             ValueError: ``text`` has a byte that the vocabulary lacks, or fewer than two bytes.
@@ -42,8 +42,8 @@ class Model:
         return score_stream(self.network, split, runtime=runtime, **cut).bits_per_byte
 
     def generate(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **choice) -> bytes:
-        """Return ``n_bytes`` bytes that the model generates after ``prompt``; ``choice`` is ``temperature`` and ``top_k`` of
-        ``harness.loop.sampling.draw``."""
+        """Return ``n_bytes`` bytes that the model generates after ``prompt``; ``choice`` is ``temperature`` and
+        ``top_k`` of ``harness.loop.sampling.draw``."""
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         numbers = numbers_of(prompt, self.symbols, key="prompt")
         drawn = sampled(self.network, numbers, symbols=len(self.symbols), generator=generator, **choice)
@@ -53,7 +53,8 @@ class Model:
     def attention(self, text: bytes) -> dict[str, Tensor]:
         """Return the attention map ``[H, T, T]`` of ``text`` for each sublayer that has one, by its name, on the CPU.
 
-        Row t has the weights of the bytes that byte t sees. Softmax weights sum to 1, less the share of learned vectors.
+        Row t has the weights of the bytes that byte t sees. Softmax weights sum to 1, less the share of learned
+        vectors.
         """
         tokens = numbers_of(text, self.symbols, key="text")[None].to(self._device)
         _, seen = self.network.inspect(tokens)
@@ -65,8 +66,9 @@ class Model:
 
 
 def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) -> Model:
-    """Load the best weights of a run folder onto a ``device`` of torch. Nothing in the folder is trusted; ``trust`` names
-    the modules beside ours that its mechanisms may come from. A ValueError names the folder or file, and the problem."""
+    """Load the best weights of a run folder onto a ``device`` of torch. Nothing in the folder is trusted; ``trust``
+    names the modules beside ours that its mechanisms may come from. A ValueError names the folder or file, and the
+    problem."""
     opened = open_trained(Path(path), key="path", trust=list(trust))
     about = opened.saved | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)

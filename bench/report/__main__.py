@@ -1,8 +1,8 @@
 """Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
 
-Reads run folders and rows of ``bench.cost`` and ``bench.peers``, sorts rows that compare into tables, and writes each as CSV,
-each figure as PNG and SVG, and all as one ``index.html`` that opens from disk; ``runs.csv`` has all numbers of every run. Rows
-that are not shown are named with the reason. Needs neither torch nor a server.
+Reads run folders and rows of ``bench.cost`` and ``bench.peers``, sorts rows that compare into tables, and writes each
+as CSV, each figure as PNG and SVG, and all as one ``index.html`` that opens from disk; ``runs.csv`` has all numbers of
+every run. Rows that are not shown are named with the reason. Needs neither torch nor a server.
 """
 
 import argparse
@@ -57,8 +57,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
-    """Write everything into the folder ``out``, print the tables of means, and yield each written path. ValueError where ``out``
-    cannot be a folder, StorageFailure where a file cannot be written."""
+    """Write everything into the folder ``out``, print the tables of means, and yield each written path. ValueError
+    where ``out`` cannot be a folder, StorageFailure where a file cannot be written."""
     from bench.report.figures import draw_all  # matplotlib, a second
 
     try:

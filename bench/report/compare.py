@@ -1,7 +1,8 @@
 """Which rows stand in one table, how they are named, and words for captions.
 
-Bits per byte compare where ``held_equal`` of ``harness.record.comparison`` and the numbers of the shared code are equal; time and
-memory on equal ``ground`` and code. An *arm* is one variant at one configuration and of one code, with any seed.
+Bits per byte compare where ``held_equal`` of ``harness.record.comparison`` and the numbers of the shared code are
+equal; time and memory on equal ``ground`` and code. An *arm* is one variant at one configuration and of one code, with
+any seed.
 """
 
 import json
@@ -33,8 +34,8 @@ IN_CAPTIONS = {"spans_from": "where learned spans are"}
 
 
 def results(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
-    """Groups of runs that compare, numbered in the order in which their first runs ended, with the names of left-out runs, whose
-    seed chose a setting of their variant. Tuning runs are no results."""
+    """Groups of runs that compare, numbered in the order in which their first runs ended, with the names of left-out
+    runs, whose seed chose a setting of their variant. Tuning runs are no results."""
     tune = [row.get("purpose") == "tune" for row in runs["row"]]
     chose = {*zip(runs[tune]["variant"], runs[tune]["seed"], strict=True)} if any(tune) else set()
     keys = [f"{held_equal(row)} {shared_code(row)}" for row in runs["row"]]
@@ -50,8 +51,8 @@ def cost_ground(row: dict) -> str:
 
 
 def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
-    """A configuration as flat keys and words, without keys that rows of one table share or in which seeds may differ; of a
-    target, the class's name."""
+    """A configuration as flat keys and words, without keys that rows of one table share or in which seeds may differ;
+    of a target, the class's name."""
     leaves = ADDED_KEYS | flat({key: value for key, value in row["config"].items() if key not in NOT_AN_ARM})
     chosen = {key: value for key, value in leaves.items() if key not in without and not NO_SETTING.match(key)}
     return {k: str(v).rpartition(".")[2] if k.endswith("_target_") else _word(v) for k, v in chosen.items()}
@@ -90,7 +91,8 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
 
 
 def differences(arms: pd.DataFrame, *keys: str) -> str:
-    """Keys in which the rows of a table differ: of their configurations, with all of a variant as one, and of the frame."""
+    """Keys in which the rows of a table differ: of their configurations, with all of a variant as one, and of the
+    frame."""
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
     names = ["variant" if key.startswith("variant.") else key for key in settings if settings[key].nunique() > 1]
     names += [IN_CAPTIONS.get(key, key) for key in keys if key in arms and arms[key].nunique(dropna=False) > 1]

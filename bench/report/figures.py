@@ -1,4 +1,5 @@
-"""The report's figures: learning curves, trade-offs and cost against context; ``compare`` decides which rows share one."""
+"""The report's figures: learning curves, trade-offs and cost against context; ``compare`` decides which rows share
+one."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -114,7 +115,8 @@ def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
 
 
 def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
-    """Cost against length of context; a figure for each ground, code, mode, streams and data, whose digest is in its name."""
+    """Cost against length of context; a figure for each ground, code, mode, streams and data, whose digest is in its
+    name."""
 
     def same(row: dict) -> str:
         return repr((ground(row), tree_of(row), row["mode"], row["streams"], row["data"]["sha256"]))

@@ -32,9 +32,9 @@ class Rows:
     """All good rows.
 
     Attributes:
-        frame: runs in the order in which they ended, then rows of verbs by their folders' names. Numbers are columns of floats by
-            dotted keys. ``row`` is the whole row (of a run: provenance and summary), ``record`` a run's rows, ``folder`` and
-            ``read_from`` its place. ``kind`` is run, failed, cost or peers.
+        frame: runs in the order in which they ended, then rows of verbs by their folders' names. Numbers are columns of
+            floats by dotted keys. ``row`` is the whole row (of a run: provenance and summary), ``record`` a run's rows,
+            ``folder`` and ``read_from`` its place. ``kind`` is run, failed, cost or peers.
         refused, unfinished, failed: ``path: why``, of rows that are not shown.
         files: the number of files that were read.
         test_scores: how often test was scored, by runs and ``bench.evaluate``, by SHA-256 of the data.
@@ -166,8 +166,8 @@ def _wrong_summary(summary: object, provenance: dict | None) -> str | None:
 
 
 def _read_run(folder: Path, rows: Rows) -> list[tuple]:
-    """A run folder as ``[(age, row of the frame)]``, its summary with the good rows of its record; empty, with a reason in
-    ``rows``, where it is not shown."""
+    """A run folder as ``[(age, row of the frame)]``, its summary with the good rows of its record; empty, with a reason
+    in ``rows``, where it is not shown."""
 
     def wrong(row: dict, line_number: int) -> str | None:
         return (refusal(row) if line_number == 1 else None) or misfit(row, shape=shape_of_run_row(row))

@@ -1,7 +1,7 @@
 """Page: one HTML file with a report's tables and drawings, its style and script, to be opened from disk.
 
-A content policy forbids all else, and text from rows, which may come from strangers' folders, is escaped everywhere. Without its
-script the page shows everything, unsorted.
+A content policy forbids all else, and text from rows, which may come from strangers' folders, is escaped everywhere.
+Without its script the page shows everything, unsorted.
 """
 
 import base64

@@ -1,4 +1,5 @@
-"""Tables of runs that compare: means over seeds with their differences from the reference, and time and memory on one ground."""
+"""Tables of runs that compare: means over seeds with their differences from the reference, and time and memory on one
+ground."""
 
 import math
 from collections.abc import Sequence
@@ -61,8 +62,8 @@ def run_tables(rows: Rows) -> list[Table]:
 
 
 def summed(arms: pd.DataFrame) -> list[dict]:
-    """A row for each arm of ``with_arms``, the best valid bits first: means of all numbers over the newest run of each seed, with
-    half of the 95% interval of bits per byte at ``<key>.half_width``."""
+    """A row for each arm of ``with_arms``, the best valid bits first: means of all numbers over the newest run of each
+    seed, with half of the 95% interval of bits per byte at ``<key>.half_width``."""
     newest = arms.drop_duplicates(["arm", "seed"], keep="last")
     numbers = newest.select_dtypes("number").columns.drop(["seed", "order"])
     rows = []
@@ -81,8 +82,9 @@ def summed(arms: pd.DataFrame) -> list[dict]:
 
 
 def compare(rows: Sequence[dict]) -> tuple[dict | None, str]:
-    """Set each row of ``summed`` against the reference, over common seeds: ``difference`` in bits per byte, its ``half_width``,
-    ``p`` by Holm, and a ``verdict``. Returns the reference, the best row of the variant that ``variants.yaml`` names, or None
+    """Set each row of ``summed`` against the reference, over common seeds: ``difference`` in bits per byte, its
+    ``half_width``, ``p`` by Holm, and a ``verdict``. Returns the reference, the best row of the variant that
+    ``variants.yaml`` names, or None
     where nothing compares, and the split: test where every scored row has it."""
     scored = [row for row in rows if "valid_bits_per_byte" in row]
     reference = next((row for row in scored if row["variant"] == REFERENCE), None)

@@ -1,7 +1,8 @@
 """Tuning sweeps: which trial each setting picks, on validation bits and tuning seeds alone.
 
-A *setting* is a configuration without the keys of its space and the seed; a *trial* is a point of that space, by its number. The
-pick is the trial with the lowest mean over the seeds, among trials with a score of every seed. Test scores choose nothing.
+A *setting* is a configuration without the keys of its space and the seed; a *trial* is a point of that space, by its
+number. The pick is the trial with the lowest mean over the seeds, among trials with a score of every seed. Test scores
+choose nothing.
 """
 
 import json

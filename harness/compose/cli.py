@@ -36,13 +36,13 @@ task: TaskFunction | None = None
 
 
 class JobFailed(RuntimeError):
-    """Error of a sweep's job, reduced to its message, exit ``code`` and the stderr that ``already_printed`` it: it pickles and
-    keeps no tensors."""
+    """Error of a sweep's job, reduced to its message, exit ``code`` and the stderr that ``already_printed`` it: it
+    pickles and keeps no tensors."""
 
 
 def run_command(command: Callable[[], object], *, many: bool = False) -> None:
-    """Call a function decorated with ``hydra.main``, and exit as in ``docs/exit_codes.md`` where it fails. ``many``: whether
-    ``torchrun`` may start several processes of it."""
+    """Call a function decorated with ``hydra.main``, and exit as in ``docs/exit_codes.md`` where it fails. ``many``:
+    whether ``torchrun`` may start several processes of it."""
     global task
     task = inspect.unwrap(command)
     Plugins.instance()  # registers Hydra's own source of files
@@ -69,8 +69,8 @@ def exit_code(errors: Sequence[Exception]) -> int:
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
-    """Print an error once; ``job``: overrides of the sweep's job. Before processes join, only the first one prints mistakes;
-    afterwards only errors marked ``of_process`` are printed."""
+    """Print an error once; ``job``: overrides of the sweep's job. Before processes join, only the first one prints
+    mistakes; afterwards only errors marked ``of_process`` are printed."""
     status = os.fstat(2)
     terminal = status.st_dev, status.st_ino  # a launcher may run jobs elsewhere
     others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "of_process", False)

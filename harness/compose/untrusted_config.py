@@ -1,5 +1,5 @@
-"""Configuration from outside: a user's folder (``-cd``), in which ``hydra.*`` and ``trust`` do not count, so that no file decides
-what may run; and the ``config.yaml`` of anybody's run folder."""
+"""Configuration from outside: a user's folder (``-cd``), in which ``hydra.*`` and ``trust`` do not count, so that no
+file decides what may run; and the ``config.yaml`` of anybody's run folder."""
 
 import io
 import re
@@ -25,8 +25,8 @@ ENTRY = rf"{PLACE}(=({PARTS}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Replacement of Hydra's source of YAML files, with its class name, by which launchers register it. ValueError for a user's
-    file that sets ``hydra.*`` or ``trust``, or has the name of one of ours."""
+    """Replacement of Hydra's source of YAML files, with its class name, by which launchers register it. ValueError for
+    a user's file that sets ``hydra.*`` or ``trust``, or has the name of one of ours."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         loaded, name = super().load_config(config_path), self._normalize_file_name(config_path)

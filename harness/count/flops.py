@@ -1,12 +1,12 @@
 """FLOPs of the code that ran: floating-point operations, two per multiply-add.
 
-One counter sees every operation that reaches a kernel, forward and backward. Matrix products, convolutions and the project's
-kernels count by torch's registry of formulas. Torch's ``FlopCounterMode`` (2.13) does not report operations without a
-formula. In its registry
+One counter sees every operation that reaches a kernel, forward and backward. Matrix products, convolutions and the
+project's kernels count by torch's registry of formulas. Torch's ``FlopCounterMode`` (2.13) does not report operations
+without a formula. In its registry
 
 - attention on a CPU, weighted reads of a table and their gradients count 0;
-- causal attention (``is_causal``) counts every query against every key. Here query t meets keys 0 .. t, aligned at the first of
-  both, as torch defines it. An explicit mask saves nothing: the products are executed in full;
+- causal attention (``is_causal``) counts every query against every key. Here query t meets keys 0 .. t, aligned at the
+  first of both, as torch defines it. An explicit mask saves nothing: the products are executed in full;
 - sorts and running sums count 0; here a comparison is one FLOP.
 
 Operations without a formula (softmax, norms, top-k, element by element) add nothing and are named beside the total.
@@ -36,8 +36,8 @@ Arguments = dict[str, object]
 
 
 class Flops(NamedTuple):
-    """FLOPs of a call's operations with a formula, and calls of every other one but views, copies and the making of tensors, most
-    frequent first; in-place forms count with the others."""
+    """FLOPs of a call's operations with a formula, and calls of every other one but views, copies and the making of
+    tensors, most frequent first; in-place forms count with the others."""
 
     total: int
     unknown: dict[str, int]
@@ -53,8 +53,8 @@ class ForwardFlops(NamedTuple):
 
 
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
-    """Run ``call``, which is not compiled, and count its FLOPs; a backward pass in it needs ``gradients``. ``flex_attention``
-    runs forward only, and counts all pairs."""
+    """Run ``call``, which is not compiled, and count its FLOPs; a backward pass in it needs ``gradients``.
+    ``flex_attention`` runs forward only, and counts all pairs."""
     # flex_attention compiles itself otherwise, which a dispatch mode forbids.
     uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with torch.set_grad_enabled(gradients), uncompiled, _Counter() as counter:
@@ -63,12 +63,12 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
 
 
 def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: int = 2**16) -> ForwardFlops:
-    """Count the evaluation of one ``segment`` of one stream, in warm state, on the model's device, or of the segments in the
-    longest block of a mechanism (``Sublayer.period``).
+    """Count the evaluation of one ``segment`` of one stream, in warm state, on the model's device, or of the segments
+    in the longest block of a mechanism (``Sublayer.period``).
 
-    It reads random bytes until two segments in a row keep all shapes of the carried state, at most ``most_bytes``: a window of S
-    bytes needs S bytes and 3 segments more. It restores modes, gradients and generators. Call it in the run's precision:
-    autocast makes the state smaller.
+    It reads random bytes until two segments in a row keep all shapes of the carried state, at most ``most_bytes``: a
+    window of S bytes needs S bytes and 3 segments more. It restores modes, gradients and generators. Call it in the
+    run's precision: autocast makes the state smaller.
     """
     device, random = next(model.parameters()).device, torch.Generator().manual_seed(0)
 

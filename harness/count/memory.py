@@ -1,8 +1,8 @@
 """Memory: bytes of tensors, and the peak of memory in use.
 
-On a GPU the peak is that of torch's tensors, and beside it that of its allocator's reserve, which decides what runs out of
-memory. On a CPU it is the high-water mark of the process above a baseline, called approximate: it has the allocator's freed
-blocks, late libraries and pages of mapped files.
+On a GPU the peak is that of torch's tensors, and beside it that of its allocator's reserve, which decides what runs out
+of memory. On a CPU it is the high-water mark of the process above a baseline, called approximate: it has the
+allocator's freed blocks, late libraries and pages of mapped files.
 """
 
 import ctypes
@@ -77,8 +77,8 @@ class Peak(NamedTuple):
 
 
 class PeakMemory:
-    """The peak of memory in use since the last ``reset``. Make it before the model, for the baseline of a CPU; reset it after
-    warm-up, in which steps allocate and compile. Without Linux the high-water mark is not reset."""
+    """The peak of memory in use since the last ``reset``. Make it before the model, for the baseline of a CPU; reset it
+    after warm-up, in which steps allocate and compile. Without Linux the high-water mark is not reset."""
 
     def __init__(self, device: torch.device):
         self.device = device

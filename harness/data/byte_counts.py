@@ -1,9 +1,11 @@
-"""Byte counts, which predict a split from counts of training bytes alone, and general compressors: baselines of every model.
+"""Byte counts, which predict a split from counts of training bytes alone, and general compressors: baselines of every
+model.
 
     p_k(b | c) = (n(c b) + d(c) p_{k-1}(b | c')) / (n(c) + d(c))        Witten and Bell, 1991
 
-n counts in train, d(c) is the number of different bytes after the context c of k bytes, c' is c without its oldest byte, and
-p_{-1} = 1/256. For a context that is not in train, or begins before the split, p_k is p_{k-1}. Scoring adapts no counts.
+n counts in train, d(c) is the number of different bytes after the context c of k bytes, c' is c without its oldest
+byte, and p_{-1} = 1/256. For a context that is not in train, or begins before the split, p_k is p_{k-1}. Scoring adapts
+no counts.
 """
 
 import bz2
@@ -24,8 +26,8 @@ LARGEST_TRAIN = 2**24
 
 
 def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
-    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of ``train``; kept in the user's
-    cache, because 5 MB take seconds."""
+    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of ``train``; kept in the
+    user's cache, because 5 MB take seconds."""
     content = split.numpy().tobytes()
     remembered = cache_folder() / "compressed" / f"{digest(content)}-{digest(train.numpy())}.json"
     with suppress(OSError, ValueError):

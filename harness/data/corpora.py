@@ -1,5 +1,5 @@
-"""Corpora: the bytes that a run reads, cut in order into train, valid and test. A corpus's name, length and SHA-256 are those of
-the bytes that were really read."""
+"""Corpora: the bytes that a run reads, cut in order into train, valid and test. A corpus's name, length and SHA-256 are
+those of the bytes that were really read."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -92,8 +92,8 @@ def load(
     distances: Sequence[int] | None = None,
     seed: int | None = None,
 ) -> Corpus:
-    """Read a corpus by the keys of ``conf/data/*.yaml``, which explains them; ValueError names the key, its value and what is
-    allowed."""
+    """Read a corpus by the keys of ``conf/data/*.yaml``, which explains them; ValueError names the key, its value and
+    what is allowed."""
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
     if path is not None and name not in (*KNOWN, "file"):
@@ -187,7 +187,8 @@ def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
 def _numbered(
     content: np.ndarray, parts: list[np.ndarray], *, vocabulary: int, drop_newlines: bool
 ) -> tuple[list[Tensor], bytes]:
-    """The parts as numbers, and the byte of each number: all 256, or for a smaller vocabulary those that occur, in order."""
+    """The parts as numbers, and the byte of each number: all 256, or for a smaller vocabulary those that occur, in
+    order."""
     symbols, dropped = bytes(range(256)), b"\n" * drop_newlines
     if vocabulary < 256:
         symbols = bytes(value for value in distinct_values(content) if value not in dropped)

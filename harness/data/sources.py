@@ -1,7 +1,7 @@
 """Sources of bytes: files and folders, plain or compressed, corpora of the literature, and Python's source.
 
-Each reader returns one uint8 array, mapped for large plain files, else in memory. Corpora of the literature are downloaded once
-into the user's cache, resume after an interruption, and are checked.
+Each reader returns one uint8 array, mapped for large plain files, else in memory. Corpora of the literature are
+downloaded once into the user's cache, resume after an interruption, and are checked.
 """
 
 import bz2
@@ -81,8 +81,8 @@ def distinct_values(content: np.ndarray | bytes) -> list[int]:
 
 
 def read_known(name: str, path: str | None) -> np.ndarray:
-    """The bytes of a known corpus from a file, or from the cache or its author's site (``path`` None). ValueError naming
-    ``data.path`` for other bytes, OSError where it cannot be downloaded."""
+    """The bytes of a known corpus from a file, or from the cache or its author's site (``path`` None). ValueError
+    naming ``data.path`` for other bytes, OSError where it cannot be downloaded."""
     corpus, whole = KNOWN[name], KNOWN[name].part_of or name
     remedy = "data=file reads any file" if path else "remove it, and it will be downloaded again"
     path = path or str(fetch(whole))
@@ -95,8 +95,8 @@ def read_known(name: str, path: str | None) -> np.ndarray:
 
 
 def read_path(path: str) -> np.ndarray:
-    """All bytes of a file, or of all files below a folder, hidden ones left out, by relative POSIX path: uint8 ``[n]``, n >= 1.
-    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. ValueError naming ``data.path``."""
+    """All bytes of a file, or of all files below a folder, hidden ones left out, by relative POSIX path: uint8 ``[n]``,
+    n >= 1. ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. ValueError naming ``data.path``."""
     try:
         place = Path(path).expanduser()
         if not place.exists():
@@ -155,8 +155,8 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_z
 
 
 def read_stdlib() -> np.ndarray:
-    """The source of the running Python's standard library, by POSIX path: uint8 ``[n]``; without tests and IDLE (half of it),
-    tables, modules that newer Pythons dropped, and files of an installation."""
+    """The source of the running Python's standard library, by POSIX path: uint8 ``[n]``; without tests and IDLE (half
+    of it), tables, modules that newer Pythons dropped, and files of an installation."""
     folder = Path(sysconfig.get_path("stdlib"))
     installed = {path.name for name in ("config-*", "_sysconfigdata*") for path in folder.glob(name)}
     try:
@@ -166,7 +166,8 @@ def read_stdlib() -> np.ndarray:
 
 
 def fetch(name: str) -> Path:
-    """The path of ``enwik8`` or ``text8`` in the user's cache, downloaded once by parallel jobs, and checked; else OSError."""
+    """The path of ``enwik8`` or ``text8`` in the user's cache, downloaded once by parallel jobs, and checked; else
+    OSError."""
     corpus, target = KNOWN[name], cache_folder() / name
     if target.is_file():
         return target
@@ -191,8 +192,8 @@ def fetch(name: str) -> Path:
 
 
 def download(url: str, target: Path) -> None:
-    """Download ``url`` to ``target`` by ``<target>.part``, from which a later call goes on. Connections may drop five times; then
-    OSError, and the part stays."""
+    """Download ``url`` to ``target`` by ``<target>.part``, from which a later call goes on. Connections may drop five
+    times; then OSError, and the part stays."""
     part = target.with_name(f"{target.name}.part")
     for _ in range(ATTEMPTS):
         if _fetch_rest(url, part):

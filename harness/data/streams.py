@@ -1,8 +1,9 @@
 """Streams: the order in which training and scoring read bytes, and windows for scoring.
 
-A pair is an input byte and its target, the byte after it: a split of n bytes has n - 1 pairs, and pair i is bytes i and i + 1.
-The
-order is a pure function of the split, a position and the seed: a run resumes from one integer, and all variants read alike.
+A pair is an input byte and its target, the byte after it: a split of n bytes has n - 1 pairs, and pair i is bytes i and
+i + 1. The
+order is a pure function of the split, a position and the seed: a run resumes from one integer, and all variants read
+alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,12 +36,13 @@ class Batches:
 
 
 class Streams:
-    """Training batches: B ``streams`` of ``split``, uint8 ``[n]``, read side by side, T bytes (``segment``) a step, B x T in all.
+    """Training batches: B ``streams`` of ``split``, uint8 ``[n]``, read side by side, T bytes (``segment``) a step, B x
+    T in all.
 
-    With ``carry`` the split is a ring, cut into B streams of n // B bytes, which are read segment after segment with carried
-    state. After ``steps_per_turn`` segments a new turn begins: the ring is shifted by an offset that the seed and the turn draw,
-    and state is dropped. Without it each step reads B windows at random places. ValueError for a stream (or split) of fewer than
-    T + 1 bytes.
+    With ``carry`` the split is a ring, cut into B streams of n // B bytes, which are read segment after segment with
+    carried state. After ``steps_per_turn`` segments a new turn begins: the ring is shifted by an offset that the seed
+    and the turn draw, and state is dropped. Without it each step reads B windows at random places. ValueError for a
+    stream (or split) of fewer than T + 1 bytes.
     """
 
     def __init__(self, split: Tensor, *, streams: int, segment: int, seed: int, carry: bool = True):
@@ -84,8 +86,9 @@ def share(number: int, part: tuple[int, int]) -> slice:
 
 
 def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple[int, int]]:
-    """Cut pairs 0..n_pairs - 1 into contiguous ranges (first, end) to score, such that all streams read as many pairs, or one
-    more, with the unscored ``context`` that all but the first read before. ValueError naming ``eval.streams``."""
+    """Cut pairs 0..n_pairs - 1 into contiguous ranges (first, end) to score, such that all streams read as many pairs,
+    or one more, with the unscored ``context`` that all but the first read before. ValueError naming
+    ``eval.streams``."""
     if not 1 <= streams <= n_pairs:
         raise ValueError(f"eval.streams={streams}: allowed is 1 to {n_pairs}, the (input, target) pairs to be scored")
     read = n_pairs + (streams - 1) * context
@@ -93,14 +96,14 @@ def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple
 
 
 def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> int:
-    """Pairs of unscored context before a stream's range: ``context`` in whole segments, and at most as many as a stream scores,
-    so that reading takes at most twice the time."""
+    """Pairs of unscored context before a stream's range: ``context`` in whole segments, and at most as many as a stream
+    scores, so that reading takes at most twice the time."""
     return min(-(-context // segment), n_pairs // streams // segment) * segment
 
 
 def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE) -> Batches:
-    """All pairs of ``split [n]`` once: L streams side by side, ``[L, T]`` pairs at a time, with carried state. The mask is false
-    for the ``context`` (``whole_context``) of all streams but the first, and beyond a stream's end."""
+    """All pairs of ``split [n]`` once: L streams side by side, ``[L, T]`` pairs at a time, with carried state. The mask
+    is false for the ``context`` (``whole_context``) of all streams but the first, and beyond a stream's end."""
     ranges = torch.tensor(score_streams(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
     begin = (first - context).clamp(min=0)
@@ -109,8 +112,8 @@ def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, par
 
 
 def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
-    """Streams, at most so many, of a sample of ``pairs``, and pairs of unscored context in each: ``context`` in whole segments,
-    half of a short stream, none where no stream has two segments."""
+    """Streams, at most so many, of a sample of ``pairs``, and pairs of unscored context in each: ``context`` in whole
+    segments, half of a short stream, none where no stream has two segments."""
     whole = -(-context // segment) * segment
     few = max(1, min(streams, pairs // (2 * whole)))
     before = min(whole, pairs // few // 2 // segment * segment)
@@ -120,8 +123,8 @@ def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple
 def samples(
     split: Tensor, *, pairs: int, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE
 ) -> Batches:
-    """``pairs`` or a few less, in L equal streams spread evenly over ``split [n]``, T pairs at a time; the first ``context`` of
-    each have a false mask."""
+    """``pairs`` or a few less, in L equal streams spread evenly over ``split [n]``, T pairs at a time; the first
+    ``context`` of each have a false mask."""
     n_pairs = len(split) - 1
     longest = min(pairs, n_pairs) // streams
     begin = (torch.arange(streams) * (n_pairs - longest) // max(streams - 1, 1))[share(streams, part), None]
@@ -142,8 +145,9 @@ def _read(split: Tensor, begin: Tensor, *, longest: int, segment: int, scored: t
 def windows(
     split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, part: tuple[int, int] = WHOLE
 ) -> Batches:
-    """All pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``, at most ``batch``
-    at a time, and a ``part`` of these batches. A window scores its last ``stride`` pairs, the first window all of its pairs."""
+    """All pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``, at most
+    ``batch`` at a time, and a ``part`` of these batches. A window scores its last ``stride`` pairs, the first window
+    all of its pairs."""
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)

@@ -1,5 +1,5 @@
-"""Synthetic text: made-up bytes with the statistics of a Wikipedia dump, to measure costs, which depend on bytes (a table that is
-read for 32 letters alone stays in a cache). Integer hashes of the seed and the word's number draw:
+"""Synthetic text: made-up bytes with the statistics of a Wikipedia dump, to measure costs, which depend on bytes (a
+table that is read for 32 letters alone stays in a cache). Integer hashes of the seed and the word's number draw:
 
 - a lexicon of 8191 words, made of syllables in which common sounds come first, one in 128 of Greek letters;
 - words by Zipf's law: a rank's octave is drawn, then a rank in it, so that rank r has a chance of about 1 / (9 r);
@@ -25,7 +25,8 @@ _LEXICON, _TEXT = 1, 2  # first key of the hash, so that the two kinds of draws 
 
 
 def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
-    """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``; another seed is another text in the same words."""
+    """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``; another seed is another text in the same
+    words."""
     words = _lexicon()
     numbers = [str(number).encode() for number in range(10_000)]
     pieces = [*words, *(word.capitalize() for word in words), *numbers, *(gap.encode() for gap in GAPS)]

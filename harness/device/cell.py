@@ -1,4 +1,5 @@
-"""Fresh processes that answer one question at a time, so that measurements share no heap, and crashes and hangs stay inside.
+"""Fresh processes that answer one question at a time, so that measurements share no heap, and crashes and hangs stay
+inside.
 
 A cell is forked in a fraction of a second from a server that has imported torch and computed nothing.
 """
@@ -34,8 +35,8 @@ class CellError(Exception):
 
 
 class Cell:
-    """A process that makes one object, by a function of a module with pickled ``arguments``, and calls its methods when asked.
-    Taking more than ``memory_limit_bytes`` beyond its first size is a CellError."""
+    """A process that makes one object, by a function of a module with pickled ``arguments``, and calls its methods when
+    asked. Taking more than ``memory_limit_bytes`` beyond its first size is a CellError."""
 
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")

@@ -11,8 +11,8 @@ MOST_GRAPHS = 8
 class Compiled:
     """Calls a model in compiled graphs; eagerly once it would need more than ``MOST_GRAPHS``, after printing so.
 
-    Scoring has one graph for all numbers of streams and lengths, and always collects statistics. Carried state is contiguous and
-    no view, so that its layout makes no further graph.
+    Scoring has one graph for all numbers of streams and lengths, and always collects statistics. Carried state is
+    contiguous and no view, so that its layout makes no further graph.
 
     Attributes:
         whole: whether all calls so far were compiled.

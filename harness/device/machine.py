@@ -63,8 +63,9 @@ def environment() -> dict[str, str]:
 
 
 def use_own_compiled_graphs() -> None:
-    """A subfolder of ``TORCHINDUCTOR_CACHE_DIR``, or of a temporary one, for each kind of CPU and number of threads. The key of
-    torch 2.13 lacks both: from a shared folder it runs loops made for wider vectors, beyond the memory they may read."""
+    """A subfolder of ``TORCHINDUCTOR_CACHE_DIR``, or of a temporary one, for each kind of CPU and number of threads.
+    The key of torch 2.13 lacks both: from a shared folder it runs loops made for wider vectors, beyond the memory they
+    may read."""
     capabilities = sorted(torch.cpu.get_capabilities().items())
     kind = f"{capabilities} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     default = Path(tempfile.gettempdir()) / f"attention-windtunnel-{os.getuid()}"
@@ -74,12 +75,12 @@ def use_own_compiled_graphs() -> None:
 
 
 def use_allocator(setting: str) -> str | None:
-    """What becomes of freed memory in this process from now on. Returns the setting, or None where it has no effect: with another
-    C library than glibc, or with an allocator that the environment tunes or replaces.
+    """What becomes of freed memory in this process from now on. Returns the setting, or None where it has no effect:
+    with another C library than glibc, or with an allocator that the environment tunes or replaces.
 
-    By default glibc returns each block from 32 MiB on to the system, and a step with large temporaries loses up to a third of its
-    time. ``keep`` keeps all memory: fast, with the gaps between blocks in the peak. ``return`` returns blocks from 64 KiB on:
-    slow, with a peak near to what was in use.
+    By default glibc returns each block from 32 MiB on to the system, and a step with large temporaries loses up to a
+    third of its time. ``keep`` keeps all memory: fast, with the gaps between blocks in the peak. ``return`` returns
+    blocks from 64 KiB on: slow, with a peak near to what was in use.
     """
     library, variables = ctypes.CDLL(None), os.environ
     tuned = any(name.startswith("MALLOC_") for name in variables) or "malloc" in variables.get("LD_PRELOAD", "")

@@ -1,8 +1,9 @@
 """The processes of a run: their number, the rank of this one, and what they exchange.
 
-``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process reads its share of ``batch.streams``;
-gradients are averaged, so that all make the same update: torch does so for matrices during the backward pass (``spread.py``),
-this module for vectors, shared parameters and sparse rows after it. The first process decides, holds the run folder and prints.
+``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process reads its share of
+``batch.streams``; gradients are averaged, so that all make the same update: torch does so for matrices during the
+backward pass (``spread.py``), this module for vectors, shared parameters and sparse rows after it. The first process
+decides, holds the run folder and prints.
 """
 
 import math
@@ -44,7 +45,8 @@ class ProcessGroup(Launch):
         return self.rank, self.world_size
 
     def meet(self) -> None:
-        """Make torch's process group, NCCL for tensors on a GPU and gloo for all others; ProcessLost where it cannot be made."""
+        """Make torch's process group, NCCL for tensors on a GPU and gloo for all others; ProcessLost where it cannot be
+        made."""
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
@@ -99,7 +101,8 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Context in which ranks may run different numbers of forwards; those that are done serve the others' tables."""
+        """Context in which ranks may run different numbers of forwards; those that are done serve the others'
+        tables."""
         yield
         if self.tables is not None:
             self.tables.serve()
@@ -130,8 +133,8 @@ class ProcessGroup(Launch):
 
     @torch.no_grad()
     def average_gradients_(self, parameters: Iterable[nn.Parameter], *others: Tensor) -> None:
-        """Average gradients and ``others`` in place, to the same bits in all processes. A missing gradient counts as zero where
-        another process has one; sparse ones end coalesced."""
+        """Average gradients and ``others`` in place, to the same bits in all processes. A missing gradient counts as
+        zero where another process has one; sparse ones end coalesced."""
         if self.world_size == 1:
             return
         trained = [p for p in parameters if p.requires_grad]

@@ -1,5 +1,5 @@
-"""Runtime: device, processes, precision, threads, determinism and compilation. All other code follows its input's device and
-dtype."""
+"""Runtime: device, processes, precision, threads, determinism and compilation. All other code follows its input's
+device and dtype."""
 
 import contextlib
 import gc
@@ -31,8 +31,8 @@ NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 @contextlib.contextmanager
 def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
-    """Counts ``seconds`` of tracing and compiling in the block, which are left out of a budget of seconds. Imports the compiler
-    only if something is ``compiled``."""
+    """Counts ``seconds`` of tracing and compiling in the block, which are left out of a budget of seconds. Imports the
+    compiler only if something is ``compiled``."""
     clock = SimpleNamespace(seconds=0.0)
     if not compiled:
         yield clock
@@ -62,7 +62,8 @@ class Runtime:
         device: where tensors live; each process of the run has one of its own.
         precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
         compile: whether the model's forward is compiled.
-        tf32: whether products of float32 round their factors to 10 bits, which is several times faster on NVIDIA's GPUs.
+        tf32: whether products of float32 round their factors to 10 bits, which is several times faster on NVIDIA's
+            GPUs.
         allocator: as ``machine.use_allocator`` returns it.
     """
 
@@ -88,8 +89,8 @@ class Runtime:
         return self.compiled.get(model, model)
 
     def send(self, *batches: Tensor) -> tuple[Tensor, ...]:
-        """Bytes (int64 on the host, from 0 to 255) as int64 on the device; to a GPU as uint8 from pinned memory, without
-        waiting."""
+        """Bytes (int64 on the host, from 0 to 255) as int64 on the device; to a GPU as uint8 from pinned memory,
+        without waiting."""
         if self.device.type == "cpu":
             return batches
         narrow = [batch.to(torch.uint8).pin_memory() for batch in batches]
@@ -136,8 +137,8 @@ class Runtime:
 
 
 def named(name: str) -> torch.device:
-    """The device of ``runtime.device``; ValueError where torch sees none such, and for ``auto`` where it cannot use an NVIDIA
-    device."""
+    """The device of ``runtime.device``; ValueError where torch sees none such, and for ``auto`` where it cannot use an
+    NVIDIA device."""
     count = torch.cuda.device_count()
     if name == "auto":
         if not count and NVIDIA.is_dir() and any(NVIDIA.iterdir()) and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
@@ -181,7 +182,8 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def lacks_to_compile() -> str | None:
-    """What ``torch.compile`` needs for a GPU and the machine lacks: Triton, a host compiler, Python's header; or None."""
+    """What ``torch.compile`` needs for a GPU and the machine lacks: Triton, a host compiler, Python's header; or
+    None."""
     if find_spec("triton") is None:
         return "triton"
     if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
@@ -190,8 +192,8 @@ def lacks_to_compile() -> str | None:
 
 
 def settled(settings: RuntimeSettings) -> RuntimeSettings:
-    """The settings without ``auto`` but for the device's: bfloat16 where the device multiplies it, compilation on CUDA where a
-    compiler is installed, or else a printed line."""
+    """The settings without ``auto`` but for the device's: bfloat16 where the device multiplies it, compilation on CUDA
+    where a compiler is installed, or else a printed line."""
     means = {"precision": settings.precision, "compile": settings.compile}
     if means["precision"] == "auto":
         means["precision"] = "bfloat16" if multiplies_bfloat16(named(settings.device)) else "float32"
@@ -218,8 +220,8 @@ def forget_earlier_jobs() -> None:
 
 
 def start(settings: RuntimeSettings, *, processes: ProcessGroup = SINGLE) -> Runtime:
-    """The device of this process, with threads, determinism and allocator set. ValueError for a device that is missing, and for
-    ``runtime.tf32`` elsewhere than on CUDA."""
+    """The device of this process, with threads, determinism and allocator set. ValueError for a device that is missing,
+    and for ``runtime.tf32`` elsewhere than on CUDA."""
     several = processes.world_size > 1
     device = of_rank(settings.device, processes) if several else named(settings.device)
     if settings.tf32 and device.type != "cuda":

@@ -1,10 +1,12 @@
-"""Sharded tables: with ``runtime.shard=full`` each process has some columns of all rows, so that no device holds a whole table.
+"""Sharded tables: with ``runtime.shard=full`` each process has some columns of all rows, so that no device holds a
+whole table.
 
     rows that all bytes of all processes read, and their weights    gathered
     this process's columns of all of these sums                     computed as by one process
     whole sums of this process's bytes                              exchanged, and their gradients back
 
-Traffic grows with the bytes of a step, not with the table. FSDP refuses sparse gradients and gathers a dense table whole.
+Traffic grows with the bytes of a step, not with the table. FSDP refuses sparse gradients and gathers a dense table
+whole.
 """
 
 from collections.abc import Sequence
@@ -22,8 +24,8 @@ DONE = -1
 
 
 class ShardedTables:
-    """The ``tables`` of a model, as the optimizers know them, cut to this process's columns; ValueError where one has too few.
-    ``places``: modules, and names of tables that their ``sum_rows`` reads."""
+    """The ``tables`` of a model, as the optimizers know them, cut to this process's columns; ValueError where one has
+    too few. ``places``: modules, and names of tables that their ``sum_rows`` reads."""
 
     def __init__(self, places: Sequence[tuple[nn.Module, str]], processes: ProcessGroup):
         self._places, self._processes = places, processes
@@ -84,8 +86,8 @@ class ShardedTables:
 
 
 class _Exchanged(torch.autograd.Function):
-    """``ProcessGroup.exchange``, whose gradients go back the same way, times ``scale``: a table's gradient is that of the mean of
-    all processes' losses, and gradients of weights are of this process's loss."""
+    """``ProcessGroup.exchange``, whose gradients go back the same way, times ``scale``: a table's gradient is that of
+    the mean of all processes' losses, and gradients of weights are of this process's loss."""
 
     @staticmethod
     def forward(

@@ -1,12 +1,12 @@
 """Spreading: a model in units, whose gradients torch averages among processes during the backward pass.
 
-A unit is a residual sublayer; the last unit has the rest, such as embedding and head. With ``runtime.shard=none`` each process
-has all parameters (torch's ``replicate``); with ``full`` some rows of each, of its gradient and of its optimizer's state
-(``fully_shard``), and some columns of tables. Parameters FSDP cannot shard stay plain tensors for
+A unit is a residual sublayer; the last unit has the rest, such as embedding and head. With ``runtime.shard=none`` each
+process has all parameters (torch's ``replicate``); with ``full`` some rows of each, of its gradient and of its
+optimizer's state (``fully_shard``), and some columns of tables. Parameters FSDP cannot shard stay plain tensors for
 ``ProcessGroup.average_gradients_``.
 
-torch makes ``DTensor`` of a unit's parameters. The optimizer's plain parameter becomes this process's part of it, and gets its
-averaged gradient. Importing this module takes most of a second.
+torch makes ``DTensor`` of a unit's parameters. The optimizer's plain parameter becomes this process's part of it, and
+gets its averaged gradient. Importing this module takes most of a second.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set

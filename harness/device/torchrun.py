@@ -1,5 +1,5 @@
-"""Whether this process runs alone or was started by ``torchrun`` with others. Without torch: the command line asks before slow
-imports."""
+"""Whether this process runs alone or was started by ``torchrun`` with others. Without torch: the command line asks
+before slow imports."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch of this process, alone where ``RANK`` or ``WORLD_SIZE`` is not set. ValueError where a variable of torchrun is
-    missing or no number."""
+    """The launch of this process, alone where ``RANK`` or ``WORLD_SIZE`` is not set. ValueError where a variable of
+    torchrun is missing or no number."""
     if not environment.get("RANK") or environment.get("WORLD_SIZE", "") in ("", "1"):
         return Launch()
     texts = {name: environment.get(name, "") for name in (*RANKS, *PLACE)}
@@ -41,7 +41,8 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def is_later() -> bool:
-    """Whether this process is not the first of several; False for an environment that cannot be read: all print then."""
+    """Whether this process is not the first of several; False for an environment that cannot be read: all print
+    then."""
     try:
         return read_launch().rank > 0
     except ValueError:
@@ -49,8 +50,8 @@ def is_later() -> bool:
 
 
 def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None = None) -> None:
-    """ValueError where torchrun started several processes (``launch``, or this one's) for a command that is not for ``many``, or
-    whose ``arguments`` are a sweep."""
+    """ValueError where torchrun started several processes (``launch``, or this one's) for a command that is not for
+    ``many``, or whose ``arguments`` are a sweep."""
     number = (launch or read_launch()).world_size
     if number == 1:
         return

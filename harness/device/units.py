@@ -11,8 +11,8 @@ ROWS_AT_ONCE = 2**20
 
 
 class Units:
-    """The ``parameters`` of a model in its only process, as the optimizers know them; ``whole``: those whose gradients are
-    averaged after the backward pass; ``parts``: divided ones, with their ``DTensor``."""
+    """The ``parameters`` of a model in its only process, as the optimizers know them; ``whole``: those whose gradients
+    are averaged after the backward pass; ``parts``: divided ones, with their ``DTensor``."""
 
     def __init__(self, model: nn.Module):
         self.parameters = list(model.parameters())
@@ -36,8 +36,8 @@ def is_divided(leaf: object) -> bool:
 
 
 def gathered(tree: object, *, keep: bool = True) -> object:
-    """The same structure with whole tensors on the host in place of divided ones; all processes call it. Without ``keep`` this
-    process gets None in place of each, to save memory."""
+    """The same structure with whole tensors on the host in place of divided ones; all processes call it. Without
+    ``keep`` this process gets None in place of each, to save memory."""
 
     def whole(leaf: object) -> object:
         if not is_divided(leaf):

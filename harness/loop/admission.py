@@ -1,7 +1,7 @@
 """Admission of a mechanism before its first step: shipped, or checked against the contract at the run's sizes.
 
-Shipped means that ``variants/conformance/shipped.json``, which ``python -m bench.shipped`` writes, has the digest of each file. A
-pass of any other mechanism is remembered for its source, these sizes and torch.
+Shipped means that ``variants/conformance/shipped.json``, which ``python -m bench.shipped`` writes, has the digest of
+each file. A pass of any other mechanism is remembered for its source, these sizes and torch.
 """
 
 import hashlib

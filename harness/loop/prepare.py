@@ -1,5 +1,5 @@
-"""Preparation of a run from a composed configuration: plan, corpus, folder, model, and weights of another run. Nothing is
-written."""
+"""Preparation of a run from a composed configuration: plan, corpus, folder, model, and weights of another run. Nothing
+is written."""
 
 import dataclasses
 from pathlib import Path
@@ -56,8 +56,8 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
 
 
 def planned(cfg: DictConfig) -> Plan:
-    """The plan with what ``auto`` means on this machine, also in its configuration, by which the run is identified; ValueError
-    names key, value and what is allowed."""
+    """The plan with what ``auto`` means on this machine, also in its configuration, by which the run is identified;
+    ValueError names key, value and what is allowed."""
     plan = plan_run(cfg, **hydra_facts())
     here = runtime.settled(plan.runtime)
     words = plan.config["runtime"] | {"precision": here.precision, "compile": here.compile}
@@ -85,8 +85,8 @@ def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
 
 
 def begin_from(trainer: Trainer) -> None:
-    """``init_from.run``: another run's weights with a new schedule, or everything with a larger budget; rates, decays and clips
-    stay this run's. ValueError says what differs."""
+    """``init_from.run``: another run's weights with a new schedule, or everything with a larger budget; rates, decays
+    and clips stay this run's. ValueError says what differs."""
     path, processes = trainer.plan.init_from.run, trainer.runtime.processes
     content, theirs = processes.on_main(lambda: _read_start(Path(path)))
     with processes.fail_together():
@@ -130,7 +130,8 @@ def _restore(trainer: Trainer, content: dict, theirs: dict) -> None:
 
 
 def _facts(row: dict, *, everything: bool) -> dict[str, object]:
-    """What makes models of equal shapes compute differently, by key; for ``everything`` also data, their order and optimizers."""
+    """What makes models of equal shapes compute differently, by key; for ``everything`` also data, their order and
+    optimizers."""
     config = row["config"]
     facts = {f"model.{name}": value for name, value in config["model"].items() if name not in FREE}
     facts |= {f"position.{name}": value for name, value in config["position"].items()}

@@ -1,5 +1,5 @@
-"""Run: one command's work in a run folder: its lock, record and signals, when to validate and save, and at the end the scores of
-the best weights and the summary."""
+"""Run: one command's work in a run folder: its lock, record and signals, when to validate and save, and at the end the
+scores of the best weights and the summary."""
 
 import json
 import math
@@ -28,12 +28,14 @@ from harness.record.wandb_run import WandbRun
 WARM_STEPS = 2
 """Steps before peak memory is measured: they compile, and allocate the optimizers' state."""
 TRAINED_PER_SCORED = 10
-"""Trained bytes for each byte that a validation on the way scores: a count, so that the choice does not depend on speed."""
+"""Trained bytes for each byte that a validation on the way scores: a count, so that the choice does not depend on
+speed."""
 
 
 @contextmanager
 def recording(plan: Plan, place: folder.RunFolder, provenance: dict, processes: ProcessGroup) -> Iterator[None]:
-    """Record errors in the run folder, in the process that writes there; an error for lack of memory names the keys to lower."""
+    """Record errors in the run folder, in the process that writes there; an error for lack of memory names the keys to
+    lower."""
     with place.failing(provenance) if processes.is_main else nullcontext():
         try:
             yield
@@ -58,7 +60,8 @@ class Run:
     Attributes:
         trainer: None where an earlier command has finished the run.
         best_bits: lowest bits per byte of the validations so far, or infinity.
-        validated: bytes and fraction of the budget spent at the last validation, and the pairs that each reads, or None.
+        validated: bytes and fraction of the budget spent at the last validation, and the pairs that each reads, or
+            None.
     """
 
     def __init__(
@@ -163,7 +166,8 @@ class Run:
         return f"{bits}{'*' * bool(capped)} bits/byte after {self.trainer.spent.bytes:,} bytes"
 
     def step(self) -> None:
-        """One training step; then all processes agree on signals, and by the first one's clock whether a checkpoint is due."""
+        """One training step; then all processes agree on signals, and by the first one's clock whether a checkpoint is
+        due."""
         self.trainer.step()
         late = time.monotonic() - self._saved_seconds >= (self.plan.checkpoint.every_seconds or math.inf)
         signals, lates = zip(*self._processes.all_gather((self.stop.heard, late)), strict=True)
@@ -181,8 +185,8 @@ class Run:
         return marks > before and trainer.spent.bytes - last["bytes"] >= TRAINED_PER_SCORED * (last["size"] or 1)
 
     def validate(self) -> None:
-        """Score bytes of valid that no reported score reads, and save the weights if they are the best so far. All validations
-        read as many pairs as the first, so that they compare."""
+        """Score bytes of valid that no reported score reads, and save the weights if they are the best so far. All
+        validations read as many pairs as the first, so that they compare."""
         trainer, last, part = self.trainer, self.validated, self.trainer.choosing()
         most = min(len(part), self.plan.eval.bytes or math.inf) - 1
         size = last["size"] or max(1, min(most, (trainer.spent.bytes - last["bytes"]) // TRAINED_PER_SCORED))

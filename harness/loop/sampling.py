@@ -1,4 +1,5 @@
-"""Sampling: bytes that a model writes one by one with carried state, so that a byte costs the same however long the text."""
+"""Sampling: bytes that a model writes one by one with carried state, so that a byte costs the same however long the
+text."""
 
 import math
 from collections.abc import Iterator
@@ -26,8 +27,9 @@ def numbers_of(text: bytes, symbols: bytes, *, key: str) -> Tensor:
 
 @torch.no_grad()
 def sampled(network: LanguageModel, prompt: Tensor, *, symbols: int, **choice) -> Iterator[int]:
-    """Numbers that follow ``prompt`` (int64 ``[P]``, P >= 1), without end. ``network`` is set to evaluation mode; only its first
-    ``symbols`` numbers are drawn; ``choice`` as ``draw`` has it. ValueError as of ``draw``, or for a mechanism without state."""
+    """Numbers that follow ``prompt`` (int64 ``[P]``, P >= 1), without end. ``network`` is set to evaluation mode; only
+    its first ``symbols`` numbers are drawn; ``choice`` as ``draw`` has it. ValueError as of ``draw``, or for a
+    mechanism without state."""
     for name, sublayer in network.sublayers():
         if "segments" in sublayer.limits:
             raise ValueError(
@@ -49,8 +51,8 @@ def sampled(network: LanguageModel, prompt: Tensor, *, symbols: int, **choice) -
 def draw(
     logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, generator: torch.Generator | None = None
 ) -> int:
-    """One number by its logits, float64 ``[V]``, among the ``top_k`` likeliest; temperature 0 takes the likeliest. ValueError for
-    logits that are not finite, and for arguments out of range."""
+    """One number by its logits, float64 ``[V]``, among the ``top_k`` likeliest; temperature 0 takes the likeliest.
+    ValueError for logits that are not finite, and for arguments out of range."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature}: must be a number from 0, which is the likeliest byte")
     if top_k is not None and top_k < 1:

@@ -29,8 +29,8 @@ _BATCH, _PLACE = 3, 4  # first key of the hash, so that draws are unrelated to t
 
 
 class Score(NamedTuple):
-    """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``; summed statistics; and by how much
-    later bytes change a pair's nats on average (0 where ``look`` is None): rounding, or the model saw them."""
+    """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``; summed statistics; and by how
+    much later bytes change a pair's nats on average (0 where ``look`` is None): rounding, or the model saw them."""
 
     nats: Tensor
     stats: dict[str, dict[str, Tensor]]
@@ -57,12 +57,12 @@ def score_stream(
     collect_stats: bool = False,
     look: int | None = None,
 ) -> Score:
-    """Score pairs of ``split`` (uint8 ``[n]``), streamed with carried state; the processes divide the streams, and each returns
-    the whole score.
+    """Score pairs of ``split`` (uint8 ``[n]``), streamed with carried state; the processes divide the streams, and each
+    returns the whole score.
 
     Args:
-        streams, segment, context: how the split is cut, and the bytes that each stream reads unscored before its own, in whole
-            segments and as far as ``whole_context`` allows; part of the number.
+        streams, segment, context: how the split is cut, and the bytes that each stream reads unscored before its own,
+            in whole segments and as far as ``whole_context`` allows; part of the number.
         pairs: a sample of so many, spread over the split; None for every pair once.
         collect_stats: also collect the sublayers' statistics, from the first batch in which all streams are scored.
         look: a seed for ``Futures``.
@@ -90,8 +90,8 @@ def score_windows(
 def score_context(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
 ) -> list[dict]:
-    """Bits per byte by the bytes seen before, in powers of two, ``{from_bytes, to_bytes, bits_per_byte}``: windows of ``longest``
-    pairs start cold, and are scored ``segment`` bytes at a time with carried state."""
+    """Bits per byte by the bytes seen before, in powers of two, ``{from_bytes, to_bytes, bits_per_byte}``: windows of
+    ``longest`` pairs start cold, and are scored ``segment`` bytes at a time with carried state."""
     longest = min(longest, len(split) - 1)
     sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
     for window in windows(split, window=longest, stride=longest, batch=batch):
@@ -126,8 +126,8 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
 
 
 class Futures:
-    """Predicts 64 places again with other bytes after them, to see whether the trained model saw these: one place in each stream
-    of batches that a seed draws (None for none).
+    """Predicts 64 places again with other bytes after them, to see whether the trained model saw these: one place in
+    each stream of batches that a seed draws (None for none).
 
     Args:
         rows: streams or windows of a batch, of all processes.
@@ -141,7 +141,8 @@ class Futures:
         self.chosen = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
     def look(self, number: int, inputs: Tensor, mask: Tensor, nats: Tensor, again: Callable[[Tensor], tuple]) -> None:
-        """Compare ``nats [L, T]`` of batch ``number`` with those that ``again`` gives for other ``inputs``, on the CPU."""
+        """Compare ``nats [L, T]`` of batch ``number`` with those that ``again`` gives for other ``inputs``, on the
+        CPU."""
         for turn in range(self.chosen[number]):
             draws = integer_hash(_PLACE, self.seed, number, turn, range(len(inputs)))
             scored = [row.nonzero().flatten() for row in mask[:, :-1]]  # after the last byte there is none to replace

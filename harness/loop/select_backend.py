@@ -1,7 +1,8 @@
 """Selection of the code that computes attention on a device for which the kernels have no tests.
 
-Candidates are compared with plain PyTorch in float64, in the order in which the sublayers prefer them; the first that agrees
-runs. Each computes in a process of its own: an illegal read leaves a device's context unusable, and a hang must not stop the run.
+Candidates are compared with plain PyTorch in float64, in the order in which the sublayers prefer them; the first that
+agrees runs. Each computes in a process of its own: an illegal read leaves a device's context unusable, and a hang must
+not stop the run.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ _compared: dict[str, tuple[bool, str]] = {}
 
 
 def settled(plan: Plan, where: Runtime, *, recorded: dict | None = None) -> Plan:
-    """The plan with the backend for the run's device, and how it was chosen; of several processes, the first one chooses.
+    """The plan with the backend for the run's device, and how it was chosen; of several processes, the first one
+    chooses.
 
     Args:
         recorded: the choice in the record of a run that goes on.
@@ -57,8 +59,8 @@ def settled(plan: Plan, where: Runtime, *, recorded: dict | None = None) -> Plan
 
 
 def select(plan: Plan, where: Runtime) -> dict | None:
-    """The ``backend`` that agrees with plain PyTorch on the device, and the ``errors`` of all candidates that were compared. None
-    where no sublayer offers what was asked for: building the model then raises the ValueError."""
+    """The ``backend`` that agrees with plain PyTorch on the device, and the ``errors`` of all candidates that were
+    compared. None where no sublayer offers what was asked for: building the model then raises the ValueError."""
     asked, errors, (possible, small) = plan.runtime.backend, {}, candidates(plan, where)
     if not possible or asked not in ("auto", *possible):
         return None
@@ -86,7 +88,8 @@ def select(plan: Plan, where: Runtime) -> dict | None:
 
 
 def candidates(plan: Plan, where: Runtime) -> tuple[list[str], Plan]:
-    """Backends beside plain that all sublayers with a choice offer on the device, in order of preference, and the plan on which
+    """Backends beside plain that all sublayers with a choice offer on the device, in order of preference, and the plan
+    on which
     they are compared: the run's heads and widths, few layers."""
     with torch.random.fork_rng(devices=[]):
         sublayers = dict(varied(plan, runtime=ON_CPU).make_model().sublayers())
@@ -107,8 +110,8 @@ def _comparison(config: dict, trust: Sequence[str], settings: RuntimeSettings) -
 def agreement(
     plan: Plan, where: Runtime, *, segments: Sequence[int] = SEGMENTS, least: float = LEAST
 ) -> tuple[bool, str]:
-    """Whether logits and all gradients of the plan's model on the device agree with plain PyTorch's in float64 on a CPU, from
-    equal weights, bytes and dropout masks of attention; and the worst error.
+    """Whether logits and all gradients of the plan's model on the device agree with plain PyTorch's in float64 on a
+    CPU, from equal weights, bytes and dropout masks of attention; and the worst error.
 
     Args:
         segments: bytes of each, read one after the other with carried state.

@@ -45,8 +45,8 @@ def identity(trainer: Trainer, run: Identity, *, command: str) -> dict:
 
 
 def costs(trainer: Trainer, *, peak: Peak) -> dict:
-    """Time, FLOPs and memory of training; the forward is counted warm, on one stream. Of several processes: bytes and FLOPs of
-    all, the highest peak, and the first one's seconds, parameters, gradients and optimizer state."""
+    """Time, FLOPs and memory of training; the forward is counted warm, on one stream. Of several processes: bytes and
+    FLOPs of all, the highest peak, and the first one's seconds, parameters, gradients and optimizer state."""
     segment, span, units = trainer.plan.eval.segment, trainer.plan.model.span, trainer.update.units
     with trainer.runtime.autocast(), units.gathered():
         executed = forward_flops_per_byte(trainer.model, segment=segment, most_bytes=span + 4 * segment)

@@ -24,13 +24,14 @@ from variants.contract import cat_streams, map_state
 
 
 class Trainer:
-    """What trains, in one of the processes of a run. Parameters, optimizers and ``spent`` are equal in all; the carried state is
-    of this process's streams. ValueError where the processes cannot divide the streams, or a split is too short to be scored.
+    """What trains, in one of the processes of a run. Parameters, optimizers and ``spent`` are equal in all; the carried
+    state is of this process's streams. ValueError where the processes cannot divide the streams, or a split is too
+    short to be scored.
 
     Attributes:
         backend, evaluation_backend: the code of attention in training and in scoring: dropout may forbid a faster one.
-        spent: bytes, seconds, steps and FLOPs of all processes so far. Seconds are the first one's, without those of compiling,
-            ``compile_seconds``; ``settle`` adds the work that the device has not yet done.
+        spent: bytes, seconds, steps and FLOPs of all processes so far. Seconds are the first one's, without those of
+            compiling, ``compile_seconds``; ``settle`` adds the work that the device has not yet done.
     """
 
     def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
@@ -78,8 +79,8 @@ class Trainer:
         return self.plan.budget.done(self.spent)
 
     def step(self) -> None:
-        """One training step; Diverged where the loss or a gradient of the step before is not finite, read while the device
-        works."""
+        """One training step; Diverged where the loss or a gradient of the step before is not finite, read while the
+        device works."""
         began, number, flops = time.perf_counter(), self.spent.steps, self._step_flops()
         inputs, targets = self._sent.get(number) or self._send(number)
         self._sent = {number + 1: self._send(number + 1)}
@@ -112,8 +113,8 @@ class Trainer:
         return round(needed.training * self.stream.bytes_per_step)
 
     def _check_steps(self, *, but: int = 0) -> None:
-        """Raise Diverged for the first step that was not finite, whose update the optimizers left out; all processes check the
-        same steps. The last ``but`` steps are not read: that would wait for the device."""
+        """Raise Diverged for the first step that was not finite, whose update the optimizers left out; all processes
+        check the same steps. The last ``but`` steps are not read: that would wait for the device."""
         while len(self._unchecked) > but:
             left_out, number, rate = self._unchecked.popleft()
             if left_out():
@@ -170,8 +171,8 @@ class Trainer:
         return row | {"metrics": self.model.metrics({})}
 
     def evaluate(self, part: Tensor, *, pairs: int | None = None, look: int | None = None) -> Score:
-        """Score bytes, uint8 ``[n]``, with the present weights: all, streamed as ``eval`` says, or a sample of ``pairs`` spread
-        over them; ``look`` as ``score_stream`` has it."""
+        """Score bytes, uint8 ``[n]``, with the present weights: all, streamed as ``eval`` says, or a sample of
+        ``pairs`` spread over them; ``look`` as ``score_stream`` has it."""
         self.settle()  # or scoring's seconds would include the steps'
         self._check_weights()
         cut = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
@@ -225,8 +226,8 @@ class Trainer:
                 )
 
     def content(self) -> dict:
-        """What an exact resume needs; all processes call it. Divided parameters, and their optimizers' tensors, are divided
-        here."""
+        """What an exact resume needs; all processes call it. Divided parameters, and their optimizers' tensors, are
+        divided here."""
         self.settle()
         self._check_weights()
         processes = self.runtime.processes
@@ -274,7 +275,8 @@ def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, what: str)
 
 
 def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) -> str:
-    """The code that the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is impossible."""
+    """The code that the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is
+    impossible."""
     backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
     if not device.compile:

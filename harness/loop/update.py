@@ -33,7 +33,8 @@ class Update:
         self.units, self.forward, self.gradient_bytes = Units(model), runtime.forward(model), 0
 
     def spread(self, *, shard: str) -> None:
-        """Have all processes make each update together, from the first one's weights; ``shard`` as in ``conf/runtime``."""
+        """Have all processes make each update together, from the first one's weights; ``shard`` as in
+        ``conf/runtime``."""
         processes = self.runtime.processes
         if processes.world_size > 1:
             from harness.device.spread import SpreadUnits  # late: slow to import
@@ -52,9 +53,9 @@ class Update:
             self.forward = self.runtime.forward(self.model)
 
     def __call__(self, inputs: Tensor, targets: Tensor, state: State, *, fraction: float) -> tuple[Tensor, State]:
-        """One update from ``inputs`` and ``targets`` (int64 ``[B, T]``), this process's streams, with their carried ``state``
-        (None where they begin), at a ``fraction`` of the budget. Returns mean nats per byte of all processes, on the device, and
-        the next state."""
+        """One update from ``inputs`` and ``targets`` (int64 ``[B, T]``), this process's streams, with their carried
+        ``state`` (None where they begin), at a ``fraction`` of the budget. Returns mean nats per byte of all processes,
+        on the device, and the next state."""
         processes, optimizers, first = self.runtime.processes, self.optimizers, not self.gradient_bytes
         nats, loss, after = self.gradients(inputs, targets, state)
         processes.average_gradients_(self.units.whole, loss, nats)
@@ -85,7 +86,8 @@ class Update:
 
 
 def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
-    """Parameters FSDP cannot shard: vectors, shared ones, read outside of the forward pass, or without dense gradients."""
+    """Parameters FSDP cannot shard: vectors, shared ones, read outside of the forward pass, or without dense
+    gradients."""
     holders: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = name.split(".")[:3] if name.startswith("layers.") else []

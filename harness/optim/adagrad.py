@@ -3,8 +3,8 @@
     A <- A + g^2                                             the gradient before any clip
     w <- w - lr min(1, clip / |g|) g / (sqrt(A) + eps)       |g| over the one tensor
 
-The paper has a clip per module; its runs clip per tensor. The clip shortens the step alone: ``clip_grad_norm_`` would also shrink
-the accumulator, and hardly limit the step.
+The paper has a clip per module; its runs clip per tensor. The clip shortens the step alone: ``clip_grad_norm_`` would
+also shrink the accumulator, and hardly limit the step.
 """
 
 from typing import Annotated
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 
 class ClippedAdagrad(Optimizer):
-    """Adagrad whose gradients have a norm of at most ``clip`` per tensor, with ``eps`` outside the root. Sparse gradients update
-    their rows."""
+    """Adagrad whose gradients have a norm of at most ``clip`` per tensor, with ``eps`` outside the root. Sparse
+    gradients update their rows."""
 
     def __init__(self, params, *, lr: float, clip: Annotated[float, Gt(0)] | None = None, eps: float = 1e-10):
         super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
@@ -47,7 +47,8 @@ class ClippedAdagrad(Optimizer):
                     parameter.index_add_(0, rows, step, alpha=-group["lr"])
 
     def _shrink(self, parameter: Tensor, values: Tensor, clip: float | None) -> Tensor | float:
-        """``min(1, clip / norm)`` without waiting for the device; the norm of a divided parameter is of all processes' values."""
+        """``min(1, clip / norm)`` without waiting for the device; the norm of a divided parameter is of all processes'
+        values."""
         if clip is None:
             return 1.0
         norm = torch.linalg.vector_norm(values)

@@ -6,7 +6,8 @@
     W <- (1 - lr wd) W - lr max(1, rows / columns)^0.5 O
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the update of ``torch.optim.Muon`` with
-``adjust_lr_fn="original"``. That takes one matrix at a time, mostly overhead for small ones; here those of one shape are batched.
+``adjust_lr_fn="original"``. That takes one matrix at a time, mostly overhead for small ones; here those of one shape
+are batched.
 """
 
 from collections import defaultdict
@@ -23,8 +24,8 @@ ITERATIONS = 5
 def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Move all singular values of each matrix, ``[n, rows, columns]``, near 1 and keep its singular vectors.
 
-    Five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X on X = U / |U|_F, with products in ``dtype``. A singular value
-    of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one lower; zeros stay zeros.
+    Five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X on X = U / |U|_F, with products in ``dtype``. A
+    singular value of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one lower; zeros stay zeros.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.size(-2) > matrices.size(-1)
@@ -39,8 +40,9 @@ def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
-    """The dtype of the products under ``precision`` for parameters such as ``like``. ``auto`` is float64 for float64, else
-    bfloat16 where the hardware has matrix units for it (CUDA and AMX, where it takes 0.4 of the time), else float32."""
+    """The dtype of the products under ``precision`` for parameters such as ``like``. ``auto`` is float64 for float64,
+    else bfloat16 where the hardware has matrix units for it (CUDA and AMX, where it takes 0.4 of the time), else
+    float32."""
     if precision != "auto":
         return getattr(torch, precision)
     if like.dtype != torch.float64 and (like.is_cuda or (like.device.type == "cpu" and _has_amx())):
@@ -81,8 +83,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter with a gradient, unless ``found_inf`` is 1. Processes with some rows of every matrix
-        gather the factors, and each computes all products."""
+        """One update of every parameter with a gradient, unless ``found_inf`` is 1. Processes with some rows of every
+        matrix gather the factors, and each computes all products."""
         parts = self.units.parts if self.units else {}
         for group in self.param_groups:
             alike = defaultdict(list)

@@ -1,5 +1,5 @@
-"""Parameter groups: the run has a default optimizer, and perhaps one for the matrices inside layers; a variant names parameters
-with others (spans, value tables)."""
+"""Parameter groups: the run has a default optimizer, and perhaps one for the matrices inside layers; a variant names
+parameters with others (spans, value tables)."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -94,16 +94,16 @@ def assign(
 ) -> list[Group]:
     """Put every trainable parameter of a model into exactly one group.
 
-    A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside ``layers.`` are in
-    ``matrices`` if the run has it, all others in ``default``. Only weights of ``nn.Linear`` decay, unless a group has its own
-    decay.
+    A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside
+    ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Only weights of ``nn.Linear`` decay,
+    unless a group has its own decay.
 
     Args:
         model: neither compiled nor wrapped.
         default: ``optim.default``, a partial of an optimizer.
         matrices: ``optim.matrices``: ``optimizer`` and ``lr_scale``.
-        groups: the variant's ``groups``: ``match`` (patterns; ``*`` crosses dots; every name of a shared parameter counts) and
-            keywords of :class:`Group` by name; the run's default optimizer unless they have one.
+        groups: the variant's ``groups``: ``match`` (patterns; ``*`` crosses dots; every name of a shared parameter
+            counts) and keywords of :class:`Group` by name; the run's default optimizer unless they have one.
 
     Raises:
         ValueError: a pattern that matches nothing, or a parameter in two groups.

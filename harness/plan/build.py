@@ -31,9 +31,9 @@ LONGEST_CONTEXT = 16_384
 
 @section
 class Plan(RunSettings):
-    """A configured run: ``config`` is the resolved configuration as a plain dictionary, for hashing and the record; ``data`` has
-    keywords of ``harness.data.corpora.load``; ``point`` is a trial's place in its space; ``backend_choice`` comes from
-    ``select_backend``, ``admission`` from ``harness.loop.admission``."""
+    """A configured run: ``config`` is the resolved configuration as a plain dictionary, for hashing and the record;
+    ``data`` has keywords of ``harness.data.corpora.load``; ``point`` is a trial's place in its space;
+    ``backend_choice`` comes from ``select_backend``, ``admission`` from ``harness.loop.admission``."""
 
     variant: str
     outputs: Path

@@ -1,8 +1,8 @@
 """Instantiation: a node with ``_target_`` becomes a partial of the class that it names; nothing is called here.
 
-A target is a subclass of a contract type, defined in our packages, in torch.optim, or in a module that the command line's
-``trust`` names. The constructor's signature is the schema, types included. Where an annotation asks for any torch.nn.Module, only
-modules of ``trust`` count, and no target in the keywords is followed.
+A target is a subclass of a contract type, defined in our packages, in torch.optim, or in a module that the command
+line's ``trust`` names. The constructor's signature is the schema, types included. Where an annotation asks for any
+torch.nn.Module, only modules of ``trust`` count, and no target in the keywords is followed.
 """
 
 import collections.abc
@@ -50,8 +50,8 @@ def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Ca
 
 
 def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
-    """The keywords of a class that are configuration, ``{name: (annotation, whether it is required)}``: all but the first
-    argument and ``PASSED``."""
+    """The keywords of a class that are configuration, ``{name: (annotation, whether it is required)}``: all but the
+    first argument and ``PASSED``."""
     base = next((base for base in CONTRACT if issubclass(cls, base)), None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     if base and (

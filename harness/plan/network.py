@@ -13,14 +13,16 @@ from harness.plan.settings import ModelSettings, checked
 from variants.contract import WAYS, LayerContext, Position, Sublayer
 
 KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
-"""Keys of a variant that are no sublayers; ``numerics`` counts changes of its golden numbers, null without a golden file."""
+"""Keys of a variant that are no sublayers; ``numerics`` counts changes of its golden numbers, null without a golden
+file."""
 CONTEXT = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
 """Keys of ``model`` for sublayers; ``LanguageModel`` gets the others but ``layers`` and ``default_bytes``."""
 
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
-    """For each layer, the sublayers' names and partials; ValueError by key. ``layers`` lists every layer's sublayers in order;
-    ``at`` has other lists for single layers, counted from 0 or, if negative, from the top; null there takes an entry back."""
+    """For each layer, the sublayers' names and partials; ValueError by key. ``layers`` lists every layer's sublayers in
+    order; ``at`` has other lists for single layers, counted from 0 or, if negative, from the top; null there takes an
+    entry back."""
     checked(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
     sublayers = {name: _sublayer(name, node, trust) for name, node in variant.items() if name not in KEYS}
 
@@ -66,8 +68,8 @@ def make_network(
     backend: str,
     checkpoint: str = "none",
 ) -> LanguageModel:
-    """The model, initialised by torch's generator; arguments as of ``LanguageModel`` and ``LayerContext``. ValueError for sizes
-    that do not fit together, or a choice that a mechanism does not follow."""
+    """The model, initialised by torch's generator; arguments as of ``LanguageModel`` and ``LayerContext``. ValueError
+    for sizes that do not fit together, or a choice that a mechanism does not follow."""
     pool: dict = {}
     common = {name: getattr(sizes, name) for name in CONTEXT}
     common |= {"n_layers": sizes.layers, "pool": pool, "backend": backend, "scheme": scheme}

@@ -169,8 +169,8 @@ class RunSettings:
 
 
 def parse(cls: type, node: object, *, key: str):
-    """A dataclass from a section of the configuration, whose ``key`` is empty at the top. ValueError for unknown, missing and
-    wrong keys."""
+    """A dataclass from a section of the configuration, whose ``key`` is empty at the top. ValueError for unknown,
+    missing and wrong keys."""
     hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
     required = [field.name for field in fields if field.default is field.default_factory]
     check_keys(node, [field.name for field in fields], key=key, required=required)

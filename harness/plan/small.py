@@ -44,22 +44,22 @@ def _leaves(node: Mapping, key: str = "") -> list[tuple[str, object]]:
 
 
 def shrunk(plan: Plan) -> Plan:
-    """A small plan of the same kind: one layer of each kind (or two alike), the variant's ``small``, 2 heads of 16, and a span of
-    13; or the first of larger widths and spans, up to the plan's, with which a model runs."""
+    """A small plan of the same kind: one layer of each kind (or two alike), the variant's ``small``, 2 heads of 16, and
+    a span of 13; or the first of larger widths and spans, up to the plan's, with which a model runs."""
     small, sizes = with_small(plan), (plan.config["variant"].get("small") or {}).get("model", {})
     return _first_that_runs(small, spans=(*SPANS, plan.model.span), layers=(_kinds(plan),), model=sizes)
 
 
 def narrow(plan: Plan) -> Plan:
-    """The plan with few layers and small width but the run's span, without ``small``; with all layers where keywords of sublayers
-    fit no other number."""
+    """The plan with few layers and small width but the run's span, without ``small``; with all layers where keywords of
+    sublayers fit no other number."""
     layers = (_kinds(plan), [tuple(layer) for layer in plan.layers])
     return _first_that_runs(plan, spans=(plan.model.span,), layers=layers, model={})
 
 
 def at_own_width(plan: Plan, *, sublayers: Collection[str], longest: int) -> Plan:
-    """The plan on a CPU with one layer of each kind, these sublayers alone, a span of at most ``longest`` bytes and two streams;
-    heads and widths as in the run."""
+    """The plan on a CPU with one layer of each kind, these sublayers alone, a span of at most ``longest`` bytes and two
+    streams; heads and widths as in the run."""
     layers = [tuple(name for name in layer if name in sublayers) or tuple(layer) for layer in plan.layers]
     kinds = [kind for kind in dict.fromkeys(layers) if set(kind) & set(sublayers)]
     m = plan.model

@@ -1,8 +1,8 @@
 """Space of a variant's trials: the tuned keys with their ends, and the point of a trial's number.
 
-Points are a scrambled Sobol sequence with a fixed seed, which fills the unit cube more evenly than independent draws (I. M.
-Sobol, USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Point n depends on the space and n alone, so that a sweep goes on from 16
-trials to 32.
+Points are a scrambled Sobol sequence with a fixed seed, which fills the unit cube more evenly than independent draws
+(I. M. Sobol, USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Point n depends on the space and n alone, so that a sweep
+goes on from 16 trials to 32.
 """
 
 from collections.abc import Collection, Mapping
@@ -55,9 +55,9 @@ class Choice:
 
 
 def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, dict[str, float] | None]:
-    """The configuration at the point of its ``trial``, and each key's place between the ends of ``space``, from 0 to 1; without a
-    trial, the configuration without a space, and None. ValueError for a malformed space, or for a key that the configuration
-    lacks or the user ``typed``."""
+    """The configuration at the point of its ``trial``, and each key's place between the ends of ``space``, from 0 to 1;
+    without a trial, the configuration without a space, and None. ValueError for a malformed space, or for a key that
+    the configuration lacks or the user ``typed``."""
     cfg = cfg.copy()
     if cfg.trial is None:
         cfg.space = None

@@ -1,5 +1,5 @@
-"""Cells from numbers: how a report writes bits, bytes, counts and times, and words that captions share. A cell keeps the
-unrounded number beside its text; a column has one unit."""
+"""Cells from numbers: how a report writes bits, bytes, counts and times, and words that captions share. A cell keeps
+the unrounded number beside its text; a column has one unit."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial

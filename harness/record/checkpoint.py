@@ -1,7 +1,8 @@
-"""Checkpoints: everything an exact resume needs (``Trainer.content`` and ``Run.save``), written whole or not at all. The newest
-stay, and ``best.pt`` with weights only. Random states alone depend on the number of processes.
+"""Checkpoints: everything an exact resume needs (``Trainer.content`` and ``Run.save``), written whole or not at all.
+The newest stay, and ``best.pt`` with weights only. Random states alone depend on the number of processes.
 
-The file is torch's zip archive with the SHA-256 of the preceding bytes as its comment, compared before anything is unpickled.
+The file is torch's zip archive with the SHA-256 of the preceding bytes as its comment, compared before anything is
+unpickled.
 """
 
 import hashlib
@@ -27,7 +28,8 @@ _ENDING_BYTES = len(_NO_COMMENT) + len(_MARK) + 64
 
 
 def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
-    """Write ``checkpoints/step-N.pt`` of a run folder, and remove all but the newest ``keep`` and those of later steps, which are
+    """Write ``checkpoints/step-N.pt`` of a run folder, and remove all but the newest ``keep`` and those of later steps,
+    which are
     damaged: the run did not resume from them."""
     path = _write(folder / FOLDER / f"step-{step:09d}.pt", content)
     every = _all(folder)
@@ -70,8 +72,8 @@ def load_best(folder: Path, whose: Mapping[str, object] | None = None) -> dict:
 
 
 def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
-    """Tensors on the CPU and plain values; nothing in the file is executed. ``whose``: the identity of the checkpoint's run, None
-    for any. Damaged where the file is not as it was written; ValueError for another format or run."""
+    """Tensors on the CPU and plain values; nothing in the file is executed. ``whose``: the identity of the checkpoint's
+    run, None for any. Damaged where the file is not as it was written; ValueError for another format or run."""
     try:
         file = read_file(path, most=path.stat().st_size)
     except OSError as error:

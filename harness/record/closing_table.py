@@ -1,5 +1,5 @@
-"""Closing table: a run's scores and costs, beside general compressors. A number from a prefix of its split has ``*``; FLOPs of
-training are "about" where a sublayer does not declare them."""
+"""Closing table: a run's scores and costs, beside general compressors. A number from a prefix of its split has ``*``;
+FLOPs of training are "about" where a sublayer does not declare them."""
 
 from collections.abc import Iterator
 

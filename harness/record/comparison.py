@@ -1,5 +1,5 @@
-"""Whether two rows compare: bits per byte where fixed conditions are equal and the code computes the same, time and memory on
-equal ground only."""
+"""Whether two rows compare: bits per byte where fixed conditions are equal and the code computes the same, time and
+memory on equal ground only."""
 
 import json
 from collections.abc import Mapping
@@ -23,8 +23,9 @@ def _mapping(row: Mapping, key: str) -> Mapping:
 
 
 def held_equal(row: Mapping) -> str:
-    """A text that is equal for rows whose bits per byte may be compared, code apart. Tuning runs compare with each other only, a
-    budget of seconds on equal ground only; a span that is the model's is a setting, not a way of scoring."""
+    """A text that is equal for rows whose bits per byte may be compared, code apart. Tuning runs compare with each
+    other only, a budget of seconds on equal ground only; a span that is the model's is a setting, not a way of
+    scoring."""
     config, budget, protocol = (_mapping(row, key) for key in ("config", "budget", "protocol"))
     protocol = {"split": _mapping(config, "data").get("split", SPLIT)} | protocol
     if protocol.get("span") is not None and _mapping(config, "model").get("span") == protocol["span"]:
@@ -47,15 +48,15 @@ def ground_value(row: Mapping, key: str) -> str:
 
 
 def numbers_of(row: Mapping) -> dict[str, object]:
-    """The code of a row for pooling bits per byte: its ``numerics`` where golden numbers pin both parts, else, and for a budget
-    of seconds, its ``source``."""
+    """The code of a row for pooling bits per byte: its ``numerics`` where golden numbers pin both parts, else, and for
+    a budget of seconds, its ``source``."""
     numerics, timed = _mapping(row, "numerics"), "seconds" in _mapping(row, "budget")
     return {"source": row.get("source")} if timed or numerics.get("variant") is None else {"numerics": numerics}
 
 
 def shared_code(row: Mapping) -> str:
-    """Equal for runs of any variants whose shared code computes the same: its number where golden numbers pin it, else, and for a
-    budget of seconds, a digest of all code."""
+    """Equal for runs of any variants whose shared code computes the same: its number where golden numbers pin it, else,
+    and for a budget of seconds, a digest of all code."""
     shared = _mapping(row, "numerics").get("shared")
     return str(tree_of(row) if shared is None or "seconds" in _mapping(row, "budget") else shared)
 

@@ -1,7 +1,7 @@
 """Run folders ``outputs/<variant>-s<seed>-<hash>/``: a run's identity, earlier result and lock.
 
-The hash covers the resolved configuration without keys that change no number, source, data, device and precision: edited code is
-another run. The same command resumes an unfinished run and returns a finished one.
+The hash covers the resolved configuration without keys that change no number, source, data, device and precision:
+edited code is another run. The same command resumes an unfinished run and returns a finished one.
 """
 
 import hashlib
@@ -74,8 +74,8 @@ class RunFolder:
         return self.summary, self.checkpoint
 
     def hold(self) -> tuple[dict | None, Path | None]:
-        """Create and lock the folder, point ``latest`` at it, and return summary and checkpoint, which another process may have
-        changed. ValueError where it cannot be written or is in use."""
+        """Create and lock the folder, point ``latest`` at it, and return summary and checkpoint, which another process
+        may have changed. ValueError where it cannot be written or is in use."""
         holder, link = f"process {os.getpid()} on {os.uname().nodename}".encode(), self.path / "latest.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -116,8 +116,8 @@ class RunFolder:
 
     @contextmanager
     def failing(self, facts: dict) -> Iterator[None]:
-        """Record an error that ends the block in a summary with ``facts``. Before the folder is locked, a user's mistake leaves
-        no file, and an earlier result stays."""
+        """Record an error that ends the block in a summary with ``facts``. Before the folder is locked, a user's
+        mistake leaves no file, and an earlier result stays."""
         try:
             yield
         except Exception as error:
@@ -151,8 +151,8 @@ def finished_summary(path: Path) -> dict | None:
 
 
 def read_provenance(folder: Path, *, key: str) -> dict:
-    """The first row of a run folder's record, of anybody's folder: within limits of size, and of the types that other code needs.
-    ValueError, beginning with ``key`` and the folder, for anything else."""
+    """The first row of a run folder's record, of anybody's folder: within limits of size, and of the types that other
+    code needs. ValueError, beginning with ``key`` and the folder, for anything else."""
     what, allowed = f"{key}={folder}: {RECORD}", "allowed is what a run wrote"
     row, wrong = look_at(folder / RECORD, first_line=True)
     if row is None:

@@ -1,9 +1,9 @@
-"""Rows: JSON objects, one a line, read and written here alone. A run's record only grows; its summary appears whole or not at
-all.
+"""Rows: JSON objects, one a line, read and written here alone. A run's record only grows; its summary appears whole or
+not at all.
 
-Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and every number shown anywhere is in a row. A
-checkpoint stores the number of rows; a resumed run cuts the file back to them and writes the same rows again. Only ``clock`` and
-``memory`` may differ between equal runs.
+Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and every number shown anywhere is in
+a row. A checkpoint stores the number of rows; a resumed run cuts the file back to them and writes the same rows again.
+Only ``clock`` and ``memory`` may differ between equal runs.
 """
 
 import errno

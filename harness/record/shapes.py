@@ -1,5 +1,5 @@
-"""Shapes of rows, those of ``rows.yaml`` as pydantic's types: files get cut, merged and edited, so a row that does not fit is
-refused by the name of its key."""
+"""Shapes of rows, those of ``rows.yaml`` as pydantic's types: files get cut, merged and edited, so a row that does not
+fit is refused by the name of its key."""
 
 import math
 import re

@@ -1,9 +1,9 @@
-"""W&B: one W&B run per job, online if a key is configured, else offline; its failures are one line on stderr. ``WANDB_*``
-variables win over the arguments.
+"""W&B: one W&B run per job, online if a key is configured, else offline; its failures are one line on stderr.
+``WANDB_*`` variables win over the arguments.
 
-Metrics: those of ``PLACE``, with ``bytes_seen`` as the x axis; ``train/learning_rate``, a number of a row by the row's kind;
-``valid_bits_per_byte``, a final score; ``train_span/layers.0.attention``, a sublayer's metric, or of a list ``/mean``, ``/min``
-and ``/max``; ``train_span/mean``, of all sublayers.
+Metrics: those of ``PLACE``, with ``bytes_seen`` as the x axis; ``train/learning_rate``, a number of a row by the row's
+kind; ``valid_bits_per_byte``, a final score; ``train_span/layers.0.attention``, a sublayer's metric, or of a list
+``/mean``, ``/min`` and ``/max``; ``train_span/mean``, of all sublayers.
 """
 
 import os

@@ -1,8 +1,10 @@
-"""Checks that a byte moves no output before it and none beyond the declared reach, and that cuts into segments move nothing.
+"""Checks that a byte moves no output before it and none beyond the declared reach, and that cuts into segments move
+nothing.
 
 At small sizes every byte is checked. At those of the run, a narrow network reads what the run and its score will read:
-batches, whole and ragged segments from a warm state, and windows without one. This shows what happens only in whole blocks
-of 64, or beyond 300 bytes. Each stream is changed at its own place, so one forward pass checks as many places as streams.
+batches, whole and ragged segments from a warm state, and windows without one. This shows what happens only in whole
+blocks of 64, or beyond 300 bytes. Each stream is changed at its own place, so one forward pass checks as many places as
+streams.
 """
 
 import math
@@ -38,8 +40,8 @@ class Size(NamedTuple):
         return f"{self.mode}, {self.streams} x {self.segment} bytes{'' if self.carry else ' without a past'}"
 
     def places(self, period: int) -> list[int]:
-        """Bytes of a segment to change. Of a small one: all, or some at all offsets of a period. Of another: the last, edges
-        of blocks, and powers of two with one neighbour each."""
+        """Bytes of a segment to change. Of a small one: all, or some at all offsets of a period. Of another: the last,
+        edges of blocks, and powers of two with one neighbour each."""
         length = self.segment
         if self.small:
             step = max(1, length // EVERY)
@@ -148,8 +150,9 @@ class _Streams:
 
         Args:
             case: what is done, with ``{at}`` for the place.
-            reaches: None: all bytes from the place on are changed, and no output before it may move. Otherwise all bytes
-                up to the place and the past are changed, or only the past; outputs may then move only within reach.
+            reaches: None: all bytes from the place on are changed, and no output before it may move. Otherwise all
+                bytes up to the place and the past are changed, or only the past; outputs may then move only within
+                reach.
         """
         before, byte, late = self.run(self.tokens), torch.arange(self.tokens.shape[1]), reaches is not None
 

@@ -3,8 +3,8 @@
     for finding in check(make_model, span=13):
         print(finding)
 
-A whole small model is checked, because a configuration gives a model. Outputs are compared for every sublayer in order of
-execution, and then for the logits; the first that differs is named.
+A whole small model is checked, because a configuration gives a model. Outputs are compared for every sublayer in order
+of execution, and then for the logits; the first that differs is named.
 
 - Everything runs in float64 on a CPU, so that a break is told from rounding. Work that a mechanism does in float32
   for safety must follow a float64 input (``torch.promote_types(x.dtype, torch.float32)``).
@@ -59,8 +59,9 @@ def check(
     Args:
         make_model: builds a small, uncompiled model on the CPU, a new one per call. The model is called as
             ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``, ``.state``
-            (stream positions int64 ``[B]``, a tuple of sublayers' states), ``.loss`` and ``.stats``; it has ``sublayers()``,
-            ``project_()``, ``inspect(tokens)``, ``metrics(stats)``, ``ideal_flops()``; its sublayers are the contract's.
+            (stream positions int64 ``[B]``, a tuple of sublayers' states), ``.loss`` and ``.stats``; it has
+            ``sublayers()``, ``project_()``, ``inspect(tokens)``, ``metrics(stats)``, ``ideal_flops()``; its sublayers
+            are the contract's.
         span: positions that a query may see; streams are a little over twice as long.
         vocabulary: V, at least 2.
         checks: the promises to check; by default all.

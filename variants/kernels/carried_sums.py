@@ -65,7 +65,8 @@ def attend(
 
 
 def means(sums: Tensor, state: State) -> tuple[Tensor, State]:
-    """``sums [B, H, T, K + 1]`` divided by their last column, the sum of weights, or 0 where it is 0; and the same state."""
+    """``sums [B, H, T, K + 1]`` divided by their last column, the sum of weights, or 0 where it is 0; and the same
+    state."""
     total = sums[..., -1:]
     return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
 
@@ -95,8 +96,8 @@ def by_pieces(step: Callable[..., tuple[Tensor, Any]], state: Any, *tensors: Ten
 
 
 def carried(sums: Tensor, added: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums before each chunk ``[B, H, n, F, V]``, and those after the last chunk. A chunk multiplies them by ``keep``
-    ``[.., n, F or 1, 1]`` and then adds ``added [B, H, n, F, V]``."""
+    """The sums before each chunk ``[B, H, n, F, V]``, and those after the last chunk. A chunk multiplies them by
+    ``keep`` ``[.., n, F or 1, 1]`` and then adds ``added [B, H, n, F, V]``."""
     before = []
     for new, share in zip(added.unbind(2), keep.unbind(2), strict=True):
         before.append(sums)
@@ -107,10 +108,12 @@ def carried(sums: Tensor, added: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 def _decays(
     scale: Tensor, slope: Tensor, top: Tensor, *, attend_self: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Factors for chunks of keys with scales l ``[B, H, n, C]``, and M after the last chunk; ``top`` is M before the first.
+    """Factors for chunks of keys with scales l ``[B, H, n, C]``, and M after the last chunk; ``top`` is M before the
+    first.
 
     The factors belong to: pairs in a chunk ``[.., C, C]``, 0 for a hidden key; a query's reading of earlier sums
-    ``[.., C, 1]``; a key's part in the sums after its chunk ``[.., C, 1]``; earlier sums in those after ``[.., n, 1, 1]``.
+    ``[.., C, 1]``; a key's part in the sums after its chunk ``[.., C, 1]``; earlier sums in those after ``[.., n, 1,
+    1]``.
     """
     shape, slope = scale.shape[2:], slope[:, None]  # [H, 1]
     size, scale = shape[1], scale.flatten(2)

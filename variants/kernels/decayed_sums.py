@@ -62,7 +62,8 @@ def attend(
 def _of_piece(
     sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, shift: int, constant: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` for whole chunks ``[B, H, n, C, .]``. ``others``: g unless it is ``constant``, then b if there is one."""
+    """``attend`` for whole chunks ``[B, H, n, C, .]``. ``others``: g unless it is ``constant``, then b if there is
+    one."""
     if constant is None:
         log_decay, *others = others
         total = log_decay.cumsum(-2)  # G

@@ -2,8 +2,9 @@
 
     keep(seed, stream, head, query, key) = mix(mix(mix(mix(seed + head, stream)), query) ^ c key) >= rate 2^32
 
-The head's number is added to the seed. A head that is computed alone, as head 0 with its number added to the seed, drops the
-same weights. So does any tiling, forward and backward, on any device, and no mask is kept in memory. ``mix`` is a
+The head's number is added to the seed. A head that is computed alone, as head 0 with its number added to the seed,
+drops the same weights. So does any tiling, forward and backward, on any device, and no mask is kept in memory. ``mix``
+is a
 bijection of 32 bits: flipping one input bit flips each output bit about half the time. A kernel in another language can
 draw the same by this formula; ``tests/test_dropout.py`` pins some values.
 """
@@ -53,8 +54,8 @@ def keep(row: Tensor, keys: Tensor, rate: float) -> Tensor:
 
     Args:
         row: what ``rows`` gives.
-        keys: number of each key, int64 ``[T, L]`` or ``[L]``: its column x, or ``PERSISTENT`` + n for persistent vector n.
-            The result has no meaning for keys that a query does not see.
+        keys: number of each key, int64 ``[T, L]`` or ``[L]``: its column x, or ``PERSISTENT`` + n for persistent vector
+            n. The result has no meaning for keys that a query does not see.
         rate: share of the weights to drop, in [0, 1).
     """
     return mix(row[..., None] ^ (keys * FACTORS["key"] & WORD)) >= threshold(rate)

@@ -1,8 +1,8 @@
 """Compiles C++ sources on the machine that runs them.
 
-The sources are plain C++ with OpenMP, without torch's headers. Compiling takes a few seconds, once per source, compiler and
-kind of CPU. The library is kept in ``WINDTUNNEL_KERNELS``, which the harness sets, or where torch keeps its extensions. It
-shares torch's threads, because both load libgomp.
+The sources are plain C++ with OpenMP, without torch's headers. Compiling takes a few seconds, once per source, compiler
+and kind of CPU. The library is kept in ``WINDTUNNEL_KERNELS``, which the harness sets, or where torch keeps its
+extensions. It shares torch's threads, because both load libgomp.
 """
 
 import ctypes

@@ -10,9 +10,9 @@ This module turns them into two operations that torch can trace, ``windtunnel::a
 ``attention_backward``. Each head's window is passed as a tensor on the CPU, so that moving spans are no constants of a
 compiled graph. A hard window is a constant: a graph for a GPU would need a C++ compiler to create a tensor on the CPU.
 
-Keys and values of the past are constants. ``k`` and ``v`` hold those of the past, then the segment's own. They may be given
-without a gradient, and the segment's own again as ``own``: then only the gradients of ``own`` are computed. The same holds
-for key biases.
+Keys and values of the past are constants. ``k`` and ``v`` hold those of the past, then the segment's own. They may be
+given without a gradient, and the segment's own again as ``own``: then only the gradients of ``own`` are computed. The
+same holds for key biases.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ def attend(
     """``window.attend`` by ``fused`` or ``kernel``.
 
     Args:
-        own: the segment's keys and values ``[B, H, T, K]``, which get the gradients and equal the last T of ``k`` and ``v``;
-            then the segment's key biases, if there are any.
+        own: the segment's keys and values ``[B, H, T, K]``, which get the gradients and equal the last T of ``k`` and
+            ``v``; then the segment's key biases, if there are any.
     """
     inputs = Inputs.of(q, k, v, window, **added)
     named = inputs._asdict() | dict(zip(SEGMENT, own, strict=False))

@@ -6,7 +6,8 @@ Terms that depend on the distance are given per column; ``skew`` moves them to k
 
     a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(p_tn)),   y_t = sum_x a_tx v_x + sum_n a_tn u_n
 
-with a soft mask m in [0, 1] (1905.07799, 2.2) and persistent scores p and values u beside the context (1907.01470, 3.1).
+with a soft mask m in [0, 1] (1905.07799, 2.2) and persistent scores p and values u beside the context (1907.01470,
+3.1).
 The softmax has no epsilon: a query that sees nothing gives 0. At the kinks of m the gradient is that of torch.clamp.
 
 ``fused.py`` computes the same without a score matrix in memory.
@@ -31,8 +32,8 @@ class Window(NamedTuple):
         shift: 0 if a query sees itself, else 1.
         z: spans in keys, ``[H]`` or ``[B, H, T]``, or None for a hard window of ``max_keys``, equal for all heads.
         ramp: R, keys over which the soft mask falls from 1 to 0.
-        limits: replaces ``max_keys`` where it must not be a constant of a compiled graph, int64 ``[H]`` on the CPU, at most
-            ``max_keys``; or None.
+        limits: replaces ``max_keys`` where it must not be a constant of a compiled graph, int64 ``[H]`` on the CPU, at
+            most ``max_keys``; or None.
     """
 
     max_keys: tuple[int, ...]
@@ -55,8 +56,8 @@ class Persistent(NamedTuple):
 
 
 class PastKV(NamedTuple):
-    """Keys and values before the segment ``[B, n, P, K]`` of n heads, in ascending order; and key biases ``[B, r n, P]`` or
-    None, where r heads of queries read each head of keys."""
+    """Keys and values before the segment ``[B, n, P, K]`` of n heads, in ascending order; and key biases ``[B, r n,
+    P]`` or None, where r heads of queries read each head of keys."""
 
     heads: tuple[int, ...]
     k: Tensor
@@ -81,8 +82,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         q: scaled queries ``[B, H, T, K]``.
-        k, v: keys and values ``[B, H, L, K]``, of which the last T are the segment's; or packed ``[B, N, K]``, head after
-            head, with ``lengths`` keys in each head.
+        k, v: keys and values ``[B, H, L, K]``, of which the last T are the segment's; or packed ``[B, N, K]``, head
+            after head, with ``lengths`` keys in each head.
         z: spans in keys, or None for a hard window.
         extra_q, extra_k, extra_v: as ``Persistent`` has them, or None.
         vectors: ``[n, K]``; ``q @ vectors.T`` is added to scores over columns. Or None.
@@ -170,7 +171,8 @@ def visible(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.de
 
 
 def pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
-    """Pairs in a head of a query and one of its ``max_keys`` nearest keys: how many of the segment, how many of the past."""
+    """Pairs in a head of a query and one of its ``max_keys`` nearest keys: how many of the segment, how many of the
+    past."""
 
     def seen(last: int) -> int:  # pairs of queries that have 1, 2, .. ``last`` keys
         rising = max(0, min(last, max_keys))
@@ -205,7 +207,8 @@ def attend(
         vectors: ``[n, K]``, given in place of a bias: the bias is then ``q @ vectors.T``.
         persistent: key-value vectors in the same softmax, never masked.
         sink: ``[H]``, one more score in each head's softmax, with value 0; -inf means no sink.
-        key_bias, query_bias: ``[B, H, L]`` and ``[B, H, T]``: ``key_bias_j - query_bias_t`` is added to scores with keys.
+        key_bias, query_bias: ``[B, H, L]`` and ``[B, H, T]``: ``key_bias_j - query_bias_t`` is added to scores with
+            keys.
         dropout: rate on attention weights, after they are normalised.
         seed: seed of the dropout, which is then drawn from counters (``dropout.py``); or the numbers ``[B, H, T]`` that
             ``dropout.rows`` makes of a seed; None for torch's generator.
@@ -270,8 +273,8 @@ def _drawn(seed: Tensor, q: Tensor, keys: int, *, shift: int, beside: int, rate:
 
 
 def merged(y: Tensor, lse: Tensor, other_y: Tensor | None, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two parts of one softmax: outputs ``[B, H, T, K]``, None for zeros, and log-sum-exps ``[B, H, T]``, inf or -inf
-    if nothing is seen. Given the merged ones, the backward pass of either part gets its gradients right."""
+    """Merge two parts of one softmax: outputs ``[B, H, T, K]``, None for zeros, and log-sum-exps ``[B, H, T]``, inf or
+    -inf if nothing is seen. Given the merged ones, the backward pass of either part gets its gradients right."""
     near, far = (x.masked_fill(x == torch.inf, -torch.inf) for x in (lse, other_lse))
     joint = torch.logaddexp(near, far)
     nothing = joint == -torch.inf

@@ -21,7 +21,8 @@ from variants.kernels.window import Inputs, PastKV, Window, ramp_slope, sink_gra
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 NAMES = (*Inputs._fields[:8], "key_bias", "query_bias")
-"""Fields of ``Inputs`` that may have a gradient; keys and values of part i of the past are ``k_old{i}`` and ``v_old{i}``."""
+"""Fields of ``Inputs`` that may have a gradient; keys and values of part i of the past are ``k_old{i}`` and
+``v_old{i}``."""
 BESIDE = ("beside_k", "beside_v", "beside_added")
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
@@ -56,8 +57,8 @@ def attend(
 
     Args:
         k, v: keys and values of the segment ``[B, H, T, K]``; ``key_bias`` is of the segment, too.
-        past: keys and values before the segment, in parts that together have every head, or nothing. Heads that look far may
-            have a longer past. Gradients of the past are computed only if they are asked for.
+        past: keys and values before the segment, in parts that together have every head, or nothing. Heads that look
+            far may have a longer past. Gradients of the past are computed only if they are asked for.
         beside: keys and values per chunk of queries, in the same softmax.
     """
     inputs, most = Inputs.of(q, k, v, window, **added), max(window.max_keys)
@@ -179,7 +180,8 @@ def _executed_flops(*_, out_val) -> int:
 
 
 def _like(x: Tensor) -> Tensor:
-    """An empty tensor like ``x``. With four dimensions, memory is ``[B, T, H, K]``, so that heads join without a copy."""
+    """An empty tensor like ``x``. With four dimensions, memory is ``[B, T, H, K]``, so that heads join without a
+    copy."""
     if x.dim() < 4:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
@@ -266,7 +268,8 @@ def _call(
 def _tables(
     dtype: torch.dtype, z: Tensor | None, bias: Tensor | None, met: list[int], most: int, ramp: int, *, backward: bool
 ) -> dict[str, Tensor]:
-    """Tables over head and distance, ``[H, n + 2 PAD]`` in reverse; and per head, how many first columns add nothing."""
+    """Tables over head and distance, ``[H, n + 2 PAD]`` in reverse; and per head, how many first columns add
+    nothing."""
     flat, pad = torch.tensor(met), _library().window_pad()
     added = torch.zeros(len(met), most, dtype=dtype) if bias is None else bias[:, :most].to(dtype)
     tables = {}
