@@ -4,8 +4,7 @@
     python train.py -m variant=mhsa,adaptive_span,all_attention,product_key_memory seed=0,1,2
     torchrun --nproc-per-node=8 train.py variant=adaptive_span
 
-The thread of the whole project: compose (Hydra) -> plan (``harness/plan``) -> loop (here) -> record
-    (``harness/record``).
+The thread of the project: compose (Hydra) -> plan (``harness/plan``) -> loop (here) -> record (``harness/record``).
 """
 
 import hydra
@@ -16,8 +15,7 @@ from harness.compose.cli import own_command, run_command
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    """One run, or one job of a sweep: begin, go on, or return it. Returns bits per byte on valid, the objective of
-    sweeps."""
+    """Begin, continue or return a run, or a sweep's job. Returns bits per byte on valid, the objective of sweeps."""
     from harness.device.processes import joined
     from harness.loop.prepare import prepare  # torch is imported late, so that --help and completion are quick
 

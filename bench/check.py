@@ -35,7 +35,10 @@ from bench import CONF
 from harness.compose.cli import MISTAKES, explain, run_command
 
 VERB_KEYS = ("agree",)
-UNSEEN = "A kept contract is not a right mechanism: whether it is its paper's, only a reference tells, as in tests/reference."
+UNSEEN = (
+    "A kept contract is not a right mechanism: whether it is its paper's, only a reference tells, "
+    "as in tests/reference."
+)
 BROKEN: list[str] = []
 """Variants that broke a promise. If there are any, the process ends with exit code 1 after a sweep's last job."""
 

@@ -1,9 +1,8 @@
 """Compresses a file with a run's probabilities: ``python -m bench.compress run=outputs/latest file=F out=F.awt``.
 
 ``bench.decompress`` decodes it. Encoder and decoder make the same forward passes in the same order, a byte of each
-stream at a time, so on one machine their probabilities are equal bit for bit. The header holds all that could change
-the last bit; a decoder where any of it differs is refused. Format: AWT1 | length of the header, 2 bytes | header: JSON,
-deflated | code.
+stream at a time: on one machine, probabilities are equal bit for bit. The header holds all that could change the last
+bit; a decoder that differs in it is refused. Format: AWT1 | header's length, 2 bytes | header: JSON, deflated | code.
 """
 
 import json
@@ -88,8 +87,7 @@ def stream_lengths(n_bytes: int, streams: int) -> list[int]:
 
 
 def pack(header: dict, code: bytes) -> bytes:
-    """The bytes of a file. ``header`` has ``CONDITIONS``, which must be equal for decoding, and ``FILE`` without the
-    CRC."""
+    """A file's bytes. ``header`` has ``CONDITIONS``, which must be equal for decoding, and ``FILE`` without the CRC."""
     text = json.dumps(header | {"checksum": zlib.crc32(code)}, separators=(",", ":"))
     deflater = zlib.compressobj(9, zdict=USUAL)  # beside 60 kB of code, 200 more bytes of header would show
     packed = deflater.compress(text.encode()) + deflater.flush()
@@ -97,8 +95,7 @@ def pack(header: dict, code: bytes) -> bytes:
 
 
 def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
-    """Header and code from a file's bytes; ValueError, beginning with ``key``, if the file is damaged or none of
-    ours."""
+    """Header and code from a file's bytes; ValueError, beginning with ``key``, if the file is damaged or not ours."""
     if not content.startswith(MAGIC):
         raise ValueError(f"{key}: is no file of this format ({MAGIC.decode()}); allowed is what bench.compress wrote")
     end = 6 + int.from_bytes(content[4:6], "big")

@@ -81,8 +81,7 @@ def needed_at_most_executed(plan: Plan) -> Verdict:
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:
-    """Compares the fast backend with the plain one, with heads of different widths if that runs, else at the plan's
-    span."""
+    """Compares the fast backend with plain, with heads of different widths if that runs, else at the plan's span."""
     span = plan.model.span * -(-LONG // plan.model.span)
     fast = replace(plan, model=replace(plan.model, span=span))
     fast = fast if runs(fast) else plan

@@ -1,9 +1,7 @@
-"""Runs the measurements of ``bench.cost`` and ``bench.peers`` in a process of their own: the trainer's update, scoring
-and generation, with a plan's model.
+"""Measures for ``bench.cost`` and ``bench.peers`` in its own process: a plan's training update, scoring and generation.
 
 ``harness.loop.update.Update`` runs on bytes of the corpus at a learning rate of 0, so that weights and spans stay.
-Weights have noise, because hardware is faster on zeros, and a matrix of zeros stops the gradients of all that is before
-it.
+Weights have noise: hardware is faster on zeros, and a matrix of zeros stops the gradients of all that is before it.
 """
 
 import dataclasses
@@ -67,8 +65,7 @@ class Task:
 
 class Subject:
     """Takes one measurement per call: identity, build, and memory before the others, which leave freed blocks.
-    ``memory`` names the methods that measure it, in order; ``timed`` the quantities of ``times``; ``kind`` the kind of
-    its rows."""
+    ``memory`` names its methods, in order; ``timed`` the quantities of ``times``; ``kind`` the kind of its rows."""
 
     kind = "cost"
     memory = ("inference_memory", "train_memory")
@@ -115,8 +112,7 @@ class Subject:
         }
 
     def inference_memory(self) -> dict:
-        """Peak memory of an evaluation, before anything for training exists, and the size of one stream's carried
-        state."""
+        """Peak memory of an evaluation, before anything for training exists, and size of a stream's carried state."""
         self._evaluate()
         gc.collect()
         self.meter.reset()
@@ -149,8 +145,7 @@ class Subject:
 
     def times(self, kind: str, *, seconds: float) -> list[float]:
         """Milliseconds of each call of ``train``, ``evaluate`` or ``generate`` within ``seconds``, at least one. The
-        first round's first call is left out unless it is the only one. ``generate`` first reads the prompt in an
-        untimed call."""
+        first round's first call is left out unless it is the only one. ``generate`` first reads the prompt untimed."""
         call: Callable = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}[kind]
         if kind == "generate" and self._generated is None:
             call()
@@ -253,8 +248,7 @@ def learned_spans(model: LanguageModel) -> list[Spans]:
 
 
 def place_spans(model: LanguageModel, *, heads: int) -> None:
-    """Set learned spans to ``LEARNED`` keys, at most the model's span. Layers and heads repeat if the model has
-    more."""
+    """Set learned spans to ``LEARNED`` keys, at most the model's span. Layers and heads repeat if it has more."""
     for number, part in enumerate(learned_spans(model)):
         keys = LEARNED[number % len(LEARNED)]
         part.place_([keys[head % len(keys)] for head in range(heads)])

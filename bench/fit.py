@@ -94,8 +94,7 @@ def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: i
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
     """Peak memory of a training step with a full past and initial parameters, for ``streams`` or the plan's number.
-    Returns ``backend``, ``split`` by ``CAUSES`` and its sum ``predicted_peak_bytes``. ValueError if it cannot be
-    predicted."""
+    Returns ``backend``, ``split`` by ``CAUSES`` and its sum ``predicted_peak_bytes``. ValueError if not predictable."""
     batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
     device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager(plan), batch=batch)
     with torch.random.fork_rng(devices=[]):

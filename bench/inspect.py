@@ -121,8 +121,7 @@ def layer_names(names: Iterable[str]) -> list[str]:
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """The distance ``[H]`` within which a ``share`` of the mass of maps ``[H, T, T]`` lies, over queries of the second
-    half."""
+    """The distance ``[H]`` holding a ``share`` of the mass of maps ``[H, T, T]``, over queries of the second half."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
     mass = np.stack([np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps])

@@ -1,8 +1,7 @@
 """One entry of ``bench.peers``: a variant of ours, the reference model, or a package's model.
 
 Every entry takes whole training steps on the same bytes in the same order: forward, loss, backward and optimizer. A
-variant of ours takes the trainer's step. Packages are built as they document it, without dropout. All weights have
-noise.
+variant of ours takes the trainer's step. Packages are built as documented, without dropout. All weights have noise.
 """
 
 from functools import partial
@@ -59,8 +58,7 @@ class ReferenceModel(nn.Module):
 
 
 def build_peer(name: str, plan: Plan) -> nn.Module:
-    """A peer in the sizes of a plan: bytes ``[B, T]`` to logits; RuntimeError with the package's message if there is
-    none."""
+    """A peer in a plan's sizes: bytes ``[B, T]`` to logits; RuntimeError, with the package's message, if none."""
     m, vocabulary, longest = plan.model, plan.data["vocabulary"], plan.batch.segment
     if name == REFERENCE:
         sizes = {"d_model": m.d_model, "layers": m.layers, "heads": m.heads}

@@ -1,6 +1,5 @@
-"""Plans from a verb's configuration or from a run folder, checked as for a training run. ``conf/bench.yaml`` has the
-groups of a training run, and a verb's file adds keys. So a verb measures what ``train.py`` would run with the same
-words."""
+"""Plans from a verb's configuration or a run folder, checked as for a training run. ``conf/bench.yaml`` has the groups
+of a training run, a verb's file adds keys: a verb measures what ``train.py`` would run with the same words."""
 
 import json
 import re
@@ -86,10 +85,8 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str) -> Plan:
-    """The plan of any run, to be computed as ``runtime`` says; ValueError naming folder, file and key. The folder is
-    not
-    trusted: its configuration may have plain values only, and may name only classes of our modules and of this
-    command's ``trust``."""
+    """The plan of any run, to be computed as ``runtime`` says; ValueError naming folder, file and key. The untrusted
+    folder's configuration may have plain values only, and name only classes of ours and of this command's ``trust``."""
     what = f"{key}={path}"
     config = read_config(path / CONFIG, what=what)
     try:
@@ -108,8 +105,7 @@ class Trained(NamedTuple):
     key: str
 
     def model(self, *, span: int | None = None) -> LanguageModel:
-        """The plan's model with the weights, on the CPU; a query sees ``span`` bytes, or as many as in the run.
-        ValueError where the weights do not fit."""
+        """The plan's model and weights on the CPU; a query sees ``span`` bytes, or the run's. ValueError on misfit."""
         model = self.plan.make_model()
         load_weights(model, self.best["model"], what=self.key)
         if span is not None and span != self.plan.model.span:

@@ -24,18 +24,22 @@ COSTS = {
     "Cost against context: ms per byte of training": (1, ("time", "train_ms", "p50")),
 }
 ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged, `model.span` as in the heading.") | {
-    "Front page, more columns": "One pass over 3.4 MB, scored on 400 kB of test. ±: 95% interval over seeds. Rate: factor of "
-    "`optim.lr`, from picks on valid (below). Peak: training, approximate. Other work ran beside, so times do not compare.",
-    "What context is worth": "Bits per byte of test by the number of bytes seen before, in windows that start without state.",
+    "Front page, more columns": "One pass over 3.4 MB, scored on 400 kB of test. ±: 95% interval over seeds. Rate: "
+    "factor of `optim.lr`, from picks on valid (below). Peak: training, approximate. Other work ran beside, so times "
+    "do not compare.",
+    "What context is worth": "Bits per byte of test by the number of bytes seen before, in windows that start "
+    "without state.",
     "Claims of the papers": "Each part of a claim over matched seeds; fewer than three seeds give no verdict.",
     "After 10 MB": "The same runs with `budget.bytes=10000000`.",
-    "Recall": "Bits of a byte that repeats the one so many bytes back, after 1.5 MB of `data=recall`; 4 without recall. Reach: "
-    f"the largest distance below {REACHED_BITS:g} bit.",
-    "Skills": "Bits of an answer on test after 1.5 MB of made-up data, one seed; 0 with the skill. Recall: by the bytes since "
-    "the key was last there, 3 without. Copying: 4 without. Tracking: by the number of swaps, at most 1.38 without.",
-    "A span of 4,096": "`sweep=long`: streams with carried state, the past projected again; one seed, the front page's rates.",
-    "Learning rates": "`sweep=rates`: bits per byte of valid after 0.85 MB by the factor of Muon's `optim.lr`, seed 100. "
-    "Runs that choose are no results.",
+    "Recall": "Bits of a byte that repeats the one so many bytes back, after 1.5 MB of `data=recall`; 4 without "
+    f"recall. Reach: the largest distance below {REACHED_BITS:g} bit.",
+    "Skills": "Bits of an answer on test after 1.5 MB of made-up data, one seed; 0 with the skill. Recall: by the "
+    "bytes since the key was last there, 3 without. Copying: 4 without. Tracking: by the number of swaps, at most "
+    "1.38 without.",
+    "A span of 4,096": "`sweep=long`: streams with carried state, the past projected again; one seed, "
+    "the front page's rates.",
+    "Learning rates": "`sweep=rates`: bits per byte of valid after 0.85 MB by the factor of Muon's `optim.lr`, seed "
+    "100. Runs that choose are no results.",
     "Learning rates over all bytes": "The same on 3.4 MB (stage a3). "
     "The best factors are half of those after 0.85 MB, so the rows take half of each pick.",
 }
@@ -203,8 +207,7 @@ def differences(runs: pd.DataFrame, variant: str, rival: str, measure: str) -> p
 
 def judge(differences: list[float], *, must: str, margin: float) -> tuple[str, str]:
     """The verdict on differences that must be below the margin, or within it on both sides (*the same*), and their
-    interval:
-    The interval lies inside: *holds*; outside: *does not*; on both sides of a margin: *not separated*."""
+    interval. One inside gives *holds*; outside, *does not*; on both sides of a margin, *not separated*."""
     if len(differences) < 2:
         return FEW, "".join(f"{difference:+.4f}" for difference in differences)
     pairs = paired(differences)

@@ -1,6 +1,5 @@
-"""``python -m bench.shipped`` checks the defaults of every shipped variant, at small sizes and at those of its run,
-then lists the files below ``variants/``, so that ``train.py`` need not check them. Exit code 1 if a promise is
-broken."""
+"""``python -m bench.shipped`` checks the defaults of every shipped variant, at small sizes and at those of its run, and
+lists the files below ``variants/``, so that ``train.py`` need not. Exit code 1 if a promise is broken."""
 
 import json
 import sys

@@ -33,8 +33,7 @@ def try_lock(file: IO) -> bool:
 
 @contextmanager
 def locked(path: Path, *, waiting: str = "data: waiting for another process that fetches") -> Iterator[None]:
-    """Lock ``<path>.lock`` among all processes; prints ``waiting`` and the path before it waits. OSError if it
-    cannot."""
+    """Lock ``<path>.lock`` among all processes; prints ``waiting`` and path before it waits. OSError if it cannot."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         if not try_lock(lock):

@@ -1,5 +1,4 @@
-"""Integer hash for draws that are equal on every machine, with any numpy or torch, and depend on their keys alone:
-nothing is saved to resume.
+"""Integer hash for draws equal on every machine, with any numpy or torch, by keys alone: nothing is saved to resume.
 
 Keys are chained through the finaliser of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
 generators", 2014).

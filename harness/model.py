@@ -56,8 +56,7 @@ class Residual(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Equals ``torch.nn.RMSNorm`` over the last dimension, to rounding. On a GPU, compiled or for mixed types it is
-    torch's.
+    """Equals ``torch.nn.RMSNorm`` over the last dimension, to rounding; torch's on a GPU, compiled or for mixed types.
 
     On a CPU it makes few passes over memory, where torch 2.13 needs six operations, and fourteen in the backward pass:
 
@@ -83,8 +82,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
-        # LayerNorm's backward with mean 0 subtracts r mean(g w) too much. It is added back: one kernel and one pass in
-        # all.
+        # LayerNorm's backward with mean 0 subtracts r mean(g w) too much. It is added back: one kernel and pass in all.
         nothing, needed = torch.zeros_like(r), [True, True, False]
         dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
             g.contiguous(), x, weight.shape, nothing, r, weight, None, needed
@@ -207,15 +205,13 @@ class LanguageModel(nn.Module):
         return start, tuple(s.trim(part) for (_, s), part in zip(self.sublayers(), states, strict=True))
 
     def project_(self) -> None:
-        """Project every sublayer's parameters into their range; one copy tells the host all lengths that shapes
-        need."""
+        """Project all sublayers' parameters into their range; one copy tells the host all lengths that shapes need."""
         for _, sublayer in self.sublayers():
             sublayer.project_()
         set_shapes(self)
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
-        """Numbers, or lists with one number per head, by names as ``"layers.0.attention.span"``, from summed
-        statistics."""
+        """Numbers, or lists with one per head, by names as ``"layers.0.attention.span"``, from summed statistics."""
         return {
             f"{name}.{key}": value.tolist() if isinstance(value, Tensor) else float(value)
             for name, sublayer in self.sublayers()
@@ -240,8 +236,7 @@ class LanguageModel(nn.Module):
         return [name for name, s in self.sublayers() if s.needed_flops(1, carried=0) is None]
 
     def parameters_by_sublayer(self) -> dict[str, int]:
-        """Parameters in each sublayer, norms and embeddings apart; a table shared by layers counts in the first of
-        them."""
+        """Parameters in each sublayer, norms and embeddings apart; a table shared by layers counts in the first."""
         counted: set[int] = set()
 
         def fresh(module: nn.Module) -> int:

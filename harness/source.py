@@ -30,16 +30,14 @@ def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = Fa
     the modules of ``trust``; ``measuring`` adds bench, for its rows.
 
     Args:
-        trust: a package counts with all its files; a single file with its imports from its folder (unless it was
-            installed), and with files of the same stem, as ``mine.cpp`` beside ``mine.py``. ValueError for a module
-            without a source file.
+        trust: a package counts with all its files; a file with its imports from its folder (unless installed), and with
+            files of its stem, as ``mine.cpp`` beside ``mine.py``. ValueError for a module without source file.
     """
     return digest_of((*_ours("train.py", "harness", *["bench"] * measuring), *mechanism_files(config, trust=trust)))
 
 
 def digest_of_tree(*, measuring: bool = False) -> str:
-    """The same of all our files that a run may use: where it is equal, times and memory of two variants are of one
-    code."""
+    """The same of all our files that a run may use: where equal, times and memory of two variants are of one code."""
     return digest_of(_ours("train.py", "variants", "harness", *["bench"] * measuring))
 
 

@@ -53,8 +53,7 @@ class Model:
     def attention(self, text: bytes) -> dict[str, Tensor]:
         """Return the attention map ``[H, T, T]`` of ``text`` for each sublayer that has one, by its name, on the CPU.
 
-        Row t has the weights of the bytes that byte t sees. Softmax weights sum to 1, less the share of learned
-        vectors.
+        Row t has the weights of the bytes that byte t sees. Softmax weights sum to 1, less the learned vectors' share.
         """
         tokens = numbers_of(text, self.symbols, key="text")[None].to(self._device)
         _, seen = self.network.inspect(tokens)
@@ -67,8 +66,7 @@ class Model:
 
 def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) -> Model:
     """Load the best weights of a run folder onto a ``device`` of torch. Nothing in the folder is trusted; ``trust``
-    names the modules beside ours that its mechanisms may come from. A ValueError names the folder or file, and the
-    problem."""
+    names modules beside ours that its mechanisms may come from. A ValueError names folder or file, and problem."""
     opened = open_trained(Path(path), key="path", trust=list(trust))
     about = opened.saved | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)

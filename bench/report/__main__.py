@@ -29,7 +29,8 @@ TITLE = "attention-windtunnel report"
 LIMITATIONS = (
     "Limitations: models are small and budgets short beside the published ones, text is read as bytes, most often of "
     "one corpus (English Wikipedia), and a result at one size says nothing of another; a row with n = 1 has no "
-    "interval; times on a CPU move with what else the machine does. docs/metrics.md and docs/statistics.md have the rest."
+    "interval; times on a CPU move with what else the machine does. docs/metrics.md and docs/statistics.md "
+    "have the rest."
 )
 CONTENTS = "contents.txt"
 """The files of a report, so that the next one in the folder can remove them."""

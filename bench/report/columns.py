@@ -1,5 +1,4 @@
-"""Columns of tables: ``columns.yaml`` has heading, form, key and explanation of each; a form makes a cell of a row's
-number.
+"""Columns of tables: ``columns.yaml`` has heading, form, key and explanation; a form makes a cell of a row's number.
 
 A row is a dictionary with dotted keys, as the report's frame has them; what was not measured is not in it.
 """
@@ -82,8 +81,7 @@ def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
 
 
 def for_terminal(table: Table) -> Table:
-    """A table in as many columns as a terminal has room for: those of ``terminal`` in ``columns.yaml``, explained in
-    notes."""
+    """A table in as many columns as a terminal has room for: ``terminal`` in ``columns.yaml``, explained in notes."""
     places = [place for place, column in enumerate(table.columns) if column.heading in _file()["terminal"]]
     columns = tuple(table.columns[place] for place in places)
     rows = tuple(tuple(row[place] for place in places) for row in table.rows)

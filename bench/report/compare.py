@@ -1,8 +1,7 @@
 """Which rows stand in one table, how they are named, and words for captions.
 
 Bits per byte compare where ``held_equal`` of ``harness.record.comparison`` and the numbers of the shared code are
-equal; time and memory on equal ``ground`` and code. An *arm* is one variant at one configuration and of one code, with
-any seed.
+equal; time and memory on equal ``ground`` and code. An *arm* is one variant, configuration and code, with any seed.
 """
 
 import json
@@ -91,8 +90,7 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
 
 
 def differences(arms: pd.DataFrame, *keys: str) -> str:
-    """Keys in which the rows of a table differ: of their configurations, with all of a variant as one, and of the
-    frame."""
+    """Keys in which a table's rows differ: of their configurations, with all of a variant as one, and of the frame."""
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
     names = ["variant" if key.startswith("variant.") else key for key in settings if settings[key].nunique() > 1]
     names += [IN_CAPTIONS.get(key, key) for key in keys if key in arms and arms[key].nunique(dropna=False) > 1]

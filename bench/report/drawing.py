@@ -1,9 +1,7 @@
-"""Style of all figures, and how a figure becomes files: of the report, the front page, ``bench.inspect`` and
-``bench.evaluate``.
+"""Style of all figures, and how they become files: report, front page, ``bench.inspect`` and ``bench.evaluate``.
 
 Colours are Okabe and Ito's, for any colour vision, and every variant has a marker, for grey prints. In SVG, text is
-drawn as
-paths: it needs no font. Identifiers have a fixed salt, and there is no date, so that equal rows give equal files.
+drawn as paths: it needs no font. Identifiers have a fixed salt, and there is no date: equal rows give equal files.
 matplotlib's object interface needs no window system and leaves no global state.
 """
 
@@ -53,8 +51,7 @@ def looks(variants: Iterable[str]) -> dict[str, dict]:
 def panels(
     rows: int, columns: int, *, width: float, height: float, title: str, subtitle: str = ""
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``rows`` x ``columns`` axes, row by row, ``width`` x ``height`` inches, with title and subtitle
-    above."""
+    """A figure of ``rows`` x ``columns`` axes, row by row, ``width`` x ``height`` inches, title and subtitle above."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     renderer, top = FigureCanvasAgg(figure).get_renderer(), height - 0.08
     for text, style in ((title, {"fontsize": 13, "color": INK}), (subtitle, {"fontsize": 9, "color": "0.35"})):

@@ -1,5 +1,4 @@
-"""The report's figures: learning curves, trade-offs and cost against context; ``compare`` decides which rows share
-one."""
+"""The report's figures: learning curves, trade-offs and cost by context; ``compare`` decides which rows share one."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -99,8 +98,8 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     ax.xaxis.set_major_locator(MaxNLocator(6))
     legend(ax)
     caption = (
-        "Bits per byte, means over seeds: of valid on the way, where a prefix of the split may be scored (of train, where "
-        "nothing was scored), and of valid at the end, a large mark. The first fifth may leave the frame."
+        "Bits per byte, means over seeds: of valid on the way, where a prefix of the split may be scored (of train, "
+        "where nothing was scored), and of valid at the end, a large mark. The first fifth may leave the frame."
     )
     yield finish(figure, name=name, title="Learning curves", caption=caption)
 
@@ -115,8 +114,7 @@ def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
 
 
 def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
-    """Cost against length of context; a figure for each ground, code, mode, streams and data, whose digest is in its
-    name."""
+    """Cost against context; a figure for each ground, code, mode, streams and data, whose digest is in its name."""
 
     def same(row: dict) -> str:
         return repr((ground(row), tree_of(row), row["mode"], row["streams"], row["data"]["sha256"]))

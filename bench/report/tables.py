@@ -1,5 +1,4 @@
-"""Tables of runs that compare: means over seeds with their differences from the reference, and time and memory on one
-ground."""
+"""Tables of comparable runs: means over seeds, their differences from the reference, time and memory on one ground."""
 
 import math
 from collections.abc import Sequence
@@ -84,8 +83,7 @@ def summed(arms: pd.DataFrame) -> list[dict]:
 def compare(rows: Sequence[dict]) -> tuple[dict | None, str]:
     """Set each row of ``summed`` against the reference, over common seeds: ``difference`` in bits per byte, its
     ``half_width``, ``p`` by Holm, and a ``verdict``. Returns the reference, the best row of the variant that
-    ``variants.yaml`` names, or None
-    where nothing compares, and the split: test where every scored row has it."""
+    ``variants.yaml`` names, or None where nothing compares, and the split: test where every scored row has it."""
     scored = [row for row in rows if "valid_bits_per_byte" in row]
     reference = next((row for row in scored if row["variant"] == REFERENCE), None)
     split = "test" if scored and all("test_bits_per_byte" in row for row in scored) else "valid"

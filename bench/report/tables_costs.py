@@ -83,8 +83,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
 
 
 def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[tuple[dict, pd.DataFrame]]:
-    """Rows of equal ``key``, data and code as frames, each with its newest row: a step of equal work is of equal
-    data."""
+    """Rows of equal ``key``, data and code as frames, each with its newest row: steps of equal work have equal data."""
 
     def whole(row: dict) -> str:
         corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))

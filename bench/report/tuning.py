@@ -1,8 +1,7 @@
 """Tuning sweeps: which trial each setting picks, on validation bits and tuning seeds alone.
 
-A *setting* is a configuration without the keys of its space and the seed; a *trial* is a point of that space, by its
-number. The pick is the trial with the lowest mean over the seeds, among trials with a score of every seed. Test scores
-choose nothing.
+A *setting* is a configuration without its space's keys and the seed; a *trial* is a point of that space, by number. The
+pick is the trial with the lowest mean over seeds, of those with a score of every seed. Test scores choose nothing.
 """
 
 import json

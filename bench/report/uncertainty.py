@@ -1,11 +1,10 @@
 """Uncertainty of a difference of means: Student's t over pairs, in plain Python.
 
 For n differences d with mean m and standard deviation s (n - 1 in the denominator), the interval m +- t s / sqrt(n)
-holds the true mean in 95 of 100 repetitions, with t the 0.975 quantile of Student's distribution for n - 1 degrees of
-freedom. A true difference smaller than t s / sqrt(n) could not have been seen. Several differences of one table are
-judged together: Holm's steps keep the chance of any false verdict among them below 1 - 0.95, however they depend on
-each other. Student (W. S. Gosset), Biometrika 6 (1908); the distribution by Abramowitz and Stegun 26.7.3 and 26.7.4; S.
-Holm, Scand. J. Statist. 6 (1979).
+holds the true mean in 95 of 100 repetitions, with t Student's 0.975 quantile for n - 1 degrees of freedom. A true
+difference smaller than t s / sqrt(n) could not have been seen. Differences of one table are judged together: Holm's
+steps keep the chance of any false verdict among them below 1 - 0.95, however they depend on each other. Student (W. S.
+Gosset), Biometrika 6 (1908); distribution: Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand. J. Statist. 6 (1979).
 """
 
 import math
@@ -45,8 +44,7 @@ def paired(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> P
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """Each p corrected for all of them, in the order given: the smallest of n times n, the next times n - 1, never
-    falling."""
+    """Each p corrected for all, in the order given: the smallest times n, the next times n - 1, never falling."""
     order, corrected, largest = sorted(range(len(probabilities)), key=probabilities.__getitem__), {}, 0.0
     for rank, place in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - rank) * probabilities[place]))

@@ -36,8 +36,7 @@ task: TaskFunction | None = None
 
 
 class JobFailed(RuntimeError):
-    """Error of a sweep's job, reduced to its message, exit ``code`` and the stderr that ``already_printed`` it: it
-    pickles and keeps no tensors."""
+    """A sweep job's error: message, exit ``code`` and stderr ``already_printed``; it pickles and keeps no tensors."""
 
 
 def run_command(command: Callable[[], object], *, many: bool = False) -> None:

@@ -1,5 +1,4 @@
-"""Sweeps: every job is launched; a finished one returns its recorded result, a killed one goes on. So the same sweep,
-under any launcher, does the rest."""
+"""Sweeps by any launcher: every job is launched; a finished one returns its recorded result, a killed one goes on."""
 
 import hashlib
 import json
@@ -22,8 +21,7 @@ from harness.compose.cli import exit_code, portable, print_error
 
 
 class Endings(Callback):
-    """The callback in ``conf/command.yaml``: prints jobs' errors, and runs a sweep in place of Hydra's basic
-    sweeper."""
+    """The callback in ``conf/command.yaml``: prints jobs' errors, and replaces Hydra's basic sweeper in a sweep."""
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: object) -> None:
         """Print an error; a sweep goes on to its other jobs, a single job ends the command."""

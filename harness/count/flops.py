@@ -1,8 +1,7 @@
 """FLOPs of the code that ran: floating-point operations, two per multiply-add.
 
 One counter sees every operation that reaches a kernel, forward and backward. Matrix products, convolutions and the
-project's kernels count by torch's registry of formulas. Torch's ``FlopCounterMode`` (2.13) does not report operations
-without a formula. In its registry
+project's kernels count by torch's formulas; ``FlopCounterMode`` (2.13) omits operations without one. In its registry
 
 - attention on a CPU, weighted reads of a table and their gradients count 0;
 - causal attention (``is_causal``) counts every query against every key. Here query t meets keys 0 .. t, aligned at the

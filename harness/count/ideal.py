@@ -1,5 +1,4 @@
-"""Ideal FLOPs, which a mechanism declares, against those that its code executes: no more for the whole model, and not
-much less for each sublayer."""
+"""A mechanism's declared ideal FLOPs against executed ones: no more for the model, not much less for each sublayer."""
 
 from collections import deque
 from collections.abc import Generator

@@ -1,11 +1,9 @@
-"""Byte counts, which predict a split from counts of training bytes alone, and general compressors: baselines of every
-model.
+"""Byte counts, which predict a split by counts of training bytes alone, and compressors: baselines of every model.
 
     p_k(b | c) = (n(c b) + d(c) p_{k-1}(b | c')) / (n(c) + d(c))        Witten and Bell, 1991
 
-n counts in train, d(c) is the number of different bytes after the context c of k bytes, c' is c without its oldest
-byte, and p_{-1} = 1/256. For a context that is not in train, or begins before the split, p_k is p_{k-1}. Scoring adapts
-no counts.
+n counts in train, d(c) counts the different bytes after the context c of k bytes, c' is c without its oldest byte, and
+p_{-1} = 1/256. For a context not in train, or begun before the split, p_k is p_{k-1}. Scoring adapts no counts.
 """
 
 import bz2

@@ -92,8 +92,7 @@ def load(
     distances: Sequence[int] | None = None,
     seed: int | None = None,
 ) -> Corpus:
-    """Read a corpus by the keys of ``conf/data/*.yaml``, which explains them; ValueError names the key, its value and
-    what is allowed."""
+    """Read a corpus by the keys of ``conf/data/*.yaml``; ValueError names the key, its value and what is allowed."""
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
     if path is not None and name not in (*KNOWN, "file"):
@@ -187,14 +186,14 @@ def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
 def _numbered(
     content: np.ndarray, parts: list[np.ndarray], *, vocabulary: int, drop_newlines: bool
 ) -> tuple[list[Tensor], bytes]:
-    """The parts as numbers, and the byte of each number: all 256, or for a smaller vocabulary those that occur, in
-    order."""
+    """The parts as numbers, and each number's byte: all 256, or for a smaller vocabulary those that occur, in order."""
     symbols, dropped = bytes(range(256)), b"\n" * drop_newlines
     if vocabulary < 256:
         symbols = bytes(value for value in distinct_values(content) if value not in dropped)
         if len(symbols) > vocabulary:
             raise ValueError(
-                f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} byte values, allowed are {len(symbols)} and 256"
+                f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} byte values, "
+                f"allowed are {len(symbols)} and 256"
             )
     elif not dropped:
         return [torch.from_numpy(part) for part in parts], symbols

@@ -1,13 +1,11 @@
 """Skills: made-up streams that ask for one ability each. They are text, and their best possible score is known.
 
     multi_query_recall  B3 writes 3 to B, b3 reads it again: any of 26 keys, 8 values (2312.04927, section 4)
-    selective_copying   64 bytes of dots and capitals, >, then the capitals alone in lower case (2312.00752, section
-    3.1) state_tracking      C1432= and the order of abcde after swaps of neighbours, here four of them: words of S5
-    (2404.08819)
+    selective_copying   64 bytes of dots and capitals, >, then the capitals in lower case (2312.00752, section 3.1)
+    state_tracking      C1432= and the order of abcde after swaps of neighbours, here four: words of S5 (2404.08819)
 
-Bytes are independent and uniform, but for the answers, which follow from earlier bytes: a model with the skill pays 0
-bits for them.
-Every choice has a known price, so the floor of any part is exact, except for questions on bytes before the part.
+Bytes are independent and uniform, but for the answers, which follow from earlier bytes and cost a model with the skill
+0 bits. Every choice has a known price, so the floor of any part is exact, except for questions on bytes before it.
 """
 
 from collections.abc import Callable
@@ -114,8 +112,7 @@ class Made(NamedTuple):
 
 
 def _skill(make: Callable[[int, int], bytes], costs: Callable[[np.ndarray], np.ndarray], answers: Callable) -> Made:
-    """A corpus of ``make(n_bytes, seed)``, ``n_bytes`` or more; ``costs``: bits of each byte for a model with the
-    skill."""
+    """A corpus of ``make(n_bytes, seed)``, of ``n_bytes`` or more; ``costs``: bits of each byte with the skill."""
 
     def stream(n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
         return np.frombuffer(make(n_bytes, seed), np.uint8)[:n_bytes].copy()

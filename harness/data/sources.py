@@ -166,8 +166,7 @@ def read_stdlib() -> np.ndarray:
 
 
 def fetch(name: str) -> Path:
-    """The path of ``enwik8`` or ``text8`` in the user's cache, downloaded once by parallel jobs, and checked; else
-    OSError."""
+    """Path of ``enwik8`` or ``text8`` in the user's cache, downloaded once by parallel jobs, checked; else OSError."""
     corpus, target = KNOWN[name], cache_folder() / name
     if target.is_file():
         return target

@@ -1,9 +1,7 @@
 """Streams: the order in which training and scoring read bytes, and windows for scoring.
 
-A pair is an input byte and its target, the byte after it: a split of n bytes has n - 1 pairs, and pair i is bytes i and
-i + 1. The
-order is a pure function of the split, a position and the seed: a run resumes from one integer, and all variants read
-alike.
+A pair is an input byte and its target, the byte after it: a split of n bytes has n - 1 pairs; pair i is bytes i and
+i + 1. Order depends on split, position and seed alone: runs resume from one integer, and all variants read alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,13 +34,11 @@ class Batches:
 
 
 class Streams:
-    """Training batches: B ``streams`` of ``split``, uint8 ``[n]``, read side by side, T bytes (``segment``) a step, B x
-    T in all.
+    """Batches: B ``streams`` of ``split``, uint8 ``[n]``, side by side, T bytes (``segment``) a step, B x T in all.
 
-    With ``carry`` the split is a ring, cut into B streams of n // B bytes, which are read segment after segment with
-    carried state. After ``steps_per_turn`` segments a new turn begins: the ring is shifted by an offset that the seed
-    and the turn draw, and state is dropped. Without it each step reads B windows at random places. ValueError for a
-    stream (or split) of fewer than T + 1 bytes.
+    With ``carry`` the split is a ring, cut into B streams of n // B bytes, read segment after segment with carried
+    state. After ``steps_per_turn`` segments a new turn begins: the ring shifts by an offset drawn by seed and turn, and
+    state is dropped. Without it a step reads B random windows. ValueError for a stream (or split) below T + 1 bytes.
     """
 
     def __init__(self, split: Tensor, *, streams: int, segment: int, seed: int, carry: bool = True):
@@ -87,8 +83,7 @@ def share(number: int, part: tuple[int, int]) -> slice:
 
 def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple[int, int]]:
     """Cut pairs 0..n_pairs - 1 into contiguous ranges (first, end) to score, such that all streams read as many pairs,
-    or one more, with the unscored ``context`` that all but the first read before. ValueError naming
-    ``eval.streams``."""
+    or one more, with the unscored ``context`` that all but the first read before. ValueError names ``eval.streams``."""
     if not 1 <= streams <= n_pairs:
         raise ValueError(f"eval.streams={streams}: allowed is 1 to {n_pairs}, the (input, target) pairs to be scored")
     read = n_pairs + (streams - 1) * context
@@ -146,8 +141,7 @@ def windows(
     split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, part: tuple[int, int] = WHOLE
 ) -> Batches:
     """All pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``, at most
-    ``batch`` at a time, and a ``part`` of these batches. A window scores its last ``stride`` pairs, the first window
-    all of its pairs."""
+    ``batch`` at a time, and a ``part`` of these batches. A window scores its last ``stride`` pairs, the first all."""
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)

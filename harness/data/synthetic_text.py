@@ -25,8 +25,7 @@ _LEXICON, _TEXT = 1, 2  # first key of the hash, so that the two kinds of draws 
 
 
 def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
-    """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``; another seed is another text in the same
-    words."""
+    """The stream's first ``n_bytes`` bytes, uint8 ``[n_bytes]``; another seed is another text in the same words."""
     words = _lexicon()
     numbers = [str(number).encode() for number in range(10_000)]
     pieces = [*words, *(word.capitalize() for word in words), *numbers, *(gap.encode() for gap in GAPS)]

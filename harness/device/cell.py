@@ -1,5 +1,4 @@
-"""Fresh processes that answer one question at a time, so that measurements share no heap, and crashes and hangs stay
-inside.
+"""Fresh processes that answer one question at a time: measurements share no heap, and crashes and hangs stay inside.
 
 A cell is forked in a fraction of a second from a server that has imported torch and computed nothing.
 """

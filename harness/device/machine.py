@@ -64,8 +64,7 @@ def environment() -> dict[str, str]:
 
 def use_own_compiled_graphs() -> None:
     """A subfolder of ``TORCHINDUCTOR_CACHE_DIR``, or of a temporary one, for each kind of CPU and number of threads.
-    The key of torch 2.13 lacks both: from a shared folder it runs loops made for wider vectors, beyond the memory they
-    may read."""
+    Torch 2.13's key lacks both: from a shared folder it runs loops for wider vectors, which read out of bounds."""
     capabilities = sorted(torch.cpu.get_capabilities().items())
     kind = f"{capabilities} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     default = Path(tempfile.gettempdir()) / f"attention-windtunnel-{os.getuid()}"

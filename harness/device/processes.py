@@ -45,8 +45,7 @@ class ProcessGroup(Launch):
         return self.rank, self.world_size
 
     def meet(self) -> None:
-        """Make torch's process group, NCCL for tensors on a GPU and gloo for all others; ProcessLost where it cannot be
-        made."""
+        """Make torch's process group: NCCL for tensors on a GPU, gloo for others; ProcessLost where that fails."""
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
@@ -58,8 +57,8 @@ class ProcessGroup(Launch):
             place = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
             raise ProcessLost(
                 f"process {self.rank} of {self.world_size} did not meet the others at {place}, which MASTER_ADDR and "
-                f"MASTER_PORT name ({_first_line(error)}); allowed are an address and a free port of the first machine that "
-                "all can reach; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one of several networks"
+                f"MASTER_PORT name ({_first_line(error)}); allowed are an address and a free port of the first machine "
+                "that all can reach; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one of several networks"
             ) from error
 
     def loss(self, error: Exception) -> ProcessLost:
@@ -101,8 +100,7 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Context in which ranks may run different numbers of forwards; those that are done serve the others'
-        tables."""
+        """Context in which ranks may run different numbers of forwards: those done serve the others' tables."""
         yield
         if self.tables is not None:
             self.tables.serve()

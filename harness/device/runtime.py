@@ -62,8 +62,7 @@ class Runtime:
         device: where tensors live; each process of the run has one of its own.
         precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
         compile: whether the model's forward is compiled.
-        tf32: whether products of float32 round their factors to 10 bits, which is several times faster on NVIDIA's
-            GPUs.
+        tf32: whether products of float32 round their factors to 10 bits, several times faster on NVIDIA's GPUs.
         allocator: as ``machine.use_allocator`` returns it.
     """
 
@@ -89,8 +88,7 @@ class Runtime:
         return self.compiled.get(model, model)
 
     def send(self, *batches: Tensor) -> tuple[Tensor, ...]:
-        """Bytes (int64 on the host, from 0 to 255) as int64 on the device; to a GPU as uint8 from pinned memory,
-        without waiting."""
+        """Bytes (int64 on the host, 0 to 255) as int64 on the device: to a GPU as pinned uint8, without waiting."""
         if self.device.type == "cpu":
             return batches
         narrow = [batch.to(torch.uint8).pin_memory() for batch in batches]
@@ -137,14 +135,14 @@ class Runtime:
 
 
 def named(name: str) -> torch.device:
-    """The device of ``runtime.device``; ValueError where torch sees none such, and for ``auto`` where it cannot use an
-    NVIDIA device."""
+    """The device of ``runtime.device``; ValueError where torch sees none, or ``auto`` cannot use an NVIDIA one."""
     count = torch.cuda.device_count()
     if name == "auto":
         if not count and NVIDIA.is_dir() and any(NVIDIA.iterdir()) and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
             raise ValueError(
-                f"runtime.device=auto: torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the NVIDIA device of "
-                "this machine: install a newer driver (CUDA 13 needs 580) or a torch with CUDA, or set runtime.device=cpu"
+                f"runtime.device=auto: torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the NVIDIA "
+                "device of this machine: install a newer driver (CUDA 13 needs 580) or a torch with CUDA, or set "
+                "runtime.device=cpu"
             )
         return torch.device("cuda" if count else "cpu")
     try:
@@ -182,8 +180,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def lacks_to_compile() -> str | None:
-    """What ``torch.compile`` needs for a GPU and the machine lacks: Triton, a host compiler, Python's header; or
-    None."""
+    """What ``torch.compile`` needs for a GPU and the machine lacks: Triton, host compiler, Python's header; or None."""
     if find_spec("triton") is None:
         return "triton"
     if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):

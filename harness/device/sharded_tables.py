@@ -1,12 +1,10 @@
-"""Sharded tables: with ``runtime.shard=full`` each process has some columns of all rows, so that no device holds a
-whole table.
+"""Sharded tables: with ``runtime.shard=full`` each process has some columns of all rows, and no device a whole table.
 
     rows that all bytes of all processes read, and their weights    gathered
     this process's columns of all of these sums                     computed as by one process
     whole sums of this process's bytes                              exchanged, and their gradients back
 
-Traffic grows with the bytes of a step, not with the table. FSDP refuses sparse gradients and gathers a dense table
-whole.
+Traffic grows with a step's bytes, not with the table. FSDP refuses sparse gradients and gathers whole dense tables.
 """
 
 from collections.abc import Sequence

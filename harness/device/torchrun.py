@@ -1,5 +1,4 @@
-"""Whether this process runs alone or was started by ``torchrun`` with others. Without torch: the command line asks
-before slow imports."""
+"""Whether this process is alone or one of ``torchrun``'s. Without torch: the command line asks before slow imports."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -41,8 +40,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def is_later() -> bool:
-    """Whether this process is not the first of several; False for an environment that cannot be read: all print
-    then."""
+    """Whether this process is not the first of several; False for an unreadable environment: all print then."""
     try:
         return read_launch().rank > 0
     except ValueError:

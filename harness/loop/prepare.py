@@ -1,5 +1,4 @@
-"""Preparation of a run from a composed configuration: plan, corpus, folder, model, and weights of another run. Nothing
-is written."""
+"""Preparation of a run by its configuration: plan, corpus, folder, model, another run's weights. Writes nothing."""
 
 import dataclasses
 from pathlib import Path
@@ -130,8 +129,7 @@ def _restore(trainer: Trainer, content: dict, theirs: dict) -> None:
 
 
 def _facts(row: dict, *, everything: bool) -> dict[str, object]:
-    """What makes models of equal shapes compute differently, by key; for ``everything`` also data, their order and
-    optimizers."""
+    """What makes models of equal shapes compute differently, by key; ``everything`` adds data, order and optimizers."""
     config = row["config"]
     facts = {f"model.{name}": value for name, value in config["model"].items() if name not in FREE}
     facts |= {f"position.{name}": value for name, value in config["position"].items()}

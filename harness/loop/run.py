@@ -34,8 +34,7 @@ speed."""
 
 @contextmanager
 def recording(plan: Plan, place: folder.RunFolder, provenance: dict, processes: ProcessGroup) -> Iterator[None]:
-    """Record errors in the run folder, in the process that writes there; an error for lack of memory names the keys to
-    lower."""
+    """Record errors in the run folder, in the process that writes there; for lack of memory, name the keys to lower."""
     with place.failing(provenance) if processes.is_main else nullcontext():
         try:
             yield
@@ -60,8 +59,7 @@ class Run:
     Attributes:
         trainer: None where an earlier command has finished the run.
         best_bits: lowest bits per byte of the validations so far, or infinity.
-        validated: bytes and fraction of the budget spent at the last validation, and the pairs that each reads, or
-            None.
+        validated: bytes and fraction of the budget spent at the last validation, and the pairs each reads, or None.
     """
 
     def __init__(
@@ -166,8 +164,7 @@ class Run:
         return f"{bits}{'*' * bool(capped)} bits/byte after {self.trainer.spent.bytes:,} bytes"
 
     def step(self) -> None:
-        """One training step; then all processes agree on signals, and by the first one's clock whether a checkpoint is
-        due."""
+        """One training step; all processes agree on signals, and by the first's clock if a checkpoint is due."""
         self.trainer.step()
         late = time.monotonic() - self._saved_seconds >= (self.plan.checkpoint.every_seconds or math.inf)
         signals, lates = zip(*self._processes.all_gather((self.stop.heard, late)), strict=True)

@@ -1,5 +1,4 @@
-"""Sampling: bytes that a model writes one by one with carried state, so that a byte costs the same however long the
-text."""
+"""Sampling: bytes that a model writes one by one with carried state: a byte costs the same however long the text."""
 
 import math
 from collections.abc import Iterator
@@ -27,14 +26,13 @@ def numbers_of(text: bytes, symbols: bytes, *, key: str) -> Tensor:
 
 @torch.no_grad()
 def sampled(network: LanguageModel, prompt: Tensor, *, symbols: int, **choice) -> Iterator[int]:
-    """Numbers that follow ``prompt`` (int64 ``[P]``, P >= 1), without end. ``network`` is set to evaluation mode; only
-    its first ``symbols`` numbers are drawn; ``choice`` as ``draw`` has it. ValueError as of ``draw``, or for a
-    mechanism without state."""
+    """Endless numbers after ``prompt`` (int64 ``[P]``, P >= 1). ``network`` is set to evaluation mode; only its first
+    ``symbols`` numbers are drawn; ``choice`` as of ``draw``. ValueError as of ``draw``, or without carried state."""
     for name, sublayer in network.sublayers():
         if "segments" in sublayer.limits:
             raise ValueError(
-                f"{name} ({type(sublayer).__name__}) has the limit `segments`: it carries no state, so it cannot write; "
-                "allowed are mechanisms without that limit"
+                f"{name} ({type(sublayer).__name__}) has the limit `segments`: it carries no state, so it cannot "
+                "write; allowed are mechanisms without that limit"
             )
     network.eval()
     device, state = next(network.parameters()).device, None

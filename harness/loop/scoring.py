@@ -57,8 +57,7 @@ def score_stream(
     collect_stats: bool = False,
     look: int | None = None,
 ) -> Score:
-    """Score pairs of ``split`` (uint8 ``[n]``), streamed with carried state; the processes divide the streams, and each
-    returns the whole score.
+    """Score pairs of ``split`` (uint8 ``[n]``) with carried state; each process has some streams, and the whole score.
 
     Args:
         streams, segment, context: how the split is cut, and the bytes that each stream reads unscored before its own,
@@ -141,8 +140,7 @@ class Futures:
         self.chosen = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
     def look(self, number: int, inputs: Tensor, mask: Tensor, nats: Tensor, again: Callable[[Tensor], tuple]) -> None:
-        """Compare ``nats [L, T]`` of batch ``number`` with those that ``again`` gives for other ``inputs``, on the
-        CPU."""
+        """Compare ``nats [L, T]`` of batch ``number`` with those ``again`` gives for other ``inputs``, on the CPU."""
         for turn in range(self.chosen[number]):
             draws = integer_hash(_PLACE, self.seed, number, turn, range(len(inputs)))
             scored = [row.nonzero().flatten() for row in mask[:, :-1]]  # after the last byte there is none to replace

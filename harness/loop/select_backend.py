@@ -1,8 +1,7 @@
 """Selection of the code that computes attention on a device for which the kernels have no tests.
 
-Candidates are compared with plain PyTorch in float64, in the order in which the sublayers prefer them; the first that
-agrees runs. Each computes in a process of its own: an illegal read leaves a device's context unusable, and a hang must
-not stop the run.
+Candidates are compared with plain PyTorch in float64, in the sublayers' order of preference; the first that agrees
+runs. Each has its own process: an illegal read makes a device's context unusable, and a hang must not stop the run.
 """
 
 import dataclasses
@@ -40,8 +39,7 @@ _compared: dict[str, tuple[bool, str]] = {}
 
 
 def settled(plan: Plan, where: Runtime, *, recorded: dict | None = None) -> Plan:
-    """The plan with the backend for the run's device, and how it was chosen; of several processes, the first one
-    chooses.
+    """The plan with the backend for the run's device, and how it was chosen; of several processes, the first chooses.
 
     Args:
         recorded: the choice in the record of a run that goes on.
@@ -89,8 +87,7 @@ def select(plan: Plan, where: Runtime) -> dict | None:
 
 def candidates(plan: Plan, where: Runtime) -> tuple[list[str], Plan]:
     """Backends beside plain that all sublayers with a choice offer on the device, in order of preference, and the plan
-    on which
-    they are compared: the run's heads and widths, few layers."""
+    on which they are compared: the run's heads and widths, few layers."""
     with torch.random.fork_rng(devices=[]):
         sublayers = dict(varied(plan, runtime=ON_CPU).make_model().sublayers())
     offers = {name.rpartition(".")[2]: s.backends(where.device, training=True) for name, s in sublayers.items()}

@@ -24,9 +24,8 @@ from variants.contract import cat_streams, map_state
 
 
 class Trainer:
-    """What trains, in one of the processes of a run. Parameters, optimizers and ``spent`` are equal in all; the carried
-    state is of this process's streams. ValueError where the processes cannot divide the streams, or a split is too
-    short to be scored.
+    """What trains, in one process of a run. Parameters, optimizers and ``spent`` are equal in all; carried state is of
+    this process's streams. ValueError where processes cannot divide the streams, or a split is too short to score.
 
     Attributes:
         backend, evaluation_backend: the code of attention in training and in scoring: dropout may forbid a faster one.
@@ -79,8 +78,7 @@ class Trainer:
         return self.plan.budget.done(self.spent)
 
     def step(self) -> None:
-        """One training step; Diverged where the loss or a gradient of the step before is not finite, read while the
-        device works."""
+        """One step; Diverged where the previous step's loss or gradient is not finite, read as the device works."""
         began, number, flops = time.perf_counter(), self.spent.steps, self._step_flops()
         inputs, targets = self._sent.get(number) or self._send(number)
         self._sent = {number + 1: self._send(number + 1)}
@@ -120,8 +118,8 @@ class Trainer:
             if left_out():
                 self._unchecked.clear()
                 self._diverge(
-                    f"step {number + 1:,} diverged at a learning rate of {rate:.3g}: its loss or a gradient is not finite. "
-                    "The weights are as they were before it"
+                    f"step {number + 1:,} diverged at a learning rate of {rate:.3g}: its loss or a gradient is not "
+                    "finite. The weights are as they were before it"
                 )
 
     def _check_weights(self) -> None:
@@ -199,8 +197,8 @@ class Trainer:
         part = self.corpus.choosing(number)
         if len(part) < 2:
             raise ValueError(
-                f"eval.selection_bytes={number}: leaves less than a pair of valid's {len(valid)} bytes to choose the weights "
-                "by; allowed are 2 or more, or null, of a valid split of 4 or more"
+                f"eval.selection_bytes={number}: leaves less than a pair of valid's {len(valid)} bytes to choose the "
+                "weights by; allowed are 2 or more, or null, of a valid split of 4 or more"
             )
         return part
 
@@ -208,26 +206,31 @@ class Trainer:
         """Why several processes cannot divide the work."""
         b, number = self.plan.batch, self.runtime.processes.world_size
         if b.streams % number:
-            yield f"batch.streams={b.streams}: {number} processes take as many streams each; allowed are multiples of {number}"
+            yield (
+                f"batch.streams={b.streams}: {number} processes take as many streams each; "
+                f"allowed are multiples of {number}"
+            )
         if b.accumulate > b.streams // number:
             share = f"each of {number} processes has {b.streams // number} of batch.streams={b.streams} to split"
             yield f"batch.accumulate={b.accumulate}: {share}; allowed is at most as many"
         for name, optimizer in self.optimizers.optimizers.items():
             if self.plan.runtime.shard == "full" and not isinstance(optimizer, BY_ROWS):
                 who = f"{type(optimizer).__name__}, the optimizer of {name}, may need whole parameters"
-                yield f"runtime.shard=full: {who}; allowed is none, or one of {', '.join(kind.__name__ for kind in BY_ROWS)}"
+                yield (
+                    f"runtime.shard=full: {who}; allowed is none, "
+                    f"or one of {', '.join(kind.__name__ for kind in BY_ROWS)}"
+                )
         for name, sublayer in self.model.sublayers():
             norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
             if norms or "streams_apart" in sublayer.limits:
                 what = type(norms[0]).__name__ if norms else "streams that influence each other"
                 yield (
-                    f"variant={self.plan.variant}: {name} has {what}, and each of {number} processes would see a part of "
-                    "the batch only; allowed are one process, or a norm of each byte, such as LayerNorm"
+                    f"variant={self.plan.variant}: {name} has {what}, and each of {number} processes would see a part "
+                    "of the batch only; allowed are one process, or a norm of each byte, such as LayerNorm"
                 )
 
     def content(self) -> dict:
-        """What an exact resume needs; all processes call it. Divided parameters, and their optimizers' tensors, are
-        divided here."""
+        """What an exact resume needs; all processes call it. Divided parameters and optimizer tensors stay divided."""
         self.settle()
         self._check_weights()
         processes = self.runtime.processes
@@ -275,8 +278,7 @@ def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, what: str)
 
 
 def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) -> str:
-    """The code that the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is
-    impossible."""
+    """The code that sublayers run, in training or in evaluation; ValueError if ``runtime.backend`` is impossible."""
     backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
     if not device.compile:

@@ -33,8 +33,7 @@ class Update:
         self.units, self.forward, self.gradient_bytes = Units(model), runtime.forward(model), 0
 
     def spread(self, *, shard: str) -> None:
-        """Have all processes make each update together, from the first one's weights; ``shard`` as in
-        ``conf/runtime``."""
+        """Have all processes update together, from the first one's weights; ``shard`` as in ``conf/runtime``."""
         processes = self.runtime.processes
         if processes.world_size > 1:
             from harness.device.spread import SpreadUnits  # late: slow to import
@@ -86,8 +85,7 @@ class Update:
 
 
 def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
-    """Parameters FSDP cannot shard: vectors, shared ones, read outside of the forward pass, or without dense
-    gradients."""
+    """Parameters FSDP cannot shard: vectors, shared, read outside of the forward pass, or without dense gradients."""
     holders: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = name.split(".")[:3] if name.startswith("layers.") else []

@@ -47,8 +47,7 @@ class ClippedAdagrad(Optimizer):
                     parameter.index_add_(0, rows, step, alpha=-group["lr"])
 
     def _shrink(self, parameter: Tensor, values: Tensor, clip: float | None) -> Tensor | float:
-        """``min(1, clip / norm)`` without waiting for the device; the norm of a divided parameter is of all processes'
-        values."""
+        """``min(1, clip / norm)`` without waiting for the device; a divided parameter's norm is of all its values."""
         if clip is None:
             return 1.0
         norm = torch.linalg.vector_norm(values)

@@ -1,5 +1,4 @@
-"""Budget of a run, and its learning-rate schedule, a function of the spent fraction: one schedule fits every unit, and
-a larger budget stretches it."""
+"""Budget and learning-rate schedule of a run, by the spent fraction: one fits all units, more budget stretches it."""
 
 import math
 from dataclasses import dataclass
@@ -62,8 +61,7 @@ class Schedule:
 
     Args:
         warmup_fraction: fraction of the budget over which the rate rises from 0; 0 for none.
-        warmup_steps: updates over which it rises, from ``1 / warmup_steps``; 0 for none. Of both kinds the lower share
-            counts.
+        warmup_steps: updates over which it rises, from ``1 / warmup_steps``; 0 for none. The lower warm-up counts.
         decay_fraction: fraction at the budget's end over which the rate falls from its peak.
         floor: share of the peak at which the decay ends.
     """

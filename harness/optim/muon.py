@@ -6,8 +6,7 @@
     W <- (1 - lr wd) W - lr max(1, rows / columns)^0.5 O
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the update of ``torch.optim.Muon`` with
-``adjust_lr_fn="original"``. That takes one matrix at a time, mostly overhead for small ones; here those of one shape
-are batched.
+``adjust_lr_fn="original"``, one matrix at a time, mostly overhead for small ones; here equal shapes are batched.
 """
 
 from collections import defaultdict
@@ -41,8 +40,7 @@ def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
     """The dtype of the products under ``precision`` for parameters such as ``like``. ``auto`` is float64 for float64,
-    else bfloat16 where the hardware has matrix units for it (CUDA and AMX, where it takes 0.4 of the time), else
-    float32."""
+    else bfloat16 where the hardware has matrix units for it (CUDA and AMX, in 0.4 of the time), else float32."""
     if precision != "auto":
         return getattr(torch, precision)
     if like.dtype != torch.float64 and (like.is_cuda or (like.device.type == "cpu" and _has_amx())):

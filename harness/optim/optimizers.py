@@ -1,10 +1,9 @@
-"""Optimizers of a run. Every rate is optim.lr * lr_scale * schedule(fraction of the budget), without the last factor
-for a group with ``schedule: constant``.
+"""Optimizers of a run. Every rate is optim.lr * lr_scale * schedule(fraction of the budget), the last factor for groups
+with ``schedule: run`` only.
 
 An update whose loss or gradients are not finite is left out on the device, without waiting for it: torch's fused
-optimizers change
-nothing where their attribute ``found_inf`` is 1, and show it by ``_step_supports_amp_scaling``, as for
-``torch.amp.GradScaler``. So do ours; for any other optimizer the host waits.
+optimizers change nothing where their attribute ``found_inf`` is 1, and show it by ``_step_supports_amp_scaling``, as
+for ``torch.amp.GradScaler``. So do ours; for any other optimizer the host waits.
 """
 
 from collections.abc import Set
@@ -45,8 +44,7 @@ class Optimizers:
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
     def step(self, fraction: float, *, loss: Tensor | None = None) -> None:
-        """One update of every group, if the ``loss`` and all gradients are finite, at this ``fraction`` of the
-        budget."""
+        """Update every group, if the ``loss`` and all gradients are finite, at this ``fraction`` of the budget."""
         gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
         every = {p: g for both in gradients.values() for some in both for p, g in some.items()}
         self._find_inf([*([] if loss is None else [loss]), *every.values()])
@@ -135,8 +133,7 @@ class Optimizers:
         return state | {"state": changed}
 
     def describe(self) -> list[dict]:
-        """A row for each group: name, optimizer, peak rate, parameters, their share of all, and the dtypes of Muon's
-        products."""
+        """A row for each group: name, optimizer, peak rate, parameters, their share, and dtypes of Muon's products."""
         rows, total = [], sum(self._sizes.values())
         for name, group in self.groups.items():
             optimizer, size = self.optimizers[name], self._sizes[name]

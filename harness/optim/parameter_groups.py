@@ -74,8 +74,9 @@ class Group:
             if isinstance(optimizer, refused):
                 kind = "sparse" if parameter.grad.is_sparse else "dense"
                 raise ValueError(
-                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is {kind}; allowed for sparse ones "
-                    "are torch.optim.SparseAdam and harness.optim.ClippedAdagrad, for dense ones all but SparseAdam"
+                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is {kind}; allowed for "
+                    "sparse ones are torch.optim.SparseAdam and harness.optim.ClippedAdagrad, for dense ones all but "
+                    "SparseAdam"
                 )
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
@@ -94,9 +95,8 @@ def assign(
 ) -> list[Group]:
     """Put every trainable parameter of a model into exactly one group.
 
-    A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside
-    ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Only weights of ``nn.Linear`` decay,
-    unless a group has its own decay.
+    A parameter matched by a variant's pattern is in its group. Of the rest, ``nn.Linear`` weights in ``layers.`` are in
+    ``matrices`` if the run has it, all others in ``default``. Only ``nn.Linear`` weights decay, unless a group sets it.
 
     Args:
         model: neither compiled nor wrapped.

@@ -21,8 +21,7 @@ CONTEXT = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
     """For each layer, the sublayers' names and partials; ValueError by key. ``layers`` lists every layer's sublayers in
-    order; ``at`` has other lists for single layers, counted from 0 or, if negative, from the top; null there takes an
-    entry back."""
+    order; ``at`` has other lists for layers, counted from 0 or, if negative, the top; null takes an entry back."""
     checked(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
     sublayers = {name: _sublayer(name, node, trust) for name, node in variant.items() if name not in KEYS}
 

@@ -51,8 +51,7 @@ def shrunk(plan: Plan) -> Plan:
 
 
 def narrow(plan: Plan) -> Plan:
-    """The plan with few layers and small width but the run's span, without ``small``; with all layers where keywords of
-    sublayers fit no other number."""
+    """The plan in few layers (all if keywords fit no others) and small width, at the run's span, without ``small``."""
     layers = (_kinds(plan), [tuple(layer) for layer in plan.layers])
     return _first_that_runs(plan, spans=(plan.model.span,), layers=layers, model={})
 

@@ -1,8 +1,7 @@
 """Space of a variant's trials: the tuned keys with their ends, and the point of a trial's number.
 
 Points are a scrambled Sobol sequence with a fixed seed, which fills the unit cube more evenly than independent draws
-(I. M. Sobol, USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Point n depends on the space and n alone, so that a sweep
-goes on from 16 trials to 32.
+(I. M. Sobol, USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Point n depends on space and n: 16 trials extend to 32.
 """
 
 from collections.abc import Collection, Mapping

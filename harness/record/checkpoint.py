@@ -1,8 +1,7 @@
 """Checkpoints: everything an exact resume needs (``Trainer.content`` and ``Run.save``), written whole or not at all.
 The newest stay, and ``best.pt`` with weights only. Random states alone depend on the number of processes.
 
-The file is torch's zip archive with the SHA-256 of the preceding bytes as its comment, compared before anything is
-unpickled.
+The file is torch's zip archive with the SHA-256 of the preceding bytes as comment, compared before unpickling.
 """
 
 import hashlib
@@ -29,8 +28,7 @@ _ENDING_BYTES = len(_NO_COMMENT) + len(_MARK) + 64
 
 def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
     """Write ``checkpoints/step-N.pt`` of a run folder, and remove all but the newest ``keep`` and those of later steps,
-    which are
-    damaged: the run did not resume from them."""
+    which are damaged: the run did not resume from them."""
     path = _write(folder / FOLDER / f"step-{step:09d}.pt", content)
     every = _all(folder)
     for old in set(every).difference(every[: every.index(path) + 1][-keep:]):

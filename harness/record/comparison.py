@@ -1,5 +1,4 @@
-"""Whether two rows compare: bits per byte where fixed conditions are equal and the code computes the same, time and
-memory on equal ground only."""
+"""Whether rows compare: bits per byte at equal fixed conditions and numerics, time and memory on equal ground only."""
 
 import json
 from collections.abc import Mapping
@@ -24,8 +23,7 @@ def _mapping(row: Mapping, key: str) -> Mapping:
 
 def held_equal(row: Mapping) -> str:
     """A text that is equal for rows whose bits per byte may be compared, code apart. Tuning runs compare with each
-    other only, a budget of seconds on equal ground only; a span that is the model's is a setting, not a way of
-    scoring."""
+    other only, a budget of seconds on equal ground only; the model's own span is a setting, not a way of scoring."""
     config, budget, protocol = (_mapping(row, key) for key in ("config", "budget", "protocol"))
     protocol = {"split": _mapping(config, "data").get("split", SPLIT)} | protocol
     if protocol.get("span") is not None and _mapping(config, "model").get("span") == protocol["span"]:

@@ -84,8 +84,8 @@ class RunFolder:
             if not try_lock(self._lock):
                 self._lock.seek(0)
                 raise ValueError(
-                    f"outputs={self.path.parent}: {self.path.name} is held by {self._lock.read().decode(errors='replace')}; "
-                    "allowed is to wait for it, or another outputs"
+                    f"outputs={self.path.parent}: {self.path.name} is held by "
+                    f"{self._lock.read().decode(errors='replace')}; allowed is to wait for it, or another outputs"
                 )
             self._lock.truncate(0)
             write_all(self._lock, holder)

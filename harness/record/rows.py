@@ -1,5 +1,4 @@
-"""Rows: JSON objects, one a line, read and written here alone. A run's record only grows; its summary appears whole or
-not at all.
+"""Rows: JSON objects, one a line, read and written here alone. A record only grows; a summary appears whole or never.
 
 Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and every number shown anywhere is in
 a row. A checkpoint stores the number of rows; a resumed run cuts the file back to them and writes the same rows again.
@@ -82,9 +81,15 @@ def _cut_back(path: Path, *, rows: int, sha256: str | None) -> bytes:
     *complete, _ = content.split(b"\n")
     wanted, wrong = b"".join(line + b"\n" for line in complete[:rows]), None
     if rows > len(complete):
-        wrong = f"{path} has {len(complete)} complete rows, but the checkpoint had seen {rows}: the record was cut or replaced"
+        wrong = (
+            f"{path} has {len(complete)} complete rows, but the checkpoint had seen {rows}: "
+            "the record was cut or replaced"
+        )
     elif sha256 not in (None, hashlib.sha256(wanted).hexdigest()):
-        wrong = f"{path}: its first {rows} rows are not those that the checkpoint had seen: the record was damaged or changed"
+        wrong = (
+            f"{path}: its first {rows} rows are not those that the checkpoint had seen: "
+            "the record was damaged or changed"
+        )
     if wrong:
         raise Damaged(f"{wrong}. Put it back, or start the run again with force=true")
     if len(wanted) < len(content):

@@ -1,5 +1,4 @@
-"""Shapes of rows, those of ``rows.yaml`` as pydantic's types: files get cut, merged and edited, so a row that does not
-fit is refused by the name of its key."""
+"""Shapes of rows, ``rows.yaml`` as pydantic's types: files get cut, merged and edited; misfits are refused by key."""
 
 import math
 import re

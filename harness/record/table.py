@@ -19,8 +19,7 @@ _MARKED = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell's ``text`` as shown, empty where nothing was measured, and the unrounded number that sorting and CSV
-    get."""
+    """A cell's ``text`` as shown, empty where nothing was measured, and the unrounded number for sorting and CSV."""
 
     text: str
     value: float | int | None = None

@@ -1,5 +1,4 @@
-"""W&B: one W&B run per job, online if a key is configured, else offline; its failures are one line on stderr.
-``WANDB_*`` variables win over the arguments.
+"""W&B: a run per job, online with a key, else offline; failures are a line on stderr. ``WANDB_*`` wins over arguments.
 
 Metrics: those of ``PLACE``, with ``bytes_seen`` as the x axis; ``train/learning_rate``, a number of a row by the row's
 kind; ``valid_bits_per_byte``, a final score; ``train_span/layers.0.attention``, a sublayer's metric, or of a list
