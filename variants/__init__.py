@@ -22,6 +22,5 @@ To add a mechanism, write one class and two small YAML files::
     groups: {}
 
 A mechanism that sees a past also declares ``honours`` and ``reach()``: ``docs/adding_a_variant.md`` shows one. The
-contract is in ``contract.py``; ``python -m bench.check -cd my_conf trust=[my_file] variant=mine`` checks that a variant
-keeps it.
+contract is in ``contract.py``; ``python -m bench.check -cd my_conf trust=[my_file] variant=mine`` checks a variant.
 """

@@ -1,15 +1,13 @@
 """Adaptive attention span: every head learns how far back it looks (1905.07799).
 
     m_z(x) = clamp((R + z - x) / R, 0, 1),   a_tx = m_z(x) exp(s_tx) / sum_y m_z(y) exp(s_ty)          (section 2.2)
-    loss = NLL + lambda / H * sum over all heads of all layers of z     (m: ``soft_mask`` in
-    ``variants/kernels/window.py``)
+    loss = NLL + lambda / H * sum over all heads of all layers of z     (m: ``soft_mask`` in ``kernels/window.py``)
 
 z = S * fraction: each head learns a fraction in [0, 1], clamped after every optimizer step. x counts visible keys from
 the nearest, x = 0. Keys beyond a head's z + R are not computed, and the carried past is as long as the heads need.
 
-In the dynamic span (last paragraph of section 2.2) z depends on the input: z_t = S * sigmoid(v . x_t + b) for each
-head. Attention still computes the whole window; only ``ideal_flops`` shows the possible saving, at the span S *
-sigmoid(b).
+In the dynamic span (end of section 2.2) z depends on the input: z_t = S * sigmoid(v . x_t + b) per head. Attention
+still computes the whole window; only ``ideal_flops`` shows the possible saving, at the span S * sigmoid(b).
 """
 
 import math
@@ -75,8 +73,7 @@ class AdaptiveSpan(SoftSpan):
         self.fraction.clamp_(0, 1)
 
     def lengths(self) -> Tensor:
-        """Return the end of each head's ramp, z + R keys ``[H]``, rounded as in ``kernels/window.py``'s
-        ``soft_mask``."""
+        """Return each ramp's end, z + R keys ``[H]``, rounded as in ``soft_mask`` of ``kernels/window.py``."""
         return self.fraction * self.span + self.ramp
 
     def set_lengths(self, lengths: Sequence[float]) -> None:

@@ -1,8 +1,7 @@
 """All-attention: persistent key-value vectors in the softmax of attention, in place of the feed-forward (1907.01470).
 
-A feed-forward block with a softmax as its non-linearity is attention over fixed vectors (section 3.1). So each head of
-each layer has N learned key-value vectors of its own, in one softmax with the context. They have no position and are
-never masked.
+A feed-forward block with softmax as non-linearity is attention over fixed vectors (section 3.1). So each head of each
+layer has its own N learned key-value vectors, in one softmax with the context, without position and never masked.
 
     M_k = sqrt(K) * key,   M_v = sqrt(N) * value                                                         (section 4.2)
 

@@ -1,10 +1,9 @@
 """Any module of an installed package as a sublayer, by YAML alone, if it maps ``[B, T, D]`` to ``[B, T, D]``.
 
-The module gets the normalised input of one segment and nothing else. So it carries no state and has no positions but
-its own. Its sizes are its own keywords, which may be interpolated: ``${model.d_model}``. The YAML says which promises
-the module cannot keep, how far it sees, and which keywords get choices of the run; ``python -m bench.check`` tests
-these claims (``docs/any_module.md``). ``ideal_flops`` counts products of ``nn.Linear`` only, so it is a lower bound;
-``needed_flops`` is None.
+The module gets only the normalised input of one segment: it carries no state and has only its own positions. Sizes are
+its own keywords, which may be interpolated: ``${model.d_model}``. The YAML says which promises it cannot keep, how far
+it sees, and which keywords get choices of the run; ``python -m bench.check`` tests this (``docs/any_module.md``).
+``ideal_flops`` counts only products of ``nn.Linear``, a lower bound; ``needed_flops`` is None.
 """
 
 import functools
@@ -25,8 +24,7 @@ class AnyModule(Sublayer):
 
     Args:
         context: the run's choices; widths and the rest are keywords of the module.
-        module: factory of the module: ``_target_``, of a package that the command line trusts, and constructor
-            keywords.
+        module: factory: ``_target_``, of a package that the command line trusts, and constructor keywords.
         honours: choices of the run, and the module's keyword that gets each of them, overriding the YAML's value:
             ``{span: window}``, ``{attend_self: self}``, both, or ``{}`` for a module that sees itself and any past.
             None for a module in which each byte sees only itself.

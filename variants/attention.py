@@ -12,9 +12,8 @@
 - ``gate``: o_h sigmoid(W_g x), elementwise, before W_o (2505.06708, G1).
 - ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(lse) / (exp(lse) + exp(sink)). The
   logit starts at 0, and dropout does not apply to it.
-- ``key_bias``: each head computes b from the inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides
-  key j. Persistent vectors and the sink get no bias. The state carries b with keys and values, in float32, relative to
-  b at the last byte.
+- ``key_bias``: heads compute b from inputs and add b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key j.
+  Persistent vectors and sink have none. The state carries b with keys and values, in float32, relative to the last b.
 
 The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, as far
 back as the window reaches. Its shape gives the length of the past. With ``cache: kv``, heads of unequal spans carry
@@ -63,20 +62,17 @@ class AttentionSpan(Spans):
         self.set_keys((context.span,) * context.heads)
 
     def set_keys(self, max_keys: Sequence[int], visible_keys: Sequence[int] | None = None) -> None:
-        """Set per head the most keys that it may see, and how many a query with a full past sees (default: the
-        same)."""
+        """Set per head the most visible keys, and how many a query with a full past sees (default: the same)."""
         self.max_keys = tuple(max_keys)
         self.visible_keys = self.max_keys if visible_keys is None else tuple(visible_keys)
         self.max_keys_tensor = torch.tensor(self.max_keys)  # an input of compiled graphs, not a constant
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """Return the spans z in keys for the input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard
-        window."""
+        """Return spans z in keys for input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard window."""
         return None
 
     def visible_window(self, z: Tensor | None, shift: int) -> Window:
-        """Return which keys queries may see. In a compiled graph spans are inputs, so that new spans do not recompile
-        it."""
+        """Return which keys queries may see. In a compiled graph spans are inputs, so new spans do not recompile it."""
         if torch.compiler.is_compiling() and self.ramp:
             return Window((self.span,) * self.heads, shift, z, self.ramp, self.max_keys_tensor)
         return Window(self.max_keys, shift, z, self.ramp)
@@ -120,8 +116,7 @@ class Segment(NamedTuple):
         q: scaled queries ``[B, H, T, K]``, after position encoding.
         k, v: keys, after position encoding, and values ``[B, G, T, K]``.
         start, z: stream positions ``[B]`` of the first bytes, and spans in keys as in ``Window``.
-        persistent, biases: persistent vectors or None, and biases of keys and of queries ``[B, H, T]`` or an empty
-            tuple.
+        persistent, biases: persistent vectors or None; biases of keys and queries ``[B, H, T]`` or an empty tuple.
     """
 
     x: Tensor
@@ -377,8 +372,7 @@ class Attention(MultiHead, OnKernels):
         return NeededFlops(needed.forward + again, needed.backward + again)
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
-        """Return sums over heads: visible pairs within the segment, visible pairs with past keys, and visible past
-        keys."""
+        """Return sums over heads: visible pairs in the segment, those with past keys, and visible past keys."""
         windows = self.span.visible_keys
         in_segment, past = map(sum, zip(*(pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True))
         return in_segment, past, sum(min(carried, n - 1 + self.shift) for n in self._by_kv_head(windows))

@@ -101,8 +101,7 @@ class OnKernels(Sublayer):
 
     def backend(self, device: torch.device, *, training: bool) -> str:
         """Return the requested backend, or for ``auto`` the first that can run; on a GPU the first in plain PyTorch.
-        There the harness tests kernels on the very device before a run, and replaces ``auto`` by the name of one that
-        passed."""
+        There the harness tests kernels on the very device before a run, and replaces ``auto`` by one that passed."""
         wanted = self.wanted_backend
         if wanted == "auto":
             of_torch = [] if device.type == "cpu" else ["chunked", "plain"]

@@ -9,8 +9,7 @@ from torch import Tensor
 
 @dataclass
 class Blocks:
-    """Blocks of r bytes beyond a window of w keys, within the S visible keys; a query reads ``read`` of them (None:
-    all)."""
+    """Blocks of r bytes beyond a window of w keys, in the S visible keys; a query reads ``read`` (None: all)."""
 
     ratio: int
     window: int
@@ -29,8 +28,7 @@ class Blocks:
         self.past = max(self.behind, self.unsummarised)  # P, bytes that the window or the next summary may need
 
     def chunks(self, length: int) -> tuple[int, int]:
-        """Return n, the number of chunks of queries, and Q, the queries per chunk; if n > 1, a chunk is whole
-        blocks."""
+        """Return n, the number of query chunks, and Q, queries per chunk; if n > 1, a chunk is whole blocks."""
         size = -(-max(32, min(128, self.near)) // self.ratio) * self.ratio
         return (1, length) if length <= size else (-(-length // size), size)
 
@@ -40,8 +38,7 @@ class Blocks:
         return F.pad(x, (0, 0, 0, chunks * size - x.shape[-2])).unflatten(-2, (chunks, size))
 
     def met(self, size: int, device: torch.device) -> Tensor:
-        """Return indices of summaries that a chunk of ``size`` queries may see, relative to the blocks before the
-        chunk."""
+        """Return indices of summaries that a chunk of ``size`` queries may see, relative to the blocks before it."""
         number = self.most + self.lag + 1 + (self.ratio - 2 + size - self.nearest) // self.ratio
         return torch.arange(max(0, number), device=device)
 
@@ -60,8 +57,7 @@ class Blocks:
 
 
 def highest(scores: Tensor, number: int) -> Tensor:
-    """Return a mask of each row's ``number`` highest, ``[.., G]``, and of NaN; ties go to the first (``topk``: to
-    any)."""
+    """Return a mask of rows' ``number`` highest, ``[.., G]``, and of NaN; ties go to the first (``topk``: any)."""
     last = scores.topk(number, dim=-1).values[..., -1:]
     above, equal = ~(scores <= last), scores == last
     return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= number - above.sum(-1, keepdim=True)))

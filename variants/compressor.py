@@ -1,5 +1,4 @@
-"""Compressor: one key and one value for each block of r bytes, weighted by learned weights of places or by content
-(``linformer.py``).
+"""Compressor: one key and value per block of r bytes, by learned weights of places or by content (``linformer.py``).
 
     mean      sum_i k_i / r
     linear    sum_i E_i k_i, sum_i F_i v_i                                    learned weights: 2006.04768, section 4

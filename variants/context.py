@@ -24,8 +24,7 @@ class VisibleKeys(NamedTuple):
         past: keys and values before the segment, if any, in parts.
         whole: past and segment concatenated, ``[B, H, P + T, K]``, if they were joined; else None.
         key_bias, query_bias: b of the segment's keys and queries ``[B, H, T]``, relative to the byte before it, or
-            None. The score of query t and key j gets b_j - b_t. b_t is finite; b_j is the same b, or -inf to hide a
-            key.
+            None. The score of query t and key j gets b_j - b_t. b_t is finite; b_j is the same, or -inf to hide a key.
     """
 
     k: Tensor
@@ -37,8 +36,7 @@ class VisibleKeys(NamedTuple):
 
     @classmethod
     def joined(cls, k: Tensor, v: Tensor, past: list[PastKV], *biases: Tensor | None) -> "VisibleKeys":
-        """Concatenate past and segment, unless the past has several parts; attention and the state both read this
-        copy."""
+        """Concatenate past and segment, unless the past has several parts; attention and state read this copy."""
         keys = cls(k, v, past, None, *biases)
         if len(past) > 1:
             return keys
@@ -108,8 +106,7 @@ class VisibleKeys(NamedTuple):
 
 
 def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
-    """Split a state into parts with the last ``past`` keys and values each (None: all), in ``dtype`` (None:
-    unchanged)."""
+    """Split a state into parts of the last ``past`` keys and values (None: all), in ``dtype`` (None: unchanged)."""
     if state is None:
         return []
     keys, *others = ((part,) if isinstance(part, Tensor) else part for part in state)
@@ -123,8 +120,7 @@ def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> 
 
 
 def last_keys(old: list[PastKV], new: PastKV, *numbers: float) -> State:
-    """Do ``VisibleKeys.last`` for parts ``old`` before the segment and the segment ``new``; states per head share a
-    copy."""
+    """Do ``VisibleKeys.last`` for parts ``old`` before the segment ``new``; states per head share a copy."""
     if len(numbers) == 1 and len(old) < 2:
         pairs = zip(old[0].tensors() if old else [None] * 3, new.tensors(), strict=False)
         return tuple(last(*numbers, 2, *pair) for pair in pairs)
@@ -133,8 +129,7 @@ def last_keys(old: list[PastKV], new: PastKV, *numbers: float) -> State:
 
 
 def _in_a_row(old: list[PastKV], new: PastKV, numbers: Sequence[float]) -> tuple[list[Tensor], list[int]]:
-    """Concatenate the last ``numbers`` keys of each head, head after head, ``[B, r, N, ..]``; also return heads'
-    lengths."""
+    """Concatenate heads' last ``numbers`` keys, head after head, ``[B, r, N, ..]``; also return the lengths."""
     pieces, lengths = [[] for _ in new.tensors()], []
     for h, left in enumerate(numbers):
         parts, lasts = [part.of_heads(h, 1) for part in (*old, new) if h in part.heads], []
@@ -148,8 +143,7 @@ def _in_a_row(old: list[PastKV], new: PastKV, numbers: Sequence[float]) -> tuple
 
 
 def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
-    """Return the last ``number`` rows of ``old`` and ``new``, concatenated and detached, in storage of about their
-    size."""
+    """Return the last ``number`` rows of ``old`` and ``new``, joined and detached, in storage of about their size."""
     new = new.detach()
     own = min(number, new.shape[dim])
     kept = 0 if old is None else min(number - own, old.shape[dim])

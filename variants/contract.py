@@ -121,8 +121,7 @@ class Honours:
     """Choices of a run that a mechanism supports. Building a model with any other choice raises an error that names it.
 
     Args:
-        position: ways of ``WAYS`` in which a position scheme may act on it; positions in the embedded bytes always
-            work.
+        position: ``WAYS`` in which a position scheme may act on it; positions in the embedded bytes always work.
         cache: of ``kv``, a state that is computed once, and ``hidden``, past inputs that are projected again.
         attend_self: supported values, of true and false.
         span: whether ``model.span`` bounds its visible past; None if its own keywords may set a smaller bound.
@@ -138,20 +137,17 @@ class Sublayer(nn.Module):
     """One residual sublayer of a layer. The constructor's keywords of a subclass are its configuration."""
 
     limits: frozenset[str] = frozenset()
-    """Promises that it cannot keep; tests check that the first four, if named, are really broken.
-    ``causal_in_training``: training mode sees the future. ``streams_apart``: streams of a batch influence each other.
-    ``segments``: results depend
-    on segment boundaries. ``training_as_evaluation``: without dropout, training mode computes something else.
+    """Promises that it cannot keep; tests check that the first four, if named, are broken. ``causal_in_training``:
+    training mode sees the future. ``streams_apart``: streams of a batch interact. ``segments``: results depend on
+    segment boundaries. ``training_as_evaluation``: without dropout, training mode computes something else.
     ``ideal_flops``: these FLOPs may be less than half of the executed ones; a run's row then says so."""
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""
     tables: dict[str, int] = {}
-    """Names of parameters ``[M, D]`` that are tables, and the rows of each that a byte reads. ``forward`` may use their
-    shape and sums of their rows by ``self.sum_rows`` (that of ``variants/kernels/table.py``), nothing else, because
-    several processes may divide their columns."""
+    """Names of tables, parameters ``[M, D]``, and the rows of each that a byte reads. ``forward`` may use only their
+    shape and sums of rows by ``self.sum_rows`` (``kernels/table.py``), because processes may divide their columns."""
     period: int = 1
-    """Bytes after which the computation repeats: a block, a chunk, a dilated step. FLOPs are counted over one
-    period."""
+    """Bytes after which the computation repeats (block, chunk, dilated step). FLOPs are counted over one period."""
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -183,14 +179,12 @@ class Sublayer(nn.Module):
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops | None:
         """Return the FLOPs of a training step on segments of T bytes, with ``carried`` bytes of each stream before
-        them.
-        None means unknown: the harness then charges ``ideal_flops`` for the forward and twice that for the backward,
-        and marks the number."""
+        them. None (unknown): the harness charges ``ideal_flops`` for the forward, twice that for the backward, and
+        marks the number."""
         return None
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return named numbers (or small tensors, one entry per head) from summed statistics; ``stats`` may be
-        empty."""
+        """Return named numbers (or small tensors, one entry per head) from summed ``stats`` (may be empty)."""
         return {}
 
     def inspect(self, x: Tensor) -> Inspection | None:
@@ -207,8 +201,7 @@ class Sublayer(nn.Module):
         return state
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return the backend that would run on ``device``: ``plain``, ``fused``, ... ValueError if it cannot run
-        there."""
+        """Return the backend that runs on ``device``: ``plain``, ``fused``, ... ValueError if it cannot run there."""
         return "plain"
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
@@ -218,8 +211,7 @@ class Sublayer(nn.Module):
 
 
 class Part(nn.Module):
-    """A nested piece of a sublayer that the configuration may name; a ``_target_`` inside a sublayer's derives from
-    it."""
+    """A piece of a sublayer that the configuration may name; a ``_target_`` inside a sublayer's derives from it."""
 
 
 class Spans(Part):
@@ -299,8 +291,7 @@ class Position(nn.Module):
         return None
 
     def ideal_flops(self, max_keys: float) -> float:
-        """Return forward FLOPs of ``bias`` per byte and head, linear in ``max_keys``; the backward costs twice as
-        much."""
+        """Return forward FLOPs of ``bias`` per byte and head, linear in ``max_keys``; the backward costs twice that."""
         return 0.0
 
 

@@ -8,9 +8,8 @@ pair's values, which are 2 K wide. Each layer has one lambda; layers are counted
 are those of ``mhsa`` and 6 K more. One call of any backend computes each map for all heads; head h reads its K columns
 of the pair's values. Both heads of a pair compute the same scores, so a quarter of the executed work is duplicate.
 
-Where it departs: exponents in lambda are clamped at 20. The mean square gets 1e-6 added, as in all of this package, not
-1e-5. Dropout is drawn independently for the two maps. ALiBi's slopes are those of H heads, so the two maps of a pair
-decay at different rates.
+Departures: exponents in lambda are clamped at 20. The mean square gets 1e-6 added, as in this package, not 1e-5. The
+two maps draw dropout independently. ALiBi's slopes are those of H heads, so a pair's two maps decay at different rates.
 """
 
 import math

@@ -3,11 +3,9 @@
     f_t = sigmoid(w_f . x_t + b_f),   s_tj = q_t . k_j / sqrt(K) + log f_(j+1) + .. + log f_t
 
 The sum is b_j - b_t with b_t = -(log f_1 + .. + log f_t), a key bias (``attention.py``). With f = 1 this is ``mhsa``.
-Sums and the product w_f . x_t are computed without autocast, because an error in f counts once for every byte from j to
-t.
+Sums and the product w_f . x_t are computed without autocast, as an error in f counts once for each byte from j to t.
 
-- Positions are the run's, rotary by default; the paper has none. The paper's "Pro" block is ``gate``, ``qk_norm`` and
-  more.
+- Positions are the run's, rotary by default; the paper has none. Its "Pro" block is ``gate``, ``qk_norm`` and more.
 - The initial b_f is a keyword, ``initial``.
 - A sink and persistent vectors do not fade.
 """
@@ -33,8 +31,7 @@ class ForgetGate(Part):
         nn.init.constant_(self.gate.bias, initial)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return key and query biases ``[B, H, T]`` of ``x [B, T, D]``, relative to the byte before; float32 or
-        wider."""
+        """Return key and query biases ``[B, H, T]`` of ``x [B, T, D]``, relative to byte -1; float32 or wider."""
         with unrounded(x.device):
             logits = self.gate(x.to(torch.promote_types(x.dtype, torch.float32)))
             b = -F.logsigmoid(logits).cumsum(dim=1).mT

@@ -3,22 +3,19 @@
     S_t = D_t S_{t-1} + b_t k_t (v_t - (D_t S_{t-1})^T k_t)^T,    o_t = S_t^T q_t,    b_t = sigmoid(w_h . x_t),
     y_t = W_o concat_h(rms(o_t) c * sigmoid(W_g x_t)),            D_t = diag(a_t)
 
-With one decay a_t per head this is Gated DeltaNet (2412.06464, 3.1); with one per channel it is Kimi Delta Attention
-(2510.26692, 3). Queries, keys and values pass a causal filter of a few bytes per channel, then SiLU. Queries and keys
-are scaled to length 1, so that no step makes the state larger than its values. The state is S, in float32 or wider, and
-the last inputs of the filters.
+One decay a_t per head is Gated DeltaNet (2412.06464, 3.1), one per channel Kimi Delta Attention (2510.26692, 3).
+Queries, keys and values pass a causal filter of a few bytes per channel, then SiLU. Queries and keys get length 1, so
+no step makes the state larger than its values. The state is S, in float32 or wider, and the filters' last inputs.
 
     ``decay: channel`` with equal channels is ``decay: head``; without the delta rule, S is that of ``decayed_sums.py``.
 
 Where it departs:
 - Decays are those of ``gated_linear.py``: sigmoid(W x + b), which starts at ALiBi's slopes. The papers have
-  exp(-A softplus(W x + b)) with drawn A and b. With ``decay: channel``, W has rank K as in 2510.26692; channels start
-  equal.
+  exp(-A softplus(W x + b)), A and b drawn. ``decay: channel`` gives W rank K as in 2510.26692; channels start equal.
 - The output gate is a sigmoid of a full matrix; 2412.06464 has SiLU, 2510.26692 a matrix of rank K.
 - Values are as wide as keys, K = D / H; 2412.06464 has them twice as wide and fewer heads. The harness norms the input.
 - Without ``attend_self`` a query reads S_{t-1}, but its filters still see its own byte.
-- Decays replace a position scheme: rotary and ALiBi are refused. There are no weights to drop, so dropout has no
-  effect.
+- Decays replace a position scheme: rotary and ALiBi are refused. With no weights to drop, dropout has no effect.
 """
 
 from typing import Unpack

@@ -3,9 +3,8 @@
     y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = a_t S_{t-1} + phi(k_t) v_t^T,    z_t = a_t z_{t-1} + phi(k_t),
     a_t = sigmoid(w_h . x_t + b_h)
 
-One decay per head is the scalar form of gated linear attention (2312.06635, 4) and of state space duality (2405.21060,
-2). w starts at 0, and b where a is ALiBi's decay. So the mechanism starts as ``linear`` with ALiBi (``linear_decay``),
-and equals it while a stays at that constant.
+One decay per head is the scalar form of gated linear attention (2312.06635, 4) and state space duality (2405.21060, 2).
+w starts at 0, and b where a is ALiBi's decay; while a stays there, this is ``linear`` with ALiBi (``linear_decay``).
 
 Where it departs:
 - It has phi = elu + 1 and a denominator, as in ``linear.py``. The papers have neither; they have a norm of each head's

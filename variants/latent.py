@@ -10,8 +10,7 @@ weights, which get gradients from it; past c and r are constants.
 Where it departs:
 - Queries are not compressed, as in the paper's small model. c has a norm with a gain, as in the paper's code.
 - By default latent is 2 K and R is K / 2; the paper has 4 K and K / 2 for 128 heads.
-- r is carried unrotated and rotated when it is read. With ALiBi or no positions, r is a part of the key that heads
-  share.
+- r is carried unrotated and rotated when read. With ALiBi or no positions, r is part of the key that heads share.
 - The paper multiplies W_k and W_v into W_q and W_o, to read c itself for single bytes. Here a single byte costs as much
   as projecting the keys of its whole window. Values are padded with zeros to K + R, for backends of one width.
 - ``cache: hidden`` is refused, because inputs are not carried. Relative vectors are refused.

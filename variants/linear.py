@@ -2,9 +2,8 @@
 
     y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = sum_{j <= t} phi(k_j) v_j^T,    z_t = sum_{j <= t} phi(k_j),
 
-phi(x) = elu(x) + 1, elementwise on unscaled queries and keys (2006.16236, 3.2 to 3.4). A segment is computed in chunks.
-Inside a chunk queries and keys are multiplied in pairs; earlier keys are read from the sums, which are the state: see
-``kernels/decayed_sums.py``.
+phi(x) = elu(x) + 1, elementwise on unscaled queries and keys (2006.16236, 3.2 to 3.4). A segment is computed in chunks:
+queries and keys of a chunk in pairs, earlier keys from the sums, which are the state (``kernels/decayed_sums.py``).
 
 Where it departs, and what it follows:
 - The denominator has no epsilon: a query without keys (the first of a stream without ``attend_self``) gives 0.
@@ -87,8 +86,7 @@ class CarriedSums(MultiHead):
 
     def ideal_flops(self) -> int:
         """Count projections, and per head the carried sums: 2 F K to add a key's value, 2 F (K + 1) to read S and z.
-        Pairs within a chunk compute the same sums in another way and are not counted; operations other than products
-        neither."""
+        Not counted: pairs within a chunk (the same sums in another way) and operations other than products."""
         return 2 * self.matrix_sizes() + 2 * self.heads * self.features * (2 * self.d_head + 1)
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
@@ -97,9 +95,8 @@ class CarriedSums(MultiHead):
 
 
 class LinearAttention(CarriedSums):
-    """Attention by an elementwise feature map of queries and keys: ``elu`` for elu(x) + 1, as in the paper, or
-    ``relu``. With ``relu``, all weights of a query can be 0; the query then gives 0. The other keywords are those of
-    ``CarriedSums``."""
+    """Attention by an elementwise feature map of queries and keys: ``elu``, elu(x) + 1 as in the paper, or ``relu``.
+    With ``relu``, all weights of a query can be 0; it then gives 0. Other keywords are those of ``CarriedSums``."""
 
     def __init__(self, context: LayerContext, *, feature_map: str = "elu", **sums: Unpack[SumsKeywords]):
         super().__init__(context, **sums)

@@ -3,20 +3,16 @@
     s_j = sum_i E_i k_{jr+i},   u_j = sum_i F_i v_{jr+i}                 over bytes i = 0 .. r-1 of block j
     y_t = W_o concat_h(softmax([q_t . k_i ; q_t . s_j] / sqrt(K)) [v_i ; u_j])
 
-One softmax covers the w nearest keys i, exactly, and the summaries of blocks j: w + S/r keys per query instead of S. In
-the paper (2006.04768, section 4) E and F are k x n and mix a whole sequence, so every row contains the future and no
-mask can remove it. Here a row covers one block, with the same weights for every block. The window is ours: without it
-the open block would be invisible.
+One softmax covers the w nearest keys i exactly, and summaries of blocks j: w + S/r keys per query instead of S. In the
+paper (2006.04768, 4) E and F are k x n and mix a whole sequence, so every row has the future, beyond any mask. Here a
+row covers one block, with the same weights for each. The window is ours: without it the open block is hidden.
 
-- A query sees the summary of a finished block if the block's first byte is outside the query's window and all its bytes
-  are among the S that the query may see. Keys are summarised unrotated; a summary gets the position of its block's last
-  byte.
+- A query sees the summary of a finished block if the block's first byte is outside the window and all its bytes are
+  among the S that it may see. Keys are summarised unrotated; a summary has the position of its block's last byte.
 - With ``top_k`` a query reads only the best summaries, by an index score q'_t . W mean_i k_i, the same for all heads.
   The index score of a chosen summary is added to its attention scores, so the index learns.
-- A block is summarised when it is about to leave the window, from its keys and values there, so that the compressor
-  learns.
-- ``compressor: softmax``, with ``top_k``, is the compressed attention of 2025-26 (2502.11089, 3.3, DeepSeek-V4) on a
-  small scale.
+- A block is summarised when about to leave the window, from its keys and values there, so the compressor learns.
+- ``compressor: softmax`` with ``top_k`` is a small compressed attention of 2025-26 (2502.11089, 3.3, DeepSeek-V4).
 """
 
 from dataclasses import replace
@@ -144,8 +140,7 @@ class Linformer(MultiHead, OnKernels):
         return Near(*placed, carried.past_bytes)
 
     def _far(self, x: Tensor, summaries: Tensor, carried: Carried) -> Far:
-        """Return the summaries that chunks of queries may see; with ``top_k``, only those that a query chose are
-        visible."""
+        """Return summaries that chunks of queries may see; with ``top_k``, only those a query chose are visible."""
         blocks, (chunks, size) = self.blocks, self.blocks.chunks(x.shape[1])
         first = size * torch.arange(chunks, device=x.device)[:, None]  # [n, 1]
         j = first // blocks.ratio + blocks.met(size, x.device)  # [n, G], counted from the first carried one
@@ -219,9 +214,8 @@ class Linformer(MultiHead, OnKernels):
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """Count pairs of a query and a key or summary that it reads; in a warm stream, their mean over phases.
 
-        With ``cache: kv`` the past has no gradient; summaries made before the segment never have one. New summaries
-        have one if it reaches a parameter. With ``top_k``, queries are assumed to choose the summaries made in the
-        segment first.
+        With ``cache: kv`` the past has no gradient; summaries made before the segment never have one, new ones if it
+        reaches a parameter. With ``top_k``, queries are assumed to choose the summaries made in the segment first.
         """
         ratio = self.blocks.ratio
         new, past = pairs(segment, carried, self.blocks.near, shift=self.blocks.shift)
@@ -245,8 +239,7 @@ class Linformer(MultiHead, OnKernels):
         return NeededFlops(needed.forward + projected, needed.backward + projected - fixed / segment)
 
     def _forward_flops(self, near: float, sight: float, read: float) -> float:
-        """Return FLOPs per byte for ``near`` window keys, and ``sight`` visible summaries of which ``read`` are
-        read."""
+        """Return FLOPs per byte for ``near`` window keys and ``sight`` visible summaries, ``read`` of them read."""
         per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
         matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
         matrices -= (1 - 1 / self.blocks.ratio) * self.index_key.weight.numel() if self.d_index else 0  # once a block

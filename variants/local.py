@@ -1,11 +1,9 @@
 """Local attention: the stream is cut into blocks of M bytes, and a query sees the keys of its own block up to itself.
 
-    y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax over j of (q_t . k_j + position) / sqrt(K),   M floor(t / M) <= j
-    <= t
+    y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax_j((q_t . k_j + position) / sqrt(K)),   M floor(t / M) <= j <= t
 
-1801.10198, 4.2.4 has blocks of 256, with attention inside each. Blocks are counted from the beginning of the stream,
-not of the segment, so segment boundaries do not matter. The state is the open block and its number of bytes, without a
-gradient.
+1801.10198, 4.2.4 has blocks of 256, with attention inside each. Blocks are counted from the stream's beginning, not the
+segment's, so segment boundaries do not matter. The state is the open block and its number of bytes, without a gradient.
 
 Backends get the independent blocks as separate streams. If the host knows the phase of each stream (the bytes in its
 open block), streams of equal phase are computed together: first the rest of the open block, then whole blocks, without

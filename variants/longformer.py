@@ -3,9 +3,8 @@
     y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax over j of (q_t . k_j + position) / sqrt(K),
     j = t - shift - n x,   x = 0 .. w - 1     (shift 0, or 1 where a position does not see itself)
 
-Each head sees w keys, few in the bottom layer and many in the top layer. ``dilated_heads`` heads see every n-th of the
-visible keys, counted from the nearest. S bounds the distance: a dilated head sees fewer than w keys if n (w - 1)
-exceeds it.
+Each head sees w keys, few in the bottom layer and many in the top. ``dilated_heads`` heads see every n-th visible key,
+counted from the nearest. S bounds the distance: a dilated head sees fewer than w keys if n (w - 1) exceeds it.
 
 A dilated head is a plain window in each of the n classes of positions that are equal modulo n, so every backend can
 compute it. Classes are counted from the segment's first byte, so no phase is carried. Ours: default windows grow from
@@ -34,21 +33,18 @@ SMALLEST, LARGEST = 1 / 16, 1 / 2
 
 
 def grown_window(span: int, *, layer: int, n_layers: int) -> int:
-    """Return a layer's w in keys, a constant multiple of the layer below; at least 2: a softmax over 1 has no
-    gradient."""
+    """Return a layer's w in keys, a constant multiple of that below; at least 2: a softmax over 1 has no gradient."""
     height = layer / (n_layers - 1) if n_layers > 1 else 1.0
     return max(2, round(span * SMALLEST * (LARGEST / SMALLEST) ** height))
 
 
 def grown_dilation(*, layer: int, n_layers: int) -> int:
-    """Return a layer's n as in the paper's models: 1 in the lower half, 2, 3 and 4 in thirds of the upper
-    (appendix)."""
+    """Return a layer's n as in the paper (appendix): 1 in the lower half, 2, 3 and 4 in thirds of the upper."""
     return 1 + max(0, 6 * layer // n_layers - 2)
 
 
 class DilatedWindows(AttentionSpan):
-    """Spans of the heads of one layer; ``max_keys`` counts all keys from the nearest to the farthest, also skipped
-    ones.
+    """Spans of a layer's heads; ``max_keys`` counts all keys from the nearest to the farthest, also skipped ones.
 
     Args:
         window: w in keys; None to derive it from depth and span.

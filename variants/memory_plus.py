@@ -4,8 +4,7 @@
 
     y = W_2 (m(x) * silu(W_1 x)),    m(x) = sum over heads, and the top k slots of each, of w_i v_i
 
-``Experts`` (PEER, 2407.04153, 3): a slot is an expert with one hidden unit, an input vector u_i and an output vector
-v_i.
+``Experts`` (PEER, 2407.04153, 3): a slot is an expert with one hidden unit, input vector u_i and output vector v_i.
 
     y = sum over heads, and the top k experts of each, of w_i gelu(u_i . x) v_i
 
@@ -57,9 +56,8 @@ class MemoryPlus(ProductKeyMemory):
 
 
 class Experts(ProductKeyMemory):
-    """A product-key memory whose slots are experts with one hidden unit; each byte runs ``heads * top_k`` of them. The
-    keywords are those of ``ProductKeyMemory`` except ``share`` and ``sparse``. Processes do not divide the table of
-    input vectors."""
+    """A product-key memory of experts with one hidden unit; each byte runs ``heads * top_k`` of them. Keywords:
+    ``ProductKeyMemory``'s except ``share`` and ``sparse``. Processes do not divide the input vectors' table."""
 
     def __init__(self, context: LayerContext, **search: Unpack[SearchKeywords]):
         super().__init__(context, **search)

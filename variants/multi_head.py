@@ -61,8 +61,7 @@ class MultiHead(Sublayer):
         self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
 
     def project(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> list[Tensor]:
-        """Project ``x`` by each of the maps to ``[B, H, T, K]``, for ``heads`` or all of them, with one matrix
-        product."""
+        """Project ``x`` by each map to ``[B, H, T, K]``, for ``heads`` or all of them, with one matrix product."""
         widths = [getattr(self, n).out_features if heads is None else len(heads) * self.d_head for n in names]
         return [self.split(part) for part in self.project_flat(x, *names, heads=heads).split(widths, dim=-1)]
 
@@ -106,8 +105,7 @@ def start_of(x: Tensor, start: Tensor | None) -> Tensor:
 
 
 def head_stats(q: Tensor, **numbers: Tensor) -> dict[str, Tensor]:
-    """Return statistics: the number of bytes of ``q [B, H, T, K]``, and sums ``[H]`` of each of ``numbers [B, H,
-    T]``."""
+    """Return statistics: number of bytes of ``q [B, H, T, K]``, and sums ``[H]`` of each of ``numbers [B, H, T]``."""
     sums = {name: wide(x).sum(dim=(0, 2)) for name, x in numbers.items()}
     return {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | sums
 

@@ -1,5 +1,4 @@
-"""Native sparse attention: gated branches over a window, summaries of blocks, and the bytes of blocks chosen by
-summary.
+"""Native sparse attention: gated branches over a window, block summaries, and bytes of blocks chosen by summary.
 
     y_t = W_o concat_h sum_c g_ch o_ch,   o_ch = Attention(q_th, K_c, V_c),   g_c = sigmoid(W_c x_t + b_c)
 
@@ -81,8 +80,7 @@ class NativeSparse(Attention):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """The state is the window's, keys and values of blocks ``[B, P, 2 G K]``, and bytes of the open block
-        ``[B]``."""
+        """State: the window's, keys and values of blocks ``[B, P, 2 G K]``, and the open block's bytes ``[B]``."""
         segment, rows = self.project_qkv(x, start_of(x, start)), self.far(x)
         near, past, phase = (None, rows[:, :0], torch.zeros_like(segment.start)) if state is None else state
         traced = torch.compiler.is_compiling() and self._traceable(x.device)
@@ -97,8 +95,7 @@ class NativeSparse(Attention):
         return SublayerOutput(self.join(y), state, stats=stats)
 
     def _over_blocks(self, q: Tensor, rows: Tensor, start: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs ``[B, H, T, K]`` of the compressed and the selected branch for scaled queries ``q [B, H, T,
-        K]``.
+        """Return outputs of the compressed and the selected branch for scaled queries ``q``, all ``[B, H, T, K]``.
 
         ``rows [B, P + T, 2 G K]`` are shifted so that the blocks of all streams align; the first P // l blocks are
         before the segment. Rows beyond either end are never seen.

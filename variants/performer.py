@@ -3,15 +3,13 @@
     exp(q . k / sqrt(K)) = E[phi(q) . phi(k)],    phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),
 
 for normal rows of W. The variance is lower if each block of K rows is orthogonal (FAVOR+, 2009.14794, 2.3 to 2.4, lemma
-1). Lengths of rows are drawn separately, distributed as those of normal vectors. Every head has its own W, a buffer
-that is saved with the model.
+1). Rows' lengths are drawn separately, as those of normal vectors. Every head has its own W, a saved buffer.
 
 Where it departs, besides the departures of ``linear.py``:
 - W is never redrawn: carried sums were made with it, and a score must not depend on when it is computed.
-- No maximum over a stream's keys, future ones included, is subtracted, and no epsilon is added. A key's features are
-  relative to its own largest, whose logarithm is kept. The sums are relative to the largest of the past and are
-  rescaled when it grows. A query's largest, its |x'|^2 / 2 and both 1 / sqrt(m) cancel. A feature below e^-59 (float32)
-  of the largest is raised to that.
+- No maximum over a stream's keys (also future ones) is subtracted, and no epsilon added. A key's features are relative
+  to its largest, whose logarithm is kept. Sums are relative to the past's largest and rescaled when it grows. A query's
+  largest, its |x'|^2 / 2 and both 1 / sqrt(m) cancel. A feature below e^-59 (float32) of the largest is raised to that.
 - Rotary is refused: with a fixed W the estimate for rotated queries and keys changes with the position in the stream.
 """
 

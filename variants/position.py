@@ -22,15 +22,13 @@ def rotary_frequencies(d_head: int, base: float) -> Tensor:
 
 def turns(frequencies: Tensor) -> Tensor:
     """Return the rotation per position in units of 2^-60 turns, as upper and lower 30 bits, int64 ``[2, ...]``. Whole
-    turns
-    are dropped: angles of any position are exact in integers, and no device needs float64."""
+    turns are dropped: angles of any position are exact in integers, and no device needs float64."""
     units = (frequencies / (2 * math.pi) % 1 * WHOLE_TURN).to(torch.int64)
     return torch.stack([units >> HALF_BITS, units % 2**HALF_BITS])
 
 
 def angles(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return angles ``[..., planes]``, from -pi to pi, of positions (int64 ``[...]``, below 2^32 in size) in each
-    plane."""
+    """Return angles ``[..., planes]``, from -pi to pi, of positions (int64 ``[...]``, below 2^32 in size)."""
     upper, lower = (position[..., None] * half for half in turns)
     units = ((upper % 2**HALF_BITS) << HALF_BITS) + lower + WHOLE_TURN // 2
     return (units % WHOLE_TURN - WHOLE_TURN // 2).to(dtype) * (2 * math.pi / WHOLE_TURN)
@@ -41,8 +39,7 @@ def sinusoid_turns(d_model: int) -> Tensor:
 
 
 def sinusoids(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return interleaved sines and cosines, ``[..., D]`` or one more, of positions int64 ``[...]``, in float32 or
-    wider."""
+    """Return interleaved sines and cosines ``[..., D]`` or one more, of positions int64 ``[...]``; float32 or wider."""
     angle = angles(position, turns, torch.promote_types(dtype, torch.float32))
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
 
@@ -102,8 +99,7 @@ class RotaryTables(nn.Module):
 
 
 class _Turn(torch.autograd.Function):
-    """Map (a, b) to (a cos - b sin, a sin + b cos). Backward rotates by the opposite angle: half of autograd's
-    passes."""
+    """Map (a, b) to (a cos - b sin, a sin + b cos). Backward rotates back: half of autograd's passes."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

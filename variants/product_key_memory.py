@@ -5,18 +5,15 @@ half-key from each of two sets of C. Its score is c_i.q1 + c'_j.q2, and
 
     y = sum over heads of   sum over slots (i, j) in top-k of   w_ij v_ij,    w = softmax over the k scores.
 
-The top k of all M sums are found exactly without computing all of them. With both halves sorted, the i*j - 1 pairs
-above and left of pair (i, j), counted from 1, have sums at least as large. So only pairs with i*j <= k can be needed
-(119 of 1024 at k = 32).
+The top k of M sums are found exactly without computing all. With both halves sorted, the i*j - 1 pairs above and left
+of pair (i, j) (counted from 1) have sums at least as large. So only pairs with i*j <= k matter (119 of 1024 at k = 32).
 
 Lample et al. 2019, arXiv 1907.05242, section 3. Ours, and where it departs:
 - LayerNorm over a whole query, with weights shared by the heads, is the default. The paper's BatchNorm computes
-  statistics over future bytes and over other streams; it is an option that declares these limits, and Wq then has no
-  bias.
+  statistics over future bytes and other streams; it is an option that declares these limits, and Wq then has no bias.
 - Half-keys start uniform in +-1/sqrt(d_query/2), as in the authors' code, but from the run's own generator. There is no
   temperature and no 1/sqrt(d_query): a score starts with variance 2/3, and a LayerNorm's gain can learn the sharpness.
-- ``activation: relu`` weighs the same k slots by max(0, score). arXiv 2310.10837 finds relu better on bytes, but with
-  all slots read.
+- ``activation: relu`` weighs the k slots by max(0, score). 2310.10837 finds it better on bytes, reading all slots.
 """
 
 import math
@@ -42,13 +39,11 @@ from variants.kernels import product_search, table
 from variants.kernels.carried_sums import unrounded
 
 SCORES_AT_ONCE = 2**20
-"""Scores that a CPU computes at once: 4 MiB in float32, about the caches' size; with fewer, starting threads costs
-more."""
+"""Scores a CPU computes at once: 4 MiB in float32, about the caches' size; with fewer, starting threads costs more."""
 
 
 def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
-    """Return the pairs of ranks, int64 ``[2, P]`` from 0, that can be among the ``top_k`` best sums of two sorted
-    lists."""
+    """Return pairs of ranks, int64 ``[2, P]`` from 0, that can be among the ``top_k`` best sums of two sorted lists."""
     ranks = range(1, min(top_k, half_keys) + 1)
     return torch.tensor([(i - 1, j - 1) for i in ranks for j in ranks if i * j <= top_k]).T.contiguous()
 
@@ -75,8 +70,7 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
 
 
 class _Choose(torch.autograd.Function):
-    """Do ``choose`` for a block of bytes at a time. Scores are not saved: their gradient follows from that of the
-    sums."""
+    """Do ``choose`` for a block of bytes at a time. Scores are not saved: their gradient follows from the sums'."""
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:
@@ -230,8 +224,7 @@ class ProductKeyMemory(Sublayer):
         return Inspection(entries=slots, shares=weights)
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return ``kernel`` if a CPU has the search in C++. If it is requested and missing, attention sublayers say
-        why."""
+        """Return ``kernel`` if a CPU has the search in C++. If requested and missing, attention sublayers say why."""
         ours = device.type == "cpu" and self.wanted_backend in ("auto", "kernel") and product_search.available() is None
         return "kernel" if ours else "plain"
 

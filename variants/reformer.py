@@ -12,9 +12,8 @@ A query attends to itself only if it finds no other key: with ``attend_self`` it
 Where we depart, and why:
 - The paper's chunks leak the future: a later byte shifts ranks in the sorted order, and so the boundaries of chunks.
   Here each query sees the last w keys of its bucket, so neither later bytes nor boundaries of segments matter.
-- Rotations are drawn once per model, not per batch, because the hash of a carried key must stay the same. Vectors are
-  hashed before rotary positions and multiplied after them. If rounding flips a hash, that byte's output changes by more
-  than rounding.
+- Rotations are drawn per model, not per batch, as a carried key's hash must stay the same. Vectors are hashed before
+  rotary positions, multiplied after. If rounding flips a hash, that byte's output changes by more than rounding.
 - Keys have length sqrt(K) before the division by sqrt(K), as in published code: scores of unit keys are too small.
 - There are no reversible layers or chunked feed-forwards, which save memory and change no output. Vectors per distance
   and biases that depend on the query are refused, because they need numbers for all T S pairs.
@@ -48,8 +47,7 @@ class Reformer(MultiHead):
     """Causal attention by locality-sensitive hashing, over the last S positions.
 
     Args:
-        buckets: 2b, even. None for 2 round(S / (2 w)), at least 2: each has w keys of a full window; ``set_span`` keeps
-            it.
+        buckets: 2b, even. None: 2 round(S / (2 w)), >= 2; each has w keys of a full window; ``set_span`` keeps it.
         rounds: number of hashing rounds.
         bucket_keys: w, the most keys of its bucket that a query sees in a round.
         The others are those of ``MultiHead``.
@@ -81,8 +79,7 @@ class Reformer(MultiHead):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """The state is keys beside values ``[B, H, P, 2K]`` and hashes ``[B, H, R, P]``, or past inputs ``[B, P,
-        D]``."""
+        """State: keys beside values ``[B, H, P, 2K]`` and hashes ``[B, H, R, P]``, or past inputs ``[B, P, D]``."""
         length, start = x.shape[1], start_of(x, start)
         if self.cache == "hidden":
             state = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)
@@ -109,8 +106,7 @@ class Reformer(MultiHead):
         return Inspection(weights_of(lambda values: self._attend(torch.cat([k, values], dim=-1), *others)[0], v))
 
     def _encode(self, x: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys beside values ``[B, H, n, 2K]``, factors from key to query ``[B, H, n]``, hashes ``[B, H, R,
-        n]``."""
+        """Return keys beside values ``[B, H, n, 2K]``, key-to-query factors ``[B, H, n]``, hashes ``[B, H, R, n]``."""
         shared, v = self.project(x, "query", "value")
         exact = shared.to(torch.promote_types(shared.dtype, torch.float32))
         sizes = (exact.square().mean(-1) + EPSILON).sqrt()
@@ -204,8 +200,7 @@ def lsh_attention(
         )
 
     def of_round(r: int, keys: Tensor, sizes: Tensor) -> Tensor:
-        """Return for P_i of round r: sum_j 2^(s_ij - top_i) [v_j, 1], top_i, and the number of j, ``[B, H, T, K +
-        3]``."""
+        """Return for P_i of round r: sum_j 2^(s_ij - top_i) [v_j, 1], top_i, number of j: ``[B, H, T, K + 3]``."""
         i, j = _chunks(order[:, :, r].int(), bucket_keys)  # positions [B, H, n, w] and [B, H, n, 2w]
         distance = i[..., :, None] - j[..., None, :]  # [B, H, n, w, 2w]
         visible = (j < total)[..., None, :] & (distance <= farthest) & meets(r, i, j)

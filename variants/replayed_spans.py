@@ -2,9 +2,7 @@
 
 Windows and soft mask are those of ``adaptive_span.py``, but training does not move the spans. With ``ramp: 1``, an
 integer span z shows the z + 1 nearest keys. The buffer has the name of the learned parameter, so spans can also come
-from a finished
-run, with its other weights: ``variant=replayed_spans init_from.run=FOLDER``. Configured spans take precedence there,
-    too.
+from a finished run, with its other weights: ``variant=replayed_spans init_from.run=FOLDER``; configured spans win.
 """
 
 import torch

@@ -1,11 +1,9 @@
 """Transformer-XL's attention: its own relative positions, and past inputs as the state (1901.02860).
 
-    A_tj = q_t . k_j + q_t . W_R r_x + u . k_j + v . W_R r_x,   a_t = softmax_j(A_tj / sqrt(K))              (section
-    3.3)
+    A_tj = q_t . k_j + q_t . W_R r_x + u . k_j + v . W_R r_x,   a_t = softmax_j(A_tj / sqrt(K))         (section 3.3)
 
-r_x is the fixed sinusoid of the distance x. Each layer has a matrix W_R. u and v are a vector for each head: one pair
-for all layers, as in the paper's code, or one per layer. By default the state is past inputs, which the present weights
-project again (section 3.2).
+r_x is the fixed sinusoid of distance x. Each layer has a W_R. u and v are vectors per head: one pair for all layers, as
+in the paper's code, or one per layer. By default the state is past inputs, which present weights project again (3.2).
 
 - Every query sees the same number of keys, the last S, also in training. The paper's code does so in evaluation ("same
   length"). x counts visible keys from the nearest, x = 0. Sinusoids have no dropout; norm and residual are the model's.
@@ -30,8 +28,7 @@ from variants.position import sinusoid_turns, sinusoids
 
 
 class Distances(Position):
-    """W_R r_x for each head, and the vectors added to queries: u for products with keys, v for products with
-    distances."""
+    """W_R r_x per head, and vectors added to queries: u for products with keys, v for products with distances."""
 
     constant_bias = False
 

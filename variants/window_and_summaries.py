@@ -1,9 +1,7 @@
 """Window and summaries: one softmax over the nearest keys and over summaries of blocks beyond them (``linformer.py``).
 
-- ``by_kernel``: the CPU's kernel computes the window, matrix products the summaries. No hidden window key is
-  multiplied.
-- ``in_bands``: plain PyTorch. A chunk of queries is multiplied with the band of all keys in its windows, and with
-  summaries.
+- ``by_kernel``: windows by the CPU's kernel, summaries by matrix products. No hidden window key is multiplied.
+- ``in_bands``: plain PyTorch. A chunk of queries is multiplied with the band of its windows' keys, and summaries.
 """
 
 from typing import NamedTuple
@@ -38,8 +36,7 @@ class Far(NamedTuple):
     Attributes:
         k, v: ``[B, n, H, G, K]``.
         visible: ``[B or 1, n, Q, G]``.
-        distance: number of visible keys between query and summary, as if none were missing, int64 ``[B or 1, n, Q,
-            G]``.
+        distance: visible keys between query and summary, as if none were missing, int64 ``[B or 1, n, Q, G]``.
         added: term added to scores of all heads, ``[B, n, Q, G]``, or None.
     """
 
@@ -112,8 +109,7 @@ def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, 
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor], *, dropout: float, blind: bool
 ) -> Tensor:
-    """Return ``[B, n, H, Q, K]``, by torch's kernel if nothing is added; a ``blind`` query may see nothing and gives
-    0."""
+    """Return ``[B, n, H, Q, K]``, by torch's kernel if nothing is added; a ``blind`` query may see nothing: then 0."""
     nothing = ~visible.any(-1, keepdim=True)
     visible = (visible | nothing).expand(len(q), -1, -1, -1, -1)
     if not added and not dropout:

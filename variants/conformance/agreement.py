@@ -31,8 +31,7 @@ def outcome(
     """Logits of every segment and every gradient, in float64 on the CPU.
 
     Args:
-        tokens: int64 ``[B, T + 1]`` on the model's device, with T the sum of ``segments``; the last byte is only
-            predicted.
+        tokens: int64 ``[B, T + 1]`` on the model's device, T = sum of ``segments``; the last byte is only predicted.
         forward: what to call in place of ``model``.
         autocast: makes the context of a forward pass.
     """
@@ -73,8 +72,7 @@ def compare(
 
 
 def equal_backends(fast: Subject, plain: Subject) -> Verdict:
-    """Compare two backends of one model in float64, with uneven spans and segments shorter and longer than the
-    window."""
+    """Compare two backends of a model in float64: uneven spans, segments shorter and longer than the window."""
     segments = (1, fast.span + 2, 1, fast.span + 1)
     tokens = fast.bytes(length=sum(segments) + 1, streams=2)
     for mode in MODES:

@@ -96,8 +96,7 @@ class Subject:
 
 
 def seed_cpu(seed: int) -> torch.Generator:
-    """The CPU's generator, seeded. ``torch.manual_seed`` formats a stack per kind of device: slower than a forward
-    pass."""
+    """The CPU's seeded generator. ``torch.manual_seed`` formats a stack per device kind: slower than a forward pass."""
     return torch.default_generator.manual_seed(seed)
 
 
@@ -128,8 +127,7 @@ class NoDropout(TorchDispatchMode):
 def run(
     model: nn.Module, tokens: Tensor, *, cuts: tuple[int, ...] = (), state: State = None, seed: int = 0
 ) -> tuple[Outputs, State]:
-    """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the last state; ``seed`` is
-    dropout's."""
+    """Outputs over ``tokens [B, T]`` in segments ending at ``cuts``, and the last state; ``seed`` is dropout's."""
     seed_cpu(seed)
     pieces: list[Outputs] = []
 
@@ -210,8 +208,7 @@ def push(model: nn.Module, size: float) -> nn.Module:
 @torch.no_grad()
 def open_(model: nn.Module, low: float, high: float) -> nn.Module:
     """The same model. Parameters that ``project_`` keeps between two ends are spread over the share ``low`` to ``high``
-    of the way, both included, in random order. Those that it keeps on one side of an end are moved away from that
-    end."""
+    of the way, both included, in random order. Those it keeps on one side of an end are moved away from it."""
     parameters = restricted(model)
     before, ends = [p.clone() for p in parameters], []
     for far in (-1e3, 1e3):

@@ -15,9 +15,8 @@ DRAWS = 12  # of parameters and inputs; one of them must show that a sublayer se
 
 
 def derivatives(subject: Subject) -> Verdict:
-    """Checks the gradient of every parameter along a random direction, in training, after a past. The embedding's
-    gradient tests those of sublayers' inputs. The loss is a random sum of logits plus the auxiliary loss; draws
-    repeat."""
+    """Checks every parameter's gradient along a random direction, in training, after a past. That of the embedding
+    tests those of sublayers' inputs. The loss is a random sum of logits plus auxiliary loss; draws repeat."""
     model = open_(subject.build(mode="train"), 0.2, 0.8)
     head, tail = subject.bytes()[:2].tensor_split(2, dim=1)
     _, state = run(model, head)
@@ -86,8 +85,7 @@ def reach_used(subject: Subject) -> Verdict:
 
 @torch.no_grad()
 def _sees(sublayer: Sublayer, reach: int | None, subject: Subject, *, width: int, size: float) -> bool:
-    """Whether changing an early byte moves the output ``reach`` bytes later or, for None, changing byte 0 moves the
-    end."""
+    """Whether changing an early byte moves the output ``reach`` bytes later or, for None, byte 0 moves the end."""
     places = range(1) if reach is None else range(max(4, subject.period))
     length = subject.length if reach is None else reach + len(places)
 

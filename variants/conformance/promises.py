@@ -58,8 +58,7 @@ def influence(subject: Subject) -> Verdict:
 
 
 def maps(subject: Subject) -> Verdict:
-    """A map's row, with shares of learned vectors, sums to 1 or 0; later bytes and those beyond the reach have no
-    weight."""
+    """A map's row, with shares of learned vectors, sums to 1 or 0; bytes later or beyond the reach have no weight."""
     with torch.no_grad():
         inspections = subject.build().inspect(subject.bytes()[:1])[1]
     for name, inspection in inspections.items():

@@ -1,10 +1,8 @@
-"""Checks that a byte moves no output before it and none beyond the declared reach, and that cuts into segments move
-nothing.
+"""Checks that a byte moves no output before it or beyond the declared reach, and cuts into segments move nothing.
 
 At small sizes every byte is checked. At those of the run, a narrow network reads what the run and its score will read:
 batches, whole and ragged segments from a warm state, and windows without one. This shows what happens only in whole
-blocks of 64, or beyond 300 bytes. Each stream is changed at its own place, so one forward pass checks as many places as
-streams.
+blocks of 64 or beyond 300 bytes. Each stream is changed at its own place, so one pass checks a place per stream.
 """
 
 import math
@@ -150,9 +148,8 @@ class _Streams:
 
         Args:
             case: what is done, with ``{at}`` for the place.
-            reaches: None: all bytes from the place on are changed, and no output before it may move. Otherwise all
-                bytes up to the place and the past are changed, or only the past; outputs may then move only within
-                reach.
+            reaches: None: all bytes from the place on are changed; no output before it may move. Otherwise all bytes up
+                to the place and the past are changed, or only the past; outputs then move only within reach.
         """
         before, byte, late = self.run(self.tokens), torch.arange(self.tokens.shape[1]), reaches is not None
 

@@ -57,11 +57,10 @@ def check(
     """Check promises of the contract in float64; yields one finding for each, as soon as it is known.
 
     Args:
-        make_model: builds a small, uncompiled model on the CPU, a new one per call. The model is called as
+        make_model: builds a new small, uncompiled model on the CPU per call. It is called as
             ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``, ``.state``
             (stream positions int64 ``[B]``, a tuple of sublayers' states), ``.loss`` and ``.stats``; it has
-            ``sublayers()``, ``project_()``, ``inspect(tokens)``, ``metrics(stats)``, ``ideal_flops()``; its sublayers
-            are the contract's.
+            ``sublayers()`` of the contract, ``project_()``, ``inspect(tokens)``, ``metrics(stats)``, ``ideal_flops()``.
         span: positions that a query may see; streams are a little over twice as long.
         vocabulary: V, at least 2.
         checks: the promises to check; by default all.

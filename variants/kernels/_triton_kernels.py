@@ -1,10 +1,9 @@
 """Triton kernels of ``triton_window.py``, which says what they compute. Importing this file needs triton.
 
 Each program owns a block of queries (or of keys, or of distances) of one head of one stream, and loops over the blocks
-in its head's window. Key j is column x = o + t - j of query t, with o = L - T - shift. A block needs no mask if every
-pair in it is visible with m = 1. Scores and log-sum-exps are in base 2. Heads of width K have WIDTH columns in
-registers, a power of two. Only one program writes each number. Products are never transposed: on Hopper the results
-were wrong.
+in its head's window. Key j is column x = o + t - j of query t, with o = L - T - shift. A block needs no mask if all its
+pairs are visible with m = 1. Scores and log-sum-exps are in base 2. Heads of width K have WIDTH columns in registers, a
+power of two. Only one program writes each number. Products are never transposed: on Hopper the results were wrong.
 
 Arguments that need more than their name:
     far: z + R of each head, or None for a hard window.
@@ -14,8 +13,7 @@ Arguments that need more than their name:
     heads: int32 [4, H]: visible keys of each head; heads from the longest to the shortest, so that the long ones start
         first; L of each head; and the index of its first key.
     seed: seed of dropout, which drops the same weights as ``dropout.py``, number for number; None without dropout.
-    ALL: every query sees every key (persistent vectors). DROP: numbers below it drop a weight. SCALE: factor of the
-        rest.
+    ALL: queries see all keys (persistent vectors). DROP: numbers below it drop a weight. SCALE: the rest's factor.
 """
 
 import triton
@@ -52,8 +50,7 @@ def _head(heads, far, b, stream_keys, ramp, ALL: tl.constexpr):
 
 @triton.jit
 def _at(rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
-    """Offsets ``[block, WIDTH]`` of rows in a contiguous matrix of ``size`` rows, and a mask of the elements that
-    exist."""
+    """Offsets ``[block, WIDTH]`` of rows in a contiguous matrix of ``size`` rows, and a mask of existing elements."""
     columns = tl.arange(0, WIDTH)
     there = ((rows >= 0) & (rows < size))[:, None]
     if K != WIDTH:
@@ -100,8 +97,7 @@ def _drawn(seed, b, h, t):
 
 @triton.jit
 def _drop(value, seed, drawn, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr):
-    """``value`` times SCALE, or 0 for a dropped weight. Weights are numbered by distance x or, with ALL, by vector
-    j."""
+    """``value`` times SCALE, or 0 for a dropped weight. Weights are numbered by distance x or, with ALL, vector j."""
     if seed is not None:
         number = (j.to(tl.uint32) ^ PERSISTENT) if ALL else x.to(tl.uint32)
         value = tl.where(_mix(drawn ^ (number * KEY)) >= DROP, value * SCALE, 0.0)
@@ -139,8 +135,7 @@ def _near(
     q, vectors, x_first, distances,
     AXIS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q . p_x of a block of pairs, with queries along axis 1 - AXIS: products of q and 2 BLOCK distances, read on
-    diagonals.
+    """q . p_x of a block of pairs, queries along axis 1 - AXIS: products of q and 2 BLOCK distances, on diagonals.
 
     ``x_first``: the smallest distance in the block, from its first query to its last key.
     """
@@ -298,8 +293,7 @@ def key_gradient(
 ):  # fmt: skip
     """Write ``dk`` and ``dv``, packed as keys, but for each stream even where streams share keys; with OWN only of the
     last T keys of each head, ``[B, H, T, K]``. ``dkey_bias``, alike without K, may be None. ``longest``: most rows of a
-    head.
-    Grid: (B * blocks of ``longest``, H).
+    head. Grid: (B * blocks of ``longest``, H).
     """
     H, blocks = tl.num_programs(1), tl.cdiv(longest, BLOCK)
     b, own0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
@@ -366,8 +360,7 @@ def vector_gradient(
     distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write parts of dp, one per group of streams, ``[groups, H, distances, K]``. Grid: (blocks of distances, H,
-    groups)."""
+    """Write dp by groups of streams, ``[groups, H, distances, K]``. Grid: (blocks of distances, H, groups)."""
     H, groups = tl.num_programs(1), tl.num_programs(2)
     x0, group = tl.program_id(0) * BLOCK, tl.program_id(2)
     x = x0 + tl.arange(0, BLOCK)

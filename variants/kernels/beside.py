@@ -30,8 +30,7 @@ class Beside(NamedTuple):
 
 
 def merge(y: Tensor, lse: Tensor, q: Tensor, beside: Beside) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the whole, from the window's ``y [B, H, T, K]`` and ``lse [B, H, T]``, inf where
-    empty."""
+    """Whole output and log-sum-exp, from the window's ``y [B, H, T, K]`` and ``lse [B, H, T]``, inf where empty."""
     scores = _scores(q, beside)
     top = scores.amax(dim=-1, keepdim=True)  # -inf where no key is seen
     weights = scores.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
@@ -44,8 +43,7 @@ def merge(y: Tensor, lse: Tensor, q: Tensor, beside: Beside) -> tuple[Tensor, Te
 def gradients(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, beside: Beside, *, added: bool
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Gradients of ``q [B, H, T, K]`` by ``beside``, and of its k, v and (if asked) added. ``y``, ``lse``: of the
-    whole."""
+    """Gradients of ``q [B, H, T, K]`` by ``beside``, of its k, v and (if asked) added. ``y``, ``lse``: of the whole."""
     scores = _scores(q, beside)
     weights = scores.sub_(_chunked(lse[..., None], like=scores)).exp_()
     delta = _chunked((g * y).sum(dim=-1, keepdim=True), like=weights)

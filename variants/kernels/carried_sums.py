@@ -65,8 +65,7 @@ def attend(
 
 
 def means(sums: Tensor, state: State) -> tuple[Tensor, State]:
-    """``sums [B, H, T, K + 1]`` divided by their last column, the sum of weights, or 0 where it is 0; and the same
-    state."""
+    """``sums [B, H, T, K + 1]`` divided by the last column, total weight, or 0 where it is 0; and the same state."""
     total = sums[..., -1:]
     return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
 
@@ -108,8 +107,7 @@ def carried(sums: Tensor, added: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 def _decays(
     scale: Tensor, slope: Tensor, top: Tensor, *, attend_self: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Factors for chunks of keys with scales l ``[B, H, n, C]``, and M after the last chunk; ``top`` is M before the
-    first.
+    """Factors for chunks of keys with scales l ``[B, H, n, C]``, and M after the last; ``top`` is M before the first.
 
     The factors belong to: pairs in a chunk ``[.., C, C]``, 0 for a hidden key; a query's reading of earlier sums
     ``[.., C, 1]``; a key's part in the sums after its chunk ``[.., C, 1]``; earlier sums in those after ``[.., n, 1,

@@ -1,8 +1,7 @@
 """The chunked backend. Computes the same as ``window.attend``, a few queries at a time, in less memory.
 
-Each chunk reads only the band of keys that its heads may see. Scores of only one chunk exist at a time; torch's
-checkpoints recompute them in the backward pass. Dropout is drawn from counters (``dropout.py``), so a chunk drops the
-same weights.
+Each chunk reads only the band of keys its heads may see. Only one chunk's scores exist at a time; torch's checkpoints
+recompute them in the backward pass. Dropout is drawn from counters (``dropout.py``), so chunks drop the same weights.
 """
 
 from functools import partial

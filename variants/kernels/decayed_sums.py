@@ -2,9 +2,8 @@
 
     S_t = D_t S_{t-1} + k_t v_t^T    [F, V],    o_t = S_t^T q_t,    D_t = diag(exp(g_t)),    g_t <= 0
 
-with one number g_t per head (2312.06635, 4; 2405.21060) or one per channel, F in all. A chunk of C bytes attends to
-itself by pairs, with G_t = g_1 + .. + g_t from its first byte, and to everything before it through S, so memory holds
-one S per chunk:
+with one g_t per head (2312.06635, 4; 2405.21060) or one per channel (F in all). A chunk of C bytes attends to itself by
+pairs, with G_t = g_1 + .. + g_t from its first byte, and to all before it through S, so memory holds one S per chunk:
 
     o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j
     S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
@@ -44,8 +43,7 @@ def attend(
     Args:
         q, k: ``[B, H, T, F]``, in the precision of the sums.
         v: ``[B, H, T, V]``.
-        log_decay: g, at most 0: ``[B, H, T, 1]`` per head or ``[B, H, T, F]`` per channel; ``[1, H, 1, 1]`` if it is
-            the same for every byte.
+        log_decay: g <= 0: ``[B, H, T, 1]`` per head, ``[B, H, T, F]`` per channel; ``[1, H, 1, 1]`` if constant.
         strength: b of the delta rule, ``[B, H, T, 1]``; None for plain sums.
         sums: S of the segment before; None for zeros.
         attend_self: whether query t reads S_t; otherwise it reads S_{t-1}.
@@ -62,8 +60,7 @@ def attend(
 def _of_piece(
     sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, shift: int, constant: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` for whole chunks ``[B, H, n, C, .]``. ``others``: g unless it is ``constant``, then b if there is
-    one."""
+    """``attend`` for whole chunks ``[B, H, n, C, .]``. ``others``: g unless ``constant``, then b if there is one."""
     if constant is None:
         log_decay, *others = others
         total = log_decay.cumsum(-2)  # G

@@ -4,9 +4,8 @@
 
 The head's number is added to the seed. A head that is computed alone, as head 0 with its number added to the seed,
 drops the same weights. So does any tiling, forward and backward, on any device, and no mask is kept in memory. ``mix``
-is a
-bijection of 32 bits: flipping one input bit flips each output bit about half the time. A kernel in another language can
-draw the same by this formula; ``tests/test_dropout.py`` pins some values.
+is a bijection of 32 bits: flipping one input bit flips each output bit about half the time. A kernel in another
+language can draw the same by this formula; ``tests/test_dropout.py`` pins some values.
 """
 
 import torch

@@ -37,8 +37,7 @@ class Engine(NamedTuple):
     Attributes:
         forward: takes scaled q ``[B, n, t, K]``, k and v ``[B, n, j, K]`` and an additive mask ``[1, n or 1, t, j]`` or
             None; returns the output, and the log-sum-exp ``[B, n, t]`` in float32 or float64.
-        backward: takes the output's gradient, these four, the joint output and log-sum-exp; returns gradients of q, k,
-            v.
+        backward: takes the output's gradient, these four, joint output and log-sum-exp; returns gradients of q, k, v.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -62,8 +61,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Te
 
 def _efficient_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tensor]:
     g, q_, k_, v_, y = _aligned(g, q, k, v, y)
-    # The kernel ignores strides and reads outputs in the forward's layout, and log-sum-exps in whole blocks of 32
-    # queries.
+    # The kernel ignores strides and reads outputs in the forward's layout, log-sum-exps in whole blocks of 32.
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
     drawn = torch.zeros((), dtype=torch.int64)  # the state of dropout's generator, which is not read without dropout
@@ -110,8 +108,7 @@ def triangle(inputs: Inputs) -> Tensor:
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]``, and log-sum-exp ``[B, H, T]``; a query that sees nothing has 0 and -inf.
 
-    Keys that no query sees are not read. A constant bias ``[H, n]`` is allowed; vectors, key biases and dropout are
-    not.
+    Keys no query sees are not read. A constant bias ``[H, n]`` is allowed; vectors, key biases and dropout are not.
     """
     assert inputs.vectors is None and not inputs.dropout, "the fused backend has no vectors and no dropout"
     assert inputs.key_bias is None, "the fused backend has no key biases"
@@ -216,8 +213,7 @@ def _alike(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, like: Tensor) -> Tensor:
-    """Additive mask ``[1, H or 1, rows, keys]``; its last key is column 0 of the last row. Rows are aligned in
-    memory."""
+    """Additive mask ``[1, H or 1, rows, keys]``, rows aligned in memory; its last key is column 0 of the last row."""
     seen = plain.visible(rows, keys, max_keys, shift=0, device=like.device)
     band = seen.new_zeros((1, rows, keys), dtype=like.dtype) if table is None else plain.spread(table, rows, keys)
     return F.pad(band.masked_fill(~seen, -torch.inf).to(like.dtype), (0, -keys % ALIGNED))[None, ..., :keys]

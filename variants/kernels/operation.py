@@ -10,9 +10,8 @@ This module turns them into two operations that torch can trace, ``windtunnel::a
 ``attention_backward``. Each head's window is passed as a tensor on the CPU, so that moving spans are no constants of a
 compiled graph. A hard window is a constant: a graph for a GPU would need a C++ compiler to create a tensor on the CPU.
 
-Keys and values of the past are constants. ``k`` and ``v`` hold those of the past, then the segment's own. They may be
-given without a gradient, and the segment's own again as ``own``: then only the gradients of ``own`` are computed. The
-same holds for key biases.
+Keys and values of the past are constants; ``k`` and ``v`` hold them, then the segment's own. They may be given without
+a gradient, and the segment's own again as ``own``: then only gradients of ``own`` are computed. Key biases likewise.
 """
 
 from collections.abc import Sequence

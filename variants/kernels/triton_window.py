@@ -85,8 +85,7 @@ def key_options(options: dict) -> dict:
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]`` and, for ``backward``, the joint log-sum-exp in base 2 ``[B, H, T]``.
 
-    Each head has one span. Vectors or a constant bias, not both, are allowed, for at least the distances a head may
-    see.
+    Each head has one span. Vectors or a constant bias, not both, are allowed, for at least the distances heads see.
     """
     q, z, distances = inputs.q, inputs.z, _distances(inputs)
     assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), (q.dtype, z)
@@ -250,8 +249,7 @@ def _forward(
 def _query_gradient(
     arguments: dict, y: Tensor, joint: dict, *, span: bool = False, bias: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients of queries, of spans ``[H]`` and of biases; fills ``joint["delta"]``, which the other gradients
-    need."""
+    """Gradients of queries, spans ``[H]`` and biases; fills ``joint["delta"]``, which the other gradients need."""
     q, grid = arguments["q"], _grid(arguments, arguments["T"])
     dq = torch.empty_like(q)
     dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if span else None

@@ -7,8 +7,7 @@ Terms that depend on the distance are given per column; ``skew`` moves them to k
     a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(p_tn)),   y_t = sum_x a_tx v_x + sum_n a_tn u_n
 
 with a soft mask m in [0, 1] (1905.07799, 2.2) and persistent scores p and values u beside the context (1907.01470,
-3.1).
-The softmax has no epsilon: a query that sees nothing gives 0. At the kinks of m the gradient is that of torch.clamp.
+3.1). The softmax has no epsilon: a query that sees nothing gives 0. At kinks of m the gradient is torch.clamp's.
 
 ``fused.py`` computes the same without a score matrix in memory.
 """
@@ -32,8 +31,7 @@ class Window(NamedTuple):
         shift: 0 if a query sees itself, else 1.
         z: spans in keys, ``[H]`` or ``[B, H, T]``, or None for a hard window of ``max_keys``, equal for all heads.
         ramp: R, keys over which the soft mask falls from 1 to 0.
-        limits: replaces ``max_keys`` where it must not be a constant of a compiled graph, int64 ``[H]`` on the CPU, at
-            most ``max_keys``; or None.
+        limits: replaces ``max_keys`` where compilation may not fix it: int64 ``[H]`` on the CPU, at most that; or None.
     """
 
     max_keys: tuple[int, ...]
@@ -171,8 +169,7 @@ def visible(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.de
 
 
 def pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
-    """Pairs in a head of a query and one of its ``max_keys`` nearest keys: how many of the segment, how many of the
-    past."""
+    """Pairs in a head of a query and one of its ``max_keys`` nearest keys: how many of the segment and of the past."""
 
     def seen(last: int) -> int:  # pairs of queries that have 1, 2, .. ``last`` keys
         rising = max(0, min(last, max_keys))
@@ -207,8 +204,7 @@ def attend(
         vectors: ``[n, K]``, given in place of a bias: the bias is then ``q @ vectors.T``.
         persistent: key-value vectors in the same softmax, never masked.
         sink: ``[H]``, one more score in each head's softmax, with value 0; -inf means no sink.
-        key_bias, query_bias: ``[B, H, L]`` and ``[B, H, T]``: ``key_bias_j - query_bias_t`` is added to scores with
-            keys.
+        key_bias, query_bias: ``[B, H, L]``, ``[B, H, T]``: ``key_bias_j - query_bias_t`` is added to keys' scores.
         dropout: rate on attention weights, after they are normalised.
         seed: seed of the dropout, which is then drawn from counters (``dropout.py``); or the numbers ``[B, H, T]`` that
             ``dropout.rows`` makes of a seed; None for torch's generator.

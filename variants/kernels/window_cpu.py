@@ -21,8 +21,7 @@ from variants.kernels.window import Inputs, PastKV, Window, ramp_slope, sink_gra
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 NAMES = (*Inputs._fields[:8], "key_bias", "query_bias")
-"""Fields of ``Inputs`` that may have a gradient; keys and values of part i of the past are ``k_old{i}`` and
-``v_old{i}``."""
+"""Fields of ``Inputs`` that may have a gradient; keys and values of the past's part i: ``k_old{i}``, ``v_old{i}``."""
 BESIDE = ("beside_k", "beside_v", "beside_added")
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
@@ -180,8 +179,7 @@ def _executed_flops(*_, out_val) -> int:
 
 
 def _like(x: Tensor) -> Tensor:
-    """An empty tensor like ``x``. With four dimensions, memory is ``[B, T, H, K]``, so that heads join without a
-    copy."""
+    """An empty tensor like ``x``. With four dimensions, memory is ``[B, T, H, K]``, so heads join without a copy."""
     if x.dim() < 4:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
@@ -268,8 +266,7 @@ def _call(
 def _tables(
     dtype: torch.dtype, z: Tensor | None, bias: Tensor | None, met: list[int], most: int, ramp: int, *, backward: bool
 ) -> dict[str, Tensor]:
-    """Tables over head and distance, ``[H, n + 2 PAD]`` in reverse; and per head, how many first columns add
-    nothing."""
+    """Tables by head and distance ``[H, n + 2 PAD]``, reversed; and per head, how many first columns add nothing."""
     flat, pad = torch.tensor(met), _library().window_pad()
     added = torch.zeros(len(met), most, dtype=dtype) if bias is None else bias[:, :most].to(dtype)
     tables = {}
