@@ -18,8 +18,8 @@ RESULTS, README, PAGE, PICTURE = "bench/results", "README.md", "docs/results.md"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 BASELINES = {"order-3": "order-3 byte counts", "xz": "xz -9e", "bzip2": "bzip2 -9"}
 LONG = 4096
-HEADS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE}, paired", "recall reach, bytes", "MFLOP/byte at 512"]
-HEADS += [f"at {LONG:,}", "state, KiB", "parameters"]
+TITLES = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE}, paired", "recall reach, bytes", "MFLOP/byte at 512"]
+TITLES += [f"at {LONG:,}", "state, KiB", "parameters"]
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def readme_table(folder: Path) -> str:
         rows.append((same["test"].mean(), f"`{name}`", *quality, *costs))
     packed = next(iter(runs["compressors"].dropna()), {})
     rows += [(packed[key], label, f"{packed[key]:.4f}", *[""] * 6) for key, label in BASELINES.items() if key in packed]
-    return markdown(HEADS, [row[1:] for row in sorted(rows)])
+    return markdown(TITLES, [row[1:] for row in sorted(rows)])
 
 
 def picture(folder: Path) -> bytes:

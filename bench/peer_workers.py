@@ -21,12 +21,12 @@ from harness.record.folder import config_hash
 
 REFERENCE, TRANSFORMERS = "reference_model", "x-transformers"
 PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS}
-"""Each peer's package, by pip's name. Speeds are shares of the first peer's."""
+"""Each peer's package, by pip's name. The report divides every speed by that of the first peer."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
 
 
 class ReferenceModel(nn.Module):
-    """The least transformer that a competent user writes in PyTorch: pre-norm, ``scaled_dot_product_attention``, a GELU
+    """A minimal transformer as users write it in PyTorch: pre-norm, ``scaled_dot_product_attention``, a GELU
     feed-forward of four times the width, learned positions, no biases but those of the norms. It sees only the segment,
     and has 2 V D + T D + layers (12 D^2 + 4 D) + 2 D parameters.
     """
@@ -99,11 +99,11 @@ class Worker(Subject):
     def build(self) -> dict:
         """Make the model; returns ``facts``."""
         if self.task.peer:
-            build_peer(self.task.peer, self.plan)  # no model's memory contains what a package loads
+            build_peer(self.task.peer, self.plan)  # once before: memory that the package keeps is not a model's
         return super().build()
 
     def facts(self) -> dict:
-        """Backend and parameters."""
+        """Backend and parameters: ``total``, and those that a byte reads (``touched``)."""
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
         if self.task.peer:
             return {"parameters": parameters, "backend": "fused" + ", compiled" * self.runtime.compile}

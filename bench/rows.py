@@ -1,4 +1,4 @@
-"""Rows that verbs of bench write and the report reads, one JSON object per line with its whole provenance. A reader
+"""Result rows of bench's commands for the report, one JSON object per line with its whole provenance. A reader
 needs neither torch nor another file. ``harness.record.comparison`` decides which rows compare."""
 
 import time
@@ -35,7 +35,7 @@ class RowFile:
 
 
 def refusal(row: object) -> str | None:
-    """Why a row is not shown: the provenance that it lacks, or another format. None if it is shown."""
+    """Why the report rejects a row: missing provenance, or another format; None if it is accepted."""
     if not isinstance(row, dict):
         return f"a {type(row).__name__} is no row"
     missing = [key for key in (*IDENTITY, *GROUND) if key not in row and key not in UNSAID]

@@ -150,6 +150,8 @@ def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
     view = new.narrow(dim, new.shape[dim] - own, own)
     if kept:
         return torch.cat([old.detach().narrow(dim, old.shape[dim] - kept, kept), view], dim)
+    if torch.compiler.is_compiling():  # which cannot read sizes of storages, and must not return views
+        return view.clone(memory_format=torch.contiguous_format)
     return view if 4 * view.nbytes >= 3 * new.untyped_storage().nbytes() else view.clone()
 
 

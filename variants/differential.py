@@ -32,6 +32,8 @@ LARGEST = 20.0
 class Differential(Attention):
     """Causal attention over the last S positions by differences of maps; keywords as in ``Attention``."""
 
+    limits = frozenset({"ideal_flops"})  # each call has the scores of a pair twice
+
     def __init__(self, context: LayerContext, **heads: Unpack[HeadKeywords]):
         if context.heads % 2:
             raise ValueError(f"model.heads={context.heads}: must be even, because two heads are a pair")

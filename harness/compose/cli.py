@@ -29,7 +29,7 @@ from harness.compose.untrusted_config import CONF, FileConfigSource
 from harness.device.torchrun import check_launch, is_later, read_launch
 
 TRACE = "WINDTUNNEL_TRACE"
-"""The user's HYDRA_FULL_ERROR, in the environment of a command and its jobs."""
+"""Variable that keeps the user's own HYDRA_FULL_ERROR, which ``run_command`` overwrites."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 task: TaskFunction | None = None
 """The function that a sweep's launcher calls for each job."""
@@ -50,7 +50,7 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
     with env_override({"HYDRA_FULL_ERROR": "1", TRACE: trace}):
         try:
             check_launch(sys.argv[1:], many=many)
-            if read_launch().world_size > 1:  # torch's errors have the text of its log
+            if read_launch().world_size > 1:  # torch's errors repeat the text of its C++ log
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             command()
         except KeyboardInterrupt:  # between two jobs, or while a launcher waits

@@ -1,4 +1,4 @@
-"""Configuration from outside: a user's folder (``-cd``), in which ``hydra.*`` and ``trust`` do not count, so that no
+"""Configuration from outside: a user's folder (``-cd``), where setting ``hydra.*`` or ``trust`` is an error, so that no
 file decides what may run; and the ``config.yaml`` of anybody's run folder."""
 
 import io
@@ -18,7 +18,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 MAX_BYTES, MAX_DEPTH = 1 << 18, 40
 COMMAND_LINE_ONLY = r"\b(hydra|trust)\b"
 SWEEP = rf"hydra\.mode|hydra\.sweeper\.params\.(?!.*{COMMAND_LINE_ONLY}).+"
-# An entry of ``defaults``: a config file in a group, and optionally the package that it goes to.
+# SWEEP: the keys of Hydra that a user's file may set. ENTRY of ``defaults``: ``override /optim@package=muon``.
 PARTS = r"[\w-][\w.-]*(/[\w-][\w.-]*)*"
 PLACE = rf"((optional|override)\s+)*/?(?!{COMMAND_LINE_ONLY}){PARTS}(@(?![\w.:-]*{COMMAND_LINE_ONLY})[\w.:-]+)?"
 ENTRY = rf"{PLACE}(=({PARTS}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
@@ -49,7 +49,7 @@ def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
         if re.search(COMMAND_LINE_ONLY, place)
     ]
     for key, value in _leaves(OmegaConf.to_container(loaded.config, resolve=False)):
-        entry = re.fullmatch(r"defaults\.\d+\.?(.*)", key)  # {group: choice}, or one text
+        entry = re.fullmatch(r"defaults\.\d+\.?(.*)", key)  # a mapping {group: choice}, or plain text
         word = "=".join(filter(None, (entry[1], str(value)))) if entry else key
         if not re.fullmatch(ENTRY if entry else rf"(?!{COMMAND_LINE_ONLY}).*|{SWEEP}", word):
             wrong.append(f"{key}={value}")
@@ -66,13 +66,13 @@ def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def read_config(path: Path, *, what: str) -> DictConfig:
-    """The sections of a run's ``config.yaml``: plain values, within limits; ValueError, which begins with ``what``."""
+    """The sections of a run's ``config.yaml``: plain values, within limits; ValueError that begins with ``what``."""
     try:
         text, depth = read_file(path, most=MAX_BYTES).decode("utf-8"), 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):
-                raise ValueError(f"has plain values only: no ${{..}}, no alias, at most {MAX_DEPTH} levels")
+                raise ValueError(f"must have plain values only: no ${{..}}, no alias, at most {MAX_DEPTH} levels")
         config = OmegaConf.load(io.StringIO(text))
         if not isinstance(config, DictConfig):
             raise ValueError("must have sections, such as variant and model")

@@ -7,7 +7,7 @@ from harness.data.sources import KNOWN, fetch
 
 
 def main(arguments: list[str]) -> int:
-    """0 if the named corpus, or enwik8, is in the cache and checked; 2 if it cannot be downloaded."""
+    """Fetch the named corpus, by default enwik8: 0 if it is in the cache and checked, else 2."""
     name = [*arguments, "enwik8"][0]
     try:
         if name not in KNOWN:

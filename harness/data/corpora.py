@@ -34,7 +34,7 @@ class Corpus:
         sha256, n_bytes: of the whole corpus, before newlines are dropped or a vocabulary is applied.
         splits: ``train``, ``valid`` and ``test``, uint8 ``[n]`` each, in memory or mapped.
         vocabulary: V; all values are below it.
-        symbols: the byte of each value; fewer than V where the corpus has fewer.
+        symbols: the byte of each token id; fewer than V if the corpus has fewer.
         floor, answers: of ``Made``, for made-up corpora.
         fallback_from: the corpus in whose place this one is read, if any.
     """
@@ -50,12 +50,12 @@ class Corpus:
     fallback_from: str | None = None
 
     def reported(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
-        """The bytes of a split whose score is reported, at most ``limit``; of valid only those before ``choosing``."""
+        """The part of a split that is scored for reports, at most ``limit`` bytes; of valid, without ``choosing``."""
         whole = self.splits[split]
         return whole[: len(whole) - len(self.choosing(selection_bytes)) * (split == "valid")][:limit]
 
     def choosing(self, selection_bytes: int | None) -> Tensor:
-        """The bytes of valid that choose the weights: the last ``selection_bytes``, at most half of it (None: half)."""
+        """The end of valid that selects the best weights: ``selection_bytes``, at most half of it (None: half)."""
         valid = self.splits["valid"]
         half = len(valid) // 2
         return valid[len(valid) - (half if selection_bytes is None else min(selection_bytes, half)) :]
@@ -125,7 +125,7 @@ def load(
         print(
             f"data: {requested.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
             f"{len(content):,} bytes, sha256 {actual}; its bits per byte are not {requested}'s. "
-            f"To get it: python -m harness.data {requested}, or data.path=FILE. An error with data.fallback=null.",
+            f"To get it: python -m harness.data {requested}, or data.path=FILE. data.fallback=null makes it an error.",
             file=sys.stderr,
         )
     if sha256 and sha256.lower() != actual:

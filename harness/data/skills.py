@@ -1,11 +1,12 @@
-"""Skills: made-up streams that ask for one ability each. They are text, and their best possible score is known.
+"""Skills: generated streams of text that each need one ability, with a known best score.
 
     multi_query_recall  B3 writes 3 to B, b3 reads it again: any of 26 keys, 8 values (2312.04927, section 4)
-    selective_copying   64 bytes of dots and capitals, >, then the capitals in lower case (2312.00752, section 3.1)
-    state_tracking      C1432= and the order of abcde after swaps of neighbours, here four: words of S5 (2404.08819)
+    selective_copying   64 bytes of dots and capitals, then ``>``, then the capitals in lower case (2312.00752, 3.1)
+    state_tracking      B1432= and the order of abcde after the swaps: B is four of them, digit i swaps letters i and
+                        i + 1; words of S5 (2404.08819)
 
-Bytes are independent and uniform, but for the answers, which follow from earlier bytes and cost a model with the skill
-0 bits. Every choice has a known price, so the floor of any part is exact, except for questions on bytes before it.
+Random choices are independent. Answers follow from earlier bytes: a model with the skill pays 0 bits for them. The
+entropy of every byte is known: the floor of a part is exact, but for answers that depend on bytes before the part.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from harness.hashing import integer_hash
 
 KEYS, VALUES = 26, 8
 DISTANCES = (32, 128, 512)
-"""Groups of answers of multi_query_recall: at most so many bytes after the last place of their key."""
-BODY, SYMBOLS, DENSITY = 64, 16, 4
+"""Upper ends of the groups of answers of multi_query_recall: bytes since their key last occurred."""
+BODY, SYMBOLS, BYTES_PER_CAPITAL = 64, 16, 4
 """Sizes of selective_copying: bytes before the copy, kinds of capitals, bytes for each capital."""
 LENGTHS = (2, 4, 8, 16)
 """Swaps in a word of state_tracking; its first byte says which."""
@@ -43,7 +44,7 @@ def multi_query_recall(n_bytes: int, seed: int) -> bytes:
 
 def selective_copying(n_bytes: int, seed: int) -> bytes:
     episodes = -(-n_bytes // (BODY + 1))
-    drawn = draw(seed, episodes * BODY, DENSITY * SYMBOLS)
+    drawn = draw(seed, episodes * BODY, BYTES_PER_CAPITAL * SYMBOLS)
     body = np.where(drawn < SYMBOLS, drawn + ord("A"), ord(".")).astype(np.uint8).tobytes()
     parts = (body[start : start + BODY] for start in range(0, len(body), BODY))
     return b"".join(part + b">" + part.replace(b".", b"").lower() for part in parts)
@@ -70,14 +71,15 @@ def _between(values: np.ndarray, first: str, last: str) -> np.ndarray:
 
 
 def recall_answers(values: np.ndarray) -> dict[str, np.ndarray]:
-    where = np.flatnonzero(_between(values[:-1] | 32, "a", "z"))
-    since = np.zeros(len(values), int)
+    """The digits that answer a read, grouped by the bytes since the key last occurred."""
+    keys = np.flatnonzero(_between(values[:-1] | 32, "a", "z"))
+    distance = np.zeros(len(values), int)
     for key in range(KEYS):
-        places = where[values[where] | 32 == ord("a") + key]
-        since[places[1:] + 1] = np.diff(places)
-    since *= np.append(False, _between(values[:-1], "a", "z"))
+        places = keys[values[keys] | 32 == ord("a") + key]
+        distance[places[1:] + 1] = np.diff(places)
+    distance *= np.append(False, _between(values[:-1], "a", "z"))
     limits = zip((0, *DISTANCES), DISTANCES, strict=False)
-    return {str(most): (since > least) & (since <= most) for least, most in limits}
+    return {str(most): (distance > least) & (distance <= most) for least, most in limits}
 
 
 def tracking_answers(values: np.ndarray) -> dict[str, np.ndarray]:
@@ -93,8 +95,8 @@ def recall_costs(values: np.ndarray) -> np.ndarray:
 
 
 def copying_costs(values: np.ndarray) -> np.ndarray:
-    capital = log2(DENSITY * SYMBOLS) * _between(values, "A", "Z")
-    return capital + log2(DENSITY / (DENSITY - 1)) * (values == ord("."))
+    capital = log2(BYTES_PER_CAPITAL * SYMBOLS) * _between(values, "A", "Z")
+    return capital + log2(BYTES_PER_CAPITAL / (BYTES_PER_CAPITAL - 1)) * (values == ord("."))
 
 
 def tracking_costs(values: np.ndarray) -> np.ndarray:

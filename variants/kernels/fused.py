@@ -8,10 +8,10 @@ Three facts make it exact (1905.07799's soft mask, written as an additive bias):
    joint log-sum-exp. Persistent vectors are one more part, with the unrotated query.
 3. With upstream g and output o, the gradient of a span is a sum over its ramp,
    dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) / R * (g_t . v_x - g_t . o_t),
-   so the kernel treats spans as constants.
+   which is computed beside the kernel: there spans are constants.
 
 The kernels are torch's: flash attention on a CPU and memory-efficient attention on CUDA. Their additive mask must be a
-constant. Neither has dropout here: the first has none, and fact 3 would need the mask that the second does not return.
+constant. There is no dropout: the first has none, and the second does not return its dropout mask, which fact 3 needs.
 If the window is the whole triangle, torch chooses the kernel. ``window_cpu.cpp`` does the same row by row.
 """
 
@@ -197,14 +197,14 @@ def executed_flops(
     a kernel's tiles, softmax and masks do not count.
     """
     streams, _, rows, width = inputs.q.shape
-    wide = width if inputs.q.device.type == "cpu" else width + -width % ALIGNED
+    padded_width = width if inputs.q.device.type == "cpu" else width + -width % ALIGNED
     pairs = 0
     for (max_keys, keys), heads in runs(zip(window.max_keys, inputs.key_counts(), strict=True)):
         cut = chunks(rows, keys, max_keys, window.shift)
         pairs += (heads.stop - heads.start) * sum((end - begin) * (high - low) for begin, end, low, high in cut)
-    beside = 0 if inputs.extra_k is None else inputs.extra_k[..., 0].numel() * rows
-    backward = 10 * wide * (pairs + beside) + 4 * width * pairs * ("z" in wanted)
-    return 4 * wide * streams * (pairs + beside), streams * backward
+    persistent_pairs = 0 if inputs.extra_k is None else inputs.extra_k[..., 0].numel() * rows
+    backward = 10 * padded_width * (pairs + persistent_pairs) + 4 * width * pairs * ("z" in wanted)
+    return 4 * padded_width * streams * (pairs + persistent_pairs), streams * backward
 
 
 def _alike(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
