@@ -79,7 +79,7 @@ def launch_options(
 
 def key_options(options: dict) -> dict:
     """The options of ``key_gradient`` that differ from ``options``, those (or all arguments) of the other kernels."""
-    return {"num_stages": 2} if options["BLOCK"] == 64 else {}
+    return {"num_stages": 2, "maxnreg": 255} if options["BLOCK"] == 64 else {}
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
