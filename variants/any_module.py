@@ -110,8 +110,8 @@ def _built(make: functools.partial) -> nn.Module:
     if unnamed and _takes_any_keyword(make):
         allowed = ", ".join(_keywords(make.func)[0]) or "none"
         raise ValueError(
-            f"module.{unnamed[0]}={keywords[unnamed[0]]}: {name} takes keywords of any name and says nothing, so this one "
-            f"may mean nothing; allowed are {allowed}"
+            f"module.{unnamed[0]}={keywords[unnamed[0]]}: {name} takes keywords of any name and says nothing, so this "
+            f"one may mean nothing; allowed are {allowed}"
         )
     try:
         module = make()

@@ -71,7 +71,8 @@ def _of_a_map(inspection: Inspection, reach: int | None) -> Iterator[str]:
     shares = weights[..., :0] if inspection.shares is None else inspection.shares
     heads = weights.shape[1] if weights.dim() == 4 else None
     if weights.shape != (1, heads, length, length) or shares.shape[:-1] != weights.shape[:-1]:
-        yield f"a map of {tuple(weights.shape)} and shares of {tuple(shares.shape)} are not [B, H, T, T] and [B, H, T, n]"
+        shapes = f"{tuple(weights.shape)} and shares of {tuple(shares.shape)}"
+        yield f"a map of {shapes} are not [B, H, T, T] and [B, H, T, n]"
         return
     taken = torch.cat([weights, shares], dim=-1)[0]  # [H, T, T + n]
     rows, largest = taken.sum(-1), weights[0].amax(0)  # [H, T] and [T, T]

@@ -25,8 +25,8 @@ NAMES = (*Inputs._fields[:8], "key_bias", "query_bias")
 BESIDE = ("beside_k", "beside_v", "beside_added")
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
-    "extra_k extra_v lse columns flat order table mask slope vectors vectors_turned flops dextra_k dextra_v dvectors dz "
-    "key_bias query_bias dkey_bias dquery_bias"
+    "extra_k extra_v lse columns flat order table mask slope vectors vectors_turned flops dextra_k dextra_v dvectors "
+    "dz key_bias query_bias dkey_bias dquery_bias"
 )
 SIZES = "streams heads rows width persistent distances shift threads biases"
 
