@@ -31,6 +31,7 @@ ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged
     "without state.",
     "Claims of the papers": "Each part of a claim over matched seeds; fewer than three seeds give no verdict.",
     "After 10 MB": "The same runs with `budget.bytes=10000000`.",
+    "Combinations": "`python -m bench.evidence stage=combinations`: the same on 0.85 MB, one seed.",
     "Recall": "Bits of a byte that repeats the one so many bytes back, after 1.5 MB of `data=recall`; 4 without "
     f"recall. Reach: the largest distance below {REACHED_BITS:g} bit.",
     "Skills": "Bits of an answer on test after 1.5 MB of made-up data, one seed; 0 with the skill. Recall: by the "
@@ -134,6 +135,7 @@ def sections(folder: Path) -> str:
         ("Front page, more columns", bits_table(first)),
         ("What context is worth", context_table(first)),
         ("Claims of the papers", verdict_table(first) if len(first) else ""),
+        ("Combinations", bits_table(read_runs(folder / "combinations.jsonl"))),
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
         ("Skills", skills_table(folder / "skills.jsonl")),

