@@ -18,6 +18,8 @@ RESULTS, README, PAGE, PICTURE = "bench/results", "README.md", "docs/results.md"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 BASELINES = {"order-3": "order-3 byte counts", "xz": "xz -9e", "bzip2": "bzip2 -9"}
 LONG = 4096
+FARTHEST = 0.4
+"""Bits per byte at which the picture's axis ends; a larger difference is an arrow with its number."""
 TITLES = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE}, paired", "recall reach, bytes", "MFLOP/byte at 512"]
 TITLES += [f"at {LONG:,}", "state, KiB", "parameters"]
 
@@ -80,18 +82,23 @@ def picture(folder: Path) -> bytes:
 def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
     from bench.report.drawing import FONT_POINTS, INK
 
-    for place, name in enumerate(names):
+    text = {"textcoords": "offset points", "va": "center", "fontsize": FONT_POINTS}
+    text["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line at 0
+    for row, name in enumerate(names):
         pair = results_page.paired_with(runs, name)
-        width = pair.half_width or 0.0
-        ax.errorbar(pair.mean, place, xerr=width or None, fmt="o", color=INK, markersize=4.5, capsize=2, linewidth=1.2)
-        how = {"textcoords": "offset points", "va": "center", "fontsize": FONT_POINTS}
-        white = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line at 0
-        ax.annotate(name, (pair.mean + width, place), (6, 0), bbox=white, **how)
+        if pair.mean > FARTHEST:
+            ax.plot(FARTHEST, row, ">", color=INK, markersize=5)
+            ax.annotate(f"{name}, {pair.mean:+.2f}", (FARTHEST, row), (-7, 0), ha="right", **text)
+            continue
+        fill = INK if pair.half_width else "white"
+        marker = {"fmt": "o", "color": INK, "markerfacecolor": fill, "markersize": 4.5, "capsize": 2, "linewidth": 1.2}
+        ax.errorbar(pair.mean, row, xerr=pair.half_width or None, **marker)
+        ax.annotate(name, (pair.mean + (pair.half_width or 0.0), row), (6, 0), **text)
     ax.axvline(0, color=INK, linestyle="--", linewidth=1, zorder=0)
     left, right = ax.get_xlim()
-    ax.set_xlim(left, right + 0.5 * (right - left))  # room for names
+    ax.set_xlim(left, min(right + 0.5 * (right - left), FARTHEST + 0.02))  # room for names
     ax.set(yticks=[], ylim=(-0.7, len(names) - 0.3))
-    ax.set_xlabel(f"test bits per byte minus {REFERENCE}'s: left is better")
+    ax.set_xlabel(f"test bits per byte minus {REFERENCE}'s (left is better; hollow: one seed)")
     ax.grid(axis="y", visible=False)
 
 
