@@ -124,15 +124,15 @@ def forget() -> None:
 
 
 def commit() -> str | None:
-    """The commit of our working tree, with ``-dirty`` where files differ, or None outside git; never of a repository
-    around our folder, whose settings git would run."""
+    """The commit of our working tree, with ``-dirty`` where files other than result rows differ, or None outside git;
+    never of a repository around our folder, whose settings git would run."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(ROOT.parent), "GIT_OPTIONAL_LOCKS": "0"}
     command, options = ["git", "-C", str(ROOT), "-c", "core.fsmonitor=false"], {"capture_output": True, "text": True}
     with suppress(OSError, subprocess.CalledProcessError):
         head, status = (
             subprocess.run([*command, *words], env=environment, check=True, **options).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", ":/", ":/!bench/results"])
         )
         return head + ("-dirty" if status else "")
     return None

@@ -2,6 +2,7 @@
 read them."""
 
 import inspect
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,18 @@ def test_what_every_variant_loads_is_in_its_closure():
     for path in (ROOT / "variants").rglob("*.py"):
         text = path.read_text()
         assert "conformance" in path.parts or not ("import_module" in text or "__import__" in text), path
+
+
+def test_new_result_rows_do_not_make_a_commit_dirty(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "ROOT", tmp_path)
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    rows, code = tmp_path / "bench" / "results" / "rows.jsonl", tmp_path / "train.py"
+    for path in (rows, code):
+        path.write_text("")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "a"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    rows.write_text("{}")
+    assert len(source.commit()) == 40
+    code.write_text("pass")
+    assert source.commit().endswith("-dirty")
