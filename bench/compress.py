@@ -24,7 +24,7 @@ from harness.compose.cli import run_command
 from harness.data.sources import digest
 from harness.data.streams import score_streams
 from harness.device import runtime
-from harness.plan.settings import Positive, checked
+from harness.plan.settings import Positive, parse_setting
 from harness.record import checkpoint
 from harness.record.cells import count_of
 
@@ -144,10 +144,10 @@ def read_input(file: str | None, *, out: str) -> bytes:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="compress")
 def main(cfg: DictConfig) -> None:
-    file, split = checked(cfg.file, str | None, key="file"), checked(cfg.split, SPLIT | None, key="split")
+    file, split = parse_setting(cfg.file, str | None, key="file"), parse_setting(cfg.split, SPLIT | None, key="split")
     if (file is None) == (split is None):
         raise ValueError(f"file={file} split={split}: one of them must be given, the other null")
-    streams, out = checked(cfg.streams, Positive | None, key="streams"), checked(cfg.out, str, key="out")
+    streams, out = parse_setting(cfg.streams, Positive | None, key="streams"), parse_setting(cfg.out, str, key="out")
     content = read_input(file, out=out)
     trained, how, conditions = open_run(cfg)
     if split is not None:
@@ -170,7 +170,7 @@ def main(cfg: DictConfig) -> None:
 @hydra.main(version_base="1.3", config_path=CONF, config_name="decompress")
 def decompress(cfg: DictConfig) -> None:
     """Write the decoded file if its SHA-256 is right; ValueError, with nothing written, if anything differs."""
-    file, out = (checked(cfg[key], str, key=key) for key in ("file", "out"))
+    file, out = (parse_setting(cfg[key], str, key=key) for key in ("file", "out"))
     header, code = unpack(read_input(file, out=out), key=f"file={file}")
     _, how, now = open_run(cfg)
     differing = ", ".join(f"{key} (then {header[key]}, now {now[key]})" for key in now if header[key] != now[key])
