@@ -22,7 +22,7 @@ from harness import source
 from harness.cache import write_whole
 from harness.compose.cli import run_command
 from harness.data.sources import digest
-from harness.data.streams import score_streams
+from harness.data.streams import score_ranges
 from harness.device import runtime
 from harness.plan.settings import Positive, parse_setting
 from harness.record import checkpoint
@@ -83,7 +83,7 @@ def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, devic
 
 def stream_lengths(n_bytes: int, streams: int) -> list[int]:
     """Bytes of each stream, differing by at most one; no stream is empty."""
-    return [end - first for first, end in score_streams(n_bytes, min(streams, n_bytes))] if n_bytes else []
+    return [end - first for first, end in score_ranges(n_bytes, min(streams, n_bytes))] if n_bytes else []
 
 
 def pack(header: dict, code: bytes) -> bytes:
