@@ -19,7 +19,7 @@ from bench import CONF
 from bench.arithmetic import BITS, ESCAPE, Coder, Decoder, Encoder, frequencies
 from bench.planning import Trained, open_trained
 from harness import source
-from harness.cache import write_whole
+from harness.cache import write_atomically
 from harness.compose.cli import run_command
 from harness.data.sources import digest
 from harness.data.streams import score_ranges
@@ -156,7 +156,7 @@ def main(cfg: DictConfig) -> None:
     lengths, encoder = stream_lengths(len(content), streams or -(-len(content) // STREAM_BYTES)), Encoder()
     _, counts = code_streams(encoder, content, streams=len(lengths), **how)
     header, code = {"bytes": len(content), "sha256": digest(content), "streams": len(lengths)}, encoder.finish()
-    write_whole(Path(out), packed := pack(header | conditions, code))
+    write_atomically(Path(out), packed := pack(header | conditions, code))
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
     cut = f"{count_of(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each from a cold start"
     print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
@@ -179,7 +179,7 @@ def decompress(cfg: DictConfig) -> None:
     content, _ = code_streams(Decoder(code), bytes(header["bytes"]), streams=header["streams"], **how)
     if digest(content) != header["sha256"]:
         raise ValueError(f"file={file}: what was decoded is not what was coded, its SHA-256 is another; {SAME}")
-    write_whole(Path(out), content)
+    write_atomically(Path(out), content)
     print(f"{out}: {len(content):,} bytes, SHA-256 {header['sha256']}, as they were coded")
 
 

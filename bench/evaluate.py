@@ -37,7 +37,7 @@ def main(cfg: DictConfig) -> None:
     limit = parse_setting(cfg.eval.bytes, Annotated[int, Ge(2)] | None, key="eval.bytes")
     p = plan.protocol() | {key: number for key, number in asked.items() if number is not None}
     corpus, (model, device) = opened.corpus(), opened.on_device(span=p["span"])
-    split = corpus.reported(cfg.split, selection_bytes=p["selection_bytes"])
+    split = corpus.scored_part(cfg.split, selection_bytes=p["selection_bytes"])
     p["bytes"] = limit if limit is not None and limit < len(split) else None
     if asked["context"] is None:
         p["context"] = streamed_context(p["span"], plan.model.layers)

@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> None:
     if text is None:
         corpus = trained.corpus()
         name, symbols = f"valid of {corpus.name}", corpus.symbols
-        tokens = corpus.reported("valid", selection_bytes=trained.plan.eval.selection_bytes)
+        tokens = corpus.scored_part("valid", selection_bytes=trained.plan.eval.selection_bytes)
     else:
         is_file, symbols = os.path.isfile(text), trained.symbols()
         name, content = (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))

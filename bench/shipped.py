@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 
 from bench import CONF
 from bench.conformance import findings
-from harness.cache import sha256_of, write_whole
+from harness.cache import sha256_of, write_atomically
 from harness.loop.admission import CONFORMANCE, SHIPPED, findings_at_sizes
 from harness.plan.build import plan_run
 from harness.plan.small import shrink
@@ -32,7 +32,7 @@ def main() -> None:
             broken += len(breaks)
     if broken:
         sys.exit(1)
-    write_whole(SHIPPED, json.dumps(listing(), indent=1).encode() + b"\n")
+    write_atomically(SHIPPED, json.dumps(listing(), indent=1).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from contextlib import suppress
 import torch
 
 from harness import source
-from harness.cache import cache_folder, sha256_of, write_whole
-from harness.count.ideal import IDEAL, compare_ideal
+from harness.cache import cache_folder, sha256_of, write_atomically
+from harness.count.ideal import PROMISE, compare_ideal
 from harness.device.runtime import device_kind
 from harness.failures import StorageFailure
 from harness.loop.scoring import WINDOWS
@@ -46,7 +46,7 @@ def admission(plan: Plan) -> str:
                 'check=false trains anyway and marks the row "unchecked"'
             )
         with suppress(StorageFailure):  # then it is checked again
-            write_whole(passed, b"")
+            write_atomically(passed, b"")
     return "passed"
 
 
@@ -62,7 +62,7 @@ def findings(plan: Plan) -> Iterator[Finding]:
 
 def ideal_beside_executed(plan: Plan) -> Finding:
     """Declared FLOPs are at most the executed ones, in warm state, and not much less."""
-    return finding_of(IDEAL, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
+    return finding_of(PROMISE, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:

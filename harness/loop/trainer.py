@@ -18,7 +18,7 @@ from harness.loop.scoring import Score, score_stream
 from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.optim.budget import Spent
-from harness.optim.optimizers import BY_ROWS
+from harness.optim.optimizers import SHARDABLE
 from harness.plan.build import Plan
 from variants.contract import cat_streams, map_state
 
@@ -189,12 +189,12 @@ class Trainer:
     def reported(self, split: str) -> Tensor:
         """The bytes of a split that are scored at the end."""
         e = self.plan.eval
-        return self.corpus.reported(split, selection_bytes=e.selection_bytes, limit=e.bytes)
+        return self.corpus.scored_part(split, selection_bytes=e.selection_bytes, limit=e.bytes)
 
     def choosing(self) -> Tensor:
         """The bytes of valid that choose the weights and are in no reported score; ValueError for fewer than two."""
         number, valid = self.plan.eval.selection_bytes, self.corpus.splits["valid"]
-        part = self.corpus.choosing(number)
+        part = self.corpus.selection_part(number)
         if len(part) < 2:
             raise ValueError(
                 f"eval.selection_bytes={number}: leaves less than a pair of valid's {len(valid)} bytes to choose the "
@@ -214,11 +214,11 @@ class Trainer:
             share = f"each of {number} processes has {b.streams // number} of batch.streams={b.streams} to split"
             yield f"batch.accumulate={b.accumulate}: {share}; allowed is at most as many"
         for name, optimizer in self.optimizers.optimizers.items():
-            if self.plan.runtime.shard == "full" and not isinstance(optimizer, BY_ROWS):
+            if self.plan.runtime.shard == "full" and not isinstance(optimizer, SHARDABLE):
                 who = f"{type(optimizer).__name__}, the optimizer of {name}, may need whole parameters"
                 yield (
                     f"runtime.shard=full: {who}; allowed is none, "
-                    f"or one of {', '.join(kind.__name__ for kind in BY_ROWS)}"
+                    f"or one of {', '.join(kind.__name__ for kind in SHARDABLE)}"
                 )
         for name, sublayer in self.model.sublayers():
             norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import BeforeValidator, ConfigDict, PydanticUserError, Strict, TypeAdapter, ValidationError
 
-from harness.optim.budget import Budget, Schedule, Share
+from harness.optim.budget import Budget, Fraction, Schedule
 
 PART_DESCRIPTION = "a part with _target_ and _partial_: true"
 PHRASES = {
@@ -42,14 +42,14 @@ class ModelSettings:
     span: Positive
     attend_self: bool
     cache: Literal["kv", "hidden"]
-    dropout: Share
+    dropout: Fraction
     norm: Literal["rms", "layer"]
     norm_after: bool
     tied: bool
     head_bias: bool
     embedding_std: PositiveFloat
     embedding_scale: float
-    embedding_dropout: Share
+    embedding_dropout: Fraction
     head_zero_init: bool
     default_bytes: Positive
 
@@ -81,7 +81,7 @@ class DataSettings:
 
 @section
 class EvalSettings:
-    every: Share
+    every: Fraction
     streams: Positive
     segment: Positive
     bytes: Positive | None
