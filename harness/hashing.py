@@ -1,9 +1,6 @@
-"""Integer hash, for random draws that depend only on their keys.
-
-The draws are equal on every machine and with every version of numpy and torch, and a checkpoint need not save a
-generator's state. Keys are chained through the finaliser of splitmix64 (Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", 2014).
-"""
+"""Integer hash, for random draws that depend only on their keys. The draws are equal on every machine and with every
+version of numpy and torch, and a checkpoint need not save a generator's state. Keys are chained through the finaliser
+of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

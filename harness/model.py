@@ -1,9 +1,7 @@
-"""The byte-level language model: an embedding, layers of named residual sublayers, and a head.
-
-The variant defines the sublayers of each layer. A sublayer maps [B, T, D] to [B, T, D]. The model adds norms, residual
-connections, and the input's positions. Its state is passed in and returned, as a tuple ``(start, states)``: ``start
-[B]`` is the number of bytes that each stream has read, and ``states`` has one state per sublayer.
-"""
+"""The byte-level language model: an embedding, layers of named residual sublayers, and a head. The variant defines the
+sublayers of each layer. A sublayer maps [B, T, D] to [B, T, D]. The model adds norms, residual connections, and the
+input's positions. Its state is passed in and returned, as a tuple ``(start, states)``: ``start [B]`` is the number of
+bytes that each stream has read, and ``states`` has one state per sublayer."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -235,10 +233,9 @@ class LanguageModel(nn.Module):
         return sum(s.ideal_flops() for _, s in self.sublayers()) + 2 * self.head.weight.numel()
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """FLOPs per byte that a training step needs: those of ``Sublayer.needed_flops`` and of the head.
-
-        A sublayer that does not state them is charged three times its ideal forward FLOPs. Norms, loss and embedding
-        are neglected."""
+        """FLOPs per byte that a training step needs: those of ``Sublayer.needed_flops`` and of the head. A sublayer
+        that does not state them is charged three times its ideal forward FLOPs. Norms, loss and embedding are
+        neglected."""
         needed = [NeededFlops.of_products(2 * self.head.weight.numel())]
         for _, sublayer in self.sublayers():
             stated = sublayer.needed_flops(segment, carried=carried)

@@ -1,7 +1,5 @@
-"""Digests of the source files that can change a number of a run.
-
-A process reads each file once, because later edits do not change the modules that it has loaded.
-"""
+"""Digests of the source files that can change a number of a run. A process reads each file once, because later edits do
+not change the modules that it has loaded."""
 
 import functools
 import hashlib
@@ -130,9 +128,8 @@ def clear_caches() -> None:
 
 
 def commit() -> str | None:
-    """The commit of the project's working tree, with ``-dirty`` if files differ from it; None outside of git.
-
-    A repository that contains the project's folder is ignored, because git would execute programs that its settings
+    """The commit of the project's working tree, with ``-dirty`` if files differ from it; None outside of git. A
+    repository that contains the project's folder is ignored, because git would execute programs that its settings
     name."""
     environment = {name: setting for name, setting in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(ROOT.parent), "GIT_OPTIONAL_LOCKS": "0"}

@@ -1,9 +1,7 @@
 """Runs commands under Hydra. A user's mistake gives one clear message and exit code 2, instead of Hydra's trace and 1.
-
 ``run_command`` sets HYDRA_FULL_ERROR=1, so that Hydra raises errors instead of printing them, and catches them. The
 callback of ``harness.compose.sweep`` gets the error of a job before that. Errors that are no mistakes are printed with
-their trace, and the exit code is 1. If the user sets HYDRA_FULL_ERROR=1, mistakes are printed with their trace too.
-"""
+their trace, and the exit code is 1. If the user sets HYDRA_FULL_ERROR=1, mistakes are printed with their trace too."""
 
 import inspect
 import os
@@ -69,11 +67,9 @@ def exit_code(errors: Sequence[Exception]) -> int:
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
-    """Print an error to stderr, unless it was printed there before. ``job`` has the overrides of a sweep's job.
-
-    Of several processes, all have the same mistakes in their configuration, so only the first one prints them. Other
-    processes print a mistake only if it is marked ``of_process``.
-    """
+    """Print an error to stderr, unless it was printed there before. ``job`` has the overrides of a sweep's job. Of
+    several processes, all have the same mistakes in their configuration, so only the first one prints them. Other
+    processes print a mistake only if it is marked ``of_process``."""
     status = os.fstat(2)
     stderr_file = status.st_dev, status.st_ino  # the stderr of a launcher's job may be another file
     printed_by_first = isinstance(error, MISTAKES) and is_later() and not getattr(error, "of_process", False)

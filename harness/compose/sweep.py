@@ -1,7 +1,5 @@
-"""Sweeps with any launcher of Hydra.
-
-Every job is launched. A job that is finished returns its recorded scores; one that was killed resumes.
-"""
+"""Sweeps with any launcher of Hydra. Every job is launched. A job that is finished returns its recorded scores; one
+that was killed resumes."""
 
 import hashlib
 import json

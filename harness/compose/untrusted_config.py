@@ -1,8 +1,6 @@
-"""Configuration from outside the project.
-
-Files of a user's folder (``-cd``) must not set ``hydra.*`` or ``trust``, because these decide which code may run. The
-``config.yaml`` of a run folder may come from anybody, so it must have plain values only.
-"""
+"""Configuration from outside the project. Files of a user's folder (``-cd``) must not set ``hydra.*`` or ``trust``,
+because these decide which code may run. The ``config.yaml`` of a run folder may come from anybody, so it must have
+plain values only."""
 
 import io
 import re
@@ -31,9 +29,7 @@ DEFAULTS_ENTRY = rf"{GROUP}(=({NAME}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
 
 class FileConfigSource(file_config_source.FileConfigSource):
     """Replaces Hydra's source of YAML files. It has the same class name, because launchers register it by this name.
-
-    ValueError if a user's file sets ``hydra.*`` or ``trust``, or has the name of a file of the project.
-    """
+    ValueError if a user's file sets ``hydra.*`` or ``trust``, or has the name of a file of the project."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         loaded, name = super().load_config(config_path), self._normalize_file_name(config_path)

@@ -65,9 +65,7 @@ class ForwardFlops(NamedTuple):
 
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
     """Run ``call`` and count its FLOPs. It must not be compiled; ``gradients`` must be true if it has a backward pass.
-
-    ``flex_attention`` is supported in a forward pass only, and counts all pairs of queries and keys.
-    """
+    ``flex_attention`` is supported in a forward pass only, and counts all pairs of queries and keys."""
     # Without this flag flex_attention compiles itself, which fails under a dispatch mode.
     uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with torch.set_grad_enabled(gradients), uncompiled, _Counter() as counter:
@@ -77,13 +75,10 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
 
 def forward_flops_per_byte(model: LanguageModel, *, segment: int, max_bytes: int = 2**16) -> ForwardFlops:
     """Count the forward pass of one ``segment`` of one stream, in warm state, in evaluation mode, on the model's
-    device.
-
-    If a mechanism has a ``Sublayer.period`` longer than a segment, all segments of the longest period are counted.
-    Before that the model reads random bytes, until two segments in a row change no shape of the carried state, or for
-    ``max_bytes``. A window of S bytes needs S bytes and three more segments. Training modes and random generators are
-    restored. The caller sets the run's precision, because autocast makes the state smaller.
-    """
+    device. If a mechanism has a ``Sublayer.period`` longer than a segment, all segments of the longest period are
+    counted. Before that the model reads random bytes, until two segments in a row change no shape of the carried state,
+    or for ``max_bytes``. A window of S bytes needs S bytes and three more segments. Training modes and random
+    generators are restored. The caller sets the run's precision, because autocast makes the state smaller."""
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
 
     def tokens() -> Tensor:
@@ -162,9 +157,7 @@ def causal_pairs(queries: int, keys: int) -> int:
 
 def _attention(a: Arguments, *, widths: tuple[int, int] = (1, 1)) -> int:
     """Scores and weighted values: 2 (K + K') for each pair of a query of ``[B, H, T, K]`` and a key of ``[.., L, K]``.
-
-    ``widths`` has the numbers of products with width K and with the width K' of values.
-    """
+    ``widths`` has the numbers of products with width K and with the width K' of values."""
     streams, heads, rows, width = a["query"].shape
     keys = a["key"].shape[2]
     pairs = streams * heads * (causal_pairs(rows, keys) if a.get("is_causal") else rows * keys)

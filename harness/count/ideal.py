@@ -1,8 +1,6 @@
-"""Compares the ideal FLOPs that sublayers declare with the executed ones.
-
-The ideal FLOPs of the model must be at most the executed ones. Those of each sublayer must be at least half of the
-executed ones, unless it declares the limit ``ideal_flops``.
-"""
+"""Compares the ideal FLOPs that sublayers declare with the executed ones. The ideal FLOPs of the model must be at most
+the executed ones. Those of each sublayer must be at least half of the executed ones, unless it declares the limit
+``ideal_flops``."""
 
 from collections import deque
 from collections.abc import Generator
@@ -18,10 +16,8 @@ PROMISE = "ideal FLOPs are at most the executed ones, and at least half"
 
 
 def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, str]:
-    """Yield a line for each broken requirement, and return a line that describes the comparison.
-
-    FLOPs are counted in evaluation mode, on segments of twice ``span`` bytes, in warm state.
-    """
+    """Yield a line for each broken requirement, and return a line that describes the comparison. FLOPs are counted in
+    evaluation mode, on segments of twice ``span`` bytes, in warm state."""
     segment, sublayers = 2 * span, dict(model.eval().sublayers())
     n_segments = -(-max((s.period for s in sublayers.values()), default=1) // segment)  # in the longest period
     calls = {name: deque(maxlen=n_segments) for name in sublayers}

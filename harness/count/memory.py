@@ -1,10 +1,7 @@
-"""Memory: bytes of tensors, and the peak of memory in use.
-
-On a GPU the peak is that of torch's tensors. The peak of the allocator's reserved memory is measured too, because it
-decides whether memory runs out. On a CPU the peak is the high-water mark of the process's resident memory above a
-baseline. It is approximate, because it includes freed blocks of the allocator, libraries that are loaded late, and
-pages of memory-mapped files.
-"""
+"""Memory: bytes of tensors, and the peak of memory in use. On a GPU the peak is that of torch's tensors. The peak of
+the allocator's reserved memory is measured too, because it decides whether memory runs out. On a CPU the peak is the
+high-water mark of the process's resident memory above a baseline. It is approximate, because it includes freed blocks
+of the allocator, libraries that are loaded late, and pages of memory-mapped files."""
 
 import ctypes
 import re
@@ -84,11 +81,9 @@ class Peak(NamedTuple):
 
 
 class PeakMemory:
-    """The peak of memory in use since the last ``reset``.
-
-    On a CPU the baseline is measured when the object is made, so it must be made before the model. ``reset`` should be
-    called after warm-up, because the first steps allocate and compile more. On a CPU it has an effect on Linux only.
-    """
+    """The peak of memory in use since the last ``reset``. On a CPU the baseline is measured when the object is made, so
+    it must be made before the model. ``reset`` should be called after warm-up, because the first steps allocate and
+    compile more. On a CPU it has an effect on Linux only."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -25,10 +25,8 @@ MAX_TRAIN_BYTES = 2**24
 
 
 def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
-    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of ``train``.
-
-    They are stored in the user's cache, because computing them for 5 MB takes seconds.
-    """
+    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of ``train``. They are
+    stored in the user's cache, because computing them for 5 MB takes seconds."""
     content = split.numpy().tobytes()
     cache_file = cache_folder() / "compressed" / f"{digest(content)}-{digest(train.numpy())}.json"
     with suppress(OSError, ValueError):

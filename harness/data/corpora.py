@@ -1,7 +1,5 @@
-"""Corpora: the bytes that a run reads, cut in order into train, valid and test.
-
-The name, length and SHA-256 of a corpus describe the bytes that were read, also where a fallback corpus was read.
-"""
+"""Corpora: the bytes that a run reads, cut in order into train, valid and test. The name, length and SHA-256 of a
+corpus describe the bytes that were read, also where a fallback corpus was read."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -199,11 +197,8 @@ def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
 def _to_token_ids(
     content: np.ndarray, parts: list[np.ndarray], *, vocabulary: int, drop_newlines: bool
 ) -> tuple[list[Tensor], bytes]:
-    """The parts as token ids, and the byte of each token id.
-
-    With a vocabulary of 256, a token id is the byte itself; with a smaller one, token ids number the different bytes of
-    the corpus in order.
-    """
+    """The parts as token ids, and the byte of each token id. With a vocabulary of 256, a token id is the byte itself;
+    with a smaller one, token ids number the different bytes of the corpus in order."""
     symbols, dropped = bytes(range(256)), b"\n" if drop_newlines else b""
     if vocabulary < 256:
         symbols = bytes(value for value in distinct_values(content) if value not in dropped)

@@ -124,10 +124,8 @@ class GeneratedCorpus(NamedTuple):
 def _skill(
     generate: Callable[[int, int], bytes], costs: Callable[[np.ndarray], np.ndarray], answers: Callable
 ) -> GeneratedCorpus:
-    """A corpus of the bytes ``generate(n_bytes, seed)``, which may be more than ``n_bytes``.
-
-    ``costs(part)`` are the bits that each byte of a part costs a model with the skill.
-    """
+    """A corpus of the bytes ``generate(n_bytes, seed)``, which may be more than ``n_bytes``. ``costs(part)`` are the
+    bits that each byte of a part costs a model with the skill."""
 
     def stream(n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
         return np.frombuffer(generate(n_bytes, seed), np.uint8)[:n_bytes].copy()

@@ -1,8 +1,6 @@
-"""Sources of bytes: files and folders, plain or compressed, published corpora, and Python's standard library.
-
-Each reader returns one uint8 array, which is memory-mapped for a large plain file. A published corpus is downloaded
-once into the user's cache and verified; an interrupted download is resumed.
-"""
+"""Sources of bytes: files and folders, plain or compressed, published corpora, and Python's standard library. Each
+reader returns one uint8 array, which is memory-mapped for a large plain file. A published corpus is downloaded once
+into the user's cache and verified; an interrupted download is resumed."""
 
 import bz2
 import gzip
@@ -85,9 +83,7 @@ def distinct_values(content: np.ndarray | bytes) -> list[int]:
 
 def read_published(name: str, path: str | None) -> np.ndarray:
     """The bytes of a published corpus from a file, or if ``path`` is None, from the cache or the author's site.
-
-    ValueError names ``data.path`` if the bytes are not those of the corpus; OSError if it cannot be downloaded.
-    """
+    ValueError names ``data.path`` if the bytes are not those of the corpus; OSError if it cannot be downloaded."""
     corpus, download_name = PUBLISHED[name], PUBLISHED[name].part_of or name
     remedy = "data=file reads any file" if path else "remove it, and it will be downloaded again"
     path = path or str(fetch(download_name))
@@ -100,11 +96,9 @@ def read_published(name: str, path: str | None) -> np.ndarray:
 
 
 def read_path(path: str) -> np.ndarray:
-    """All bytes of a file, or of all files below a folder: uint8 ``[n]``, n >= 1.
-
-    Files of a folder are read in the order of their relative POSIX paths, without hidden ones. ``.gz``, ``.bz2``,
-    ``.xz`` and ``.zip`` (of one file) are unpacked. ValueError names ``data.path``.
-    """
+    """All bytes of a file, or of all files below a folder: uint8 ``[n]``, n >= 1. Files of a folder are read in the
+    order of their relative POSIX paths, without hidden ones. ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are
+    unpacked. ValueError names ``data.path``."""
     try:
         location = Path(path).expanduser()
         if not location.exists():
@@ -166,11 +160,9 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_z
 
 
 def read_stdlib() -> np.ndarray:
-    """The source of the running Python's standard library, concatenated by POSIX path: uint8 ``[n]``.
-
-    Left out are tests and IDLE (half of the source), tables, modules that newer Pythons dropped, and files that depend
-    on the installation.
-    """
+    """The source of the running Python's standard library, concatenated by POSIX path: uint8 ``[n]``. Left out are
+    tests and IDLE (half of the source), tables, modules that newer Pythons dropped, and files that depend on the
+    installation."""
     folder = Path(sysconfig.get_path("stdlib"))
     installation = {path.name for pattern in ("config-*", "_sysconfigdata*") for path in folder.glob(pattern)}
     try:
@@ -180,11 +172,8 @@ def read_stdlib() -> np.ndarray:
 
 
 def fetch(name: str) -> Path:
-    """Path of ``enwik8`` or ``text8`` in the user's cache, downloaded first if it is missing.
-
-    Of several processes, one downloads. OSError if the corpus cannot be downloaded, or if its bytes are not the
-    expected ones.
-    """
+    """Path of ``enwik8`` or ``text8`` in the user's cache, downloaded first if it is missing. Of several processes, one
+    downloads. OSError if the corpus cannot be downloaded, or if its bytes are not the expected ones."""
     corpus, target = PUBLISHED[name], cache_folder() / name
     if target.is_file():
         return target
@@ -210,9 +199,7 @@ def fetch(name: str) -> Path:
 
 def download(url: str, target: Path) -> None:
     """Download ``url`` to ``target``. The received bytes are in ``<target>.part``, from which a later call continues.
-
-    OSError if the connection breaks ``MAX_ATTEMPTS`` times.
-    """
+    OSError if the connection breaks ``MAX_ATTEMPTS`` times."""
     part = target.with_name(f"{target.name}.part")
     for _ in range(MAX_ATTEMPTS):
         if _fetch_rest(url, part):

@@ -1,9 +1,7 @@
-"""Streams: the order in which training and evaluation read the bytes of a split.
-
-A pair is an input byte and its target, the next byte. A split of n bytes has n - 1 pairs; pair i is bytes i and i + 1.
-The order depends only on the split, the sizes, the seed and the step. A run therefore resumes from one integer, the
-step, and all variants read the same bytes.
-"""
+"""Streams: the order in which training and evaluation read the bytes of a split. A pair is an input byte and its
+target, the next byte. A split of n bytes has n - 1 pairs; pair i is bytes i and i + 1. The order depends only on the
+split, the sizes, the seed and the step. A run therefore resumes from one integer, the step, and all variants read the
+same bytes."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -35,13 +33,11 @@ class Batches:
 
 
 class Streams:
-    """Training batches: each step reads T bytes (``segment``) of B ``streams`` of ``split``, uint8 ``[n]``.
-
-    With ``carry`` the split is a ring, cut into B streams of n // B bytes. A step reads the next segment of each
-    stream, and state is carried over. After ``steps_per_epoch`` steps a new epoch begins: the ring is shifted by an
-    offset drawn from seed and epoch, and state is dropped. Without ``carry`` a step reads B random windows. ValueError
-    if a stream (or without ``carry`` the split) has less than T + 1 bytes.
-    """
+    """Training batches: each step reads T bytes (``segment``) of B ``streams`` of ``split``, uint8 ``[n]``. With
+    ``carry`` the split is a ring, cut into B streams of n // B bytes. A step reads the next segment of each stream, and
+    state is carried over. After ``steps_per_epoch`` steps a new epoch begins: the ring is shifted by an offset drawn
+    from seed and epoch, and state is dropped. Without ``carry`` a step reads B random windows. ValueError if a stream
+    (or without ``carry`` the split) has less than T + 1 bytes."""
 
     def __init__(self, split: Tensor, *, streams: int, segment: int, seed: int, carry: bool = True):
         self.split, self.streams, self.segment, self.seed, self.carry = split, streams, segment, seed, carry
@@ -84,11 +80,9 @@ def shard_slice(n_streams: int, shard: tuple[int, int]) -> slice:
 
 
 def score_ranges(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple[int, int]]:
-    """Cut pairs 0..n_pairs - 1 into contiguous ranges (first, end), one to be scored by each stream.
-
-    All streams but the first read ``context`` unscored pairs before their range. The ranges are such that the numbers
-    of pairs that streams read differ by at most one. ValueError names ``eval.streams``.
-    """
+    """Cut pairs 0..n_pairs - 1 into contiguous ranges (first, end), one to be scored by each stream. All streams but
+    the first read ``context`` unscored pairs before their range. The ranges are such that the numbers of pairs that
+    streams read differ by at most one. ValueError names ``eval.streams``."""
     if not 1 <= streams <= n_pairs:
         raise ValueError(f"eval.streams={streams}: allowed is 1 to {n_pairs}, the number of pairs to be scored")
     n_read = n_pairs + (streams - 1) * context
@@ -106,9 +100,8 @@ def segments(
     split: Tensor, *, streams: int, segment: int, context: int = 0, shard: tuple[int, int] = UNSHARDED
 ) -> Batches:
     """All pairs of ``split [n]``, each scored once: segments ``[L, T]`` of L streams, to be read with carried state.
-
-    The mask is false for the ``context`` (of ``round_context``) of all streams but the first, and after a stream's end.
-    """
+    The mask is false for the ``context`` (of ``round_context``) of all streams but the first, and after a stream's
+    end."""
     ranges = torch.tensor(score_ranges(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
     start = (first - context).clamp(min=0)
@@ -160,11 +153,9 @@ def _read_segments(
 def windows(
     split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, shard: tuple[int, int] = UNSHARDED
 ) -> Batches:
-    """All pairs of ``split [n]``, each scored once, in windows that are read without carried state.
-
-    A window of ``window`` pairs starts at every ``stride``-th pair. Its last ``stride`` pairs are scored; of the first
-    window, all. At most ``batch`` windows form a batch, and a shard reads a contiguous part of the batches.
-    """
+    """All pairs of ``split [n]``, each scored once, in windows that are read without carried state. A window of
+    ``window`` pairs starts at every ``stride``-th pair. Its last ``stride`` pairs are scored; of the first window, all.
+    At most ``batch`` windows form a batch, and a shard reads a contiguous part of the batches."""
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)

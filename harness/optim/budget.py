@@ -1,7 +1,5 @@
-"""Budget and learning-rate schedule of a run.
-
-The schedule is a function of the spent fraction of the budget, so that it is the same for every unit of the budget.
-"""
+"""Budget and learning-rate schedule of a run. The schedule is a function of the spent fraction of the budget, so that
+it is the same for every unit of the budget."""
 
 import math
 from dataclasses import dataclass

@@ -22,11 +22,9 @@ ITERATIONS = 5
 
 
 def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Matrices ``[n, rows, columns]`` with the same singular vectors, and singular values near 1.
-
-    Computes five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from X = U / |U|_F, with products in
-    ``dtype``. A singular value of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one below; zeros stay
-    zero."""
+    """Matrices ``[n, rows, columns]`` with the same singular vectors, and singular values near 1. Computes five
+    Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from X = U / |U|_F, with products in ``dtype``. A
+    singular value of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one below; zeros stay zero."""
     a, b, c = COEFFICIENTS
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
@@ -40,11 +38,9 @@ def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
-    """The dtype of the products for parameters with the dtype and device of ``like``.
-
-    With ``precision="auto"``: float64 for float64 parameters; for others bfloat16 on CUDA and on CPUs with AMX, whose
-    matrix units make it 2.5 times as fast, and float32 elsewhere.
-    """
+    """The dtype of the products for parameters with the dtype and device of ``like``. With ``precision="auto"``:
+    float64 for float64 parameters; for others bfloat16 on CUDA and on CPUs with AMX, whose matrix units make it 2.5
+    times as fast, and float32 elsewhere."""
     if precision != "auto":
         return getattr(torch, precision)
     if like.dtype != torch.float64 and (like.is_cuda or (like.device.type == "cpu" and _has_amx())):
@@ -91,10 +87,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every parameter that has a gradient, unless ``found_inf`` is 1.
-
-        If each process has some rows of every matrix, the matrices are gathered, and each process computes all
-        products."""
+        """Update every parameter that has a gradient, unless ``found_inf`` is 1. If each process has some rows of every
+        matrix, the matrices are gathered, and each process computes all products."""
         sharded = self.units.parts if self.units else {}
         for group in self.param_groups:
             batches = defaultdict(list)

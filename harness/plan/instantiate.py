@@ -1,10 +1,8 @@
-"""Instantiation: a node with ``_target_`` becomes a ``functools.partial`` of the class that it names.
-
-A target is a subclass of a contract type, and is defined in our packages, in torch.optim, or in a module that the
-command line's ``trust`` names. The constructor's signature, types included, is the schema of the node's keys. An
-annotation may also ask for any torch.nn.Module: then only modules of ``trust`` are allowed, and the module's keywords
-may contain no further target. No class is instantiated in this file.
-"""
+"""Instantiation: a node with ``_target_`` becomes a ``functools.partial`` of the class that it names. A target is a
+subclass of a contract type, and is defined in our packages, in torch.optim, or in a module that the command line's
+``trust`` names. The constructor's signature, types included, is the schema of the node's keys. An annotation may also
+ask for any torch.nn.Module: then only modules of ``trust`` are allowed, and the module's keywords may contain no
+further target. No class is instantiated in this file."""
 
 import collections.abc
 import functools
@@ -63,9 +61,7 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
 
 def constructor_schema(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
     """The constructor's keywords that are keys of the configuration: ``{name: (annotation, whether it is required)}``.
-
-    These are all but the first argument and the class's ``RESERVED_KEYWORDS``. ``key`` is for errors.
-    """
+    These are all but the first argument and the class's ``RESERVED_KEYWORDS``. ``key`` is for errors."""
     base = next((base for base in CONTRACT if issubclass(cls, base)), None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

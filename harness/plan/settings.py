@@ -1,8 +1,6 @@
 """The sections of the configuration as dataclasses, whose fields and annotations define the keys, types and bounds.
-
 pydantic validates the values in strict mode, except that a float without a fraction, such as 1e6, is accepted as an
-integer.
-"""
+integer."""
 
 import collections.abc
 import dataclasses
@@ -171,10 +169,8 @@ class RunSettings:
 
 
 def parse_section(cls: type, node: object, *, key: str):
-    """An instance of the dataclass ``cls`` from a section of the configuration.
-
-    ``key`` is the section's dotted key, empty at the top. ValueError for unknown, missing and malformed keys.
-    """
+    """An instance of the dataclass ``cls`` from a section of the configuration. ``key`` is the section's dotted key,
+    empty at the top. ValueError for unknown, missing and malformed keys."""
     hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
     required = [field.name for field in fields if field.default is field.default_factory]
     check_keys(node, [field.name for field in fields], key=key, required=required)

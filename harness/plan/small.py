@@ -1,9 +1,5 @@
-"""Small plans of a run's configuration, on which the contract is checked.
-
-A variant's YAML file may set sizes for them:
-
-small: {attention: {block: 4}, model: {span: 12}}      # keywords of sublayers, and keys of model
-"""
+"""Small plans of a run's configuration, on which the contract is checked. A variant's YAML file may set sizes for them:
+small: {attention: {block: 4}, model: {span: 12}}      # keywords of sublayers, and keys of model"""
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -66,10 +62,8 @@ def reduce_width(plan: Plan) -> Plan:
 
 
 def reduce_depth(plan: Plan, *, sublayers: Collection[str], max_span: int) -> Plan:
-    """The plan on a CPU with the run's heads and widths, and two streams.
-
-    It has each different layer once, only the named ``sublayers`` in them, and a span of at most ``max_span`` bytes.
-    """
+    """The plan on a CPU with the run's heads and widths, and two streams. It has each different layer once, only the
+    named ``sublayers`` in them, and a span of at most ``max_span`` bytes."""
     layers = [tuple(name for name in layer if name in sublayers) or tuple(layer) for layer in plan.layers]
     distinct = [layer for layer in dict.fromkeys(layers) if set(layer) & set(sublayers)]
     span = plan.model.span
@@ -91,9 +85,7 @@ def _distinct_layers(plan: Plan) -> list[tuple[str, ...]]:
 
 def _first_runnable(plan: Plan, *, spans: Sequence[int], layer_lists: Sequence[Sequence], model: Mapping) -> Plan:
     """The plan at the first combination of span, layers and width with which a model runs, else at the last one.
-
-    ``model`` has keys of the section ``model`` that override these sizes.
-    """
+    ``model`` has keys of the section ``model`` that override these sizes."""
     heads, d_model = plan.model.heads, plan.model.d_model
     widths = [(HEADS, HEADS * HEAD_WIDTH), (heads, heads * HEAD_WIDTH), (heads, d_model)]
     for span, layers, (heads, d_model) in itertools.product(spans, layer_lists, widths):

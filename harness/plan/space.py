@@ -1,9 +1,7 @@
-"""Search space of a variant: the hyperparameters searched, their bounds, and the point of each trial.
-
-Points are a scrambled Sobol sequence with a fixed seed, which fills the unit cube more evenly than independent draws
-(I. M. Sobol, USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Trial n has point n of the sequence, which depends on the
-space and on n only: a search of 16 trials can be extended to 32.
-"""
+"""Search space of a variant: the hyperparameters searched, their bounds, and the point of each trial. Points are a
+scrambled Sobol sequence with a fixed seed, which fills the unit cube more evenly than independent draws (I. M. Sobol,
+USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Trial n has point n of the sequence, which depends on the space and on n
+only: a search of 16 trials can be extended to 32."""
 
 from collections.abc import Collection, Mapping
 from typing import Literal
@@ -35,10 +33,8 @@ class Interval:
             raise ValueError(f"low={self.low}: must be above 0 on a logarithmic scale")
 
     def select(self, coordinate: float) -> tuple[float, float]:
-        """The number at a Sobol ``coordinate`` of [0, 1), and its relative position in the interval, from 0 to 1.
-
-        The number is rounded to four significant digits, so that it can be repeated on the command line.
-        """
+        """The number at a Sobol ``coordinate`` of [0, 1), and its relative position in the interval, from 0 to 1. The
+        number is rounded to four significant digits, so that it can be repeated on the command line."""
         low, high = self.low, self.high
         number = low * (high / low) ** coordinate if self.scale == "log" else low + (high - low) * coordinate
         return float(f"{number:.4g}"), coordinate
