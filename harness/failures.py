@@ -10,10 +10,8 @@ BUG, MISTAKE = 1, 2
 class Failure(Exception):
     """A failure that ends a run or a command. Its only argument is the message, so that it can be pickled."""
 
-    exit_code: int
-    """Exit code of the command."""
-    status: str
-    """Status of the run in its summary."""
+    exit_code: int  # of the command
+    status: str  # of the run in its summary
 
 
 class Diverged(Failure):

@@ -40,9 +40,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
             for folder in GlobalHydra.instance().config_loader().get_search_path().get_path():
                 user_file = Path(str(folder.path).removeprefix("file://"), name)
                 if folder.provider == "command-line" and user_file.exists() and user_file.resolve() != file:
-                    raise ValueError(
-                        f"{user_file}: has the name of a file of the project, which is read instead; rename it"
-                    )
+                    raise ValueError(f"{user_file}: has the name of a file of the project; rename it")
         return loaded
 
 
@@ -83,9 +81,7 @@ def read_config(path: Path, *, what: str) -> DictConfig:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):
-                raise ValueError(
-                    f"must have plain values only, without ${{..}} or aliases, in at most {MAX_DEPTH} levels"
-                )
+                raise ValueError(f"must have plain values without ${{..}} or aliases, in at most {MAX_DEPTH} levels")
         config = OmegaConf.load(io.StringIO(text))
         if not isinstance(config, DictConfig):
             raise ValueError("must have sections, such as variant and model")

@@ -35,32 +35,19 @@ Arguments = dict[str, object]
 
 
 class Flops(NamedTuple):
-    """FLOPs of a call.
+    """FLOPs of a call. An in-place operation counts under the name of the one that is not in-place."""
 
-    Attributes:
-        total: FLOPs of all operations that have a formula.
-        unknown: number of calls of each other operation that computes something, most frequent first. An in-place
-            operation counts as the one that is not in-place.
-    """
-
-    total: int
-    unknown: dict[str, int]
+    total: int  # of all operations that have a formula
+    unknown: dict[str, int]  # number of calls of each other operation that computes something, most frequent first
 
 
 class ForwardFlops(NamedTuple):
-    """FLOPs that a model executes to predict one byte.
+    """FLOPs that a model executes to predict one byte."""
 
-    Attributes:
-        per_byte: mean over the counted segments.
-        unknown: as in ``Flops``, of all counted segments.
-        state_bytes: bytes of the state that one stream carries before the first counted segment.
-        warm: whether the state had stopped growing before it.
-    """
-
-    per_byte: float
-    unknown: dict[str, int]
-    state_bytes: int
-    warm: bool
+    per_byte: float  # mean over the counted segments
+    unknown: dict[str, int]  # as in ``Flops``, of all counted segments
+    state_bytes: int  # of the state that one stream carries before the first counted segment
+    warm: bool  # whether the state had stopped growing before it
 
 
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:

@@ -102,9 +102,7 @@ def load(
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
     if path is not None and name not in (*PUBLISHED, "file"):
-        raise ValueError(
-            f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)} or file; data={name} reads no file"
-        )
+        raise ValueError(f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)} or file, not {name}")
     if name == "file" and not path:
         raise ValueError(f"data.path={path!r}: data=file requires data.path=FILE, a file or folder")
     if fallback not in (None, "stdlib") or (fallback and name not in PUBLISHED):
@@ -181,9 +179,7 @@ def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
     """Train, valid and test as views of ``content``, in order, each of at least two bytes."""
     shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
     if not len(shares) == len(split) == len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
-        raise ValueError(
-            f"data.split={split!r}: must be three fractions, for {', '.join(SPLITS)}, each above 0, whose sum is 1"
-        )
+        raise ValueError(f"data.split={split!r}: must be fractions above 0 for {', '.join(SPLITS)}, with a sum of 1")
     valid, test = (round(len(content) * share) for share in shares[1:])
     train = len(content) - valid - test
     if min(train, valid, test) < 2:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from harness.hashing import integer_hash
 
-UNSHARDED = (0, 1)
-"""A shard is the part of the streams that one process reads: (its rank, the number of processes)."""
+Shard = tuple[int, int]
+"""The part of the streams that one process reads: (its rank, the number of processes)."""
+UNSHARDED: Shard = (0, 1)
 _RING, _WINDOW = 1, 2  # first key of the hash, so that offsets of rings and of windows are independent
 
 Segment = tuple[Tensor, Tensor, Tensor]
@@ -58,7 +59,7 @@ class Streams:
         """Whether the streams of this step start without state."""
         return self.carried_bytes(step) == 0
 
-    def batch(self, step: int, *, shard: tuple[int, int] = UNSHARDED) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, counted from 0, for the streams of ``shard``: int64 ``[B, T]`` each."""
         indices = range(self.streams)[shard_slice(self.streams, shard)]
         if self.carry:
@@ -73,7 +74,7 @@ class Streams:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def shard_slice(n_streams: int, shard: tuple[int, int]) -> slice:
+def shard_slice(n_streams: int, shard: Shard) -> slice:
     """The streams of a shard: contiguous, and of sizes that differ between shards by at most one."""
     rank, n_shards = shard
     return slice(rank * n_streams // n_shards, (rank + 1) * n_streams // n_shards)
@@ -96,17 +97,15 @@ def round_context(context: int, *, n_pairs: int, streams: int, segment: int) -> 
     return min(-(-context // segment), n_pairs // streams // segment) * segment
 
 
-def segments(
-    split: Tensor, *, streams: int, segment: int, context: int = 0, shard: tuple[int, int] = UNSHARDED
-) -> Batches:
+def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, shard: Shard = UNSHARDED) -> Batches:
     """All pairs of ``split [n]``, each scored once: segments ``[L, T]`` of L streams, to be read with carried state.
     The mask is false for the ``context`` (of ``round_context``) of all streams but the first, and after a stream's
     end."""
     ranges = torch.tensor(score_ranges(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
     start = (first - context).clamp(min=0)
-    length, own = int((end - start).max()), shard_slice(streams, shard)
-    return _read_segments(split, start[own], length=length, segment=segment, scored=(first[own], end[own]))
+    length, rows = int((end - start).max()), shard_slice(streams, shard)
+    return _read_segments(split, start[rows], length=length, segment=segment, scored=(first[rows], end[rows]))
 
 
 def sample_layout(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
@@ -120,13 +119,7 @@ def sample_layout(pairs: int, *, streams: int, segment: int, context: int) -> tu
 
 
 def samples(
-    split: Tensor,
-    *,
-    pairs: int,
-    streams: int,
-    segment: int,
-    context: int = 0,
-    shard: tuple[int, int] = UNSHARDED,
+    split: Tensor, *, pairs: int, streams: int, segment: int, context: int = 0, shard: Shard = UNSHARDED
 ) -> Batches:
     """A sample of at most ``pairs`` of ``split [n]``, in L streams of equal length that are spread evenly over the
     split. The mask is false for the first ``context`` pairs of each stream."""
@@ -151,7 +144,7 @@ def _read_segments(
 
 
 def windows(
-    split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, shard: tuple[int, int] = UNSHARDED
+    split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, shard: Shard = UNSHARDED
 ) -> Batches:
     """All pairs of ``split [n]``, each scored once, in windows that are read without carried state. A window of
     ``window`` pairs starts at every ``stride``-th pair. Its last ``stride`` pairs are scored; of the first window, all.

@@ -50,9 +50,8 @@ class Group:
         try:
             optimizer = self.optimizer([{"params": params} for params in (decayed, undecayed) if params], lr=lr)
         except (ValueError, TypeError, RuntimeError) as error:  # SparseAdam, for one, refuses a learning rate of 0
-            raise ValueError(
-                f"{self.key}: the optimizer refuses a keyword, or optim.lr x lr_scale = {lr:g} ({error})"
-            ) from error
+            message = f"{self.key}: the optimizer refuses a keyword, or optim.lr x lr_scale = {lr:g} ({error})"
+            raise ValueError(message) from error
         if "weight_decay" not in optimizer.defaults:
             if self.weight_decay:
                 reason = f"{type(optimizer).__name__} has no weight decay; allowed are 0 and null"
@@ -123,9 +122,7 @@ def assign(
     group_of: dict[nn.Parameter, str] = {}
     for name, node in (groups or {}).items():
         if name in ("default", "matrices"):
-            raise ValueError(
-                f"variant.groups.{name}: the names default and matrices are reserved for groups of the run"
-            )
+            raise ValueError(f"variant.groups.{name}: this name is reserved for a group of the run; use another name")
         settings[name] = {"optimizer": default, "key": f"variant.groups.{name}", **node}
         settings[name].pop("match")
         for parameter in _match(names, name, node["match"]):

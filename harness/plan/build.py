@@ -46,11 +46,9 @@ class Plan(RunSettings):
         config: the resolved configuration as a plain dictionary, for hashing and the record.
         layers: for each layer, the factories of its sublayers by name.
         scheme: the factory of the position scheme.
-        groups: the variant's parameter groups, with optimizers as partials.
         point: for each hyperparameter searched, the trial's relative position between its bounds; None without a trial.
-        sweeping: whether the run is a job of a Hydra sweep.
         backend_choice: the backend that ``harness.loop.select_backend`` has selected, and the errors of its candidates.
-        admission: how ``harness.loop.admission`` has checked the mechanism, if it ran.
+        admission: how ``harness.loop.admission`` has checked the mechanism.
     """
 
     variant: str
@@ -69,14 +67,8 @@ class Plan(RunSettings):
 
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's default generator; ValueError for incompatible sizes."""
-        return make_network(
-            self.layers,
-            self.scheme,
-            self.model,
-            vocabulary=self.data["vocabulary"],
-            backend=self.runtime.backend,
-            checkpoint=self.runtime.checkpoint,
-        )
+        settings = {"backend": self.runtime.backend, "checkpoint": self.runtime.checkpoint}
+        return make_network(self.layers, self.scheme, self.model, vocabulary=self.data["vocabulary"], **settings)
 
     def make_optimizers(self, model: LanguageModel) -> Optimizers:
         """The optimizers of a model built by ``make_model``."""
@@ -137,14 +129,9 @@ def plan_run(
     }
     plan = Plan(**vars(settings) | replacements, config=config, point=point, sweeping=sweeping)
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
-        raise ValueError(
-            "init_from.run=null: init_from.restore=everything requires init_from.run=FOLDER, the folder of a run; "
-            "otherwise use init_from.restore=weights"
-        )
+        raise ValueError("init_from.run=null: must be the folder of a run, or init_from.restore=weights must be set")
     if not re.fullmatch(r"\w[\w.-]*", plan.variant):
-        raise ValueError(
-            f"variant.name={plan.variant}: must be letters, digits, _, . and -, because it is part of a folder's name"
-        )
+        raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the name of the run folder")
     if plan.batch.accumulate > plan.batch.streams:
         raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.streams={plan.batch.streams}")
     return plan
@@ -159,10 +146,7 @@ def replan(plan: Plan, **sections: dict) -> Plan:
 def _resolve_config(cfg: DictConfig, command_line_keys: Collection[str]) -> tuple[dict, dict | None]:
     """The configuration with its trial applied, as a plain dictionary of all sections, and the trial's point."""
     if "sweep" in cfg:  # only the files of W&B's sweeps have such a key
-        raise ValueError(
-            "sweep: files sweep/wandb_*.yaml are for W&B, not for Hydra; "
-            "run wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
-        )
+        raise ValueError("sweep: is a file for W&B; run wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent")
     cfg = OmegaConf.merge({"check": True}, cfg)  # run folders of older versions lack the key
     sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
     check_keys(sections, list(RunSettings.__dataclass_fields__), key="")
@@ -186,9 +170,8 @@ def _import_trusted(names: object) -> tuple[str, ...]:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ValueError(
-                f"trust={name}: cannot be imported ({error}); run the command in its folder, or set PYTHONPATH"
-            ) from error
+            message = f"trust={name}: cannot be imported ({error}); run the command in its folder, or set PYTHONPATH"
+            raise ValueError(message) from error
     return tuple(names)
 
 
@@ -206,9 +189,7 @@ def _resolve_optim(settings: OptimSettings, trust: tuple[str, ...], *, lr_scale:
     return optim
 
 
-def _resolve_group(
-    node: object, hints: Mapping[str, object], trust: tuple[str, ...], *, key: str, required=None
-) -> dict:
+def _resolve_group(node: object, hints: Mapping, trust: tuple[str, ...], *, key: str, required=None) -> dict:
     """The validated keys of a parameter group, with its optimizer, if it has one, as a partial."""
     check_keys(parse_setting(node, dict, key=key), list(hints), key=key, required=required)
     settings = {}

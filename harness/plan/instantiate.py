@@ -40,9 +40,7 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
         raise ValueError(f"{key}={node}: must be {PART_DESCRIPTION}")
     cls = _load_class(str(node.get("_target_")), key=key, base=base, trust=trust)
     if node.get("_partial_", base is nn.Module) is not True:
-        raise ValueError(
-            f"{key}._partial_={node.get('_partial_')}: must be true, so that each layer makes its own object"
-        )
+        raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true, because each layer makes an object")
     arguments = {name: argument for name, argument in node.items() if name not in ("_target_", "_partial_")}
     schema = constructor_schema(cls, key=key)
     if base is nn.Module:

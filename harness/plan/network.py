@@ -45,9 +45,7 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
             continue
         first_key, first_names = replaced.setdefault(layer % n_layers, (key, names))
         if names != first_names:
-            raise ValueError(
-                f"{key}={names}: is the same layer as {first_key} if model.layers={n_layers}; set one of them to null"
-            )
+            raise ValueError(f"{key}={names}: same layer as {first_key} if model.layers={n_layers}; set one to null")
         layers[layer] = select(names, key)
     return layers
 
@@ -72,18 +70,9 @@ def make_network(
     backend: str,
     checkpoint: str = "none",
 ) -> LanguageModel:
-    """The model, initialised by torch's default generator.
-
-    Args:
-        layers: for each layer, the factories of its sublayers by name.
-        scheme: the factory of the position scheme, for ``LayerContext``.
-        sizes: the section ``model`` of the configuration.
-        vocabulary, checkpoint: as for ``LanguageModel``.
-        backend: as for ``LayerContext``.
-
-    Raises:
-        ValueError: sizes are incompatible, or a sublayer does not support a setting of the run.
-    """
+    """The model, initialised by torch's default generator. ``sizes`` is the section ``model``; other arguments are as
+    for ``LanguageModel`` and ``LayerContext``. ValueError if sizes are incompatible, or if a sublayer does not support
+    a setting of the run."""
     pool: dict = {}
     context_settings = {name: getattr(sizes, name) for name in CONTEXT_KEYS}
     context_settings |= {"n_layers": sizes.layers, "pool": pool, "backend": backend, "scheme": scheme}

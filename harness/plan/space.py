@@ -83,9 +83,7 @@ def apply_trial(cfg: DictConfig, *, command_line_keys: Collection[str]) -> tuple
     point = {}
     for key, coordinate in zip(sorted(space, key=str), coordinates, strict=True):
         if not str(key).startswith(SEARCHABLE):
-            raise ValueError(
-                f"space.{key}: cannot be searched; allowed are keys that begin with {', '.join(SEARCHABLE)}"
-            )
+            raise ValueError(f"space.{key}: cannot be searched; allowed are keys below {', '.join(SEARCHABLE)}")
         if key in command_line_keys:
             raise ValueError(f"{key}: is set by trial={trial} and by the command line; use trial=null, or omit {key}")
         if OmegaConf.select(cfg, key, default=ABSENT) is ABSENT:
