@@ -37,8 +37,8 @@ def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
     def draw(key: int, choices: int | np.ndarray) -> np.ndarray:
         return (integer_hash(_TEXT, seed, key, index) % np.asarray(choices, np.uint64)).astype(np.int64)
 
-    # Each draw is an index into pieces.
     octave, form = 1 << draw(0, OCTAVES), draw(1, FORMS)
+    # Indices into pieces of a word, of the number that may replace it, and of the gap after it.
     word = octave - 1 + draw(2, octave) + len(words) * (form == 1)
     number = 2 * len(words) + draw(3, 10 ** (1 + draw(4, 4)))
     gap = len(pieces) - len(GAPS) + draw(5, len(GAPS))

@@ -44,8 +44,8 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
     arguments = {name: argument for name, argument in node.items() if name not in ("_target_", "_partial_")}
     schema = constructor_schema(cls, key=key)
     if base is nn.Module:
-        if "'_target_'" in repr(arguments):  # the module could instantiate it
-            raise ValueError(f"{key}={arguments}: must be plain values without _target_, because they are a module's")
+        if "'_target_'" in repr(arguments):  # the module's code could instantiate it
+            raise ValueError(f"{key}={arguments}: must be plain values without _target_, as for any module")
         parameters = inspect.signature(cls.__init__).parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             # The class itself refuses unknown keywords when it is instantiated.
