@@ -54,8 +54,7 @@ class Residual(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` over the last dimension, with a faster implementation for a CPU that differs in rounding
-    only.
+    """``torch.nn.RMSNorm`` over the last dimension, with a faster implementation for a CPU that differs in rounding.
 
     torch's own runs on a GPU, when compiled, and if the types of input and weight differ. On a CPU it needs six
     operations (torch 2.13), and fourteen in the backward pass. This one makes fewer passes over memory:
@@ -108,10 +107,7 @@ class LanguageModel(nn.Module):
         layers: for each layer, the names of its sublayers and functions that build them, in order of execution.
         context: returns the ``LayerContext`` of a layer's index.
         vocabulary: V, the number of token ids.
-        norm: ``rms`` or ``layer``.
-        norm_after: post-norm instead of pre-norm.
-        tied: whether embedding and head share their matrix.
-        head_bias: whether the head has a bias.
+        norm, norm_after, tied, head_bias: as described in ``conf/model/tiny.yaml``.
         embedding_std, embedding_scale, embedding_dropout: the initial standard deviation of the embedding, and the
             factor and dropout rate of embedded bytes.
         head_zero_init: initialise the head to zero, so that it predicts the uniform distribution.
