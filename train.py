@@ -10,7 +10,7 @@ The thread of the project: compose (Hydra) -> plan (``harness/plan``) -> loop (h
 import hydra
 from omegaconf import DictConfig
 
-from harness.compose.cli import own_command, run_command
+from harness.compose.cli import command_of_run, run_command
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -20,7 +20,7 @@ def main(cfg: DictConfig) -> float | None:
     from harness.loop.prepare import prepare  # torch is imported late, so that --help and completion are quick
 
     with joined() as processes:
-        run = prepare(cfg, command=own_command(), processes=processes)
+        run = prepare(cfg, command=command_of_run(), processes=processes)
         return run.earlier_result() if run.earlier else train(run)
 
 

@@ -59,12 +59,12 @@ class Combination(NamedTuple):
 def main(cfg: DictConfig) -> None:
     from bench.conformance import findings, named_kind
     from harness.device.runtime import device_kind
-    from harness.plan.settings import RuntimeSettings, checked, parse
+    from harness.plan.settings import RuntimeSettings, parse_section, parse_setting
 
     name, typed = cfg.variant.name, {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
-    asked = checked(cfg.agree, bool | None, key="agree")
+    asked = parse_setting(cfg.agree, bool | None, key="agree")
     if on_device := named_kind(cfg.runtime.device) != "cpu" if asked is None else asked:
-        device_kind(parse(RuntimeSettings, cfg.runtime, key="runtime"))  # raises if there is none
+        device_kind(parse_section(RuntimeSettings, cfg.runtime, key="runtime"))  # raises if there is none
     broken: dict[Combination, set[str]] = {}
     refused: list[str] = []
     for combination, plan in combinations(cfg, typed=typed):
@@ -103,7 +103,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
     from bench.conformance import fast_backend, in_plain, named_kind
     from bench.planning import compose_typed, own_keys
     from harness.loop.prepare import planned
-    from harness.plan.small import of_mechanism, with_small
+    from harness.plan.small import apply_small, contract_plan
 
     recipe = "recipe" in typed
     positioned = recipe or any(key.partition(".")[0] == "position" for key in typed)
@@ -123,7 +123,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
             config = copy.deepcopy(composed(position))
             config.model.cache, config.model.attend_self = cache, attend_self
             own_keys(config, *VERB_KEYS)
-            plan = with_small(of_mechanism(planned(config), named_kind(cfg.runtime.device)), typed=typed)
+            plan = apply_small(contract_plan(planned(config), named_kind(cfg.runtime.device)), command_line_keys=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield combination, error
@@ -160,11 +160,11 @@ def agrees() -> bool:
 
     from harness.device import runtime
     from harness.loop.select_backend import LEAST, SEGMENTS, agreement
-    from harness.plan.small import at_own_width
+    from harness.plan.small import reduce_depth
 
     plan = _training_plan("model.dropout=0.0")  # the device draws other masks
     names = {name for layer in plan.layers for name in layer}
-    small = at_own_width(plan, sublayers=names, longest=sum(SEGMENTS) // 2)
+    small = reduce_depth(plan, sublayers=names, max_span=sum(SEGMENTS) // 2)
     small, where = replace(small, runtime=plan.runtime), runtime.start(plan.runtime)
     with torch.random.fork_rng(devices=[]):
         sublayers = [sublayer for _, sublayer in small.make_model().sublayers()]

@@ -19,12 +19,12 @@ from bench import CONF
 from bench.arithmetic import BITS, ESCAPE, Coder, Decoder, Encoder, frequencies
 from bench.planning import Trained, open_trained
 from harness import source
-from harness.cache import write_whole
+from harness.cache import write_atomically
 from harness.compose.cli import run_command
 from harness.data.sources import digest
-from harness.data.streams import score_streams
+from harness.data.streams import score_ranges
 from harness.device import runtime
-from harness.plan.settings import Positive, checked
+from harness.plan.settings import Positive, parse_setting
 from harness.record import checkpoint
 from harness.record.cells import count_of
 
@@ -83,7 +83,7 @@ def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, devic
 
 def stream_lengths(n_bytes: int, streams: int) -> list[int]:
     """Bytes of each stream, differing by at most one; no stream is empty."""
-    return [end - first for first, end in score_streams(n_bytes, min(streams, n_bytes))] if n_bytes else []
+    return [end - first for first, end in score_ranges(n_bytes, min(streams, n_bytes))] if n_bytes else []
 
 
 def pack(header: dict, code: bytes) -> bytes:
@@ -144,10 +144,10 @@ def read_input(file: str | None, *, out: str) -> bytes:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="compress")
 def main(cfg: DictConfig) -> None:
-    file, split = checked(cfg.file, str | None, key="file"), checked(cfg.split, SPLIT | None, key="split")
+    file, split = parse_setting(cfg.file, str | None, key="file"), parse_setting(cfg.split, SPLIT | None, key="split")
     if (file is None) == (split is None):
         raise ValueError(f"file={file} split={split}: one of them must be given, the other null")
-    streams, out = checked(cfg.streams, Positive | None, key="streams"), checked(cfg.out, str, key="out")
+    streams, out = parse_setting(cfg.streams, Positive | None, key="streams"), parse_setting(cfg.out, str, key="out")
     content = read_input(file, out=out)
     trained, how, conditions = open_run(cfg)
     if split is not None:
@@ -156,7 +156,7 @@ def main(cfg: DictConfig) -> None:
     lengths, encoder = stream_lengths(len(content), streams or -(-len(content) // STREAM_BYTES)), Encoder()
     _, counts = code_streams(encoder, content, streams=len(lengths), **how)
     header, code = {"bytes": len(content), "sha256": digest(content), "streams": len(lengths)}, encoder.finish()
-    write_whole(Path(out), packed := pack(header | conditions, code))
+    write_atomically(Path(out), packed := pack(header | conditions, code))
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
     cut = f"{count_of(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each from a cold start"
     print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
@@ -170,7 +170,7 @@ def main(cfg: DictConfig) -> None:
 @hydra.main(version_base="1.3", config_path=CONF, config_name="decompress")
 def decompress(cfg: DictConfig) -> None:
     """Write the decoded file if its SHA-256 is right; ValueError, with nothing written, if anything differs."""
-    file, out = (checked(cfg[key], str, key=key) for key in ("file", "out"))
+    file, out = (parse_setting(cfg[key], str, key=key) for key in ("file", "out"))
     header, code = unpack(read_input(file, out=out), key=f"file={file}")
     _, how, now = open_run(cfg)
     differing = ", ".join(f"{key} (then {header[key]}, now {now[key]})" for key in now if header[key] != now[key])
@@ -179,7 +179,7 @@ def decompress(cfg: DictConfig) -> None:
     content, _ = code_streams(Decoder(code), bytes(header["bytes"]), streams=header["streams"], **how)
     if digest(content) != header["sha256"]:
         raise ValueError(f"file={file}: what was decoded is not what was coded, its SHA-256 is another; {SAME}")
-    write_whole(Path(out), content)
+    write_atomically(Path(out), content)
     print(f"{out}: {len(content):,} bytes, SHA-256 {header['sha256']}, as they were coded")
 
 

@@ -16,7 +16,7 @@ from harness.count.flops import count_flops
 from harness.loop.admission import ideal_beside_executed
 from harness.model import LanguageModel
 from harness.plan.build import Plan
-from harness.plan.small import runs
+from harness.plan.small import can_run
 from variants.conformance import Finding, check, finding_of, move
 from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Outputs, Subject, Verdict, differs
@@ -84,7 +84,7 @@ def backends_agree(plan: Plan, backend: str) -> Finding:
     """Compares the fast backend with plain, with heads of different widths if that runs, else at the plan's span."""
     span = plan.model.span * -(-LONG // plan.model.span)
     fast = replace(plan, model=replace(plan.model, span=span))
-    fast = fast if runs(fast) else plan
+    fast = fast if can_run(fast) else plan
     subjects = (Subject(made.make_model, made.model.span, plan.data["vocabulary"]) for made in (fast, in_plain(fast)))
     finding = finding_of(f"the {backend} backend equals the plain one", equal_backends, *subjects)
     return replace(finding, detail=f"span {fast.model.span}, {finding.detail}")

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
 from harness.compose.cli import run_command
-from harness.plan.settings import RuntimeSettings, parse
+from harness.plan.settings import RuntimeSettings, parse_section
 
 BACKEND = RuntimeSettings.__annotations__["backend"]
 
@@ -59,7 +59,7 @@ def main(cfg: DictConfig) -> None:
     from harness.record.rows import read_rows
     from harness.record.table import print_table
 
-    settings = parse(CostSettings, own_keys(cfg, *VERB_KEYS), key="")
+    settings = parse_section(CostSettings, own_keys(cfg, *VERB_KEYS), key="")
     configs = [recompose("cost", f"variant={name}", verb_keys=VERB_KEYS) for name in settings.variants or ()] or [cfg]
     plans = [planned(config) for config in configs]
     file, rows = RowFile(Path(cfg.outputs), verb="cost", path=settings.rows), []

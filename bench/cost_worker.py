@@ -158,7 +158,7 @@ class Subject:
         """Counted and needed FLOPs, per byte of a warm forward pass and of the timed step."""
         segment = self.plan.batch.segment
         with self.runtime.autocast():
-            warm = forward_flops_per_byte(self.model, segment=segment, most_bytes=self.span + 4 * segment)
+            warm = forward_flops_per_byte(self.model, segment=segment, max_bytes=self.span + 4 * segment)
         eager, accumulate = dataclasses.replace(self.runtime, compile=False), self.plan.batch.accumulate
         update = Update(self.model, self.update.optimizers, eager, accumulate=accumulate)
         backward = partial(update.gradients, *self._batch(), self.state)
@@ -226,7 +226,7 @@ def _rehearse(plan: Plan, where: Runtime) -> None:
     tokens = torch.zeros(1, REHEARSED_BYTES, dtype=torch.int64, device=where.device)
     update = Update(model, plan.make_optimizers(model), where)
     count_flops(lambda: update(tokens, tokens, None, fraction=MIDDLE), gradients=True)
-    forward_flops_per_byte(model, segment=REHEARSED_BYTES, most_bytes=REHEARSED_BYTES)
+    forward_flops_per_byte(model, segment=REHEARSED_BYTES, max_bytes=REHEARSED_BYTES)
 
 
 @torch.no_grad()

@@ -20,10 +20,10 @@ COLUMNS = 3  # panels side by side
 def main(cfg: DictConfig) -> None:
     import wandb  # late, as everything slow, so that --help is quick
 
-    from harness.plan.settings import checked
+    from harness.plan.settings import parse_setting
 
-    project, name = (checked(cfg[key], str, key=key) for key in ("project", "name"))
-    entity, offline = checked(cfg.entity, str | None, key="entity"), os.environ.get("WANDB_MODE")
+    project, name = (parse_setting(cfg[key], str, key=key) for key in ("project", "name"))
+    entity, offline = parse_setting(cfg.entity, str | None, key="entity"), os.environ.get("WANDB_MODE")
     if offline in ("offline", "disabled", "dryrun") or not wandb.login(prompt=False, verify=False):
         reason = f"WANDB_MODE={offline}" if offline else "no API key is configured"
         raise ValueError(

@@ -23,7 +23,7 @@ def main(cfg: DictConfig) -> None:
     from harness.loop.scoring import MOST_NATS, NOT_CAUSAL, score_context, score_stream, score_windows
     from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
-    from harness.plan.settings import checked
+    from harness.plan.settings import parse_setting
     from harness.record.folder import refuse_links
     from harness.record.rows import EVALUATIONS, FORMAT, append_row
 
@@ -31,13 +31,13 @@ def main(cfg: DictConfig) -> None:
     opened = open_trained(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
     plan, saved = opened.plan, opened.saved
     refuse_links(path, key="run")  # a row and a figure are written there
-    checked(cfg.split, Literal["train", "valid", "test"], key="split")
+    parse_setting(cfg.split, Literal["train", "valid", "test"], key="split")
     keys = ("streams", "segment", "span", "context")
-    asked = {key: checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
-    limit = checked(cfg.eval.bytes, Annotated[int, Ge(2)] | None, key="eval.bytes")
+    asked = {key: parse_setting(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
+    limit = parse_setting(cfg.eval.bytes, Annotated[int, Ge(2)] | None, key="eval.bytes")
     p = plan.protocol() | {key: number for key, number in asked.items() if number is not None}
     corpus, (model, device) = opened.corpus(), opened.on_device(span=p["span"])
-    split = corpus.reported(cfg.split, selection_bytes=p["selection_bytes"])
+    split = corpus.scored_part(cfg.split, selection_bytes=p["selection_bytes"])
     p["bytes"] = limit if limit is not None and limit < len(split) else None
     if asked["context"] is None:
         p["context"] = streamed_context(p["span"], plan.model.layers)

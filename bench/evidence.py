@@ -20,7 +20,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
-from harness.cache import append_whole, locked
+from harness.cache import append_atomically, file_lock
 from harness.compose.cli import run_command
 from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, plain, read_rows
@@ -157,11 +157,11 @@ class Runner:
                 line["evaluation"] = None if code else read_rows(run / EVALUATIONS)[-1]
         if code not in RECORDED or not (run / SUMMARY).exists():
             raise ValueError(f"ended with {code}, see {self.outputs / 'log.txt'}: is left for another try")
-        with locked(self.outputs / cell.file.name):
+        with file_lock(self.outputs / cell.file.name):
             if not cell.line(cell.words):
                 text = json.dumps(plain(line), allow_nan=False).replace(str(folder), "outputs")
                 text = text.replace(self.path, Path(self.path).name) if self.path else text  # no path of this machine
-                append_whole(cell.file, text.encode() + b"\n")
+                append_atomically(cell.file, text.encode() + b"\n")
         print(f"{' '.join(cell.words)}: {line['summary']['status']}", flush=True)
 
     def child(self, *words: str) -> int:

@@ -33,9 +33,9 @@ from harness.device.runtime import Runtime, settled
 from harness.loop.admission import admission
 from harness.loop.update import Update
 from harness.model import LanguageModel
-from harness.plan.build import Plan, hydra_facts, plan_run
-from harness.plan.settings import checked
-from harness.plan.small import of_mechanism
+from harness.plan.build import Plan, hydra_arguments, plan_run
+from harness.plan.settings import parse_setting
+from harness.plan.small import contract_plan
 from harness.record import cells
 from harness.record.table import Column, Table, print_table
 
@@ -57,9 +57,9 @@ CAUSES = {
 def main(cfg: DictConfig) -> None:
     memory = own_keys(cfg, *VERB_KEYS)["device_memory"]
     limit_bytes = None if memory is None else parse_memory(memory)
-    plan = plan_run(cfg, **hydra_facts())
+    plan = plan_run(cfg, **hydra_arguments())
     kind = kind_of(plan)
-    admission(of_mechanism(plan, kind))
+    admission(contract_plan(plan, kind))
     prediction = predict(plan)
     peak, batch = prediction["predicted_peak_bytes"], f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
     lines = [("peak, MiB", cells.mib(peak).text, f"of a training step of {batch}, {prediction['backend']}")]
@@ -80,7 +80,7 @@ def main(cfg: DictConfig) -> None:
 def parse_memory(value: object) -> int:
     """Bytes of ``24GiB``, ``80GB`` or a number; ValueError naming the key."""
     try:
-        return int(checked(value, Annotated[ByteSize, Ge(1)], key="device_memory"))
+        return int(parse_setting(value, Annotated[ByteSize, Ge(1)], key="device_memory"))
     except ValueError as error:
         allowed = "allowed are bytes above 0, as in 24GiB (2^30), 80GB (10^9) or 25769803776"
         raise ValueError(f"device_memory={value}: {allowed}") from error

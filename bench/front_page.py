@@ -10,7 +10,7 @@ import pandas as pd
 from bench import results_page
 from bench.report.compare import VARIANTS
 from bench.results_page import REFERENCE, best_first, markdown, read_runs
-from harness.cache import write_whole
+from harness.cache import write_atomically
 from harness.compose.cli import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,9 +29,9 @@ def main() -> None:
     folder = ROOT / RESULTS
     for name, block in {README: readme_table(folder), PAGE: results_page.sections(folder)}.items():
         path = ROOT / name
-        write_whole(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
+        write_atomically(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
     if (folder / "front_page.jsonl").exists():
-        write_whole(ROOT / PICTURE, picture(folder))
+        write_atomically(ROOT / PICTURE, picture(folder))
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:

@@ -31,16 +31,16 @@ def main(cfg: DictConfig) -> None:
 
     from bench.planning import open_trained
     from harness.loop.sampling import numbers_of
-    from harness.plan.settings import checked
+    from harness.plan.settings import parse_setting
 
-    folder, text = Path(cfg.run), checked(cfg.text, str | None, key="text")
-    length = checked(cfg.bytes, Annotated[int, Ge(2)], key="bytes")
+    folder, text = Path(cfg.run), parse_setting(cfg.text, str | None, key="text")
+    length = parse_setting(cfg.bytes, Annotated[int, Ge(2)], key="bytes")
     trained = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
     model, device = trained.on_device()
     if text is None:
         corpus = trained.corpus()
         name, symbols = f"valid of {corpus.name}", corpus.symbols
-        tokens = corpus.reported("valid", selection_bytes=trained.plan.eval.selection_bytes)
+        tokens = corpus.scored_part("valid", selection_bytes=trained.plan.eval.selection_bytes)
     else:
         is_file, symbols = os.path.isfile(text), trained.symbols()
         name, content = (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))

@@ -42,10 +42,10 @@ def main(cfg: DictConfig) -> None:
     from bench.planning import own_keys
     from bench.report.tables_costs import peer_tables
     from bench.rows import RowFile
-    from harness.plan.settings import parse
+    from harness.plan.settings import parse_section
     from harness.record.table import print_table
 
-    settings = parse(PeerSettings, own_keys(cfg, *VERB_KEYS), key="")
+    settings = parse_section(PeerSettings, own_keys(cfg, *VERB_KEYS), key="")
     file = RowFile(Path(cfg.outputs), verb="peers", path=settings.rows)
     entries = entries_of(cfg, settings.variants)
     measure(entries, worker=Worker, rounds=settings.rounds, seconds=settings.seconds)

@@ -9,10 +9,10 @@ from hydra import compose, initialize_config_dir
 
 from bench import CONF
 from bench.conformance import findings
-from harness.cache import sha256_of, write_whole
+from harness.cache import sha256_of, write_atomically
 from harness.loop.admission import CONFORMANCE, SHIPPED, findings_at_sizes
 from harness.plan.build import plan_run
-from harness.plan.small import shrunk
+from harness.plan.small import shrink
 from harness.source import ROOT
 
 
@@ -27,12 +27,12 @@ def main() -> None:
     with initialize_config_dir(CONF, version_base="1.3"):
         for name in sorted(path.stem for path in Path(CONF, "variant").glob("*.yaml")):
             plan = plan_run(compose("train", overrides=[f"variant={name}", "runtime.device=cpu"]))
-            breaks = [finding for finding in (*findings(shrunk(plan)), *findings_at_sizes(plan)) if not finding.passed]
+            breaks = [finding for finding in (*findings(shrink(plan)), *findings_at_sizes(plan)) if not finding.passed]
             print(f"{'FAIL' if breaks else 'pass'}  {name}", *breaks, sep="\n      ", flush=True)
             broken += len(breaks)
     if broken:
         sys.exit(1)
-    write_whole(SHIPPED, json.dumps(listing(), indent=1).encode() + b"\n")
+    write_atomically(SHIPPED, json.dumps(listing(), indent=1).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ import os
 
 from harness.cache import cache_folder
 
-with contextlib.suppress(RuntimeError):  # a user without a home
-    os.environ.setdefault("WINDTUNNEL_KERNELS", str(cache_folder() / "kernels"))  # where kernels are compiled to
+# The folder of compiled kernels. RuntimeError: the user has no home folder.
+with contextlib.suppress(RuntimeError):
+    os.environ.setdefault("WINDTUNNEL_KERNELS", str(cache_folder() / "kernels"))
 
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-    # Read by GNU's OpenMP when torch is loaded. By default waiting threads spin for milliseconds, and block each other
-    # where busy processes outnumber cores.
+    # GNU's OpenMP reads it when torch is loaded. By default waiting threads spin for milliseconds, which slows all
+    # processes down if there are more of them than cores.
     os.environ["GOMP_SPINCOUNT"] = "10000"

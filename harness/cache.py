@@ -1,4 +1,4 @@
-"""Files: the user's cache folder, locks among processes, and files that others see whole or not at all."""
+"""Files: the user's cache folder, locks between processes, and atomic writes."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ from typing import IO
 
 from harness.failures import StorageFailure
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cache_folder() -> Path:
@@ -23,7 +23,8 @@ def cache_folder() -> Path:
 
 
 def try_lock(file: IO) -> bool:
-    """Lock an open file among all processes if it is free, until it is closed or the process ends."""
+    """Lock an open file against other processes until it is closed, unless another process has locked it. Returns
+    whether this process has the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -32,8 +33,9 @@ def try_lock(file: IO) -> bool:
 
 
 @contextmanager
-def locked(path: Path, *, waiting: str = "data: waiting for another process that fetches") -> Iterator[None]:
-    """Lock ``<path>.lock`` among all processes; prints ``waiting`` and path before it waits. OSError if it cannot."""
+def file_lock(path: Path, *, waiting: str = "data: waiting for another process that downloads") -> Iterator[None]:
+    """Context that holds the lock of ``<path>.lock`` between processes. If it has to wait, it prints ``waiting`` and
+    the path. OSError if the lock file cannot be opened."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         if not try_lock(lock):
@@ -43,19 +45,20 @@ def locked(path: Path, *, waiting: str = "data: waiting for another process that
 
 
 def storage_failure(path: Path, error: OSError, *, needed: int = 0) -> StorageFailure:
-    """The failure to write a file of ``needed`` bytes."""
+    """The StorageFailure for an ``error`` in writing ``needed`` bytes to a file. If the disk is full, it states the
+    free space."""
     if isinstance(error, StorageFailure):
         return error
-    room = ""
-    if error.errno in NO_ROOM:
+    space = ""
+    if error.errno in NO_SPACE:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
-        room = f": {needed:,} bytes are needed, {shutil.disk_usage(folder).free:,} are left on its disk"
-    return StorageFailure(f"{path}: cannot be written ({error.strerror or error}){room}")
+        space = f": {needed:,} bytes are needed, {shutil.disk_usage(folder).free:,} are free on its disk"
+    return StorageFailure(f"{path}: cannot be written ({error.strerror or error}){space}")
 
 
 @contextmanager
-def storing(path: Path, *, needed: int = 0) -> Iterator[None]:
-    """StorageFailure where the block, which writes ``needed`` bytes to a file, cannot."""
+def raise_storage_failure(path: Path, *, needed: int = 0) -> Iterator[None]:
+    """Context for writing ``needed`` bytes to a file. An OSError in it is raised as StorageFailure."""
     try:
         yield
     except OSError as error:
@@ -63,40 +66,40 @@ def storing(path: Path, *, needed: int = 0) -> Iterator[None]:
 
 
 def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:
-    """Write to an unbuffered file, which may take several writes."""
-    left = memoryview(content).cast("B")
-    while left:
-        left = left[file.write(left) :]
+    """Write all of ``content`` to an unbuffered file, whose ``write`` may write only a part of it."""
+    remaining = memoryview(content).cast("B")
+    while remaining:
+        remaining = remaining[file.write(remaining) :]
 
 
-def write_whole(path: Path, content: bytes | bytearray | memoryview) -> None:
-    """Write a file so that others see all of it or nothing; StorageFailure if it cannot be written."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with storing(path, needed=memoryview(content).nbytes):
+def write_atomically(path: Path, content: bytes | bytearray | memoryview) -> None:
+    """Write a file so that other processes see its old or its new content, never a part. StorageFailure if it fails."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with raise_storage_failure(path, needed=memoryview(content).nbytes):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb", buffering=0) as file:
+            with temporary.open("wb", buffering=0) as file:
                 write_all(file, content)
-                os.fsync(file.fileno())  # before the rename: a crash must not leave a name on missing bytes
-            unfinished.replace(path)
+                os.fsync(file.fileno())  # before the rename, so that a crash cannot leave a file without its content
+            temporary.replace(path)
         finally:
-            unfinished.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
-def append_whole(path: Path, line: bytes) -> None:
-    """Add a line to a file, or leave the file as it is; StorageFailure if it cannot be written."""
-    with storing(path, needed=len(line)):
+def append_atomically(path: Path, line: bytes) -> None:
+    """Append a line to a file. StorageFailure if it cannot be written; the file is then unchanged."""
+    with raise_storage_failure(path, needed=len(line)):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as file:
-            before = file.seek(0, os.SEEK_END)
+            size = file.seek(0, os.SEEK_END)
             try:
                 write_all(file, line)
             except OSError:
-                file.truncate(before)
+                file.truncate(size)
                 raise
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's bytes."""
+    """SHA-256 of a file's bytes, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,5 +1,5 @@
-"""Failures: one message without a trace, an exit code, and the status in ``summary.json`` (``docs/exit_codes.md``). A
-ValueError is a user's mistake, any other error a bug."""
+"""Failures of a run: each has a message without a trace, an exit code, and a status in ``summary.json``
+(``docs/exit_codes.md``). A ValueError is a mistake of the user; any other error is a bug."""
 
 import errno
 import sys
@@ -8,10 +8,10 @@ BUG, MISTAKE = 1, 2
 
 
 class Failure(Exception):
-    """An end of a run or command; its one argument is the message, so that it pickles."""
+    """A failure that ends a run or a command. Its only argument is the message, so that it can be pickled."""
 
     exit_code: int  # of the command
-    status: str  # of the run, in its summary
+    status: str  # of the run in its summary
 
 
 class Diverged(Failure):
@@ -21,13 +21,13 @@ class Diverged(Failure):
 
 
 class StorageFailure(Failure, OSError):
-    """A file that cannot be written or read: no space, no permission, or its content is damaged."""
+    """A file cannot be written or read: the disk is full, a permission is missing, or the content is damaged."""
 
     exit_code, status = 4, "storage"
 
 
 class Damaged(ValueError):
-    """A checkpoint or a record whose bytes are not those that were written: a failure of the storage."""
+    """The bytes of a checkpoint or a record are not those that were written, which is a failure of the storage."""
 
 
 class OutOfMemory(Failure):
@@ -37,35 +37,35 @@ class OutOfMemory(Failure):
 
 
 class ProcessLost(Failure, RuntimeError):
-    """Another process of this run has ended, does not answer, or never came."""
+    """Another process of this run has ended, does not respond, or has not started."""
 
     exit_code, status = 6, "process lost"
 
 
-KINDS = {BUG: RuntimeError, MISTAKE: ValueError} | {kind.exit_code: kind for kind in Failure.__subclasses__()}
-"""Classes to raise in place of another process's error, by exit code."""
-OF_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-"""Errors of storage that may have no file's name."""
+ERROR_CLASSES = {BUG: RuntimeError, MISTAKE: ValueError} | {cls.exit_code: cls for cls in Failure.__subclasses__()}
+"""For each exit code, the class that other processes raise if one process ends with this code."""
+STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+"""Numbers of errors that concern the storage even if an OSError names no file."""
 
 
-def kind_of(error: Exception) -> type[Failure] | None:
-    """The failure of an error, also of Python's and torch's; None for a mistake or a bug."""
+def failure_class(error: Exception) -> type[Failure] | None:
+    """The class of failure of any error, also of Python's and torch's errors; None for a mistake or a bug."""
     if isinstance(error, Failure):
         return type(error)
     if is_out_of_memory(error):
         return OutOfMemory
-    of_a_file = isinstance(error, OSError) and (error.filename is not None or error.errno in OF_STORAGE)
-    return StorageFailure if of_a_file or isinstance(error, Damaged) else None
+    is_of_file = isinstance(error, OSError) and (error.filename is not None or error.errno in STORAGE_ERRNOS)
+    return StorageFailure if is_of_file or isinstance(error, Damaged) else None
 
 
 def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (ValueError,)) -> int:
-    """Of a command that ends with this error; ``mistakes`` are a user's."""
-    if kind := kind_of(error):
-        return kind.exit_code
+    """Exit code of a command that ends with this error. ``mistakes`` are the classes of a user's mistakes."""
+    if cls := failure_class(error):
+        return cls.exit_code
     return MISTAKE if isinstance(error, mistakes) else BUG
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was short; torch has a class for it on a GPU, and raises RuntimeError on a CPU."""
-    kinds = (OutOfMemory, MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
-    return isinstance(error, kinds) or "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    """Whether memory was insufficient. torch raises an error of its own class on a GPU, and a RuntimeError on a CPU."""
+    classes = (OutOfMemory, MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
+    return isinstance(error, classes) or "can't allocate memory" in str(error) or "not enough memory" in str(error)

@@ -1,8 +1,6 @@
-"""Integer hash for draws equal on every machine, with any numpy or torch, by keys alone: nothing is saved to resume.
-
-Keys are chained through the finaliser of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", 2014).
-"""
+"""Integer hash, for random draws that depend only on their keys. The draws are equal on every machine and with every
+version of numpy and torch, and a checkpoint need not save a generator's state. Keys are chained through the finaliser
+of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,19 +8,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-_WORD = 2**64 - 1
+_MASK_64 = 2**64 - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def integer_hash(*keys: "int | Sequence[int] | np.ndarray") -> "np.ndarray":
-    """Hash Python integers (modulo 2^64), or sequences or arrays of non-negative ones, which broadcast: uint64 in that
-    shape, ``[1]`` if every key is a Python integer."""
-    import numpy as np  # late: a trained model can be used without it
+    """A hash of all keys, uint64. Keys are Python integers (taken modulo 2^64), and sequences or arrays of non-negative
+    integers, which broadcast to the shape of the output; it is ``[1]`` if every key is a Python integer."""
+    import numpy as np  # imported late, because a trained model can be used without numpy
 
-    golden, first, second = (np.uint64(number) for number in (_GOLDEN, _FIRST, _SECOND))
-    state = np.zeros(1, np.uint64)  # arrays wrap around silently, numpy scalars would warn
+    golden, first, second = (np.uint64(constant) for constant in (_GOLDEN, _FIRST, _SECOND))
+    state = np.zeros(1, np.uint64)  # an array, because its overflow gives no warning, unlike a numpy scalar's
     for key in keys:
-        word = np.array([key & _WORD], np.uint64) if isinstance(key, int) else np.asarray(key).astype(np.uint64)
+        word = np.array([key & _MASK_64], np.uint64) if isinstance(key, int) else np.asarray(key).astype(np.uint64)
         state = (state + golden) ^ word
         state = (state ^ (state >> np.uint64(30))) * first
         state = (state ^ (state >> np.uint64(27))) * second

@@ -1,9 +1,7 @@
-"""The byte-level language model: an embedding, layers of named residual sublayers, a head.
-
-The variant defines the sublayers of each layer. The model adds norms, residuals and positions on the input; a sublayer
-maps [B, T, D] to [B, T, D] and does not see its neighbours. State is a value, ``(start, states)``: ``start [B]`` counts
-the bytes that each stream has read, and ``states`` holds one state per sublayer.
-"""
+"""The byte-level language model: an embedding, layers of named residual sublayers, and a head. The variant defines the
+sublayers of each layer. A sublayer maps [B, T, D] to [B, T, D]. The model adds norms, residual connections, and the
+input's positions. Its state is passed in and returned, as a tuple ``(start, states)``: ``start [B]`` is the number of
+bytes that each stream has read, and ``states`` has one state per sublayer."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,40 +26,41 @@ from variants.contract import (
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
 NUMERICS = 1
-"""Version of the shared code (model, optimizers, data order, scoring): raised when its golden numbers change on
-purpose."""
+"""Version of the shared code (model, optimizers, data order, scoring). A change that changes its golden numbers on
+purpose increments it."""
 
 
 class ModelOut(NamedTuple):
     """The model's output for one segment."""
 
-    logits: Tensor  # [B, T, V], float32 or wider
-    state: State  # for the next segment of the same streams
-    loss: Tensor  # sum of the sublayers' own losses, scalar, nats per byte
-    stats: dict[str, dict[str, Tensor]]  # by sublayer; empty unless asked for
+    logits: Tensor  # [B, T, V], float32 or float64
+    state: State  # input state of the next segment of the same streams
+    loss: Tensor  # sum of the losses that sublayers return, scalar, nats per byte
+    stats: dict[str, dict[str, Tensor]]  # statistics of each sublayer; empty unless ``collect_stats``
 
 
 class Residual(nn.Module):
-    """x + sublayer(norm(x)), or with ``after`` norm(x + sublayer(x)), as in papers of 2017 to 2019."""
+    """Pre-norm, x + sublayer(norm(x)), or with ``norm_after`` post-norm, norm(x + sublayer(x))."""
 
-    def __init__(self, sublayer: Sublayer, norm: nn.Module, *, after: bool):
+    def __init__(self, sublayer: Sublayer, norm: nn.Module, *, norm_after: bool):
         super().__init__()
-        self.sublayer, self.norm, self.after = sublayer, norm, after
+        self.sublayer, self.norm, self.norm_after = sublayer, norm, norm_after
 
     def forward(self, x: Tensor, state: State, start: Tensor, *, collect_stats: bool):
-        out = self.sublayer(x if self.after else self.norm(x), state, start, collect_stats=collect_stats)
-        y = self.norm(x + out.y) if self.after else x + out.y
-        # With torch.compile of torch 2.11, out._replace(..) returns an empty value.
+        out = self.sublayer(x if self.norm_after else self.norm(x), state, start, collect_stats=collect_stats)
+        y = self.norm(x + out.y) if self.norm_after else x + out.y
+        # Not out._replace(y=y): compiled by torch 2.11, it returns an empty tuple.
         return SublayerOutput(y, out.state, out.loss, out.stats)
 
 
 class RMSNorm(nn.RMSNorm):
-    """Equals ``torch.nn.RMSNorm`` over the last dimension, to rounding; torch's on a GPU, compiled or for mixed types.
+    """``torch.nn.RMSNorm`` over the last dimension, with a faster implementation for a CPU that differs in rounding.
 
-    On a CPU it makes few passes over memory, where torch 2.13 needs six operations, and fourteen in the backward pass:
+    torch's own runs on a GPU, when compiled, and if the types of input and weight differ. On a CPU it needs six
+    operations (torch 2.13), and fourteen in the backward pass. This one makes fewer passes over memory:
 
         y = x r w,   r = 1 / sqrt(mean(x^2) + eps)                                                    (1910.07467)
-        dx = r (g w - x r^2 mean(g w x)),   dw = sum over rows of g x r
+        dx = r (g w - x r^2 mean(g w x)),   dw = sum over rows of g x r,   g = dL/dy
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,18 +81,18 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
-        # LayerNorm's backward with mean 0 subtracts r mean(g w) too much. It is added back: one kernel and pass in all.
-        nothing, needed = torch.zeros_like(r), [True, True, False]
+        # LayerNorm's backward with mean 0 is one kernel. It also subtracts r mean(g w), which is added back below.
+        mean, output_mask = torch.zeros_like(r), [True, True, False]
         dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
-            g.contiguous(), x, weight.shape, nothing, r, weight, None, needed
+            g.contiguous(), x, weight.shape, mean, r, weight, None, output_mask
         )
         return dx.addcmul_(r, (g @ weight)[..., None], value=1 / x.shape[-1]), dw, None
 
 
-def _through(
+def _run_layer(
     layer: nn.ModuleDict, x: Tensor, states: tuple[State, ...], start: Tensor, collect_stats: bool
 ) -> tuple[Tensor, list[tuple]]:
-    """A layer's output for ``x``, and the state, loss and statistics of each of its sublayers."""
+    """The output of a layer for ``x``, and for each of its sublayers a tuple of state, loss and statistics."""
     outputs = []
     for residual, state in zip(layer.values(), states, strict=True):
         x, *rest = residual(x, state, start, collect_stats=collect_stats)
@@ -102,17 +101,18 @@ def _through(
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, a distribution over the next byte out.
+    """A causal model of bytes, which predicts a distribution over the next byte.
 
     Args:
-        layers: for each layer, the names of its sublayers and functions that build them, in order.
-        context: makes a layer's context from its number.
-        vocabulary: V, the number of symbols; the other keywords are keys of ``conf/model``.
-        tied: whether the head's matrix is the embedding's.
-        embedding_std, embedding_scale, embedding_dropout: initial deviation, factor and dropout rate of embedded bytes.
-        head_zero_init: start with a head of zeros, which predicts the uniform distribution.
-        checkpoint: ``layers`` saves only each layer's input and computes the layer again in the backward pass, with the
-            same random numbers; ``none`` saves all that the backward pass needs.
+        layers: for each layer, the names of its sublayers and functions that build them, in order of execution.
+        context: returns the ``LayerContext`` of a layer's index.
+        vocabulary: V, the number of token ids.
+        norm, norm_after, tied, head_bias: as described in ``conf/model/tiny.yaml``.
+        embedding_std, embedding_scale, embedding_dropout: the initial standard deviation of the embedding, and the
+            factor and dropout rate of embedded bytes.
+        head_zero_init: initialise the head to zero, so that it predicts the uniform distribution.
+        checkpoint: ``layers`` saves only the input of each layer, and computes the layer again in the backward pass,
+            with the same random numbers; ``none`` saves all activations that the backward pass needs.
     """
 
     def __init__(
@@ -139,7 +139,10 @@ class LanguageModel(nn.Module):
         self.position: Position = context(0).position(0)
         self.layers = nn.ModuleList(
             nn.ModuleDict(
-                {name: Residual(make(context(i)), norms[norm](width), after=norm_after) for name, make in layer.items()}
+                {
+                    name: Residual(make(context(i)), norms[norm](width), norm_after=norm_after)
+                    for name, make in layer.items()
+                }
             )
             for i, layer in enumerate(layers)
         )
@@ -161,57 +164,60 @@ class LanguageModel(nn.Module):
         return [residual for layer in self.layers for residual in layer.values()]
 
     def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:
-        """Predict the byte after each of ``tokens`` (int64 ``[B, T]``), given the ``state`` of what came before."""
+        """Predict the byte after each of ``tokens`` (int64 ``[B, T]``); ``state`` is from the previous segment."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
-        start = start.view_as(start)  # a new tensor for each pass: layers share what they derive from it
+        start = start.view_as(start)  # a new tensor in each pass, because layers cache by it what they derive from it
         x = self.position.embed(self.embedding(tokens) * self.scale, start)
         x = F.dropout(x, self.dropout, self.training)
-        loss, after, stats = x.new_zeros((), dtype=torch.float32), [], {}
+        loss, new_states, stats = x.new_zeros((), dtype=torch.float32), [], {}
         for i, layer in enumerate(self.layers):
-            old = (None,) * len(layer) if states is None else states[len(after) : len(after) + len(layer)]
-            inputs = (layer, x, old, start, collect_stats)
+            done = len(new_states)
+            layer_states = (None,) * len(layer) if states is None else states[done : done + len(layer)]
+            inputs = (layer, x, layer_states, start, collect_stats)
             if self.checkpoint == "layers" and torch.is_grad_enabled():
-                x, outputs = recomputation.checkpoint(_through, *inputs, use_reentrant=False)
+                x, outputs = recomputation.checkpoint(_run_layer, *inputs, use_reentrant=False)
             else:
-                x, outputs = _through(*inputs)
-            for name, (own_state, own_loss, own_stats) in zip(layer, outputs, strict=True):
-                after.append(own_state)
-                loss = loss if own_loss is None else loss + own_loss
-                stats |= {f"layers.{i}.{name}": own_stats} if own_stats else {}
+                x, outputs = _run_layer(*inputs)
+            for name, (sublayer_state, sublayer_loss, sublayer_stats) in zip(layer, outputs, strict=True):
+                new_states.append(sublayer_state)
+                loss = loss if sublayer_loss is None else loss + sublayer_loss
+                if sublayer_stats:
+                    stats[f"layers.{i}.{name}"] = sublayer_stats
         logits = self.head(self.norm(x))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return ModelOut(logits, (start + tokens.shape[1], tuple(after)), loss, stats)
+        return ModelOut(logits, (start + tokens.shape[1], tuple(new_states)), loss, stats)
 
     @torch.no_grad()
     def inspect(self, tokens: Tensor) -> tuple[Tensor, dict[str, Inspection]]:
-        """Logits of streams that begin with ``tokens``, and by name each sublayer's ``Inspection`` of this forward
-        pass. Sublayers that give none are left out."""
+        """Logits of streams that begin with ``tokens``, and the ``Inspection`` of each sublayer in this forward pass,
+        by its name, without sublayers that return None."""
         inspections = {}
 
-        def look(name: str, module: Sublayer, inputs: tuple) -> None:
+        def inspect_input(name: str, module: Sublayer, inputs: tuple) -> None:
             inspections[name] = module.inspect(inputs[0])
 
-        hooks = [s.register_forward_pre_hook(partial(look, name)) for name, s in self.sublayers()]
+        hooks = [s.register_forward_pre_hook(partial(inspect_input, name)) for name, s in self.sublayers()]
         try:
             logits = self(tokens).logits
         finally:
             for hook in hooks:
                 hook.remove()
-        return logits, {name: seen for name, seen in inspections.items() if seen is not None}
+        return logits, {name: inspection for name, inspection in inspections.items() if inspection is not None}
 
     def trim(self, state: State) -> State:
-        """The part of a compiled forward's state that is worth carrying."""
+        """The part of a state that the next forward pass needs; a compiled forward pass may return more."""
         start, states = state
-        return start, tuple(s.trim(part) for (_, s), part in zip(self.sublayers(), states, strict=True))
+        return start, tuple(s.trim(old) for (_, s), old in zip(self.sublayers(), states, strict=True))
 
     def project_(self) -> None:
-        """Project all sublayers' parameters into their range; one copy tells the host all lengths that shapes need."""
+        """Project all sublayers' parameters into their range, and set the shapes that depend on learned lengths."""
         for _, sublayer in self.sublayers():
             sublayer.project_()
         set_shapes(self)
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
-        """Numbers, or lists with one per head, by names as ``"layers.0.attention.span"``, from summed statistics."""
+        """Metrics from summed statistics, by names such as ``layers.0.attention.span``: numbers, or lists with a number
+        for each head."""
         return {
             f"{name}.{key}": value.tolist() if isinstance(value, Tensor) else float(value)
             for name, sublayer in self.sublayers()
@@ -219,12 +225,13 @@ class LanguageModel(nn.Module):
         }
 
     def ideal_flops(self) -> int:
-        """Forward FLOPs per byte that mechanisms and head need at their present parameters, with a full past."""
+        """Ideal forward FLOPs per byte of all sublayers and the head, at their present parameters, with a full past."""
         return sum(s.ideal_flops() for _, s in self.sublayers()) + 2 * self.head.weight.numel()
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """FLOPs per byte that a training step needs, with the head, from ``Sublayer.needed_flops``. A sublayer that
-        does not state them counts three times its ideal forward. Norms, loss and the embedding's rows are neglected."""
+        """FLOPs per byte that a training step needs: those of ``Sublayer.needed_flops`` and of the head. A sublayer
+        that does not state them is charged three times its ideal forward FLOPs. Norms, loss and embedding are
+        neglected."""
         needed = [NeededFlops.of_products(2 * self.head.weight.numel())]
         for _, sublayer in self.sublayers():
             stated = sublayer.needed_flops(segment, carried=carried)
@@ -236,38 +243,41 @@ class LanguageModel(nn.Module):
         return [name for name, s in self.sublayers() if s.needed_flops(1, carried=0) is None]
 
     def parameters_by_sublayer(self) -> dict[str, int]:
-        """Parameters in each sublayer, norms and embeddings apart; a table shared by layers counts in the first."""
+        """Numbers of parameters of each sublayer, of embedding and head, and of all norms. A parameter that modules
+        share counts in the first of them."""
         counted: set[int] = set()
 
-        def fresh(module: nn.Module) -> int:
-            new = {id(p): p.numel() for p in module.parameters() if id(p) not in counted}
-            counted.update(new)
-            return sum(new.values())
+        def count_new(module: nn.Module) -> int:
+            sizes = {id(p): p.numel() for p in module.parameters() if id(p) not in counted}
+            counted.update(sizes)
+            return sum(sizes.values())
 
-        counts = {name: fresh(sublayer) for name, sublayer in self.sublayers()}
-        counts["embedding"], counts["head"] = fresh(self.embedding), fresh(self.head)
-        return counts | {"norms": fresh(self)}
+        counts = {name: count_new(sublayer) for name, sublayer in self.sublayers()}
+        counts["embedding"], counts["head"] = count_new(self.embedding), count_new(self.head)
+        return counts | {"norms": count_new(self)}
 
     def touched_parameters(self) -> int:
-        """Parameters read for one byte: those of each sublayer, the norms, the head, and a row of the embedding."""
+        """Number of parameters read for one byte: in sublayers, norms and head, and one row of the embedding."""
         counts = self.parameters_by_sublayer()
-        whole = {name: sum(p.numel() for p in sublayer.parameters()) for name, sublayer in self.sublayers()}
-        touched = {name: whole[name] - unread_parameters(sublayer) for name, sublayer in self.sublayers()}
-        # Parameters that layers share count once. A shared table counts in each layer, which reads its own rows.
-        inside = sum(counts[n] if touched[n] == whole[n] else touched[n] for n in touched)
-        tied = self.head.weight is self.embedding.weight  # then the embedding is the head's matrix
-        embedding = self.head.weight.numel() if tied else self.embedding.embedding_dim
-        return inside + counts["norms"] + counts["head"] + embedding
+        in_sublayers = 0
+        for name, sublayer in self.sublayers():
+            unread = unread_parameters(sublayer)
+            # A shared parameter counts once, but a shared table in each layer, because layers read different rows.
+            size = sum(p.numel() for p in sublayer.parameters()) if unread else counts[name]
+            in_sublayers += size - unread
+        is_tied = self.head.weight is self.embedding.weight  # then the head, which is read whole, counts as embedding
+        embedding = self.head.weight.numel() if is_tied else self.embedding.embedding_dim
+        return in_sublayers + counts["norms"] + counts["head"] + embedding
 
 
 def unread_parameters(sublayer: Sublayer) -> int:
-    """Number of parameters in table rows that one byte does not read."""
-    tables = [(getattr(sublayer, name), reads) for name, reads in sublayer.tables.items()]
-    return sum(max(0, len(table) - reads) * table.shape[1] for table, reads in tables)
+    """Number of parameters in the rows of tables that one byte does not read."""
+    tables = [(getattr(sublayer, name), rows_read) for name, rows_read in sublayer.tables.items()]
+    return sum(max(0, len(table) - rows_read) * table.shape[1] for table, rows_read in tables)
 
 
 def add_stats(total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Statistics of two stretches of bytes, added."""
+    """The sums of two models' statistics; a statistic that only one of them has is copied."""
 
     def add(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
         return {k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k)) for k in sorted(a.keys() | b.keys())}

@@ -37,7 +37,7 @@ class Ended:
 
 def call(script: str, *words: str) -> Ended:
     """``python SCRIPT WORDS`` from the current folder, in this process; ``script`` is relative to the repository."""
-    source.forget()
+    source.clear_caches()
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     sys.argv, code = [str(ROOT / script), *words], 0

@@ -83,7 +83,7 @@ TRUSTED = (*MINE, f"trust=[{NAME}]")
 def made(node: object, *, trust: tuple[str, ...] = (NAME,)):
     """The adapter as it is configured."""
     adapter = {"_target_": "variants.any_module.AnyModule", "_partial_": True, "honours": {}, "module": node}
-    return resolve(adapter, key="variant.mixer", kind=Sublayer, trust=trust)
+    return resolve(adapter, key="variant.mixer", base=Sublayer, trust=trust)
 
 
 def node(target: str = f"{NAME}.Mean", **keywords) -> dict:
@@ -139,7 +139,7 @@ def test_modules_are_taken_where_they_are_asked_for_and_from_the_trusted_alone(l
     part = {"_target_": "variants.attention.Attention", "_partial_": True, "persistent": module}
     for place in (module, part):
         with pytest.raises(ValueError, match=r"_target_=someones_layers\.Mean: must be a class derived from variants"):
-            resolve(place, key="variant.mixer", kind=Sublayer, trust=(NAME,))
+            resolve(place, key="variant.mixer", base=Sublayer, trust=(NAME,))
 
 
 def adapted(**keywords) -> AnyModule:

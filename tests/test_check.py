@@ -10,7 +10,7 @@ from bench.conformance import NEEDED, backends_agree, findings, ideal_beside_exe
 from harness.count.ideal import excuses
 from harness.loop.admission import admission
 from harness.plan.build import Plan, plan_run
-from harness.plan.small import shrunk
+from harness.plan.small import shrink
 from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
 from tests.promises import Gate
@@ -53,14 +53,14 @@ def toy(cls: type, *words: str) -> Plan:
 
 def test_more_flops_than_are_executed_are_caught():
     """Ideal and needed ones."""
-    small = shrunk(toy(Boasts))
+    small = shrink(toy(Boasts))
     ideal, needed = (finding for finding in findings(small) if not finding.passed)
     assert ideal == ideal_beside_executed(small) and needed.promise == NEEDED
     executed = r"[\d,]+ executed per byte"
     assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
-    assert outcome(needed_at_most_executed(shrunk(toy(Gate)))) == ([], "not said by layers.0.toy, layers.1.toy")
+    assert outcome(needed_at_most_executed(shrink(toy(Gate)))) == ([], "not said by layers.0.toy, layers.1.toy")
 
 
 def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
@@ -68,7 +68,7 @@ def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
     with_feed_forward = ("+variant.feed_forward={_target_: variants.feed_forward.FeedForward, _partial_: true}",)
 
     def of(cls: type) -> Plan:
-        return shrunk(toy(cls, *with_feed_forward, "variant.layers=[toy,feed_forward]"))
+        return shrink(toy(cls, *with_feed_forward, "variant.layers=[toy,feed_forward]"))
 
     broken, excused = ideal_beside_executed(of(SaysOne)), ideal_beside_executed(of(SaysSo))
     detail = r"layers\.0\.toy: ideal is 0\.0002\d of 4,096 executed per byte; allowed is 0\.5 or more, or less with"
@@ -181,7 +181,7 @@ FAST = {"fused": operation, "kernel": window_cpu}
 def test_a_broken_fast_backend_is_found(monkeypatch, backend):
     right = FAST[backend].attend
     monkeypatch.setattr(FAST[backend], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
-    finding = backends_agree(shrunk(plan("variant=adaptive_span", f"runtime.backend={backend}")), backend)
+    finding = backends_agree(shrink(plan("variant=adaptive_span", f"runtime.backend={backend}")), backend)
     assert not finding.passed and finding.promise == f"the {backend} backend equals the plain one"
     assert re.match(r"span 78, eval: \S+ of .*, at most 1e-09", finding.detail)
 
@@ -190,7 +190,7 @@ def test_heads_of_different_widths_are_compared(monkeypatch):
     """A break that only runs of equal heads have: the first are forgotten."""
     right = fused.runs
     monkeypatch.setattr(fused, "runs", lambda max_keys: list(right(max_keys))[-1:])
-    small = shrunk(plan("variant=adaptive_span", "runtime.backend=fused"))
+    small = shrink(plan("variant=adaptive_span", "runtime.backend=fused"))
     finding = backends_agree(small, "fused")
     assert not finding.passed and finding.detail.startswith("span 78, ")
 
@@ -207,7 +207,7 @@ SMALL = "+variant.small={toy:{block:4},model:{span:12}}"
 
 
 def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
-    small = shrunk(toy(Phased, SMALL))
+    small = shrink(toy(Phased, SMALL))
     assert small.model.span == 12 and [s.period for _, s in small.make_model().sublayers()] == [4, 4]
     assert Subject(small.make_model, small.model.span, 256).length == 29
     assert Subject(toy(Phased).make_model, 13, 256).length == 6 * 64 + 5
@@ -230,7 +230,7 @@ def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
 )
 def test_small_sizes_that_mean_nothing_are_refused(small, line):
     with pytest.raises(ValueError, match=line):
-        shrunk(toy(Phased, f"+variant.small={small}"))
+        shrink(toy(Phased, f"+variant.small={small}"))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_small_sizes_that_mean_nothing_are_refused(small, line):
     ids=lambda value: " ".join(value) if isinstance(value[0], str) else None,
 )
 def test_a_small_plan_has_every_kind_of_layer(words, layers):
-    small = shrunk(plan(*words))
+    small = shrink(plan(*words))
     assert [list(layer) for layer in small.layers] == layers
     assert (small.model.d_model, small.model.heads, small.model.span) == (32, 2, 13)
 
@@ -268,9 +268,9 @@ class Blocked(Gate):
 
 @pytest.mark.parametrize(("cls", "sizes"), [(Grouped, (4, 64, 13)), (Blocked, (2, 32, 64))])
 def test_a_variant_that_takes_no_small_sizes_is_checked_at_larger_ones(cls, sizes):
-    small = shrunk(toy(cls))
+    small = shrink(toy(cls))
     assert (small.model.heads, small.model.d_model, small.model.span) == sizes
-    assert shrunk(toy(Blocked, "+variant.toy.block=256")).model.span == 512
+    assert shrink(toy(Blocked, "+variant.toy.block=256")).model.span == 512
 
 
 def test_a_variant_that_never_fits_is_refused():

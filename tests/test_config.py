@@ -10,7 +10,7 @@ from harness.compose.cli import explain
 from harness.data import corpora
 from harness.plan import settings
 from harness.plan.build import plan_run
-from harness.plan.instantiate import keywords, resolve
+from harness.plan.instantiate import constructor_schema, resolve
 from harness.plan.network import plan_layers
 from tests.composing import CONF, TINY, compose_config, one_step, plan, recall, small
 from variants.contract import Part, Position, Sublayer
@@ -73,8 +73,8 @@ def test_keys_are_the_constructors_keywords_and_those_of_load():
     for file in [file for file in FILES if file.startswith(("sublayer/", "position/"))]:
         for key, node in nodes(read(file), file):
             kind = Position if file.startswith("position/") else Sublayer if key == file else Part
-            cls = resolve(node, key=key, kind=kind, trust=()).func
-            assert set(node) - {"_target_", "_partial_"} <= set(keywords(cls, key=key)), key
+            cls = resolve(node, key=key, base=kind, trust=()).func
+            assert set(node) - {"_target_", "_partial_"} <= set(constructor_schema(cls, key=key)), key
     assert set(settings.DataSettings.__dataclass_fields__) == {*corpora.load.__kwdefaults__, "name"}
 
 
@@ -115,8 +115,8 @@ BAD = [
     ("model.widht=3", "model.widht=3", "d_model", "heads"),
     ("+budget.hours=3", "budget.hours=3", "bytes", "seconds"),
     ("+variant.attention.ramp=3", "variant.attention.ramp=3", "span"),
-    ("~model.heads", "model.heads: must be given"),
-    ("seed=???", "seed=???: must be given"),
+    ("~model.heads", "model.heads: is required, but"),
+    ("seed=???", "seed=???: is required, but"),
     ("init_from.restore=everything", "init_from.run=null", "init_from.restore=weights"),
     # types and ranges
     ("model.heads=2.5", "model.heads=2.5", "an integer"),
@@ -132,7 +132,7 @@ BAD = [
     ("+variant.depth=3", "variant.depth=3", "layers, at, groups"),
     # groups and rates of a variant
     ("+variant.groups.x={match:'*.nothing'}", "variant.groups.x.match='*.nothing'", "query.weight"),
-    ("+variant.groups.x={lr_scale:1}", "variant.groups.x.match: must be given"),
+    ("+variant.groups.x={lr_scale:1}", "variant.groups.x.match: is required, but"),
     ("+variant.groups.x={match:'*',lr_scale:-1}", "variant.groups.x.lr_scale=-1", "greater than or equal to 0"),
     ("++variant.lr_scale.muon=-1", "variant.lr_scale.muon=-1", "greater than 0"),
     # parts of a sublayer

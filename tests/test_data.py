@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 from harness.data import byte_counts, corpora, sources
 from harness.data.byte_counts import compressed_bits, order_bits
-from harness.data.corpora import KNOWN, NAMES, load
-from harness.data.sources import Known
+from harness.data.corpora import NAMES, PUBLISHED, load
+from harness.data.sources import PublishedCorpus
 from tests.composing import CONF
 
 TEXT = b"".join(b"line %d of a small corpus\n" % n for n in range(400))
@@ -85,7 +85,7 @@ def test_folder_in_sorted_order_without_dot_files(tmp_path):
     written(folder, ".git/object", b"x")
     assert whole(load("file", path=str(folder))) == b"1" * 90 + b"2" * 90 + b"3" * 90 + b"4" * 90
     (folder / "c").symlink_to("nowhere")
-    with pytest.raises(ValueError, match=r"data\.path=.*no regular file"):
+    with pytest.raises(ValueError, match=r"data\.path=.*not a regular file"):
         load("file", path=str(folder))
 
 
@@ -96,11 +96,11 @@ def test_a_compressed_file_is_the_same_corpus_or_refused(tmp_path, monkeypatch, 
     middle = len(packed) // 2
     flipped = packed[:middle] + bytes([packed[middle] ^ 255]) + packed[middle + 1 :]
     for damaged in (packed[:-40], flipped):
-        with pytest.raises(ValueError, match=r"data\.path=.* cannot be read, truncated or damaged perhaps"):
+        with pytest.raises(ValueError, match=r"data\.path=.* cannot be read, perhaps truncated or damaged"):
             load("file", path=written(tmp_path, f"damaged.{suffix}", damaged))
     monkeypatch.setattr(sources, "LARGE_BYTES", 10_000)
     bomb = written(tmp_path, f"bomb.{suffix}", pack(bytes(3_000_000)))
-    with pytest.raises(ValueError, match="more than 200 times its size; allowed is an unpacked file"):
+    with pytest.raises(ValueError, match="more than 200 times its size; use an unpacked file"):
         load("file", path=bomb)
 
 
@@ -109,8 +109,8 @@ def test_bad_paths(tmp_path):
     refused = {
         str(tmp_path / "nowhere"): "no such file or folder",
         str(tmp_path / "empty"): "no files",
-        written(tmp_path, "empty.zip", zipped(b"")): "no bytes",
-        written(tmp_path, "two.zip", zipped(TEXT, TEXT)): "2 files are in the archive",
+        written(tmp_path, "empty.zip", zipped(b"")): "is empty",
+        written(tmp_path, "two.zip", zipped(TEXT, TEXT)): "the archive has 2 files",
         "~nobody-at-all/x": "cannot be read",
     }
     for path, reason in refused.items():
@@ -144,16 +144,18 @@ def test_a_known_corpus_must_be_that_corpus(tmp_path, monkeypatch):
     assert load("file", path=path, sha256=SHA256.upper()).sha256 == SHA256
     with pytest.raises(ValueError, match=rf"data\.sha256={'0' * 64}.*{SHA256}"):
         load("file", path=path, sha256="0" * 64)
-    assert KNOWN["enwik8"].n_bytes == 100_000_000
-    monkeypatch.setitem(KNOWN, "enwik8", Known(url="http://127.0.0.1:9/", n_bytes=len(TEXT), sha256=SHA256))
+    assert PUBLISHED["enwik8"].n_bytes == 100_000_000
+    monkeypatch.setitem(
+        PUBLISHED, "enwik8", PublishedCorpus(url="http://127.0.0.1:9/", n_bytes=len(TEXT), sha256=SHA256)
+    )
     corpus = load("enwik8", path=written(tmp_path, "copy.zip", zipped(TEXT)), fallback="stdlib")
     assert (corpus.name, corpus.fallback_from, corpus.n_bytes) == ("enwik8", None, len(TEXT))
     with pytest.raises(ValueError, match=r"data\.path=.*has 9,\d+ bytes, not 10,\d+"):
         load("enwik8", path=written(tmp_path, "short", TEXT[:-1000]), fallback="stdlib")
     with pytest.raises(ValueError, match=rf"data\.path=.*{hashlib.sha256(TEXT[::-1]).hexdigest()}.*{SHA256}"):
         load("enwik8", path=written(tmp_path, "reversed", TEXT[::-1]), fallback="stdlib")
-    letters = KNOWN["text8"].alphabet
-    monkeypatch.setitem(KNOWN, "text8", Known(url="http://127.0.0.1:9/", n_bytes=2700, alphabet=letters))
+    letters = PUBLISHED["text8"].alphabet
+    monkeypatch.setitem(PUBLISHED, "text8", PublishedCorpus(url="http://127.0.0.1:9/", n_bytes=2700, alphabet=letters))
     corpus = load("text8", path=written(tmp_path, "text8", letters * 100), vocabulary=27)
     assert whole(corpus)[:27] == bytes(range(27))
     with pytest.raises(ValueError, match=r"data\.path=.*belong.*\[10\]"):
@@ -233,10 +235,10 @@ def test_byte_counts_are_those_of_the_formula(train):
 
 
 def test_the_part_of_enwik8_is_the_same_from_its_file_and_from_a_longer_one(tmp_path, monkeypatch, cache):
-    """Known corpora in small: ``long``, and ``part``, its first 1,000 bytes."""
+    """Published corpora in small: ``long``, and ``part``, its first 1,000 bytes."""
     digest = hashlib.sha256(TEXT[:1000]).hexdigest()
-    monkeypatch.setitem(KNOWN, "long", Known(url="nowhere", n_bytes=len(TEXT), sha256=SHA256))
-    monkeypatch.setitem(KNOWN, "part", Known(url="nowhere", n_bytes=1000, sha256=digest, part_of="long"))
+    monkeypatch.setitem(PUBLISHED, "long", PublishedCorpus(url="nowhere", n_bytes=len(TEXT), sha256=SHA256))
+    monkeypatch.setitem(PUBLISHED, "part", PublishedCorpus(url="nowhere", n_bytes=1000, sha256=digest, part_of="long"))
     monkeypatch.setattr(corpora, "NAMES", (*NAMES, "long", "part"))
     written(cache, "long", TEXT)
     alone, longer = (written(tmp_path, f"{name}.txt", TEXT[:n]) for name, n in (("alone", 1000), ("longer", None)))
@@ -248,7 +250,7 @@ def test_the_part_of_enwik8_is_the_same_from_its_file_and_from_a_longer_one(tmp_
         assert corpus.provenance() == {"name": "part", "bytes": 1000, "sha256": digest}
     with pytest.raises(ValueError, match=r"data\.path=.* is not part: it has 999 bytes, not 1,000"):
         load("part", path=written(tmp_path, "short", TEXT[:999]))
-    with pytest.raises(ValueError, match=r"data\.first_bytes=1001: allowed is at most 1000"):
+    with pytest.raises(ValueError, match=r"data\.first_bytes=1001: allowed are at most the 1000"):
         load("part", first_bytes=1001)
     assert load("long", first_bytes=500).name == "long, first 500 bytes"
 

@@ -35,7 +35,7 @@ def test_a_model_has_its_runs_score_to_the_last_bit_also_from_three_files_of_its
     assert models[0].network.head.weight is models[0].network.embedding.weight
     summary = json.loads((run / "summary.json").read_text())
     protocol, corpus = summary["protocol"], corpora.load("recall", bytes=60000)
-    split = corpus.reported("valid", selection_bytes=protocol["selection_bytes"], limit=protocol["bytes"])
+    split = corpus.scored_part("valid", selection_bytes=protocol["selection_bytes"], limit=protocol["bytes"])
     text = bytes(corpus.symbols[number] for number in split.tolist())
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ import pytest
 from harness.cache import cache_folder
 from harness.data import corpora
 from harness.data.__main__ import main
-from harness.data.sources import ATTEMPTS, KNOWN, Known, fetch
+from harness.data.sources import MAX_ATTEMPTS, PUBLISHED, PublishedCorpus, fetch
 
 TEXT = os.urandom(30_000)
 WORDS = ("data.path", "python -m harness.data enwik8", "data.fallback")
@@ -74,8 +74,8 @@ def cache(tmp_path, monkeypatch):
 def server(monkeypatch):
     with Server() as running:
         threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-        served = Known(url=running.url, n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest())
-        monkeypatch.setitem(KNOWN, "enwik8", served)
+        served = PublishedCorpus(url=running.url, n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest())
+        monkeypatch.setitem(PUBLISHED, "enwik8", served)
         yield running
         running.shutdown()
 
@@ -117,9 +117,9 @@ def test_a_download_goes_on_from_what_is_there(server, cache, case):
 
 def test_a_connection_that_always_breaks_is_given_up_and_the_part_kept(server, cache):
     server.breaks_after = 100
-    with pytest.raises(OSError, match=f"broke {ATTEMPTS} times"):
+    with pytest.raises(OSError, match=f"broke {MAX_ATTEMPTS} times"):
         fetch("enwik8")
-    assert (cache / "enwik8.zip.part").stat().st_size == 100 * ATTEMPTS and not (cache / "enwik8").exists()
+    assert (cache / "enwik8.zip.part").stat().st_size == 100 * MAX_ATTEMPTS and not (cache / "enwik8").exists()
 
 
 DAMAGED = Server.body[:15_000] + bytes([Server.body[15_000] ^ 255]) + Server.body[15_001:]
@@ -152,7 +152,9 @@ def test_fallback_is_loud_and_labelled_and_without_it_there_is_an_error(server, 
         assert corpora.load("enwik8", fallback="stdlib").fallback_from == "enwik8" and server.asked == []
     with socket.create_server(("127.0.0.1", 0)) as free:  # a port that nobody listens on
         port = free.getsockname()[1]
-    monkeypatch.setitem(KNOWN, "enwik8", Known(url=f"http://127.0.0.1:{port}/enwik8.zip", n_bytes=len(TEXT)))
+    monkeypatch.setitem(
+        PUBLISHED, "enwik8", PublishedCorpus(url=f"http://127.0.0.1:{port}/enwik8.zip", n_bytes=len(TEXT))
+    )
     capsys.readouterr()
     corpus = corpora.load("enwik8", fallback="stdlib")
     assert (corpus.name, corpus.fallback_from) == ("stdlib", "enwik8")

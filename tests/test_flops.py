@@ -144,7 +144,7 @@ def build(*makers, span: int = 24, backend: str = "auto", shift: int = 0, cache:
 
 
 def per_byte(model: LanguageModel, segment: int) -> float:
-    flops = forward_flops_per_byte(model, segment=segment, most_bytes=1000)
+    flops = forward_flops_per_byte(model, segment=segment, max_bytes=1000)
     assert flops.warm
     return flops.per_byte
 
@@ -181,7 +181,7 @@ def test_the_run_is_not_disturbed():
     model.head.register_forward_hook(
         lambda *_: drawn.append((torch.rand(()), model.training or torch.is_grad_enabled()))
     )
-    forward_flops_per_byte(model, segment=5, most_bytes=100)
+    forward_flops_per_byte(model, segment=5, max_bytes=100)
     assert drawn and not any(wrong for _, wrong in drawn)
     assert torch.equal(torch.get_rng_state(), generator)
     assert [module.training for module in model.modules()] == modes
@@ -201,7 +201,7 @@ class Growing(Sublayer):
 
 
 def test_a_state_that_never_stops_growing_is_not_called_warm():
-    flops = forward_flops_per_byte(build(Growing), segment=4, most_bytes=18)
+    flops = forward_flops_per_byte(build(Growing), segment=4, max_bytes=18)
     assert not flops.warm
     assert flops.per_byte == HEAD + 2 * D * (5 * 4 + 4)  # five segments fed, the sixth counted
     assert flops.state_bytes == 8 + 5 * 4 * D * 4

@@ -11,7 +11,7 @@ import torch
 
 from bench.conformance import findings
 from harness.plan.build import Plan
-from harness.plan.small import shrunk
+from harness.plan.small import shrink
 from tests.composing import CONF, plan
 
 VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
@@ -41,7 +41,7 @@ BROKEN: dict[str, list[str]] = {}
 
 
 def broken(plan: Plan) -> list[str]:
-    small = shrunk(plan)
+    small = shrink(plan)
     variant = {name: node for name, node in small.config["variant"].items() if name not in SAME}
     key = json.dumps([variant, small.config["model"], small.config["position"]])
     if key not in BROKEN:

@@ -4,7 +4,7 @@ import pytest
 
 from bench.conformance import follows
 from harness.plan.build import plan_run
-from harness.plan.small import shrunk
+from harness.plan.small import shrink
 from tests import toys
 from tests.composing import compose_config
 from tests.promises import Sums
@@ -48,17 +48,17 @@ def positioned(scheme: type) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("cls", "words", "line"),
     [
-        (Sums, ("position=none", "model.cache=hidden"), r"model\.cache=hidden: variant\.toy \(Sums\) follows only kv"),
+        (Sums, ("position=none", "model.cache=hidden"), r"model\.cache=hidden: variant\.toy \(Sums\) supports only kv"),
         (
             Sums,
             (),
-            r"position=rotary: turns queries and keys, which variant\.toy \(Sums\) cannot follow; allowed are none, "
+            r"position=rotary: turns queries and keys, which variant\.toy \(Sums\) does not support; allowed are none, "
             r"schemes of the embedded bytes \(sinusoidal\)$",
         ),
         (
             Decays,
             positioned(TurnsAndAdds),
-            r"position=turnsandadds: turns queries and keys and adds to scores, which variant\.toy \(Decays\) cannot follow;"
+            r"position=turnsandadds: turns queries and keys and adds to scores, which variant\.toy \(Decays\) does not support;"
             r" .*, one that lowers scores by a slope for every key between$",
         ),
     ],
@@ -83,7 +83,7 @@ def test_what_a_mechanism_does_not_follow_is_refused(cls, words, line):
 )
 def test_what_is_accepted_and_ignored_is_caught(cls, words, lines):
     both = "layers.0.toy, layers.1.toy"
-    breaks = list(follows(shrunk(toy(cls, *words, "runtime.backend=plain"))))
+    breaks = list(follows(shrink(toy(cls, *words, "runtime.backend=plain"))))
     assert breaks == [line.replace("BOTH", both) for line in lines]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.plan.small import shrunk
+from harness.plan.small import shrink
 from tests.attention_case import Case, assert_same, run
 from tests.composing import plan
 from variants.longformer import Longformer, grown_dilation, grown_window
@@ -53,5 +53,5 @@ def test_windows_and_dilation_by_depth():
 
 def test_lists_for_each_layer_are_cut_for_a_small_model_of_other_layers():
     words = ("variant.attention.windows=[32,85,170,256]", "variant.attention.dilation=[1,1,2,3]")
-    model = shrunk(plan("variant=longformer", *words)).make_model()
+    model = shrink(plan("variant=longformer", *words)).make_model()
     assert model(torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()

@@ -63,13 +63,13 @@ def test_copies_are_there_and_told_apart_by_distance(distances):
         len(corpus.splits["train"]) + 1,
         corpus.splits["valid"][1:],
     )  # begins with a small letter, its capital not there
-    copied = corpus.answered(part)
+    copied = corpus.answer_masks(part)
     assert tuple(copied) == tuple(map(str, distances)) and all(len(where) == len(part) - 1 for where in copied.values())
     for at in range(len(part) - 1):
         place = begin + 1 + at
         sources = [int(distance) for distance, where in copied.items() if where[at]]
         assert sources == ([] if place % 2 == 0 else [place - source_of(stream, place, distances)])
-    assert load("synthetic_text", bytes=20_000).answered(part) == {}
+    assert load("synthetic_text", bytes=20_000).answer_masks(part) == {}
     capitals = np.bincount(recall_stream(320_000)[::2])[ord("A") :]
     assert len(capitals) == LETTERS and abs(capitals - 10_000).max() < 5 * math.sqrt(10_000)
 
@@ -131,7 +131,7 @@ def test_answers_of_skills_follow_and_the_floor_is_the_oracles(name):
     corpus = load(name, bytes=20_000, vocabulary=64)
     for split, begin in (("train", 0), ("test", 19_000)):
         part = corpus.splits[split]
-        mean, answers = bits[begin + 1 : begin + len(part)].mean(), corpus.answered(part)
+        mean, answers = bits[begin + 1 : begin + len(part)].mean(), corpus.answer_masks(part)
         assert 0 <= mean - corpus.floor_bits(part) <= 3 * 26 / len(part)
         for label, where in answers.items():
             assert where.sum() > 5 and (bits[begin + 1 : begin + len(part)][where] == 0).all(), label

@@ -87,9 +87,9 @@ def test_on_a_gpu_what_is_reserved_stands_beside_what_is_allocated(monkeypatch):
     counted |= {"allocated_bytes.all.peak": 250, "reserved_bytes.all.peak": 400}
     assert meter.read() == Peak(250, False, 400)
     one, other = Peak(5, False, 7), Peak(3, False, 9)
-    assert one.or_higher(other) == other.or_higher(one) == Peak(5, False, 9)
-    assert Peak(None, False).or_higher(Peak(4, True)) == Peak(4, True)
-    assert Peak(4, True).across(lambda number: number + 1) == Peak(5, True)
+    assert one.maximum(other) == other.maximum(one) == Peak(5, False, 9)
+    assert Peak(None, False).maximum(Peak(4, True)) == Peak(4, True)
+    assert Peak(4, True).over_processes(lambda number: number + 1) == Peak(5, True)
 
 
 class Clock:

@@ -146,6 +146,6 @@ def test_streams_are_charged_for_what_they_carry():
     needed = [run.model.needed_flops(16, carried=carried) for carried in (0, 16, 32, 48)]
     cold, *growing, full = (round(64 * of.training) for of in needed)
     assert charged(run) == [cold, *growing, *[full] * 5] and cold < growing[0] < growing[1] < full
-    assert run.stream.steps_per_turn == 8
+    assert run.stream.steps_per_epoch == 8
     run.step()
     assert run.spent.flops == cold + sum(growing) + 5 * full + cold, "a new turn begins without a past"

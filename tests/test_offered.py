@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.conformance import fast_backend, findings
-from harness.plan.small import shrunk
+from harness.plan.small import shrink
 from tests.offered import Offered
 from tests.test_check import toy
 from variants.kernels import window_cpu
@@ -19,14 +19,14 @@ from variants.kernels import window_cpu
     ],
 )
 def test_it_keeps_the_contract(words):
-    plan = shrunk(toy(Offered, *words))
+    plan = shrink(toy(Offered, *words))
     assert words[-1] == f"runtime.backend={fast_backend(plan)}"
     assert [str(finding) for finding in findings(plan) if not finding.passed] == []
 
 
 @pytest.mark.cpu_kernel
 def test_without_a_compiler_it_takes_the_next(monkeypatch):
-    (_, sublayer), *_ = shrunk(toy(Offered, "position=alibi")).make_model().sublayers()
+    (_, sublayer), *_ = shrink(toy(Offered, "position=alibi")).make_model().sublayers()
     assert sublayer.backend(torch.device("cpu"), training=True) == "kernel"
     monkeypatch.setattr(window_cpu, "available", lambda: "no C++ compiler")
     assert sublayer.backend(torch.device("cpu"), training=True) == "fused"

@@ -7,8 +7,8 @@ import torch
 from bench.cost_worker import Subject, Task
 from bench.peer_workers import Worker
 from harness.loop import select_backend
-from harness.plan.build import varied
-from harness.plan.small import of_mechanism
+from harness.plan.build import replan
+from harness.plan.small import contract_plan
 from tests.command import Ended, call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, plan
@@ -75,9 +75,9 @@ def test_a_device_that_is_not_there_is_a_mistake_and_on_a_cpu_nothing_is_compare
 
 def test_the_contract_of_what_runs_elsewhere_is_checked_in_plain_pytorch():
     wanted = plan("variant=mhsa", "runtime.device=cuda", "runtime.backend=kernel", "runtime.precision=bfloat16")
-    made = of_mechanism(wanted, "cuda").runtime
+    made = contract_plan(wanted, "cuda").runtime
     assert (made.backend, made.device, made.precision) == ("plain", "cpu", "float32")
-    assert of_mechanism(wanted, "cpu") is wanted
+    assert contract_plan(wanted, "cpu") is wanted
 
 
 def test_what_is_measured_obeys_the_proof(monkeypatch):
@@ -94,7 +94,7 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
     facts = Subject(Task(config=made.config)).build()
     assert facts["backend"] == "fused" and facts["backend_choice"]["errors"] == {"fused": "1e-6"}
     assert Worker(Task(config=made.config)).build()["backend"] == "fused"
-    named = varied(made, runtime={"backend": "kernel"}).config
+    named = replan(made, runtime={"backend": "kernel"}).config
     for refused in (Subject, Worker):
         with pytest.raises(ValueError, match="kernel failed"):
             refused(Task(config=named))

@@ -99,7 +99,7 @@ IMPOSSIBLE = {
         "one": {"match": "layers.0.memory.*"},
         "two": {"match": "layers.1.memory.*"},
     },
-    "belong to the run": {"matrices": {"match": "span"}},
+    "reserved for a group of the run": {"matrices": {"match": "span"}},
     r"groups\.spans: .*optim\.lr": {"spans": {"match": "span", "optimizer": partial(ClippedAdagrad, lr=1)}},
     r"variant\.groups\.spans\.weight_decay=0\.1: ClippedAdagrad has no": {
         "spans": {"match": "span", "optimizer": ClippedAdagrad, "weight_decay": 0.1}

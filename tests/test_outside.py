@@ -79,7 +79,7 @@ def test_a_file_that_one_of_ours_hides_is_refused(here, name):
     (here / "my_conf" / f"{name}.yaml").write_text("{}\n")
     ended = train("-cd", "my_conf", *MADE, "variant=mhsa")
     assert ended.code == 2 and len(ended.err.splitlines()) == 1, ended
-    assert f"{here / 'my_conf' / name}.yaml: is not read, because ours of this name comes first" in ended.err
+    assert f"{here / 'my_conf' / name}.yaml: has the name of a file of the project" in ended.err
     assert train("-cd", str(ROOT / "conf"), *MADE, "--cfg", "job").code == 0  # ours, named twice
 
 

@@ -98,7 +98,7 @@ def test_flags_are_those_of_the_scripts_and_the_model_the_papers(name):
     model, tables, spans = build(name, *TINY), set(), 0
     assert isinstance(model.norm, nn.Identity) and model.head.weight is not model.embedding.weight
     for residual in model.residuals():
-        assert residual.after and isinstance(residual.norm, nn.LayerNorm)
+        assert residual.norm_after and isinstance(residual.norm, nn.LayerNorm)
         sublayer = residual.sublayer
         if hasattr(sublayer, "span"):
             assert isinstance(sublayer.position, Relative) and isinstance(sublayer.span, AdaptiveSpan)

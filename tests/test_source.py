@@ -68,9 +68,9 @@ CONFIG = {"variant": {"attention": {"_partial_": True, "parts": [{"_target_": "v
 @pytest.fixture(autouse=True)
 def new_process():
     """What a process remembers is forgotten, now and afterwards."""
-    source.forget()
+    source.clear_caches()
     yield
-    source.forget()
+    source.clear_caches()
 
 
 @pytest.fixture
@@ -96,14 +96,14 @@ def test_a_byte_of_a_file_that_counts_is_another_source_and_of_no_other(checkout
         text = (checkout / name).read_text()
         write(checkout / name, f"{text}\n# edited")
         assert digest(CONFIG, **asked) == before, "a process remembers what it read"
-        source.forget()
+        source.clear_caches()
         assert (digest(CONFIG, **asked) != before) == (name in counting), name
         write(checkout / name, text)
-        source.forget()
+        source.clear_caches()
         assert digest(CONFIG, **asked) == before
     for name in ("variants/__pycache__/window.pyc", "variants/.window.py.swp", "bench/.cost.py.swp", "variants/new.py"):
         write(checkout / name, "new")
-    source.forget()
+    source.clear_caches()
     assert digest(CONFIG, **asked) == before
 
 
@@ -121,7 +121,7 @@ def test_modules_and_places_that_are_odd(checkout, monkeypatch, tmp_path_factory
     # What lies beside an installed file is not followed: else all of torch would be read.
     monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(checkout / "users"))
     before = digest({}, trust=("mine",))
-    source.forget()
+    source.clear_caches()
     write(checkout / "users/helper.py", "edited")
     assert digest({}, trust=("mine",)) == before
 

@@ -19,10 +19,10 @@ SPACE = {
 }
 
 
-def tried(space: dict, trial: int, *words: str, typed: tuple[str, ...] = ()):
+def tried(space: dict, trial: int, *words: str, command_line_keys: tuple[str, ...] = ()):
     cfg = compose_config(*TINY, *TUNE, *words, f"trial={trial}")
     cfg.space = space
-    return plan_run(cfg, typed=typed)
+    return plan_run(cfg, command_line_keys=command_line_keys)
 
 
 def values(made) -> dict:
@@ -46,10 +46,13 @@ def test_the_first_points_are_the_same_for_ever():
 
 def test_values_lie_between_the_ends_and_reach_them():
     log, linear = Interval(low=1e-4, high=1.0, scale="log"), Interval(low=-1.0, high=1.0, scale="linear")
-    assert [log.at(unit)[0] for unit in (0.0, 0.25, 0.5)] == [1e-4, 1e-3, 1e-2] and linear.at(0.75) == (0.5, 0.75)
-    drawn = Counter(Choice(choices=["a", "b", "c"]).at(step / 999) for step in range(999))
+    assert [log.select(unit)[0] for unit in (0.0, 0.25, 0.5)] == [1e-4, 1e-3, 1e-2] and linear.select(0.75) == (
+        0.5,
+        0.75,
+    )
+    drawn = Counter(Choice(choices=["a", "b", "c"]).select(step / 999) for step in range(999))
     assert drawn == dict.fromkeys((("a", 0.0), ("b", 0.5), ("c", 1.0)), 333)
-    assert log.at(1 / 3)[0] == 0.002154, "four digits, so that it can be typed"
+    assert log.select(1 / 3)[0] == 0.002154, "four digits, so that it can be repeated on the command line"
 
 
 def test_comparisons_have_five_seeds_and_adamw():
@@ -73,11 +76,11 @@ def test_a_trial_is_recorded_and_read_back_as_the_same_run():
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        ({"model.widht": SPACE["optim.lr"]}, "space.model.widht: there is no such key"),
+        ({"model.widht": SPACE["optim.lr"]}, "space.model.widht: the configuration has no such key"),
         ({"optim.lr": {"low": 1, "high": 1, "scale": "log"}}, "space.optim.lr.low=1.0: must be below high=1.0"),
         ({"optim.lr": {"low": 0, "high": 1, "scale": "lin"}}, "space.optim.lr.scale=lin: allowed are log, linear"),
         ({"optim.lr": {"choices": [1]}}, "space.optim.lr.choices=[1]: must be a list of two"),
-        (None, "trial=0: there is no space for it"),
+        (None, "trial=0: needs a search space"),
     ],
 )
 def test_a_space_that_is_none_is_refused(space, message):
@@ -87,9 +90,9 @@ def test_a_space_that_is_none_is_refused(space, message):
 
 
 def test_what_a_trial_gives_is_not_typed_beside_it():
-    with pytest.raises(ValueError, match=r"^optim\.lr: is given by trial=0"):
-        tried(SPACE, 0, "optim.lr=0.5", typed=("optim.lr", "seed"))
-    with pytest.raises(ValueError, match=r"^purpose=result: a trial chooses"):
+    with pytest.raises(ValueError, match=r"^optim\.lr: is set by trial=0"):
+        tried(SPACE, 0, "optim.lr=0.5", command_line_keys=("optim.lr", "seed"))
+    with pytest.raises(ValueError, match=r"^purpose=result: trial=0 is only allowed with purpose=tune"):
         tried(SPACE, 0, "purpose=result")
     for trial in (2**16, True):
         with pytest.raises(ValueError, match=rf"^trial={trial}: allowed are null and integers"):

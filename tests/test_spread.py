@@ -133,7 +133,7 @@ def scores(processes: ProcessGroup) -> dict:
         "stats": by_streams(streams=7).stats,
         "windows": score_windows(run.model, run.corpus.splits["valid"], runtime=run.runtime, batch=1).nats,
         "draws": torch.rand(2).tolist(),
-        "streams": run.stream.batch(0, part=processes.shard)[0],
+        "streams": run.stream.batch(0, shard=processes.shard)[0],
     }
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.data.recall import recall_floor
-from harness.data.streams import score_streams, whole_context
+from harness.data.streams import round_context, score_ranges
 from harness.device.runtime import Runtime
 from harness.loop.scoring import score_context, score_stream, score_windows
 from harness.loop.summary import final_score
@@ -126,9 +126,9 @@ def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
 def test_stream_is_every_stream_byte_by_byte_after_its_context(model, streams, context, segment):
     """Of 101 pairs: streams of 33 and 34, or of 25 and 26."""
     split, expected = some_bytes(102), []
-    before = whole_context(context, n_pairs=101, streams=streams, segment=segment)
+    before = round_context(context, n_pairs=101, streams=streams, segment=segment)
     assert before == (0 if context == 0 else -(-context // segment) * segment)
-    for first, end in score_streams(101, streams, context=before):
+    for first, end in score_ranges(101, streams, context=before):
         read = before if first else 0
         expected += byte_by_byte(model, split, first=first - read, end=end)[read:]
     score = score_stream(model, split, runtime=CPU, streams=streams, segment=segment, context=context)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.data.streams import Streams, sample_cut, samples, score_streams, segments, whole_context, windows
+from harness.data.streams import Streams, round_context, sample_layout, samples, score_ranges, segments, windows
 
 
 @given(
@@ -24,21 +24,21 @@ def test_targets_are_the_next_bytes_of_the_ring(n_bytes, streams, segment, seed,
     ring = split.tolist() * 2
     pieces = {tuple(ring[at : at + segment + 1]) for at in range(n_bytes)}
     before = None
-    for position in range(2 * stream.steps_per_turn + 1):
+    for position in range(2 * stream.steps_per_epoch + 1):
         inputs, targets = stream.batch(position)
         assert inputs.shape == targets.shape == (streams, segment)
         assert inputs.dtype == targets.dtype == torch.int64
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
         for row, last in zip(inputs.tolist(), targets[:, -1].tolist(), strict=True):
             assert (*row, last) in pieces
-        if not stream.begins(position):
+        if not stream.resets_state(position):
             assert torch.equal(inputs[:, 0], before[:, -1])
         before = targets
 
 
 def test_a_turn_reads_every_byte_once_and_turns_reach_what_another_leaves_out():
     stream = Streams(torch.arange(240, dtype=torch.uint8), streams=4, segment=6, seed=5)
-    assert (stream.steps_per_turn, stream.bytes_per_step) == (10, 24)
+    assert (stream.steps_per_epoch, stream.bytes_per_step) == (10, 24)
     turns = [torch.cat([stream.batch(turn * 10 + step)[0] for step in range(10)], dim=1) for turn in range(2)]
     for turn in turns:
         assert sorted(turn.flatten().tolist()) == list(range(240))
@@ -46,10 +46,10 @@ def test_a_turn_reads_every_byte_once_and_turns_reach_what_another_leaves_out():
     assert turns[0][:, 0].sort().values.diff().tolist() == [60, 60, 60]
     stream = Streams(torch.arange(203, dtype=torch.uint8), streams=2, segment=30, seed=0)  # 3 segments of 101 bytes
     read = {value for position in range(3 * 30) for value in stream.batch(position)[0].flatten().tolist()}
-    assert read == set(range(203)) and [p for p in range(9) if stream.begins(p)] == [0, 3, 6]
+    assert read == set(range(203)) and [p for p in range(9) if stream.resets_state(p)] == [0, 3, 6]
     windows_of = Streams(torch.arange(12, dtype=torch.uint8), streams=8, segment=4, seed=0, carry=False)
     begins = {row[0] for position in range(60) for row in windows_of.batch(position)[0].tolist()}
-    assert begins == set(range(8)) and all(windows_of.begins(p) for p in range(9)), "windows reach both ends"
+    assert begins == set(range(8)) and all(windows_of.resets_state(p) for p in range(9)), "windows reach both ends"
 
 
 def test_order_is_frozen_and_the_same_whatever_came_before():
@@ -74,12 +74,12 @@ def test_too_short_for_its_streams():
 def test_score_streams_cut_evenly_what_is_read(n_pairs, streams, segment, wanted):
     if streams > n_pairs:
         with pytest.raises(ValueError, match=rf"eval\.streams={streams}: allowed is 1 to {n_pairs}"):
-            score_streams(n_pairs, streams)
+            score_ranges(n_pairs, streams)
         return
-    context = whole_context(wanted, n_pairs=n_pairs, streams=streams, segment=segment)
+    context = round_context(wanted, n_pairs=n_pairs, streams=streams, segment=segment)
     assert context % segment == 0 and context <= n_pairs // streams
     assert context >= min(wanted, n_pairs // streams - segment + 1)
-    ranges = score_streams(n_pairs, streams, context=context)
+    ranges = score_ranges(n_pairs, streams, context=context)
     assert all(end > begin for begin, end in ranges)
     sizes = [end - begin + context * (begin > 0) for begin, end in ranges]
     assert sum(sizes) <= 2 * n_pairs
@@ -98,7 +98,7 @@ def test_score_streams_cut_evenly_what_is_read(n_pairs, streams, segment, wanted
 def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes, streams, segment, wanted):
     if streams > n_bytes - 1:
         return
-    context = whole_context(wanted, n_pairs=n_bytes - 1, streams=streams, segment=segment)
+    context = round_context(wanted, n_pairs=n_bytes - 1, streams=streams, segment=segment)
     split = torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
     rows, everything = [([], []) for _ in range(streams)], [[] for _ in range(streams)]
     for inputs, targets, mask in segments(split, streams=streams, segment=segment, context=context):
@@ -110,7 +110,7 @@ def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes,
             read += inputs[stream][mask[stream]].tolist()
             predicted += targets[stream][mask[stream]].tolist()
     data = split.tolist()
-    ranges = score_streams(n_bytes - 1, streams, context=context)
+    ranges = score_ranges(n_bytes - 1, streams, context=context)
     for (read, predicted), whole, (begin, end) in zip(rows, everything, ranges, strict=True):
         assert read == data[begin:end]
         assert predicted == data[begin + 1 : end + 1]
@@ -144,7 +144,7 @@ def test_samples_are_spread_from_end_to_end(n_bytes, pairs, streams, segment, co
 
 @given(pairs=st.integers(1, 5000), streams=st.integers(1, 9), segment=st.integers(1, 50), context=st.integers(1, 400))
 def test_a_sample_is_scored_behind_whole_segments_of_context(pairs, streams, segment, context):
-    number, before = sample_cut(pairs, streams=streams, segment=segment, context=context)
+    number, before = sample_layout(pairs, streams=streams, segment=segment, context=context)
     of_each = pairs // number
     assert 1 <= number <= streams and before % segment == 0 and 2 * before <= of_each
     # Where it is too short for all of the context, as much as half of it holds.

@@ -51,7 +51,7 @@ def test_finished_jobs_return_failed_ones_are_tried_again_and_others_run(here, m
 
     words = (*MADE, "checkpoint.every_steps=1")
     ended = train("-m", *words, "variant=mhsa,nonsense")
-    assert ended.code == 2 and "error: variant=nonsense: there is no such choice" in ended.err and not ended.out
+    assert ended.code == 2 and "error: variant=nonsense: no such choice" in ended.err and not ended.out
     assert not list(here.iterdir()), "nothing runs where a word does not compose"
     # Of two jobs the sizes do not fit, one fails.
     with monkeypatch.context() as broken:

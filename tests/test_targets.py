@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from harness.plan.instantiate import keywords, resolve
+from harness.plan.instantiate import constructor_schema, resolve
 from variants.adaptive_span import AdaptiveSpan
 from variants.attention import Attention, AttentionSpan
 from variants.contract import Part, Position, Sublayer, SublayerOutput
@@ -57,7 +57,7 @@ def node(target=Attention, **words):
 
 
 def made(words, kind=Sublayer, trust=MINE):
-    return resolve(words, key="variant.attention", kind=kind, trust=trust)
+    return resolve(words, key="variant.attention", base=kind, trust=trust)
 
 
 def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
@@ -129,11 +129,13 @@ def test_other_values_are_refused_by_key(words, message):
 
 
 def test_keywords_are_the_schema():
-    assert list(keywords(AdaptiveSpan, key="k")) == ["ramp", "loss_weight", "initial"]
-    assert [name for name, (_, required) in keywords(Mine, key="k").items() if required] == ["needed"]
-    assert "betas" in keywords(torch.optim.AdamW, key="k") and "lr" not in keywords(torch.optim.AdamW, key="k")
+    assert list(constructor_schema(AdaptiveSpan, key="k")) == ["ramp", "loss_weight", "initial"]
+    assert [name for name, (_, required) in constructor_schema(Mine, key="k").items() if required] == ["needed"]
+    assert "betas" in constructor_schema(torch.optim.AdamW, key="k") and "lr" not in constructor_schema(
+        torch.optim.AdamW, key="k"
+    )
     for target, message in {
-        Mine: r"variant\.attention\.needed: must be given",
+        Mine: r"variant\.attention\.needed: is required, but",
         NoContext: r"tests\.test_targets\.NoContext must take a LayerContext first",
         BadAnnotation: r"tests\.test_targets\.BadAnnotation: name 'NoSuchType' is not defined",
     }.items():

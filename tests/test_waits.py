@@ -66,7 +66,7 @@ def test_batches_set_out_before_a_step_and_it_is_asked_how_it_ended_when_the_nex
     def to_host(self: Runtime, number: Tensor) -> Callable[[], None]:
         return lambda step=run.spent.steps: order.append(("asked", step))
 
-    monkeypatch.setattr(run.stream, "batch", lambda at, part: order.append(("sent", at)) or batch(at, part=part))
+    monkeypatch.setattr(run.stream, "batch", lambda at, shard: order.append(("sent", at)) or batch(at, shard=shard))
     monkeypatch.setattr(Update, "__call__", updating)
     monkeypatch.setattr(Runtime, "to_host", to_host)
     for _ in range(3):

@@ -20,7 +20,7 @@ from bench.report.page import page_of
 from bench.report.tables import run_tables
 from bench.report.tables_costs import cost_tables, peer_tables
 from bench.report.tuning import tuning_tables
-from harness.cache import write_whole
+from harness.cache import write_atomically
 from harness.failures import StorageFailure, exit_code
 from harness.record.cells import count_of
 from harness.record.table import Table, harmless, one_line, print_table, to_csv
@@ -76,7 +76,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
             if table.name.startswith("runs-"):
                 print_table(replace(for_terminal(table), notes=()))
         for name, text in files.items():  # JSON may have half a surrogate pair
-            write_whole(out / name, text.encode("utf-8", "replace") if isinstance(text, str) else text)
+            write_atomically(out / name, text.encode("utf-8", "replace") if isinstance(text, str) else text)
             yield f"{out / name}"
         _forget_older(out, written=set(files))
     except StorageFailure:
@@ -119,7 +119,7 @@ def _forget_older(out: Path, *, written: set[str]) -> None:
         parts = Path(name).parts
         if name not in written and parts and ".." not in parts and not Path(name).is_absolute():
             (out / name).unlink(missing_ok=True)
-    write_whole(before, "".join(f"{name}\n" for name in sorted(written)).encode("utf-8", "replace"))
+    write_atomically(before, "".join(f"{name}\n" for name in sorted(written)).encode("utf-8", "replace"))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
 from bench.report.compare import VARIANTS
-from harness.cache import write_whole
+from harness.cache import write_atomically
 from harness.record.table import Drawing
 
 GREY, FAINT, INK, BLUE = "#7F7F7F", "0.9", "0.15", "#0072B2"
@@ -106,5 +106,5 @@ def png_of(figure: Figure) -> bytes:
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG, whole or not at all."""
-    write_whole(path, png_of(figure))
+    write_atomically(path, png_of(figure))
     return path

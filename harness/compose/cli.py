@@ -1,9 +1,7 @@
-"""Around Hydra: one clear message and exit code 2 for a user's mistake, where Hydra prints a trace and exits with 1.
-
-With HYDRA_FULL_ERROR=1 Hydra raises errors: ``run_command`` sets that, and is the outermost frame; the callback of
-``harness.compose.sweep`` gets a job's error first. Other errors keep their trace and exit with 1; if the user sets
-``HYDRA_FULL_ERROR=1``, mistakes have a trace too.
-"""
+"""Runs commands under Hydra. A user's mistake gives one clear message and exit code 2, instead of Hydra's trace and 1.
+``run_command`` sets HYDRA_FULL_ERROR=1, so that Hydra raises errors instead of printing them, and catches them. The
+callback of ``harness.compose.sweep`` gets the error of a job before that. Errors that are no mistakes are printed with
+their trace, and the exit code is 1. If the user sets HYDRA_FULL_ERROR=1, mistakes are printed with their trace too."""
 
 import inspect
 import os
@@ -28,32 +26,33 @@ from harness import failures, source
 from harness.compose.untrusted_config import CONF, FileConfigSource
 from harness.device.torchrun import check_launch, is_later, read_launch
 
-TRACE = "WINDTUNNEL_TRACE"
-"""Variable that keeps the user's own HYDRA_FULL_ERROR, which ``run_command`` overwrites."""
+TRACE_VARIABLE = "WINDTUNNEL_TRACE"
+"""Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it overwrites it."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 task: TaskFunction | None = None
-"""The function that a sweep's launcher calls for each job."""
+"""The function that the launcher of a sweep calls for each job."""
 
 
 class JobFailed(RuntimeError):
-    """A sweep job's error: message, exit ``code`` and stderr ``already_printed``; it pickles and keeps no tensors."""
+    """The error of a sweep's job in a form that can be pickled and holds no tensors: message, exit ``code``, and
+    ``already_printed``, the file to which it was printed."""
 
 
 def run_command(command: Callable[[], object], *, many: bool = False) -> None:
-    """Call a function decorated with ``hydra.main``, and exit as in ``docs/exit_codes.md`` where it fails. ``many``:
-    whether ``torchrun`` may start several processes of it."""
+    """Call a function decorated with ``hydra.main``. If it fails, exit with a code of ``docs/exit_codes.md``. ``many``
+    states whether ``torchrun`` may start the command in several processes."""
     global task
     task = inspect.unwrap(command)
-    Plugins.instance()  # registers Hydra's own source of files
+    Plugins.instance()  # registers Hydra's file source, which the next line replaces
     SourcesRegistry.instance().types["file"] = FileConfigSource
-    trace = os.environ.get(TRACE, os.environ.get("HYDRA_FULL_ERROR", ""))
-    with env_override({"HYDRA_FULL_ERROR": "1", TRACE: trace}):
+    trace = os.environ.get(TRACE_VARIABLE, os.environ.get("HYDRA_FULL_ERROR", ""))
+    with env_override({"HYDRA_FULL_ERROR": "1", TRACE_VARIABLE: trace}):
         try:
             check_launch(sys.argv[1:], many=many)
-            if read_launch().world_size > 1:  # torch's errors repeat the text of its C++ log
+            if read_launch().world_size > 1:  # its messages are repeated in torch's errors
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             command()
-        except KeyboardInterrupt:  # between two jobs, or while a launcher waits
+        except KeyboardInterrupt:  # outside of a job: between two jobs, or while a launcher waits
             print("interrupted", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
         except Exception as error:
@@ -62,53 +61,56 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
 
 
 def exit_code(errors: Sequence[Exception]) -> int:
-    """Exit code for several errors: a bug's if any is a bug, else the highest."""
+    """Exit code of a command with several errors: that of a bug if one is a bug, else the highest."""
     codes = {getattr(error, "code", None) or failures.exit_code(error, mistakes=MISTAKES) for error in errors}
     return failures.BUG if failures.BUG in codes else max(codes, default=0)
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
-    """Print an error once; ``job``: overrides of the sweep's job. Before processes join, only the first one prints
-    mistakes; afterwards only errors marked ``of_process`` are printed."""
+    """Print an error to stderr, unless it was printed there before. ``job`` has the overrides of a sweep's job. Of
+    several processes, all have the same mistakes in their configuration, so only the first one prints them. Other
+    processes print a mistake only if it is marked ``of_process``."""
     status = os.fstat(2)
-    terminal = status.st_dev, status.st_ino  # a launcher may run jobs elsewhere
-    others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "of_process", False)
-    if others or getattr(error, "already_printed", None) in (True, terminal):
+    stderr_file = status.st_dev, status.st_ino  # the stderr of a launcher's job may be another file
+    printed_by_first = isinstance(error, MISTAKES) and is_later() and not getattr(error, "of_process", False)
+    if printed_by_first or getattr(error, "already_printed", None) in (True, stderr_file):
         return
-    has_message = isinstance(error, (*MISTAKES, JobFailed)) or failures.kind_of(error)
-    if not has_message or os.environ.get(TRACE) not in (None, "", "0"):
+    has_message = isinstance(error, (*MISTAKES, JobFailed)) or failures.failure_class(error)
+    if not has_message or os.environ.get(TRACE_VARIABLE) not in (None, "", "0"):
         traceback.print_exception(error)
-    where = f" (in the job {' '.join(job)})" if job else ""
-    if has_message or where:
-        message = f": {explain(error) or type(error).__name__}" if has_message else ""
-        print(f"error{message}{where}", file=sys.stderr)
-    error.already_printed = terminal
+    message = f": {explain(error) or type(error).__name__}" if has_message else ""
+    suffix = f" (in the job {' '.join(job)})" if job else ""
+    if message or suffix:
+        print(f"error{message}{suffix}", file=sys.stderr)
+    error.already_printed = stderr_file
 
 
-def portable(error: Exception) -> JobFailed:
-    """A job's error as a sweep keeps it."""
+def to_job_failed(error: Exception) -> JobFailed:
+    """The ``JobFailed`` for the error of a sweep's job."""
     code, name = exit_code([error]), type(error).__name__
-    copy = JobFailed(f"{name}: {_first_line(error)}" if code == failures.BUG else explain(error) or name)
-    copy.code, copy.already_printed = code, getattr(error, "already_printed", None)
-    return copy
+    message = f"{name}: {_first_line(error)}" if code == failures.BUG else explain(error) or name
+    failed = JobFailed(message)
+    failed.code, failed.already_printed = code, getattr(error, "already_printed", None)
+    return failed
 
 
-def own_command() -> str:
-    """The command of this run, also for a job of a sweep."""
+def command_of_run() -> str:
+    """The command line that repeats this run alone, also if the run is a job of a sweep."""
     hydra, launch = HydraConfig.get(), read_launch()
-    checkout = (source.ROOT / "pyproject.toml").exists()
+    is_checkout = (source.ROOT / "pyproject.toml").exists()
     if hydra.mode != RunMode.MULTIRUN:
-        script = (*launch.words, sys.argv[0]) if checkout or launch.world_size > 1 else ("windtunnel", "train")
+        script = (*launch.words, sys.argv[0]) if is_checkout or launch.world_size > 1 else ("windtunnel", "train")
         return shlex.join([*script, *sys.argv[1:]])
     folders = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
-    words = [word for folder in folders for word in ("-cd", folder)]
-    words += [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
-    script = ("python", "train.py") if checkout else ("windtunnel", "train")
-    return shlex.join([*script, *words, *hydra.overrides.task])
+    options = [word for folder in folders for word in ("-cd", folder)]
+    options += [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
+    script = ("python", "train.py") if is_checkout else ("windtunnel", "train")
+    return shlex.join([*script, *options, *hydra.overrides.task])
 
 
 def explain(error: Exception) -> str:
-    """One message with the key, the value, and what is allowed, as far as Hydra knows; of a long one both ends."""
+    """One message that names the key, the value and what is allowed, if the error has them. A long message is
+    shortened in the middle."""
     message = _explain(error)
     return message if len(message) <= 4000 else f"{message[:3000]} [..] {message[-1000:]}"
 
@@ -117,23 +119,23 @@ def _explain(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        more = "; pip install -e '.[sweep]' brings more" if group == "hydra/launcher" else ""
-        return f"{group}={name}: there is no such choice; allowed are {', '.join(error.options)}{more}"
+        hint = "; pip install -e '.[sweep]' installs more" if group == "hydra/launcher" else ""
+        return f"{group}={name}: no such choice; allowed are {', '.join(error.options)}{hint}"
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r}: must read KEY=VALUE, as in model.heads=4 or trust=[mine] ({_first_line(error)})"
+        return f"{error.override!r}: must be KEY=VALUE, as in model.heads=4 or trust=[mine] ({_first_line(error)})"
     if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        word = str(error).partition("use +")[2] or cause.full_key
-        allowed = [str(name) for name in cause.parent_node or ()] if isinstance(cause.parent_node, DictConfig) else []
-        if cause.full_key == cause.key:  # groups that are null by default, as recipe, are no keys
-            allowed += sorted(path.name for path in CONF.iterdir() if path.is_dir())
-        allowed = ", ".join(name for name in dict.fromkeys(allowed) if name != "hydra")
-        return f"{word}: no such key; allowed are {allowed or f'none, but for new ones: +{word}'}"
+        override = str(error).partition("use +")[2] or cause.full_key
+        names = [str(name) for name in cause.parent_node or ()] if isinstance(cause.parent_node, DictConfig) else []
+        if cause.full_key == cause.key:  # at the top, groups such as recipe, which are null by default, are no keys
+            names += sorted(path.name for path in CONF.iterdir() if path.is_dir())
+        allowed = ", ".join(name for name in dict.fromkeys(names) if name != "hydra")
+        return f"{override}: no such key; allowed are {allowed or f'none; +{override} adds a new key'}"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}"
-    if str(error).startswith("Config group override must be"):  # Hydra does not say of which
+    if str(error).startswith("Config group override must be"):  # Hydra's message does not name the group
         groups = [word for word in sys.argv[1:] if (CONF / word.partition("=")[0]).is_dir()]
         wrong = [word for word in groups if re.search(r"=(.*,)?(null|true|false|[-+.\d]+)(,|$)", word)]
-        return f"{' '.join(wrong)}: must be a choice's name"
+        return f"{' '.join(wrong)}: must be the name of a file in this group"
     lines = [line.strip() for line in str(error).splitlines()]
     if isinstance(error, HydraException) and cause is not None:
         lines.append(_first_line(cause))

@@ -1,1 +1,1 @@
-"""Counters of what a mechanism costs: floating-point operations, bytes moved, bytes in memory."""
+"""Counters of what a model costs: floating-point operations and memory."""

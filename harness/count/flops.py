@@ -1,14 +1,14 @@
-"""FLOPs of the code that ran: floating-point operations, two per multiply-add.
+"""FLOPs of executed code: floating-point operations, two per multiply-add.
 
-One counter sees every operation that reaches a kernel, forward and backward. Matrix products, convolutions and the
-project's kernels count by torch's formulas; ``FlopCounterMode`` (2.13) omits operations without one. In its registry
+A dispatch mode counts every operation that reaches a kernel, forward and backward. Matrix products, convolutions and
+the project's kernels count by the formulas of torch's ``flop_registry`` (2.13). This file replaces or adds formulas:
 
-- attention on a CPU, weighted reads of a table and their gradients count 0;
-- causal attention (``is_causal``) counts every query against every key. Here query t meets keys 0 .. t, aligned at the
-  first of both, as torch defines it. An explicit mask saves nothing: the products are executed in full;
-- sorts and running sums count 0; here a comparison is one FLOP.
+- The registry omits attention on a CPU, weighted reads of a table, and the gradients of both.
+- For causal attention (``is_causal``) the registry counts every pair of a query and a key. This file counts keys 0 to t
+  for query t, as torch defines causality. With an explicit mask all pairs count, because all products are executed.
+- The registry omits sorts and running sums. This file counts one FLOP for each comparison or addition.
 
-Operations without a formula (softmax, norms, top-k, element by element) add nothing and are named beside the total.
+Operations without a formula (softmax, norms, top-k, elementwise ones) add nothing; their names and calls are returned.
 """
 
 from collections import Counter
@@ -24,75 +24,73 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.count.memory import state_bytes, tensors_of
 from harness.model import LanguageModel
 
-# They move, make or read numbers and compute none. Views are recognised by torch itself.
-SILENT = """arange empty empty_like empty_strided full full_like new_empty new_empty_strided new_full new_ones new_zeros
-    ones ones_like scalar_tensor zeros zeros_like _local_scalar_dense _to_copy _unsafe_view cat clone
+# Operations that create, copy or read tensors, and compute nothing. Views are recognised by torch's schema.
+ZERO_FLOPS = """arange empty empty_like empty_strided full full_like new_empty new_empty_strided new_full new_ones
+    new_zeros ones ones_like scalar_tensor zeros zeros_like _local_scalar_dense _to_copy _unsafe_view cat clone
     constant_pad_nd copy fill flip repeat stack zero embedding gather index index_select masked_select
     _sparse_coo_tensor_with_dims_and_tensors is_coalesced"""
-SILENT = frozenset(SILENT.split())
+ZERO_FLOPS = frozenset(ZERO_FLOPS.split())
 Arguments = dict[str, object]
-"""Of an operation, by the names of its schema; defaults may be missing."""
+"""Arguments of an operation by their names in its schema; an argument with its default may be missing."""
 
 
 class Flops(NamedTuple):
-    """FLOPs of a call's operations with a formula, and calls of every other one but views, copies and the making of
-    tensors, most frequent first; in-place forms count with the others."""
+    """FLOPs of a call. An in-place operation counts under the name of the one that is not in-place."""
 
-    total: int
-    unknown: dict[str, int]
+    total: int  # of all operations that have a formula
+    unknown: dict[str, int]  # number of calls of each other operation that computes something, most frequent first
 
 
 class ForwardFlops(NamedTuple):
-    """FLOPs that a model executes to predict one byte: the mean over the counted segments."""
+    """FLOPs that a model executes to predict one byte."""
 
-    per_byte: float
-    unknown: dict[str, int]  # as in Flops, of all these segments
-    state_bytes: int  # carried by one stream before the first of them
-    warm: bool  # whether the state had stopped growing
+    per_byte: float  # mean over the counted segments
+    unknown: dict[str, int]  # as in ``Flops``, of all counted segments
+    state_bytes: int  # of the state that one stream carries before the first counted segment
+    warm: bool  # whether the state had stopped growing before it
 
 
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
-    """Run ``call``, which is not compiled, and count its FLOPs; a backward pass in it needs ``gradients``.
-    ``flex_attention`` runs forward only, and counts all pairs."""
-    # flex_attention compiles itself otherwise, which a dispatch mode forbids.
+    """Run ``call`` and count its FLOPs. It must not be compiled; ``gradients`` must be true if it has a backward pass.
+    ``flex_attention`` is supported in a forward pass only, and counts all pairs of queries and keys."""
+    # Without this flag flex_attention compiles itself, which fails under a dispatch mode.
     uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with torch.set_grad_enabled(gradients), uncompiled, _Counter() as counter:
         call()
     return Flops(counter.total, dict(sorted(counter.unknown.items(), key=lambda item: (-item[1], item[0]))))
 
 
-def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: int = 2**16) -> ForwardFlops:
-    """Count the evaluation of one ``segment`` of one stream, in warm state, on the model's device, or of the segments
-    in the longest block of a mechanism (``Sublayer.period``).
-
-    It reads random bytes until two segments in a row keep all shapes of the carried state, at most ``most_bytes``: a
-    window of S bytes needs S bytes and 3 segments more. It restores modes, gradients and generators. Call it in the
-    run's precision: autocast makes the state smaller.
-    """
-    device, random = next(model.parameters()).device, torch.Generator().manual_seed(0)
+def forward_flops_per_byte(model: LanguageModel, *, segment: int, max_bytes: int = 2**16) -> ForwardFlops:
+    """Count the forward pass of one ``segment`` of one stream, in warm state, in evaluation mode, on the model's
+    device. If a mechanism has a ``Sublayer.period`` longer than a segment, all segments of the longest period are
+    counted. Before that the model reads random bytes, until two segments in a row change no shape of the carried state,
+    or for ``max_bytes``. A window of S bytes needs S bytes and three more segments. Training modes and random
+    generators are restored. The caller sets the run's precision, because autocast makes the state smaller."""
+    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
 
     def tokens() -> Tensor:
-        return torch.randint(model.embedding.num_embeddings, (1, segment), generator=random).to(device)
+        return torch.randint(model.embedding.num_embeddings, (1, segment), generator=generator).to(device)
 
     def read(inputs: list[Tensor], state: object) -> None:
-        for part in inputs:
-            state = model(part, state).state
+        for segment_tokens in inputs:
+            state = model(segment_tokens, state).state
 
-    state, shapes, unchanged, fed = None, None, 0, 0
-    with torch.no_grad(), _undisturbed(model, device):
-        while unchanged < 2 and fed < most_bytes:
-            state, before = model(tokens(), state).state, shapes
-            shapes, fed = [tensor.shape for tensor in tensors_of(state)], fed + segment
-            unchanged = unchanged + 1 if shapes == before else 0
+    state, shapes, unchanged, n_read = None, None, 0, 0
+    with torch.no_grad(), _evaluation_mode(model, device):
+        while unchanged < 2 and n_read < max_bytes:
+            state, previous_shapes = model(tokens(), state).state, shapes
+            shapes = [tensor.shape for tensor in tensors_of(state)]
+            unchanged = unchanged + 1 if shapes == previous_shapes else 0
+            n_read += segment
         period = max((sublayer.period for _, sublayer in model.sublayers()), default=1)
-        last = [tokens() for _ in range(-(-period // segment))]
-        flops = count_flops(lambda: read(last, state))
-    return ForwardFlops(flops.total / (len(last) * segment), flops.unknown, state_bytes(state), unchanged == 2)
+        counted = [tokens() for _ in range(-(-period // segment))]
+        flops = count_flops(lambda: read(counted, state))
+    return ForwardFlops(flops.total / (len(counted) * segment), flops.unknown, state_bytes(state), unchanged == 2)
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Context in evaluation mode; modes of all modules and random numbers are restored."""
+def _evaluation_mode(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Context in evaluation mode. Afterwards the modes of all modules and the random generators are restored."""
     modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -104,48 +102,49 @@ def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up every operation that reaches a kernel; composite ones are decomposed first."""
+    """Adds up the FLOPs of every operation that reaches a kernel. Composite operations are decomposed first."""
 
     supports_higher_order_operators = True
 
     def __init__(self):
-        from torch.utils.flop_counter import flop_registry  # late: it takes time, and not everyone counts
+        from torch.utils.flop_counter import flop_registry  # imported late, because it takes time
 
         super().__init__()
         self.torch_formulas, self.total, self.unknown = flop_registry, 0, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.namespace in ("prim", "profiler"):  # they ask for a property, or mark a region
+        if func.namespace in ("prim", "profiler"):  # operations that read a property, or mark a region of a profile
             return func(*args, **kwargs)
-        overload = isinstance(func, torch._ops.OpOverload)
-        if overload:
+        is_overload = isinstance(func, torch._ops.OpOverload)
+        if is_overload:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
-        # "add" for aten.add_.Tensor; other libraries' names keep the library
-        name = func._schema.name.removeprefix("aten::").removesuffix("_") if overload else func.name()
+        # The name of aten.add_.Tensor is "add"; operations of other libraries keep the library's prefix.
+        name = func._schema.name.removeprefix("aten::").removesuffix("_") if is_overload else func.name()
         packet = getattr(func, "_overloadpacket", func)
         if name in FORMULAS:
             names = [argument.name for argument in func._schema.arguments]
             self.total += FORMULAS[name](dict(zip(names, args, strict=False)) | kwargs)
         elif packet in self.torch_formulas:
             self.total += self.torch_formulas[packet](*args, **kwargs, out_val=result)
-        elif name not in SILENT and not getattr(func, "is_view", False):
+        elif name not in ZERO_FLOPS and not getattr(func, "is_view", False):
             self.unknown[name] += 1
         return result
 
 
 def causal_pairs(queries: int, keys: int) -> int:
-    """Pairs of a query t and a key j <= t."""
-    square = min(queries, keys)
-    return square * (square + 1) // 2 + (queries - square) * keys
+    """Number of pairs of a query t and a key j <= t."""
+    triangle = min(queries, keys)  # the first queries, of which query t sees t + 1 keys; later ones see all keys
+    return triangle * (triangle + 1) // 2 + (queries - triangle) * keys
 
 
 def _attention(a: Arguments, *, widths: tuple[int, int] = (1, 1)) -> int:
-    """Scores and weighted values: 2 (K + K') for a pair of ``query [B, H, T, K]`` and ``key [.., L, K]``."""
+    """Scores and weighted values: 2 (K + K') for each pair of a query of ``[B, H, T, K]`` and a key of ``[.., L, K]``.
+    ``widths`` has the numbers of products with width K and with the width K' of values."""
     streams, heads, rows, width = a["query"].shape
     keys = a["key"].shape[2]
     pairs = streams * heads * (causal_pairs(rows, keys) if a.get("is_causal") else rows * keys)
@@ -153,43 +152,43 @@ def _attention(a: Arguments, *, widths: tuple[int, int] = (1, 1)) -> int:
 
 
 def _attention_backward(a: Arguments) -> int:
-    """Five products: the scores once more, and the gradients of weights, values, queries and keys: 2 (3K + 2K')."""
+    """Five products, 2 (3K + 2K'): the scores again, and the gradients of weights, values, queries and keys."""
     return _attention(a, widths=(3, 2))
 
 
-def _bags(a: Arguments) -> int:
-    """For each row that is read, or gets a bag's gradient: D multiply-adds with a weight, else D additions."""
+def _embedding_bag(a: Arguments) -> int:
+    """For each row that is read or updated, D multiply-adds if rows have weights, else D additions."""
     table = a["grad"] if "grad" in a else a["weight"]
     return (1 if a.get("per_sample_weights") is None else 2) * a["indices"].numel() * table.shape[1]
 
 
-def _lines(a: Arguments) -> tuple[int, int]:
-    """Elements of the argument, 0 for integers, and its size along ``dim``."""
-    numbers = a["self"]
-    if not numbers.is_floating_point():
+def _elements(a: Arguments) -> tuple[int, int]:
+    """The number of elements of the argument ``self``, 0 if they are integers, and its size along ``dim``."""
+    tensor = a["self"]
+    if not tensor.is_floating_point():
         return 0, 1
-    return numbers.numel(), numbers.shape[a.get("dim", -1)] if numbers.dim() else 1
+    return tensor.numel(), tensor.shape[a.get("dim", -1)] if tensor.dim() else 1
 
 
 def _sort(a: Arguments) -> int:
-    """A comparison sort: n log2 n comparisons for each line of n, rounded up."""
-    count, line = _lines(a)
-    return count * (line - 1).bit_length()
+    """A comparison sort: n log2 n comparisons along a dimension of size n, with the logarithm rounded up."""
+    n_elements, size = _elements(a)
+    return n_elements * (size - 1).bit_length()
 
 
 def _scan(a: Arguments) -> int:
-    """A running sum, product or extreme: one operation for each element but the first of a line."""
-    count, line = _lines(a)
-    return count - count // line if count else 0
+    """A running sum, product, minimum or maximum: one operation for each element but the first along the dimension."""
+    n_elements, size = _elements(a)
+    return n_elements - n_elements // size if n_elements else 0
 
 
 ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 FORMULAS: dict[str, Callable[[Arguments], int]] = {
     **{f"_scaled_dot_product_{kind}": _attention for kind in ATTENTIONS},
     **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in ATTENTIONS},
-    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward"), _bags),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward"), _embedding_bag),
     "_embedding_bag_per_sample_weights_backward": lambda a: 2 * a["indices"].numel() * a["weight"].shape[1],
-    # The gradients of reading by index: an addition for each element that is put.
+    # Gradients of indexing: one addition for each element.
     "embedding_dense_backward": lambda a: a["grad_output"].numel(),
     "index_add": lambda a: a["source"].numel(),
     "scatter_add": lambda a: a["src"].numel(),

@@ -1,9 +1,7 @@
-"""Memory: bytes of tensors, and the peak of memory in use.
-
-On a GPU the peak is that of torch's tensors, and beside it that of its allocator's reserve, which decides what runs out
-of memory. On a CPU it is the high-water mark of the process above a baseline, called approximate: it has the
-allocator's freed blocks, late libraries and pages of mapped files.
-"""
+"""Memory: bytes of tensors, and the peak of memory in use. On a GPU the peak is that of torch's tensors. The peak of
+the allocator's reserved memory is measured too, because it decides whether memory runs out. On a CPU the peak is the
+high-water mark of the process's resident memory above a baseline. It is approximate, because it includes freed blocks
+of the allocator, libraries that are loaded late, and pages of memory-mapped files."""
 
 import ctypes
 import re
@@ -24,31 +22,33 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def tensors_of(tree: object) -> list[Tensor]:
-    """All tensors in a structure, in order."""
+    """All tensors in a nested structure, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the elements of each tensor, the same one once; of a sparse tensor, of its indices and values."""
+    """Bytes of the elements of all tensors, each counted once; of a sparse tensor, of its indices and values."""
     total = 0
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        sparse = tensor.layout == torch.sparse_coo  # the public indices and values want it coalesced
-        total += sum(dense.nbytes for dense in ((tensor._indices(), tensor._values()) if sparse else (tensor,)))
+        if tensor.layout == torch.sparse_coo:  # the public methods indices() and values() require a coalesced tensor
+            total += tensor._indices().nbytes + tensor._values().nbytes
+        else:
+            total += tensor.nbytes
     return total
 
 
 def state_bytes(state: State) -> int:
-    """Bytes of a carried state per stream. A view counts its elements, not the storage that it keeps alive."""
+    """Bytes of a carried state per stream. Of a view, only its elements count, not the storage that it keeps alive."""
     return sum(tensor_bytes([tensor]) // len(tensor) for tensor in tensors_of(state))
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of the present gradients, to be read after a backward pass."""
+    """Bytes of all gradients that exist, as after a backward pass."""
     return tensor_bytes(p.grad for p in parameters if p.grad is not None)
 
 
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of all tensors in the optimizers' states, which their first step makes."""
+    """Bytes of all tensors in the optimizers' states, which exist after the first step."""
     return tensor_bytes(tensor for optimizer in optimizers for tensor in tensors_of(dict(optimizer.state)))
 
 
@@ -56,29 +56,34 @@ class Peak(NamedTuple):
     """Most bytes in use at one time.
 
     Attributes:
-        bytes: None where nothing was measured; ``approximate`` for the process's memory in place of the tensors'.
-        reserved_bytes: most that the GPU's allocator held, in use or not, evaluations included; None on a CPU.
+        bytes: the peak; None if nothing was measured.
+        approximate: whether the memory of the process was measured, instead of that of torch's tensors.
+        reserved_bytes: peak of the memory that the GPU's allocator reserved, also in evaluations; None on a CPU.
     """
 
     bytes: int | None
     approximate: bool
     reserved_bytes: int | None = None
 
-    def or_higher(self, other: "Peak") -> "Peak":
-        """The higher one of each figure; ``approximate`` is the other's."""
-        figures = ([n for n in pair if n is not None] for pair in zip(self[::2], other[::2], strict=True))
-        most, reserved = (max(numbers, default=None) for numbers in figures)
-        return Peak(most, other.approximate, reserved)
+    def maximum(self, new: "Peak") -> "Peak":
+        """The maximum of both peaks, in each figure; ``approximate`` is that of ``new``."""
 
-    def across(self, largest: Callable[[int], int]) -> "Peak":
-        """The peak of all processes: ``largest`` of each measured figure."""
-        most, reserved = (number if number is None else largest(number) for number in self[::2])
-        return Peak(most, self.approximate, reserved)
+        def larger(*figures: int | None) -> int | None:
+            return max((figure for figure in figures if figure is not None), default=None)
+
+        reserved_bytes = larger(self.reserved_bytes, new.reserved_bytes)
+        return Peak(larger(self.bytes, new.bytes), new.approximate, reserved_bytes)
+
+    def over_processes(self, largest: Callable[[int], int]) -> "Peak":
+        """The maximum over all processes; ``largest`` computes it for one figure."""
+        peak, reserved = (None if figure is None else largest(figure) for figure in (self.bytes, self.reserved_bytes))
+        return Peak(peak, self.approximate, reserved)
 
 
 class PeakMemory:
-    """The peak of memory in use since the last ``reset``. Make it before the model, for the baseline of a CPU; reset it
-    after warm-up, in which steps allocate and compile. Without Linux the high-water mark is not reset."""
+    """The peak of memory in use since the last ``reset``. On a CPU the baseline is measured when the object is made, so
+    it must be made before the model. ``reset`` should be called after warm-up, because the first steps allocate and
+    compile more. On a CPU it has an effect on Linux only."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -89,10 +94,10 @@ class PeakMemory:
         if self.device.type != "cpu":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        # Freed blocks go back to the system first: a later peak would hide in them.
+        # Return freed blocks to the system first. Later allocations would reuse them, and not raise the mark.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
-        with suppress(OSError):  # only Linux sets the mark to what is in use now
-            CLEAR.write_text("5")  # proc_pid_clear_refs(5): the mark and nothing else
+        with suppress(OSError):  # the file exists on Linux only
+            CLEAR.write_text("5")  # proc_pid_clear_refs(5): 5 resets the high-water mark and nothing else
 
     def read(self) -> Peak:
         if self.device.type == "cpu":
@@ -103,9 +108,9 @@ class PeakMemory:
 
 
 def high_water_bytes() -> int:
-    """Most resident memory of this process since its start, or since its mark was reset."""
+    """Peak resident memory of this process since its start, or since its high-water mark was reset."""
     mark = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
     if mark:
         return int(mark[1]) * 1024
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, other systems KiB

@@ -1,1 +1,1 @@
-"""Data: corpora, checked by their digest, and the order in which their bytes are read."""
+"""Data: corpora, verified by their digests, and the order in which their bytes are read."""

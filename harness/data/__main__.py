@@ -3,20 +3,20 @@
 import sys
 
 from harness.data import corpora
-from harness.data.sources import KNOWN, fetch
+from harness.data.sources import PUBLISHED, fetch
 
 
 def main(arguments: list[str]) -> int:
-    """Fetch the named corpus, by default enwik8: 0 if it is in the cache and checked, else 2."""
+    """Download the named corpus, by default enwik8. Returns 0 if it is in the cache and verified, else 2."""
     name = [*arguments, "enwik8"][0]
     try:
-        if name not in KNOWN:
-            raise ValueError(f"{name}: cannot be fetched; allowed are {', '.join(KNOWN)}")
+        if name not in PUBLISHED:
+            raise ValueError(f"{name}: cannot be downloaded; allowed are {', '.join(PUBLISHED)}")
         corpus = corpora.load(name)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{fetch(KNOWN[name].part_of or name)}\n{corpus.n_bytes:,} bytes, sha256 {corpus.sha256}")
+    print(f"{fetch(PUBLISHED[name].part_of or name)}\n{corpus.n_bytes:,} bytes, sha256 {corpus.sha256}")
     return 0
 
 

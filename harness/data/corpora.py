@@ -1,5 +1,5 @@
-"""Corpora: the bytes that a run reads, cut in order into train, valid and test. A corpus's name, length and SHA-256 are
-those of the bytes that were really read."""
+"""Corpora: the bytes that a run reads, cut in order into train, valid and test. The name, length and SHA-256 of a
+corpus describe the bytes that were read, also where a fallback corpus was read."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from harness.data.recall import copies, recall_floor, recall_stream
-from harness.data.skills import SKILLS, Made
-from harness.data.sources import KNOWN, digest, distinct_values, read_known, read_path, read_stdlib
+from harness.data.skills import SKILLS, GeneratedCorpus
+from harness.data.sources import PUBLISHED, digest, distinct_values, read_path, read_published, read_stdlib
 from harness.data.synthetic_text import synthetic_text
 
 SPLITS = ("train", "valid", "test")
-MADE = {
-    "recall": Made(recall_stream, lambda part: recall_floor(len(part)), copies),
-    "synthetic_text": Made(synthetic_text),
+GENERATED = {
+    "recall": GeneratedCorpus(recall_stream, lambda part: recall_floor(len(part)), copies),
+    "synthetic_text": GeneratedCorpus(synthetic_text),
     **SKILLS,
 }
-NAMES = (*KNOWN, "file", "stdlib", *MADE)
+NAMES = (*PUBLISHED, "file", "stdlib", *GENERATED)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,13 +30,13 @@ class Corpus:
     """A corpus as a run reads it.
 
     Attributes:
-        name: the corpus's name, or ``file:`` and the path's last part.
+        name: the corpus's name, or ``file:`` and the last part of a path.
         sha256, n_bytes: of the whole corpus, before newlines are dropped or a vocabulary is applied.
-        splits: ``train``, ``valid`` and ``test``, uint8 ``[n]`` each, in memory or mapped.
-        vocabulary: V; all values are below it.
-        symbols: the byte of each token id; fewer than V if the corpus has fewer.
-        floor, answers: of ``Made``, for made-up corpora.
-        fallback_from: the corpus in whose place this one is read, if any.
+        splits: token ids of ``train``, ``valid`` and ``test``, uint8 ``[n]`` each, in memory or memory-mapped.
+        vocabulary: V; all token ids are below it.
+        symbols: the byte of each token id; fewer than V if the corpus has fewer different bytes.
+        floor, answers: ``floor_bits`` and ``answers`` of a ``GeneratedCorpus``, else None.
+        fallback_from: the name of the corpus that was configured, if this one was read instead of it.
     """
 
     name: str
@@ -49,33 +49,39 @@ class Corpus:
     answers: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
     fallback_from: str | None = None
 
-    def reported(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
-        """The part of a split that is scored for reports, at most ``limit`` bytes; of valid, without ``choosing``."""
-        whole = self.splits[split]
-        return whole[: len(whole) - len(self.choosing(selection_bytes)) * (split == "valid")][:limit]
+    def scored_part(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
+        """The bytes of a split that are scored for a report: its first ``limit`` ones, or all. The end of valid that is
+        the ``selection_part`` is left out."""
+        tokens = self.splits[split]
+        if split == "valid":
+            tokens = tokens[: len(tokens) - len(self.selection_part(selection_bytes))]
+        return tokens[:limit]
 
-    def choosing(self, selection_bytes: int | None) -> Tensor:
-        """The end of valid that selects the best weights: ``selection_bytes``, at most half of it (None: half)."""
+    def selection_part(self, selection_bytes: int | None) -> Tensor:
+        """The last ``selection_bytes`` of valid, at most half of it (None: half), which select the best weights."""
         valid = self.splits["valid"]
         half = len(valid) // 2
         return valid[len(valid) - (half if selection_bytes is None else min(selection_bytes, half)) :]
 
-    def answered(self, part: Tensor) -> dict[str, Tensor]:
-        """Which targets of a part, uint8 ``[n]``, are answers, by label: bool ``[n - 1]``."""
-        answers = self.answers(self._values(part)) if self.answers else {}
-        return {label: torch.from_numpy(where[1:]) for label, where in answers.items()}
+    def answer_masks(self, part: Tensor) -> dict[str, Tensor]:
+        """For each label, which targets of a part, uint8 ``[n]``, are answers of this kind: bool ``[n - 1]``."""
+        answers = self.answers(self._bytes(part)) if self.answers else {}
+        return {label: torch.from_numpy(mask[1:]) for label, mask in answers.items()}
 
     def floor_bits(self, part: Tensor) -> float | None:
-        """Fewest bits per byte on the targets of a part of a split, if known."""
-        return self.floor(self._values(part)) if self.floor else None
+        """The lowest possible bits per byte of a causal model on the targets of a part; None if unknown."""
+        return self.floor(self._bytes(part)) if self.floor else None
 
-    def _values(self, part: Tensor) -> np.ndarray:
+    def _bytes(self, part: Tensor) -> np.ndarray:
+        """The bytes of token ids."""
         return np.frombuffer(self.symbols, np.uint8)[part.numpy()]
 
     def provenance(self) -> dict[str, str | int]:
-        """The ``data`` of a row."""
-        facts = {"name": self.name, "bytes": self.n_bytes, "sha256": self.sha256}
-        return facts | ({"fallback_for": self.fallback_from} if self.fallback_from else {})
+        """The ``data`` of a row: name, length and digest of the corpus, and the corpus that it stands in for."""
+        provenance = {"name": self.name, "bytes": self.n_bytes, "sha256": self.sha256}
+        if self.fallback_from:
+            provenance["fallback_for"] = self.fallback_from
+        return provenance
 
 
 def load(
@@ -95,43 +101,44 @@ def load(
     """Read a corpus by the keys of ``conf/data/*.yaml``; ValueError names the key, its value and what is allowed."""
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
-    if path is not None and name not in (*KNOWN, "file"):
-        raise ValueError(f"data.path={path!r}: allowed for data={', '.join(KNOWN)} and file; {name} reads no file")
+    if path is not None and name not in (*PUBLISHED, "file"):
+        raise ValueError(f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)} or file, not {name}")
     if name == "file" and not path:
-        raise ValueError(f"data.path={path!r}: data=file needs data.path=FILE, or a folder")
-    if fallback not in (None, "stdlib") or (fallback and name not in KNOWN):
-        raise ValueError(f"data.fallback={fallback!r}: allowed is null, and stdlib with data={', '.join(KNOWN)}")
+        raise ValueError(f"data.path={path!r}: data=file requires data.path=FILE, a file or folder")
+    if fallback not in (None, "stdlib") or (fallback and name not in PUBLISHED):
+        raise ValueError(f"data.fallback={fallback!r}: allowed are null, and stdlib with data={', '.join(PUBLISHED)}")
     if not 1 <= vocabulary <= 256:
         raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
     options = {"bytes": bytes, "distances": distances, "seed": seed}
     options = {key: option for key, option in options.items() if option is not None}
     for key, option in options.items():
-        users = ("recall",) if key == "distances" else (*MADE,)
-        if name not in users:
-            raise ValueError(f"data.{key}={option}: allowed for data={', '.join(users)} only")
+        supported = ("recall",) if key == "distances" else (*GENERATED,)
+        if name not in supported:
+            raise ValueError(f"data.{key}={option}: only allowed with data={', '.join(supported)}")
     if options.get("bytes", 2) < 2:
         raise ValueError(f"data.bytes={bytes}: allowed is an integer of at least 2")
-    requested, made = name, MADE.get(name)
+    configured_name, generated = name, GENERATED.get(name)
     if distances is not None:
-        made = made._replace(answers=partial(made.answers, distances=distances))
-    content, name, reason = _read(name, path, fallback, options)
+        generated = generated._replace(answers=partial(generated.answers, distances=distances))
+    content, name, error = _read(name, path, fallback, options)
     if first_bytes is not None:
         if first_bytes > len(content):
-            raise ValueError(f"data.first_bytes={first_bytes}: allowed is at most {len(content)}, which {name} has")
+            raise ValueError(f"data.first_bytes={first_bytes}: allowed are at most the {len(content)} bytes of {name}")
         content, name = content[:first_bytes], f"{name}, first {first_bytes:,} bytes"
     actual = digest(content)
-    name = next((pinned for pinned, corpus in KNOWN.items() if corpus.sha256 == actual), name)
-    if reason:
+    name = next((published for published, corpus in PUBLISHED.items() if corpus.sha256 == actual), name)
+    if error:
         print(
-            f"data: {requested.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
-            f"{len(content):,} bytes, sha256 {actual}; its bits per byte are not {requested}'s. "
-            f"To get it: python -m harness.data {requested}, or data.path=FILE. data.fallback=null makes it an error.",
+            f"data: {configured_name.upper()} IS NOT HERE ({error}). READING {name.upper()} INSTEAD: {len(content):,} "
+            f"bytes, sha256 {actual}; bits per byte do not compare with those of {configured_name}. To download "
+            f"{configured_name}, run python -m harness.data {configured_name}; to read a copy, set data.path=FILE; to "
+            "get an error instead of this corpus, set data.fallback=null.",
             file=sys.stderr,
         )
     if sha256 and sha256.lower() != actual:
         raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {actual}")
     parts = _cut(content, split)
-    parts, symbols = _numbered(content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines)
+    parts, symbols = _to_token_ids(content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines)
     return Corpus(
         name=name,
         sha256=actual,
@@ -139,69 +146,70 @@ def load(
         splits=dict(zip(SPLITS, parts, strict=True)),
         vocabulary=vocabulary,
         symbols=symbols,
-        floor=made.floor_bits if made else None,
-        answers=made.answers if made else None,
-        fallback_from=requested if reason else None,
+        floor=generated.floor_bits if generated else None,
+        answers=generated.answers if generated else None,
+        fallback_from=configured_name if error else None,
     )
 
 
 def _read(name: str, path: str | None, fallback: str | None, options: dict) -> tuple[np.ndarray, str, OSError | None]:
-    """The bytes, their name, and the error that led to ``fallback``, if any."""
-    if name in MADE:
-        n_bytes = [options.pop("bytes")] if "bytes" in options else []
-        return MADE[name].stream(*n_bytes, **options), name, None
+    """The bytes, the corpus's name, and if ``fallback`` was read, the error that made it necessary."""
+    if name in GENERATED:
+        length = [options.pop("bytes")] if "bytes" in options else []
+        return GENERATED[name].stream(*length, **options), name, None
     if name == "stdlib":
         return read_stdlib(), name, None
     if name == "file":
-        content, last = read_path(path), Path(path).expanduser().resolve().name
-        return content, "file:" + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in last), None
+        content = read_path(path)
+        file_name = Path(path).expanduser().resolve().name
+        printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in file_name)
+        return content, f"file:{printable}", None
     try:
-        return read_known(name, path), name, None
+        return read_published(name, path), name, None
     except OSError as error:
         if fallback:
             return read_stdlib(), fallback, error
         raise ValueError(
-            f"data={name} with data.path=null cannot be had: {error}. Allowed: data.path=FILE with a copy on disk, "
-            f"python -m harness.data {name} where there is a network, or, in a single run, data.fallback=stdlib"
+            f"data={name}: cannot be downloaded ({error}); set data.path=FILE to read a copy, run python -m "
+            f"harness.data {name} where there is a network, or, in a single run, set data.fallback=stdlib"
         ) from error
 
 
 def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
-    """Train, valid and test as views, in order, each of at least two bytes."""
+    """Train, valid and test as views of ``content``, in order, each of at least two bytes."""
     shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
     if not len(shares) == len(split) == len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
-        raise ValueError(
-            f"data.split={split!r}: allowed are three shares for {', '.join(SPLITS)}, each above 0, that add up to 1"
-        )
+        raise ValueError(f"data.split={split!r}: must be fractions above 0 for {', '.join(SPLITS)}, with a sum of 1")
     valid, test = (round(len(content) * share) for share in shares[1:])
     train = len(content) - valid - test
     if min(train, valid, test) < 2:
         raise ValueError(
-            f"data.split={shares} of {len(content):,} bytes leaves {train}, {valid} and {test}: each needs at least 2, "
-            "so allowed is a longer corpus"
+            f"data.split={shares}: cuts {len(content):,} bytes into {train}, {valid} and {test}, but each split needs "
+            "at least 2; use a longer corpus"
         )
     return np.split(content, [train, train + valid])
 
 
-def _numbered(
+def _to_token_ids(
     content: np.ndarray, parts: list[np.ndarray], *, vocabulary: int, drop_newlines: bool
 ) -> tuple[list[Tensor], bytes]:
-    """The parts as numbers, and each number's byte: all 256, or for a smaller vocabulary those that occur, in order."""
-    symbols, dropped = bytes(range(256)), b"\n" * drop_newlines
+    """The parts as token ids, and the byte of each token id. With a vocabulary of 256, a token id is the byte itself;
+    with a smaller one, token ids number the different bytes of the corpus in order."""
+    symbols, dropped = bytes(range(256)), b"\n" if drop_newlines else b""
     if vocabulary < 256:
         symbols = bytes(value for value in distinct_values(content) if value not in dropped)
         if len(symbols) > vocabulary:
             raise ValueError(
-                f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} byte values, "
-                f"allowed are {len(symbols)} and 256"
+                f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} different bytes; "
+                f"allowed are {len(symbols)} to 256"
             )
     elif not dropped:
         return [torch.from_numpy(part) for part in parts], symbols
-    table = bytearray(range(256))
-    for number, value in enumerate(symbols):
-        table[value] = number
-    # translate needs no index of 8 bytes for each byte, as tensors would
-    mapped = [bytearray(part).translate(table, dropped) for part in parts]
-    if min(map(len, mapped)) < 2:
-        raise ValueError("data.drop_newlines=true leaves a split with less than 2 bytes, allowed is a longer corpus")
-    return [torch.frombuffer(part, dtype=torch.uint8) for part in mapped], symbols
+    token_ids = bytearray(range(256))
+    for token_id, symbol in enumerate(symbols):
+        token_ids[symbol] = token_id
+    # bytearray.translate needs no index tensor, which would take 8 bytes for each byte.
+    translated = [bytearray(part).translate(token_ids, dropped) for part in parts]
+    if min(map(len, translated)) < 2:
+        raise ValueError("data.drop_newlines=true: leaves a split with less than 2 bytes; use a longer corpus")
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in translated], symbols

@@ -1,14 +1,16 @@
-"""`recall`: a made-up stream that copies from known distances, so that the best possible score is known.
+"""`recall`: a generated stream that copies letters from fixed distances, so that the best possible score is known.
 
-Letters alternate: an even position has a random capital of A..P, the odd position after it the letter (in lower case)
-that stood ``distances[i mod J]`` positions before, i being the capital's index; a random one where there is none yet.
+Letters alternate. An even position has a random capital of A..P with index i. The odd position after it has, in lower
+case, the letter ``distances[i mod J]`` positions before itself; or a random letter if the stream begins later than
+that.
 
     x[2k] = capital(r[2k])        x[2k + 1] = small(index of x[2k + 1 - distances[r[2k] mod J]])
 
-A capital costs log2(16) = 4 bits; a small letter costs 0 bits for a model that sees far enough, else 4: two bits per
-byte against four. The position alone fixes a byte's cost, so the floor holds for every part. No causal predictor saves
-more than k bits in total with a probability above 2^-k: 40 bits below the floor mean a leak. The default distances are
-less than one ramp (32) apart, so that a learned span has a slope towards the next one.
+A capital costs log2(16) = 4 bits. A small letter costs 0 bits for a model that reaches the largest distance, and 4 bits
+for a model without memory: 2 bits per byte against 4. Only its position determines what a byte must cost, so the floor
+holds for every part of the stream. The probability that a causal predictor saves k bits below the floor is at most
+2^-k: a score of 40 bits below it means that the model sees its targets. The default distances differ by less than one
+ramp (32 keys) of a soft mask, so that the loss of a learned span has a gradient towards the next distance.
 """
 
 from collections.abc import Sequence
@@ -18,37 +20,37 @@ import numpy as np
 from harness.hashing import integer_hash
 
 LETTERS, LETTER_BITS = 16, 4
-CAPITAL, SMALL = ord("A"), ord("a")
+CAPITAL_A, SMALL_A = ord("A"), ord("a")
 DISTANCES = (23, 47, 71, 95)
 
 
 def recall_stream(n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTANCES, seed: int = 0) -> np.ndarray:
-    """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``. ValueError unless there are 1 to 16 ``distances``
-    from 1 to ``n_bytes - 1``."""
+    """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``. ValueError unless ``distances`` has 1 to 16
+    integers from 1 to ``n_bytes - 1``."""
     if not 1 <= len(distances) <= LETTERS or any(type(d) is not int or not 1 <= d < n_bytes for d in distances):
         raise ValueError(f"data.distances={distances!r}: allowed are 1 to {LETTERS} integers from 1 to {n_bytes - 1}")
     position = np.arange(n_bytes)
-    index = (integer_hash(seed, position) % np.uint64(LETTERS)).astype(np.int64)
-    small = position[1::2]
+    random_letter = (integer_hash(seed, position) % np.uint64(LETTERS)).astype(np.int64)
+    odd = position[1::2]
     source = position.copy()
-    source[small] = small - np.array(distances)[index[small - 1] % len(distances)]
+    source[odd] = odd - np.array(distances)[random_letter[odd - 1] % len(distances)]
     source = np.where(source < 0, position, source)
-    while not np.array_equal(further := source[source], source):  # a copy of a copy
-        source = further
-    return (index[source] + np.where(position % 2, SMALL, CAPITAL)).astype(np.uint8)
+    while not np.array_equal(origin := source[source], source):  # the source may be a copy itself
+        source = origin
+    return (random_letter[source] + np.where(position % 2, SMALL_A, CAPITAL_A)).astype(np.uint8)
 
 
-def copies(values: np.ndarray, *, distances: Sequence[int] = DISTANCES) -> dict[str, np.ndarray]:
-    """By distance: which bytes of a part of the stream, uint8 ``[n]``, were copied from so far back, bool ``[n]``. Not
-    the first byte, whose capital is not in ``values``."""
-    back = np.zeros(len(values), dtype=np.int64)
-    index = values[:-1].astype(np.int64) - CAPITAL
-    capital = (index >= 0) & (index < LETTERS)
-    back[1:][capital] = np.array(distances)[index[capital] % len(distances)]
-    return {str(distance): back == distance for distance in distances}
+def copies(part: np.ndarray, *, distances: Sequence[int] = DISTANCES) -> dict[str, np.ndarray]:
+    """For each distance, which bytes of a part of the stream, uint8 ``[n]``, are copies from that distance: bool
+    ``[n]``. The first byte never counts, because the capital before it is not in ``part``."""
+    copy_distance = np.zeros(len(part), dtype=np.int64)
+    letter = part[:-1].astype(np.int64) - CAPITAL_A
+    is_capital = (letter >= 0) & (letter < LETTERS)
+    copy_distance[1:][is_capital] = np.array(distances)[letter[is_capital] % len(distances)]
+    return {str(distance): copy_distance == distance for distance in distances}
 
 
 def recall_floor(n_bytes: int) -> float:
-    """Fewest bits per byte of a causal predictor on the targets of ``n_bytes`` consecutive bytes: at least half of
-    these targets, rounded down, are capitals."""
+    """The lowest possible bits per byte of a causal predictor on the targets of ``n_bytes`` consecutive bytes: at least
+    half of these targets, rounded down, are capitals."""
     return LETTER_BITS * ((n_bytes - 1) // 2) / (n_bytes - 1)

@@ -1,12 +1,13 @@
-"""Skills: generated streams of text that each need one ability, with a known best score.
+"""Skills: generated streams of text, each of which requires one ability, with a known best possible score.
 
-    multi_query_recall  B3 writes 3 to B, b3 reads it again: any of 26 keys, 8 values (2312.04927, section 4)
+    multi_query_recall  B3 stores 3 under the key B, and b3 recalls it; 26 keys, 8 digits (2312.04927, section 4)
     selective_copying   64 bytes of dots and capitals, then ``>``, then the capitals in lower case (2312.00752, 3.1)
-    state_tracking      B1432= and the order of abcde after the swaps: B is four of them, digit i swaps letters i and
-                        i + 1; words of S5 (2404.08819)
+    state_tracking      B1432= is followed by the order of abcde after four swaps: B stands for their number, and digit
+                        i swaps letters i and i + 1; words of the group S5 (2404.08819)
 
-Random choices are independent. Answers follow from earlier bytes: a model with the skill pays 0 bits for them. The
-entropy of every byte is known: the floor of a part is exact, but for answers that depend on bytes before the part.
+Random choices are independent. Answers are bytes that follow from earlier bytes, so that they cost a model with the
+skill 0 bits. The entropy of every byte is known. The floor of a part is therefore exact, except for answers that depend
+on bytes before the part.
 """
 
 from collections.abc import Callable
@@ -17,28 +18,28 @@ import numpy as np
 
 from harness.hashing import integer_hash
 
-KEYS, VALUES = 26, 8
+KEYS, DIGITS = 26, 8
 DISTANCES = (32, 128, 512)
-"""Upper ends of the groups of answers of multi_query_recall: bytes since their key last occurred."""
+"""Answers of multi_query_recall are grouped by the bytes since their key last occurred, up to each of these bounds."""
 BODY, SYMBOLS, BYTES_PER_CAPITAL = 64, 16, 4
-"""Sizes of selective_copying: bytes before the copy, kinds of capitals, bytes for each capital."""
-LENGTHS = (2, 4, 8, 16)
-"""Swaps in a word of state_tracking; its first byte says which."""
+"""Sizes of selective_copying: bytes before the copy, number of different capitals, mean number of bytes per capital."""
+WORD_LENGTHS = (2, 4, 8, 16)
+"""Numbers of swaps in a word of state_tracking. The word's first byte, A to D, stands for one of them."""
 
 
 def draw(seed: int, n: int, choices: int) -> np.ndarray:
-    """Independent integers below ``choices``: int64 ``[n]``."""
+    """Independent uniform integers from 0 to ``choices`` - 1: int64 ``[n]``."""
     return (integer_hash(seed, np.arange(n)) % np.uint64(choices)).astype(np.int64)
 
 
 def multi_query_recall(n_bytes: int, seed: int) -> bytes:
     pairs = -(-n_bytes // 2)
-    letters, values = draw(2 * seed, pairs, 2 * KEYS), draw(2 * seed + 1, pairs, VALUES)
+    letters, digits = draw(2 * seed, pairs, 2 * KEYS), draw(2 * seed + 1, pairs, DIGITS)
     stream, memory = bytearray(2 * pairs), {}
-    for pair, (letter, value) in enumerate(zip(letters.tolist(), values.tolist(), strict=True)):
-        key, reads = letter % KEYS, letter >= KEYS
-        memory[key] = memory.get(key, value) if reads else value
-        stream[2 * pair : 2 * pair + 2] = (ord("a" if reads else "A") + key, ord("0") + memory[key])
+    for pair, (letter, digit) in enumerate(zip(letters.tolist(), digits.tolist(), strict=True)):
+        key, is_recall = letter % KEYS, letter >= KEYS
+        memory[key] = memory.get(key, digit) if is_recall else digit
+        stream[2 * pair : 2 * pair + 2] = (ord("a" if is_recall else "A") + key, ord("0") + memory[key])
     return bytes(stream)
 
 
@@ -51,13 +52,14 @@ def selective_copying(n_bytes: int, seed: int) -> bytes:
 
 
 def state_tracking(n_bytes: int, seed: int) -> bytes:
-    words = -(-n_bytes // (min(LENGTHS) + 7))
-    kinds, swaps = draw(2 * seed, words, len(LENGTHS)), draw(2 * seed + 1, words * max(LENGTHS), 4).tolist()
+    words = -(-n_bytes // (min(WORD_LENGTHS) + 7))
+    length_indices = draw(2 * seed, words, len(WORD_LENGTHS))
+    swaps = draw(2 * seed + 1, words * max(WORD_LENGTHS), 4).tolist()
     stream = bytearray()
-    for word, kind in enumerate(kinds.tolist()):
-        order, start = bytearray(b"abcde"), word * max(LENGTHS)
-        stream.append(ord("A") + kind)
-        for swap in swaps[start : start + LENGTHS[kind]]:
+    for word, length_index in enumerate(length_indices.tolist()):
+        order, start = bytearray(b"abcde"), word * max(WORD_LENGTHS)
+        stream.append(ord("A") + length_index)
+        for swap in swaps[start : start + WORD_LENGTHS[length_index]]:
             order[swap], order[swap + 1] = order[swap + 1], order[swap]
             stream.append(ord("1") + swap)
         stream += b"=" + order
@@ -66,60 +68,69 @@ def state_tracking(n_bytes: int, seed: int) -> bytes:
     return bytes(stream)
 
 
-def _between(values: np.ndarray, first: str, last: str) -> np.ndarray:
-    return (values >= ord(first)) & (values <= ord(last))
+def _between(part: np.ndarray, first: str, last: str) -> np.ndarray:
+    """Which bytes lie between two characters, both included: bool ``[n]``."""
+    return (part >= ord(first)) & (part <= ord(last))
 
 
-def recall_answers(values: np.ndarray) -> dict[str, np.ndarray]:
-    """The digits that answer a read, grouped by the bytes since the key last occurred."""
-    keys = np.flatnonzero(_between(values[:-1] | 32, "a", "z"))
-    distance = np.zeros(len(values), int)
+def recall_answers(part: np.ndarray) -> dict[str, np.ndarray]:
+    """Which digits are recalled, grouped by the bytes since their key last occurred."""
+    key_positions = np.flatnonzero(_between(part[:-1] | 32, "a", "z"))  # | 32 makes a letter small
+    distance = np.zeros(len(part), int)
     for key in range(KEYS):
-        places = keys[values[keys] | 32 == ord("a") + key]
-        distance[places[1:] + 1] = np.diff(places)
-    distance *= np.append(False, _between(values[:-1], "a", "z"))
-    limits = zip((0, *DISTANCES), DISTANCES, strict=False)
-    return {str(most): (distance > least) & (distance <= most) for least, most in limits}
+        positions = key_positions[part[key_positions] | 32 == ord("a") + key]
+        distance[positions[1:] + 1] = np.diff(positions)
+    distance *= np.append(False, _between(part[:-1], "a", "z"))
+    bounds = zip((0, *DISTANCES), DISTANCES, strict=False)
+    return {str(upper): (distance > lower) & (distance <= upper) for lower, upper in bounds}
 
 
-def tracking_answers(values: np.ndarray) -> dict[str, np.ndarray]:
-    capitals = np.where(_between(values, "A", "Z"), np.arange(len(values)), -1)
-    last = np.maximum.accumulate(capitals)
-    kinds = np.where(last >= 0, values[last] - ord("A"), len(LENGTHS))
-    return {str(n): _between(values, "a", "e") & (kinds == kind) for kind, n in enumerate(LENGTHS)}
+def tracking_answers(part: np.ndarray) -> dict[str, np.ndarray]:
+    """Which bytes are the order after the swaps, grouped by the number of swaps."""
+    capitals = np.where(_between(part, "A", "Z"), np.arange(len(part)), -1)
+    word_start = np.maximum.accumulate(capitals)
+    length_index = np.where(word_start >= 0, part[word_start] - ord("A"), len(WORD_LENGTHS))
+    return {str(n): _between(part, "a", "e") & (length_index == i) for i, n in enumerate(WORD_LENGTHS)}
 
 
-def recall_costs(values: np.ndarray) -> np.ndarray:
-    written = np.append(False, _between(values[:-1], "A", "Z"))
-    return np.where(_between(values, "0", "9"), log2(VALUES) * written, log2(2 * KEYS))
+def recall_costs(part: np.ndarray) -> np.ndarray:
+    is_stored = np.append(False, _between(part[:-1], "A", "Z"))
+    return np.where(_between(part, "0", "9"), log2(DIGITS) * is_stored, log2(2 * KEYS))
 
 
-def copying_costs(values: np.ndarray) -> np.ndarray:
-    capital = log2(BYTES_PER_CAPITAL * SYMBOLS) * _between(values, "A", "Z")
-    return capital + log2(BYTES_PER_CAPITAL / (BYTES_PER_CAPITAL - 1)) * (values == ord("."))
+def copying_costs(part: np.ndarray) -> np.ndarray:
+    capital_bits = log2(BYTES_PER_CAPITAL * SYMBOLS) * _between(part, "A", "Z")
+    return capital_bits + log2(BYTES_PER_CAPITAL / (BYTES_PER_CAPITAL - 1)) * (part == ord("."))
 
 
-def tracking_costs(values: np.ndarray) -> np.ndarray:
-    return log2(len(LENGTHS)) * _between(values, "A", "Z") + 2.0 * _between(values, "1", "4")
+def tracking_costs(part: np.ndarray) -> np.ndarray:
+    return log2(len(WORD_LENGTHS)) * _between(part, "A", "Z") + 2.0 * _between(part, "1", "4")
 
 
-class Made(NamedTuple):
-    """Functions of a generated corpus: ``stream(n_bytes, seed)`` gives its first bytes, uint8 ``[n_bytes]``;
-    ``floor_bits(part)`` the fewest bits per byte of a causal model on the targets of a part, uint8 ``[n]``;
-    ``answers(part)``, by label, bool ``[n]``, which bytes follow from earlier ones."""
+class GeneratedCorpus(NamedTuple):
+    """Functions that define a generated corpus. A part is any slice of its bytes, uint8 ``[n]``.
+
+    Attributes:
+        stream: ``stream(n_bytes, seed)`` returns the first bytes, uint8 ``[n_bytes]``.
+        floor_bits: ``floor_bits(part)`` is the lowest possible bits per byte of a causal model on the part's targets.
+        answers: ``answers(part)`` returns, for each label, which bytes follow from earlier ones: bool ``[n]``.
+    """
 
     stream: Callable[..., np.ndarray]
     floor_bits: Callable[[np.ndarray], float] | None = None
     answers: Callable[..., dict[str, np.ndarray]] | None = None
 
 
-def _skill(make: Callable[[int, int], bytes], costs: Callable[[np.ndarray], np.ndarray], answers: Callable) -> Made:
-    """A corpus of ``make(n_bytes, seed)``, of ``n_bytes`` or more; ``costs``: bits of each byte with the skill."""
+def _skill(
+    generate: Callable[[int, int], bytes], costs: Callable[[np.ndarray], np.ndarray], answers: Callable
+) -> GeneratedCorpus:
+    """A corpus of the bytes ``generate(n_bytes, seed)``, which may be more than ``n_bytes``. ``costs(part)`` are the
+    bits that each byte of a part costs a model with the skill."""
 
     def stream(n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
-        return np.frombuffer(make(n_bytes, seed), np.uint8)[:n_bytes].copy()
+        return np.frombuffer(generate(n_bytes, seed), np.uint8)[:n_bytes].copy()
 
-    return Made(stream, lambda part: float(costs(part)[1:].mean()), answers)
+    return GeneratedCorpus(stream, lambda part: float(costs(part)[1:].mean()), answers)
 
 
 SKILLS = {

@@ -1,8 +1,6 @@
-"""Sources of bytes: files and folders, plain or compressed, corpora of the literature, and Python's source.
-
-Each reader returns one uint8 array, mapped for large plain files, else in memory. Corpora of the literature are
-downloaded once into the user's cache, resume after an interruption, and are checked.
-"""
+"""Sources of bytes: files and folders, plain or compressed, published corpora, and Python's standard library. Each
+reader returns one uint8 array, which is memory-mapped for a large plain file. A published corpus is downloaded once
+into the user's cache and verified; an interrupted download is resumed."""
 
 import bz2
 import gzip
@@ -23,51 +21,54 @@ from typing import BinaryIO
 
 import numpy as np
 
-from harness.cache import cache_folder, locked, storing, write_whole
+from harness.cache import cache_folder, file_lock, raise_storage_failure, write_atomically
 
 LARGE_BYTES = 2**26
-"""A larger plain file is mapped; an archive unpacks to at most as much, or ``MOST_TIMES`` its size if that is more."""
-MOST_TIMES = 200
-"""enwik8 unpacks to four times its size."""
-BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
-"""Errors of reading a damaged or impossible file."""
-ANSWER_S, ATTEMPTS, CHUNK_BYTES = 10.0, 5, 2**18
-NOT_STDLIB = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
-NOT_STDLIB |= {"site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py"}
+"""A plain file of at least this size is memory-mapped. An archive may unpack to this size, or to ``MAX_EXPANSION``
+times its own size if that is more."""
+MAX_EXPANSION = 200
+"""For comparison: enwik8 unpacks to four times its size."""
+READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+"""Errors that are raised for files that are damaged, truncated, or of an unsupported format."""
+TIMEOUT_SECONDS = 10.0
+MAX_ATTEMPTS = 5
+CHUNK_BYTES = 2**18
+EXCLUDED_FROM_STDLIB = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
+EXCLUDED_FROM_STDLIB |= {"site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
-    """A corpus of the literature, and what its bytes must be."""
+class PublishedCorpus:
+    """A corpus of the literature, and how to verify its bytes."""
 
     url: str
     n_bytes: int
     sha256: str | None = None
-    alphabet: bytes | None = None  # of text8, whose digest nobody publishes
-    part_of: str | None = None  # the known corpus whose first bytes these are
+    alphabet: bytes | None = None  # the bytes that may occur; of text8, for which no digest is published
+    part_of: str | None = None  # the name of the published corpus of which this is the beginning
 
-    def complaint(self, content: np.ndarray | bytes) -> str | None:
-        """Why ``content`` is not this corpus, or None."""
+    def mismatch(self, content: np.ndarray | bytes) -> str | None:
+        """Why ``content`` is not this corpus; None if it is."""
         if len(content) != self.n_bytes:
             return f"it has {len(content):,} bytes, not {self.n_bytes:,}"
         if self.sha256 and (actual := digest(content)) != self.sha256:
             return f"its SHA-256 is {actual}, not {self.sha256}"
-        if self.alphabet and (others := set(distinct_values(content)) - set(self.alphabet)):
-            return f"it has byte values that do not belong to it: {sorted(others)}"
+        if self.alphabet and (foreign := set(distinct_values(content)) - set(self.alphabet)):
+            return f"it has bytes that do not belong to it: {sorted(foreign)}"
         return None
 
 
-ENWIK8 = "http://mattmahoney.net/dc/enwik8.zip"
-WHOLE = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
-BEGIN = "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"
-LETTERS = b" abcdefghijklmnopqrstuvwxyz"
-KNOWN = {
-    "enwik8": Known(url=ENWIK8, n_bytes=100_000_000, sha256=WHOLE),
-    "enwik8_4m": Known(url=ENWIK8, n_bytes=4_000_000, sha256=BEGIN, part_of="enwik8"),
-    "text8": Known(url="http://mattmahoney.net/dc/text8.zip", n_bytes=100_000_000, alphabet=LETTERS),
+ENWIK8_URL = "http://mattmahoney.net/dc/enwik8.zip"
+ENWIK8_SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
+ENWIK8_4M_SHA256 = "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"
+TEXT8_ALPHABET = b" abcdefghijklmnopqrstuvwxyz"
+PUBLISHED = {
+    "enwik8": PublishedCorpus(url=ENWIK8_URL, n_bytes=100_000_000, sha256=ENWIK8_SHA256),
+    "enwik8_4m": PublishedCorpus(url=ENWIK8_URL, n_bytes=4_000_000, sha256=ENWIK8_4M_SHA256, part_of="enwik8"),
+    "text8": PublishedCorpus(url="http://mattmahoney.net/dc/text8.zip", n_bytes=100_000_000, alphabet=TEXT8_ALPHABET),
 }
-PINNED = frozenset(name for name, corpus in KNOWN.items() if corpus.sha256)
-"""Corpora with a known digest."""
+PINNED = frozenset(name for name, corpus in PUBLISHED.items() if corpus.sha256)
+"""Names of the published corpora whose bytes are determined by a digest."""
 
 
 def digest(content: np.ndarray | bytes) -> str:
@@ -76,70 +77,74 @@ def digest(content: np.ndarray | bytes) -> str:
 
 
 def distinct_values(content: np.ndarray | bytes) -> list[int]:
-    """The byte values that occur, in order."""
+    """The different bytes of ``content``, in ascending order."""
     return np.unique(np.frombuffer(content, np.uint8)).tolist()
 
 
-def read_known(name: str, path: str | None) -> np.ndarray:
-    """The bytes of a known corpus from a file, or from the cache or its author's site (``path`` None). ValueError
-    naming ``data.path`` for other bytes, OSError where it cannot be downloaded."""
-    corpus, whole = KNOWN[name], KNOWN[name].part_of or name
+def read_published(name: str, path: str | None) -> np.ndarray:
+    """The bytes of a published corpus from a file, or if ``path`` is None, from the cache or the author's site.
+    ValueError names ``data.path`` if the bytes are not those of the corpus; OSError if it cannot be downloaded."""
+    corpus, download_name = PUBLISHED[name], PUBLISHED[name].part_of or name
     remedy = "data=file reads any file" if path else "remove it, and it will be downloaded again"
-    path = path or str(fetch(whole))
+    path = path or str(fetch(download_name))
     content = read_path(path)
-    if corpus.part_of and len(content) == KNOWN[whole].n_bytes:
+    if corpus.part_of and len(content) == PUBLISHED[download_name].n_bytes:
         content = content[: corpus.n_bytes]
-    if complaint := corpus.complaint(content):
-        raise ValueError(f"data.path={path!r} is not {name}: {complaint}; {remedy}")
+    if mismatch := corpus.mismatch(content):
+        raise ValueError(f"data.path={path!r}: is not {name}: {mismatch}; {remedy}")
     return content
 
 
 def read_path(path: str) -> np.ndarray:
-    """All bytes of a file, or of all files below a folder, hidden ones left out, by relative POSIX path: uint8 ``[n]``,
-    n >= 1. ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. ValueError naming ``data.path``."""
+    """All bytes of a file, or of all files below a folder: uint8 ``[n]``, n >= 1. Files of a folder are read in the
+    order of their relative POSIX paths, without hidden ones. ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are
+    unpacked. ValueError names ``data.path``."""
     try:
-        place = Path(path).expanduser()
-        if not place.exists():
-            raise ValueError(f"data.path={path!r}: there is no such file or folder")
-        content = _joined(place) if place.is_dir() else _read_file(place)
-    except BROKEN as error:
+        location = Path(path).expanduser()
+        if not location.exists():
+            raise ValueError(f"data.path={path!r}: no such file or folder")
+        content = _read_folder(location) if location.is_dir() else _read_file(location)
+    except READ_ERRORS as error:
         reason = str(error) or type(error).__name__
-        raise ValueError(f"data.path={path!r} cannot be read, truncated or damaged perhaps: {reason}") from error
+        raise ValueError(f"data.path={path!r}: cannot be read, perhaps truncated or damaged: {reason}") from error
     if not len(content):
-        raise ValueError(f"data.path={path!r}: there are no bytes in it; allowed is a file or a folder with some")
+        raise ValueError(f"data.path={path!r}: is empty; must be a file or folder with at least one byte")
     return content
 
 
-def _joined(folder: Path, suffix: str = "", *, left_out: Set[str] = frozenset()) -> np.ndarray:
-    """Files below ``folder`` one after the other, by relative POSIX path, without hidden and ``left_out`` ones."""
-    names = []
-    for path, folders, files in os.walk(folder):
-        folders[:], files = (
-            [name for name in some if not name.startswith(".") and name not in left_out] for some in (folders, files)
-        )
-        names += [Path(path, name).relative_to(folder) for name in files if name.endswith(suffix)]
-    if not names:
+def _read_folder(folder: Path, suffix: str = "", *, excluded: Set[str] = frozenset()) -> np.ndarray:
+    """Files below ``folder`` whose names end with ``suffix``, concatenated in the order of their relative POSIX paths.
+    Files and folders that are hidden or whose name is ``excluded`` are left out."""
+
+    def select(names: list[str]) -> list[str]:
+        return [name for name in names if not name.startswith(".") and name not in excluded]
+
+    paths = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = select(folders)  # os.walk enters only the folders that remain in its list
+        paths += [Path(parent, name).relative_to(folder) for name in select(files) if name.endswith(suffix)]
+    if not paths:
         raise OSError(f"{folder} has no files")
-    return np.concatenate([_read_file(folder / name) for name in sorted(names, key=Path.as_posix)])
+    return np.concatenate([_read_file(folder / path) for path in sorted(paths, key=Path.as_posix)])
 
 
 def _read_file(path: Path) -> np.ndarray:
     if not path.is_file():
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     if path.suffix.lower() in OPENERS:
         return np.frombuffer(bytearray(unpack(path)), np.uint8)
-    large = path.stat().st_size >= LARGE_BYTES
-    # Copy on write: torch wants writable memory, and the file must never change.
-    return np.memmap(path, np.uint8, mode="c") if large else np.fromfile(path, np.uint8)
+    if path.stat().st_size < LARGE_BYTES:
+        return np.fromfile(path, np.uint8)
+    return np.memmap(path, np.uint8, mode="c")  # copy on write: torch requires writable memory, the file never changes
 
 
 def unpack(path: Path) -> bytes:
-    """The content of a compressed file; one of ``BROKEN`` for a damaged file or a bomb."""
-    most = max(LARGE_BYTES, MOST_TIMES * path.stat().st_size)
+    """The content of a compressed file; one of ``READ_ERRORS`` if it is damaged or a decompression bomb."""
+    max_bytes = max(LARGE_BYTES, MAX_EXPANSION * path.stat().st_size)
     with OPENERS[path.suffix.lower()](path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(f"it unpacks to more than {MOST_TIMES} times its size; allowed is an unpacked file")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(f"it unpacks to more than {MAX_EXPANSION} times its size; use an unpacked file instead")
     return content
 
 
@@ -147,7 +152,7 @@ def _open_zip(path: Path) -> BinaryIO:
     archive = zipfile.ZipFile(path)
     members = [member for member in archive.infolist() if not member.is_dir()]
     if len(members) != 1:
-        raise zipfile.BadZipFile(f"{len(members)} files are in the archive, allowed is one")
+        raise zipfile.BadZipFile(f"the archive has {len(members)} files; allowed is one")
     return archive.open(members[0])
 
 
@@ -155,74 +160,78 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_z
 
 
 def read_stdlib() -> np.ndarray:
-    """The source of the running Python's standard library, by POSIX path: uint8 ``[n]``; without tests and IDLE (half
-    of it), tables, modules that newer Pythons dropped, and files of an installation."""
+    """The source of the running Python's standard library, concatenated by POSIX path: uint8 ``[n]``. Left out are
+    tests and IDLE (half of the source), tables, modules that newer Pythons dropped, and files that depend on the
+    installation."""
     folder = Path(sysconfig.get_path("stdlib"))
-    installed = {path.name for name in ("config-*", "_sysconfigdata*") for path in folder.glob(name)}
+    installation = {path.name for pattern in ("config-*", "_sysconfigdata*") for path in folder.glob(pattern)}
     try:
-        return _joined(folder, ".py", left_out=NOT_STDLIB | installed)
+        return _read_folder(folder, ".py", excluded=EXCLUDED_FROM_STDLIB | installation)
     except OSError as error:
-        raise ValueError("data=stdlib: this Python has no source of its standard library") from error
+        raise ValueError("data=stdlib: this Python is installed without the source of its standard library") from error
 
 
 def fetch(name: str) -> Path:
-    """Path of ``enwik8`` or ``text8`` in the user's cache, downloaded once by parallel jobs, checked; else OSError."""
-    corpus, target = KNOWN[name], cache_folder() / name
+    """Path of ``enwik8`` or ``text8`` in the user's cache, downloaded first if it is missing. Of several processes, one
+    downloads. OSError if the corpus cannot be downloaded, or if its bytes are not the expected ones."""
+    corpus, target = PUBLISHED[name], cache_folder() / name
     if target.is_file():
         return target
-    with locked(target):
+    with file_lock(target):
         if target.is_file():
             return target
-        packed = target.with_name(f"{name}.zip")
-        if not packed.exists():  # an earlier try may have failed to unpack it, as on a full disk
+        archive = target.with_name(f"{name}.zip")
+        if not archive.exists():  # it exists if an earlier process could not unpack it, as on a full disk
             print(f"data: downloading {corpus.url} to {target}", file=sys.stderr)
-            download(corpus.url, packed)
+            download(corpus.url, archive)
         try:
-            content = unpack(packed)
-            complaint = corpus.complaint(content)
+            content = unpack(archive)
+            mismatch = corpus.mismatch(content)
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            complaint = f"{error!r} when unpacking"
-        if complaint:
-            packed.unlink()
-            raise OSError(f"what {corpus.url} sent is not {name}: {complaint}")
-        write_whole(target, content)
-        packed.unlink()
+            mismatch = f"{error!r} when unpacking"
+        if mismatch:
+            archive.unlink()
+            raise OSError(f"what {corpus.url} sent is not {name}: {mismatch}")
+        write_atomically(target, content)
+        archive.unlink()
     return target
 
 
 def download(url: str, target: Path) -> None:
-    """Download ``url`` to ``target`` by ``<target>.part``, from which a later call goes on. Connections may drop five
-    times; then OSError, and the part stays."""
+    """Download ``url`` to ``target``. The received bytes are in ``<target>.part``, from which a later call continues.
+    OSError if the connection breaks ``MAX_ATTEMPTS`` times."""
     part = target.with_name(f"{target.name}.part")
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         if _fetch_rest(url, part):
             os.replace(part, target)
             return
-    raise OSError(f"{url}: the connection broke {ATTEMPTS} times, {part.stat().st_size:,} bytes are in {part}")
+    raise OSError(f"{url}: the connection broke {MAX_ATTEMPTS} times; {part.stat().st_size:,} bytes are in {part}")
 
 
 def _fetch_rest(url: str, part: Path) -> bool:
-    """Append the missing bytes to ``part``; whether it is complete then."""
-    have = part.stat().st_size if part.exists() else 0
-    headers = {"User-Agent": "attention-windtunnel"} | ({"Range": f"bytes={have}-"} if have else {})
+    """Append the missing bytes to ``part``. Returns whether it is complete afterwards."""
+    size = part.stat().st_size if part.exists() else 0
+    headers = {"User-Agent": "attention-windtunnel"}
+    if size:
+        headers["Range"] = f"bytes={size}-"
     try:
-        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=ANSWER_S)
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        if error.code != 416 or not have:
+        if error.code != 416 or not size:
             raise
-        part.unlink()  # nothing is left to send: the part is whole, or of another file
+        part.unlink()  # the server has no bytes after ours: the part is already complete, or of another file
         return False
     except http.client.HTTPException as error:
-        raise OSError(f"{url}: {error!r} is no answer of a web server") from error
+        raise OSError(f"{url}: {error!r} is not the response of a web server") from error
     with response:
-        resumed, begins = response.status == 206, response.headers.get("Content-Range", "")
-        if resumed and not begins.startswith(f"bytes {have}-"):
-            raise OSError(f"{url}: asked for bytes from {have}, got {begins}")
-        with part.open("ab" if resumed else "wb") as out:
+        resumed, content_range = response.status == 206, response.headers.get("Content-Range", "")
+        if resumed and not content_range.startswith(f"bytes {size}-"):
+            raise OSError(f"{url}: the request was for bytes from {size}, the response has {content_range}")
+        with part.open("ab" if resumed else "wb") as file:
             try:
                 while chunk := response.read(CHUNK_BYTES):
-                    with storing(part, needed=len(chunk) + (response.length or 0)):
-                        out.write(chunk)
+                    with raise_storage_failure(part, needed=len(chunk) + (response.length or 0)):
+                        file.write(chunk)
             except (TimeoutError, ConnectionError, http.client.HTTPException):
                 return False
-        return not response.length  # bytes still to come; None where the server does not say
+        return not response.length  # the bytes that are still to come; None if the server does not state a length

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.device.torchrun import Launch, read_launch
-from harness.failures import KINDS, ProcessLost, exit_code
+from harness.failures import ERROR_CLASSES, ProcessLost, exit_code
 
 TIMEOUT = timedelta(minutes=1)
 """A collective's longest wait for a silent process; one that has ended is noticed at once."""
@@ -119,7 +119,7 @@ class ProcessGroup(Launch):
         if speaker == self.rank:
             raise failure
         if speaker is not None:
-            silent = KINDS[codes[speaker]](f"process {speaker} of this run has failed")
+            silent = ERROR_CLASSES[codes[speaker]](f"process {speaker} of this run has failed")
             silent.already_printed = True
             raise silent from failure
 

@@ -12,13 +12,13 @@ from contextlib import suppress
 import torch
 
 from harness import source
-from harness.cache import cache_folder, sha256_of, write_whole
-from harness.count.ideal import IDEAL, compare_ideal
+from harness.cache import cache_folder, sha256_of, write_atomically
+from harness.count.ideal import PROMISE, compare_ideal
 from harness.device.runtime import device_kind
 from harness.failures import StorageFailure
 from harness.loop.scoring import WINDOWS
 from harness.plan.build import Plan
-from harness.plan.small import narrow, of_mechanism, shrunk
+from harness.plan.small import contract_plan, reduce_width, shrink
 from variants.conformance import BEFORE_TRAINING, SIZED, Finding, Size, check, finding_of
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
@@ -46,14 +46,14 @@ def admission(plan: Plan) -> str:
                 'check=false trains anyway and marks the row "unchecked"'
             )
         with suppress(StorageFailure):  # then it is checked again
-            write_whole(passed, b"")
+            write_atomically(passed, b"")
     return "passed"
 
 
 def findings(plan: Plan) -> Iterator[Finding]:
     """The promises that are checked before training, at the run's sizes and at small ones."""
     yield from findings_at_sizes(plan)
-    small = shrunk(of_mechanism(plan, device_kind(plan.runtime)))
+    small = shrink(contract_plan(plan, device_kind(plan.runtime)))
     sizes = {"span": small.model.span, "vocabulary": plan.data["vocabulary"]}
     streams = tuple({17, plan.batch.streams, plan.eval.streams})
     yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, streams=streams)
@@ -62,12 +62,12 @@ def findings(plan: Plan) -> Iterator[Finding]:
 
 def ideal_beside_executed(plan: Plan) -> Finding:
     """Declared FLOPs are at most the executed ones, in warm state, and not much less."""
-    return finding_of(IDEAL, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
+    return finding_of(PROMISE, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
     """Promises at the plan's own segments, streams and span, in a narrow network."""
-    small, e, b = narrow(of_mechanism(plan, device_kind(plan.runtime))), plan.eval, plan.batch
+    small, e, b = reduce_width(contract_plan(plan, device_kind(plan.runtime))), plan.eval, plan.batch
     third = e.segment // 3
     ragged = max(1, e.segment - third) - (e.segment > 3 and third % 2 == e.segment % 2)  # an odd end of a split
     sizes = [Size("train", b.streams, b.segment, b.carry), Size("eval", b.streams, b.segment, True)]

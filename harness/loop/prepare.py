@@ -15,7 +15,7 @@ from harness.loop.admission import admission
 from harness.loop.run import Run, recording
 from harness.loop.select_backend import settled
 from harness.loop.trainer import Trainer
-from harness.plan.build import Plan, hydra_facts, plan_run
+from harness.plan.build import Plan, hydra_arguments, plan_run
 from harness.record import checkpoint, folder
 from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import RECORD, read_object
@@ -57,7 +57,7 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
 def planned(cfg: DictConfig) -> Plan:
     """The plan with what ``auto`` means on this machine, also in its configuration, by which the run is identified;
     ValueError names key, value and what is allowed."""
-    plan = plan_run(cfg, **hydra_facts())
+    plan = plan_run(cfg, **hydra_arguments())
     here = runtime.settled(plan.runtime)
     words = plan.config["runtime"] | {"precision": here.precision, "compile": here.compile}
     return dataclasses.replace(plan, runtime=here, config=plan.config | {"runtime": words})

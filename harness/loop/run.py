@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import yaml
 
-from harness.cache import write_whole
+from harness.cache import write_atomically
 from harness.count.memory import Peak, PeakMemory
 from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.stop_signal import StopSignal
@@ -115,7 +115,7 @@ class Run:
             with self._processes.fail_together():
                 if self._processes.is_main:
                     config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text
-                    write_whole(self.folder.path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
+                    write_atomically(self.folder.path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
                     seen = {"rows": saved.get("rows", 0), "sha256": saved.get("sha256")}
                     self._record = stack.enter_context(Record(self.folder.path, **seen))
                     tags = (*plan.record.wandb.tags, plan.variant, trainer.corpus.name)
@@ -206,7 +206,7 @@ class Run:
     @contextmanager
     def _unmeasured(self) -> Iterator[None]:
         """Leave the memory that the block uses out of the peak of training."""
-        self._highest = self._highest.or_higher(self._peak.read())
+        self._highest = self._highest.maximum(self._peak.read())
         yield
         self._peak.reset()
 
@@ -239,7 +239,9 @@ class Run:
         self.validate()
         best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.take_weights(best["model"])
-        row |= summary.costs(trainer, peak=self._highest.across(self._processes.largest))  # FLOPs of the best weights
+        row |= summary.costs(
+            trainer, peak=self._highest.over_processes(self._processes.largest)
+        )  # FLOPs of the best weights
         row |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(trainer.model.metrics({}))}
         row |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in trainer.splits:
@@ -250,7 +252,7 @@ class Run:
                 if floor := scored.get("floor_bits_per_byte"):
                     change += f"; the data's floor is {floor:.4f}"
                 self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
-        row["memory"]["inference_peak_bytes"] = self._peak.read().across(self._processes.largest).bytes
+        row["memory"]["inference_peak_bytes"] = self._peak.read().over_processes(self._processes.largest).bytes
         row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
         # Compiled to the end or not.
         row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.data.streams import samples, segments, share, whole_context, windows
+from harness.data.streams import round_context, samples, segments, shard_slice, windows
 from harness.device.runtime import Runtime
 from harness.hashing import integer_hash
 from harness.model import LanguageModel, ModelOut, add_stats
@@ -61,16 +61,16 @@ def score_stream(
 
     Args:
         streams, segment, context: how the split is cut, and the bytes that each stream reads unscored before its own,
-            in whole segments and as far as ``whole_context`` allows; part of the number.
+            in whole segments and as far as ``round_context`` allows; part of the number.
         pairs: a sample of so many, spread over the split; None for every pair once.
         collect_stats: also collect the sublayers' statistics, from the first batch in which all streams are scored.
         look: a seed for ``Futures``.
     """
-    cut = {"streams": streams, "segment": segment, "part": runtime.processes.shard}
+    cut = {"streams": streams, "segment": segment, "shard": runtime.processes.shard}
     if pairs is None:
-        context = whole_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)
+        context = round_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)
     make = segments if pairs is None else partial(samples, pairs=pairs)
-    batches = make(split, context=context, **cut) if len(range(streams)[share(streams, cut["part"])]) else ()
+    batches = make(split, context=context, **cut) if len(range(streams)[shard_slice(streams, cut["shard"])]) else ()
     first = context // segment
     futures = Futures(look, batches, rows=streams, vocabulary=model.head.out_features, first=first)
     return _score(model, batches, runtime, stats_from=first if collect_stats else None, futures=futures)
@@ -80,7 +80,7 @@ def score_windows(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = WINDOWS[0], look: int | None = None
 ) -> Score:
     """Score every pair once in windows of 1024 bytes, stride 512, without state; ``look`` as in ``score_stream``."""
-    batches = windows(split, window=WINDOWS[1], batch=batch, part=runtime.processes.shard)
+    batches = windows(split, window=WINDOWS[1], batch=batch, shard=runtime.processes.shard)
     rows = batch * runtime.processes.world_size
     futures = Futures(look, batches, rows=rows, vocabulary=model.head.out_features)
     return _score(model, batches, runtime, carry=False, futures=futures)

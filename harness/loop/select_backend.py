@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from harness.device import runtime
 from harness.device.cell import Cell, CellError
 from harness.device.runtime import Runtime
-from harness.plan.build import Plan, plan_run, varied
+from harness.plan.build import Plan, plan_run, replan
 from harness.plan.settings import RuntimeSettings
-from harness.plan.small import ON_CPU, at_own_width
+from harness.plan.small import ON_CPU, reduce_depth
 from variants.conformance import move
 from variants.conformance.agreement import compare, outcome
 from variants.conformance.fixture import open_
@@ -89,12 +89,12 @@ def candidates(plan: Plan, where: Runtime) -> tuple[list[str], Plan]:
     """Backends beside plain that all sublayers with a choice offer on the device, in order of preference, and the plan
     on which they are compared: the run's heads and widths, few layers."""
     with torch.random.fork_rng(devices=[]):
-        sublayers = dict(varied(plan, runtime=ON_CPU).make_model().sublayers())
+        sublayers = dict(replan(plan, runtime=ON_CPU).make_model().sublayers())
     offers = {name.rpartition(".")[2]: s.backends(where.device, training=True) for name, s in sublayers.items()}
     offers = {name: names for name, names in offers.items() if names != (PLAIN,)}
     first = next(iter(offers.values()), ())
     common = [backend for backend in first if backend != PLAIN and all(backend in names for names in offers.values())]
-    small = at_own_width(plan, sublayers=offers.keys(), longest=sum(SEGMENTS) // 2) if common else plan
+    small = reduce_depth(plan, sublayers=offers.keys(), max_span=sum(SEGMENTS) // 2) if common else plan
     return common, dataclasses.replace(small, runtime=plan.runtime)
 
 
@@ -114,7 +114,7 @@ def agreement(
         segments: bytes of each, read one after the other with carried state.
         least: error that is allowed even where plain PyTorch errs less in the precision of ``where``.
     """
-    host = varied(plan, runtime=ON_CPU | ({"backend": "chunked"} if plan.model.dropout else {}))
+    host = replan(plan, runtime=ON_CPU | ({"backend": "chunked"} if plan.model.dropout else {}))
     torch.manual_seed(plan.seed)
     reference = open_(move(host.make_model()), 0.0, 1.0)
     weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}

@@ -49,7 +49,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> dict:
     FLOPs of all, the highest peak, and the first one's seconds, parameters, gradients and optimizer state."""
     segment, span, units = trainer.plan.eval.segment, trainer.plan.model.span, trainer.update.units
     with trainer.runtime.autocast(), units.gathered():
-        executed = forward_flops_per_byte(trainer.model, segment=segment, most_bytes=span + 4 * segment)
+        executed = forward_flops_per_byte(trainer.model, segment=segment, max_bytes=span + 4 * segment)
     model, optimizers, place = trainer.model, trainer.optimizers, trainer.place()
     row = {"bytes_seen": place["bytes_seen"], "epochs": place["epochs"], "steps": place["step"], **place["clock"]}
     row |= {"training_flops": trainer.spent.flops}
@@ -78,12 +78,14 @@ def final_score(trainer: Trainer, split: str, summary: dict) -> dict:
         with trainer.update.units.gathered():
             windows = score_windows(trainer.model, part, runtime=trainer.runtime, look=plan.seed)
         bits["windows_bits_per_byte"], change = windows.bits_per_byte, max(change, windows.future_nats)
-    if answers := corpus.answered(part):  # bits of the bytes that follow from earlier ones
+    if answers := corpus.answer_masks(part):  # bits of the bytes that follow from earlier ones
         bits["bits_per_copy"] = {label: score.bits_of(where) for label, where in answers.items()}
     if floor := corpus.floor_bits(part):
         bits["floor_bits_per_byte"] = floor
     leaks = not change <= MOST_NATS or ((floor or 0.0) - score.bits_per_byte) * len(score.nats) > MOST_LUCKY_BITS
-    capped = len(part) if len(part) < len(corpus.reported(split, selection_bytes=plan.eval.selection_bytes)) else None
+    capped = (
+        len(part) if len(part) < len(corpus.scored_part(split, selection_bytes=plan.eval.selection_bytes)) else None
+    )
     main = trainer.runtime.processes.is_main  # a second of work for each MB
     summary |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
     summary["capped"] |= {split: capped} if capped else {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.data.corpora import Corpus
-from harness.data.streams import Streams, sample_cut, score_streams, share
+from harness.data.streams import Streams, sample_layout, score_ranges, shard_slice
 from harness.device import random_state
 from harness.device.runtime import Runtime, compile_clock
 from harness.device.units import is_divided
@@ -18,7 +18,7 @@ from harness.loop.scoring import Score, score_stream
 from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.optim.budget import Spent
-from harness.optim.optimizers import BY_ROWS
+from harness.optim.optimizers import SHARDABLE
 from harness.plan.build import Plan
 from variants.contract import cat_streams, map_state
 
@@ -52,7 +52,7 @@ class Trainer:
         self._timed = plan.budget.unit == "seconds"  # otherwise the host gives steps to the device and does not wait
         self._unchecked: deque[tuple[Callable[[], float], int, float]] = deque()
         for split in self.splits:
-            score_streams(len(self.reported(split)) - 1, plan.eval.streams)
+            score_ranges(len(self.reported(split)) - 1, plan.eval.streams)
         self.choosing()
         if processes.world_size > 1:
             if reason := next(self._refusals(), None):
@@ -82,7 +82,7 @@ class Trainer:
         began, number, flops = time.perf_counter(), self.spent.steps, self._step_flops()
         inputs, targets = self._sent.get(number) or self._send(number)
         self._sent = {number + 1: self._send(number + 1)}
-        state = None if self.stream.begins(number) else self.state
+        state = None if self.stream.resets_state(number) else self.state
         # The rate at the middle of the step: neither the first nor the last update has rate 0.
         middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last)) / 2
         with compile_clock(compiled=self.runtime.compile) as compiling:
@@ -103,11 +103,11 @@ class Trainer:
 
     def _send(self, number: int) -> tuple[Tensor, Tensor]:
         """Send this process's share of a step's inputs and targets to the device."""
-        return self.runtime.send(*self.stream.batch(number, part=self.runtime.processes.shard))
+        return self.runtime.send(*self.stream.batch(number, shard=self.runtime.processes.shard))
 
     def _step_flops(self) -> int:
         """Training FLOPs of the next step, with its carried bytes and present spans."""
-        needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried(self.spent.steps))
+        needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried_bytes(self.spent.steps))
         return round(needed.training * self.stream.bytes_per_step)
 
     def _check_steps(self, *, but: int = 0) -> None:
@@ -176,7 +176,7 @@ class Trainer:
         cut = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         if pairs is not None:
             pairs = min(pairs, len(part) - 1)
-            streams, context = sample_cut(pairs, **cut | {"context": self.plan.model.span})
+            streams, context = sample_layout(pairs, **cut | {"context": self.plan.model.span})
             cut |= {"pairs": pairs, "streams": streams, "context": context}
         with self.update.units.gathered():
             return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, look=look, **cut)
@@ -189,12 +189,12 @@ class Trainer:
     def reported(self, split: str) -> Tensor:
         """The bytes of a split that are scored at the end."""
         e = self.plan.eval
-        return self.corpus.reported(split, selection_bytes=e.selection_bytes, limit=e.bytes)
+        return self.corpus.scored_part(split, selection_bytes=e.selection_bytes, limit=e.bytes)
 
     def choosing(self) -> Tensor:
         """The bytes of valid that choose the weights and are in no reported score; ValueError for fewer than two."""
         number, valid = self.plan.eval.selection_bytes, self.corpus.splits["valid"]
-        part = self.corpus.choosing(number)
+        part = self.corpus.selection_part(number)
         if len(part) < 2:
             raise ValueError(
                 f"eval.selection_bytes={number}: leaves less than a pair of valid's {len(valid)} bytes to choose the "
@@ -214,11 +214,11 @@ class Trainer:
             share = f"each of {number} processes has {b.streams // number} of batch.streams={b.streams} to split"
             yield f"batch.accumulate={b.accumulate}: {share}; allowed is at most as many"
         for name, optimizer in self.optimizers.optimizers.items():
-            if self.plan.runtime.shard == "full" and not isinstance(optimizer, BY_ROWS):
+            if self.plan.runtime.shard == "full" and not isinstance(optimizer, SHARDABLE):
                 who = f"{type(optimizer).__name__}, the optimizer of {name}, may need whole parameters"
                 yield (
                     f"runtime.shard=full: {who}; allowed is none, "
-                    f"or one of {', '.join(kind.__name__ for kind in BY_ROWS)}"
+                    f"or one of {', '.join(kind.__name__ for kind in SHARDABLE)}"
                 )
         for name, sublayer in self.model.sublayers():
             norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -246,7 +246,7 @@ class Trainer:
         self.take_weights(content["model"])
         self.optimizers.load_state_dict(content["optimizers"])
         self.spent, self._last = Spent(**content["spent"]), Spent(**content["last"])
-        self.state = map_state(lambda s: s[share(len(s), processes.shard)].to(device), content["state"])
+        self.state = map_state(lambda s: s[shard_slice(len(s), processes.shard)].to(device), content["state"])
         self._nats, self._steps, self.compile_seconds = (content[key] for key in ("nats", "steps", "compile_seconds"))
         randoms = [content["random"], *content.get("random_others", ())]
         if len(randoms) == processes.world_size:

@@ -1,4 +1,4 @@
-"""Optimizers, parameter groups, learning-rate schedule and training budget; Muon, and Adagrad with clipping."""
+"""Optimizers, parameter groups, learning-rate schedule and training budget."""
 
 from harness.optim.adagrad import ClippedAdagrad
 from harness.optim.muon import Muon

@@ -1,10 +1,10 @@
-"""Adagrad with a norm clip per parameter tensor, as the adaptive-span paper trained (arXiv 1905.07799, experiments).
+"""Adagrad that clips the gradient norm of each tensor, as in the adaptive-span paper (arXiv 1905.07799, experiments).
 
-    A <- A + g^2                                             the gradient before any clip
-    w <- w - lr min(1, clip / |g|) g / (sqrt(A) + eps)       |g| over the one tensor
+    A <- A + g^2                                             with the gradient before clipping
+    w <- w - lr min(1, clip / |g|) g / (sqrt(A) + eps)       |g| is the norm of one tensor's gradient
 
-The paper has a clip per module; its runs clip per tensor. The clip shortens the step alone: ``clip_grad_norm_`` would
-also shrink the accumulator, and hardly limit the step.
+The paper's text clips each module, its code each tensor. Only the update is clipped. ``clip_grad_norm_`` would also
+clip the gradients in A: the division by sqrt(A) would then cancel most of its effect.
 """
 
 from typing import Annotated
@@ -16,41 +16,44 @@ from torch.optim import Optimizer
 
 
 class ClippedAdagrad(Optimizer):
-    """Adagrad whose gradients have a norm of at most ``clip`` per tensor, with ``eps`` outside the root. Sparse
-    gradients update their rows."""
+    """Adagrad with gradient norms clipped to ``clip`` per tensor (None: not clipped), and ``eps`` outside of the root.
+    A sparse gradient updates only the rows that it has."""
 
     def __init__(self, params, *, lr: float, clip: Annotated[float, Gt(0)] | None = None, eps: float = 1e-10):
         super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
-        self._step_supports_amp_scaling, self.units = True, None  # as torch's fused ones: see optimizers.py
+        self._step_supports_amp_scaling, self.units = True, None  # see optimizers.py
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter with a gradient; none where ``found_inf`` is 1."""
+        """Update every parameter that has a gradient, unless ``found_inf`` is 1."""
         found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 state = self.state[parameter]
                 total = state["sum"] = state["sum"] if state else torch.zeros_like(parameter)
-                gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else None
-                values = parameter.grad if gradient is None else gradient.values()
+                sparse = parameter.grad.coalesce() if parameter.grad.is_sparse else None
+                gradient = parameter.grad if sparse is None else sparse.values()
                 if found_inf is not None:
-                    values.masked_fill_(found_inf.bool(), 0.0)
-                if gradient is None:
-                    total.addcmul_(values, values)
-                    step = values / total.sqrt().add_(group["eps"])
-                    parameter.add_(step.mul_(self._shrink(parameter, values, group["clip"])), alpha=-group["lr"])
+                    gradient.masked_fill_(found_inf.bool(), 0.0)
+                if sparse is None:
+                    total.addcmul_(gradient, gradient)
+                    update = gradient / total.sqrt().add_(group["eps"])
+                    update.mul_(self._clip_factor(parameter, gradient, group["clip"]))
+                    parameter.add_(update, alpha=-group["lr"])
                 else:
-                    (rows,) = gradient.indices()  # whole rows, or there are more indices
-                    total.index_add_(0, rows, values.square())
-                    step = values / total[rows].sqrt_().add_(group["eps"])
-                    step.mul_(self._shrink(parameter, values, group["clip"]))
-                    parameter.index_add_(0, rows, step, alpha=-group["lr"])
+                    (rows,) = sparse.indices()  # one index per entry, because the entries are rows
+                    total.index_add_(0, rows, gradient.square())
+                    update = gradient / total[rows].sqrt_().add_(group["eps"])
+                    update.mul_(self._clip_factor(parameter, gradient, group["clip"]))
+                    parameter.index_add_(0, rows, update, alpha=-group["lr"])
 
-    def _shrink(self, parameter: Tensor, values: Tensor, clip: float | None) -> Tensor | float:
-        """``min(1, clip / norm)`` without waiting for the device; a divided parameter's norm is of all its values."""
+    def _clip_factor(self, parameter: Tensor, gradient: Tensor, clip: float | None) -> Tensor | float:
+        """``min(1, clip / norm)``, computed on the device. The norm of a sharded parameter is over all processes."""
         if clip is None:
             return 1.0
-        norm = torch.linalg.vector_norm(values)
+        norm = torch.linalg.vector_norm(gradient)
         if self.units and parameter in self.units.parts:
             norm = self.units.total(norm.square()).sqrt()
         return clip / norm.clamp(min=clip)

@@ -1,4 +1,5 @@
-"""Budget and learning-rate schedule of a run, by the spent fraction: one fits all units, more budget stretches it."""
+"""Budget and learning-rate schedule of a run. The schedule is a function of the spent fraction of the budget, so that
+it is the same for every unit of the budget."""
 
 import math
 from dataclasses import dataclass
@@ -7,12 +8,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval
 
 UNITS = ("bytes", "seconds", "steps", "flops")
-Share = Annotated[float, Interval(ge=0, le=1)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What a run has spent: predicted bytes, seconds of training steps, updates, needed FLOPs."""
+    """What a run has spent: bytes predicted, seconds of training steps, optimizer steps, and FLOPs needed."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -25,7 +26,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One amount of one unit, or the model's ``default_bytes``; ValueError for two amounts."""
+    """An amount of one unit, or if none is set, ``default_bytes``, a key of the model. ValueError for two amounts."""
 
     bytes: Annotated[int, Gt(0)] | None = None
     seconds: Annotated[float, Gt(0)] | None = None
@@ -44,11 +45,11 @@ class Budget:
 
     @property
     def amount(self) -> int | float:
-        """How much of ``unit`` may be spent."""
+        """The budget in ``unit``."""
         return getattr(self, self.unit) or self.default_bytes
 
     def fraction(self, spent: Spent) -> float:
-        """From 0 to 1."""
+        """The spent fraction of the budget, from 0 to 1."""
         return min(1.0, getattr(spent, self.unit) / self.amount)
 
     def done(self, spent: Spent) -> bool:
@@ -57,28 +58,29 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Learning rate as a share of its peak: linear warm-up times decay.
+    """The learning rate as a factor of its peak: a linear warm-up times a decay.
 
     Args:
-        warmup_fraction: fraction of the budget over which the rate rises from 0; 0 for none.
-        warmup_steps: updates over which it rises, from ``1 / warmup_steps``; 0 for none. The lower warm-up counts.
-        decay_fraction: fraction at the budget's end over which the rate falls from its peak.
-        floor: share of the peak at which the decay ends.
+        warmup_fraction: fraction of the budget over which the factor rises from 0; 0 for no such warm-up.
+        warmup_steps: optimizer steps over which it rises from ``1 / warmup_steps``; 0 for no such warm-up. If both
+            warm-ups are set, the lower factor applies.
+        decay_fraction: last fraction of the budget, over which the factor falls from 1.
+        floor: factor at the end of the decay.
     """
 
-    warmup_fraction: Share = 0.0
+    warmup_fraction: Fraction = 0.0
     warmup_steps: Annotated[int, Ge(0)] = 0
     decay: Literal["linear", "cosine", "constant"] = "constant"
-    decay_fraction: Share = 1.0
-    floor: Share = 0.0
+    decay_fraction: Fraction = 1.0
+    floor: Fraction = 0.0
 
     def factor(self, fraction: float, *, step: int) -> float:
-        """Share of the peak rate for the update after ``step`` others, at this ``fraction`` of the budget."""
+        """The factor for optimizer step ``step``, counted from 0, at this spent ``fraction`` of the budget."""
         by_fraction = fraction / self.warmup_fraction if self.warmup_fraction else 1.0
         by_steps = (step + 1) / self.warmup_steps if self.warmup_steps else 1.0
         warmup = min(1.0, by_fraction, by_steps)
         if self.decay == "constant" or not self.decay_fraction:
             return warmup
-        through = min(1.0, max(0.0, (fraction - (1.0 - self.decay_fraction)) / self.decay_fraction))
-        left = 1.0 - through if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * through))
-        return warmup * (self.floor + (1.0 - self.floor) * left)
+        progress = min(1.0, max(0.0, (fraction - (1.0 - self.decay_fraction)) / self.decay_fraction))
+        decay = 1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return warmup * (self.floor + (1.0 - self.floor) * decay)

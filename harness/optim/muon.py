@@ -1,12 +1,13 @@
-"""Muon: momentum whose update is orthogonalised, for the matrices inside layers, many matrices at a time.
+"""Muon: momentum with an orthogonalized update, for the matrices inside layers.
 
     M <- mu M + (1 - mu) G                       momentum
     U <- (1 - mu) G + mu M                       Nesterov
-    O <- orthogonalize(U)                        about Q R^T of the singular value decomposition U = Q S R^T
+    O <- orthogonalize(U)                        approximately Q R^T of the singular value decomposition U = Q S R^T
     W <- (1 - lr wd) W - lr max(1, rows / columns)^0.5 O
 
-Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the update of ``torch.optim.Muon`` with
-``adjust_lr_fn="original"``, one matrix at a time, mostly overhead for small ones; here equal shapes are batched.
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. The update is that of
+``torch.optim.Muon`` with ``adjust_lr_fn="original"``. torch updates one matrix at a time, which is mostly overhead for
+small matrices; this file batches matrices of equal shape.
 """
 
 from collections import defaultdict
@@ -21,26 +22,25 @@ ITERATIONS = 5
 
 
 def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Move all singular values of each matrix, ``[n, rows, columns]``, near 1 and keep its singular vectors.
-
-    Five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X on X = U / |U|_F, with products in ``dtype``. A
-    singular value of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one lower; zeros stay zeros.
-    """
+    """Matrices ``[n, rows, columns]`` with the same singular vectors, and singular values near 1. Computes five
+    Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from X = U / |U|_F, with products in ``dtype``. A
+    singular value of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one below; zeros stay zero."""
     a, b, c = COEFFICIENTS
-    tall = matrices.size(-2) > matrices.size(-1)
-    x = matrices.mT if tall else matrices
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if is_tall else matrices
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = (x / norm.clamp(min=1e-7)).to(dtype)
     for _ in range(ITERATIONS):
         gram = x @ x.mT  # [n, r, r] with r the smaller side
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
-    return (x.mT if tall else x).to(matrices.dtype)
+    return (x.mT if is_tall else x).to(matrices.dtype)
 
 
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
-    """The dtype of the products under ``precision`` for parameters such as ``like``. ``auto`` is float64 for float64,
-    else bfloat16 where the hardware has matrix units for it (CUDA and AMX, in 0.4 of the time), else float32."""
+    """The dtype of the products for parameters with the dtype and device of ``like``. With ``precision="auto"``:
+    float64 for float64 parameters; for others bfloat16 on CUDA and on CPUs with AMX, whose matrix units make it 2.5
+    times as fast, and float32 elsewhere."""
     if precision != "auto":
         return getattr(torch, precision)
     if like.dtype != torch.float64 and (like.is_cuda or (like.device.type == "cpu" and _has_amx())):
@@ -54,8 +54,14 @@ def _has_amx() -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for 2-D parameters: ``lr`` before the factor ``max(1, rows / columns) ** 0.5``, Nesterov's ``momentum``,
-    ``weight_decay`` decoupled, times ``lr``, and the ``precision`` of the products inside ``orthogonalize``."""
+    """Muon for 2-D parameters.
+
+    Args:
+        lr: learning rate, without the factor ``max(1, rows / columns) ** 0.5``.
+        momentum: mu, of Nesterov's momentum.
+        weight_decay: wd, decoupled: it is multiplied by ``lr``.
+        precision: of the products in ``orthogonalize``, see ``product_dtype``.
+    """
 
     def __init__(
         self,
@@ -68,52 +74,53 @@ class Muon(torch.optim.Optimizer):
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "precision": precision}
         super().__init__(params, defaults)
-        self._step_supports_amp_scaling, self.units = True, None  # as torch's fused ones: see optimizers.py
+        self._step_supports_amp_scaling, self.units = True, None  # see optimizers.py
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim != 2:
-                raise ValueError(f"Muon takes matrices only, not a parameter of shape {tuple(parameter.shape)}")
+                raise ValueError(f"Muon: requires matrices, but a parameter has shape {tuple(parameter.shape)}")
 
     @property
     def products(self) -> list[str]:
-        """The dtypes of the products."""
+        """Names of the dtypes of all parameters' products."""
         dtypes = {product_dtype(group["precision"], like=p) for group in self.param_groups for p in group["params"]}
         return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter with a gradient, unless ``found_inf`` is 1. Processes with some rows of every
-        matrix gather the factors, and each computes all products."""
-        parts = self.units.parts if self.units else {}
+        """Update every parameter that has a gradient, unless ``found_inf`` is 1. If each process has some rows of every
+        matrix, the matrices are gathered, and each process computes all products."""
+        sharded = self.units.parts if self.units else {}
         for group in self.param_groups:
-            alike = defaultdict(list)
+            batches = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    shape = parts.get(parameter, parameter).shape
-                    alike[shape, parameter in parts, parameter.dtype, parameter.device].append(parameter)
-            for (shape, divided, *_), parameters in alike.items():
-                self._update(parameters, shape, divided, group)
+                    shape = sharded.get(parameter, parameter).shape
+                    batches[shape, parameter in sharded, parameter.dtype, parameter.device].append(parameter)
+            for (shape, is_sharded, *_), parameters in batches.items():
+                self._update(parameters, shape, is_sharded, group)
 
-    def _update(self, parameters: list[Tensor], shape: tuple[int, int], divided: bool, group: dict) -> None:
-        """Update parameters of one ``shape`` together; ``divided``: of which each is some rows."""
+    def _update(self, parameters: list[Tensor], shape: tuple[int, int], is_sharded: bool, group: dict) -> None:
+        """Update parameters with a full ``shape`` together. If ``is_sharded``, this process has some rows of each."""
         lr, momentum = group["lr"], group["momentum"]
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters]
-        left_out = getattr(self, "found_inf", torch.zeros((), device=gradients[0].device)).bool()
+        # All steps below are computed even if the update is skipped, because the host does not wait for found_inf.
+        is_skipped = getattr(self, "found_inf", torch.zeros((), device=gradients[0].device)).bool()
         for buffer, gradient in zip(buffers, gradients, strict=True):
-            torch.where(left_out, buffer, gradient, out=gradient)  # a step from the momentum to itself
+            torch.where(is_skipped, buffer, gradient, out=gradient)  # if skipped, the momentum moves to itself
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         directions = torch._foreach_lerp(gradients, buffers, momentum)
-        if divided:
+        if is_sharded:
             directions = [self.units.whole_of(*pair).full_tensor() for pair in zip(parameters, directions, strict=True)]
-        products = product_dtype(group["precision"], like=parameters[0])
-        updates = orthogonalize(torch.stack(directions), dtype=products).masked_fill_(left_out, 0.0).unbind()
-        if divided:
+        dtype = product_dtype(group["precision"], like=parameters[0])
+        updates = orthogonalize(torch.stack(directions), dtype=dtype).masked_fill_(is_skipped, 0.0).unbind()
+        if is_sharded:
             updates = [self.units.part_of(*pair) for pair in zip(parameters, updates, strict=True)]
         if group["weight_decay"]:
-            decay = torch.full_like(left_out, 1 - lr * group["weight_decay"], dtype=updates[0].dtype)
-            torch._foreach_mul_(parameters, decay.masked_fill_(left_out, 1.0))
+            decay = torch.full_like(is_skipped, 1 - lr * group["weight_decay"], dtype=updates[0].dtype)
+            torch._foreach_mul_(parameters, decay.masked_fill_(is_skipped, 1.0))
         rows, columns = shape
         torch._foreach_add_(parameters, list(updates), alpha=-lr * max(1.0, rows / columns) ** 0.5)

@@ -1,10 +1,8 @@
-"""Optimizers of a run. Every rate is optim.lr * lr_scale * schedule(fraction of the budget), the last factor for groups
-with ``schedule: run`` only.
-
-An update whose loss or gradients are not finite is left out on the device, without waiting for it: torch's fused
-optimizers change nothing where their attribute ``found_inf`` is 1, and show it by ``_step_supports_amp_scaling``, as
-for ``torch.amp.GradScaler``. So do ours; for any other optimizer the host waits.
-"""
+"""Optimizers of a run. The learning rate of a group is optim.lr * lr_scale * schedule(spent fraction of the budget),
+without the last factor for groups with ``schedule: constant``. An update is skipped if the loss or a gradient is not
+finite. The device decides it, so that the host need not wait: torch's fused optimizers, made for
+``torch.amp.GradScaler``, change nothing if their attribute ``found_inf`` is 1. They have an attribute
+``_step_supports_amp_scaling``, and so have ours. For optimizers without it, the host waits."""
 
 from collections.abc import Set
 
@@ -16,23 +14,24 @@ from harness.optim.budget import Schedule
 from harness.optim.muon import Muon
 from harness.optim.parameter_groups import Group
 
-BY_ROWS = (Muon, ClippedAdagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
-BY_ROWS += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.SparseAdam)
-"""Optimizers that may update some rows of a parameter: they treat each number alone, or know ``units``."""
+SHARDABLE = (Muon, ClippedAdagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+SHARDABLE += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.SparseAdam)
+"""Optimizers that can update a parameter of which a process has some rows: elementwise ones, and those that use
+``units``."""
 
 
 class Optimizers:
-    """All optimizers of a run, moved together.
+    """All optimizers of a run, one for each parameter group, stepped together.
 
     Args:
-        lr, schedule: the peak rate of a group with ``lr_scale`` 1, and the share of it along the way.
-        clip: the largest joint norm of the dense gradients of all groups without a clip of their own, and of each such
-            group's sparse gradients apart; or None.
+        lr, schedule: the peak learning rate of a group with ``lr_scale`` 1, and its schedule.
+        clip: maximum norm of the dense gradients of all groups without a clip of their own, taken together, and of the
+            sparse gradients of each of these groups; None for no clipping.
 
     Attributes:
-        found_inf: 1 on the device once an update was left out, else 0; None before the first. All later ones are left
-            out too, so that a late reader finds the weights of before.
-        units: of ``harness/device/spread.py``, where parameters are divided among processes; else None.
+        found_inf: on the device, 1 after an update was skipped, else 0; None before the first step. It stays 1, so that
+            all later updates are skipped, and the host can still read the last finite weights.
+        units: ``SpreadUnits`` of ``harness/device/spread.py`` if parameters are sharded over processes, else None.
     """
 
     def __init__(self, groups: list[Group], *, lr: float, schedule: Schedule, clip: float | None = None):
@@ -44,16 +43,19 @@ class Optimizers:
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
     def step(self, fraction: float, *, loss: Tensor | None = None) -> None:
-        """Update every group, if the ``loss`` and all gradients are finite, at this ``fraction`` of the budget."""
+        """Update every group at this spent ``fraction`` of the budget, if the ``loss`` and all gradients are finite."""
         gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
-        every = {p: g for both in gradients.values() for some in both for p, g in some.items()}
-        self._find_inf([*([] if loss is None else [loss]), *every.values()])
-        self._clip(gradients, divided={every[p] for p in self.units.parts if p in every} if self.units else set())
-        share = self.schedule.factor(fraction, step=self.steps)
+        gradient_of = {}
+        for dense, sparse in gradients.values():
+            gradient_of |= dense | sparse
+        self._find_inf([*gradient_of.values()] if loss is None else [loss, *gradient_of.values()])
+        sharded = self.units.parts if self.units else ()
+        self._clip(gradients, sharded={gradient_of[p] for p in sharded if p in gradient_of})
+        factor = self.schedule.factor(fraction, step=self.steps)
         for name, optimizer in self.optimizers.items():
             group = self.groups[name]
-            for part in optimizer.param_groups:
-                part["lr"] = self.lr * group.lr_scale * (share if group.schedule == "run" else 1.0)
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = self.lr * group.lr_scale * (factor if group.schedule == "run" else 1.0)
             if getattr(optimizer, "_step_supports_amp_scaling", False):
                 optimizer.found_inf, optimizer.units = self.found_inf, self.units
                 optimizer.step()
@@ -63,31 +65,32 @@ class Optimizers:
 
     @torch.no_grad()
     def _find_inf(self, tensors: list[Tensor]) -> None:
-        """Set ``found_inf`` in one pass: ``GradScaler``'s unscaling, by a scale of 1."""
+        """Set ``found_inf`` if a tensor is not finite, by the fused check of ``GradScaler``, with a scale of 1."""
         if self.found_inf is None:
             parameter = next(iter(self.optimizers.values())).param_groups[0]["params"][0]
             self.found_inf = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for dtype in {tensor.dtype for tensor in tensors}:
-            same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            torch._amp_foreach_non_finite_check_and_unscale_(same, self.found_inf, torch.ones_like(self.found_inf))
+            of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+            scale = torch.ones_like(self.found_inf)
+            torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, self.found_inf, scale)
         if self.units:
             self.found_inf.copy_(self.units.total(self.found_inf, of="max"))
 
     def may_update(self) -> bool:
-        """Whether the update is to be made; waits for the device."""
+        """Whether no update was skipped so far. Waits for the device."""
         return not self.found_inf.item()
 
     @torch.no_grad()
-    def _clip(self, gradients: dict[str, tuple[dict, dict]], divided: Set[Tensor]) -> None:
-        """Scale gradients so that joint norms are at most the clips; this process has a part of ``divided`` ones."""
+    def _clip(self, gradients: dict[str, tuple[dict, dict]], sharded: Set[Tensor]) -> None:
+        """Scale gradients so that their norms are at most the clips. This process has some rows of ``sharded`` ones."""
 
-        def clip_(some: list[Tensor], clip: float | None) -> None:
-            if clip is not None and some:
-                torch._foreach_mul_(some, clip / self._norm(some, divided).clamp(min=clip))
+        def clip_(tensors: list[Tensor], clip: float | None) -> None:
+            if clip is not None and tensors:
+                torch._foreach_mul_(tensors, clip / self._norm(tensors, sharded).clamp(min=clip))
 
         pooled = []
         for name, group in self.groups.items():
-            dense, sparse = ([*some.values()] for some in gradients[name])
+            dense, sparse = (list(gradient_of.values()) for gradient_of in gradients[name])
             if group.clip is not None:
                 clip_(dense + sparse, group.clip)
             else:
@@ -95,11 +98,13 @@ class Optimizers:
                 clip_(sparse, self.clip)
         clip_(pooled, self.clip)
 
-    def _norm(self, gradients: list[Tensor], divided: Set[Tensor]) -> Tensor:
-        norm = torch.nn.utils.get_total_norm([g for g in gradients if g not in divided])
-        if not (parts := [g for g in gradients if g in divided]):
+    def _norm(self, gradients: list[Tensor], sharded: Set[Tensor]) -> Tensor:
+        """The norm of all gradients taken together, over all processes."""
+        norm = torch.nn.utils.get_total_norm([g for g in gradients if g not in sharded])
+        shards = [g for g in gradients if g in sharded]
+        if not shards:
             return norm
-        squares = self.units.total(torch.nn.utils.get_total_norm(parts).square())
+        squares = self.units.total(torch.nn.utils.get_total_norm(shards).square())
         return (squares + norm.to(squares.device).square()).sqrt()
 
     def zero_grad(self) -> None:
@@ -107,37 +112,42 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict:
-        """For an exact resume: the number of updates, and each optimizer's state by group."""
-        groups = {name: self._divided(name, o.state_dict(), whole=True) for name, o in self.optimizers.items()}
+        """For an exact resume: the number of steps, and the optimizer state of each group."""
+        groups = {name: self._reshard(name, o.state_dict(), gather=True) for name, o in self.optimizers.items()}
         return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore ``state_dict``; ValueError for groups of other names."""
+        """Restore ``state_dict``; ValueError if its groups have other names."""
         if set(state["groups"]) != set(self.optimizers):
-            theirs, ours = sorted(state["groups"]), sorted(self.optimizers)
-            raise ValueError(f"the checkpoint's optimizer groups {theirs} are not this run's {ours}")
+            saved, current = sorted(state["groups"]), sorted(self.optimizers)
+            raise ValueError(f"the checkpoint has optimizer groups {saved}, but this run has {current}")
         self.steps = state["steps"]
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(self._divided(name, state["groups"][name], whole=False))
+            optimizer.load_state_dict(self._reshard(name, state["groups"][name], gather=False))
 
-    def _divided(self, name: str, state: dict, *, whole: bool) -> dict:
-        """An optimizer's state with whole tensors, or with this process's parts."""
+    def _reshard(self, name: str, state: dict, *, gather: bool) -> dict:
+        """An optimizer's state with full tensors (``gather``), or with this process's shards of full tensors."""
         if not self.units:
             return state
-        parameters = [parameter for part in self.optimizers[name].param_groups for parameter in part["params"]]
-        change = self.units.whole_of if whole else self.units.part_of
-        changed = {
-            i: {key: change(parameters[i], v) if isinstance(v, Tensor) else v for key, v in values.items()}
-            for i, values in state["state"].items()
-        }
-        return state | {"state": changed}
+        parameters = [p for param_group in self.optimizers[name].param_groups for p in param_group["params"]]
+        convert = self.units.whole_of if gather else self.units.part_of
+        converted = {}
+        for index, entries in state["state"].items():
+            converted[index] = {
+                key: convert(parameters[index], entry) if isinstance(entry, Tensor) else entry
+                for key, entry in entries.items()
+            }
+        return state | {"state": converted}
 
     def describe(self) -> list[dict]:
-        """A row for each group: name, optimizer, peak rate, parameters, their share, and dtypes of Muon's products."""
+        """For each group: its name, optimizer, peak learning rate, number of parameters, their fraction of all
+        parameters, and for Muon the dtypes of its products."""
         rows, total = [], sum(self._sizes.values())
         for name, group in self.groups.items():
             optimizer, size = self.optimizers[name], self._sizes[name]
             row = {"name": name, "optimizer": type(optimizer).__name__, "lr": self.lr * group.lr_scale}
             row |= {"parameters": size, "share": size / total}
-            rows.append(row | ({"products": optimizer.products} if isinstance(optimizer, Muon) else {}))
+            if isinstance(optimizer, Muon):
+                row["products"] = optimizer.products
+            rows.append(row)
         return rows

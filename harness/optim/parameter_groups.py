@@ -1,6 +1,7 @@
-"""Parameter groups: the run has a default optimizer, and perhaps one for the matrices inside layers; a variant names
-parameters with others (spans, value tables)."""
+"""Parameter groups. A run has a default optimizer, and may have another one for the matrices inside layers; a variant
+may define groups for further parameters, such as spans and value tables."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,17 +18,17 @@ from harness.optim.muon import Muon
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters that share an optimizer, a rate and a clip.
+    """Parameters that share an optimizer, a learning rate and a gradient clip.
 
     Args:
-        key: of the group's configuration, for errors.
-        parameters: by name, one name each.
-        undecayed: names of the parameters without weight decay by rule.
-        optimizer: a partial without a rate, called with parameter groups and ``lr``.
-        lr_scale: learning rate relative to ``optim.lr``; 0 keeps the initial parameters.
-        weight_decay: for all parameters, or None for the optimizer's on all but ``undecayed``.
-        schedule: ``run`` follows the run's schedule, ``constant`` stays at the peak.
-        clip: largest norm of this group's gradients, or None to take part in the run's clip.
+        key: the group's key in the configuration, for errors.
+        parameters: the parameters by name; a shared parameter has one of its names.
+        undecayed: names of the parameters that have no weight decay, unless ``weight_decay`` is set.
+        optimizer: a partial without a learning rate, called with parameter groups and ``lr``.
+        lr_scale: learning rate as a factor of ``optim.lr``; 0 leaves the parameters at their initial values.
+        weight_decay: weight decay of all parameters; None for the optimizer's own on all but ``undecayed``.
+        schedule: ``run`` for the run's schedule, ``constant`` for the peak learning rate.
+        clip: maximum norm of this group's gradients; None to clip them together with other groups by ``optim.clip``.
     """
 
     name: str
@@ -41,42 +42,43 @@ class Group:
     clip: Annotated[float, Gt(0)] | None = None
 
     def build(self, *, lr: float) -> Optimizer:
-        """The optimizer at peak rate ``lr``, with parameter groups with and without decay."""
+        """The optimizer at peak learning rate ``lr``. ``param_groups`` are those with and without weight decay."""
         if "lr" in getattr(self.optimizer, "keywords", {}):
             raise ValueError(f"{self.key}: the optimizer must have no lr; set optim.lr and the group's lr_scale")
-        decayed, undecayed = (
-            [p for name, p in self.parameters.items() if (name in self.undecayed) == bare] for bare in (False, True)
-        )
+        decayed = [p for name, p in self.parameters.items() if name not in self.undecayed]
+        undecayed = [p for name, p in self.parameters.items() if name in self.undecayed]
         try:
-            optimizer = self.optimizer([{"params": part} for part in (decayed, undecayed) if part], lr=lr)
-        except (ValueError, TypeError, RuntimeError) as error:  # SparseAdam refuses a rate of 0
-            raise ValueError(
-                f"{self.key}: its optimizer refuses optim.lr x lr_scale = {lr:g} or a keyword ({error})"
-            ) from error
+            optimizer = self.optimizer([{"params": params} for params in (decayed, undecayed) if params], lr=lr)
+        except (ValueError, TypeError, RuntimeError) as error:  # SparseAdam, for one, refuses a learning rate of 0
+            message = f"{self.key}: the optimizer refuses a keyword, or optim.lr x lr_scale = {lr:g} ({error})"
+            raise ValueError(message) from error
         if "weight_decay" not in optimizer.defaults:
             if self.weight_decay:
-                what = f"{type(optimizer).__name__} has no weight decay; allowed are 0 and null"
-                raise ValueError(f"{self.key}.weight_decay={self.weight_decay}: {what}")
+                reason = f"{type(optimizer).__name__} has no weight decay; allowed are 0 and null"
+                raise ValueError(f"{self.key}.weight_decay={self.weight_decay}: {reason}")
         elif self.weight_decay is not None:
-            for part in optimizer.param_groups:
-                part["weight_decay"] = self.weight_decay
+            for param_group in optimizer.param_groups:
+                param_group["weight_decay"] = self.weight_decay
         elif undecayed:
             optimizer.param_groups[-1]["weight_decay"] = 0.0
         return optimizer
 
     def gradients(self, optimizer: Optimizer) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
-        """Dense gradients, and the values of sparse ones, coalesced first so that no row counts twice."""
+        """The dense gradients, and the values of the sparse ones, which are coalesced first so that no row occurs
+        twice. ValueError if the optimizer cannot use a gradient's layout."""
         dense, sparse = {}, {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            refused = (torch.optim.Adam, torch.optim.Muon, Muon) if parameter.grad.is_sparse else torch.optim.SparseAdam
-            if isinstance(optimizer, refused):
-                kind = "sparse" if parameter.grad.is_sparse else "dense"
+            if parameter.grad.is_sparse:
+                layout, unsupported = "sparse", (torch.optim.Adam, torch.optim.Muon, Muon)
+            else:
+                layout, unsupported = "dense", torch.optim.SparseAdam
+            if isinstance(optimizer, unsupported):
                 raise ValueError(
-                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is {kind}; allowed for "
-                    "sparse ones are torch.optim.SparseAdam and harness.optim.ClippedAdagrad, for dense ones all but "
-                    "SparseAdam"
+                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is {layout}; use "
+                    "torch.optim.SparseAdam or harness.optim.ClippedAdagrad for sparse gradients, and any other "
+                    "optimizer than SparseAdam for dense ones"
                 )
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
@@ -93,20 +95,22 @@ def assign(
     matrices: Mapping[str, object] | None = None,
     groups: Mapping[str, Mapping[str, object]] | None = None,
 ) -> list[Group]:
-    """Put every trainable parameter of a model into exactly one group.
+    """Assign every trainable parameter of a model to exactly one group.
 
-    A parameter matched by a variant's pattern is in its group. Of the rest, ``nn.Linear`` weights in ``layers.`` are in
-    ``matrices`` if the run has it, all others in ``default``. Only ``nn.Linear`` weights decay, unless a group sets it.
+    A parameter whose name matches a pattern of the variant is in the pattern's group. Of the rest, ``nn.Linear``
+    weights inside ``layers`` are in the group ``matrices`` if the run has it, all others in ``default``. Only
+    ``nn.Linear`` weights decay, unless a group sets ``weight_decay``.
 
     Args:
         model: neither compiled nor wrapped.
         default: ``optim.default``, a partial of an optimizer.
-        matrices: ``optim.matrices``: ``optimizer`` and ``lr_scale``.
-        groups: the variant's ``groups``: ``match`` (patterns; ``*`` crosses dots; every name of a shared parameter
-            counts) and keywords of :class:`Group` by name; the run's default optimizer unless they have one.
+        matrices: ``optim.matrices``, with keys ``optimizer`` and ``lr_scale``, or None.
+        groups: the variant's ``groups``, by name: ``match``, a pattern or list of patterns in which ``*`` also matches
+            dots, and keywords of :class:`Group`. A shared parameter matches by any of its names. A group without
+            ``optimizer`` has the default one.
 
     Raises:
-        ValueError: a pattern that matches nothing, or a parameter in two groups.
+        ValueError: a pattern matches no parameter, or a parameter is in two groups.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -115,25 +119,25 @@ def assign(
     settings = {"default": {"optimizer": default, "key": "optim.default"}}
     if matrices is not None:
         settings["matrices"] = {"optimizer": default, "key": "optim.matrices", **matrices}
-    owner: dict[nn.Parameter, str] = {}
+    group_of: dict[nn.Parameter, str] = {}
     for name, node in (groups or {}).items():
         if name in ("default", "matrices"):
-            raise ValueError(f"variant.groups.{name}: the names default and matrices belong to the run")
+            raise ValueError(f"variant.groups.{name}: this name is reserved for a group of the run; use another name")
         settings[name] = {"optimizer": default, "key": f"variant.groups.{name}", **node}
         settings[name].pop("match")
-        for parameter in _matched(names, name, node["match"]):
-            if owner.setdefault(parameter, name) != name:
+        for parameter in _match(names, name, node["match"]):
+            if group_of.setdefault(parameter, name) != name:
                 raise ValueError(
-                    f"variant.groups.{owner[parameter]} and variant.groups.{name} both match "
-                    f"{' = '.join(names[parameter])}; a parameter belongs to one group"
+                    f"variant.groups.{group_of[parameter]} and variant.groups.{name} both match "
+                    f"{' = '.join(names[parameter])}; a parameter may be in one group only"
                 )
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     linears = {m.weight for m in model.modules() if isinstance(m, nn.Linear)} - tables
     members = {name: {} for name in settings}
     for parameter, aliases in names.items():
-        inside = parameter in linears and any(alias.startswith("layers.") for alias in aliases)
-        rule = "matrices" if inside and matrices is not None else "default"
-        members[owner.get(parameter, rule)][aliases[0]] = parameter
+        is_layer_matrix = parameter in linears and any(alias.startswith("layers.") for alias in aliases)
+        run_group = "matrices" if is_layer_matrix and matrices is not None else "default"
+        members[group_of.get(parameter, run_group)][aliases[0]] = parameter
     return [
         Group(
             name=name,
@@ -146,16 +150,17 @@ def assign(
     ]
 
 
-def _matched(names: Mapping[nn.Parameter, list[str]], group: str, match: str | list[str]) -> list[nn.Parameter]:
-    """The parameters of a group: one of their names matches one of its patterns."""
+def _match(names: Mapping[nn.Parameter, list[str]], group: str, match: str | list[str]) -> list[nn.Parameter]:
+    """The parameters with a name that matches one of the group's patterns; ValueError if a pattern matches none."""
     matched = []
     for pattern in [match] if isinstance(match, str) else match:
         parameters = [p for p, aliases in names.items() if any(fnmatchcase(alias, pattern) for alias in aliases)]
         if not parameters:
-            places = {re.sub(r"\.\d+(?=\.)", ".*", alias) for aliases in names.values() for alias in aliases}
+            aliases = itertools.chain.from_iterable(names.values())
+            available = {re.sub(r"\.\d+(?=\.)", ".*", alias) for alias in aliases}
             raise ValueError(
                 f"variant.groups.{group}.match={pattern!r}: matches no trainable parameter; "
-                f"the model has {', '.join(sorted(places))}"
+                f"the model has {', '.join(sorted(available))}"
             )
         matched += parameters
     return matched

@@ -1,1 +1,1 @@
-"""Configuration to objects, the only place: everything is checked here, before anything is read or written."""
+"""From the configuration to objects. Every key is validated here, before a run reads or writes a file."""

@@ -1,4 +1,4 @@
-"""Plan of a run: the whole configuration, checked; below this module there are only plain arguments."""
+"""Plan of a run: the validated configuration, and factories made of it. Modules below take plain arguments."""
 
 import importlib
 import re
@@ -18,22 +18,38 @@ from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
 from harness.plan.instantiate import resolve
 from harness.plan.network import make_network, plan_layers
-from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, checked, parse, section
-from harness.plan.space import take_trial
+from harness.plan.settings import (
+    OptimSettings,
+    PositiveFloat,
+    RunSettings,
+    check_keys,
+    parse_section,
+    parse_setting,
+    section,
+)
+from harness.plan.space import apply_trial
 from variants.contract import Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
-GROUP = {name: _HINTS[name] for name in ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")}
+GROUP_HINTS = {name: _HINTS[name] for name in ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")}
 """Keys of a variant's parameter group, and their types."""
-LONGEST_CONTEXT = 16_384
-"""Most bytes that a stream of a score reads before its own."""
+MAX_CONTEXT = 16_384
+"""Most unscored bytes that a stream of an evaluation reads before its first scored byte."""
 
 
 @section
 class Plan(RunSettings):
-    """A configured run: ``config`` is the resolved configuration as a plain dictionary, for hashing and the record;
-    ``data`` has keywords of ``harness.data.corpora.load``; ``point`` is a trial's place in its space;
-    ``backend_choice`` comes from ``select_backend``, ``admission`` from ``harness.loop.admission``."""
+    """A configured run: the sections of ``RunSettings``, some of them replaced by factories.
+
+    Attributes:
+        data: keywords of ``harness.data.corpora.load``.
+        config: the resolved configuration as a plain dictionary, for hashing and the record.
+        layers: for each layer, the factories of its sublayers by name.
+        scheme: the factory of the position scheme.
+        point: for each hyperparameter searched, the trial's relative position between its bounds; None without a trial.
+        backend_choice: the backend that ``harness.loop.select_backend`` has selected, and the errors of its candidates.
+        admission: how ``harness.loop.admission`` has checked the mechanism.
+    """
 
     variant: str
     outputs: Path
@@ -50,138 +66,147 @@ class Plan(RunSettings):
     admission: str | None = None
 
     def make_model(self) -> LanguageModel:
-        """The model, initialised by torch's generator; ValueError where sizes do not fit together."""
-        computed = {"backend": self.runtime.backend, "checkpoint": self.runtime.checkpoint}
-        return make_network(self.layers, self.scheme, self.model, vocabulary=self.data["vocabulary"], **computed)
+        """The model, initialised by torch's default generator; ValueError for incompatible sizes."""
+        settings = {"backend": self.runtime.backend, "checkpoint": self.runtime.checkpoint}
+        return make_network(self.layers, self.scheme, self.model, vocabulary=self.data["vocabulary"], **settings)
 
     def make_optimizers(self, model: LanguageModel) -> Optimizers:
         """The optimizers of a model built by ``make_model``."""
-        o = self.optim
-        groups = assign(model, default=o["default"], matrices=o["matrices"], groups=self.groups)
-        return Optimizers(groups, **{name: o[name] for name in ("lr", "schedule", "clip")})
+        optim = self.optim
+        groups = assign(model, default=optim["default"], matrices=optim["matrices"], groups=self.groups)
+        return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
 
     def protocol(self) -> dict:
-        """How bits per byte are scored: part of the number."""
-        e = self.eval
-        how = {"streams": e.streams, "segment": e.segment, "span": self.model.span, "bytes": e.bytes}
-        how |= {"context": streamed_context(self.model.span, self.model.layers), "selection_bytes": e.selection_bytes}
-        return how | {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
+        """The evaluation protocol. Bits per byte of two runs compare only if their protocols are equal."""
+        return {
+            "streams": self.eval.streams,
+            "segment": self.eval.segment,
+            "span": self.model.span,
+            "bytes": self.eval.bytes,
+            "context": streamed_context(self.model.span, self.model.layers),
+            "selection_bytes": self.eval.selection_bytes,
+            "vocabulary": self.data["vocabulary"],
+            "drop_newlines": self.data["drop_newlines"],
+            "split": self.data["split"],
+        }
 
 
 def streamed_context(span: int, layers: int) -> int:
-    """Unscored bytes that each stream of a score reads first: as far back as ``span`` reaches through all layers."""
-    return min(span * layers, LONGEST_CONTEXT)
+    """Unscored bytes that each stream of an evaluation reads first: the receptive field, ``span`` in every layer, but
+    at most ``MAX_CONTEXT``."""
+    return min(span * layers, MAX_CONTEXT)
 
 
 def plan_run(
-    cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool = False, typed: Collection[str] = ()
+    cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool = False, command_line_keys: Collection[str] = ()
 ) -> Plan:
-    """Check a composed configuration whole; ValueError names the key, the value and what is allowed.
+    """Make a plan of a composed configuration. ValueError names the key, the value and what is allowed.
 
     Args:
-        trusted: modules beside those of the configuration's ``trust``.
-        sweeping: whether this is a job of a sweep, where no fallback corpus is read.
-        typed: keys on the command line.
+        trusted: modules that targets may come from, in addition to the configuration's ``trust``.
+        sweeping: whether this is a job of a sweep, which never reads a fallback corpus.
+        command_line_keys: keys that the command line sets; a trial may set none of them.
     """
-    config, point = _resolved(cfg, typed=typed)
+    config, point = _resolve_config(cfg, command_line_keys)
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
-    settings = parse(RunSettings, config, key="")
-    variant, trust = settings.variant, tuple(dict.fromkeys(_trust(settings.trust) + trusted))
-    objects = {
-        "variant": checked(variant.get("name"), str, key="variant.name"),
+    settings = parse_section(RunSettings, config, key="")
+    variant, trust = settings.variant, tuple(dict.fromkeys(_import_trusted(settings.trust) + trusted))
+    groups = parse_setting(variant.get("groups"), dict | None, key="variant.groups") or {}
+    replacements = {
+        "variant": parse_setting(variant.get("name"), str, key="variant.name"),
         "outputs": Path(settings.outputs),
         "data": vars(settings.data),
-        "optim": _optim(settings.optim, trust, lr_scale=variant.get("lr_scale")),
+        "optim": _resolve_optim(settings.optim, trust, lr_scale=variant.get("lr_scale")),
         "budget": replace(settings.budget, default_bytes=settings.model.default_bytes),
         "trust": trust,
         "layers": plan_layers(variant, n_layers=settings.model.layers, trust=trust),
-        "scheme": resolve(settings.position, key="position", kind=Position, trust=trust),
-        "groups": {},
+        "scheme": resolve(settings.position, key="position", base=Position, trust=trust),
+        "groups": {
+            name: _resolve_group(group, GROUP_HINTS, trust, key=f"variant.groups.{name}", required=("match",))
+            for name, group in groups.items()
+        },
     }
-    for name, group in (checked(variant.get("groups"), dict | None, key="variant.groups") or {}).items():
-        objects["groups"][name] = _group(group, GROUP, trust, key=f"variant.groups.{name}", required=("match",))
-    plan = Plan(**vars(settings) | objects, config=config, point=point, sweeping=sweeping)
+    plan = Plan(**vars(settings) | replacements, config=config, point=point, sweeping=sweeping)
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
-        raise ValueError(
-            "init_from.run=null: init_from.restore=everything needs a run's folder; "
-            "without one init_from.restore=weights"
-        )
+        raise ValueError("init_from.run=null: must be the folder of a run, or init_from.restore=weights must be set")
     if not re.fullmatch(r"\w[\w.-]*", plan.variant):
-        raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the run folder's name")
+        raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the name of the run folder")
     if plan.batch.accumulate > plan.batch.streams:
         raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.streams={plan.batch.streams}")
     return plan
 
 
-def varied(plan: Plan, **sections: dict) -> Plan:
-    """The plan of the same configuration with other keys in some sections."""
+def replan(plan: Plan, **sections: dict) -> Plan:
+    """The plan of the same configuration with some keys of some sections replaced."""
     config = plan.config | {name: plan.config[name] | changes for name, changes in sections.items()}
     return plan_run(OmegaConf.create(config), trusted=plan.trust)
 
 
-def _resolved(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | None]:
-    """The configuration at its trial as a plain dictionary of all sections, and the trial's point."""
-    if "sweep" in cfg:  # Hydra's own sweeps leave no such key behind
-        raise ValueError(
-            "sweep: W&B runs this file, not Hydra: wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
-        )
-    cfg = OmegaConf.merge({"check": True}, cfg)  # older run folders and commands that train nothing lack it
+def _resolve_config(cfg: DictConfig, command_line_keys: Collection[str]) -> tuple[dict, dict | None]:
+    """The configuration with its trial applied, as a plain dictionary of all sections, and the trial's point."""
+    if "sweep" in cfg:  # only the files of W&B's sweeps have such a key
+        raise ValueError("sweep: is a file for W&B; run wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent")
+    cfg = OmegaConf.merge({"check": True}, cfg)  # run folders of older versions lack the key
     sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
     check_keys(sections, list(RunSettings.__dataclass_fields__), key="")
     check_keys(sections["budget"], UNITS, key="budget")
-    cfg, point = take_trial(OmegaConf.masked_copy(cfg, list(sections)), typed=typed)
+    cfg, point = apply_trial(OmegaConf.masked_copy(cfg, list(sections)), command_line_keys=command_line_keys)
     try:
         return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), point
     except MissingMandatoryValue as error:
-        raise ValueError(f"{error.full_key}=???: must be given") from error
+        raise ValueError(f"{error.full_key}=???: is required, but has no value") from error
 
 
-def _trust(names: object) -> tuple[str, ...]:
-    """The user's modules, importable from the folder in which the command was typed."""
+def _import_trusted(names: object) -> tuple[str, ...]:
+    """Import the modules of ``trust``, which may lie in the working directory; returns their names."""
     names = [names] if isinstance(names, str) else names or []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
-    if names and str(Path.cwd()) not in sys.path:  # last, and only with trust: the folder may be a stranger's
+    # The folder is searched last, and only with trust, because others may have put files into it.
+    if names and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     for name in names:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ValueError(
-                f"trust={name}: cannot be imported ({error}); run from its folder or set PYTHONPATH"
-            ) from error
+            message = f"trust={name}: cannot be imported ({error}); run the command in its folder, or set PYTHONPATH"
+            raise ValueError(message) from error
     return tuple(names)
 
 
-def _optim(settings: OptimSettings, trust: tuple[str, ...], *, lr_scale: object) -> dict:
-    """``optim`` with partials, its rate times the variant's ``lr_scale`` for ``optim.name``."""
-    scales = checked(lr_scale, dict | None, key="variant.lr_scale") or {}
+def _resolve_optim(settings: OptimSettings, trust: tuple[str, ...], *, lr_scale: object) -> dict:
+    """The keys of ``optim``, with optimizers as partials; its learning rate is multiplied by the variant's factor in
+    ``lr_scale`` for ``optim.name``."""
+    scales = parse_setting(lr_scale, dict | None, key="variant.lr_scale") or {}
     for name, factor in scales.items():
-        checked(factor, PositiveFloat, key=f"variant.lr_scale.{name}")
+        parse_setting(factor, PositiveFloat, key=f"variant.lr_scale.{name}")
     optim = vars(settings) | {"lr": settings.lr * scales.get(settings.name, 1.0)}
-    optim["default"] = resolve(settings.default, key="optim.default", kind=Optimizer, trust=trust)
+    optim["default"] = resolve(settings.default, key="optim.default", base=Optimizer, trust=trust)
     if settings.matrices:
-        hints = {name: GROUP[name] for name in ("lr_scale", "optimizer")}
-        optim["matrices"] = _group(settings.matrices, hints, trust, key="optim.matrices")
+        hints = {name: GROUP_HINTS[name] for name in ("lr_scale", "optimizer")}
+        optim["matrices"] = _resolve_group(settings.matrices, hints, trust, key="optim.matrices")
     return optim
 
 
-def _group(node: object, hints: Mapping[str, object], trust: tuple[str, ...], *, key: str, required=None) -> dict:
-    """A group's keys, checked, with its optimizer, if any, as a partial."""
-    check_keys(checked(node, dict, key=key), list(hints), key=key, required=required)
-    values = {name: checked(v, hints[name], key=f"{key}.{name}") for name, v in node.items() if name != "optimizer"}
+def _resolve_group(node: object, hints: Mapping, trust: tuple[str, ...], *, key: str, required=None) -> dict:
+    """The validated keys of a parameter group, with its optimizer, if it has one, as a partial."""
+    check_keys(parse_setting(node, dict, key=key), list(hints), key=key, required=required)
+    settings = {}
+    for name, setting in node.items():
+        if name != "optimizer":
+            settings[name] = parse_setting(setting, hints[name], key=f"{key}.{name}")
     if node.get("optimizer"):
-        values["optimizer"] = resolve(node["optimizer"], key=f"{key}.optimizer", kind=Optimizer, trust=trust)
-    return values
+        settings["optimizer"] = resolve(node["optimizer"], key=f"{key}.optimizer", base=Optimizer, trust=trust)
+    return settings
 
 
-def hydra_facts() -> dict[str, object]:
-    """Keywords of ``plan_run`` that Hydra knows: the typed keys, and whether this is a job of a sweep."""
+def hydra_arguments() -> dict[str, object]:
+    """Keyword arguments of ``plan_run`` that depend on Hydra's state: ``sweeping`` and ``command_line_keys``."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    typed = {word.lstrip("+").partition("=")[0] for word in words}
-    return {"sweeping": hydra.mode == RunMode.MULTIRUN, "typed": typed}
+    overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
+    return {"sweeping": hydra.mode == RunMode.MULTIRUN, "command_line_keys": keys}

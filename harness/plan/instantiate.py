@@ -1,9 +1,8 @@
-"""Instantiation: a node with ``_target_`` becomes a partial of the class that it names; nothing is called here.
-
-A target is a subclass of a contract type, defined in our packages, in torch.optim, or in a module that the command
-line's ``trust`` names. The constructor's signature is the schema, types included. Where an annotation asks for any
-torch.nn.Module, only modules of ``trust`` count, and no target in the keywords is followed.
-"""
+"""Instantiation: a node with ``_target_`` becomes a ``functools.partial`` of the class that it names. A target is a
+subclass of a contract type, and is defined in our packages, in torch.optim, or in a module that the command line's
+``trust`` names. The constructor's signature, types included, is the schema of the node's keys. An annotation may also
+ask for any torch.nn.Module: then only modules of ``trust`` are allowed, and the module's keywords may contain no
+further target. No class is instantiated in this file."""
 
 import collections.abc
 import functools
@@ -16,101 +15,114 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from harness.plan.settings import PART, check_keys, checked
+from harness.plan.settings import PART_DESCRIPTION, check_keys, parse_setting
 from variants.contract import Part, Position, Sublayer
 
-OURS = ("variants", "harness", "torch.optim")
-PASSED = {Sublayer: None, Position: "d_head", Part: "d_head", torch.optim.Optimizer: "lr"}
-"""Types of the contract, and the keyword that the harness passes to each beside the first argument."""
-CONTRACT = tuple(PASSED)
+BUILTIN_PACKAGES = ("variants", "harness", "torch.optim")
+RESERVED_KEYWORDS = {Sublayer: None, Position: "d_head", Part: "d_head", torch.optim.Optimizer: "lr"}
+"""Types of the contract, and for each the keyword that the harness sets itself. It is no key of the configuration."""
+CONTRACT = tuple(RESERVED_KEYWORDS)
 
 
-def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Callable:
-    """A partial of the node's class, with nested targets resolved alike; ValueError by ``key``, the node's place.
+def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Callable:
+    """A partial of the node's class, with nested targets resolved the same way.
 
     Args:
-        node: ``_target_``, ``_partial_: true`` (not needed for modules), and keywords of the class.
-        kind: the class's base: a contract type, or the part or module that an annotation names.
-        trust: modules beside ours that targets may come from; the only ones for a torch.nn.Module.
+        node: ``_target_``, ``_partial_: true`` (optional for a torch.nn.Module), and keywords of the class.
+        key: the node's key in the configuration, for errors.
+        base: the class must derive from it: a contract type, or the part or module that an annotation names.
+        trust: modules of the user that targets may come from; for a torch.nn.Module, no other module is allowed.
+
+    Raises:
+        ValueError: the node is malformed, or its target is not allowed.
     """
     if not isinstance(node, Mapping):
-        raise ValueError(f"{key}={node}: must be {PART}")
-    cls = _class(str(node.get("_target_")), key=key, kind=kind, trust=trust)
-    if node.get("_partial_", kind is nn.Module) is not True:
-        raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true, so that every layer makes its own")
-    words = {name: value for name, value in node.items() if name not in ("_target_", "_partial_")}
-    schema = keywords(cls, key=key)
-    if kind is nn.Module and "'_target_'" in repr(words):  # the module might follow it
-        raise ValueError(f"{key}={words}: must be plain values without _target_, because they are a module's")
-    if kind is nn.Module and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values()):
-        schema = dict.fromkeys(words, (typing.Any, False)) | schema  # whoever builds it asks the class itself
-    check_keys(words, list(schema), key=key, required=[name for name, (_, required) in schema.items() if required])
-    values = {name: _value(value, schema[name][0], key=f"{key}.{name}", trust=trust) for name, value in words.items()}
-    return functools.partial(cls, **values)
+        raise ValueError(f"{key}={node}: must be {PART_DESCRIPTION}")
+    cls = _load_class(str(node.get("_target_")), key=key, base=base, trust=trust)
+    if node.get("_partial_", base is nn.Module) is not True:
+        raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true, because each layer makes an object")
+    arguments = {name: argument for name, argument in node.items() if name not in ("_target_", "_partial_")}
+    schema = constructor_schema(cls, key=key)
+    if base is nn.Module:
+        if "'_target_'" in repr(arguments):  # the module's code could instantiate it
+            raise ValueError(f"{key}={arguments}: must be plain values without _target_, as for any module")
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            # The class itself refuses unknown keywords when it is instantiated.
+            schema = dict.fromkeys(arguments, (typing.Any, False)) | schema
+    required = [name for name, (_, is_required) in schema.items() if is_required]
+    check_keys(arguments, list(schema), key=key, required=required)
+    for name, argument in arguments.items():
+        arguments[name] = _resolve_argument(argument, schema[name][0], key=f"{key}.{name}", trust=trust)
+    return functools.partial(cls, **arguments)
 
 
-def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
-    """The keywords of a class that are configuration, ``{name: (annotation, whether it is required)}``: all but the
-    first argument and ``PASSED``."""
+def constructor_schema(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
+    """The constructor's keywords that are keys of the configuration: ``{name: (annotation, whether it is required)}``.
+    These are all but the first argument and the class's ``RESERVED_KEYWORDS``. ``key`` is for errors."""
     base = next((base for base in CONTRACT if issubclass(cls, base)), None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    if base and (
-        not parameters or parameters[0].kind not in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD)
-    ):
-        what = "the parameters" if base is torch.optim.Optimizer else "a LayerContext"
-        raise ValueError(f"{key}._target_: the constructor of {cls.__module__}.{cls.__name__} must take {what} first")
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    class_name = f"{cls.__module__}.{cls.__name__}"
+    if base and (not parameters or parameters[0].kind not in positional):
+        first = "the parameters" if base is torch.optim.Optimizer else "a LayerContext"
+        raise ValueError(f"{key}._target_: the constructor of {class_name} must take {first} first")
     try:
         hints = typing.get_type_hints(cls.__init__, include_extras=True)
-    except Exception as error:  # an outside class's annotations may name anything
+    except Exception as error:  # annotations of a user's class may raise anything when evaluated
         if base:
-            raise ValueError(f"{key}._target_: annotations of {cls.__module__}.{cls.__name__}: {error}") from error
+            raise ValueError(f"{key}._target_: annotations of {class_name}: {error}") from error
         hints = {}
-    schema = {
-        p.name: (hints.get(p.name, typing.Any), p.default is p.empty)
-        for p in parameters[bool(base) :]
-        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != PASSED.get(base)
-    }
-    for p in parameters:
-        if p.kind is p.VAR_KEYWORD and typing.get_origin(hints.get(p.name)) is typing.Unpack:
-            (shared,) = typing.get_args(hints[p.name])  # a TypedDict: the keywords of a base class
-            schema |= {n: (hint, n in shared.__required_keys__) for n, hint in typing.get_type_hints(shared).items()}
+    schema = {}
+    for parameter in parameters[1 if base else 0 :]:
+        is_keyword = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if is_keyword and parameter.name != RESERVED_KEYWORDS.get(base):
+            hint = hints.get(parameter.name, typing.Any)
+            schema[parameter.name] = (hint, parameter.default is parameter.empty)
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD and typing.get_origin(hints.get(parameter.name)) is typing.Unpack:
+            (keywords,) = typing.get_args(hints[parameter.name])  # a TypedDict with the keywords of a base class
+            for name, hint in typing.get_type_hints(keywords).items():
+                schema[name] = (hint, name in keywords.__required_keys__)
     return schema
 
 
-def _class(target: str, *, key: str, kind: type, trust: tuple[str, ...]) -> type:
-    where = f"{key}._target_={target}"
-    packages = trust if kind is nn.Module else OURS + trust
+def _load_class(target: str, *, key: str, base: type, trust: tuple[str, ...]) -> type:
+    """Import the class that ``target`` names, if it derives from ``base`` and comes from an allowed package."""
+    label = f"{key}._target_={target}"
+    packages = trust if base is nn.Module else BUILTIN_PACKAGES + trust
     allowed = f"allowed are classes of {', '.join(packages) or 'modules that the command line names'}"
     module, _, name = target.rpartition(".")
-    if not _inside(module, packages):
-        raise ValueError(f"{where}: {allowed}; add yours with trust=[..]")
+    if not _is_inside(module, packages):
+        raise ValueError(f"{label}: {allowed}; add yours with trust=[..]")
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{where}: cannot be imported ({error})") from error
-    if not inspect.isclass(cls) or not issubclass(cls, kind) or cls in CONTRACT:
-        raise ValueError(f"{where}: must be a class derived from {kind.__module__}.{kind.__name__}")
-    if kind is nn.Module and issubclass(cls, CONTRACT):
-        raise ValueError(f"{where}: keeps the contract itself, so it stands where {key} does, not in it")
-    if not _inside(cls.__module__, packages):
-        raise ValueError(f"{where}: is defined in {cls.__module__}; {allowed}")
+        raise ValueError(f"{label}: cannot be imported ({error})") from error
+    if not inspect.isclass(cls) or not issubclass(cls, base) or cls in CONTRACT:
+        raise ValueError(f"{label}: must be a class derived from {base.__module__}.{base.__name__}")
+    if base is nn.Module and issubclass(cls, CONTRACT):
+        raise ValueError(f"{label}: derives from a class of the contract; {key} takes other modules only")
+    if not _is_inside(cls.__module__, packages):
+        raise ValueError(f"{label}: is defined in {cls.__module__}; {allowed}")
     return cls
 
 
-def _inside(module: str, packages: tuple[str, ...]) -> bool:
+def _is_inside(module: str, packages: tuple[str, ...]) -> bool:
     return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
-def _value(value: object, hint: object, *, key: str, trust: tuple[str, ...]) -> object:
-    """A keyword's value as its annotation asks; a part becomes a partial."""
-    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    options = typing.get_args(hint) if union else (hint,)
-    parts = [option for option in options if collections.abc.Callable in (option, typing.get_origin(option))]
-    kinds = [cls for part in parts for cls in typing.get_args(part)[-1:] if inspect.isclass(cls)]
-    kind = next((cls for cls in kinds if cls is nn.Module or issubclass(cls, Part)), Part)
-    if isinstance(value, Mapping) and "_target_" in value and (parts or hint is typing.Any):
-        return resolve(value, key=key, kind=kind, trust=trust)
-    if parts and kind is nn.Module:
-        raise ValueError(f"{key}={value}: must be a torch.nn.Module with _target_")
-    value = checked(value, hint, key=key)
-    return tuple(value) if isinstance(value, list) else value
+def _resolve_argument(argument: object, hint: object, *, key: str, trust: tuple[str, ...]) -> object:
+    """An argument parsed by its annotation ``hint``. A node for an annotation ``Callable[.., C]`` becomes a partial of
+    a subclass of C, where C is torch.nn.Module or a ``Part``."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    options = typing.get_args(hint) if is_union else (hint,)
+    factories = [option for option in options if collections.abc.Callable in (option, typing.get_origin(option))]
+    returned = [cls for factory in factories for cls in typing.get_args(factory)[-1:] if inspect.isclass(cls)]
+    base = next((cls for cls in returned if cls is nn.Module or issubclass(cls, Part)), Part)
+    if isinstance(argument, Mapping) and "_target_" in argument and (factories or hint is typing.Any):
+        return resolve(argument, key=key, base=base, trust=trust)
+    if factories and base is nn.Module:
+        raise ValueError(f"{key}={argument}: must be a torch.nn.Module with _target_")
+    argument = parse_setting(argument, hint, key=key)
+    return tuple(argument) if isinstance(argument, list) else argument

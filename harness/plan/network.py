@@ -9,53 +9,56 @@ from torch import nn
 
 from harness.model import LanguageModel, Layers
 from harness.plan.instantiate import resolve
-from harness.plan.settings import ModelSettings, checked
+from harness.plan.settings import ModelSettings, parse_setting
 from variants.contract import WAYS, LayerContext, Position, Sublayer
 
-KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
-"""Keys of a variant that are no sublayers; ``numerics`` counts changes of its golden numbers, null without a golden
-file."""
-CONTEXT = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
-"""Keys of ``model`` for sublayers; ``LanguageModel`` gets the others but ``layers`` and ``default_bytes``."""
+VARIANT_KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
+"""Keys of a variant besides its sublayers. ``numerics`` is the version of its golden numbers, null if it has none."""
+CONTEXT_KEYS = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
+"""Keys of ``model`` for ``LayerContext``. ``LanguageModel`` gets the rest without ``layers`` and ``default_bytes``."""
 
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
-    """For each layer, the sublayers' names and partials; ValueError by key. ``layers`` lists every layer's sublayers in
-    order; ``at`` has other lists for layers, counted from 0 or, if negative, the top; null takes an entry back."""
-    checked(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
-    sublayers = {name: _sublayer(name, node, trust) for name, node in variant.items() if name not in KEYS}
+    """For each layer, the names and partials of its sublayers; ValueError names the key. The variant's ``layers`` lists
+    the sublayers of a layer in order. ``at`` maps layer indices, counted from 0 or, if negative, from the top, to lists
+    that replace it for single layers; null as a list keeps ``layers``."""
+    parse_setting(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
+    sublayers = {
+        name: _resolve_sublayer(name, node, trust) for name, node in variant.items() if name not in VARIANT_KEYS
+    }
 
-    def chosen(names: object, key: str) -> dict[str, Callable[[LayerContext], Sublayer]]:
+    def select(names: object, key: str) -> dict[str, Callable[[LayerContext], Sublayer]]:
         is_list = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
         if not is_list or len(set(names)) < len(names) or not set(names) <= sublayers.keys():
-            raise ValueError(f"{key}={names}: must be a list of sublayers, each once, of {', '.join(sublayers)}")
+            raise ValueError(f"{key}={names}: must be a list of different sublayers of {', '.join(sublayers)}")
         return {name: sublayers[name] for name in names}
 
-    layers, places = [chosen(variant.get("layers"), "variant.layers")] * n_layers, {}
-    for place, names in (checked(variant.get("at"), dict | None, key="variant.at") or {}).items():
-        key = f"variant.at.{place}"
-        # A single layer's key on the command line, +variant.at.0=[attention], arrives as text.
-        layer = int(place) if isinstance(place, str) and place.isdecimal() else place
+    layers = [select(variant.get("layers"), "variant.layers")] * n_layers
+    replaced: dict[int, tuple[str, object]] = {}
+    for index, names in (parse_setting(variant.get("at"), dict | None, key="variant.at") or {}).items():
+        key = f"variant.at.{index}"
+        # Hydra passes the key of +variant.at.0=[attention] as a string.
+        layer = int(index) if isinstance(index, str) and index.isdecimal() else index
         if type(layer) is not int or not -n_layers <= layer < n_layers:
             raise ValueError(f"{key}={names}: allowed are {-n_layers} to {n_layers - 1}, with model.layers={n_layers}")
         if names is None:
             continue
-        other, same = places.setdefault(layer % n_layers, (key, names))
-        if names != same:
-            raise ValueError(f"{key}={names}: the same layer as {other}, with model.layers={n_layers}; set one to null")
-        layers[layer] = chosen(names, key)
+        first_key, first_names = replaced.setdefault(layer % n_layers, (key, names))
+        if names != first_names:
+            raise ValueError(f"{key}={names}: same layer as {first_key} if model.layers={n_layers}; set one to null")
+        layers[layer] = select(names, key)
     return layers
 
 
-def _sublayer(name: object, node: object, trust: tuple[str, ...]) -> Callable[[LayerContext], Sublayer]:
+def _resolve_sublayer(name: object, node: object, trust: tuple[str, ...]) -> Callable[[LayerContext], Sublayer]:
     if not isinstance(node, Mapping) or "_target_" not in node:
-        raise ValueError(f"variant.{name}={node}: no such key; allowed are {', '.join(KEYS)} and sublayers")
+        raise ValueError(f"variant.{name}={node}: no such key; allowed are {', '.join(VARIANT_KEYS)} and sublayers")
     if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.ModuleDict, name) or name == "training":
         raise ValueError(
-            f"variant.{name}: {name} cannot be a sublayer's name; allowed are identifiers that are no attribute of "
-            "torch.nn.ModuleDict, e.g. attention, feed_forward, memory"
+            f"variant.{name}: {name} cannot be a sublayer's name; allowed are identifiers, such as attention, "
+            "feed_forward or memory, that torch.nn.ModuleDict does not use as attributes"
         )
-    return resolve(node, key=f"variant.{name}", kind=Sublayer, trust=trust)
+    return resolve(node, key=f"variant.{name}", base=Sublayer, trust=trust)
 
 
 def make_network(
@@ -67,48 +70,55 @@ def make_network(
     backend: str,
     checkpoint: str = "none",
 ) -> LanguageModel:
-    """The model, initialised by torch's generator; arguments as of ``LanguageModel`` and ``LayerContext``. ValueError
-    for sizes that do not fit together, or a choice that a mechanism does not follow."""
+    """The model, initialised by torch's default generator. ``sizes`` is the section ``model``; other arguments are as
+    for ``LanguageModel`` and ``LayerContext``. ValueError if sizes are incompatible, or if a sublayer does not support
+    a setting of the run."""
     pool: dict = {}
-    common = {name: getattr(sizes, name) for name in CONTEXT}
-    common |= {"n_layers": sizes.layers, "pool": pool, "backend": backend, "scheme": scheme}
+    context_settings = {name: getattr(sizes, name) for name in CONTEXT_KEYS}
+    context_settings |= {"n_layers": sizes.layers, "pool": pool, "backend": backend, "scheme": scheme}
+    excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
     model = LanguageModel(
-        [{name: functools.partial(_make, make, f"variant.{name}") for name, make in layer.items()} for layer in layers],
-        lambda layer: LayerContext(layer=layer, **common),
+        [
+            {name: functools.partial(_make_sublayer, factory, f"variant.{name}") for name, factory in layer.items()}
+            for layer in layers
+        ],
+        lambda layer: LayerContext(layer=layer, **context_settings),
         vocabulary=vocabulary,
         checkpoint=checkpoint,
-        **{key: value for key, value in vars(sizes).items() if key not in (*CONTEXT, "layers", "default_bytes")},
+        **{name: setting for name, setting in vars(sizes).items() if name not in excluded},
     )
-    pool.clear()  # sharing ends with the build
+    pool.clear()  # the pool is only for objects that layers share while the model is built
     return model
 
 
-def _make(make: functools.partial, key: str, context: LayerContext) -> Sublayer:
-    """The sublayer; a constructor's ValueError on a keyword gets that keyword's key."""
+def _make_sublayer(factory: functools.partial, key: str, context: LayerContext) -> Sublayer:
+    """Instantiate a sublayer. If a constructor's ValueError begins with a keyword, ``key`` is put before it."""
     try:
-        sublayer = make(context)
+        sublayer = factory(context)
     except ValueError as error:
-        if str(error).partition("=")[0].partition(".")[0] in make.keywords:
+        if str(error).partition("=")[0].partition(".")[0] in factory.keywords:
             raise ValueError(f"{key}.{error}") from error
         raise
     if sublayer.honours is not None:
-        _refuse_unfollowed(sublayer, context, key=key)
+        _check_supported(sublayer, context, key=key)
     return sublayer
 
 
-def _refuse_unfollowed(sublayer: Sublayer, context: LayerContext, *, key: str) -> None:
-    """ValueError where the mechanism would ignore a choice of the run."""
-    honours, who = sublayer.honours, f"{key} ({type(sublayer).__name__})"
+def _check_supported(sublayer: Sublayer, context: LayerContext, *, key: str) -> None:
+    """ValueError if the sublayer does not support a setting of the run, because it would silently ignore it."""
+    supported, label = sublayer.honours, f"{key} ({type(sublayer).__name__})"
     for name in ("cache", "attend_self"):
-        value, allowed = getattr(context, name), getattr(honours, name)
-        if value not in allowed:
-            words = ", ".join(sorted(str(one).lower() for one in allowed))
-            raise ValueError(f"model.{name}={str(value).lower()}: {who} follows only {words}")
+        setting, allowed = getattr(context, name), getattr(supported, name)
+        if setting not in allowed:
+            options = ", ".join(sorted(str(option).lower() for option in allowed))
+            raise ValueError(f"model.{name}={str(setting).lower()}: {label} supports only {options}")
     scheme = getattr(context.scheme, "func", context.scheme)
-    if unfollowed := scheme.ways() - set(honours.position):
-        does = " and ".join(what for way, what in WAYS.items() if way in unfollowed)
+    unsupported = scheme.ways() - set(supported.position)
+    if unsupported:
+        effects = " and ".join(effect for way, effect in WAYS.items() if way in unsupported)
         allowed = ["none", "schemes of the embedded bytes (sinusoidal)"]
-        allowed += [f"one that {what}" for way, what in WAYS.items() if way in honours.position]
+        allowed += [f"one that {effect}" for way, effect in WAYS.items() if way in supported.position]
         raise ValueError(
-            f"position={scheme.__name__.lower()}: {does}, which {who} cannot follow; allowed are {', '.join(allowed)}"
+            f"position={scheme.__name__.lower()}: {effects}, which {label} does not support; "
+            f"allowed are {', '.join(allowed)}"
         )

@@ -1,7 +1,6 @@
-"""The sections of the configuration as dataclasses, whose annotations are the allowed keys, types and bounds.
-
-pydantic reads the values strictly, except that 1e6 is an integer.
-"""
+"""The sections of the configuration as dataclasses, whose fields and annotations define the keys, types and bounds.
+pydantic validates the values in strict mode, except that a float without a fraction, such as 1e6, is accepted as an
+integer."""
 
 import collections.abc
 import dataclasses
@@ -15,19 +14,20 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import BeforeValidator, ConfigDict, PydanticUserError, Strict, TypeAdapter, ValidationError
 
-from harness.optim.budget import Budget, Schedule, Share
+from harness.optim.budget import Budget, Fraction, Schedule
 
-PART = "a part with _target_ and _partial_: true"
-WORDS = {
-    "callable": PART,
+PART_DESCRIPTION = "a part with _target_ and _partial_: true"
+PHRASES = {
+    "callable": PART_DESCRIPTION,
     "valid tuple": "list",
     "valid list": "list",
     "valid dictionary": "mapping",
     "a valid int": "an int",
 }
-"""Words in pydantic's messages, and ours."""
+"""Phrases in pydantic's messages, and the phrases that replace them in ours."""
 
-Positive, PositiveFloat = Annotated[int, Gt(0)], Annotated[float, Gt(0)]
+Positive = Annotated[int, Gt(0)]
+PositiveFloat = Annotated[float, Gt(0)]
 
 section = dataclass(frozen=True, kw_only=True)
 
@@ -35,19 +35,19 @@ section = dataclass(frozen=True, kw_only=True)
 @section
 class ModelSettings:
     d_model: Positive
-    layers: Annotated[int, Interval(gt=0, le=10_000)]  # each is listed before any is built
+    layers: Annotated[int, Interval(gt=0, le=10_000)]  # bounded, because all are listed before one is built
     heads: Positive
     span: Positive
     attend_self: bool
     cache: Literal["kv", "hidden"]
-    dropout: Share
+    dropout: Fraction
     norm: Literal["rms", "layer"]
     norm_after: bool
     tied: bool
     head_bias: bool
     embedding_std: PositiveFloat
     embedding_scale: float
-    embedding_dropout: Share
+    embedding_dropout: Fraction
     head_zero_init: bool
     default_bytes: Positive
 
@@ -62,7 +62,7 @@ class BatchSettings:
 
 @section
 class DataSettings:
-    """The keywords of ``harness.data.corpora.load``, which checks more than types."""
+    """The keywords of ``harness.data.corpora.load``, which also checks combinations and ranges."""
 
     name: str
     path: str | None
@@ -79,7 +79,7 @@ class DataSettings:
 
 @section
 class EvalSettings:
-    every: Share
+    every: Fraction
     streams: Positive
     segment: Positive
     bytes: Positive | None
@@ -139,12 +139,12 @@ class OptimSettings:
     matrices: dict | None
     clip: PositiveFloat | None
     schedule: Schedule
-    skip_nonfinite: Literal[False] = False  # a run folder may say so; a step that is not finite ends the run
+    skip_nonfinite: Literal[False] = False  # accepted, because older run folders have it
 
 
 @section
 class RunSettings:
-    """The keys of a run. A ``dict`` or ``Any`` is checked where it becomes an object."""
+    """The keys of a run. Keys annotated ``dict`` or ``Any`` are checked where objects are made of them."""
 
     variant: dict
     position: dict
@@ -168,80 +168,88 @@ class RunSettings:
     trust: Any
 
 
-def parse(cls: type, node: object, *, key: str):
-    """A dataclass from a section of the configuration, whose ``key`` is empty at the top. ValueError for unknown,
-    missing and wrong keys."""
+def parse_section(cls: type, node: object, *, key: str):
+    """An instance of the dataclass ``cls`` from a section of the configuration. ``key`` is the section's dotted key,
+    empty at the top. ValueError for unknown, missing and malformed keys."""
     hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
     required = [field.name for field in fields if field.default is field.default_factory]
     check_keys(node, [field.name for field in fields], key=key, required=required)
-    values = {}
-    for name, value in node.items():
-        below = f"{key}.{name}".lstrip(".")
+    settings = {}
+    for name, setting in node.items():
+        setting_key = f"{key}.{name}".lstrip(".")
         if dataclasses.is_dataclass(hints[name]):
-            values[name] = parse(hints[name], value, key=below)
+            settings[name] = parse_section(hints[name], setting, key=setting_key)
         else:
-            values[name] = checked(value, hints[name], key=below)
+            settings[name] = parse_setting(setting, hints[name], key=setting_key)
     try:
-        return cls(**values)
-    except ValueError as error:  # a rule of the class on several keys
+        return cls(**settings)
+    except ValueError as error:  # raised by __post_init__, which checks several keys at once
         raise error if str(error).startswith(key) else ValueError(f"{key}.{error}") from error
 
 
 def check_keys(node: object, names: Iterable[str], *, key: str, required: Iterable[str] | None = None) -> None:
-    """ValueError unless ``node`` is a section with all of these keys, or the ``required`` ones, and no others."""
+    """ValueError unless ``node`` is a section whose keys are among ``names``, with all ``required`` ones (default: all
+    ``names``)."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be a section with the keys {', '.join(names)}")
-    key = key and f"{key}."
-    for name, value in node.items():
+    prefix = f"{key}." if key else ""
+    for name, setting in node.items():
         if name not in names:
-            raise ValueError(f"{key}{name}={value}: no such key; allowed are {', '.join(names) or 'none'}")
+            raise ValueError(f"{prefix}{name}={setting}: no such key; allowed are {', '.join(names) or 'none'}")
     for name in names if required is None else required:
         if name not in node:
-            raise ValueError(f"{key}{name}: must be given")
+            raise ValueError(f"{prefix}{name}: is required, but missing")
 
 
-def checked(value: object, hint: object, *, key: str) -> Any:
-    """The value as the annotated type; ValueError naming key, value and what is allowed."""
+def parse_setting(setting: object, hint: object, *, key: str) -> Any:
+    """The setting converted to the annotated type ``hint``; ValueError names key, value and requirement."""
     try:
-        return _adapter(hint).validate_python(value)
+        return _adapter(hint).validate_python(setting)
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
     first = errors[0]
-    places = [str(place) for place in first["loc"] if isinstance(place, int)]  # other words name options of a union
-    allowed = [error["msg"].removeprefix("Input should be ") for error in errors]
-    for word, ours in WORDS.items():
-        allowed = [text.replace(word, ours) for text in allowed]
-    if literal := first["type"] == "literal_error":
-        allowed[0] = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").lower()
+    # A location has the indices of list elements; its words name options of a union, which are no part of the key.
+    indices = [str(part) for part in first["loc"] if isinstance(part, int)]
+    requirements = [error["msg"].removeprefix("Input should be ") for error in errors]
+    for phrase, replacement in PHRASES.items():
+        requirements = [text.replace(phrase, replacement) for text in requirements]
+    verb = "must be"
+    if first["type"] == "literal_error":
+        verb = "allowed are"
+        requirements[0] = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").lower()
     if first["type"] in ("missing", "too_long"):
-        places, allowed = [], ["a list of another length"]
-    allowed += ["null"] * (type(None) in typing.get_args(hint) and not places)
-    must = "allowed are" if literal else "must be"
-    raise ValueError(f"{'.'.join([key, *places])}={first['input']}: {must} {' or '.join(dict.fromkeys(allowed))}")
+        indices, requirements = [], ["a list of another length"]
+    if type(None) in typing.get_args(hint) and not indices:
+        requirements.append("null")
+    raise ValueError(f"{'.'.join([key, *indices])}={first['input']}: {verb} {' or '.join(dict.fromkeys(requirements))}")
 
 
 @cache
 def _adapter(hint: object) -> TypeAdapter:
     config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
     try:
-        return TypeAdapter(_readable(hint), config=config)
-    except (PydanticUserError, TypeError):  # pydantic has no check for this annotation
+        return TypeAdapter(_pydantic_hint(hint), config=config)
+    except (PydanticUserError, TypeError):  # pydantic cannot check this annotation
         return TypeAdapter(Any)
 
 
-def _readable(hint: object) -> object:
-    """The annotation for pydantic: 1e6 is an integer, a list becomes a tuple, and a mapping has any values."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+def _to_integer(setting: object) -> object:
+    """A float without a fraction as an integer; anything else unchanged."""
+    return int(setting) if isinstance(setting, float) and setting.is_integer() else setting
+
+
+def _pydantic_hint(hint: object) -> object:
+    """The annotation for pydantic: 1e6 is accepted as an integer, a list for a tuple, any mapping for a dictionary."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is int:
-        whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-        return Annotated[int, whole, Interval(gt=-(2**63), lt=2**63)]
+        return Annotated[int, BeforeValidator(_to_integer), Interval(gt=-(2**63), lt=2**63)]
     if origin is Annotated:
-        return Annotated[_readable(inside[0]), *inside[1:]]
+        return Annotated[_pydantic_hint(arguments[0]), *arguments[1:]]
     if origin in (typing.Union, types.UnionType):
-        return typing.Union[tuple(map(_readable, inside))]  # noqa: UP007 - of a list
+        return typing.Union[tuple(map(_pydantic_hint, arguments))]  # noqa: UP007 - of a list
     if origin in (dict, Mapping):
         return dict
     if origin in (list, tuple, collections.abc.Sequence) or hint in (tuple, collections.abc.Sequence):
-        elements = tuple(one if one is ... else _readable(one) for one in inside) or (Any, ...)
+        elements = tuple(element if element is ... else _pydantic_hint(element) for element in arguments) or (Any, ...)
         return Annotated[tuple[elements if origin is tuple else (elements[0], ...)], Strict(False)]
     return hint

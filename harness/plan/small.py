@@ -1,7 +1,5 @@
-"""Small plans of the same kind, on which the contract is checked; a variant's YAML may have sizes for them:
-
-small: {attention: {block: 4}, model: {span: 12}}      # keywords of sublayers, and keys of model
-"""
+"""Small plans of a run's configuration, on which the contract is checked. A variant's YAML file may set sizes for them:
+small: {attention: {block: 4}, model: {span: 12}}      # keywords of sublayers, and keys of model"""
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -9,89 +7,98 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from omegaconf import OmegaConf
 
-from harness.plan.build import Plan, varied
-from harness.plan.network import KEYS
-from harness.plan.settings import check_keys, checked
+from harness.plan.build import Plan, replan
+from harness.plan.network import VARIANT_KEYS
+from harness.plan.settings import check_keys, parse_setting
 
-HEADS, HEAD_WIDTH = 2, 16
+HEADS = 2
+HEAD_WIDTH = 16
 ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}
 SPANS = (13, 64)
-"""A prime, or a power of 2 for mechanisms that need a multiple."""
+"""A prime, and a power of 2 for mechanisms whose span must be a multiple of a block."""
 
 
-def with_small(plan: Plan, *, typed: Collection[str] = ()) -> Plan:
-    """The plan with its variant's ``small``, except for keys ``typed`` on the command line. ValueError by key."""
+def apply_small(plan: Plan, *, command_line_keys: Collection[str] = ()) -> Plan:
+    """The plan with the sizes of its variant's ``small``, but for ``command_line_keys``. ValueError names the key."""
     variant = plan.config["variant"]
-    small = checked(variant.get("small"), dict | None, key="variant.small") or {}
-    check_keys(small, [*(name for name in variant if name not in KEYS), "model"], key="variant.small", required=())
+    small = parse_setting(variant.get("small"), dict | None, key="variant.small") or {}
+    sublayers = [name for name in variant if name not in VARIANT_KEYS]
+    check_keys(small, [*sublayers, "model"], key="variant.small", required=())
     if not small:
         return plan
-    changed = OmegaConf.create({"variant": variant, "model": plan.config["model"]})
-    for key, leaf in _leaves(small):
-        key = key if key.startswith("model.") else f"variant.{key}"
-        if key not in typed:
-            OmegaConf.update(changed, key, leaf, force_add=True)
+    config = OmegaConf.create({"variant": variant, "model": plan.config["model"]})
+    for key, size in _leaves(small):
+        config_key = key if key.startswith("model.") else f"variant.{key}"
+        if config_key not in command_line_keys:
+            OmegaConf.update(config, config_key, size, force_add=True)
     try:
-        return varied(plan, **OmegaConf.to_container(changed))
+        return replan(plan, **OmegaConf.to_container(config))
     except ValueError as error:
         raise ValueError(f"variant.small: {error}") from error
 
 
 def _leaves(node: Mapping, key: str = "") -> list[tuple[str, object]]:
-    """Values that are no mappings, with their dotted keys."""
-    below = [(f"{key}.{name}".lstrip("."), value) for name, value in node.items()]
-    return [leaf for k, v in below for leaf in (_leaves(v, k) if isinstance(v, Mapping) else [(k, v)])]
+    """The dotted key and the content of each entry, at any depth, that is no mapping."""
+    leaves = []
+    for name, child in node.items():
+        child_key = f"{key}.{name}".lstrip(".")
+        leaves += _leaves(child, child_key) if isinstance(child, Mapping) else [(child_key, child)]
+    return leaves
 
 
-def shrunk(plan: Plan) -> Plan:
-    """A small plan of the same kind: one layer of each kind (or two alike), the variant's ``small``, 2 heads of 16, and
-    a span of 13; or the first of larger widths and spans, up to the plan's, with which a model runs."""
-    small, sizes = with_small(plan), (plan.config["variant"].get("small") or {}).get("model", {})
-    return _first_that_runs(small, spans=(*SPANS, plan.model.span), layers=(_kinds(plan),), model=sizes)
+def shrink(plan: Plan) -> Plan:
+    """A small plan with each different layer once (or two equal layers), the variant's ``small``, 2 heads of width 16,
+    and a span of 13. If no model of these sizes runs, widths and spans grow up to the plan's."""
+    small = apply_small(plan)
+    sizes = (plan.config["variant"].get("small") or {}).get("model", {})
+    return _first_runnable(small, spans=(*SPANS, plan.model.span), layer_lists=(_distinct_layers(plan),), model=sizes)
 
 
-def narrow(plan: Plan) -> Plan:
-    """The plan in few layers (all if keywords fit no others) and small width, at the run's span, without ``small``."""
-    layers = (_kinds(plan), [tuple(layer) for layer in plan.layers])
-    return _first_that_runs(plan, spans=(plan.model.span,), layers=layers, model={})
+def reduce_width(plan: Plan) -> Plan:
+    """The plan with few layers and a small width, at the run's span, without ``small``. It has all layers if a keyword
+    of a sublayer fits no other number of layers."""
+    layer_lists = (_distinct_layers(plan), [tuple(layer) for layer in plan.layers])
+    return _first_runnable(plan, spans=(plan.model.span,), layer_lists=layer_lists, model={})
 
 
-def at_own_width(plan: Plan, *, sublayers: Collection[str], longest: int) -> Plan:
-    """The plan on a CPU with one layer of each kind, these sublayers alone, a span of at most ``longest`` bytes and two
-    streams; heads and widths as in the run."""
+def reduce_depth(plan: Plan, *, sublayers: Collection[str], max_span: int) -> Plan:
+    """The plan on a CPU with the run's heads and widths, and two streams. It has each different layer once, only the
+    named ``sublayers`` in them, and a span of at most ``max_span`` bytes."""
     layers = [tuple(name for name in layer if name in sublayers) or tuple(layer) for layer in plan.layers]
-    kinds = [kind for kind in dict.fromkeys(layers) if set(kind) & set(sublayers)]
-    m = plan.model
-    sizes = {"heads": m.heads, "d_model": m.d_model, "embedding_dropout": 0.0}
-    few = varied(plan, runtime=ON_CPU, batch={"streams": 2, "accumulate": 1})
-    return _first_that_runs(few, spans=(min(longest, m.span), m.span), layers=(kinds, layers), model=sizes)
+    distinct = [layer for layer in dict.fromkeys(layers) if set(layer) & set(sublayers)]
+    span = plan.model.span
+    sizes = {"heads": plan.model.heads, "d_model": plan.model.d_model, "embedding_dropout": 0.0}
+    on_cpu = replan(plan, runtime=ON_CPU, batch={"streams": 2, "accumulate": 1})
+    return _first_runnable(on_cpu, spans=(min(max_span, span), span), layer_lists=(distinct, layers), model=sizes)
 
 
-def of_mechanism(plan: Plan, kind: str) -> Plan:
-    """The plan on which the contract is checked: in plain PyTorch on a CPU for a device of another ``kind``."""
-    return plan if kind == "cpu" else varied(plan, runtime=ON_CPU)
+def contract_plan(plan: Plan, device_kind: str) -> Plan:
+    """The plan on which the contract is checked. If the run's device is no CPU, it is in plain PyTorch on a CPU."""
+    return plan if device_kind == "cpu" else replan(plan, runtime=ON_CPU)
 
 
-def _kinds(plan: Plan) -> list[tuple[str, ...]]:
-    kinds = list(dict.fromkeys(tuple(layer) for layer in plan.layers))
-    return kinds * 2 if len(kinds) == 1 and len(plan.layers) > 1 else kinds
+def _distinct_layers(plan: Plan) -> list[tuple[str, ...]]:
+    """The sublayers' names of each different layer; twice if a plan of several layers has only one kind."""
+    layers = list(dict.fromkeys(tuple(layer) for layer in plan.layers))
+    return layers * 2 if len(layers) == 1 and len(plan.layers) > 1 else layers
 
 
-def _first_that_runs(plan: Plan, *, spans: Sequence[int], layers: Sequence[Sequence], model: Mapping) -> Plan:
-    """The first of these sizes with which a model runs, else the last; keys of ``model`` win over them."""
-    asked = plan.model
-    widths = [(HEADS, HEADS * HEAD_WIDTH), (asked.heads, asked.heads * HEAD_WIDTH), (asked.heads, asked.d_model)]
-    for span, chosen, (heads, d_model) in itertools.product(spans, layers, widths):
-        variant = {"layers": list(chosen[0]), "at": {i: list(names) for i, names in enumerate(chosen)}}
-        sizes = {"heads": heads, "d_model": d_model, "span": span} | dict(model) | {"layers": len(chosen)}
-        small = varied(plan, variant=variant, model=sizes)
-        if runs(small):
+def _first_runnable(plan: Plan, *, spans: Sequence[int], layer_lists: Sequence[Sequence], model: Mapping) -> Plan:
+    """The plan at the first combination of span, layers and width with which a model runs, else at the last one.
+    ``model`` has keys of the section ``model`` that override these sizes."""
+    heads, d_model = plan.model.heads, plan.model.d_model
+    widths = [(HEADS, HEADS * HEAD_WIDTH), (heads, heads * HEAD_WIDTH), (heads, d_model)]
+    for span, layers, (heads, d_model) in itertools.product(spans, layer_lists, widths):
+        variant = {"layers": list(layers[0]), "at": {i: list(names) for i, names in enumerate(layers)}}
+        sizes = {"heads": heads, "d_model": d_model, "span": span, **model, "layers": len(layers)}
+        small = replan(plan, variant=variant, model=sizes)
+        if can_run(small):
             break
     return small
 
 
-def runs(plan: Plan) -> bool:
-    """Whether a model of these sizes can be built and run."""
+def can_run(plan: Plan) -> bool:
+    """Whether a model of these sizes can be built, and can read three bytes of two streams."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             plan.make_model().eval()(torch.zeros(2, 3, dtype=torch.int64))

@@ -1,8 +1,7 @@
-"""Space of a variant's trials: the tuned keys with their ends, and the point of a trial's number.
-
-Points are a scrambled Sobol sequence with a fixed seed, which fills the unit cube more evenly than independent draws
-(I. M. Sobol, USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Point n depends on space and n: 16 trials extend to 32.
-"""
+"""Search space of a variant: the hyperparameters searched, their bounds, and the point of each trial. Points are a
+scrambled Sobol sequence with a fixed seed, which fills the unit cube more evenly than independent draws (I. M. Sobol,
+USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Trial n has point n of the sequence, which depends on the space and on n
+only: a search of 16 trials can be extended to 32."""
 
 from collections.abc import Collection, Mapping
 from typing import Literal
@@ -10,16 +9,18 @@ from typing import Literal
 from omegaconf import DictConfig, OmegaConf
 from torch.quasirandom import SobolEngine
 
-from harness.plan.settings import parse, section
+from harness.plan.settings import parse_section, section
 
-SCRAMBLE_SEED, MOST_TRIALS, MISSING = 0, 2**16, object()
-TUNED = ("variant.", "model.", "batch.", "position.", "optim.", "budget.")
-"""Beginnings of a space's keys: a file must not set here what counts from the command line alone."""
+SCRAMBLE_SEED = 0
+MAX_TRIALS = 2**16
+ABSENT = object()
+SEARCHABLE = ("variant.", "model.", "batch.", "position.", "optim.", "budget.")
+"""Prefixes of the keys that a space may set; a file must never set ``trust`` or ``hydra.*`` through a space."""
 
 
 @section
 class Interval:
-    """From ``low`` to ``high``, both included; numbers keep four digits, so that they can be typed."""
+    """An interval from ``low`` to ``high``, both included, on a logarithmic or linear scale."""
 
     low: float
     high: float
@@ -31,16 +32,17 @@ class Interval:
         if self.scale == "log" and self.low <= 0:
             raise ValueError(f"low={self.low}: must be above 0 on a logarithmic scale")
 
-    def at(self, unit: float) -> tuple[float, float]:
-        """The number at ``unit`` of [0, 1), and its place between the ends, from 0 to 1."""
+    def select(self, coordinate: float) -> tuple[float, float]:
+        """The number at a Sobol ``coordinate`` of [0, 1), and its relative position in the interval, from 0 to 1. The
+        number is rounded to four significant digits, so that it can be repeated on the command line."""
         low, high = self.low, self.high
-        number = low * (high / low) ** unit if self.scale == "log" else low + (high - low) * unit
-        return float(f"{number:.4g}"), unit
+        number = low * (high / low) ** coordinate if self.scale == "log" else low + (high - low) * coordinate
+        return float(f"{number:.4g}"), coordinate
 
 
 @section
 class Choice:
-    """One of several values, in order of size where they have one."""
+    """A list of choices, sorted by size where they have a size."""
 
     choices: list
 
@@ -48,38 +50,46 @@ class Choice:
         if len(self.choices) < 2:
             raise ValueError(f"choices={self.choices}: must be a list of two values or more")
 
-    def at(self, unit: float) -> tuple[object, float]:
-        place = int(unit * len(self.choices))
-        return self.choices[place], place / (len(self.choices) - 1)
+    def select(self, coordinate: float) -> tuple[object, float]:
+        """The choice at a Sobol ``coordinate`` of [0, 1), and its relative position in the list, from 0 to 1."""
+        index = int(coordinate * len(self.choices))
+        return self.choices[index], index / (len(self.choices) - 1)
 
 
-def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, dict[str, float] | None]:
-    """The configuration at the point of its ``trial``, and each key's place between the ends of ``space``, from 0 to 1;
-    without a trial, the configuration without a space, and None. ValueError for a malformed space, or for a key that
-    the configuration lacks or the user ``typed``."""
+def apply_trial(cfg: DictConfig, *, command_line_keys: Collection[str]) -> tuple[DictConfig, dict[str, float] | None]:
+    """Set the keys of ``space`` to the point of the configuration's ``trial``.
+
+    Returns:
+        The changed copy of the configuration, and for each key of the space its relative position between the bounds,
+        from 0 to 1. Without a trial: a copy whose space is null, and None.
+
+    Raises:
+        ValueError: the space is malformed, or has a key that the configuration lacks or that the command line sets.
+    """
     cfg = cfg.copy()
-    if cfg.trial is None:
+    trial = cfg.trial
+    if trial is None:
         cfg.space = None
         return cfg, None
     space = OmegaConf.to_container(cfg.space, resolve=True) if isinstance(cfg.space, DictConfig) else None
-    if type(cfg.trial) is not int or not 0 <= cfg.trial < MOST_TRIALS:
-        raise ValueError(f"trial={cfg.trial}: allowed are null and integers from 0 to {MOST_TRIALS - 1}")
+    if type(trial) is not int or not 0 <= trial < MAX_TRIALS:
+        raise ValueError(f"trial={trial}: allowed are null and integers from 0 to {MAX_TRIALS - 1}")
     if cfg.purpose != "tune":
-        raise ValueError(f"purpose={cfg.purpose}: a trial chooses and is no result; allowed with trial is tune")
+        raise ValueError(f"purpose={cfg.purpose}: trial={trial} is only allowed with purpose=tune")
     if not space:
-        raise ValueError(
-            f"trial={cfg.trial}: there is no space for it; allowed is a variant that conf/space has, or null"
-        )
-    units = SobolEngine(len(space), scramble=True, seed=SCRAMBLE_SEED).fast_forward(cfg.trial).draw(1)[0].tolist()
+        raise ValueError(f"trial={trial}: needs a search space; set space=NAME, a file of conf/space, or trial=null")
+    sequence = SobolEngine(len(space), scramble=True, seed=SCRAMBLE_SEED)
+    coordinates = sequence.fast_forward(trial).draw(1)[0].tolist()
     point = {}
-    for key, unit in zip(sorted(space, key=str), units, strict=True):
-        if not str(key).startswith(TUNED):
-            raise ValueError(f"space.{key}: is nothing to tune; allowed are keys that begin with {', '.join(TUNED)}")
-        if key in typed:
-            raise ValueError(f"{key}: is given by trial={cfg.trial}; allowed is trial=null, or a space without it")
-        if OmegaConf.select(cfg, key, default=MISSING) is MISSING:
-            raise ValueError(f"space.{key}: there is no such key in the configuration")
-        kind = Choice if isinstance(space[key], Mapping) and "choices" in space[key] else Interval
-        choice, point[key] = parse(kind, space[key], key=f"space.{key}").at(unit)
-        OmegaConf.update(cfg, key, choice)
+    for key, coordinate in zip(sorted(space, key=str), coordinates, strict=True):
+        if not str(key).startswith(SEARCHABLE):
+            raise ValueError(f"space.{key}: cannot be searched; allowed are keys below {', '.join(SEARCHABLE)}")
+        if key in command_line_keys:
+            raise ValueError(f"{key}: is set by trial={trial} and by the command line; use trial=null, or omit {key}")
+        if OmegaConf.select(cfg, key, default=ABSENT) is ABSENT:
+            raise ValueError(f"space.{key}: the configuration has no such key")
+        is_choice = isinstance(space[key], Mapping) and "choices" in space[key]
+        dimension = parse_section(Choice if is_choice else Interval, space[key], key=f"space.{key}")
+        setting, point[key] = dimension.select(coordinate)
+        OmegaConf.update(cfg, key, setting)
     return cfg, point

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from harness.cache import write_whole
+from harness.cache import write_atomically
 from harness.failures import Damaged
 from harness.record.rows import FORMAT, check_format, read_file
 
@@ -106,7 +106,7 @@ def _write(path: Path, content: dict) -> Path:
     digest = _ending(file.getbuffer())
     file.seek(-len(_NO_COMMENT), io.SEEK_END)
     file.write(digest)
-    write_whole(path, file.getbuffer())
+    write_atomically(path, file.getbuffer())
     return path
 
 

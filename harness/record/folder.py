@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cache import NO_ROOM, sha256_of, storage_failure, try_lock, write_all
-from harness.failures import kind_of
+from harness.cache import NO_SPACE, sha256_of, storage_failure, try_lock, write_all
+from harness.failures import failure_class
 from harness.record import checkpoint
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, check_format, look_at, read_object, write_summary
 from harness.record.shapes import misfit, shapes
@@ -99,7 +99,7 @@ class RunFolder:
                 if not (self.path / RECORD).exists():
                     (self.path / LOCK).unlink(missing_ok=True)
                 self.path.rmdir()
-            if error.errno in NO_ROOM:
+            if error.errno in NO_SPACE:
                 raise storage_failure(self.path / LOCK, error, needed=len(holder)) from error
             where = f"{error.filename2}: " if error.filename2 else ""
             raise ValueError(f"outputs={self.path.parent}: cannot be written ({where}{error.strerror})") from error
@@ -132,7 +132,7 @@ class RunFolder:
         if not is_held:
             self.hold()
         if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):  # or somebody has removed it
-            status = kind.status if (kind := kind_of(error)) else "failed"
+            status = kind.status if (kind := failure_class(error)) else "failed"
             message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
             write_summary(self.path, summary=facts | {"status": status, "error": message})
         if not is_held:

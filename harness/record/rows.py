@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from harness.cache import append_whole, storing, write_all, write_whole
+from harness.cache import append_atomically, raise_storage_failure, write_all, write_atomically
 from harness.failures import Damaged, Failure
 
 RECORD = "record.jsonl"
@@ -44,13 +44,13 @@ class Record:
         self.path = folder / RECORD
         content = _cut_back(self.path, rows=rows, sha256=sha256)
         self._rows, self._sha256 = content.count(b"\n"), hashlib.sha256(content)
-        with storing(self.path):
+        with raise_storage_failure(self.path):
             self._file = self.path.open("ab", buffering=0)
 
     @property
     def rows(self) -> int:
         """Number of rows, all flushed to the disk, for the checkpoint."""
-        with storing(self.path):
+        with raise_storage_failure(self.path):
             os.fsync(self._file.fileno())
         return self._rows
 
@@ -62,7 +62,7 @@ class Record:
         """Write one row, ``kind`` among its keys, and return it as written."""
         row = plain(row)
         line = _line(row)
-        with storing(self.path, needed=len(line)):
+        with raise_storage_failure(self.path, needed=len(line)):
             write_all(self._file, line)
         self._rows += 1
         self._sha256.update(line)
@@ -100,14 +100,14 @@ def _cut_back(path: Path, *, rows: int, sha256: str | None) -> bytes:
 def append_row(path: Path, row: dict) -> dict:
     """Add a row to a file, whole or not at all, and return it as written; StorageFailure where it cannot be written."""
     row = plain(row)
-    append_whole(path, _line(row))
+    append_atomically(path, _line(row))
     return row
 
 
 def write_summary(folder: Path, *, summary: dict) -> Path:
     """Write ``summary.json`` whole or not at all."""
     path = folder / SUMMARY
-    write_whole(path, _line(plain(summary)))
+    write_atomically(path, _line(plain(summary)))
     return path
 
 

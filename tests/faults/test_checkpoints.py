@@ -135,7 +135,7 @@ def refused(message: str) -> None:
     job = make_job(*GIVEN)
     with pytest.raises(ValueError, match=message):
         run_job(job)
-    assert job.trainer.stream.steps_per_turn and job._steps_here == 0
+    assert job.trainer.stream.steps_per_epoch and job._steps_here == 0
 
 
 def test_without_a_good_one_it_is_refused_until_forced(died, once):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.compose import cli
-from harness.failures import Damaged, Diverged, OutOfMemory, ProcessLost, StorageFailure, kind_of
+from harness.failures import Damaged, Diverged, OutOfMemory, ProcessLost, StorageFailure, failure_class
 from harness.loop.run import Run
 from tests.command import MADE, empty_folder, run_folders, train  # noqa: F401 - a fixture
 
@@ -31,7 +31,7 @@ KINDS = [
 
 def test_codes_and_statuses_agree():
     for error, code, status in KINDS:
-        kind = kind_of(error)
+        kind = failure_class(error)
         assert (cli.exit_code([error]), kind.status if kind else "failed") == (code, status), error
 
 
@@ -64,5 +64,5 @@ def test_a_sweep_ends_with_the_highest_code_of_its_jobs(here, monkeypatch):
     monkeypatch.setattr(Run, "step", fail)
     ended = train("-m", *MADE, "seed=0,1,2")
     assert ended.code == 4 and "0 of 3 done" in ended.out
-    copy = cli.portable(StorageFailure("outputs: no space left"))  # as a job sends it to its sweep
+    copy = cli.to_job_failed(StorageFailure("outputs: no space left"))  # as a job sends it to its sweep
     assert copy.code == StorageFailure.exit_code and str(copy) == "outputs: no space left"
