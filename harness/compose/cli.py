@@ -26,7 +26,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from harness import failures, source
 from harness.compose.untrusted_config import CONF, FileConfigSource
-from harness.device.torchrun import check_launch, is_later, read_launch
+from harness.device.torchrun import check_launch, is_secondary, read_launch
 
 TRACE = "WINDTUNNEL_TRACE"
 """Variable that keeps the user's own HYDRA_FULL_ERROR, which ``run_command`` overwrites."""
@@ -72,7 +72,7 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     mistakes; afterwards only errors marked ``of_process`` are printed."""
     status = os.fstat(2)
     terminal = status.st_dev, status.st_ino  # a launcher may run jobs elsewhere
-    others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "of_process", False)
+    others = isinstance(error, MISTAKES) and is_secondary() and not getattr(error, "of_process", False)
     if others or getattr(error, "already_printed", None) in (True, terminal):
         return
     has_message = isinstance(error, (*MISTAKES, JobFailed)) or failures.kind_of(error)
@@ -98,7 +98,7 @@ def own_command() -> str:
     hydra, launch = HydraConfig.get(), read_launch()
     checkout = (source.ROOT / "pyproject.toml").exists()
     if hydra.mode != RunMode.MULTIRUN:
-        script = (*launch.words, sys.argv[0]) if checkout or launch.world_size > 1 else ("windtunnel", "train")
+        script = (*launch.command_prefix, sys.argv[0]) if checkout or launch.world_size > 1 else ("windtunnel", "train")
         return shlex.join([*script, *sys.argv[1:]])
     folders = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
     words = [word for folder in folders for word in ("-cd", folder)]

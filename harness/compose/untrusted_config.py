@@ -68,7 +68,7 @@ def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
 def read_config(path: Path, *, what: str) -> DictConfig:
     """The sections of a run's ``config.yaml``: plain values, within limits; ValueError that begins with ``what``."""
     try:
-        text, depth = read_file(path, most=MAX_BYTES).decode("utf-8"), 0
+        text, depth = read_file(path, max_bytes=MAX_BYTES).decode("utf-8"), 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):

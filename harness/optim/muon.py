@@ -68,7 +68,10 @@ class Muon(torch.optim.Optimizer):
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "precision": precision}
         super().__init__(params, defaults)
-        self._step_supports_amp_scaling, self.units = True, None  # as torch's fused ones: see optimizers.py
+        self._step_supports_amp_scaling, self.sharded_parameters = (
+            True,
+            None,
+        )  # as torch's fused ones: see optimizers.py
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim != 2:
                 raise ValueError(f"Muon takes matrices only, not a parameter of shape {tuple(parameter.shape)}")
@@ -83,7 +86,7 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         """One update of every parameter with a gradient, unless ``found_inf`` is 1. Processes with some rows of every
         matrix gather the factors, and each computes all products."""
-        parts = self.units.parts if self.units else {}
+        parts = self.sharded_parameters.dtensors if self.sharded_parameters else {}
         for group in self.param_groups:
             alike = defaultdict(list)
             for parameter in group["params"]:
@@ -107,11 +110,12 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         directions = torch._foreach_lerp(gradients, buffers, momentum)
         if divided:
-            directions = [self.units.whole_of(*pair).full_tensor() for pair in zip(parameters, directions, strict=True)]
+            pairs = zip(parameters, directions, strict=True)
+            directions = [self.sharded_parameters.to_dtensor(*pair).full_tensor() for pair in pairs]
         products = product_dtype(group["precision"], like=parameters[0])
         updates = orthogonalize(torch.stack(directions), dtype=products).masked_fill_(left_out, 0.0).unbind()
         if divided:
-            updates = [self.units.part_of(*pair) for pair in zip(parameters, updates, strict=True)]
+            updates = [self.sharded_parameters.to_shard(*pair) for pair in zip(parameters, updates, strict=True)]
         if group["weight_decay"]:
             decay = torch.full_like(left_out, 1 - lr * group["weight_decay"], dtype=updates[0].dtype)
             torch._foreach_mul_(parameters, decay.masked_fill_(left_out, 1.0))

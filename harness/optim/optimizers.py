@@ -18,7 +18,7 @@ from harness.optim.parameter_groups import Group
 
 BY_ROWS = (Muon, ClippedAdagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 BY_ROWS += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.SparseAdam)
-"""Optimizers that may update some rows of a parameter: they treat each number alone, or know ``units``."""
+"""Optimizers that may update some rows of a parameter: they treat each number alone, or use ``sharded_parameters``."""
 
 
 class Optimizers:
@@ -32,14 +32,15 @@ class Optimizers:
     Attributes:
         found_inf: 1 on the device once an update was left out, else 0; None before the first. All later ones are left
             out too, so that a late reader finds the weights of before.
-        units: of ``harness/device/spread.py``, where parameters are divided among processes; else None.
+        sharded_parameters: ``harness.device.distributed_parameters.DistributedParameters`` if processes hold shards of
+            parameters, else None.
     """
 
     def __init__(self, groups: list[Group], *, lr: float, schedule: Schedule, clip: float | None = None):
         self.groups = {group.name: group for group in groups}
         self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
         self.found_inf: Tensor | None = None
-        self.units = None
+        self.sharded_parameters = None
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
@@ -48,14 +49,15 @@ class Optimizers:
         gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
         every = {p: g for both in gradients.values() for some in both for p, g in some.items()}
         self._find_inf([*([] if loss is None else [loss]), *every.values()])
-        self._clip(gradients, divided={every[p] for p in self.units.parts if p in every} if self.units else set())
+        shards = self.sharded_parameters.dtensors if self.sharded_parameters else {}
+        self._clip(gradients, divided={every[p] for p in shards if p in every})
         share = self.schedule.factor(fraction, step=self.steps)
         for name, optimizer in self.optimizers.items():
             group = self.groups[name]
             for part in optimizer.param_groups:
                 part["lr"] = self.lr * group.lr_scale * (share if group.schedule == "run" else 1.0)
             if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.found_inf, optimizer.units = self.found_inf, self.units
+                optimizer.found_inf, optimizer.sharded_parameters = self.found_inf, self.sharded_parameters
                 optimizer.step()
             elif self.may_update():
                 optimizer.step()
@@ -70,8 +72,8 @@ class Optimizers:
         for dtype in {tensor.dtype for tensor in tensors}:
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             torch._amp_foreach_non_finite_check_and_unscale_(same, self.found_inf, torch.ones_like(self.found_inf))
-        if self.units:
-            self.found_inf.copy_(self.units.total(self.found_inf, of="max"))
+        if self.sharded_parameters:
+            self.found_inf.copy_(self.sharded_parameters.reduce_shards(self.found_inf, operation="max"))
 
     def may_update(self) -> bool:
         """Whether the update is to be made; waits for the device."""
@@ -99,7 +101,7 @@ class Optimizers:
         norm = torch.nn.utils.get_total_norm([g for g in gradients if g not in divided])
         if not (parts := [g for g in gradients if g in divided]):
             return norm
-        squares = self.units.total(torch.nn.utils.get_total_norm(parts).square())
+        squares = self.sharded_parameters.reduce_shards(torch.nn.utils.get_total_norm(parts).square())
         return (squares + norm.to(squares.device).square()).sqrt()
 
     def zero_grad(self) -> None:
@@ -122,10 +124,10 @@ class Optimizers:
 
     def _divided(self, name: str, state: dict, *, whole: bool) -> dict:
         """An optimizer's state with whole tensors, or with this process's parts."""
-        if not self.units:
+        if not self.sharded_parameters:
             return state
         parameters = [parameter for part in self.optimizers[name].param_groups for parameter in part["params"]]
-        change = self.units.whole_of if whole else self.units.part_of
+        change = self.sharded_parameters.to_dtensor if whole else self.sharded_parameters.to_shard
         changed = {
             i: {key: change(parameters[i], v) if isinstance(v, Tensor) else v for key, v in values.items()}
             for i, values in state["state"].items()
