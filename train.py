@@ -15,14 +15,13 @@ from harness.compose.cli import own_command, run_command
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    """Run one command or one job of a sweep: start, resume or return a run. Returns bits per byte on valid, which is
-    the objective of sweeps."""
+    """Start, resume or return a run or job of a sweep. Returns bits per byte on valid, the objective of sweeps."""
     from harness.device.processes import join_processes
     from harness.loop.prepare import prepare  # imports torch, which --help and completion do not need
 
     with join_processes() as processes:
         run = prepare(cfg, command=own_command(), processes=processes)
-        return run.return_finished() if run.finished_summary else train(run)
+        return run.return_finished() if run.folder.summary else train(run)
 
 
 def train(run) -> float | None:

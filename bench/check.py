@@ -153,8 +153,8 @@ def _training_plan(*words: str):
 
 
 def agrees() -> bool:
-    """Print whether the device agrees with plain PyTorch in float64 on a CPU. Errors may be ``select_backend.TOLERANCE``,
-    or twice those of plain PyTorch in the device's precision. In bfloat16, tables are read at other slots, so numbers
+    """Print whether the device agrees with plain PyTorch in float64 on a CPU. Errors may be ``TOLERANCE`` of
+    ``select_backend``, or twice those of plain PyTorch in the device's precision. In bfloat16, tables are read at other slots, so numbers
     need only be finite. ValueError if the backend cannot run."""
     import torch
 

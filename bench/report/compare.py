@@ -1,7 +1,8 @@
 """Which rows stand in one table, how they are named, and words for captions.
 
 Bits per byte compare where ``score_conditions`` of ``harness.record.comparison`` and the numbers of the shared code are
-equal; time and memory on equal ``cost_conditions`` and code. An *arm* is one variant, configuration and code, with any seed.
+equal; time and memory on equal ``cost_conditions`` and code. An *arm* is one variant, configuration and code, with any
+seed.
 """
 
 import json

@@ -5,20 +5,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 MAX_GRAPHS = 8
-"""Graphs of one model. Six are usual: training and scoring need one each for the first segment of a stream, the second,
-and all later ones."""
+"""Graphs of one model. Usually six: of training and scoring, for a stream's first, second and later segments."""
 
 
 class Compiled:
-    """Calls a model in compiled graphs. If it would need more than ``MAX_GRAPHS``, a line is printed, and this call and
-    all later ones run uncompiled.
-
-    Scoring has one graph for all numbers of streams and lengths, and always collects statistics. Carried state is made
-    contiguous and copied out of views, because each other memory layout would need a graph of its own.
-
-    Attributes:
-        fully_compiled: whether all calls so far were compiled.
-    """
+    """Calls a model in compiled graphs, or without them once it would need more than ``MAX_GRAPHS``; ``fully_compiled``
+    is then False. Scoring has one graph for all numbers of streams and lengths, and always collects statistics. Carried
+    state is contiguous and not a view, because each other memory layout would need a graph of its own."""
 
     def __init__(self, model: nn.Module):
         self.model, self.graphs, self.fully_compiled = model, torch.compile(model), True

@@ -32,8 +32,8 @@ class DistributedParameters(ModelParameters):
         units: modules of the model that become FSDP units; the model itself becomes the last one.
         unsharded: parameters that FSDP must leave alone.
         tables: modules and names of their tables, which ``shard="full"`` shards by columns.
-        shard: ``none`` or ``full``, as ``runtime.shard``.
         device: where the model is moved after tables are sharded; until then it may be on the host.
+
     """
 
     def __init__(
@@ -90,23 +90,19 @@ class DistributedParameters(ModelParameters):
                     unit.set_reshard_after_forward(True, recurse=False)
 
     def to_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        """Return this process's shard of a tensor of the parameter's full shape; any other tensor is returned as it
-        is."""
+        """Return this process's shard of a tensor of the parameter's full shape; others are returned unchanged."""
         dtensor = self.dtensors.get(parameter)
         if dtensor is None or full.shape != dtensor.shape:
             return full
         return distribute_like(dtensor, full).to_local().clone()
 
     def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
-        """Return the ``DTensor`` whose shard in this process is ``shard``; a tensor of another shape than the
-        parameter's shard is returned as it is."""
+        """Return the ``DTensor`` of a tensor of the shape of the parameter's shard; others are returned unchanged."""
         dtensor = self.dtensors.get(parameter)
         return shard if dtensor is None or shard.shape != parameter.shape else _from_shard(shard, dtensor)
 
     def reduce_shards(self, tensor: Tensor, *, operation: str = "sum") -> Tensor:
-        if not self.dtensors:
-            return tensor
-        return DTensor.from_local(tensor, self._mesh, [Partial(operation)]).full_tensor()
+        return DTensor.from_local(tensor, self._mesh, [Partial(operation)]).full_tensor() if self.dtensors else tensor
 
 
 def distribute_like(reference: Tensor, tensor: Tensor) -> Tensor:

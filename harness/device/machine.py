@@ -20,8 +20,7 @@ RECORDED_VARIABLES = re.compile(
     r"|(CUBLAS_WORKSPACE_CONFIG|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING)|GLIBC_TUNABLES"
     r"|LD_PRELOAD|NVIDIA_TF32_OVERRIDE|PYTORCH_(CUDA_)?ALLOC_CONF|WINDTUNNEL_MARCH)$)"
 )
-"""Environment variables that change times, memory or the order of sums. Left out are the numbers of threads, which rows
-have by another key, and ``KMP_INIT_AT_FORK``, which joblib sets."""
+"""Environment variables that change times, memory or the order of sums, without numbers of threads."""
 CPUINFO = Path("/proc/cpuinfo")
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 CPU_MODEL_KEYS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
@@ -64,11 +63,8 @@ def environment() -> dict[str, str]:
 
 
 def set_graph_folder() -> None:
-    """Set ``TORCHINDUCTOR_CACHE_DIR`` to a subfolder for this CPU's instructions and number of threads.
-
-    Torch 2.13 does not include these in the keys of its cache. From a folder that machines share it would run code for
-    wider vectors, which reads out of bounds.
-    """
+    """Set ``TORCHINDUCTOR_CACHE_DIR`` to a subfolder for this CPU's instructions and number of threads. Torch 2.13's
+    cache ignores both: from a shared folder it would run code for wider vectors, which reads out of bounds."""
     capabilities = sorted(torch.cpu.get_capabilities().items())
     kind = f"{capabilities} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     default = Path(tempfile.gettempdir()) / f"attention-windtunnel-{os.getuid()}"
@@ -81,12 +77,11 @@ def set_graph_folder() -> None:
 
 def set_allocator(setting: str) -> str | None:
     """Set whether this process keeps freed memory or returns it to the system. Returns the setting, or None if it has
-    no effect: with a C library other than glibc, or if environment variables tune or replace the allocator.
+    no effect: without glibc, or if environment variables tune or replace the allocator.
 
-    By default glibc returns each freed block of 32 MiB or more to the system, and a step with large temporaries loses
-    up to a third of its time. ``keep`` never returns memory: it is fast, and the peak includes gaps between blocks.
-    ``return`` returns each block of 64 KiB or more: it is slow, and the peak is close to the memory in use.
-    """
+    By default glibc returns each freed block of 32 MiB or more, and a step with large temporaries loses up to a third
+    of its time. ``keep`` never returns memory: it is fast, and the peak includes gaps between blocks. ``return``
+    returns each block of 64 KiB or more: it is slow, and the peak is close to the memory in use."""
     library, variables = ctypes.CDLL(None), os.environ
     tuned = any(name.startswith("MALLOC_") for name in variables) or "malloc" in variables.get("LD_PRELOAD", "")
     if tuned or "glibc.malloc." in variables.get("GLIBC_TUNABLES", "") or not hasattr(library, "mallopt"):

@@ -11,12 +11,13 @@ ROWS_PER_GATHER = 2**20
 
 
 class ModelParameters:
-    """Parameters of a model that is trained by one process. The subclass ``DistributedParameters`` is for several.
+    """Parameters of a model that is trained by one process. ``DistributedParameters`` is the subclass for several.
 
     Attributes:
         local_parameters: what the optimizers update: each parameter, or this process's shard of it.
         averaged_parameters: those of them whose gradients are averaged after the backward pass, not during it.
-        dtensors: for each shard in ``local_parameters``, the ``DTensor`` that it belongs to.
+        dtensors: the ``DTensor`` of each shard in ``local_parameters``.
+
     """
 
     def __init__(self, model: nn.Module):
@@ -28,13 +29,11 @@ class ModelParameters:
         """Prepare the backward pass of a microbatch; ``last`` is the one after which the optimizers step."""
 
     def unsharded(self) -> AbstractContextManager[None]:
-        """Context in which the model's parameters are complete, for reading only. Processes may run different numbers
-        of forward passes in it."""
+        """Context in which parameters are complete, for reading; processes may run different numbers of forwards."""
         return nullcontext()
 
     def reduce_shards(self, tensor: Tensor, *, operation: str = "sum") -> Tensor:
-        """Return the sum, or with ``max`` the maximum, of all processes' tensors if parameters are sharded; else
-        ``tensor``."""
+        """Return the sum (or ``max``) of all processes' tensors if parameters are sharded, else ``tensor``."""
         return tensor
 
 

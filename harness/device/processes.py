@@ -30,11 +30,7 @@ T = TypeVar("T")
 
 
 class ProcessGroup(Launch):
-    """The processes of a run, as one of them sees them.
-
-    Attributes:
-        sharded_tables: the model's ``ShardedTables``, or None before the model is distributed.
-    """
+    """The processes of a run; ``sharded_tables`` are the model's, or None before it is distributed."""
 
     sharded_tables: Any = None
     _long_wait_group: dist.ProcessGroup | None = None
@@ -71,8 +67,7 @@ class ProcessGroup(Launch):
         return ProcessLost(f"process {self.rank} of {self.world_size}: {reason}; the same command resumes the run")
 
     def all_gather(self, local: T, *, long_wait: bool = False) -> list[T]:
-        """Return the ``local`` object of every process, by rank. It must be picklable, with tensors on the CPU.
-        ``long_wait`` waits as long as ``LONG_TIMEOUT``."""
+        """Return every process's ``local``, by rank: any object that pickles, with tensors on the CPU."""
         gathered: list[T] = [local] * self.world_size
         if self.world_size > 1:
             self._call(dist.all_gather_object, gathered, local, group=self._long_wait_group if long_wait else None)
@@ -83,8 +78,7 @@ class ProcessGroup(Launch):
         return max(self.all_gather(number, long_wait=True))
 
     def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return the concatenation of all processes' tensors by rank, on this process's device. ``lengths`` are their
-        numbers of rows, which are gathered first if it is None."""
+        """Return all processes' tensors, concatenated by rank; ``lengths`` are their numbers of rows, if known."""
         if self.world_size == 1:
             return tensor
         lengths, row = lengths or self.all_gather(len(tensor)), tensor.shape[1:]
@@ -92,8 +86,7 @@ class ProcessGroup(Launch):
         return self.exchange(tensor.flatten().repeat(self.world_size), sent, received).view(sum(lengths), *row)
 
     def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send ``sent[i]`` elements of the 1-D tensor ``flat`` to process i, and return the ``received[i]`` elements
-        from each process i, concatenated."""
+        """Send ``sent[i]`` elements of a 1-D tensor to process i, and return the ``received[i]`` elements from it."""
         arrived = flat.new_empty(sum(received))
         self._call(dist.all_to_all_single, arrived, flat, list(received), list(sent))
         return arrived
@@ -108,8 +101,7 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def uneven_forwards(self) -> Iterator[None]:
-        """Context in which processes may run different numbers of forward passes. A process that has finished serves
-        the others' reads of sharded tables."""
+        """Context for different numbers of forwards: a process that has finished serves reads of sharded tables."""
         yield
         if self.sharded_tables is not None:
             self.sharded_tables.serve_reads()

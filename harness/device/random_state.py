@@ -20,8 +20,7 @@ def seed_rank(number: int, *, step: int, rank: int) -> None:
 
 
 def random_state() -> dict[str, object]:
-    """Return the state of every generator, for a checkpoint. An unused GPU has None, because reading its state would
-    allocate memory there."""
+    """Return every generator's state; None for an unused GPU, where reading the state would allocate memory."""
     name, keys, *rest = _numpy().get_state()
     return {
         "torch": torch.get_rng_state(),

@@ -1,5 +1,4 @@
-"""Runtime: device, processes, precision, threads, determinism and compilation. All other code computes on the device
-and in the dtype of its inputs."""
+"""Runtime: device, processes, precision, threads, determinism and compilation."""
 
 import contextlib
 import gc
@@ -31,8 +30,7 @@ NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 @contextlib.contextmanager
 def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
-    """Context whose object counts the ``seconds`` of tracing and compiling in its block; budgets of seconds do not
-    include them. torch's compiler is imported only if ``compiled``."""
+    """Context whose object counts the ``seconds`` of compiling in its block. Imports the compiler if ``compiled``."""
     clock = SimpleNamespace(seconds=0.0)
     if not compiled:
         yield clock
@@ -89,8 +87,7 @@ class Runtime:
         return self.compiled.get(model, model)
 
     def send(self, *batches: Tensor) -> tuple[Tensor, ...]:
-        """Return token ids (int64 ``[B, T]`` on the host, below 256) on the device. To a GPU they are copied as uint8
-        from pinned memory, without waiting."""
+        """Return token ids (int64, below 256) on the device. They go to a GPU as pinned uint8, without waiting."""
         if self.device.type == "cpu":
             return batches
         pinned = [batch.to(torch.uint8).pin_memory() for batch in batches]
@@ -140,8 +137,7 @@ class Runtime:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device that ``runtime.device`` names. ValueError if torch does not see it, or for ``auto`` if the
-    machine has an NVIDIA device that torch cannot use."""
+    """Return the device ``runtime.device``. ValueError if torch does not see it, or cannot use an NVIDIA one."""
     count = torch.cuda.device_count()
     if name == "auto":
         has_nvidia = NVIDIA_DEVICES.is_dir() and any(NVIDIA_DEVICES.iterdir())
@@ -165,8 +161,7 @@ def device_of(name: str) -> torch.device:
 
 
 def device_of_rank(name: str, processes: ProcessGroup) -> torch.device:
-    """Return the CPU, or this process's GPU: the one whose index is its local rank. ValueError if the machine has fewer
-    GPUs than processes, or if ``name`` has an index."""
+    """Return the CPU, or the GPU of this process's local rank. ValueError for too few GPUs, or a GPU by index."""
     device, needed = device_of(name), processes.local_world_size
     if device.type == "cpu":
         return device
@@ -188,8 +183,7 @@ def has_native_bfloat16(device: torch.device) -> bool:
 
 
 def missing_for_compile() -> str | None:
-    """Return the first of Triton, a C++ compiler and Python's header that is not installed, or None. ``torch.compile``
-    needs all three for a GPU."""
+    """Return which of Triton, C++ compiler and Python's header is missing for compiling on a GPU, or None."""
     if find_spec("triton") is None:
         return "triton"
     if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
@@ -227,8 +221,7 @@ def free_earlier_jobs() -> None:
 
 
 def start(settings: RuntimeSettings, *, processes: ProcessGroup = SINGLE) -> Runtime:
-    """Set this process's threads, determinism and allocator, and return its runtime. ValueError if the device is
-    missing, or for ``runtime.tf32`` on a device other than CUDA."""
+    """Set this process's threads, determinism and allocator, and return its runtime. ValueError names a wrong key."""
     if processes.world_size > 1:
         device = device_of_rank(settings.device, processes)
     else:

@@ -1,14 +1,10 @@
 """Tables sharded by columns: with ``runtime.shard=full`` each process holds some columns of all rows of each table.
 
-A read of weighted rows takes three steps:
-
     1. gather the row indices and weights of all bytes of all processes
     2. sum this process's columns of these rows, for all bytes
-    3. exchange the sums, so that each process gets all columns for its own bytes; gradients return the same way
+    3. exchange the sums, so that each process gets all columns for its bytes; gradients return the same way
 
-Traffic grows with the number of bytes in a step, not with the table. FSDP cannot do this: it refuses sparse gradients
-and gathers whole tables.
-"""
+FSDP refuses sparse gradients and gathers whole tables. This traffic grows with a step's bytes, not with the table."""
 
 from collections.abc import Sequence
 
@@ -25,14 +21,8 @@ FINISHED = -1
 
 
 class ShardedTables:
-    """The tables of a model, cut to this process's columns. ValueError where a table has fewer columns than processes.
-
-    Args:
-        attributes: modules, and names of their tables, which their ``sum_rows`` reads.
-
-    Attributes:
-        tables: the shards, each the parameter object that the optimizers update.
-    """
+    """The tables of a model; ``tables`` are this process's columns. ValueError where a table has fewer columns than
+    processes. ``attributes`` are modules, and names of their tables, which their ``sum_rows`` reads."""
 
     def __init__(self, attributes: Sequence[tuple[nn.Module, str]], processes: ProcessGroup):
         self._attributes, self._processes = attributes, processes
@@ -50,8 +40,7 @@ class ShardedTables:
             table.data = columns[processes.rank].clone(memory_format=torch.contiguous_format)
 
     def install(self, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
-        """Replace each table in the model by a ``DTensor``, and its module's ``sum_rows`` by this object's. Returns the
-        ``DTensor`` of each shard."""
+        """Put a ``DTensor`` in place of each table, whose sums are read by ``sum_rows``. Returns these by shard."""
         dtensors = {}
         for table, shape in zip(self.tables, self._full_shapes, strict=True):
             full = DTensor.from_local(table.data, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
@@ -64,11 +53,11 @@ class ShardedTables:
 
     @torch.compiler.disable
     def sum_rows(self, values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-        """Return weighted sums of rows, as ``Sublayer.sum_rows`` does. While one process calls it, all others must call
-        it or ``serve_reads``; their numbers of bytes may differ."""
+        """Return sums of rows, as ``Sublayer.sum_rows``. While one process calls it, all others must call it or
+        ``serve_reads``; their numbers of bytes may differ."""
         index = self._indices[values]
         readers = self._processes.all_gather((index, slots.shape[1], len(slots)))
-        return self._exchange_sums(index, slots, weights, [n_bytes for *_, n_bytes in readers], sparse=sparse)
+        return self._sum_rows(index, slots, weights, [n_bytes for *_, n_bytes in readers], sparse=sparse)
 
     @torch.no_grad()
     def serve_reads(self) -> None:
@@ -79,27 +68,21 @@ class ShardedTables:
             if index == FINISHED:
                 return
             slots = torch.empty(0, n_rows, dtype=torch.int64, device=self.tables[index].device)
-            self._exchange_sums(index, slots, slots.float(), [n_bytes for *_, n_bytes in readers], sparse=False)
+            self._sum_rows(index, slots, slots.float(), [n_bytes for *_, n_bytes in readers], sparse=False)
 
-    def _exchange_sums(
-        self, index: int, slots: Tensor, weights: Tensor, byte_counts: Sequence[int], *, sparse: bool
-    ) -> Tensor:
-        """Return sums ``[n, columns]`` for this process's ``slots`` and ``weights`` ``[n, rows]``; ``byte_counts`` has
-        the n of each process."""
+    def _sum_rows(self, index: int, slots: Tensor, weights: Tensor, counts: Sequence[int], *, sparse: bool) -> Tensor:
+        """Return sums ``[n, columns]`` for ``slots`` and ``weights`` ``[n, rows]``; ``counts`` has n of each
+        process."""
         table, processes = self.tables[index], self._processes
         rows, width = self._full_shapes[index]
-        world_size, n_bytes, n_rows = processes.world_size, byte_counts[processes.rank], weights.shape[1]
-
-        slots = slots.to(torch.int32 if rows < 2**31 else torch.int64)
-        slots = processes.gather(slots, lengths=byte_counts)
-        sent, received = [weights.numel()] * world_size, [count * n_rows for count in byte_counts]
+        world_size, n_bytes, n_rows = processes.world_size, counts[processes.rank], weights.shape[1]
+        slots = processes.gather(slots.to(torch.int32 if rows < 2**31 else torch.int64), lengths=counts)
+        sent, received = [weights.numel()] * world_size, [count * n_rows for count in counts]
         copies = weights.to(table.dtype).flatten().repeat(world_size)
         weights = _Exchange.apply(copies, sent, received, processes, world_size)
-
         sums = self._sum_local_rows(table, slots, weights.view(len(slots), n_rows), sparse=sparse)
-
         widths = [len(columns) for columns in torch.arange(width).chunk(world_size)]
-        sent, received = [count * sums.shape[1] for count in byte_counts], [n_bytes * columns for columns in widths]
+        sent, received = [count * sums.shape[1] for count in counts], [n_bytes * columns for columns in widths]
         blocks = _Exchange.apply(sums.flatten(), sent, received, processes, 1 / world_size).split(received)
         return torch.cat([block.view(n_bytes, columns) for block, columns in zip(blocks, widths, strict=True)], dim=1)
 

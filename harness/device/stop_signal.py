@@ -6,13 +6,9 @@ from typing import Self
 
 
 class StopSignal:
-    """Context that handles SIGTERM and SIGINT.
-
-    Attributes:
-        single_process: whether the run has one process; several must stop after the same step.
-        received: number of the signal that this process received, or 0.
-        agreed: number of a signal that any process received, which all processes learn after a step, or 0.
-    """
+    """Context that handles SIGTERM and SIGINT. ``received`` is the signal that this process received, and ``agreed``
+    one that all processes know of, or 0: several must stop after the same step, and only a ``single_process`` stops by
+    itself."""
 
     def __init__(self, *, single_process: bool = True):
         self.single_process, self.received, self.agreed = single_process, 0, 0

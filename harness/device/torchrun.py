@@ -1,5 +1,4 @@
-"""Launch by ``torchrun``: rank and number of processes, from environment variables. This module does not import torch,
-because the command line reads them before slow imports."""
+"""Launch by ``torchrun``. This module does not import torch: the command line needs it before slow imports."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,7 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return the launch of this process; it is a single process if ``RANK`` or ``WORLD_SIZE`` is not set. ValueError if
-    one of torchrun's variables is missing or not a number."""
+    """Return this process's launch. ValueError if a variable of torchrun is missing or not a number."""
     if not environment.get("RANK") or environment.get("WORLD_SIZE", "") in ("", "1"):
         return Launch()
     texts = {name: environment.get(name, "") for name in (*RANKS, *ADDRESS)}
@@ -49,20 +47,12 @@ def is_secondary() -> bool:
 
 
 def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None = None) -> None:
-    """ValueError if torchrun started several processes of a command that does not support them or is a sweep.
-
-    Args:
-        arguments: the command's arguments.
-        many: whether the command supports several processes.
-        launch: by default that of this process.
-    """
+    """Raise ValueError if torchrun started several processes of a sweep, or of a command that is not for ``many``."""
     n_processes = (launch or read_launch()).world_size
     if n_processes == 1:
         return
     if not many:
-        raise ValueError(
-            f"torchrun with {n_processes} processes: bench measures in one process; allowed is python -m bench.COMMAND"
-        )
+        raise ValueError(f"torchrun with {n_processes} processes: allowed is python -m bench.COMMAND, in one process")
     for word in arguments:
         flag = word == "-m" or (len(word) > 3 and "--multirun".startswith(word)) or word == "hydra.mode=MULTIRUN"
         if flag or (word.startswith("sweep=") and word != "sweep=null"):

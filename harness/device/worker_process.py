@@ -1,7 +1,5 @@
-"""Worker processes, which call one method at a time, so that measurements share no heap and survive crashes and hangs.
-
-A worker is forked in a fraction of a second from a server process that has imported torch and computed nothing.
-"""
+"""Worker processes for measurements, which share no heap and survive crashes and hangs. A worker is forked in a
+fraction of a second from a server process that has imported torch and computed nothing."""
 
 import atexit
 import multiprocessing
@@ -34,12 +32,8 @@ class WorkerError(Exception):
 
 
 class WorkerProcess:
-    """A process that makes one object by ``make(*arguments)`` and calls its methods on request.
-
-    Args:
-        make: a function of a module; its arguments are pickled.
-        memory_limit_bytes: memory that the process may allocate after its start; exceeding it is a WorkerError.
-    """
+    """A process that makes one object by ``make(*arguments)``, which are pickled, and calls its methods on request.
+    Using more than ``memory_limit_bytes`` in addition to its memory at the start is a WorkerError."""
 
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")
@@ -52,8 +46,8 @@ class WorkerProcess:
         end_of_child.close()
 
     def call(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
-        """Return what the object's method returns. If the method raises, takes longer than ``limit_seconds`` or ends
-        the process, the worker is closed, and the error is a WorkerError, or a ValueError if the method raised one."""
+        """Return what the object's method returns. WorkerError, and a closed worker, if the method raises, hangs or
+        ends the process; a ValueError is raised as it is."""
         try:
             self._connection.send((method, arguments, keywords))
             if not self._connection.poll(limit_seconds):

@@ -1,9 +1,6 @@
-"""Admission of a mechanism before its first step. A shipped mechanism is admitted; any other is first checked against
-the contract at the run's sizes.
-
-A mechanism is shipped if ``variants/conformance/shipped.json``, which ``python -m bench.shipped`` writes, has the
-digests of all its files. A passed check is cached by source, sizes and version of torch.
-"""
+"""Admission of a mechanism before its first step. Either ``variants/conformance/shipped.json``, which
+``python -m bench.shipped`` writes, has the digests of all its files, or it is checked against the contract at the run's
+sizes. A passed check is cached by source, sizes and version of torch."""
 
 import hashlib
 import json
@@ -29,8 +26,7 @@ CHECKED_SECTIONS = ("variant", "model", "position", "batch", "eval")
 
 
 def admission(plan: Plan) -> str:
-    """Return ``shipped``, ``passed``, or with ``check=false`` ``unchecked``. ValueError names the first broken
-    promise."""
+    """Return ``shipped``, ``passed`` or ``unchecked`` (``check=false``). ValueError names the first broken promise."""
     shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
     files = source.mechanism_files(plan.config, trust=plan.trust)
     if all(shipped.get(name) == sha256_of(path) for name, path in files):
@@ -67,22 +63,16 @@ def compare_flops(plan: Plan) -> Finding:
 
 
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
-    """Yield the outcome of the promises that depend on sizes, in a narrow network with the plan's segments, streams and
-    span."""
+    """Yield the outcome of promises that depend on sizes, in a narrow network with the plan's sizes."""
     small = narrow(of_mechanism(plan, device_kind(plan.runtime)))
     e, b = plan.eval, plan.batch
     third = e.segment // 3
     last_segment = max(1, e.segment - third)  # of a split: shorter, and odd if possible
     if e.segment > 3 and third % 2 == e.segment % 2:
         last_segment -= 1
-    sizes = [
-        Size("train", b.streams, b.segment, b.carry),
-        Size("eval", b.streams, b.segment, True),
-        Size("eval", e.streams, e.segment, True),
-        Size("eval", e.streams, last_segment, True),
-        Size("eval", *WINDOWS, False),
-    ]
-    sizes = tuple(dict.fromkeys(sizes))
+    sizes = [Size("train", b.streams, b.segment, b.carry), Size("eval", b.streams, b.segment, True)]
+    sizes += [Size("eval", e.streams, segment, True) for segment in (e.segment, last_segment)]
+    sizes = tuple(dict.fromkeys([*sizes, Size("eval", *WINDOWS, False)]))
     span, vocabulary = plan.model.span, plan.data["vocabulary"]
     yield from check(small.make_model, span=span, vocabulary=vocabulary, checks=SIZED, sizes=sizes)
 

@@ -1,5 +1,4 @@
-"""Preparation of a run from its configuration: plan, corpus, run folder, model, and initial weights from another run.
-Nothing is written."""
+"""Preparation of a run: plan, corpus, run folder, model, and another run's weights. Nothing is written."""
 
 import dataclasses
 from pathlib import Path
@@ -40,8 +39,9 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     with record_errors(plan, run_folder, provenance, processes):
         with processes.fail_together():
             device = runtime.start(plan.runtime, processes=processes)
-        recorded_choice = processes.on_main(lambda: _recorded_backend_choice(run_folder))
-        plan = with_backend(plan, device, recorded_choice=recorded_choice)
+        record = run_folder.path / RECORD
+        row = processes.on_main(lambda: read_object(record, first_line=True) if run_folder.checkpoint else {})
+        plan = with_backend(plan, device, recorded_choice=row.get("backend_choice"))
         with processes.fail_together():
             _warm_up(plan, corpus, device)
             runtime.free_earlier_jobs()
@@ -54,20 +54,11 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
 
 
 def make_plan(cfg: DictConfig) -> Plan:
-    """Return the plan of a configuration, with ``auto`` in ``runtime`` resolved for this machine. The resolved values
-    are also in the plan's configuration, because they belong to the run's identity. ValueError names key, value and
-    what is allowed."""
+    """Return the plan of a configuration, with ``auto`` in ``runtime`` resolved in both. ValueError names the key."""
     plan = plan_run(cfg, **hydra_facts())
     resolved = runtime.resolve_auto(plan.runtime)
     section = plan.config["runtime"] | {"precision": resolved.precision, "compile": resolved.compile}
     return dataclasses.replace(plan, runtime=resolved, config=plan.config | {"runtime": section})
-
-
-def _recorded_backend_choice(run_folder: folder.RunFolder) -> dict | None:
-    """Return ``backend_choice`` of the run to be resumed, or None for a new run."""
-    if run_folder.checkpoint is None:
-        return None
-    return read_object(run_folder.path / RECORD, first_line=True).get("backend_choice")
 
 
 def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
@@ -84,16 +75,15 @@ def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
 
 
 def _warm_up(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
-    """Make one small step of a model that is discarded, so that the memory and time that libraries need once are not
-    measured as those of the first run."""
+    """Make one step of a small model, so that the memory and time that libraries need once are not those of the run."""
     batch = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_UP_BYTES), accumulate=1)
     single_process = dataclasses.replace(device, compile=False, processes=SINGLE)
     Trainer(dataclasses.replace(plan, batch=batch), corpus, single_process).step()
 
 
 def initialise(trainer: Trainer) -> None:
-    """Restore from the run of ``init_from.run``: only its weights, for a new schedule, or everything, to train longer.
-    Learning rates, weight decays and clips are those of the present run. ValueError names the keys that differ."""
+    """Restore the weights of ``init_from.run``, for a new schedule, or everything, to train longer. Learning rates,
+    weight decays and clips are those of the present run. ValueError names the keys that differ."""
     path, processes = trainer.plan.init_from.run, trainer.runtime.processes
     content, provenance = processes.on_main(lambda: _read_initial(Path(path)))
     with processes.fail_together():
@@ -138,8 +128,7 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
 
 
 def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
-    """Return the keys of a row by which models of equal shapes compute different functions. ``everything`` adds those
-    of data, batches and optimizers."""
+    """Return keys by which models of equal shapes differ; ``everything`` adds those of data, batches and optimizers."""
     config = row["config"]
     compared = {f"model.{key}": config["model"][key] for key in config["model"] if key not in KEYS_THAT_MAY_DIFFER}
     compared |= {f"position.{key}": setting for key, setting in config["position"].items()}

@@ -16,7 +16,7 @@ from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.stop_signal import StopSignal
 from harness.failures import OutOfMemory, is_out_of_memory
 from harness.loop import summary
-from harness.loop.scoring import NOT_CAUSAL, Score
+from harness.loop.scoring import NOT_CAUSAL
 from harness.loop.trainer import Trainer
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
@@ -29,14 +29,12 @@ from harness.record.wandb_run import WandbRun
 WARM_UP_STEPS = 2
 """Steps before peak memory is measured, which compile and allocate the optimizers' state."""
 TRAINED_BYTES_PER_SCORED_BYTE = 10
-"""Validations during training score a tenth of the bytes trained. The limit is in bytes and not in seconds, so that the
-selected weights do not depend on speed."""
+"""Bytes trained per byte scored in a validation. Not seconds, so that the selected weights do not depend on speed."""
 
 
 @contextmanager
 def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: ProcessGroup) -> Iterator[None]:
-    """Context in which the main process records errors in the run folder. For lack of memory the error names the keys
-    to lower."""
+    """Context that records errors in the run folder. For lack of memory the error names the keys to lower."""
     with folder.record_failure(provenance) if processes.is_main else nullcontext():
         try:
             yield
@@ -61,8 +59,7 @@ class Run:
     Attributes:
         trainer: None if an earlier command has finished the run.
         best_bits: lowest bits per byte of all validations so far, or infinity.
-        last_validation: bytes and fraction of the budget that were spent at the last validation, and as ``size`` the
-            number of pairs that each validation scores, or None before the first.
+        last_validation: ``bytes`` and ``fraction`` of the budget spent at it, and ``size``, the pairs that each scores.
     """
 
     def __init__(
@@ -76,38 +73,30 @@ class Run:
         peak: PeakMemory | None = None,
     ):
         self.plan, self.folder, self.trainer, self.command = plan, folder, trainer, command
-        self.stop_signal = StopSignal(single_process=processes.world_size == 1)
-        self.best_bits = math.inf
+        self.stop_signal, self.best_bits = StopSignal(single_process=processes.world_size == 1), math.inf
         spent = trainer.spent if trainer else Spent()
         self.last_validation = {"bytes": spent.bytes, "fraction": plan.budget.fraction(spent), "size": None}
-        self._processes = processes
-        self._peak_meter, self._training_peak = peak, Peak(None, approximate=False)
+        self._processes, self._peak_meter, self._training_peak = processes, peak, Peak(None, approximate=False)
         self._saved_at = self._printed_at = time.monotonic()
-        self._save_by_clock = False
-        self._steps_of_command = 0
-
-    @property
-    def finished_summary(self) -> dict | None:
-        """The run's summary, if an earlier command has finished it."""
-        return self.folder.summary
+        self._save_by_clock, self._steps_of_command = False, 0
 
     def return_finished(self) -> float | None:
-        """Print the scores of the finished run, and return its bits per byte on valid."""
+        """Print the scores of the run that an earlier command has finished, and return its bits per byte on valid."""
         print(f"finished before: {self.folder.path} (force=true runs it again)")
         if not self.plan.sweeping:
-            print_closing_table(self.finished_summary)
-        return self.finished_summary["valid_bits_per_byte"]
+            print_closing_table(self.folder.summary)
+        return self.folder.summary["valid_bits_per_byte"]
 
     def lock_folder(self) -> bool:
         """Lock the run folder. Return False if another process has finished the run in the meantime."""
         self.folder.summary, self.folder.checkpoint = self._processes.on_main(self.folder.lock)
-        if self.finished_summary:
+        if self.folder.summary:
             self.folder.unlock()
-        return not self.finished_summary
+        return not self.folder.summary
 
     @contextmanager
     def open_record(self) -> Iterator[None]:
-        """Context with an open record and W&B run. The trainer continues from the newest checkpoint, if there is one."""
+        """Context with an open record and W&B run, in which training continues from the newest checkpoint."""
         plan, trainer = self.plan, self.trainer
         with ExitStack() as stack:
             stack.callback(self.folder.unlock)
@@ -116,7 +105,7 @@ class Run:
             saved = self._restore()
             task = f"resuming at {trainer.spent.bytes:,} bytes" if saved else "training"
             device = f"{provenance['device']}, {trainer.backend}, {trainer.runtime.precision}"
-            device += ", compiled" * trainer.runtime.compile
+            device += ", compiled" if trainer.runtime.compile else ""
             print(f"{task}: {self.folder.path}  |  {data_label(provenance['data'])}  |  {device}")
             with self._processes.fail_together():
                 if self._processes.is_main:
@@ -129,13 +118,9 @@ class Run:
         config = json.loads(json.dumps(plan.config))  # JSON turns integer keys, which are layers, into text
         write_whole(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
         self._record = stack.enter_context(Record(path, rows=saved.get("rows", 0), sha256=saved.get("sha256")))
-        settings = vars(plan.record.wandb) | {
-            "name": path.name,
-            "tags": (*plan.record.wandb.tags, plan.variant, self.trainer.corpus.name),
-            "job_type": plan.purpose,
-            "config": config,
-            "id": saved.get("wandb_id"),
-        }
+        tags = (*plan.record.wandb.tags, plan.variant, self.trainer.corpus.name)
+        settings = vars(plan.record.wandb) | {"name": path.name, "tags": tags}
+        settings |= {"job_type": plan.purpose, "config": config, "id": saved.get("wandb_id")}
         self._wandb = stack.enter_context(WandbRun(path, **settings))
         if not saved:
             self.append({"kind": "provenance", **provenance, "config": config})
@@ -181,17 +166,15 @@ class Run:
     def step(self) -> None:
         """Make one training step. Processes agree on stop signals, and on checkpoints by the main process's clock."""
         self.trainer.step()
-        due = time.monotonic() - self._saved_at >= (self.plan.checkpoint.every_seconds or math.inf)
-        gathered = self._processes.all_gather((self.stop_signal.received, due))
-        self.stop_signal.agreed = max(received for received, _ in gathered)
-        _, self._save_by_clock = gathered[0]
+        save_due = time.monotonic() - self._saved_at >= (self.plan.checkpoint.every_seconds or math.inf)
+        signals, saves_due = zip(*self._processes.all_gather((self.stop_signal.received, save_due)), strict=True)
+        self.stop_signal.agreed, self._save_by_clock = max(signals), saves_due[0]
         self._steps_of_command += 1
         if self._steps_of_command == WARM_UP_STEPS:
             self._peak_meter.reset()
 
     def validation_due(self) -> bool:
-        """Whether another ``eval.every`` of the budget is spent, and enough bytes are trained since the last
-        validation."""
+        """Whether another ``eval.every`` of the budget is spent, and enough bytes since the last validation."""
         every, last, trainer = self.plan.eval.every, self.last_validation, self.trainer
         if every <= 0 or trainer.finished:
             return False
@@ -203,25 +186,20 @@ class Run:
         """Score bytes of valid that no reported score includes, and save the weights if they are the best so far. All
         validations score as many pairs as the first, so that they compare."""
         trainer, last, split = self.trainer, self.last_validation, self.trainer.selection_split()
-        size = last["size"]
-        if size is None:
-            max_pairs = min(len(split), self.plan.eval.bytes or math.inf) - 1
-            trained_bytes = trainer.spent.bytes - last["bytes"]
-            size = max(1, min(max_pairs, trained_bytes // TRAINED_BYTES_PER_SCORED_BYTE))
+        max_pairs = min(len(split), self.plan.eval.bytes or math.inf) - 1
+        trained_bytes = trainer.spent.bytes - last["bytes"]
+        size = last["size"] or max(1, min(max_pairs, trained_bytes // TRAINED_BYTES_PER_SCORED_BYTE))
         with self._outside_training_peak():
             score = trainer.evaluate(split, pairs=size)
             self.last_validation = {"bytes": trainer.spent.bytes, "fraction": trainer.fraction, "size": size}
-            self._append_validation(score)
+            row = {"kind": "valid", **trainer.progress(), "bits_per_byte": score.bits_per_byte}
+            row |= {"capped_bytes": len(score.nats), "metrics": trainer.model.metrics(score.stats)}
+            self.append(row)
+            self.print(f" valid  {self._score_text(score.bits_per_byte, capped=True)}")
             # The first weights are saved even with a score of NaN, because the final scores need some.
             if score.bits_per_byte < self.best_bits or self.best_bits == math.inf:
                 self.best_bits = score.bits_per_byte if score.bits_per_byte < math.inf else math.inf
                 self._save_best()
-
-    def _append_validation(self, score: Score) -> None:
-        row = {"kind": "valid", **self.trainer.progress(), "bits_per_byte": score.bits_per_byte}
-        row |= {"capped_bytes": len(score.nats), "metrics": self.trainer.model.metrics(score.stats)}
-        self.append(row)
-        self.print(f" valid  {self._score_text(score.bits_per_byte, capped=True)}")
 
     def _save_best(self) -> None:
         weights = full_tensors(self.trainer.model.state_dict(), keep=self._processes.is_main)
@@ -239,22 +217,17 @@ class Run:
 
     def checkpoint_due(self) -> bool:
         """Whether ``checkpoint.every_steps`` or ``checkpoint.every_seconds`` asks for a checkpoint."""
-        steps = self.trainer.spent.steps
-        return self._save_by_clock or steps % (self.plan.checkpoint.every_steps or math.inf) == 0
+        return self._save_by_clock or self.trainer.spent.steps % (self.plan.checkpoint.every_steps or math.inf) == 0
 
     def save(self) -> None:
         """Save a checkpoint, with the number and digest of the rows written so far."""
-        warmed_up = self._steps_of_command >= WARM_UP_STEPS
-        with self._outside_training_peak() if warmed_up else nullcontext():
+        with self._outside_training_peak() if self._steps_of_command >= WARM_UP_STEPS else nullcontext():
             content = full_tensors(self.trainer.checkpoint_content(), keep=self._processes.is_main)
             with self._processes.fail_together():
                 if self._processes.is_main:
-                    content["best_bits"] = self.best_bits
-                    content["validated"] = self.last_validation
-                    content["wandb_id"] = self._wandb.id
-                    content["rows"] = self._record.rows
-                    content["sha256"] = self._record.sha256
-                    content["identity"] = vars(self.folder.identity)
+                    content |= {"rows": self._record.rows, "sha256": self._record.sha256}
+                    content |= {"best_bits": self.best_bits, "validated": self.last_validation}
+                    content |= {"wandb_id": self._wandb.id, "identity": vars(self.folder.identity)}
                     step, keep = self.trainer.spent.steps, self.plan.checkpoint.keep
                     checkpoint.save(self.folder.path, content, step=step, keep=keep)
         self._saved_at = time.monotonic()
@@ -279,7 +252,10 @@ class Run:
             split_row = summary.final_score(trainer, split, row)
             self.append(split_row)
             if split_row["check"] == NOT_CAUSAL:
-                self._print_not_causal(split_row)
+                change = f"bytes after a position change its prediction by {split_row['future_nats']:.2g} nats"
+                if floor := split_row.get("floor_bits_per_byte"):
+                    change += f"; the data's floor is {floor:.4f}"
+                self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
         row["memory"]["inference_peak_bytes"] = self._peak_meter.read().across(processes.maximum).bytes
         row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
         # Read again, because a later graph may have been run uncompiled.
@@ -289,12 +265,6 @@ class Run:
             write_summary(self.folder.path, summary=row)
             self._wandb.log_end(summary=row)
         return row
-
-    def _print_not_causal(self, row: dict) -> None:
-        change = f"bytes after a position change its prediction by {row['future_nats']:.2g} nats"
-        if floor := row.get("floor_bits_per_byte"):
-            change += f"; the data's floor is {floor:.4f}"
-        self.print(f"final {row['kind']}: NOT CAUSAL: {change}; no table compares this run")
 
     def print_scores(self, row: dict) -> None:
         """Print the closing table and W&B's hint, or for a job of a sweep one line."""

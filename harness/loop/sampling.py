@@ -27,14 +27,9 @@ def token_ids(text: bytes, symbols: bytes, *, key: str) -> Tensor:
 
 @torch.no_grad()
 def generate(network: LanguageModel, prompt: Tensor, *, n_symbols: int, **options) -> Iterator[int]:
-    """Yield token ids that continue ``prompt``, without end.
-
-    Args:
-        network: is set to evaluation mode. ValueError if one of its mechanisms carries no state.
-        prompt: token ids, int64 ``[P]``, at least one.
-        n_symbols: number of token ids that may be drawn; the vocabulary may be larger.
-        options: keywords of ``draw``.
-    """
+    """Yield token ids that continue ``prompt`` (int64 ``[P]``, P >= 1), without end, drawn from the first ``n_symbols``
+    ids with ``options`` of ``draw``. Sets ``network`` to evaluation mode. ValueError if one of its mechanisms carries
+    no state."""
     for name, sublayer in network.sublayers():
         if "segments" in sublayer.limits:
             raise ValueError(
@@ -66,6 +61,5 @@ def draw(
         raise ValueError("the model's logits are not finite; allowed are the weights of another run")
     if temperature == 0:
         return int(logits.argmax())
-    descending, token_ids_by_logit = (logits / temperature).sort(descending=True, stable=True)
-    rank = torch.multinomial(descending[:top_k].softmax(0), 1, generator=generator)
-    return int(token_ids_by_logit[rank])
+    sorted_logits, sorted_ids = (logits / temperature).sort(descending=True, stable=True)
+    return int(sorted_ids[torch.multinomial(sorted_logits[:top_k].softmax(0), 1, generator=generator)])

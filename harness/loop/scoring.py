@@ -1,5 +1,4 @@
-"""Scoring: the cross-entropy, in nats, of (input, target) pairs of a split. A split is read in streams with carried
-state, in windows without state, or as a sample; a curve has the score by the number of bytes seen before."""
+"""Scoring: cross-entropy of the bytes of a split, in streams with carried state or in windows without."""
 
 import functools
 import math
@@ -20,26 +19,18 @@ from harness.model import LanguageModel, ModelOut, add_stats
 
 WINDOWS = (8, 1024)
 """Windows in a batch, and bytes in a window, of the score without state."""
-CHECKED_POSITIONS = 64
-"""Positions at which ``CausalityCheck`` predicts again."""
+CHECKED_POSITIONS = 64  # in each score, by CausalityCheck
 NOT_CAUSAL = "not causal"
 MAX_FUTURE_NATS = 0.02
-"""Largest mean absolute change of a pair's nats by later bytes; above it a row is not causal. Rounding is far below."""
+"""Mean absolute change of a pair's nats by later bytes above which a row is not causal. Rounding is far below."""
 MAX_BITS_BELOW_FLOOR = 40
-"""Largest number of bits, in total, by which a score may be below the corpus's floor. A causal model exceeds it with a
-probability of at most 2^-40."""
+"""Bits, in total, below a corpus's floor. A causal model exceeds it with a probability of at most 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
 
 
 class Score(NamedTuple):
-    """The score of a split.
-
-    Attributes:
-        nats: cross-entropy of each scored (input, target) pair in the split's order, float32 ``[pairs]``.
-        stats: the sublayers' summed statistics.
-        future_nats: mean absolute change of a pair's nats when later bytes are replaced, from ``CausalityCheck``; 0 if
-            there was none.
-    """
+    """Float32 cross-entropy ``[pairs]`` of each scored (input, target) pair in the split's order, the sublayers' summed
+    statistics, and the mean absolute change of a pair's nats by later bytes (``CausalityCheck``)."""
 
     nats: Tensor
     stats: dict[str, dict[str, Tensor]]
@@ -66,23 +57,22 @@ def score_stream(
     collect_stats: bool = False,
     future_seed: int | None = None,
 ) -> Score:
-    """Score pairs of ``split`` (uint8 ``[n]``) with carried state. The streams are divided among the processes, and each
-    process returns the score of all.
+    """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns the whole
+    score.
 
     Args:
-        streams: number of streams that read the split side by side.
-        segment: bytes of each stream that one forward pass reads.
+        streams, segment: number of streams that read the split side by side, and bytes of each in a forward pass.
         context: bytes that each stream reads before its first scored byte, as far as ``whole_context`` allows.
         pairs: number of pairs in a sample spread over the split; None scores each pair once.
         collect_stats: also collect the sublayers' statistics, from the first batch in which all streams are scored.
         future_seed: seed of a ``CausalityCheck``, or None for no check.
+
     """
-    part = runtime.processes.shard
-    has_streams = len(range(streams)[share(streams, part)]) > 0
+    cut = {"streams": streams, "segment": segment, "part": runtime.processes.shard}
     if pairs is None:
         context = whole_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)
     make = segments if pairs is None else partial(samples, pairs=pairs)
-    batches = make(split, context=context, streams=streams, segment=segment, part=part) if has_streams else ()
+    batches = make(split, context=context, **cut) if len(range(streams)[share(streams, cut["part"])]) else ()
     first = context // segment
     check = CausalityCheck(future_seed, batches, rows=streams, vocabulary=model.head.out_features, first=first)
     return _score(model, batches, runtime, stats_from=first if collect_stats else None, check=check)
@@ -91,8 +81,7 @@ def score_stream(
 def score_windows(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = WINDOWS[0], future_seed: int | None = None
 ) -> Score:
-    """Score each pair once in windows of 1024 bytes, stride 512, without state. ``future_seed`` is that of
-    ``score_stream``."""
+    """Score each pair once in windows of 1024 bytes, stride 512. ``future_seed`` is that of ``score_stream``."""
     batches = windows(split, window=WINDOWS[1], batch=batch, part=runtime.processes.shard)
     rows = batch * runtime.processes.world_size
     check = CausalityCheck(future_seed, batches, rows=rows, vocabulary=model.head.out_features)
@@ -102,9 +91,8 @@ def score_windows(
 def score_context(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
 ) -> list[dict]:
-    """Return bits per byte by the number of bytes seen before, in intervals that double:
-    ``{from_bytes, to_bytes, bits_per_byte}``. Windows of ``longest`` pairs start without state, and are read
-    ``segment`` bytes at a time with carried state."""
+    """Return bits per byte by the bytes seen before, in powers of two, as ``{from_bytes, to_bytes, bits_per_byte}``.
+    Windows of ``longest`` pairs start without state, and are read ``segment`` bytes at a time with carried state."""
     longest = min(longest, len(split) - 1)
     nats_sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
     for inputs, targets, mask in windows(split, window=longest, stride=longest, batch=batch):
@@ -122,53 +110,42 @@ def score_context(
     return curve
 
 
-def _score(
-    model: LanguageModel,
-    batches: Iterable,
-    runtime: Runtime,
-    *,
-    check: "CausalityCheck",
-    carry: bool = True,
-    stats_from: int | None = None,
-) -> Score:
-    """Return the score of all processes' streams or windows, in their order. The arguments are those of
-    ``_predictions``."""
+def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **options) -> Score:
+    """Return the score of all processes' streams or windows, in order. ``options`` are those of ``_predictions``."""
     nats, masks, stats, processes = [], [], {}, runtime.processes
-    predictions = _predictions(model, batches, runtime, carry=carry, stats_from=stats_from, check=check)
-    for batch_nats, mask, batch_stats in predictions:
+    for batch_nats, mask, batch_stats in _predictions(model, batches, runtime, carry=carry, **options):
         nats.append(batch_nats)
         masks.append(mask)
         stats = add_stats(stats, batch_stats)
-    dim = 1 if carry else 0  # batches follow each other in the same streams, or are windows after each other
+    dim = 1 if carry else 0  # batches continue the same streams, or have further windows
     scored = torch.cat(nats, dim)[torch.cat(masks, dim)] if nats else torch.empty(0)
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
     stats = functools.reduce(add_stats, processes.all_gather(stats))
-    changes = processes.gather(check.changes)
+    changes = processes.gather(options["check"].changes)
     return Score(processes.gather(scored), stats, changes.mean().item() if len(changes) else 0.0)
 
 
 class CausalityCheck:
-    """Checks on a trained model that later bytes do not change a prediction. It replaces the bytes after a position and
-    predicts again, at ``CHECKED_POSITIONS`` positions or a few more.
+    """Replaces the bytes after ``CHECKED_POSITIONS`` positions (or a few more) and predicts these positions again, to
+    check that a trained model's predictions do not depend on later bytes.
 
     Args:
-        seed: draws batches, and in each of these batches one position of each row. None checks nothing.
+        seed: draws batches, and in each of them one position of each row. None checks nothing.
         rows: number of streams or windows in a batch, of all processes.
         first: index of the first batch in which all streams are scored.
+
     """
 
     def __init__(self, seed: int | None, batches: Sized, *, rows: int, vocabulary: int, first: int = 0):
         self.seed, self.vocabulary, self._changes = seed, vocabulary, [torch.empty(0)]
         scored = range(len(batches))[first:] or range(len(batches))
-        n_draws = -(-CHECKED_POSITIONS // rows) if scored and seed is not None else 0
-        draws = integer_hash(_BATCH_KEY, seed, range(n_draws)) if n_draws else ()
+        n_draws = range(-(-CHECKED_POSITIONS // rows))
+        draws = integer_hash(_BATCH_KEY, seed, n_draws) if scored and seed is not None else ()
         self.draws_of_batch = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
-    def compare(
-        self, batch: int, inputs: Tensor, mask: Tensor, nats: Tensor, predict: Callable[[Tensor], tuple]
-    ) -> None:
-        """Compare ``nats [L, T]`` of a batch, on the CPU, with those that ``predict`` returns for changed ``inputs``."""
+    def compare(self, batch: int, inputs: Tensor, mask: Tensor, nats: Tensor, predict: Callable) -> None:
+        """Compare ``nats [L, T]`` of a batch with those that ``predict`` returns if later bytes are replaced."""
         for repeat in range(self.draws_of_batch[batch]):
             draws = integer_hash(_POSITION_KEY, self.seed, batch, repeat, range(len(inputs)))
             positions = []  # -1 for a row without a scored position
@@ -177,8 +154,7 @@ class CausalityCheck:
                 positions.append(int(scored[int(draw) % len(scored)]) if len(scored) else -1)
             later = torch.arange(inputs.shape[1]) > torch.tensor(positions)[:, None]
             replaced = torch.where(later, (inputs + self.vocabulary // 2) % self.vocabulary, inputs)
-            changed_nats, _ = predict(replaced)
-            change = (changed_nats - nats).abs()
+            change = (predict(replaced)[0] - nats).abs()
             changes = [change[row, position] for row, position in enumerate(positions) if position >= 0]
             self._changes.append(torch.tensor(changes))
 
@@ -198,14 +174,8 @@ def _predictions(
     stats_from: int | None = None,
     check: CausalityCheck | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, dict]]:
-    """Yield nats ``[L, T]`` and mask of each batch on the CPU, and its statistics.
-
-    Args:
-        batches: inputs, targets and mask of each batch.
-        carry: whether state is carried from one batch to the next.
-        stats_from: index of the first batch with statistics; None collects none.
-        check: compares predictions of its batches.
-    """
+    """Yield nats ``[L, T]`` and mask on the CPU, and statistics, of each batch; statistics from batch ``stats_from``
+    on. ``carry`` carries state from one batch to the next."""
     model.eval()
     state, forward = None, runtime.forward(model)
 

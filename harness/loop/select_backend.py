@@ -1,8 +1,8 @@
 """Selection of the backend, the code that computes attention, on a device for which the kernels have no tests.
 
-Candidates are compared with plain PyTorch in float64, in the sublayers' order of preference, and the first that agrees
-is selected. Each comparison runs in a process of its own, because an illegal read makes the device's context unusable,
-and a hang must not stop the run.
+The first backend that agrees with plain PyTorch in float64 is selected, in the sublayers' order of preference. Each is
+compared in a process of its own: an illegal read makes the device's context unusable, and a hang must not stop the run.
+
 """
 
 import dataclasses
@@ -39,14 +39,8 @@ _comparisons: dict[str, tuple[bool, str]] = {}
 
 
 def with_backend(plan: Plan, runtime: Runtime, *, recorded_choice: dict | None = None) -> Plan:
-    """Return the plan with the backend for the run's device, and how it was selected. The main process selects for all.
-
-    Args:
-        recorded_choice: ``backend_choice`` in the record of a resumed run, which is used again.
-
-    Raises:
-        ValueError: ``runtime.backend`` names a backend that fails its comparison.
-    """
+    """Return the plan with the backend for the run's device: ``recorded_choice`` of a resumed run, or what the main
+    process selects. ValueError if ``runtime.backend`` names a backend that fails its comparison."""
     if plan.runtime.backend == PLAIN or runtime.device.type in TESTED_DEVICES:
         return plan
     choice = recorded_choice or runtime.processes.on_main(lambda: select(plan, runtime))
@@ -82,19 +76,16 @@ def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[boo
     settings = dataclasses.replace(small.runtime, backend=backend, device=str(runtime.device), compile=False)
     key = json.dumps([backend, runtime.describe(), *(small.config[name] for name in ("variant", "position", "model"))])
     if key not in _comparisons:
-        message = f"comparing {backend} with plain PyTorch on {runtime.device}, up to a minute"
-        print(f"runtime.backend: {message}", file=sys.stderr)
+        compared = f"{backend} with plain PyTorch on {runtime.device}"
+        print(f"runtime.backend: comparing {compared}, up to a minute", file=sys.stderr)
         with WorkerProcess(_comparison, small.config, small.trust, settings) as worker:
             _comparisons[key] = worker.call("__call__", limit_seconds=LIMIT_SECONDS)
     return _comparisons[key]
 
 
 def candidates(plan: Plan, runtime: Runtime) -> tuple[list[str], Plan]:
-    """Return the backends to compare and the plan to compare them on.
-
-    The backends are those, without plain, that all sublayers with a choice offer on the device, in their order of
-    preference. The plan has the run's heads and widths in few layers.
-    """
+    """Return the backends, without plain, that all sublayers with a choice offer on the device, by preference, and the
+    plan to compare them on, which has the run's heads and widths in few layers."""
     with torch.random.fork_rng(devices=[]):
         sublayers = dict(varied(plan, runtime=ON_CPU).make_model().sublayers())
     offers = {}
@@ -117,13 +108,9 @@ def _comparison(config: dict, trust: Sequence[str], settings: RuntimeSettings) -
 def agreement(
     plan: Plan, runtime: Runtime, *, segments: Sequence[int] = SEGMENTS, tolerance: float = TOLERANCE
 ) -> tuple[bool, str]:
-    """Compare logits and all gradients of the plan's model on the device with plain PyTorch in float64 on a CPU, with
-    equal weights, token ids and dropout masks of attention. Returns whether they agree, and the largest error.
-
-    Args:
-        segments: lengths of the segments, in bytes, which are read in order with carried state.
-        tolerance: relative error that is allowed even if plain PyTorch has a smaller one in the runtime's precision.
-    """
+    """Compare logits and gradients of the plan's model on the device with plain PyTorch in float64 on a CPU, from equal
+    weights, token ids and dropout masks. Returns whether they agree, and the largest error. ``tolerance`` is a relative
+    error that is allowed even if plain PyTorch has a smaller one in the runtime's precision."""
     # Plain draws dropout masks from torch's generator; chunked draws the masks that the kernels draw.
     host_plan = varied(plan, runtime=ON_CPU | ({"backend": "chunked"} if plan.model.dropout else {}))
     torch.manual_seed(plan.seed)
@@ -146,10 +133,8 @@ def agreement(
     elif runtime.tf32:
         rounding = dataclasses.replace(runtime, compile=False)
 
-    def fixed_seed(device: torch.device) -> torch.Tensor:
-        return torch.full((), DROPOUT_SEED, dtype=torch.int64, device=device)
-
-    with patch("variants.backends.draw_seed", fixed_seed):
+    seed = partial(torch.full, (), DROPOUT_SEED, dtype=torch.int64)
+    with patch("variants.backends.draw_seed", lambda device: seed(device=device)):
         expected = outcome(reference.double().train(), tokens, segments)
         actual = outcome_of(plan, runtime)
         plain = None if rounding is None else outcome_of(host_plan, rounding)

@@ -1,4 +1,4 @@
-"""Summary of a run: the keys of its rows. Provenance is known before the first step, costs and scores after the last."""
+"""Summary of a run: the keys of its rows that describe provenance, costs and scores."""
 
 from harness.count.flops import forward_flops_per_byte
 from harness.count.ideal import excuses
@@ -27,74 +27,46 @@ def provenance(
 ) -> dict:
     """Return the keys of a row by which its numbers can be reproduced, and by which rows compare. ``measuring`` is for
     rows of bench, whose source includes the code that measures."""
+    row = {"format": FORMAT, "variant": plan.variant, "seed": plan.seed, "command": command, "config_hash": config_hash}
+    row |= {"source": source, "tree": digest_of_tree(measuring=measuring), "commit": commit()}
     numerics = {"variant": None if plan.trust else plan.config["variant"].get("numerics"), "shared": NUMERICS}
-    return {
-        "format": FORMAT,
-        "variant": plan.variant,
-        "seed": plan.seed,
-        "command": command,
-        "config_hash": config_hash,
-        "source": source,
-        "tree": digest_of_tree(measuring=measuring),
-        "commit": commit(),
-        "data": corpus.provenance(),
-        "protocol": plan.protocol(),
-        "numerics": numerics,
-        "recomputation": plan.runtime.checkpoint,
-        **runtime.describe(),
-    }
+    row |= {"data": corpus.provenance(), "protocol": plan.protocol(), "numerics": numerics}
+    return row | {"recomputation": plan.runtime.checkpoint} | runtime.describe()
 
 
 def identity(trainer: Trainer, run: Identity, *, command: str) -> dict:
     """Return the provenance of a run, with its budget, parameters, optimizers and backends."""
     plan, digests = trainer.plan, {"config_hash": run.config, "source": run.source}
-    return {
-        **provenance(plan, corpus=trainer.corpus, runtime=trainer.runtime, command=command, **digests),
-        "purpose": plan.purpose,
-        "point": plan.point,
-        "budget": {plan.budget.unit: plan.budget.amount},
-        "parameters": parameters(trainer.model),
-        "optimizers": trainer.optimizers.describe(),
-        "backend": trainer.backend,
-        "evaluation_backend": trainer.evaluation_backend,
-        "backend_choice": plan.backend_choice,
-        "check": plan.admission,
-    }
+    row = provenance(plan, corpus=trainer.corpus, runtime=trainer.runtime, command=command, **digests)
+    row |= {"purpose": plan.purpose, "point": plan.point, "budget": {plan.budget.unit: plan.budget.amount}}
+    row |= {"parameters": parameters(trainer.model), "optimizers": trainer.optimizers.describe()}
+    row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}
+    return row | {"backend_choice": plan.backend_choice, "check": plan.admission}
 
 
 def costs(trainer: Trainer, *, peak: Peak) -> dict:
-    """Return the keys of a summary for time, FLOPs and memory of training. Forward FLOPs are counted on one stream with
-    a full past. With several processes, bytes and FLOPs are those of all, the peak is the highest, and the remaining
-    figures are those of the main process."""
-    plan, model, parameters = trainer.plan, trainer.model, trainer.update.parameters
-    segment, span = plan.eval.segment, plan.model.span
+    """Return the time, FLOPs and memory of training. Forward FLOPs are counted on one stream with a full past. Bytes
+    and FLOPs are those of all processes, the peak is the highest, and other figures are those of the main process."""
+    model, parameters, segment = trainer.model, trainer.update.parameters, trainer.plan.eval.segment
     with trainer.runtime.autocast(), parameters.unsharded():
-        executed = forward_flops_per_byte(model, segment=segment, most_bytes=span + 4 * segment)
+        most_bytes = trainer.plan.model.span + 4 * segment
+        executed = forward_flops_per_byte(model, segment=segment, most_bytes=most_bytes)
     progress = trainer.progress()
-    return {
-        "bytes_seen": progress["bytes_seen"],
-        "epochs": progress["epochs"],
-        "steps": progress["step"],
-        **progress["clock"],
-        "training_flops": trainer.spent.flops,
-        "flops_per_byte": {
-            "executed": executed.per_byte,
-            "ideal": model.ideal_flops(),
-            "unknown": executed.unknown,
-            "warm": executed.warm,
-        },
-        "ideal_excuses": excuses(model),
-        "flops_estimated_3x": model.flops_estimated_3x(),
-        "memory": {
-            "peak_bytes": peak.bytes,
-            "peak_reserved_bytes": peak.reserved_bytes,
-            "approximate": peak.approximate,
-            "parameter_bytes": tensor_bytes(parameters.local_parameters),
-            "gradient_bytes": trainer.update.gradient_bytes,
-            "optimizer_bytes": optimizer_bytes(trainer.optimizers.optimizers.values()),
-            "state_bytes": executed.state_bytes,
-        },
+    row = {key: progress[key] for key in ("bytes_seen", "epochs")}
+    row |= {"steps": progress["step"], **progress["clock"], "training_flops": trainer.spent.flops}
+    row["flops_per_byte"] = {"executed": executed.per_byte, "ideal": model.ideal_flops()}
+    row["flops_per_byte"] |= {"unknown": executed.unknown, "warm": executed.warm}
+    row |= {"ideal_excuses": excuses(model), "flops_estimated_3x": model.flops_estimated_3x()}
+    row["memory"] = {
+        "peak_bytes": peak.bytes,
+        "peak_reserved_bytes": peak.reserved_bytes,
+        "approximate": peak.approximate,
+        "parameter_bytes": tensor_bytes(parameters.local_parameters),
+        "gradient_bytes": trainer.update.gradient_bytes,
+        "optimizer_bytes": optimizer_bytes(trainer.optimizers.optimizers.values()),
+        "state_bytes": executed.state_bytes,
     }
+    return row
 
 
 def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
@@ -111,29 +83,19 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
         bits["bits_per_copy"] = {label: score.bits_of(mask) for label, mask in answers.items()}
     if floor := corpus.floor_bits(split):
         bits["floor_bits_per_byte"] = floor
-
     bits_below_floor = ((floor or 0.0) - score.bits_per_byte) * len(score.nats)
     if not future_nats <= MAX_FUTURE_NATS or bits_below_floor > MAX_BITS_BELOW_FLOOR:  # NaN is not causal either
         summary["check"] = NOT_CAUSAL
     n_bytes = len(corpus.reported(name, selection_bytes=plan.eval.selection_bytes))
     capped_bytes = len(split) if len(split) < n_bytes else None
-    if capped_bytes:
-        summary["capped"][name] = capped_bytes
+    summary["capped"] |= {name: capped_bytes} if capped_bytes else {}
     is_main = trainer.runtime.processes.is_main  # compression takes a second for each MB
     summary["compressors"][name] = compressed_bits(split, train=corpus.splits["train"]) if is_main else {}
     metrics = trainer.model.metrics(score.stats)
     summary |= {f"{name}_{key}": number for key, number in bits.items()} | {f"{name}_metrics": metrics}
-    return {
-        "kind": name,
-        **trainer.progress(),
-        "final": True,
-        **bits,
-        "capped_bytes": capped_bytes,
-        "check": summary["check"],
-        "future_nats": future_nats,
-        "protocol": plan.protocol(),
-        "metrics": metrics,
-    }
+    row = {"kind": name, **trainer.progress(), "final": True, **bits, "capped_bytes": capped_bytes}
+    row |= {"check": summary["check"], "future_nats": future_nats, "protocol": plan.protocol()}
+    return row | {"metrics": metrics}
 
 
 def parameters(model: LanguageModel) -> dict:

@@ -1,5 +1,4 @@
-"""Trainer: the model with its optimizers, data, carried state and spent budget. It makes training steps, scores splits,
-and saves and restores its state."""
+"""Trainer: model, optimizers, data, carried state and spent budget; training steps, scores and checkpoints."""
 
 import math
 import time
@@ -25,14 +24,14 @@ from variants.contract import cat_streams, map_state
 
 
 class Trainer:
-    """Trains a model, in one process of a run. Parameters, optimizers and ``spent`` are equal in all processes; carried
-    state is that of this process's streams. ValueError if the processes cannot divide the work, or if a split is too
-    short to score.
+    """Trains a model, in one process of a run. ValueError if processes cannot divide the work, or a split is too short
+    to score.
 
     Attributes:
         spent: bytes, seconds, steps and FLOPs of all processes so far. Seconds are those of the main process, without
             ``compile_seconds``; ``wait`` adds the seconds of steps that the device has not finished.
-        state: the carried state after the last step, or None.
+        state: carried state of this process's streams after the last step, or None.
+
     """
 
     def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
@@ -51,20 +50,17 @@ class Trainer:
         self._last_step = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
         self._budget_in_seconds = plan.budget.unit == "seconds"  # only then does the host wait for each step
         self._batches_on_device: dict[int, tuple[Tensor, Tensor]] = {}  # by step
-
         # Since the last train row: the sum of the mean nats of steps, their number, and losses still on the device.
         self._nats_sum, self._n_steps, self._losses_on_device = 0.0, 0, []
         # Steps that may have diverged: the function that reads whether one did, its index and learning rate.
         self._unchecked_steps: deque[tuple[Callable[[], float], int, float]] = deque()
-
         for split in self.splits:
             score_streams(len(self.reported_split(split)) - 1, plan.eval.streams)
         self.selection_split()
         if processes.world_size > 1:
             if reason := next(self._unsupported_by_processes(), None):
                 raise ValueError(reason)
-            # The model is initialised; from here on only dropout draws.
-            random_state.seed_rank(plan.seed, step=0, rank=processes.rank)
+            random_state.seed_rank(plan.seed, step=0, rank=processes.rank)  # from here on only dropout draws
 
     @property
     def backend(self) -> str:
@@ -87,8 +83,7 @@ class Trainer:
         return self.plan.budget.done(self.spent)
 
     def step(self) -> None:
-        """Make one training step. Diverged if the loss or a gradient of the previous step was not finite, which is read
-        while the device computes this step."""
+        """Make one step. Diverged if the previous one was not finite, which is read while the device computes."""
         began, index, flops = time.perf_counter(), self.spent.steps, self._step_flops()
         inputs, targets = self._batches_on_device.get(index) or self._send(index)
         self._batches_on_device = {index + 1: self._send(index + 1)}
@@ -162,20 +157,12 @@ class Trainer:
     def progress(self) -> dict:
         """Return the keys of a row that describe progress: bytes, steps, FLOPs and seconds of training so far."""
         self.wait()
-        row = {
-            "bytes_seen": self.spent.bytes,
-            "step": self.spent.steps,
-            "epochs": self.spent.bytes / len(self.corpus.splits["train"]),
-        }
-        if not self._budget_in_seconds:
-            row["fraction"] = self.fraction
-        row["training_flops"] = self.spent.flops
-        row["clock"] = {
-            "seconds": self.spent.seconds,
-            "bytes_per_second": self.spent.bytes / max(self.spent.seconds, 1e-9),
-            "compile_seconds": self.compile_seconds,
-        }
-        return row
+        spent, train_bytes = self.spent, len(self.corpus.splits["train"])
+        row = {"bytes_seen": spent.bytes, "step": spent.steps, "epochs": spent.bytes / train_bytes}
+        row |= {} if self._budget_in_seconds else {"fraction": self.fraction}
+        clock = {"seconds": spent.seconds, "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9)}
+        clock |= {"compile_seconds": self.compile_seconds}
+        return row | {"training_flops": spent.flops, "clock": clock}
 
     def train_row(self) -> dict:
         """Return a row with mean bits per byte since the last train row, learning rate, and metrics of parameters."""
@@ -184,18 +171,12 @@ class Trainer:
         row["bits_per_byte"] = self._nats_sum / self._n_steps / math.log(2)
         self._nats_sum, self._n_steps = 0.0, 0
         factor = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
-        row["learning_rate"] = self.optimizers.lr * factor
-        row["ideal_flops_per_byte"] = self.model.ideal_flops()
-        row["metrics"] = self.model.metrics({})
-        return row
+        row |= {"learning_rate": self.optimizers.lr * factor, "ideal_flops_per_byte": self.model.ideal_flops()}
+        return row | {"metrics": self.model.metrics({})}
 
     def evaluate(self, split: Tensor, *, pairs: int | None = None, future_seed: int | None = None) -> Score:
         """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the configuration's ``eval`` says.
-
-        Args:
-            pairs: number of (input, target) pairs in a sample spread over the split; None scores all.
-            future_seed: as of ``score_stream``.
-        """
+        ``pairs`` and ``future_seed`` are those of ``score_stream``."""
         self.wait()  # otherwise the seconds of scoring would include those of unfinished steps
         self._check_weights()
         cut = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
@@ -203,9 +184,9 @@ class Trainer:
             pairs = min(pairs, len(split) - 1)
             streams, context = sample_cut(pairs, **cut | {"context": self.plan.model.span})
             cut |= {"pairs": pairs, "streams": streams, "context": context}
-        cut |= {"collect_stats": True, "future_seed": future_seed}
+        cut |= {"runtime": self.runtime, "collect_stats": True, "future_seed": future_seed}
         with self.update.parameters.unsharded():
-            return score_stream(self.model, split, runtime=self.runtime, **cut)
+            return score_stream(self.model, split, **cut)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -218,8 +199,7 @@ class Trainer:
         return self.corpus.reported(split, selection_bytes=e.selection_bytes, limit=e.bytes)
 
     def selection_split(self) -> Tensor:
-        """Return the bytes of valid that select the best weights, which no reported score includes. ValueError if there
-        are fewer than two."""
+        """Return the bytes of valid that select the best weights. ValueError if there are fewer than two."""
         selection_bytes, valid = self.plan.eval.selection_bytes, self.corpus.splits["valid"]
         split = self.corpus.choosing(selection_bytes)
         if len(split) < 2:
@@ -233,15 +213,10 @@ class Trainer:
         """Yield an error message for each reason why several processes cannot divide the work."""
         b, n_processes = self.plan.batch, self.runtime.processes.world_size
         if b.streams % n_processes:
-            yield (
-                f"batch.streams={b.streams}: cannot be divided equally among {n_processes} processes; "
-                f"allowed are multiples of {n_processes}"
-            )
+            yield f"batch.streams={b.streams}: with {n_processes} processes, allowed are multiples of {n_processes}"
         if b.accumulate > b.streams // n_processes:
-            yield (
-                f"batch.accumulate={b.accumulate}: each of {n_processes} processes has {b.streams // n_processes} of "
-                f"batch.streams={b.streams}; allowed is at most {b.streams // n_processes}"
-            )
+            share = f"each of {n_processes} processes has {b.streams // n_processes} of batch.streams={b.streams}"
+            yield f"batch.accumulate={b.accumulate}: {share}; allowed is at most {b.streams // n_processes}"
         for name, optimizer in self.optimizers.optimizers.items():
             if self.plan.runtime.shard == "full" and not isinstance(optimizer, BY_ROWS):
                 yield (
@@ -263,19 +238,12 @@ class Trainer:
         self.wait()
         self._check_weights()
         processes = self.runtime.processes
+        state = cat_streams(processes.all_gather(map_state(lambda s: s.cpu(), self.state)))
         main_random_state, *random_states = processes.all_gather(random_state.random_state())
-        return {
-            "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
-            "state": cat_streams(processes.all_gather(map_state(lambda s: s.cpu(), self.state))),
-            "spent": vars(self.spent),
-            "last": vars(self._last_step),
-            "compile_seconds": self.compile_seconds,
-            "nats": self._nats_sum,
-            "steps": self._n_steps,
-            "random": main_random_state,
-            "random_others": random_states,
-        }
+        content = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict(), "state": state}
+        content |= {"spent": vars(self.spent), "last": vars(self._last_step), "compile_seconds": self.compile_seconds}
+        content |= {"nats": self._nats_sum, "steps": self._n_steps}
+        return content | {"random": main_random_state, "random_others": random_states}
 
     def restore(self, content: dict) -> None:
         """Continue from the ``content`` of a checkpoint, which another number of processes may have saved."""
@@ -316,8 +284,7 @@ def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, source: st
 
 
 def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) -> str:
-    """Return the name of the code that sublayers run, in training or in evaluation. ValueError if they cannot run
-    ``runtime.backend``."""
+    """Return the name of the code that sublayers run. ValueError if they cannot run ``runtime.backend``."""
     backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
     if not device.compile:

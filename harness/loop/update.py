@@ -19,24 +19,16 @@ PROBE_BYTES = 16
 
 
 class Update:
-    """A model with its optimizers. Calling this object makes one update.
-
-    Args:
-        model: neither compiled nor wrapped, because ``runtime.forward`` does that.
-        accumulate: number of microbatches into which this process's streams are split. The update is the same for any.
-
-    Attributes:
-        parameters: the model's parameters in this process.
-        gradient_bytes: bytes of all gradients, or 0 before the first update.
-    """
+    """A model with its optimizers. Calling this object makes one update. ``model`` is neither compiled nor wrapped,
+    because ``runtime.forward`` does that. Any ``accumulate``, the number of microbatches of a step, gives the same
+    update."""
 
     def __init__(self, model: LanguageModel, optimizers: Optimizers, runtime: Runtime, *, accumulate: int = 1):
         self.model, self.optimizers, self.runtime, self.accumulate = model, optimizers, runtime, accumulate
         self.parameters, self.forward, self.gradient_bytes = ModelParameters(model), runtime.forward(model), 0
 
     def distribute(self, *, shard: str) -> None:
-        """If there are several processes, make each update that of all, starting from the main process's weights.
-        ``shard`` is ``runtime.shard``."""
+        """If there are several processes, make each update that of all, from the main process's weights."""
         processes = self.runtime.processes
         if processes.world_size == 1:
             return
@@ -56,16 +48,8 @@ class Update:
         self.forward = self.runtime.forward(self.model)
 
     def __call__(self, inputs: Tensor, targets: Tensor, state: State, *, fraction: float) -> tuple[Tensor, State]:
-        """Make one update.
-
-        Args:
-            inputs, targets: int64 ``[B, T]`` of this process's streams.
-            state: carried state of these streams, or None where they begin.
-            fraction: share of the budget that is spent, which sets the learning rate.
-
-        Returns:
-            Mean nats per byte over all processes, on the device, and the next state.
-        """
+        """Make one update from ``inputs`` and ``targets`` (int64 ``[B, T]``) with their carried ``state``, at a
+        ``fraction`` of the budget. Returns mean nats per byte of all processes, on the device, and the next state."""
         processes, optimizers, first_update = self.runtime.processes, self.optimizers, not self.gradient_bytes
         nats, loss, next_state = self.gradients(inputs, targets, state)
         processes.average_gradients_(self.parameters.averaged_parameters, loss, nats)
@@ -97,8 +81,7 @@ class Update:
 
 
 def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
-    """Return the parameters that FSDP cannot shard: those that are vectors, that several sublayers share, that are read
-    outside of the forward pass, or that have no dense gradient."""
+    """Return parameters FSDP cannot shard: vectors, shared, read outside forward, or without dense gradients."""
     units_of: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = name.split(".")[:3] if name.startswith("layers.") else []

@@ -1,5 +1,4 @@
-"""Cells of tables: texts of bits per byte, bytes, counts and times, each with its unrounded number; and words that the
-captions of tables share."""
+"""Cells of tables: texts of numbers, with the unrounded number; and texts that captions of tables share."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -48,8 +47,7 @@ def interval(ends: Sequence[float] | None, *, digits: int = 3) -> Cell:
 
 
 def significant(number: float) -> str:
-    """Return a number to three significant digits, or from 100 on to all digits before the point: ``0.0123``, ``1.23``,
-    ``12.3``, ``1,234``."""
+    """Return ``0.0123``, ``1.23``, ``12.3`` or ``1,234``: three significant digits, or all before the point."""
     size = abs(number)
     if size >= 99.95:
         return f"{number:,.0f}"
@@ -60,8 +58,7 @@ def significant(number: float) -> str:
 
 
 def make_table(rows: Sequence, columns: Sequence[Column], **attributes) -> Table:
-    """Return a table whose cells are each column's ``cell`` of each row. Empty columns are left out. ``attributes`` are
-    the remaining ones of ``Table``."""
+    """Return a table of each row by each column's ``cell``, without empty columns; ``attributes`` as of ``Table``."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     not_empty = [index for index in range(len(columns)) if any(row[index].text for row in cells)]
     cells = tuple(tuple(row[index] for index in not_empty) for row in cells)
@@ -84,12 +81,8 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def missing_formulas_note(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
-    """Return a note that names the operators without a FLOP formula, or None if all have one.
-
-    Args:
-        rows: label of each row, and its counts of such operators by name. An operator that is not in all of these rows
-            is followed by their labels.
-    """
+    """Return a note that names operators without a FLOP formula, or None. ``rows`` have a label, and counts of such
+    operators. An operator that is not in all of these rows is followed by their labels."""
     labels_of: dict[str, set[str]] = {}
     for label, unknown in rows:
         for operator in unknown or {}:

@@ -49,8 +49,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def load_newest(folder: Path, identity: Mapping[str, object]) -> dict:
-    """Return the content of the newest undamaged checkpoint; a warning names newer ones that are damaged. ``identity``
-    is that of ``load``."""
+    """Return the newest undamaged checkpoint; a warning names newer ones. ``identity`` is that of ``load``."""
     damages = []
     for path in reversed(_checkpoints(folder)):
         try:
@@ -74,15 +73,8 @@ def load_best(folder: Path, identity: Mapping[str, object] | None = None) -> dic
 
 
 def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
-    """Return the content of a checkpoint: plain values, and tensors on the CPU. Nothing in the file is executed.
-
-    Args:
-        identity: keys that must be equal in the checkpoint; None accepts the checkpoint of any run.
-
-    Raises:
-        Damaged: the file is not as it was written.
-        ValueError: the file has another format, or is that of another run.
-    """
+    """Return plain values, and tensors on the CPU; nothing in the file is executed. ``identity`` are keys that must be
+    equal in the checkpoint. Damaged if the file is not as it was written; ValueError for another format or identity."""
     try:
         file = read_file(path, max_bytes=path.stat().st_size)
     except OSError as error:
@@ -97,13 +89,10 @@ def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
     except Exception as error:  # a foreign file with a valid digest; torch may raise any exception
         raise Damaged(f"{path} is no checkpoint of a run ({type(error).__name__})") from error
     check_format(content, file=str(path))
-    differences = [
-        f"{key} was {saved_identity.get(key)}, is {expected}"
-        for key, expected in (identity or {}).items()
-        if saved_identity.get(key) != expected
-    ]
-    if differences:
-        raise ValueError(f"{path} is of another run: {'; '.join(differences)}; allowed is one of this run, or none")
+    identity = identity or {}
+    if differing := [key for key in identity if saved_identity.get(key) != identity[key]]:
+        differences = "; ".join(f"{key} was {saved_identity.get(key)}, is {identity[key]}" for key in differing)
+        raise ValueError(f"{path} is of another run: {differences}; allowed is one of this run, or none")
     del content["format"]
     return content
 

@@ -19,9 +19,8 @@ def print_closing_table(summary: dict) -> None:
     print(f"{'bits per byte':<24}" + "".join(f"{split:>10}" for split in splits))
     for label, numbers in _score_rows(summary, splits):
         texts = [_score_text(summary, number, split=split) for split, number in zip(splits, numbers, strict=True)]
-        widths = [10 + text.endswith(cells.CAPPED_MARK) for text in texts]  # the mark is right of the column
-        fields = "".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
-        print(f"{label:<24}" + fields.rstrip())
+        padded = [f"{text:>{10 + text.endswith(cells.CAPPED_MARK)}}" for text in texts]  # marks are outside the column
+        print(f"{label:<24}" + "".join(padded).rstrip())
     print()
     for label, text in _costs(summary):
         print(f"{label:<17}{text}")
@@ -72,22 +71,18 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     """Yield label and text of each cost."""
     parameters, flops, memory, spans = (summary[key] for key in ("parameters", "flops_per_byte", "memory", "spans"))
     yield "parameters", f"{parameters['total']:,} in all, {parameters['touched']:,} touched per byte"
-
     backend = summary["evaluation_backend"]
     backend = f" ({backend})" if backend != summary["backend"] else ""
-    executed, ideal = _three_digits(flops["executed"]), _three_digits(flops["ideal"])
+    executed, ideal = (_three_digits(flops[key]) for key in ("executed", "ideal"))
     yield "FLOPs per byte", f"{executed}{backend} executed, {ideal} ideal (forward)"
     about = "about " if summary["flops_estimated_3x"] else ""
     yield "training FLOPs", f"{about}{_three_digits(summary['training_flops'])} needed"
-
     about = "about " if memory["approximate"] else ""
     peak = "-" if memory["peak_bytes"] is None else f"{memory['peak_bytes'] / 2**20:,.1f} MiB"
     yield "memory", f"{about}{peak} peak, {memory['state_bytes'] / 2**20:,.1f} MiB carried state"
-
     compiling = f", and {seconds:,.1f} s of compiling" if (seconds := summary["compile_seconds"]) else ""
     speed = f"{summary['bytes_per_second']:,.0f} bytes per second"
     yield "training", f"{summary['bytes_seen']:,} bytes in {summary['seconds']:,.1f} s, {speed}{compiling}"
-
     if spans:
         yield "spans", f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} positions"
     processes = [f"{summary['processes']} processes"] * (summary["processes"] > 1)

@@ -1,5 +1,4 @@
-"""Which rows compare. Bits per byte compare under equal protocol, data, budget and numerics; time and memory compare
-only on equal machines and settings."""
+"""Which rows compare: scores under equal protocol, data, budget and numerics; costs only on equal machines."""
 
 import json
 from collections.abc import Mapping
@@ -23,22 +22,15 @@ def _mapping(row: Mapping, key: str) -> Mapping:
 
 
 def score_conditions(row: Mapping) -> str:
-    """Return a text that is equal for rows whose bits per byte compare, if their code does.
-
-    Tuning runs compare only with each other, and budgets of seconds only in equal environments. A span of the protocol
-    that is the model's own span is a hyperparameter, and does not count.
-    """
+    """Return a text that is equal for rows whose bits per byte compare. Tuning runs compare only with each other, and
+    budgets of seconds only in equal environments. A span that the protocol has from the model does not count."""
     config, budget, protocol = (_mapping(row, key) for key in ("config", "budget", "protocol"))
     protocol = {"split": _mapping(config, "data").get("split", OLD_ROW_SPLIT)} | protocol
     if protocol.get("span") is not None and _mapping(config, "model").get("span") == protocol["span"]:
         protocol |= {"span": None, "context": None}
-    conditions = {
-        "data": _mapping(row, "data").get("sha256"),
-        "budget": budget,
-        "tuning": row.get("purpose") == "tune",
-        "protocol": protocol,
-        "capped": _mapping(row, "capped").get("valid"),  # test has the same cap, but is not always scored
-    }
+    conditions = {"data": _mapping(row, "data").get("sha256"), "budget": budget, "protocol": protocol}
+    conditions |= {"tuning": row.get("purpose") == "tune"}
+    conditions |= {"capped": _mapping(row, "capped").get("valid")}  # test has the same cap, but is not always scored
     return json.dumps([conditions, cost_conditions(row) if "seconds" in budget else None], sort_keys=True)
 
 

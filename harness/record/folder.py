@@ -1,8 +1,6 @@
-"""Run folders ``outputs/<variant>-s<seed>-<hash>/``: the identity of a run, the summary of an earlier command, a lock.
-
-The hash covers source, data, device, precision and the resolved configuration, without keys that change no number.
-Edited code therefore gets another folder. The same command resumes an unfinished run and returns a finished one.
-"""
+"""Run folders ``outputs/<variant>-s<seed>-<hash>/``. The hash covers source, data, device, precision and the resolved
+configuration without keys that change no number: edited code gets another folder. The same command resumes an
+unfinished run and returns a finished one."""
 
 import hashlib
 import json
@@ -42,12 +40,7 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What determines the numbers of a run. Runs of equal identity share a folder.
-
-    Attributes:
-        config, source, data: digests.
-        device: ``cpu`` or ``cuda``.
-    """
+    """What determines the numbers of a run, mostly as digests. Runs of equal identity share a folder."""
 
     variant: str
     seed: int
@@ -65,12 +58,8 @@ class Identity:
 
 
 class RunFolder:
-    """The folder of one run. Only one process at a time may lock it and write into it.
-
-    Attributes:
-        summary: that of a finished run, or None. With ``force`` both attributes are None.
-        checkpoint: path of the newest checkpoint, or None.
-    """
+    """The folder of one run, into which only the process that has locked it writes. ``summary`` is that of a finished
+    run, and ``checkpoint`` the path of the newest one, or None; both are None with ``force``."""
 
     def __init__(self, outputs: Path, identity: Identity, *, force: bool = False):
         self.path, self.identity, self._lock, self._force = outputs / identity.name, identity, None, force
@@ -82,9 +71,8 @@ class RunFolder:
         return self.summary, self.checkpoint
 
     def lock(self) -> tuple[dict | None, Path | None]:
-        """Create and lock the folder, and point the link ``latest`` at it. Returns ``summary`` and ``checkpoint``, read
-        again, because another process may have changed them. ValueError if the folder is locked or cannot be
-        written."""
+        """Create and lock the folder, and point ``latest`` at it. Returns ``summary`` and ``checkpoint``, read again,
+        because another process may have changed them. ValueError if the folder is locked or cannot be written."""
         owner, link = f"process {os.getpid()} on {os.uname().nodename}".encode(), self.path / "latest.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -94,8 +82,7 @@ class RunFolder:
                 self._lock.seek(0)
                 raise ValueError(
                     f"outputs={self.path.parent}: {self.path.name} is locked by "
-                    f"{self._lock.read().decode(errors='replace')}; allowed is to wait for that process, or another "
-                    "outputs"
+                    f"{self._lock.read().decode(errors='replace')}; allowed is to wait for it, or another outputs"
                 )
             self._lock.truncate(0)
             write_all(self._lock, owner)
@@ -190,7 +177,4 @@ def refuse_links(folder: Path, *, key: str) -> None:
     """Raise ValueError if a folder contains a link, through which a file would be written outside of the folder."""
     for path in folder.iterdir():
         if path.is_symlink() and path.suffix != ".tmp":  # killed processes leave .tmp links, which lock() removes
-            raise ValueError(
-                f"{key}={folder}: {path.name} is a link; allowed are folders without links, because what is written "
-                "through a link leaves the folder"
-            )
+            raise ValueError(f"{key}={folder}: {path.name} is a link; allowed is a folder without links")

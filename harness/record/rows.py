@@ -36,12 +36,8 @@ FAILED = ("failed", *(failure.status for failure in Failure.__subclasses__()))
 
 
 class Record:
-    """Appends rows to ``record.jsonl`` of a run folder.
-
-    Args:
-        rows: number of rows in the file at the checkpoint; later ones are removed. 0 starts a new record.
-        sha256: digest of these rows. Damaged if the file does not have them.
-    """
+    """Appends rows to ``record.jsonl`` of a run folder, after removing all but its first ``rows``, those of a
+    checkpoint. Damaged if they are not complete, or do not have the digest ``sha256``."""
 
     def __init__(self, folder: Path, *, rows: int = 0, sha256: str | None = None):
         self.path = folder / RECORD
@@ -80,8 +76,7 @@ class Record:
 
 
 def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
-    """Truncate the file to its first ``rows`` rows, and return them. Damaged if they are not complete or have another
-    digest."""
+    """Truncate the file to its first ``rows`` rows, and return them. Damaged if the checkpoint had others."""
     content = path.read_bytes() if path.exists() else b""
     *complete, _ = content.split(b"\n")
     first_rows = b"".join(line + b"\n" for line in complete[:rows])
@@ -101,8 +96,7 @@ def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
 
 
 def append_row(path: Path, row: dict) -> dict:
-    """Append a row to a file, completely or not at all, and return it as it was written. StorageFailure if the file
-    cannot be written."""
+    """Append a row, completely or not at all, and return it as written; StorageFailure if that fails."""
     row = to_json(row)
     append_whole(path, _line(row))
     return row
@@ -134,8 +128,7 @@ def to_json(node: object) -> Any:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Return all complete rows of a trusted file, without an incomplete last line; an empty list if there is no
-    file."""
+    """Return all complete rows of a trusted file, without an incomplete last line; none if there is no file."""
     *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
     return [json.loads(line) for line in lines]
 
@@ -156,8 +149,7 @@ def read_file(path: Path, *, max_bytes: int, first_line: bool = False) -> bytes:
 
 
 def parse_object(text: str | bytes) -> dict:
-    """Parse a JSON object. ValueError for anything else, for more than ``MAX_LEVELS`` levels, and for a text of more
-    than ``MAX_TEXT_LENGTH`` characters."""
+    """Parse a JSON object. ValueError for anything else, and for too many levels or too long texts."""
     try:
         row = json.loads(text)
     except RecursionError as error:
@@ -181,8 +173,7 @@ def _check_limits(node: object, levels: int) -> None:
 
 
 def try_read_object(path: Path, *, first_line: bool = False) -> tuple[dict | None, str | None]:
-    """Return the JSON object in a file or in its first line, and None. If it cannot be read, return None and the
-    reason; both are None if there is no file."""
+    """Return the JSON object in a file or its first line, or None and the reason, which is None without a file."""
     try:
         return parse_object(read_file(path, max_bytes=MAX_ROW_BYTES, first_line=first_line)), None
     except FileNotFoundError:
@@ -194,7 +185,7 @@ def try_read_object(path: Path, *, first_line: bool = False) -> tuple[dict | Non
 
 
 def read_object(path: Path, *, first_line: bool = False) -> dict:
-    """Return the JSON object in a file or in its first line, or an empty dictionary if it cannot be read."""
+    """Return the JSON object in a file or its first line, or an empty dictionary if it cannot be read."""
     row, _ = try_read_object(path, first_line=first_line)
     return row or {}
 

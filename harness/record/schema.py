@@ -1,5 +1,4 @@
-"""Schemas of rows: ``rows.yaml`` as pydantic types. Row files may have been cut, merged or edited, so each row that is
-read is validated; the first key that violates its schema is named."""
+"""Schemas of rows: ``rows.yaml`` as pydantic types. Rows that are read are validated, as files may be edited."""
 
 import math
 import re
@@ -11,8 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval, MaxLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
-BENCH_COMMANDS = ("cost", "peers")
-"""Commands of bench that append rows."""
+BENCH_COMMANDS = ("cost", "peers")  # which append rows
 MAYBE = "maybe "
 MAX_NUMBER = 1e30
 """No measured number is larger, and products of larger ones would overflow."""

@@ -19,12 +19,7 @@ _MARKED_NUMBER = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table.
-
-    Attributes:
-        text: as it is shown, empty if nothing was measured.
-        value: the unrounded number, for sorting and CSV.
-    """
+    """A cell: ``text`` as shown, empty if nothing was measured, and the unrounded ``value`` for sorting and CSV."""
 
     text: str
     value: float | int | None = None
@@ -85,7 +80,7 @@ def print_table(table: Table, *, console: Console | None = None) -> None:
 
 
 def to_csv(table: Table) -> str:
-    """Return the table as CSV with unrounded numbers. After each column with marked numbers a column has their marks."""
+    """Return the table as CSV with unrounded numbers, and a column of marks after each column that has some."""
     has_marks = [any(mark(row[index]) for row in table.rows) for index in range(len(table.columns))]
     headings = []
     for column, marked in zip(table.columns, has_marks, strict=True):

@@ -2,7 +2,6 @@
 do not end the job. Environment variables ``WANDB_*`` take precedence over arguments.
 
 Names of metrics:
-
     bytes_seen, step, ...           PROGRESS_KEYS of a row; bytes_seen is the x axis of all metrics
     train/learning_rate             a number of a row, after the row's kind
     valid_bits_per_byte             a final score
@@ -28,18 +27,17 @@ INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0
 
 
 class WandbRun:
-    """The W&B run of a job. As a context it finishes the W&B run.
+    """The W&B run of a job, a context that finishes it.
 
     Args:
         folder: the run folder; W&B writes into its subfolder ``wandb``.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
         id: that of the W&B run to continue, from a checkpoint, or None.
-        tags: as in ``wandb.init``; empty tags are left out, and long ones are cut.
-        more: further arguments of ``wandb.init``.
+        tags, more: as in ``wandb.init``; empty tags are left out, and long ones are cut.
 
     Attributes:
-        id: id of the W&B run, which checkpoints save.
         hint: a line with the URL of the W&B run, or with the command that uploads it; empty if W&B is disabled.
+
     """
 
     def __init__(self, folder: Path, *, mode: str = "auto", id: str | None = None, tags: Iterable[str] = (), **more):
@@ -69,7 +67,7 @@ class WandbRun:
 
     @contextmanager
     def _contain_errors(self) -> Iterator[None]:
-        """Context in which an exception of W&B, also SystemExit, is printed in one line and ends logging of this job."""
+        """Context in which an exception of W&B, also SystemExit, is printed in one line and ends W&B for this job."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -95,7 +93,7 @@ class WandbRun:
 
 
 def _start(mode: str, keywords: dict, *, id: str):
-    """Start the W&B run, online if possible. If it is offline and ``mode`` did not ask for that, print why on stderr."""
+    """Start the W&B run, online if possible; if not although ``mode`` asks for it, print the reason on stderr."""
     import wandb  # late: it takes a second
 
     settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
@@ -156,8 +154,7 @@ def metrics_of(row: dict) -> dict[str, float]:
 
 
 def loggable(summary: dict) -> dict[str, float | str]:
-    """Return the numbers, booleans and texts of a summary or provenance row with flat keys:
-    ``{"memory/peak_bytes": 12345, "variant": "mhsa"}``."""
+    """Return numbers, booleans and texts with flat keys: ``{"memory/peak_bytes": 12345, "variant": "mhsa"}``."""
     leaves = {}
     for key, leaf in flatten(summary, separator="/").items():
         if isinstance(leaf, str | bool) or is_number(leaf):
