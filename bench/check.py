@@ -154,8 +154,8 @@ def _training_plan(*words: str):
 
 def agrees() -> bool:
     """Print whether the device agrees with plain PyTorch in float64 on a CPU. Errors may be ``TOLERANCE`` of
-    ``select_backend``, or twice those of plain PyTorch in the device's precision. In bfloat16, tables are read at other slots, so numbers
-    need only be finite. ValueError if the backend cannot run."""
+    ``select_backend``, or twice those of plain PyTorch in the device's precision. In bfloat16, tables are read at other
+    slots, so numbers need only be finite. ValueError if the backend cannot run."""
     import torch
 
     from harness.device import runtime

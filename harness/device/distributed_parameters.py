@@ -33,7 +33,6 @@ class DistributedParameters(ModelParameters):
         unsharded: parameters that FSDP must leave alone.
         tables: modules and names of their tables, which ``shard="full"`` shards by columns.
         device: where the model is moved after tables are sharded; until then it may be on the host.
-
     """
 
     def __init__(

@@ -17,7 +17,6 @@ class ModelParameters:
         local_parameters: what the optimizers update: each parameter, or this process's shard of it.
         averaged_parameters: those of them whose gradients are averaged after the backward pass, not during it.
         dtensors: the ``DTensor`` of each shard in ``local_parameters``.
-
     """
 
     def __init__(self, model: nn.Module):

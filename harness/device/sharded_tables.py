@@ -4,7 +4,7 @@
     2. sum this process's columns of these rows, for all bytes
     3. exchange the sums, so that each process gets all columns for its bytes; gradients return the same way
 
-FSDP refuses sparse gradients and gathers whole tables. This traffic grows with a step's bytes, not with the table."""
+Traffic grows with a step's bytes, not with the table. FSDP refuses sparse gradients and gathers whole tables."""
 
 from collections.abc import Sequence
 
@@ -71,8 +71,7 @@ class ShardedTables:
             self._sum_rows(index, slots, slots.float(), [n_bytes for *_, n_bytes in readers], sparse=False)
 
     def _sum_rows(self, index: int, slots: Tensor, weights: Tensor, counts: Sequence[int], *, sparse: bool) -> Tensor:
-        """Return sums ``[n, columns]`` for ``slots`` and ``weights`` ``[n, rows]``; ``counts`` has n of each
-        process."""
+        """Return sums ``[n, columns]`` for ``slots`` and ``weights`` ``[n, rows]``; ``counts`` has every process's n."""
         table, processes = self.tables[index], self._processes
         rows, width = self._full_shapes[index]
         world_size, n_bytes, n_rows = processes.world_size, counts[processes.rank], weights.shape[1]

@@ -24,17 +24,16 @@ NOT_CAUSAL = "not causal"
 MAX_FUTURE_NATS = 0.02
 """Mean absolute change of a pair's nats by later bytes above which a row is not causal. Rounding is far below."""
 MAX_BITS_BELOW_FLOOR = 40
-"""Bits, in total, below a corpus's floor. A causal model exceeds it with a probability of at most 2^-40."""
+"""Most bits, in total, by which a score is below the corpus's floor. A causal model has more with probability 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
 
 
 class Score(NamedTuple):
-    """Float32 cross-entropy ``[pairs]`` of each scored (input, target) pair in the split's order, the sublayers' summed
-    statistics, and the mean absolute change of a pair's nats by later bytes (``CausalityCheck``)."""
+    """The score of a split."""
 
-    nats: Tensor
-    stats: dict[str, dict[str, Tensor]]
-    future_nats: float = 0.0
+    nats: Tensor  # cross-entropy of each scored (input, target) pair in the split's order, float32 [pairs]
+    stats: dict[str, dict[str, Tensor]]  # the sublayers' summed statistics
+    future_nats: float = 0.0  # mean absolute change of a pair's nats by later bytes, of CausalityCheck
 
     @property
     def bits_per_byte(self) -> float:
@@ -66,7 +65,6 @@ def score_stream(
         pairs: number of pairs in a sample spread over the split; None scores each pair once.
         collect_stats: also collect the sublayers' statistics, from the first batch in which all streams are scored.
         future_seed: seed of a ``CausalityCheck``, or None for no check.
-
     """
     cut = {"streams": streams, "segment": segment, "part": runtime.processes.shard}
     if pairs is None:
@@ -134,14 +132,13 @@ class CausalityCheck:
         seed: draws batches, and in each of them one position of each row. None checks nothing.
         rows: number of streams or windows in a batch, of all processes.
         first: index of the first batch in which all streams are scored.
-
     """
 
     def __init__(self, seed: int | None, batches: Sized, *, rows: int, vocabulary: int, first: int = 0):
         self.seed, self.vocabulary, self._changes = seed, vocabulary, [torch.empty(0)]
         scored = range(len(batches))[first:] or range(len(batches))
-        n_draws = range(-(-CHECKED_POSITIONS // rows))
-        draws = integer_hash(_BATCH_KEY, seed, n_draws) if scored and seed is not None else ()
+        repeats = range(-(-CHECKED_POSITIONS // rows))
+        draws = integer_hash(_BATCH_KEY, seed, repeats) if scored and seed is not None else ()
         self.draws_of_batch = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
     def compare(self, batch: int, inputs: Tensor, mask: Tensor, nats: Tensor, predict: Callable) -> None:

@@ -2,7 +2,6 @@
 
 The first backend that agrees with plain PyTorch in float64 is selected, in the sublayers' order of preference. Each is
 compared in a process of its own: an illegal read makes the device's context unusable, and a hang must not stop the run.
-
 """
 
 import dataclasses

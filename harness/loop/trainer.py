@@ -31,7 +31,6 @@ class Trainer:
         spent: bytes, seconds, steps and FLOPs of all processes so far. Seconds are those of the main process, without
             ``compile_seconds``; ``wait`` adds the seconds of steps that the device has not finished.
         state: carried state of this process's streams after the last step, or None.
-
     """
 
     def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):

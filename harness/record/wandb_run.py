@@ -37,7 +37,6 @@ class WandbRun:
 
     Attributes:
         hint: a line with the URL of the W&B run, or with the command that uploads it; empty if W&B is disabled.
-
     """
 
     def __init__(self, folder: Path, *, mode: str = "auto", id: str | None = None, tags: Iterable[str] = (), **more):
