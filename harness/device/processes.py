@@ -67,7 +67,8 @@ class ProcessGroup(Launch):
         return ProcessLost(f"process {self.rank} of {self.world_size}: {reason}; the same command resumes the run")
 
     def all_gather(self, local: T, *, long_wait: bool = False) -> list[T]:
-        """Return every process's ``local``, by rank: any object that pickles, with tensors on the CPU."""
+        """Return every process's ``local``, by rank: any object that pickles, with tensors on the CPU. With
+        ``long_wait`` the timeout is ``LONG_TIMEOUT``."""
         gathered: list[T] = [local] * self.world_size
         if self.world_size > 1:
             self._call(dist.all_gather_object, gathered, local, group=self._long_wait_group if long_wait else None)
@@ -159,9 +160,7 @@ class ProcessGroup(Launch):
         if gradient is None:
             rows, values = parameter.new_empty(1, 0, dtype=torch.int64), parameter.new_empty(0, *shape[1:])
             gradient = torch.sparse_coo_tensor(rows, values, shape)
-        assert gradient.is_sparse and gradient.sparse_dim() == 1, (
-            "a sparse gradient must have one sparse dimension, the rows"
-        )
+        assert gradient.is_sparse and gradient.sparse_dim() == 1, "a sparse gradient must be sparse in its rows only"
         gradient = gradient.coalesce()
         rows, values = (self.gather(part) for part in (gradient.indices()[0], gradient.values()))
         values = values.div_(self.world_size)

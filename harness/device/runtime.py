@@ -137,7 +137,7 @@ class Runtime:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device ``runtime.device``. ValueError if torch does not see it, or cannot use an NVIDIA one."""
+    """Return the device of ``runtime.device``. ValueError if torch does not see it, or cannot use an NVIDIA one."""
     count = torch.cuda.device_count()
     if name == "auto":
         has_nvidia = NVIDIA_DEVICES.is_dir() and any(NVIDIA_DEVICES.iterdir())

@@ -71,7 +71,7 @@ class ShardedTables:
             self._sum_rows(index, slots, slots.float(), [n_bytes for *_, n_bytes in readers], sparse=False)
 
     def _sum_rows(self, index: int, slots: Tensor, weights: Tensor, counts: Sequence[int], *, sparse: bool) -> Tensor:
-        """Return sums ``[n, columns]`` for ``slots`` and ``weights`` ``[n, rows]``; ``counts`` has every process's n."""
+        """Return sums ``[n, columns]`` for ``slots`` and ``weights`` ``[n, rows]``; ``counts`` has n by process."""
         table, processes = self.tables[index], self._processes
         rows, width = self._full_shapes[index]
         world_size, n_bytes, n_rows = processes.world_size, counts[processes.rank], weights.shape[1]

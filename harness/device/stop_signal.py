@@ -6,9 +6,8 @@ from typing import Self
 
 
 class StopSignal:
-    """Context that handles SIGTERM and SIGINT. ``received`` is the signal that this process received, and ``agreed``
-    one that all processes know of, or 0: several must stop after the same step, and only a ``single_process`` stops by
-    itself."""
+    """Context that handles SIGTERM and SIGINT. ``received`` is the signal that this process received, or 0. A
+    ``single_process`` stops by itself. Several must stop after the same step: they share the signal as ``agreed``."""
 
     def __init__(self, *, single_process: bool = True):
         self.single_process, self.received, self.agreed = single_process, 0, 0

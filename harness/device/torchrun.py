@@ -1,4 +1,4 @@
-"""Launch by ``torchrun``. This module does not import torch: the command line needs it before slow imports."""
+"""Launch by ``torchrun``. The command line imports this module first, so it does not import torch."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -54,8 +54,8 @@ def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None 
     if not many:
         raise ValueError(f"torchrun with {n_processes} processes: allowed is python -m bench.COMMAND, in one process")
     for word in arguments:
-        flag = word == "-m" or (len(word) > 3 and "--multirun".startswith(word)) or word == "hydra.mode=MULTIRUN"
-        if flag or (word.startswith("sweep=") and word != "sweep=null"):
+        multirun = word in ("-m", "hydra.mode=MULTIRUN") or (len(word) > 3 and "--multirun".startswith(word))
+        if multirun or (word.startswith("sweep=") and word != "sweep=null"):
             raise ValueError(
                 f"{word}: torchrun started {n_processes} processes, and a sweep starts its own jobs; allowed are "
                 "python train.py -m, or torchrun without a sweep"

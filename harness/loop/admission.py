@@ -1,6 +1,8 @@
-"""Admission of a mechanism before its first step. Either ``variants/conformance/shipped.json``, which
-``python -m bench.shipped`` writes, has the digests of all its files, or it is checked against the contract at the run's
-sizes. A passed check is cached by source, sizes and version of torch."""
+"""Admission of a mechanism before its first step: it is a shipped one, or it is checked against the contract.
+
+A shipped mechanism has the digests of all its files in ``variants/conformance/shipped.json``, which
+``python -m bench.shipped`` writes. A passed check is cached by source, sizes and version of torch.
+"""
 
 import hashlib
 import json

@@ -54,7 +54,8 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
 
 
 def make_plan(cfg: DictConfig) -> Plan:
-    """Return the plan of a configuration, with ``auto`` in ``runtime`` resolved in both. ValueError names the key."""
+    """Return the plan of a configuration with ``auto`` in ``runtime`` resolved, also in the plan's configuration, which
+    identifies the run. ValueError names key, value and what is allowed."""
     plan = plan_run(cfg, **hydra_facts())
     resolved = runtime.resolve_auto(plan.runtime)
     section = plan.config["runtime"] | {"precision": resolved.precision, "compile": resolved.compile}

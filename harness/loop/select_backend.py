@@ -132,8 +132,10 @@ def agreement(
     elif runtime.tf32:
         rounding = dataclasses.replace(runtime, compile=False)
 
-    seed = partial(torch.full, (), DROPOUT_SEED, dtype=torch.int64)
-    with patch("variants.backends.draw_seed", lambda device: seed(device=device)):
+    def fixed_seed(device: torch.device) -> torch.Tensor:
+        return torch.full((), DROPOUT_SEED, dtype=torch.int64, device=device)
+
+    with patch("variants.backends.draw_seed", fixed_seed):
         expected = outcome(reference.double().train(), tokens, segments)
         actual = outcome_of(plan, runtime)
         plain = None if rounding is None else outcome_of(host_plan, rounding)

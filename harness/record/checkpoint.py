@@ -49,7 +49,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def load_newest(folder: Path, identity: Mapping[str, object]) -> dict:
-    """Return the newest undamaged checkpoint; a warning names newer ones. ``identity`` is that of ``load``."""
+    """Return the newest undamaged checkpoint; a warning names newer, damaged ones. ``identity`` as in ``load``."""
     damages = []
     for path in reversed(_checkpoints(folder)):
         try:

@@ -26,9 +26,8 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
     """Return the SHA-256 of a resolved configuration without keys that change no number, such as the path of a corpus
     whose digest is ``pinned``. ``init_from.run`` is replaced by the digest of its newest checkpoint."""
     hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    hashed["data"] = {
-        key: value for key, value in hashed["data"].items() if key != "fallback"
-    }  # jobs of a sweep have null
+    # The key fallback is null in jobs of a sweep.
+    hashed["data"] = {key: value for key, value in hashed["data"].items() if key != "fallback"}
     if hashed["data"]["name"] in pinned:
         hashed["data"]["path"] = None
     init_from = hashed["init_from"]

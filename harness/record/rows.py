@@ -114,7 +114,7 @@ def _line(row: dict) -> bytes:
 
 
 def to_json(node: object) -> Any:
-    """Return ``node`` with None in place of numbers that are not finite, lists of tuples, and texts of paths."""
+    """Return ``node`` with None for numbers that are not finite, lists for tuples, and texts for paths."""
     match node:
         case float():
             return node if math.isfinite(node) else None

@@ -92,7 +92,7 @@ class WandbRun:
 
 
 def _start(mode: str, keywords: dict, *, id: str):
-    """Start the W&B run, online if possible; if not although ``mode`` asks for it, print the reason on stderr."""
+    """Start the W&B run, online if possible. If a run that should be online cannot be, print the reason on stderr."""
     import wandb  # late: it takes a second
 
     settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
