@@ -126,7 +126,7 @@ def test_the_last_good_one_is_gone_on_from_with_one_warning(died, once, capsys, 
     assert len(named) == 1 and f"step-000000009.pt {reason}" in named[0]
     assert "step-000000006.pt, the one before, is loaded" in named[0]
     assert rows_of(job)[1:] == once[1]
-    checkpoints = checkpoint._all(died)
+    checkpoints = checkpoint._checkpoints(died)
     assert len(checkpoints) == 2 and [checkpoint.load(path) for path in checkpoints]
 
 
