@@ -77,7 +77,7 @@ def test_gpus_are_one_for_each_process(monkeypatch):
     assert runtime.start(plan("runtime.device=cpu").runtime, processes=second).device.type == "cpu"
     with pytest.raises(ValueError, match="runtime.device=cuda:1 with 4 processes"):
         runtime.start(plan("runtime.device=cuda:1").runtime, processes=second)
-    with pytest.raises(ValueError, match="3 processes and 2 CUDA devices"):
+    with pytest.raises(ValueError, match="3 processes need as many CUDA devices, torch sees 2"):
         runtime.start(plan().runtime, processes=ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3))
 
 

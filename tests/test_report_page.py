@@ -73,7 +73,7 @@ def test_the_page_opens_from_disk_sorts_and_takes_text_for_text(tmp_path):
         sorts_numbers_then_words_then_empty_cells(page)
         refuses_what_comes_from_outside(page)
         strange = " ".join(HOSTILE)
-        columns = tuple(replace(column, heading=strange, explained=strange) for column in COLUMNS)
+        columns = tuple(replace(column, heading=strange, explanation=strange) for column in COLUMNS)
         about = {"title": strange, "caption": strange, "notes": HOSTILE, "details": HOSTILE}
         rows = tuple((Cell(text=one),) * 3 for one in HOSTILE)
         tables = [Table(name=strange, columns=columns, rows=rows, **about)]
