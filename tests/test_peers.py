@@ -59,9 +59,9 @@ def test_entries_take_turns_and_what_fails_is_asked_no_more(monkeypatch):
             answers = {"identity": identity("peers", variant=name), "build": {"backend": "plain"}}
             return [next(clocks[name])] if method == "times" else answers.get(method)
 
-        return MagicMock(ask=ask, __enter__=lambda made: made)
+        return MagicMock(call=ask, __enter__=lambda made: made)
 
-    monkeypatch.setattr("bench.turns.Cell", cell)
+    monkeypatch.setattr("bench.turns.WorkerProcess", cell)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
     assert measure(entries, worker=Worker, rounds=2, seconds=0.0) == entries
     assert [name for method, name in order if method == "times"] == ["a", "b", "b", "a"]
