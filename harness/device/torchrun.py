@@ -47,7 +47,7 @@ def is_secondary() -> bool:
 
 
 def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None = None) -> None:
-    """Raise ValueError if torchrun started several processes of a sweep, or of a command that is not for ``many``."""
+    """Raise ValueError if torchrun started several processes of a sweep, or if the command may not have ``many``."""
     n_processes = (launch or read_launch()).world_size
     if n_processes == 1:
         return
