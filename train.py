@@ -4,7 +4,7 @@
     python train.py -m variant=mhsa,adaptive_span,all_attention,product_key_memory seed=0,1,2
     torchrun --nproc-per-node=8 train.py variant=adaptive_span
 
-The thread of the project: compose (Hydra) -> plan (``harness/plan``) -> loop (here) -> record (``harness/record``).
+A run passes four stages: compose (Hydra), plan (``harness/plan``), loop (this file) and record (``harness/record``).
 """
 
 import hydra
@@ -15,22 +15,22 @@ from harness.compose.cli import command_of_run, run_command
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    """Begin, continue or return a run, or a sweep's job. Returns bits per byte on valid, the objective of sweeps."""
-    from harness.device.processes import joined
-    from harness.loop.prepare import prepare  # torch is imported late, so that --help and completion are quick
+    """Start, resume or return a run or job of a sweep. Returns bits per byte on valid, the objective of sweeps."""
+    from harness.device.processes import join_processes
+    from harness.loop.prepare import prepare  # imports torch, which --help and completion do not need
 
-    with joined() as processes:
+    with join_processes() as processes:
         run = prepare(cfg, command=command_of_run(), processes=processes)
-        return run.earlier_result() if run.earlier else train(run)
+        return run.return_finished() if run.folder.summary else train(run)
 
 
 def train(run) -> float | None:
-    """Train until the budget is spent, or until a signal asks to stop."""
-    if not run.hold():
-        return run.earlier_result()
+    """Train until the budget is spent or a signal asks to stop. Returns bits per byte on valid."""
+    if not run.lock_folder():
+        return run.return_finished()
     trainer, plan = run.trainer, run.plan
-    with run.opened(), run.stop as stop:
-        while not trainer.finished and not stop.number:
+    with run.open_record(), run.stop_signal as stop_signal:
+        while not trainer.finished and not stop_signal.signal_number:
             run.step()
             if trainer.spent.steps % plan.record.every_steps == 0:
                 run.append(trainer.train_row())
@@ -39,10 +39,10 @@ def train(run) -> float | None:
             if run.checkpoint_due():
                 run.save()
         run.save()
-        if stop.number:
-            run.end_early()
+        if stop_signal.signal_number:
+            run.exit_by_signal()
         summary = run.finish()
-    run.show(summary)
+    run.print_scores(summary)
     return summary["valid_bits_per_byte"]
 
 

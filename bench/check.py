@@ -102,7 +102,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
     """Each combination of the choices that are not ``typed``, with its plan or the error of its refusal."""
     from bench.conformance import fast_backend, in_plain, named_kind
     from bench.planning import compose_typed, own_keys
-    from harness.loop.prepare import planned
+    from harness.loop.prepare import make_plan
     from harness.plan.small import apply_small, contract_plan
 
     recipe = "recipe" in typed
@@ -123,7 +123,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
             config = copy.deepcopy(composed(position))
             config.model.cache, config.model.attend_self = cache, attend_self
             own_keys(config, *VERB_KEYS)
-            plan = apply_small(contract_plan(planned(config), named_kind(cfg.runtime.device)), command_line_keys=typed)
+            plan = apply_small(contract_plan(make_plan(config), named_kind(cfg.runtime.device)), command_line_keys=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield combination, error
@@ -147,19 +147,19 @@ def own_sizes(combination: Combination) -> list:
 
 def _training_plan(*words: str):
     from bench.planning import recompose
-    from harness.loop.prepare import planned
+    from harness.loop.prepare import make_plan
 
-    return planned(recompose("train", *words, verb_keys=(), leave=VERB_KEYS))
+    return make_plan(recompose("train", *words, verb_keys=(), leave=VERB_KEYS))
 
 
 def agrees() -> bool:
-    """Print whether the device agrees with plain PyTorch in float64 on a CPU. Errors may be ``select_backend.LEAST``,
-    or twice those of plain PyTorch in the device's precision. In bfloat16, tables are read at other slots, so numbers
-    need only be finite. ValueError if the backend cannot run."""
+    """Print whether the device agrees with plain PyTorch in float64 on a CPU. Errors may be ``TOLERANCE`` of
+    ``select_backend``, or twice those of plain PyTorch in the device's precision. In bfloat16, tables are read at other
+    slots, so numbers need only be finite. ValueError if the backend cannot run."""
     import torch
 
     from harness.device import runtime
-    from harness.loop.select_backend import LEAST, SEGMENTS, agreement
+    from harness.loop.select_backend import SEGMENTS, TOLERANCE, agreement
     from harness.plan.small import reduce_depth
 
     plan = _training_plan("model.dropout=0.0")  # the device draws other masks
@@ -170,7 +170,7 @@ def agrees() -> bool:
         sublayers = [sublayer for _, sublayer in small.make_model().sublayers()]
     backends = {sublayer.backend(where.device, training=True) for sublayer in sublayers}
     looked_up = any(sublayer.tables for sublayer in sublayers) and where.precision == "bfloat16"
-    passed, detail = agreement(small, where, least=math.inf if looked_up else LEAST)
+    passed, detail = agreement(small, where, tolerance=math.inf if looked_up else TOLERANCE)
     label = f"{where.device}, {'+'.join(sorted(backends))}, {where.precision}"
     print(f"{'pass' if passed else 'FAIL'}  agrees with float64 on {label}: {detail}", flush=True)
     return passed

@@ -26,7 +26,7 @@ from harness.data.streams import score_ranges
 from harness.device import runtime
 from harness.plan.settings import Positive, parse_setting
 from harness.record import checkpoint
-from harness.record.cells import count_of
+from harness.record.cells import pluralize
 
 STREAM_BYTES = 4096  # default: longer than most models reach, yet gives enough streams to keep a processor busy
 SAME = "allowed is the run, code, machine, threads, precision and backend that coded it"
@@ -158,7 +158,7 @@ def main(cfg: DictConfig) -> None:
     header, code = {"bytes": len(content), "sha256": digest(content), "streams": len(lengths)}, encoder.finish()
     write_atomically(Path(out), packed := pack(header | conditions, code))
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
-    cut = f"{count_of(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each from a cold start"
+    cut = f"{pluralize(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each from a cold start"
     print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
     if not counts["predicted"]:
         return print("no byte was predicted, so there is no score to compare with")

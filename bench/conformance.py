@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.count.flops import count_flops
-from harness.loop.admission import ideal_beside_executed
+from harness.loop.admission import compare_flops
 from harness.model import LanguageModel
 from harness.plan.build import Plan
 from harness.plan.small import can_run
@@ -39,7 +39,7 @@ def findings(plan: Plan) -> list[Finding]:
     vocabulary = plan.data["vocabulary"]
     results = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(results) > 1:
-        results += [ideal_beside_executed(plan), finding_of(NEEDED, partial(needed_at_most_executed, plan))]
+        results += [compare_flops(plan), finding_of(NEEDED, partial(needed_at_most_executed, plan))]
         results += [finding_of("a choice that is accepted is followed", partial(follows, plan))]
         results += [backends_agree(plan, backend)] if (backend := fast_backend(plan)) else []
     return results

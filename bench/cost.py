@@ -55,13 +55,13 @@ def main(cfg: DictConfig) -> None:
     from bench.rows import RowFile
     from bench.turns import show
     from harness.loop.admission import admission
-    from harness.loop.prepare import planned
+    from harness.loop.prepare import make_plan
     from harness.record.rows import read_rows
     from harness.record.table import print_table
 
     settings = parse_section(CostSettings, own_keys(cfg, *VERB_KEYS), key="")
     configs = [recompose("cost", f"variant={name}", verb_keys=VERB_KEYS) for name in settings.variants or ()] or [cfg]
-    plans = [planned(config) for config in configs]
+    plans = [make_plan(config) for config in configs]
     file, rows = RowFile(Path(cfg.outputs), verb="cost", path=settings.rows), []
     measured = {(row["variant"], row["mode"], row["length"]) for row in read_rows(file.path)}
     groups = []
@@ -83,13 +83,13 @@ def entry_of(config: DictConfig, backend: str, length: int, *, settings: CostSet
     from bench.cost_worker import Task
     from bench.planning import typed_command
     from bench.turns import Entry
-    from harness.loop.prepare import planned
+    from harness.loop.prepare import make_plan
 
     cell, warm = copy.deepcopy(config), settings.mode == "stream"
     cell.batch.update({"streams": settings.streams, "carry": warm, "accumulate": 1})
     cell.batch.segment = cell.batch.segment if warm else length
     cell.runtime.backend, cell.model.span = backend, length
-    task = Task(config=planned(cell).config, spans=settings.spans, command=typed_command("cost"))
+    task = Task(config=make_plan(cell).config, spans=settings.spans, command=typed_command("cost"))
     return Entry(name=f"length {length}: {config.variant.name}, {backend}", task=task)
 
 
@@ -97,7 +97,7 @@ def measured_rows(entries: list, *, settings: CostSettings) -> list[dict]:
     """Measure one length's cells in turn, a row for each. A cell that runs out of memory is measured again alone."""
     from bench.cost_worker import Subject
     from bench.turns import Entry, measure
-    from harness.device.cell import OUT_OF_MEMORY
+    from harness.device.worker_process import OUT_OF_MEMORY
 
     limit = None if settings.memory_limit_gib is None else int(settings.memory_limit_gib * 2**30)
     how = {"worker": Subject, "rounds": settings.rounds, "seconds": settings.seconds, "limit_bytes": limit}

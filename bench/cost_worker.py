@@ -27,7 +27,7 @@ from harness.data.streams import Streams
 from harness.device import random_state, runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
-from harness.loop.select_backend import settled
+from harness.loop.select_backend import with_backend
 from harness.loop.trainer import backend_of
 from harness.loop.update import Update
 from harness.model import LanguageModel
@@ -74,7 +74,7 @@ class Subject:
     def __init__(self, task: Task):
         self.task, self.plan = task, plan_run(OmegaConf.create(task.config))
         self.runtime = runtime.start(self.plan.runtime)
-        self.plan = settled(self.plan, self.runtime) if task.peer is None else self.plan
+        self.plan = with_backend(self.plan, self.runtime) if task.peer is None else self.plan
         self.device, b = self.runtime.device, self.plan.batch
         self.span, self.warm = self.plan.model.span, b.carry and task.peer is None
         self.corpus, self.steps = corpora.load(**self.plan.data), 0

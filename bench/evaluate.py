@@ -20,7 +20,7 @@ from harness.compose.cli import run_command
 def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained  # late, as everything slow
     from harness import source
-    from harness.loop.scoring import MOST_NATS, NOT_CAUSAL, score_context, score_stream, score_windows
+    from harness.loop.scoring import MAX_FUTURE_NATS, NOT_CAUSAL, score_context, score_stream, score_windows
     from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
     from harness.plan.settings import parse_setting
@@ -42,8 +42,8 @@ def main(cfg: DictConfig) -> None:
     if asked["context"] is None:
         p["context"] = streamed_context(p["span"], plan.model.layers)
     split, cut, look = split[:limit], {key: p[key] for key in ("streams", "segment", "context")}, saved["seed"]
-    score = score_stream(model, split, runtime=device, collect_stats=True, look=look, **cut)
-    windows = score_windows(model, split, runtime=device, look=look)
+    score = score_stream(model, split, runtime=device, collect_stats=True, future_seed=look, **cut)
+    windows = score_windows(model, split, runtime=device, future_seed=look)
     future_nats = max(score.future_nats, windows.future_nats)
     row = {
         "kind": "evaluation",
@@ -56,7 +56,7 @@ def main(cfg: DictConfig) -> None:
         "context_curve": score_context(model, split, runtime=device, longest=2 * p["span"], segment=p["segment"]),
         "bytes": len(score.nats),
         "metrics": model.metrics(score.stats),
-        "check": saved.get("check") if future_nats <= MOST_NATS else NOT_CAUSAL,
+        "check": saved.get("check") if future_nats <= MAX_FUTURE_NATS else NOT_CAUSAL,
         **{name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")},
         "trained_source": saved["source"],
         "commit": source.commit(),
@@ -73,14 +73,14 @@ def main(cfg: DictConfig) -> None:
 def show(row: dict, folder: Path) -> None:
     """Print a row, and draw its curve."""
     from harness.loop.scoring import NOT_CAUSAL
-    from harness.record.closing_table import WINDOWS
+    from harness.record.closing_table import WINDOWS_LABEL
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
     sizes = f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context {p['context']}"
     run = f"{row['variant']}, seed {row['seed']}"
     split = f"{row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
     print(f"{run}: {split}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
-    print(f"  {row['windows_bits_per_byte']:.4f}{mark} bits per byte with {WINDOWS}")
+    print(f"  {row['windows_bits_per_byte']:.4f}{mark} bits per byte with {WINDOWS_LABEL}")
     if row["check"] == NOT_CAUSAL:
         print(f"  NOT CAUSAL: what comes after a byte changes its prediction by {row['future_nats']:.2g} nats")
     if mark:

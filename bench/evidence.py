@@ -23,7 +23,7 @@ from bench import CONF
 from harness.cache import append_atomically, file_lock
 from harness.compose.cli import run_command
 from harness.failures import BUG, Diverged
-from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, plain, read_rows
+from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_rows, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = {"sweep=recall", "sweep=skills"}
@@ -159,7 +159,7 @@ class Runner:
             raise ValueError(f"ended with {code}, see {self.outputs / 'log.txt'}: is left for another try")
         with file_lock(self.outputs / cell.file.name):
             if not cell.line(cell.words):
-                text = json.dumps(plain(line), allow_nan=False).replace(str(folder), "outputs")
+                text = json.dumps(to_json(line), allow_nan=False).replace(str(folder), "outputs")
                 text = text.replace(self.path, Path(self.path).name) if self.path else text  # no path of this machine
                 append_atomically(cell.file, text.encode() + b"\n")
         print(f"{' '.join(cell.words)}: {line['summary']['status']}", flush=True)

@@ -29,7 +29,7 @@ from bench.cost_worker import full_state
 from bench.planning import own_keys
 from harness.compose.cli import run_command
 from harness.count.memory import tensors_of
-from harness.device.runtime import Runtime, settled
+from harness.device.runtime import Runtime, resolve_auto
 from harness.loop.admission import admission
 from harness.loop.update import Update
 from harness.model import LanguageModel
@@ -72,7 +72,7 @@ def main(cfg: DictConfig) -> None:
     verified = kind == "cpu" and plan.runtime.compile is not True
     title = f"Predicted memory of {plan.variant} on {kind}, {eager(plan).runtime.precision}, "
     title += "within 10% of the measured peak" if verified else "not verified"
-    columns = (Column("", number=False), Column(""), Column("what it is", number=False))
+    columns = (Column("", numeric=False), Column(""), Column("what it is", numeric=False))
     rows = tuple(tuple(map(cells.text, line)) for line in lines)
     print_table(Table(name="fit", title=title, caption="", columns=columns, rows=rows))
 
@@ -124,7 +124,7 @@ def eager(plan: Plan) -> Plan:
     """The plan on a CPU and not compiled, at the precision that ``auto`` means on its device."""
     runtime = plan.runtime
     if kind_of(plan) == "cpu":
-        runtime = settled(runtime)
+        runtime = resolve_auto(runtime)
     elif runtime.precision == "auto":
         runtime = dataclasses.replace(runtime, precision="bfloat16")
     return dataclasses.replace(plan, runtime=dataclasses.replace(runtime, device="cpu", compile=False))

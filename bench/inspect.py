@@ -30,7 +30,7 @@ def main(cfg: DictConfig) -> None:
     import torch  # late, as everything slow
 
     from bench.planning import open_trained
-    from harness.loop.sampling import numbers_of
+    from harness.loop.sampling import token_ids
     from harness.plan.settings import parse_setting
 
     folder, text = Path(cfg.run), parse_setting(cfg.text, str | None, key="text")
@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
     else:
         is_file, symbols = os.path.isfile(text), trained.symbols()
         name, content = (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))
-        tokens = numbers_of(content, symbols, key="text").to(torch.uint8)
+        tokens = token_ids(content, symbols, key="text").to(torch.uint8)
     if len(tokens) < 2:
         raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
     passage = tokens[:length]

@@ -61,10 +61,10 @@ def entries_of(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
     from bench.cost_worker import Task
     from bench.peer_workers import PACKAGES
     from bench.planning import recompose, typed_command
-    from harness.loop.prepare import planned
+    from harness.loop.prepare import make_plan
 
-    plans = {name: planned(cfg) for name in PACKAGES}
-    plans |= {name: planned(recompose("peers", f"variant={name}", verb_keys=VERB_KEYS)) for name in variants}
+    plans = {name: make_plan(cfg) for name in PACKAGES}
+    plans |= {name: make_plan(recompose("peers", f"variant={name}", verb_keys=VERB_KEYS)) for name in variants}
     entries = []
     for name, plan in plans.items():
         plan.make_model()  # raises before anything runs

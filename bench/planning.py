@@ -20,7 +20,7 @@ from harness.data.sources import PINNED
 from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
-from harness.loop.select_backend import settled
+from harness.loop.select_backend import with_backend
 from harness.loop.trainer import load_weights
 from harness.model import LanguageModel
 from harness.plan.build import Plan, plan_run
@@ -107,7 +107,7 @@ class Trained(NamedTuple):
     def model(self, *, span: int | None = None) -> LanguageModel:
         """The plan's model and weights on the CPU; a query sees ``span`` bytes, or the run's. ValueError on misfit."""
         model = self.plan.make_model()
-        load_weights(model, self.best["model"], what=self.key)
+        load_weights(model, self.best["model"], source=self.key)
         if span is not None and span != self.plan.model.span:
             for _, sublayer in model.sublayers():
                 sublayer.set_span(span)
@@ -116,7 +116,7 @@ class Trained(NamedTuple):
     def on_device(self, *, span: int | None = None) -> tuple[LanguageModel, Runtime]:
         """The same on the plan's device, with the backend that is chosen there."""
         device = runtime.start(self.plan.runtime)
-        model = self._replace(plan=settled(self.plan, device)).model(span=span)
+        model = self._replace(plan=with_backend(self.plan, device)).model(span=span)
         return model.to(device.device), device
 
     def corpus(self) -> Corpus:

@@ -12,7 +12,7 @@ from bench.evidence import cell_of, tried
 from bench.report.compare import VARIANTS
 from bench.report.frame import REACHED_BITS
 from bench.report.uncertainty import Paired, paired
-from harness.record.comparison import UNCOMPARED
+from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 
 REFERENCE = VARIANTS["reference"]
@@ -59,7 +59,7 @@ def read_runs(path: Path) -> pd.DataFrame:
     for line in read_rows(path):
         cell, run = cell_of(line), line["summary"]
         row = {"variant": cell["variant"], "seed": int(cell["seed"]), "status": run["status"]}
-        if run.get("check") in UNCOMPARED:
+        if run.get("check") in INCOMPARABLE_CHECKS:
             row["status"] = run["check"]
         elif run["status"] == "finished":
             row |= {"valid": run["valid_bits_per_byte"], "test": run["test_bits_per_byte"], "ground": _ground(run)}

@@ -5,8 +5,8 @@ import time
 from itertools import count
 from pathlib import Path
 
-from harness.record.comparison import GROUND, UNSAID
-from harness.record.rows import append_row, other_format, plain
+from harness.record.comparison import ENVIRONMENT_KEYS, OLD_ROW_DEFAULTS
+from harness.record.rows import append_row, format_error, to_json
 
 ROWS = "rows.jsonl"
 """File name for one call of a verb, which has its own folder."""
@@ -29,7 +29,7 @@ class RowFile:
 
     def append(self, row: dict) -> dict:
         """Write one row and return it as written; AssertionError if its provenance is incomplete."""
-        reason = refusal(plain(row))
+        reason = refusal(to_json(row))
         assert reason is None, reason
         return append_row(self.path, row)
 
@@ -38,7 +38,7 @@ def refusal(row: object) -> str | None:
     """Why the report rejects a row: missing provenance, or another format; None if it is accepted."""
     if not isinstance(row, dict):
         return f"a {type(row).__name__} is no row"
-    missing = [key for key in (*IDENTITY, *GROUND) if key not in row and key not in UNSAID]
+    missing = [key for key in (*IDENTITY, *ENVIRONMENT_KEYS) if key not in row and key not in OLD_ROW_DEFAULTS]
     if not missing and not (isinstance(row["data"], dict) and row["data"].get("sha256")):
         missing = ["data.sha256"]
-    return f"no provenance: {', '.join(missing)} missing" if missing else other_format(row)
+    return f"no provenance: {', '.join(missing)} missing" if missing else format_error(row)

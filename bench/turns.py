@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from harness.device.cell import Cell, CellError
-from harness.record.cells import LEAST_CALLS
+from harness.device.worker_process import WorkerError, WorkerProcess
+from harness.record.cells import MIN_CALLS
 
 MOST_MS = 60_000.0
 """Time of an entry for one quantity after which no further round begins."""
@@ -69,7 +69,7 @@ class Entry:
 
     name: str
     task: object
-    cell: Cell | None = None
+    cell: WorkerProcess | None = None
     status: str | None = None
     reason: str | None = None
     facts: dict = field(default_factory=dict)
@@ -78,18 +78,18 @@ class Entry:
     def ask(self, method: str, *arguments, **keywords):
         """The cell's answer, or None once it has failed. ValueError for a user's mistake."""
         try:
-            return None if self.status else self.cell.ask(method, *arguments, **keywords)
-        except CellError as error:
+            return None if self.status else self.cell.call(method, *arguments, **keywords)
+        except WorkerError as error:
             self.status, self.reason = error.status, str(error)
 
     def percentiles(self, quantity: str) -> dict[str, float | int | None] | None:
-        """``p20``, ``p50`` and ``p80`` of all calls, and their number ``n``. With fewer than ``LEAST_CALLS`` calls only
+        """``p20``, ``p50`` and ``p80`` of all calls, and their number ``n``. With fewer than ``MIN_CALLS`` calls only
         ``p50`` has a value; without calls the result is None."""
         times_ms = sum(self.rounds[quantity], [])
         if not times_ms:
             return None
         p20, p50, p80 = np.percentile(times_ms, (20, 50, 80)).tolist()
-        few = len(times_ms) < LEAST_CALLS
+        few = len(times_ms) < MIN_CALLS
         return {"p20": None if few else p20, "p50": p50, "p80": None if few else p80, "n": len(times_ms)}
 
 
@@ -119,7 +119,7 @@ def measure(
     with ExitStack() as stack:
         for entry in entries:
             show(f"{entry.name}: memory")
-            entry.cell = stack.enter_context(Cell(worker, entry.task, memory_limit_bytes=limit_bytes))
+            entry.cell = stack.enter_context(WorkerProcess(worker, entry.task, memory_limit_bytes=limit_bytes))
             entry.facts = entry.ask("identity")
             assert entry.facts, f"no provenance: {entry.reason}"
             entry.facts |= entry.ask("build") or {}

@@ -8,7 +8,7 @@ from harness.loop import scoring
 from tests.composing import plan
 from tests.runs import MOVING, SMALL, _hydra
 
-scoring.PLACES = 6  # as in conftest.py
+scoring.CHECKED_POSITIONS = 6  # as in conftest.py
 _hydra()
 source.digest(plan(*SMALL, *MOVING).config)
 gc.collect()

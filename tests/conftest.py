@@ -56,7 +56,7 @@ def few_places() -> Iterator[None]:
     from harness.loop import scoring
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(scoring, "PLACES", 6)
+        patched.setattr(scoring, "CHECKED_POSITIONS", 6)
         yield
 
 

@@ -13,8 +13,8 @@ COPY = {"eval": {"copy": True}}
 def text_of(table: Table) -> str:
     """All that stands in a table, a line a row."""
     rows = [[column.heading for column in table.columns], *([cell.text for cell in row] for row in table.rows)]
-    explained = [f"{column.heading}: {column.explained}" for column in table.columns]
-    lines = [table.title, table.caption, *map(" | ".join, rows), *table.notes, *table.about, *explained]
+    explained = [f"{column.heading}: {column.explanation}" for column in table.columns]
+    lines = [table.title, table.caption, *map(" | ".join, rows), *table.notes, *table.details, *explained]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.device import cell
+from harness.device import worker_process
 from tests.patience import PATIENCE_SECONDS
 from variants.kernels import product_search, window_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 AHEAD = ("tests.runs", "tests.command", "tests.test_processes", "train", "torch._dynamo", "hydra._internal.hydra")
-AHEAD += ("harness.device.spread",)
+AHEAD += ("harness.device.distributed_parameters",)
 """Imported before a process is wanted, also what torch and Hydra would otherwise import at their first use."""
 
 
@@ -32,7 +32,7 @@ def one_server() -> Iterator[None]:
             ahead.setenv("PYTHONPATH", str(ROOT))  # for what is imported ahead
             start(server)
 
-    forkserver.set_forkserver_preload(["tests.many", *AHEAD, *cell.PRELOAD, "tests.ahead"])
+    forkserver.set_forkserver_preload(["tests.many", *AHEAD, *worker_process.PRELOAD, "tests.ahead"])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(forkserver, "set_forkserver_preload", lambda names: None)
         patched.setattr(forkserver.ForkServer, "ensure_running", ensure_running)

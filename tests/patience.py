@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 PATIENCE_SECONDS = 300
-"""Less than processes of one run wait for each other (``harness.device.processes.PATIENCE``): that long is a hang, too."""
+"""Less than processes of one run wait for each other (``harness.device.processes.LONG_TIMEOUT``): that long is a hang, too."""
 
 T = TypeVar("T")
 

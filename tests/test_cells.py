@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.device.cell import Cell, CellError
+from harness.device.worker_process import WorkerError, WorkerProcess
 from tests.patience import wait_for
 
 MIB = 2**20
@@ -45,8 +45,8 @@ class Toy:
         time.sleep(600)
 
     def ask(self, number: int) -> int:
-        with Cell(Toy, number) as inner:
-            return inner.ask("add", 1)
+        with WorkerProcess(Toy, number) as inner:
+            return inner.call("add", 1)
 
     def break_(self) -> None:
         raise KeyError("missing")
@@ -54,22 +54,22 @@ class Toy:
 
 def test_an_object_lives_between_questions_in_a_process_and_the_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with Cell(Toy, 3) as one, Cell(Toy, 10) as other:
-        assert one.ask("add", 1) == 4 and other.ask("add", 1) == 11
-        assert one.ask("add", 2, twice=True) == 8 and one.ask("ask", 3) == 4, "a cell may ask another"
-        (first, folder), (second, _) = one.ask("place"), other.ask("place")
+    with WorkerProcess(Toy, 3) as one, WorkerProcess(Toy, 10) as other:
+        assert one.call("add", 1) == 4 and other.call("add", 1) == 11
+        assert one.call("add", 2, twice=True) == 8 and one.call("ask", 3) == 4, "a cell may ask another"
+        (first, folder), (second, _) = one.call("place"), other.call("place")
         assert len({os.getpid(), first, second}) == 3 and Path(folder).samefile(tmp_path)
         with pytest.raises(ValueError, match="number=-1: must be at least 0"):  # a user's mistake stays one
-            Cell(Toy, -1).ask("place")
+            WorkerProcess(Toy, -1).call("place")
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
 
 
 def test_more_memory_than_the_limit_is_out_of_memory():
-    with Cell(Toy, 0, memory_limit_bytes=200 * MIB) as cell:
-        assert cell.ask("hold", 100 * MIB) == 100 * MIB
-        with pytest.raises(CellError, match="allocate") as error:
-            cell.ask("hold", 150 * MIB)
+    with WorkerProcess(Toy, 0, memory_limit_bytes=200 * MIB) as cell:
+        assert cell.call("hold", 100 * MIB) == 100 * MIB
+        with pytest.raises(WorkerError, match="allocate") as error:
+            cell.call("hold", 150 * MIB)
         assert error.value.status == "out of memory"
 
 
@@ -78,16 +78,16 @@ def test_more_memory_than_the_limit_is_out_of_memory():
     [(("die", signal.SIGKILL), "out of memory", "SIGKILL"), (("break_",), "failed", "^KeyError: 'missing'$")],
 )
 def test_what_ends_a_cell_is_one_line(question, status, reason):
-    cell = Cell(Toy, 0)
-    with pytest.raises(CellError, match=reason) as error:
-        cell.ask(*question)
+    cell = WorkerProcess(Toy, 0)
+    with pytest.raises(WorkerError, match=reason) as error:
+        cell.call(*question)
     assert error.value.status == status and not cell._process.is_alive()
 
 
 def test_a_process_that_hangs_is_killed_with_what_it_has_started():
-    cell = Cell(Toy, 0)
-    child = Path(f"/proc/{cell.ask('begin')}/cmdline")
-    with pytest.raises(CellError, match="hung: not done after 0.5 s") as error:
-        cell.ask("hang", limit_seconds=0.5)
+    cell = WorkerProcess(Toy, 0)
+    child = Path(f"/proc/{cell.call('begin')}/cmdline")
+    with pytest.raises(WorkerError, match="hung: not done after 0.5 s") as error:
+        cell.call("hang", limit_seconds=0.5)
     assert error.value.status == "failed" and not cell._process.is_alive()
     wait_for(lambda: not child.exists() or not child.read_bytes(), "its end")

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from bench.check import UNSEEN
-from bench.conformance import NEEDED, backends_agree, findings, ideal_beside_executed, needed_at_most_executed
+from bench.conformance import NEEDED, backends_agree, compare_flops, findings, needed_at_most_executed
 from harness.count.ideal import excuses
 from harness.loop.admission import admission
 from harness.plan.build import Plan, plan_run
@@ -55,7 +55,7 @@ def test_more_flops_than_are_executed_are_caught():
     """Ideal and needed ones."""
     small = shrink(toy(Boasts))
     ideal, needed = (finding for finding in findings(small) if not finding.passed)
-    assert ideal == ideal_beside_executed(small) and needed.promise == NEEDED
+    assert ideal == compare_flops(small) and needed.promise == NEEDED
     executed = r"[\d,]+ executed per byte"
     assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
@@ -70,7 +70,7 @@ def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
     def of(cls: type) -> Plan:
         return shrink(toy(cls, *with_feed_forward, "variant.layers=[toy,feed_forward]"))
 
-    broken, excused = ideal_beside_executed(of(SaysOne)), ideal_beside_executed(of(SaysSo))
+    broken, excused = compare_flops(of(SaysOne)), compare_flops(of(SaysSo))
     detail = r"layers\.0\.toy: ideal is 0\.0002\d of 4,096 executed per byte; allowed is 0\.5 or more, or less with"
     assert not broken.passed and re.match(detail, broken.detail), broken
     assert excused.passed and "0.0002" in excused.detail

@@ -63,11 +63,11 @@ def test_content_comes_back_as_it_was_and_runs_nothing(tmp_path):
     run = make_run("batch.carry=true", "model.dropout=0.1")
     for _ in range(3):
         run.step()
-    content = run.content() | {"rows": 7}
+    content = run.checkpoint_content() | {"rows": 7}
     again = checkpoint.load(checkpoint.save(tmp_path, content, step=3, keep=1))  # torch's loader of plain values only
     assert again.keys() == content.keys() and again["rows"] == 7
     assert again["spent"] == vars(run.spent) and again["random"]["python"] == random.getstate()
     assert torch.equal(again["state"][0], run.state[0]) and isinstance(again["state"][1], tuple)
     restored_run = make_run("batch.carry=true", "model.dropout=0.1")
     restored_run.restore(again)
-    assert_same(restored_run.content() | {"rows": 7}, content)
+    assert_same(restored_run.checkpoint_content() | {"rows": 7}, content)

@@ -26,43 +26,46 @@ def pretend(patch: pytest.MonkeyPatch, *, devices: int) -> list[int]:
 
 def test_words_are_the_cpu_and_the_gpus_that_are_there(monkeypatch):
     pretend(monkeypatch, devices=2)
-    assert runtime.named("auto") == runtime.named("cuda") == torch.device("cuda") and runtime.named("cuda:1").index == 1
+    assert (
+        runtime.device_of("auto") == runtime.device_of("cuda") == torch.device("cuda")
+        and runtime.device_of("cuda:1").index == 1
+    )
     for wrong in ("tpu", "xpu", "cuda:2"):
         with pytest.raises(
             ValueError, match=f"runtime.device={wrong}: .* sees 2 .* allowed are auto, cpu, cuda, cuda:N"
         ):
-            runtime.named(wrong)
+            runtime.device_of(wrong)
     pretend(monkeypatch, devices=0)
-    assert runtime.named("auto").type == runtime.named("cpu").type == "cpu"
-    with pytest.raises(ValueError, match="runtime.device=cuda: .* sees 0 CUDA devices here; allowed are auto, cpu$"):
-        runtime.named("cuda")
+    assert runtime.device_of("auto").type == runtime.device_of("cpu").type == "cpu"
+    with pytest.raises(ValueError, match="runtime.device=cuda: .* sees 0 CUDA devices; allowed are auto, cpu$"):
+        runtime.device_of("cuda")
 
 
 def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
     pretend(monkeypatch, devices=0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(runtime, "NVIDIA", tmp_path)
-    assert runtime.named("auto").type == "cpu", "a driver without a device"
+    monkeypatch.setattr(runtime, "NVIDIA_DEVICES", tmp_path)
+    assert runtime.device_of("auto").type == "cpu", "a driver without a device"
     (tmp_path / "0000:01:00.0").mkdir()
     with pytest.raises(ValueError, match="runtime.device=auto: .* cannot use the NVIDIA device .* runtime.device=cpu"):
-        runtime.named("auto")
-    assert runtime.named("cpu").type == "cpu"
+        runtime.device_of("auto")
+    assert runtime.device_of("cpu").type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert runtime.named("auto").type == "cpu", "hidden on purpose"
+    assert runtime.device_of("auto").type == "cpu", "hidden on purpose"
 
 
 def test_what_compilation_lacks(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "find_spec", lambda name: object())
     monkeypatch.setattr(runtime.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("CXX", "c++")
-    assert runtime.lacks_to_compile() == "Python.h"
+    assert runtime.missing_for_compile() == "Python.h"
     (tmp_path / "Python.h").touch()
-    assert runtime.lacks_to_compile() is None
+    assert runtime.missing_for_compile() is None
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert runtime.lacks_to_compile() == "a C++ compiler"
+    assert runtime.missing_for_compile() == "a C++ compiler"
     monkeypatch.setattr(runtime, "find_spec", lambda name: None)
-    assert runtime.lacks_to_compile() == "triton"
+    assert runtime.missing_for_compile() == "triton"
 
 
 def test_gpus_are_one_for_each_process(monkeypatch):
@@ -74,32 +77,32 @@ def test_gpus_are_one_for_each_process(monkeypatch):
     assert runtime.start(plan("runtime.device=cpu").runtime, processes=second).device.type == "cpu"
     with pytest.raises(ValueError, match="runtime.device=cuda:1 with 4 processes"):
         runtime.start(plan("runtime.device=cuda:1").runtime, processes=second)
-    with pytest.raises(ValueError, match="3 processes and 2 CUDA devices"):
+    with pytest.raises(ValueError, match="3 processes need as many CUDA devices, torch sees 2"):
         runtime.start(plan().runtime, processes=ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3))
 
 
 def test_bfloat16_is_what_a_device_multiplies_and_a_gpu_with_a_compiler_compiles(monkeypatch, capsys):
     for capabilities, expected in (({"amx_bf16": True}, True), ({"avx512_bf16": False, "avx512_f": True}, False)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
-        assert runtime.multiplies_bfloat16(torch.device("cpu")) is expected
+        assert runtime.has_native_bfloat16(torch.device("cpu")) is expected
     pretend(monkeypatch, devices=1)
     for real, lack in ((True, "Python.h"), (False, None)):
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported", lambda including_emulation, real=real: including_emulation or real
         )
-        monkeypatch.setattr(runtime, "lacks_to_compile", lambda lack=lack: lack)
-        settings = runtime.settled(plan("runtime.device=cpu").runtime)
+        monkeypatch.setattr(runtime, "missing_for_compile", lambda lack=lack: lack)
+        settings = runtime.resolve_auto(plan("runtime.device=cpu").runtime)
         on_gpu = dataclasses.replace(settings, device="cuda", precision="auto", compile="auto")
         word = "bfloat16" if real else "float32"
-        assert runtime.settled(on_gpu) == dataclasses.replace(on_gpu, precision=word, compile=lack is None)
-        assert ("Python.h is not here" in capsys.readouterr().out) == (lack is not None)
+        assert runtime.resolve_auto(on_gpu) == dataclasses.replace(on_gpu, precision=word, compile=lack is None)
+        assert ("Python.h is not installed" in capsys.readouterr().out) == (lack is not None)
 
 
 def test_a_run_is_what_auto_means_here(here, monkeypatch):
     """In its configuration: the same command finds it on such a machine, and begins another on one of another kind."""
     folders = set()
     for precision in ("float32", "bfloat16"):
-        monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device, word=precision: word == "bfloat16")
+        monkeypatch.setattr(runtime, "has_native_bfloat16", lambda device, word=precision: word == "bfloat16")
         job = make_job(*AUTO)
         assert job.trainer.runtime.precision == job.plan.config["runtime"]["precision"] == precision
         typed = make_job(f"runtime.precision={precision}", "runtime.compile=false")
@@ -109,7 +112,7 @@ def test_a_run_is_what_auto_means_here(here, monkeypatch):
 
 
 def test_tf32_is_for_cuda_where_it_is_asked_for(monkeypatch):
-    with pytest.raises(ValueError, match="runtime.tf32=true: runtime.device=cpu has no such products"):
+    with pytest.raises(ValueError, match="runtime.tf32=true: runtime.device=cpu does not support TF32"):
         runtime.start(plan("runtime.device=cpu", "runtime.tf32=true").runtime)
     pretend(monkeypatch, devices=1)
     settings = plan("runtime.device=cuda", *TYPED).runtime

@@ -111,7 +111,7 @@ def test_a_finished_run_is_returned_until_it_is_forced_and_one_process_holds_it(
         lock.write("process 12 on somewhere")
         lock.flush()
         before = (run / "record.jsonl").read_bytes()
-        assert f"{run.name} is held by process 12 on somewhere" in refused(here, *words, "force=true")
+        assert f"{run.name} is locked by process 12 on somewhere" in refused(here, *words, "force=true")
         assert (run / "record.jsonl").read_bytes() == before
     (run / "evaluations.jsonl").write_text("of the run that was\n")
     forced = train(*words, "force=true")

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from harness.device.compiled import MOST_GRAPHS
+from harness.device.compiled import MAX_GRAPHS
 from tests import runs
 from tests.attention_case import Case, starts
 from tests.runs import CARRY, MEMORY, make_job, make_run, own_folder, run_job, tensors, whole_run  # noqa: F401
@@ -37,7 +37,7 @@ def test_a_compiled_variant_has_the_gradients_and_scores_of_the_uncompiled_one(v
             run.step()
         gradients[compiled] = {name: p.grad for name, p in run.model.named_parameters()}
         assert run.backend == run.evaluation_backend == ("plain, compiled" if compiled else "plain")
-        scores[compiled] = run.evaluate(run.reported("valid")[:191])
+        scores[compiled] = run.evaluate(run.reported_split("valid")[:191])
     for name, gradient in gradients[False].items():
         other = gradients[True][name]
         assert other is not None and torch.allclose(other, gradient, rtol=1e-3, atol=1e-5), name
@@ -86,15 +86,15 @@ def test_a_run_whose_spans_move_needs_few_graphs(words, monkeypatch):
 
     job.step = counted
     summary = run_job(job)
-    assert len(spans) > MOST_GRAPHS and summary["backend"] == summary["evaluation_backend"] == "fused, compiled"
+    assert len(spans) > MAX_GRAPHS and summary["backend"] == summary["evaluation_backend"] == "fused, compiled"
     assert graphs[-1] == graphs[len(graphs) // 2]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= MOST_GRAPHS
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= MAX_GRAPHS
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_a_run_that_needs_more_graphs_goes_on_and_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr("harness.device.compiled.MOST_GRAPHS", 1)
+    monkeypatch.setattr("harness.device.compiled.MAX_GRAPHS", 1)
     torch.compiler.reset()
     _, summary = whole_run(*SMALL, "runtime.backend=fused", "runtime.compile=true", "budget.steps=4")
     assert summary["status"] == "finished" and summary["backend"] == "fused, compiled in part"

@@ -10,7 +10,7 @@ from bench import turns
 from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
 from bench.turns import Entry, in_turn
-from harness.record.cells import LEAST_CALLS
+from harness.record.cells import MIN_CALLS
 from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
 
@@ -85,10 +85,10 @@ def test_a_warm_stream_keeps_its_segment_and_what_a_file_has_is_not_measured_aga
 
 def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
     """By default: each round takes a call of ``bench.cost``, and two of ``bench.peers``, each with keys of its own."""
-    assert compose_config(name="cost").rounds >= LEAST_CALLS
-    assert 2 * compose_config(name="peers").rounds >= LEAST_CALLS
-    slow = Entry(name="slow", task=None, cell=Mock(ask=lambda *_, **__: [25_000.0]))
-    quick = Entry(name="quick", task=None, cell=Mock(ask=lambda *_, **__: [1.0]))
+    assert compose_config(name="cost").rounds >= MIN_CALLS
+    assert 2 * compose_config(name="peers").rounds >= MIN_CALLS
+    slow = Entry(name="slow", task=None, cell=Mock(call=lambda *_, **__: [25_000.0]))
+    quick = Entry(name="quick", task=None, cell=Mock(call=lambda *_, **__: [1.0]))
     in_turn([slow, quick], "train", rounds=5, seconds=0.1)
     assert (len(slow.rounds["train"]), len(quick.rounds["train"])) == (3, 5)
 

@@ -103,6 +103,6 @@ def test_no_run_folder_other_weights_and_the_end_of_positions(tmp_path):
     content = checkpoint.load_best(job.folder.path)
     content["model"].pop("head.weight")
     checkpoint.save_best(job.folder.path, content)
-    with pytest.raises(ValueError, match="run: its model is another one, head.weight is absent there"):
+    with pytest.raises(ValueError, match="run: its model differs, head.weight is absent"):
         evaluated(job.folder.path)
     assert not (job.folder.path / EVALUATIONS).exists()

@@ -102,13 +102,13 @@ def test_files_that_are_not_ours_are_no_runs(tmp_path, name, content):
 
 def test_a_folder_has_one_process_at_a_time_and_an_unwritable_place_is_named(tmp_path):
     held, second = RunFolder(tmp_path, IDENTITY), RunFolder(tmp_path, IDENTITY)
-    held.hold()
+    held.lock()
     assert os.readlink(tmp_path / "latest") == IDENTITY.name
-    with pytest.raises(ValueError, match=f"{IDENTITY.name} is held by process {os.getpid()} on "):
-        second.hold()
-    held.release()
-    second.hold()
-    second.release()
+    with pytest.raises(ValueError, match=f"{IDENTITY.name} is locked by process {os.getpid()} on "):
+        second.lock()
+    held.unlock()
+    second.lock()
+    second.unlock()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="outputs=.*file: cannot be written"):
-        RunFolder(tmp_path / "file", IDENTITY).hold()
+        RunFolder(tmp_path / "file", IDENTITY).lock()

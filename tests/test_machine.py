@@ -23,9 +23,9 @@ CHILD = """
 import json, sys, bench, train
 assert "torch" not in sys.modules
 import resource, torch
-from harness.device.machine import use_allocator
+from harness.device.machine import set_allocator
 def faults(setting):
-    assert use_allocator(setting) == setting
+    assert set_allocator(setting) == setting
     counts = []
     for _ in range(3):  # a system that takes idle pages back adds to some of them
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -81,7 +81,7 @@ def test_cpus_of_one_name_are_told_apart(monkeypatch, tmp_path):
 
 
 def test_a_gpus_name_and_driver_are_in_every_row(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(machine, "NVIDIA_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     where = runtime.Runtime(device=torch.device("cuda"), precision="float32", compile=False)
@@ -99,7 +99,7 @@ def test_compiled_graphs_lie_apart_for_each_kind_of_machine(monkeypatch, tmp_pat
         with monkeypatch.context() as patched:
             for name, value in differs.items():
                 patched.setattr(owner, name, lambda value=value: value)
-            machine.use_own_compiled_graphs()
+            machine.set_graph_folder()
             return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
     here = folder()
@@ -126,4 +126,4 @@ def test_what_the_user_has_chosen_stays(monkeypatch, name, value, effective):
     library = Mock()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     monkeypatch.setenv(name, value)
-    assert machine.use_allocator("keep") == effective and library.mallopt.called is (effective is not None)
+    assert machine.set_allocator("keep") == effective and library.mallopt.called is (effective is not None)

@@ -9,7 +9,7 @@ from bench import turns
 from bench.turns import times
 from harness.count import memory
 from harness.count.memory import Peak, PeakMemory, gradient_bytes, optimizer_bytes, tensor_bytes
-from harness.device.machine import use_allocator
+from harness.device.machine import set_allocator
 from tests.test_flops import D, build, feed_forward, memory_table
 
 CPU, MIB = torch.device("cpu"), 2**20
@@ -65,7 +65,7 @@ def test_peak_of_a_known_allocation_and_reset_keeps_the_baseline():
 
 
 def test_the_peak_where_the_mark_cannot_be_read_or_lowered(monkeypatch, tmp_path):
-    use_allocator("return")  # an earlier test's run may have kept memory, which would be taken first
+    set_allocator("return")  # an earlier test's run may have kept memory, which would be taken first
     PeakMemory(CPU)  # lowers the mark
     for name in ("STATUS", "CLEAR"):
         monkeypatch.setattr(memory, name, tmp_path / "none" / name)

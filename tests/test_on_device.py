@@ -26,7 +26,7 @@ def contract_kept(monkeypatch):
     """The contract is not what is tested; a part of a training step is enough."""
     monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
     monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
-    monkeypatch.setattr(select_backend.agreement, "__kwdefaults__", {"segments": (30, 31), "least": 1e-4})
+    monkeypatch.setattr(select_backend.agreement, "__kwdefaults__", {"segments": (30, 31), "tolerance": 1e-4})
 
 
 def check(*words: str) -> Ended:
@@ -89,7 +89,7 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
             raise ValueError("runtime.backend=kernel: kernel failed")
         return {"backend": "fused", "errors": {"fused": "1e-6"}}
 
-    monkeypatch.setattr(select_backend, "TESTED", ())
+    monkeypatch.setattr(select_backend, "TESTED_DEVICES", ())
     monkeypatch.setattr(select_backend, "select", select)
     facts = Subject(Task(config=made.config)).build()
     assert facts["backend"] == "fused" and facts["backend_choice"]["errors"] == {"fused": "1e-6"}

@@ -11,7 +11,7 @@ from bench.cost_worker import Task
 from bench.peer_workers import INSTALL, REFERENCE, TRANSFORMERS, ReferenceModel, Worker
 from bench.peers import row_of
 from bench.turns import Entry, measure
-from harness.device.cell import CellError
+from harness.device.worker_process import WorkerError
 from tests.bench_rows import identity
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
@@ -55,13 +55,13 @@ def test_entries_take_turns_and_what_fails_is_asked_no_more(monkeypatch):
         def ask(method, *_, **__):
             order.append((method, name))
             if method == "build" and name == "lost":
-                raise CellError("failed", "x: not installed")
+                raise WorkerError("failed", "x: not installed")
             answers = {"identity": identity("peers", variant=name), "build": {"backend": "plain"}}
             return [next(clocks[name])] if method == "times" else answers.get(method)
 
-        return MagicMock(ask=ask, __enter__=lambda made: made)
+        return MagicMock(call=ask, __enter__=lambda made: made)
 
-    monkeypatch.setattr("bench.turns.Cell", cell)
+    monkeypatch.setattr("bench.turns.WorkerProcess", cell)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
     assert measure(entries, worker=Worker, rounds=2, seconds=0.0) == entries
     assert [name for method, name in order if method == "times"] == ["a", "b", "b", "a"]

@@ -11,8 +11,8 @@ import torch
 
 from harness.data import corpora
 from harness.device import runtime
-from harness.device.processes import SINGLE, ProcessGroup, joined
-from harness.device.units import gathered
+from harness.device.model_parameters import full_tensors
+from harness.device.processes import SINGLE, ProcessGroup, join_processes
 from harness.loop.run import Run
 from harness.loop.trainer import Trainer
 from harness.record import checkpoint
@@ -50,7 +50,7 @@ def divided_run(processes: ProcessGroup, *overrides: str, precision: str = "floa
     plan_ = plan(*SMALL, *overrides)
     run = Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
     run.model.to(getattr(torch, precision))
-    with_muon_in(run, precision).update.spread(shard=run.plan.runtime.shard)
+    with_muon_in(run, precision).update.distribute(shard=run.plan.runtime.shard)
     return run
 
 
@@ -67,7 +67,7 @@ def exact_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
 
 def digest(run: Trainer) -> str:
     """Of the whole parameters; all processes call it."""
-    weights = gathered(run.model.state_dict()).values()
+    weights = full_tensors(run.model.state_dict()).values()
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights)).hexdigest()
 
 
@@ -84,7 +84,7 @@ def trained(run: Trainer) -> dict:
         "digests": digests,
         "nats": score.nats,
         "metrics": run.model.metrics(score.stats),
-        "model": gathered(run.model.state_dict()),
+        "model": full_tensors(run.model.state_dict()),
         "state": len(run.state[0]) if run.state else None,
         "spent": (run.spent.bytes, run.spent.steps, run.spent.flops),
     }
@@ -111,7 +111,7 @@ def inside(folder: str) -> None:
 def trained_and_resumed() -> dict:
     """What ``trained`` says; and how a whole run, one that was stopped, and its resumption end."""
     here, results = Path.cwd(), {}
-    with joined() as processes:
+    with join_processes() as processes:
         results["trained"] = trained(divided_run(processes, *DIVIDED, precision="float64"))
         for name, words in RESUMED.items():
             make = partial(make_job, *words, *COMMON, processes=processes)

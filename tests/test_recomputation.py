@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.count.flops import count_flops
-from harness.record.comparison import ground
+from harness.record.comparison import cost_conditions
 from tests.bench_rows import cost_row
 from tests.composing import plan
 from tests.runs import CARRY, DROPOUT, MEMORY, MOVING, make_run, own_folder  # noqa: F401 - a fixture
@@ -95,6 +95,6 @@ def test_flops_have_the_second_forward_and_memory_is_less():
 
 def test_times_and_memory_of_both_do_not_pool_and_a_word_that_is_none_is_refused():
     one, other, unsaid = cost_row(recomputation="none"), cost_row(recomputation="layers"), cost_row()
-    assert ground(one) == ground(unsaid) != ground(other)
+    assert cost_conditions(one) == cost_conditions(unsaid) != cost_conditions(other)
     with pytest.raises(ValueError, match="runtime.checkpoint=blocks: allowed are none, layers"):
         plan("runtime.checkpoint=blocks")

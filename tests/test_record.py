@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from harness.record.closing_table import print_closing_table
-from harness.record.comparison import held_equal, numbers_of, shared_code
+from harness.record.comparison import code_version, score_conditions, shared_code_version
 from harness.record.rows import FORMAT, Record, read_rows, write_summary
-from harness.record.shapes import misfit, shapes
+from harness.record.schema import violation
 from tests.runs import repeatable
 
 
@@ -37,7 +37,7 @@ def test_a_resumed_record_is_the_uninterrupted_one(tmp_path):
     whole, resumed = (read_rows(tmp_path / name / "record.jsonl") for name in ("whole", "resumed"))
     assert len(whole) == len(resumed) == 6 and whole != resumed
     assert [repeatable(row) for row in whole] == [repeatable(row) for row in resumed]
-    with pytest.raises(ValueError, match=r"6 complete rows, but the checkpoint had seen 7.*force=true"):
+    with pytest.raises(ValueError, match=r"6 complete rows, and the checkpoint was saved after 7.*force=true"):
         Record(tmp_path / "resumed", rows=7)
     assert Record(tmp_path / "resumed", rows=6).rows == 6 and Record(tmp_path / "resumed").rows == 0
     assert record.path.read_bytes() == b""
@@ -93,8 +93,8 @@ def test_closing_table_has_the_numbers_and_marks(capsys):
 
 
 def comparable(one, other):
-    code = numbers_of if one["variant"] == other["variant"] else shared_code
-    return held_equal(one) == held_equal(other) and code(one) == code(other)
+    code = code_version if one["variant"] == other["variant"] else shared_code_version
+    return score_conditions(one) == score_conditions(other) and code(one) == code(other)
 
 
 PINNED = {"numerics": {"variant": 1, "shared": 1}, "tree": "tree", "commit": "ab" * 20}
@@ -146,6 +146,6 @@ def test_a_summary_is_whole_and_a_misfit_is_named_by_its_key(tmp_path):
     places = {"seed": "seed is '0'", "memory": "memory.peak_bytes is -1", "valid_metrics": "valid_metrics.x.span"}
     for key, value in wrong.items():
         place = places.get(key, "purpose is 'play'")
-        assert misfit(summary | {key: value}, shape=shapes()["summary"]).startswith(place)
+        assert violation(summary | {key: value}, schema="summary").startswith(place)
     del summary["variant"]
-    assert misfit(summary, shape=shapes()["summary"]) == "variant is missing"
+    assert violation(summary, schema="summary") == "variant is missing"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bench.report.__main__ import all_tables, runs_csv
 from bench.report.frame import read
-from harness.record.comparison import UNCOMPARED
+from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.table import Cell, Column, Table, to_csv
 from tests.bench_rows import PROTOCOL, cost_row, peer_row, write_rows, write_run, write_trial
 from tests.fixed_rows import change, text_of, write_fixed_rows
@@ -191,7 +191,7 @@ def test_runs_that_are_unfinished_corrupt_mixed_or_untraced_are_named_and_not_sh
     (folders[4] / "record.jsonl").write_text("\n".join(lines[1:]))
     lines = (folders[5] / "record.jsonl").read_text().splitlines()
     (folders[5] / "record.jsonl").write_text("\n".join([*lines[:3], "{", *lines[4:]]))
-    for name, check in zip(("linear", "local"), UNCOMPARED, strict=True):
+    for name, check in zip(("linear", "local"), INCOMPARABLE_CHECKS, strict=True):
         change(write_run(tmp_path, variant=name), check=check)
     rows = read([tmp_path])
     assert [line.rpartition(": ")[2] for line in rows.unfinished] == ["no summary yet"]
@@ -199,7 +199,7 @@ def test_runs_that_are_unfinished_corrupt_mixed_or_untraced_are_named_and_not_sh
     reasons = "\n".join(rows.refused)
     differ = "not of the run in record.jsonl: seed, config_hash differ"
     assert all(words in reasons for words in ("summary.json: not JSON", differ, "line 4: not JSON"))
-    assert all(f"{check}: not compared" in reasons for check in UNCOMPARED)
+    assert all(f"{check}: not compared" in reasons for check in INCOMPARABLE_CHECKS)
     assert f"{folders[4] / 'record.jsonl'}: line 1: no provenance" in reasons
 
 
@@ -263,7 +263,7 @@ def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed
 
 
 def made_table(*rows: tuple[Cell, Cell]) -> Table:
-    columns = (Column("variant", number=False), Column("bits", "Bits per byte."))
+    columns = (Column("variant", numeric=False), Column("bits", "Bits per byte."))
     return Table(name="t-1", title="Title", caption="Caption.", columns=columns, rows=rows)
 
 

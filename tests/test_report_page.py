@@ -11,7 +11,11 @@ from harness.record.table import Cell, Column, Drawing, Table
 from tests import browser
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="400pt" height="300pt"><path id="line" d="M 0 0 L 4 3"/></svg>'
-COLUMNS = (Column("variant", "The mechanism's name.", number=False), Column("step, ms"), Column("status", number=False))
+COLUMNS = (
+    Column("variant", "The mechanism's name.", numeric=False),
+    Column("step, ms"),
+    Column("status", numeric=False),
+)
 STEPS = [-3, 1000.0, 0.25, None, -20, 0.5, 20]
 ROWS = [
     (Cell(text=f"v{place % 2}"), Cell(text="" if x is None else f"{x:,g}", value=x)) for place, x in enumerate(STEPS)
@@ -24,7 +28,7 @@ TABLE = Table(
     columns=COLUMNS,
     rows=tuple((*row, Cell(text="")) for row in ROWS),
     notes=("* approximate",),
-    about=("The protocol.",),
+    details=("The protocol.",),
 )
 DRAWING = Drawing(name="drawn", title="Title of drawn", caption="What is drawn.", svg=SVG, png=b"")
 CONTENT = {
@@ -69,8 +73,8 @@ def test_the_page_opens_from_disk_sorts_and_takes_text_for_text(tmp_path):
         sorts_numbers_then_words_then_empty_cells(page)
         refuses_what_comes_from_outside(page)
         strange = " ".join(HOSTILE)
-        columns = tuple(replace(column, heading=strange, explained=strange) for column in COLUMNS)
-        about = {"title": strange, "caption": strange, "notes": HOSTILE, "about": HOSTILE}
+        columns = tuple(replace(column, heading=strange, explanation=strange) for column in COLUMNS)
+        about = {"title": strange, "caption": strange, "notes": HOSTILE, "details": HOSTILE}
         rows = tuple((Cell(text=one),) * 3 for one in HOSTILE)
         tables = [Table(name=strange, columns=columns, rows=rows, **about)]
         drawings = [replace(DRAWING, name=f"{strange}2", title=strange, caption=strange)]

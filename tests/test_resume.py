@@ -44,7 +44,7 @@ def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch, capsy
     elsewhere(here, monkeypatch)
     capsys.readouterr()
     stop(make_job(*words), step=5)  # between two train rows, and after a validation that made best.pt
-    assert "the same command goes on" in capsys.readouterr().out.splitlines()[-1]
+    assert "the same command resumes the run" in capsys.readouterr().out.splitlines()[-1]
     assert not list(here.glob("other/outputs/*/summary.json"))
     resumed = make_job(*words)
     assert resumed.folder.checkpoint is not None and resumed.trainer.spent.steps == 0

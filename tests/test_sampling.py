@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.cost_worker import learned_spans, shake_
-from harness.loop.sampling import draw, numbers_of, sampled
+from harness.loop.sampling import draw, generate, token_ids
 from tests.composing import TINY, plan, small
 
 VARIANTS = ("adaptive_span_memory", "compressed")
@@ -36,16 +36,16 @@ def drawn_by_hand(model, text: torch.Tensor, number: int, **choice) -> list[int]
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_streamed_text_is_that_of_whole_forwards(variant):
     model, choice = network(variant), {"temperature": 0.7, "top_k": 9}
-    streamed = sampled(model, PROMPT, symbols=256, generator=torch.Generator().manual_seed(3), **choice)
+    streamed = generate(model, PROMPT, n_symbols=256, generator=torch.Generator().manual_seed(3), **choice)
     assert list(itertools.islice(streamed, 14)) == drawn_by_hand(model, PROMPT, 14, **choice)
 
 
 def test_a_long_prompt_is_read_in_segments_and_no_number_without_a_byte_is_drawn():
     model, prompt = network("mhsa"), PROMPT.repeat(40)
     choice = {"temperature": 0, "top_k": None}
-    drawn = sampled(model, prompt, symbols=256, **choice)
+    drawn = generate(model, prompt, n_symbols=256, **choice)
     assert list(itertools.islice(drawn, 3)) == drawn_by_hand(model, prompt, 3, **choice)
-    few = itertools.islice(sampled(model, PROMPT % 7, symbols=7, temperature=100.0), 200)
+    few = itertools.islice(generate(model, PROMPT % 7, n_symbols=7, temperature=100.0), 200)
     assert set(few) == set(range(7))
 
 
@@ -57,15 +57,15 @@ def test_choices_narrow_what_is_drawn():
     with pytest.raises(ValueError, match="not finite"):
         draw(logits * float("nan"), **choice)
     with pytest.raises(ValueError, match="top_k=0: must be"):
-        next(sampled(network("mhsa"), PROMPT, symbols=256, top_k=0))
+        next(generate(network("mhsa"), PROMPT, n_symbols=256, top_k=0))
 
 
 def test_a_mechanism_without_a_state_and_a_byte_that_the_vocabulary_lacks_are_refused_by_name():
     batch = network("product_key_memory", "variant.memory.query_norm=batch")
     with pytest.raises(ValueError, match=r"layers\.\d\.memory \(ProductKeyMemory\) has the limit `segments`"):
-        next(sampled(batch, PROMPT, symbols=256))
-    assert numbers_of(b"ba", b"ab", key="prompt").tolist() == [1, 0]
-    with pytest.raises(ValueError, match=r"prompt: has byte 99 \('c'\), which is not among the 2 of the model"):
-        numbers_of(b"abc", b"ab", key="prompt")
+        next(generate(batch, PROMPT, n_symbols=256))
+    assert token_ids(b"ba", b"ab", key="prompt").tolist() == [1, 0]
+    with pytest.raises(ValueError, match=r"prompt: has byte 99 \('c'\), which is not among the 2 bytes of the model"):
+        token_ids(b"abc", b"ab", key="prompt")
     with pytest.raises(ValueError, match="prompt: is empty"):
-        numbers_of(b"", b"ab", key="prompt")
+        token_ids(b"", b"ab", key="prompt")

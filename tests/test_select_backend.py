@@ -7,9 +7,9 @@ import torch
 from omegaconf import OmegaConf
 
 from harness.device import runtime
-from harness.device.cell import CellError
+from harness.device.worker_process import WorkerError
 from harness.loop import select_backend
-from harness.loop.select_backend import agreement, select, settled
+from harness.loop.select_backend import agreement, select, with_backend
 from harness.plan.build import Plan, plan_run
 from harness.record.rows import RECORD, read_rows
 from tests.composing import TINY, compose_config, plan
@@ -22,8 +22,8 @@ GOOD = (True, "1e-6 of the gradient of x")
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch):
     """The CPU as a device whose code has no tests, of which nothing is proven yet."""
-    monkeypatch.setattr(select_backend, "TESTED", ())
-    monkeypatch.setattr(select_backend, "_compared", {})
+    monkeypatch.setattr(select_backend, "TESTED_DEVICES", ())
+    monkeypatch.setattr(select_backend, "_comparisons", {})
 
 
 @pytest.fixture
@@ -41,13 +41,13 @@ def asked(monkeypatch) -> list[str]:
         def __exit__(self, *_):
             pass
 
-        def ask(self, method, *, limit_seconds):
+        def call(self, method, *, limit_seconds):
             names.append(self.backend)
             if self.backend == "chunked":
-                raise CellError("failed", "the process hung: not done after 120 s")
+                raise WorkerError("failed", "the process hung: not done after 120 s")
             return GOOD if self.backend == "fused" else (False, "2e-2 of the gradient of y, at most 1e-4")
 
-    monkeypatch.setattr(select_backend, "Cell", Quick)
+    monkeypatch.setattr(select_backend, "WorkerProcess", Quick)
     return names
 
 
@@ -67,7 +67,7 @@ def chosen(made: Plan) -> dict | None:
 def test_candidates_are_proven_in_processes_of_their_own():
     """The whole machinery, on a CPU: one is wrong, one crashes, one is right."""
     made = offering("kernel", "chunked", "fused")
-    done = settled(made, runtime.start(made.runtime))
+    done = with_backend(made, runtime.start(made.runtime))
     choice = done.backend_choice
     assert done.runtime.backend == choice["backend"] == "fused" and done.config == made.config
     assert list(choice["errors"]) == ["kernel", "chunked", "fused"]
@@ -78,10 +78,10 @@ def test_candidates_are_proven_in_processes_of_their_own():
 
 def test_a_cpu_is_left_as_it_is_and_so_is_plain(monkeypatch, asked):
     plain = offering("fused", backend="plain")
-    assert settled(plain, runtime.start(plain.runtime)) is plain
-    monkeypatch.setattr(select_backend, "TESTED", ("cpu",))
+    assert with_backend(plain, runtime.start(plain.runtime)) is plain
+    monkeypatch.setattr(select_backend, "TESTED_DEVICES", ("cpu",))
     made = offering("fused")
-    assert settled(made, runtime.start(made.runtime)) is made and not asked
+    assert with_backend(made, runtime.start(made.runtime)) is made and not asked
 
 
 def test_a_comparison_is_made_once_for_all_jobs_of_a_process_and_a_timeout_is_none(asked):

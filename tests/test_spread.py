@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from harness.device.processes import SINGLE, ProcessGroup, joined
+from harness.device.model_parameters import full_tensors
+from harness.device.processes import SINGLE, ProcessGroup, join_processes
 from harness.device.runtime import Runtime
 from harness.device.sharded_tables import ShardedTables
-from harness.device.units import gathered
 from harness.loop.scoring import score_stream, score_windows
 from harness.loop.update import Update, unsharded_parameters
 from harness.optim import Muon
@@ -91,34 +91,34 @@ def outsiders_steps(processes: ProcessGroup, shard: str) -> dict:
         part["precision"] = "float64"
     where = Runtime(device=torch.device("cpu"), precision="float32", compile=False, processes=processes)
     update = Update(model, optimizers, where, accumulate=2)
-    update.spread(shard=shard)
+    update.distribute(shard=shard)
     tokens = torch.randint(31, (6, 12), generator=torch.Generator().manual_seed(1))
     share = tokens.chunk(processes.world_size)[processes.rank]
     for _ in range(STEPS):
         update(share[:, :-1], share[:, 1:], None, fraction=0.5)
-    model, units = update.model, update.units
-    with units.gathered():
+    model, units = update.model, update.parameters
+    with units.unsharded():
         plain = all(type(p) is nn.Parameter for p in model.parameters())
     return {
         "metrics": model.metrics({}),
         "flops": model.ideal_flops(),
-        "divided": sum(isinstance(p, DTensor) for p in units.parameters),
-        "bytes": sum(p.nbytes for p in units.parameters),
-        "model": gathered(model.state_dict()),
+        "divided": sum(isinstance(p, DTensor) for p in units.local_parameters),
+        "bytes": sum(p.nbytes for p in units.local_parameters),
+        "model": full_tensors(model.state_dict()),
         "plain": plain,
-        "state": gathered(update.optimizers.state_dict())["groups"],
+        "state": full_tensors(update.optimizers.state_dict())["groups"],
     }
 
 
 def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
     run = divided_run(processes, *TABLES, *words, precision="float64")
-    results, units = trained(run), run.update.units
-    named = zip((name for name, _ in run.model.named_parameters()), units.parameters, strict=True)
+    results, units = trained(run), run.update.parameters
+    named = zip((name for name, _ in run.model.named_parameters()), units.local_parameters, strict=True)
     tables = [parameter for name, parameter in named if name.endswith("values")]
     return results | {
         "shapes": [tuple(table.shape) for table in tables],
-        "averaged": any(table in {*units.whole} for table in tables),
-        "state": gathered(run.optimizers.state_dict())["groups"],
+        "averaged": any(table in {*units.averaged_parameters} for table in tables),
+        "state": full_tensors(run.optimizers.state_dict())["groups"],
         "flops": run.model.ideal_flops(),
     }
 
@@ -150,7 +150,7 @@ def averaged(processes: ProcessGroup) -> list[Tensor | None]:
 
 
 def everything() -> dict:
-    with joined() as processes:
+    with join_processes() as processes:
         results = {shard: outsiders_steps(processes, shard) for shard in ("none", "full")}
         results |= {name: tables_steps(processes, words) for name, words in CASES.items()}
         return results | {"scores": scores(processes), "averaged": averaged(processes)}

@@ -49,14 +49,14 @@ def test_weights_begin_a_new_schedule(six_steps):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("model.d_model=24",), "model is another one, embedding.weight is .256, 16. of torch.float32 there"),
+        (("model.d_model=24",), "model differs, embedding.weight is .256, 16. of torch.float32, and"),
         (("model.heads=4",), "init_from.run=.*model.heads was 2, is 4"),  # shapes alone do not tell
         (("position=alibi",), "init_from.run=.*position._target_ was variants.position.Rotary, is"),
         (("init_from.restore=everything", "batch.streams=2"), "init_from.run=.*batch.streams was 4, is 2"),
         (("init_from.restore=everything", "data.bytes=30000"), "init_from.run=.*data.sha256 was"),
         (("init_from.restore=everything", "budget.steps=6"), "budget.steps=6: init_from.run=.* has spent 6 already"),
         (("init_from.run=nowhere",), "init_from.run=nowhere: must be a run folder that has a checkpoint"),
-        (("init_from.run={latest}",), "init_from.run=.*latest: must be a run folder .* no link"),
+        (("init_from.run={latest}",), "init_from.run=.*latest: must be a run folder .* not a link"),
         (("init_from.restore=half",), "init_from.restore=half: allowed are weights, everything"),
     ],
 )

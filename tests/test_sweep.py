@@ -120,7 +120,7 @@ def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here):
 
 def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
     """What a job finds is what it would find as the first of its process."""
-    usual, seen, start = runtime._THREADS, [], Trainer.step
+    usual, seen, start = runtime._DEFAULT_THREADS, [], Trainer.step
 
     def step(self) -> None:
         seen.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.rand(()).item()))

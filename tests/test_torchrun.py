@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.device import processes
-from harness.device.processes import joined
+from harness.device.processes import join_processes
 from harness.device.torchrun import Launch, check_launch, read_launch
 from harness.failures import ProcessLost, exit_code
 from harness.record import checkpoint
@@ -65,7 +65,9 @@ def test_all_processes_say_a_mistake_once_and_one_writes_and_speaks(here):
 
 def test_bench_and_sweeps_know_that_they_are_several():
     several = Launch(1, 4, 1, 2)
-    assert several.words == ("torchrun", "--nnodes=2", "--nproc-per-node=2") and Launch().words == ("python",)
+    assert several.command_prefix == ("torchrun", "--nnodes=2", "--nproc-per-node=2") and Launch().command_prefix == (
+        "python",
+    )
     for many, arguments in ((False, ("variant=mhsa",)), (True, ("--multirun",)), (True, ("hydra.mode=MULTIRUN",))):
         with pytest.raises(ValueError, match="processes"):
             check_launch(arguments, many=many, launch=several)
@@ -80,13 +82,13 @@ def test_bench_and_sweeps_know_that_they_are_several():
 
 
 def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
-    monkeypatch.setattr(processes, "PATIENCE", timedelta(seconds=0.5))
+    monkeypatch.setattr(processes, "LONG_TIMEOUT", timedelta(seconds=0.5))
     port = str(free_port())
     for name, value in (FOURTH | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
     ended = command.train("variant=mhsa", *SMALL)
     (line,) = ended.err.splitlines()
-    assert ended.code == 6 and f"did not meet the others at 127.0.0.1:{port}" in line
+    assert ended.code == 6 and f"MASTER_ADDR:MASTER_PORT=127.0.0.1:{port}: process" in line
     assert "timed out" in line and "GLOO_SOCKET_IFNAME" in line and not os.listdir(here)
 
 
@@ -100,7 +102,7 @@ def lost(how: str) -> tuple[int, int, str]:
         signal.raise_signal(signal.SIGSTOP)
         os._exit(0)
 
-    with joined() as group:
+    with join_processes() as group:
         job = make_job("budget.steps=100", "checkpoint.every_steps=2", processes=group)
         if group.rank == 1:
             after_step(job, 3, stand_still if how == "silent" else lambda: os._exit(3))
@@ -115,8 +117,8 @@ def test_a_process_that_is_lost_ends_the_others(how):
     (code, steps, reason), second = launch(lost, how)
     assert (code, steps) == (6, 3) and isinstance(second, Dead)
     assert ("timed out" in reason.lower()) == (how == "silent"), "one that has ended is noticed, and not waited for"
-    assert reason.startswith("process 0 of 2: another one has ended or is silent (")
-    assert reason.endswith("; the same command goes on")
+    assert reason.startswith("process 0 of 2: another process has ended or does not answer (")
+    assert reason.endswith("; the same command resumes the run")
 
 
 def failure() -> tuple[str, bool, int]:
@@ -126,7 +128,7 @@ def failure() -> tuple[str, bool, int]:
     def fail(*_, **__) -> None:
         raise OSError("the disk is full")
 
-    with joined() as group:
+    with join_processes() as group:
         checkpoint.save = fail if group.is_main else checkpoint.save
         job = make_job("budget.steps=100", "checkpoint.every_steps=3", processes=group)
         try:
@@ -168,8 +170,10 @@ def test_torchrun_begins_again_after_a_kill_and_stops_all_with_one_checkpoint(he
                 os.kill(int(children[1]), signal.SIGKILL)
                 killed = True
         shown += process.communicate(timeout=PATIENCE_SECONDS)[0]
-    lost = re.search(r"^error: process 0 of 2: another one has ended .*; the same command goes on$", shown, re.M)
-    stopped = re.search(r"stopped at .*; the same command goes on: torchrun --nproc-per-node=2", shown)
+    lost = re.search(
+        r"^error: process 0 of 2: another process has ended .*; the same command resumes the run$", shown, re.M
+    )
+    stopped = re.search(r"stopped at .*; the same command resumes the run: torchrun --nproc-per-node=2", shown)
     assert lost and stopped, shown
     assert len(list(Path("outputs").glob("mhsa-*/checkpoints/step-*.pt"))) == 2
     assert not list(Path("outputs").glob("*/summary.json"))

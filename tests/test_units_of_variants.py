@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from harness.device.processes import SINGLE, ProcessGroup, joined
-from harness.device.units import gathered
+from harness.device.model_parameters import full_tensors
+from harness.device.processes import SINGLE, ProcessGroup, join_processes
 from tests.composing import CONF, sized
 from tests.many import launch
 from tests.runs import CARRY, own_folder  # noqa: F401 - a fixture
@@ -36,15 +36,15 @@ def trained(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
                 run.step()
                 bits.append(run.train_row()["bits_per_byte"])
                 if name == "whole" and run.spent.steps == STEPS // 2:
-                    middle, first = copy.deepcopy(gathered(run.content())), [*bits]
-            results[name] = (bits if name == "whole" else first + bits), gathered(run.model.state_dict())
+                    middle, first = copy.deepcopy(full_tensors(run.checkpoint_content())), [*bits]
+            results[name] = (bits if name == "whole" else first + bits), full_tensors(run.model.state_dict())
     except ValueError as error:
         return {"refused": str(error)}
     return results
 
 
 def trained_by_all(words: tuple[str, ...]) -> dict:
-    with joined() as processes:
+    with join_processes() as processes:
         return trained(processes, words)
 
 
@@ -52,7 +52,7 @@ def trained_by_all(words: tuple[str, ...]) -> dict:
 def test_steps_are_those_of_one_process(name, here):
     first, second = launch(trained_by_all, CASES[name])
     if "refused" in first:
-        assert "processes would see a part" in first["refused"]
+        assert "processes sees only a part" in first["refused"]
         return
     bits, weights = trained(SINGLE, CASES[name])["whole"]
     assert first["whole"][0] == second["whole"][0] == first["again"][0] == pytest.approx(bits, abs=1e-11)

@@ -19,9 +19,9 @@ def validations(job) -> list[dict]:
 def test_what_chooses_the_weights_is_in_no_reported_score(selection_bytes, number):
     run = make_run(f"eval.selection_bytes={selection_bytes}", "eval.bytes=null")
     valid = run.corpus.splits["valid"]
-    assert len(valid) == 1000 and torch.equal(run.reported("valid"), valid[: 1000 - number])
-    assert torch.equal(run.choosing(), valid[1000 - number :])
-    assert torch.equal(run.reported("test"), run.corpus.splits["test"])
+    assert len(valid) == 1000 and torch.equal(run.reported_split("valid"), valid[: 1000 - number])
+    assert torch.equal(run.selection_split(), valid[1000 - number :])
+    assert torch.equal(run.reported_split("test"), run.corpus.splits["test"])
 
 
 def test_an_interrupted_run_validates_where_a_whole_one_does_a_tenth_of_what_was_trained(here):
@@ -47,7 +47,11 @@ def test_more_budget_begins_its_own_validations_and_other_limits_of_one(here):
 
 def test_a_validation_scores_what_stands_behind_a_full_window():
     run = make_run("eval.selection_bytes=null", "eval.segment=16", "model.span=60", "model.head_zero_init=false")
-    score, (length, context), part = run.evaluate(run.choosing(), pairs=399), (133, 64), run.choosing().long()
+    score, (length, context), part = (
+        run.evaluate(run.selection_split(), pairs=399),
+        (133, 64),
+        run.selection_split().long(),
+    )
     rows = torch.stack([part[begin : begin + length + 1] for begin in (0, 183, 366)])
     logits = run.model(rows[:, :-1]).logits.transpose(1, 2)
     nats = torch.nn.functional.cross_entropy(logits, rows[:, 1:], reduction="none")[:, context:]
@@ -59,10 +63,10 @@ def test_few_bytes_since_the_last_validation_put_the_next_one_off():
     for step in range(1, 40):
         job.trainer.step()
         if step == 20:  # as if the first had scored more: as many bytes must come ten times before another
-            job.validated = {"bytes": job.trainer.spent.bytes, "fraction": 0.3, "size": 54}
+            job.last_validation = {"bytes": job.trainer.spent.bytes, "fraction": 0.3, "size": 54}
         if job.validation_due():
             due.append(step)
-            job.validated = {"bytes": job.trainer.spent.bytes, "fraction": job.trainer.fraction, "size": 54}
+            job.last_validation = {"bytes": job.trainer.spent.bytes, "fraction": job.trainer.fraction, "size": 54}
     assert due == [8, 17, 29, 38]
 
 

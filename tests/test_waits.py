@@ -90,16 +90,16 @@ def test_seconds_are_whole_whenever_they_are_read(monkeypatch):
     run = make_run("budget.steps=100")
     run.step()
     run.step()
-    assert run.place()["clock"]["seconds"] == 5.0
+    assert run.progress()["clock"]["seconds"] == 5.0
     now[0] += 100.0
-    assert run.place()["clock"]["seconds"] == 5.0, "nothing was given to the device since"
+    assert run.progress()["clock"]["seconds"] == 5.0, "nothing was given to the device since"
     run.step()
-    assert run.content()["spent"]["seconds"] == 10.0
+    assert run.checkpoint_content()["spent"]["seconds"] == 10.0
     run.step()
-    run.evaluate(run.choosing(), pairs=10)
-    assert run.place()["clock"]["seconds"] == 15.0, "scoring is no training"
+    run.evaluate(run.selection_split(), pairs=10)
+    assert run.progress()["clock"]["seconds"] == 15.0, "scoring is no training"
     run.step()
-    assert run.place()["clock"]["bytes_per_second"] == run.spent.bytes / 20.0
+    assert run.progress()["clock"]["bytes_per_second"] == run.spent.bytes / 20.0
 
 
 def test_the_mean_loss_is_of_all_steps_since_the_last_row(monkeypatch):
@@ -113,7 +113,7 @@ def test_the_mean_loss_is_of_all_steps_since_the_last_row(monkeypatch):
     monkeypatch.setattr(Update, "__call__", updating)
     for _ in range(3):
         run.step()
-    assert run.content()["nats"] == sum(each)
+    assert run.checkpoint_content()["nats"] == sum(each)
     assert run.train_row()["bits_per_byte"] == sum(each) / 3 / math.log(2)
 
 

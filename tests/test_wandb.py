@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from bench.dashboard import pattern_of, workspace
 from harness.plan.build import plan_run
 from harness.record.rows import read_rows
-from harness.record.wandb_run import WandbRun, numbers
+from harness.record.wandb_run import WandbRun, metrics_of
 from tests import forked
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders  # noqa: F401 - a fixture
 from tests.composing import CONF, compose_config, plan
@@ -167,7 +167,7 @@ def test_the_numbers_of_a_row():
     expected = {"step": 3, "bytes_seen": 200, "seconds": 0.5, "valid/bits_per_byte": 2.5}
     expected |= {f"valid_span{place}/{key}": extent[key] for place in ("", "/layers.0.attention") for key in extent}
     expected |= {f"valid_usage_percent/{key}": 12.5 for key in ("layers.2.memory", *extent)}
-    assert numbers(row | {"clock": {"seconds": 0.5}, "metrics": metrics}) == expected
+    assert metrics_of(row | {"clock": {"seconds": 0.5}, "metrics": metrics}) == expected
 
 
 # Trainings
@@ -231,7 +231,7 @@ METRICS = [
 
 def test_every_metric_that_a_panel_names_is_logged_and_stands_in_the_workspace(offline_runs):
     rows = [row for folder, _ in offline_runs for row in read_rows(folder / "record.jsonl")]
-    logged = {name for row in rows if row["kind"] != "provenance" for name in numbers(row)}
+    logged = {name for row in rows if row["kind"] != "provenance" for name in metrics_of(row)}
     stored = {name for _, run in offline_runs for name in run["summary"]}
     for panel, name in METRICS:
         if panel == "LinePlot":  # over the run: in rows

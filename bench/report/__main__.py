@@ -22,8 +22,8 @@ from bench.report.tables_costs import cost_tables, peer_tables
 from bench.report.tuning import tuning_tables
 from harness.cache import write_atomically
 from harness.failures import StorageFailure, exit_code
-from harness.record.cells import count_of
-from harness.record.table import Table, harmless, one_line, print_table, to_csv
+from harness.record.cells import pluralize
+from harness.record.table import Table, escape_formula, one_line, print_table, to_csv
 
 TITLE = "attention-windtunnel report"
 LIMITATIONS = (
@@ -34,7 +34,7 @@ LIMITATIONS = (
 )
 CONTENTS = "contents.txt"
 """The files of a report, so that the next one in the folder can remove them."""
-VERBS = {"cost": cost_tables, "peers": peer_tables}
+BENCH_COMMANDS = {"cost": cost_tables, "peers": peer_tables}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 def all_tables(rows: Rows) -> list[Table]:
     """Runs, picks, costs and peers, each by what may be compared."""
-    verbs = [table for kind, tables in VERBS.items() for table in tables([*rows.of(kind).get("row", ())])]
+    verbs = [table for kind, tables in BENCH_COMMANDS.items() for table in tables([*rows.of(kind).get("row", ())])]
     return [*run_tables(rows), *tuning_tables(rows.frame), *verbs]
 
 
@@ -95,14 +95,14 @@ def runs_csv(runs: pd.DataFrame) -> str:
     """All numbers and words of each run, unrounded."""
     runs = runs.dropna(axis=1, how="all")
     keys = [key for key in runs if runs[key].map(lambda value: isinstance(value, str | float)).any()]
-    return runs[keys].map(lambda value: harmless(value) if isinstance(value, str) else value).to_csv(index=False)
+    return runs[keys].map(lambda value: escape_formula(value) if isinstance(value, str) else value).to_csv(index=False)
 
 
 def _notes(rows: Rows) -> list[str]:
     kinds = rows.frame["kind"].value_counts()
-    read_rows = [count_of(kinds["run"], "finished run")] if "run" in kinds else []
-    read_rows += [f"{count_of(kinds[verb], 'row')} of bench.{verb}" for verb in VERBS if verb in kinds]
-    notes = [f"Read from {count_of(rows.files, 'file')}: {', '.join(read_rows)}."]
+    read_rows = [pluralize(kinds["run"], "finished run")] if "run" in kinds else []
+    read_rows += [f"{pluralize(kinds[verb], 'row')} of bench.{verb}" for verb in BENCH_COMMANDS if verb in kinds]
+    notes = [f"Read from {pluralize(rows.files, 'file')}: {', '.join(read_rows)}."]
     return [*notes, *(f"{line[0].upper()}{line[1:]}" for line in _left_out(rows)), LIMITATIONS]
 
 

@@ -29,14 +29,14 @@ def _number(form: Callable[[float | None], Cell], *, guess: str | None = None) -
 
 def _bits(row: Mapping, key: str) -> Cell:
     """Bits per byte with half the interval of their mean, and a star where a prefix of the split was scored."""
-    star = cells.CAPPED if row.get(f"capped.{key.partition('_')[0]}") else ""
+    star = cells.CAPPED_MARK if row.get(f"capped.{key.partition('_')[0]}") else ""
     return _within(row, key, form=f"{{:,.4f}}{star}")
 
 
 def _within(row: Mapping, key: str, *, form: str = "{:+.4f}") -> Cell:
     width = row.get(f"{key}.half_width")
     interval = "" if width is None else f" ± {width:.4f}"
-    return Cell(text=form.format(row[key]) + interval, value=row[key]) if row.get(key) is not None else cells.NOTHING
+    return Cell(text=form.format(row[key]) + interval, value=row[key]) if row.get(key) is not None else cells.EMPTY
 
 
 def _measured(row: Mapping, key: str, *, form: Form) -> Cell:
@@ -46,14 +46,14 @@ def _measured(row: Mapping, key: str, *, form: Form) -> Cell:
 
 def _spread(row: Mapping, key: str) -> Cell:
     """From the 20th to the 80th percentile of enough calls."""
-    if row.get(f"{key}.n", 0) < cells.LEAST_CALLS or row["status"] != "measured":
-        return cells.NOTHING
-    return cells.spread((row[f"{key}.p20"], row[f"{key}.p80"]), digits=3 if "generate" in key else 2)
+    if row.get(f"{key}.n", 0) < cells.MIN_CALLS or row["status"] != "measured":
+        return cells.EMPTY
+    return cells.interval((row[f"{key}.p20"], row[f"{key}.p80"]), digits=3 if "generate" in key else 2)
 
 
 THRICE = "flops.flops_estimated_3x"
 FIXED = {f"fixed{digits}": partial(cells.fixed, digits=digits) for digits in range(5)}
-NUMBERS = FIXED | {name: getattr(cells, name) for name in ("whole", "mib", "millions", "text")}
+NUMBERS = FIXED | {name: getattr(cells, name) for name in ("mib", "millions", "text")} | {"whole": cells.integer}
 FORMS: dict[str, Form] = {name: _number(form) for name, form in NUMBERS.items()}
 FORMS |= {"bits": _bits, "difference": _within, "spread": _spread}
 FORMS |= {"about": _number(cells.mib, guess="memory.approximate"), "guessed": _number(cells.millions, guess=THRICE)}
@@ -76,7 +76,7 @@ def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
         if form == "copies":
             forms = {f"{heading} from {far}, bits": ("fixed4", f"{key}.{far}") for far in distances}
         for head, (name, place) in forms.items():
-            shown.append(Column(head, explained, partial(FORMS[name], key=place), number=name not in WORDS))
+            shown.append(Column(head, explained, partial(FORMS[name], key=place), numeric=name not in WORDS))
     return shown
 
 
@@ -85,5 +85,5 @@ def for_terminal(table: Table) -> Table:
     places = [place for place, column in enumerate(table.columns) if column.heading in _file()["terminal"]]
     columns = tuple(table.columns[place] for place in places)
     rows = tuple(tuple(row[place] for place in places) for row in table.rows)
-    explained = [f"{column.heading}: {column.explained}" for column in columns if column.explained]
+    explained = [f"{column.heading}: {column.explanation}" for column in columns if column.explanation]
     return replace(table, columns=columns, rows=rows, notes=(*table.notes, *explained))

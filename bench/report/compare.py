@@ -1,7 +1,8 @@
 """Which rows stand in one table, how they are named, and words for captions.
 
-Bits per byte compare where ``held_equal`` of ``harness.record.comparison`` and the numbers of the shared code are
-equal; time and memory on equal ``ground`` and code. An *arm* is one variant, configuration and code, with any seed.
+Bits per byte compare where ``score_conditions`` of ``harness.record.comparison`` and the numbers of the shared code are
+equal; time and memory on equal ``cost_conditions`` and code. An *arm* is one variant, configuration and code, with any
+seed.
 """
 
 import json
@@ -12,10 +13,18 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from harness.record.cells import count_of, listed
+from harness.record.cells import join_words, pluralize
 from harness.record.closing_table import data_label, short_commit
-from harness.record.comparison import GROUND, ground, ground_value, held_equal, numbers_of, shared_code, tree_of
-from harness.record.shapes import VERBS, flat
+from harness.record.comparison import (
+    ENVIRONMENT_KEYS,
+    code_digest,
+    code_version,
+    cost_condition,
+    cost_conditions,
+    score_conditions,
+    shared_code_version,
+)
+from harness.record.schema import BENCH_COMMANDS, flatten
 
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
@@ -37,7 +46,7 @@ def results(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]
     runs, whose seed chose a setting of their variant. Tuning runs are no results."""
     tune = [row.get("purpose") == "tune" for row in runs["row"]]
     chose = {*zip(runs[tune]["variant"], runs[tune]["seed"], strict=True)} if any(tune) else set()
-    keys = [f"{held_equal(row)} {shared_code(row)}" for row in runs["row"]]
+    keys = [f"{score_conditions(row)} {shared_code_version(row)}" for row in runs["row"]]
     for index, (_, same) in enumerate(runs.groupby(keys, sort=False) if keys else (), start=1):
         clean = same[[pair not in chose for pair in zip(same["variant"], same["seed"], strict=True)]]
         if len(clean):
@@ -46,13 +55,13 @@ def results(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]
 
 def cost_ground(row: dict) -> str:
     """Equal for runs whose times and memory stand together."""
-    return str((*ground(row), tree_of(row)))
+    return str((*cost_conditions(row), code_digest(row)))
 
 
 def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
     """A configuration as flat keys and words, without keys that rows of one table share or in which seeds may differ;
     of a target, the class's name."""
-    leaves = ADDED_KEYS | flat({key: value for key, value in row["config"].items() if key not in NOT_AN_ARM})
+    leaves = ADDED_KEYS | flatten({key: value for key, value in row["config"].items() if key not in NOT_AN_ARM})
     chosen = {key: value for key, value in leaves.items() if key not in without and not NO_SETTING.match(key)}
     return {k: str(v).rpartition(".")[2] if k.endswith("_target_") else _word(v) for k, v in chosen.items()}
 
@@ -66,8 +75,8 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
     """
 
     def identity(row: dict) -> dict[str, str]:
-        timed = row["kind"] in VERBS  # times and memory depend on all of the code
-        code = {"source": row["source"]} if timed else numbers_of(row)
+        timed = row["kind"] in BENCH_COMMANDS  # times and memory depend on all of the code
+        code = {"source": row["source"]} if timed else code_version(row)
         code |= {"source": row["source"][:6]} if "source" in code else {}
         products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]
         about = {name: row.get(name) for name in IDENTITY if name not in without} | {"products": products}
@@ -94,13 +103,13 @@ def differences(arms: pd.DataFrame, *keys: str) -> str:
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
     names = ["variant" if key.startswith("variant.") else key for key in settings if settings[key].nunique() > 1]
     names += [IN_CAPTIONS.get(key, key) for key in keys if key in arms and arms[key].nunique(dropna=False) > 1]
-    return listed(dict.fromkeys(names), most=MOST_KEYS)
+    return join_words(dict.fromkeys(names), limit=MOST_KEYS)
 
 
 def commit_notes(frame: pd.DataFrame) -> list[str]:
     """The commits of the rows, in the order in which they were measured."""
     commits = [*dict.fromkeys(filter(None, map(short_commit, frame["row"])))]
-    return [f"Commit {listed(commits)}."] * bool(commits)
+    return [f"Commit {join_words(commits)}."] * bool(commits)
 
 
 def _word(value: object) -> str:
@@ -131,7 +140,7 @@ def protocol_words(rows: Sequence[dict]) -> str:
     context = " to ".join(f"{n_bytes:,}" for n_bytes in dict.fromkeys((contexts[0], contexts[-1])))
     return (
         f"{part} scored once, {selection} choose the weights and are left out, streamed with carried state in "
-        f"{count_of(protocol['streams'], 'stream')}, each after {context} bytes of "
+        f"{pluralize(protocol['streams'], 'stream')}, each after {context} bytes of "
         f"unscored context, segment {protocol['segment']}, span {span}, vocabulary {protocol['vocabulary']}, newlines "
         f"{'dropped' if protocol['drop_newlines'] else 'kept'}"
     )
@@ -140,8 +149,8 @@ def protocol_words(rows: Sequence[dict]) -> str:
 def ground_words(row: dict) -> str:
     """Everything beside the code that time and memory depend on."""
     machine, kind = row.get("machine") or {}, row["device_kind"]
-    cores = f" on {count_of(machine['cores'], 'core')}" if machine.get("cores") else ""
-    where = f"{row['device']} ({kind}), {count_of(row['threads'], 'thread')}{cores}"
+    cores = f" on {pluralize(machine['cores'], 'core')}" if machine.get("cores") else ""
+    where = f"{row['device']} ({kind}), {pluralize(row['threads'], 'thread')}{cores}"
     if (row.get("processes") or 1) > 1:
         where = f"{row['processes']} processes on {where} each"
     words = [where, precision_word(row), "compiled" if row["compile"] else "not compiled"]
@@ -158,7 +167,7 @@ def precision_word(row: dict) -> str:
 
 def ground_differences(rows: Sequence[dict]) -> str:
     """In what the grounds of some rows differ, for a note."""
-    return listed(key for key in GROUND if len({ground_value(row, key) for row in rows}) > 1)
+    return join_words(key for key in ENVIRONMENT_KEYS if len({cost_condition(row, key) for row in rows}) > 1)
 
 
 def optimizer_words(optimizers: Sequence[dict] | None) -> str | None:

@@ -11,8 +11,8 @@ from bench.report.compare import budget_words, cost_ground, data_words, precisio
 from bench.report.drawing import LINES, finish, legend, looks, plain_number, styled, value_axis
 from bench.report.frame import Rows
 from bench.report.tables import bits_by_seed, compare, summed
-from harness.record.cells import count_of
-from harness.record.comparison import ground, tree_of
+from harness.record.cells import pluralize
+from harness.record.comparison import code_digest, cost_conditions
 from harness.record.table import Drawing
 
 COSTS = {
@@ -117,7 +117,7 @@ def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
     """Cost against context; a figure for each ground, code, mode, streams and data, whose digest is in its name."""
 
     def same(row: dict) -> str:
-        return repr((ground(row), tree_of(row), row["mode"], row["streams"], row["data"]["sha256"]))
+        return repr((cost_conditions(row), code_digest(row), row["mode"], row["streams"], row["data"]["sha256"]))
 
     for key, rows in costs.groupby([same(row) for row in costs["row"]], sort=False) if len(costs) else ():
         digits = hashlib.sha256(key.encode()).hexdigest()[:6]
@@ -131,7 +131,7 @@ def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
     lines = pd.concat([with_arms(some, without=OF_A_LINE) for _, some in rows.groupby(ran)])
     lines = lines.assign(ran=ran, line=lines["arm"] + ", " + ran)
     dashes = {backend: LINES[place % len(LINES)] for place, backend in enumerate(sorted(set(ran)))}
-    title = f"Cost against length of context: {first['mode']}, {count_of(first['streams'], 'stream')}"
+    title = f"Cost against length of context: {first['mode']}, {pluralize(first['streams'], 'stream')}"
     size = {"width": 13.5, "height": max(8.2, 2.4 + 0.36 * lines["line"].nunique())}
     figure, axes = drawing.panels(2, 2, title=title, subtitle=f"{_machine(first)}\n{data_words([first])}", **size)
     for ax, (label, key) in zip(axes, MEASURES.items(), strict=True):

@@ -12,10 +12,19 @@ import pandas as pd
 
 from bench.report.compare import optimizer_words
 from bench.rows import ROWS, refusal
-from harness.record.cells import spread
-from harness.record.comparison import UNCOMPARED
-from harness.record.rows import EVALUATIONS, FAILED, LARGEST_RECORD, RECORD, SUMMARY, look_at, parse_object, read_file
-from harness.record.shapes import VERBS, flat, is_number, misfit, shape_of_run_row, shapes, shown
+from harness.record.cells import interval
+from harness.record.comparison import INCOMPARABLE_CHECKS
+from harness.record.rows import (
+    EVALUATIONS,
+    FAILED,
+    MAX_RECORD_BYTES,
+    RECORD,
+    SUMMARY,
+    parse_object,
+    read_file,
+    try_read_object,
+)
+from harness.record.schema import BENCH_COMMANDS, flatten, is_number, schema_of_run_row, shorten, violation
 
 NOT_ENTERED = frozenset({"checkpoints", "wandb", "figures", ".git"})
 MOST_REASONS = 5
@@ -103,7 +112,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _tidy(row: dict, kind: str, **more) -> dict:
     """A row of the frame: numbers by dotted keys, some texts, and columns made of them."""
     tidy = {"kind": kind, "row": row, "read_from": row.get("read_from")}
-    for key, value in flat({key: value for key, value in row.items() if key != "config"}).items():
+    for key, value in flatten({key: value for key, value in row.items() if key != "config"}).items():
         if is_number(value) or isinstance(value, bool | list):
             tidy[key] = float(len(value) if isinstance(value, list) else value)
     tidy |= {key: row[key] for key in TEXTS if isinstance(row.get(key), str)}
@@ -121,14 +130,14 @@ def _tidy(row: dict, kind: str, **more) -> dict:
             tidy["reach"] = float(max((distance for distance, bits in far.items() if bits < REACHED_BITS), default=0))
     elif kind == "peers":
         tidy["package_words"] = " ".join(filter(None, (row.get("package"), row.get("package_version")))) or None
-        tidy["range_words"] = spread(row.get("relative_range")).text or None
+        tidy["range_words"] = interval(row.get("relative_range")).text or None
     return tidy | more
 
 
 def _lines(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
     """Good rows of a file, and why the others are none; ``wrong`` says that of a row and its line's number."""
     rows, reasons = [], []
-    text = read_file(path, most=LARGEST_RECORD).decode("utf-8", "replace")
+    text = read_file(path, max_bytes=MAX_RECORD_BYTES).decode("utf-8", "replace")
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = parse_object(line)
@@ -147,22 +156,22 @@ def _wrong_on_line(row: dict, line_number: int) -> str | None:
     if reason := refusal(row):
         return reason
     kind = row["kind"]
-    if not (isinstance(kind, str) and kind in VERBS):
-        return f"kind is {shown(kind)}; allowed are {', '.join(VERBS)}"
-    return misfit(row, shape=shapes()[kind])
+    if not (isinstance(kind, str) and kind in BENCH_COMMANDS):
+        return f"kind is {shorten(kind)}; allowed are {', '.join(BENCH_COMMANDS)}"
+    return violation(row, schema=kind)
 
 
 def _wrong_summary(summary: object, provenance: dict | None) -> str | None:
     """Why a summary is refused: its shape, another run than the record's, or a check that it did not pass."""
     failed = isinstance(summary, dict) and summary.get("status") in FAILED
-    if reason := misfit(summary, shape=shapes()["failed" if failed else "summary"]):
+    if reason := violation(summary, schema="failed" if failed else "summary"):
         return reason
     if provenance is not None:  # null is what a failed run did not get to know
         keys = [key for key in SAME_RUN if not failed or summary.get(key) is not None]
         other = [key for key in keys if summary[key] != provenance.get(key)]
         if other:
             return f"not of the run in {RECORD}: {', '.join(other)} differ"
-    return f"{summary['check']}: not compared" if summary.get("check") in UNCOMPARED else None
+    return f"{summary['check']}: not compared" if summary.get("check") in INCOMPARABLE_CHECKS else None
 
 
 def _read_run(folder: Path, rows: Rows) -> list[tuple]:
@@ -170,14 +179,14 @@ def _read_run(folder: Path, rows: Rows) -> list[tuple]:
     in ``rows``, where it is not shown."""
 
     def wrong(row: dict, line_number: int) -> str | None:
-        return (refusal(row) if line_number == 1 else None) or misfit(row, shape=shape_of_run_row(row))
+        return (refusal(row) if line_number == 1 else None) or violation(row, schema=schema_of_run_row(row))
 
     path = folder / RECORD
     record, reasons = _lines(path, wrong=wrong) if path.exists() else ([], [])
     broken = bool(reasons) and reasons[0].startswith("line 1:")
     traced = bool(record) and record[0].get("kind") == "provenance" and not broken
     record, reasons = (record, reasons) if traced else ([], reasons[:1])  # without its provenance a run has no rows
-    summary, reason = look_at(folder / SUMMARY)
+    summary, reason = try_read_object(folder / SUMMARY)
     if not traced and not (summary and summary.get("status") in FAILED):
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
     if summary is not None:

@@ -67,7 +67,7 @@ def _items(lines: Sequence[str]) -> str:
 
 
 def _table(table: Table) -> str:
-    explained = [f"{column.heading}: {column.explained}" for column in table.columns if column.explained]
+    explained = [f"{column.heading}: {column.explanation}" for column in table.columns if column.explanation]
     return f"""<article id="{_place(table.name)}" class="table">
 <h2>{escape(table.title)}</h2>
 <p class="caption">{escape(table.caption)}</p>
@@ -79,14 +79,16 @@ def _table(table: Table) -> str:
 </table>
 </div>
 <ul class="notes">{_items(table.notes)}</ul>
-<details><summary>Protocol and columns</summary><ul>{_items([*table.about, *explained])}</ul></details>
+<details><summary>Protocol and columns</summary><ul>{_items([*table.details, *explained])}</ul></details>
 </article>
 """
 
 
 def _heading(column: Column) -> str:
-    number = ' class="number"' if column.number else ""
-    return f'<th scope="col"{number}><button title="{escape(column.explained)}">{escape(column.heading)}</button></th>'
+    number = ' class="number"' if column.numeric else ""
+    return (
+        f'<th scope="col"{number}><button title="{escape(column.explanation)}">{escape(column.heading)}</button></th>'
+    )
 
 
 def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
@@ -97,7 +99,7 @@ def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
 
 def _cell(cell: Cell, column: Column) -> str:
     """What stands between a cell's tags, and the end of the first of them."""
-    kind = ' class="number"' if column.number else ' class="long"' if len(cell.text) >= LONG else ""
+    kind = ' class="number"' if column.numeric else ' class="long"' if len(cell.text) >= LONG else ""
     measured = cell.value is not None and math.isfinite(cell.value)
     value = f' data-value="{float(cell.value)!r}"' if measured else ""
     return f"{kind}{value}>{escape(cell.text)}"

@@ -21,8 +21,8 @@ from bench.report.compare import (
 )
 from bench.report.frame import Rows, copies
 from bench.report.uncertainty import CONFIDENCE, holm, paired
-from harness.record.cells import CAPPED, count_of, filled_table, listed, uncounted
-from harness.record.shapes import is_number
+from harness.record.cells import CAPPED_MARK, join_words, make_table, missing_formulas_note, pluralize
+from harness.record.schema import is_number
 from harness.record.table import Table
 
 REFERENCE = VARIANTS["reference"]
@@ -38,8 +38,8 @@ def run_tables(rows: Rows) -> list[Table]:
     for index, runs, lost in results(rows.of("run")):
         arms, last = with_arms(runs), runs["row"].iloc[-1]
         title = f"{last['data']['name']}, {budget_words(last['budget'])} of training"
-        scores = count_of(rows.test_scores.get(last["data"]["sha256"], 0), "time")
-        notes = [f"Left out of means, having trained with a seed that chose: {listed(lost)}."] * bool(lost)
+        scores = pluralize(rows.test_scores.get(last["data"]["sha256"], 0), "time")
+        notes = [f"Left out of means, having trained with a seed that chose: {join_words(lost)}."] * bool(lost)
         notes.append(f"Test was scored {scores} in the folders that were read.")
         means, about, costs = summed(arms), _about(runs), columns("costs")
         reference, split = compare(means)
@@ -55,8 +55,8 @@ def run_tables(rows: Rows) -> list[Table]:
             shown += [column for column in costs if column.heading in ("backend", "in evaluation")]
             unequal = ground_differences([*runs["row"]]) or "source"
             notes.append(f"Time and memory are in runs.csv only, because these runs differ in {unequal}.")
-        texts = {"title": title, "caption": caption, "about": tuple(about), "notes": tuple(notes)}
-        tables.append(filled_table([*means, *_compressors(last)], shown, name=f"runs-{index}", **texts))
+        texts = {"title": title, "caption": caption, "details": tuple(about), "notes": tuple(notes)}
+        tables.append(make_table([*means, *_compressors(last)], shown, name=f"runs-{index}", **texts))
     return tables
 
 
@@ -128,7 +128,7 @@ def _about(runs: pd.DataFrame) -> list[str]:
     unequal += ["shares of the optimizers"] * (runs["optimizers"].nunique(dropna=False) > 1)
     lines = [f"Data: {data_words([row])}.", f"Bits per byte: {protocol_words([*runs['row']])}."]
     lines.append(f"Held equal: data, protocol and budget ({budget_words(row['budget'])}).")
-    return lines + [f"Not held equal: {listed(unequal)}."] * bool(unequal)
+    return lines + [f"Not held equal: {join_words(unequal)}."] * bool(unequal)
 
 
 def _notes(runs: pd.DataFrame, arms: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
@@ -136,14 +136,14 @@ def _notes(runs: pd.DataFrame, arms: pd.DataFrame, rows: Sequence[dict]) -> list
     notes = commit_notes(runs)
     parts = {split: n_bytes for row in runs["row"] for split, n_bytes in (row.get("capped") or {}).items()}
     splits = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in parts.items())
-    notes += [f"{CAPPED} scored on {splits} only."] * bool(parts)
+    notes += [f"{CAPPED_MARK} scored on {splits} only."] * bool(parts)
     lost = arms[arms["valid_bits_per_byte"].isna()] if "valid_bits_per_byte" in arms else arms
     if names := [f"{arm}, seed {seed:.0f}" for arm, seed in zip(lost["arm"], lost["seed"], strict=True)]:
         notes.append(f"No validation bits per byte (not scored, or not finite): {'; '.join(names)}.")
     unknown = [(run["arm"], (run["row"].get("flops_per_byte") or {}).get("unknown")) for _, run in arms.iterrows()]
-    notes += filter(None, [uncounted(unknown)])
+    notes += filter(None, [missing_formulas_note(unknown)])
     if older := int(arms.duplicated(["arm", "seed"]).sum()):
-        notes.append(f"Means are of the newest run of each seed; {count_of(older, 'older one')} in runs.csv.")
+        notes.append(f"Means are of the newest run of each seed; {pluralize(older, 'older one')} in runs.csv.")
     if len({frozenset(row["runs"]["seed"]) for row in rows}) > 1:
         notes.append("Means are over different seeds; differences are over the seeds that both rows have.")
     return notes

@@ -9,8 +9,8 @@ import pandas as pd
 from bench.report.columns import columns
 from bench.report.compare import commit_notes, data_words, differences, ground_words, with_arms
 from bench.report.frame import frame_of
-from harness.record.cells import count_of, filled_table, listed, uncounted
-from harness.record.comparison import ground, tree_of
+from harness.record.cells import join_words, make_table, missing_formulas_note, pluralize
+from harness.record.comparison import code_digest, cost_conditions
 from harness.record.table import Table
 
 OF_A_CELL = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
@@ -29,14 +29,14 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
 
     def job(row: dict) -> Hashable:
         segment = row["segment"] if row["mode"] == "stream" else None
-        return ground(row), row["mode"], row["streams"], segment
+        return cost_conditions(row), row["mode"], row["streams"], segment
 
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, job), start=1):
         arms, labelled, notes = _labelled(frame)
         labelled.sort(key=lambda row: (row["length"], *_name(row)))
         segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
-        streams = count_of(row["streams"], "stream")
+        streams = pluralize(row["streams"], "stream")
         about = (
             f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
             "Time is of the trainer's own training step, after warm-up, with shaken weights.",
@@ -44,11 +44,11 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
             "Held equal at one length: streams, segment, span and ground, not parameters or FLOPs.",
         )
         unknown = [(row["label"], (row["row"].get("flops") or {}).get("unknown")) for row in labelled]
-        notes += [*_cost_notes(labelled), *filter(None, [uncounted(unknown)])]
+        notes += [*_cost_notes(labelled), *filter(None, [missing_formulas_note(unknown)])]
         caption = f"The rows differ in: {differences(arms, 'length', 'backend', 'spans_from')}."
         titles = {"title": f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}", "caption": caption}
-        more = {"name": f"cost-{index}", "about": about, "notes": tuple(notes)}
-        tables.append(filled_table(labelled, columns("cost"), **titles, **more))
+        more = {"name": f"cost-{index}", "details": about, "notes": tuple(notes)}
+        tables.append(make_table(labelled, columns("cost"), **titles, **more))
     return tables
 
 
@@ -57,7 +57,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
 
     def call(row: dict) -> Hashable:
         about = (row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to"))
-        return *about, ground(row)
+        return *about, cost_conditions(row)
 
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, call), start=1):
@@ -67,7 +67,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
             f"{ground_words(row)}. Data: {data_words([row])}.",
-            f"Job: {row['job']}, {count_of(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
+            f"Job: {row['job']}, {pluralize(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
             "streams, segment, threads, precision and data, not parameters.",
             f"One call: {PurePath(row['read_from']).name}.",
         )
@@ -77,8 +77,8 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
         measured = [row for row in shown if row["status"] == "measured"]
         notes = [f"{row['name']}: {_reason(row)}." for row in shown if row not in measured]
         notes = (*commit_notes(frame), *notes)
-        more = {"name": f"peers-{index}", "about": about, "notes": notes}
-        tables.append(filled_table(shown, columns("peers"), **titles, **more))
+        more = {"name": f"peers-{index}", "details": about, "notes": notes}
+        tables.append(make_table(shown, columns("peers"), **titles, **more))
     return tables
 
 
@@ -87,7 +87,7 @@ def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[t
 
     def whole(row: dict) -> str:
         corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
-        return repr((key(row), corpus, tree_of(row)))
+        return repr((key(row), corpus, code_digest(row)))
 
     if rows:
         for _, same in frame_of(rows).groupby([whole(row) for row in rows], sort=False):
@@ -103,7 +103,7 @@ def _labelled(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
     for row in labelled:
         row["label"] = row["arm"]
     older = len(frame) - len(newest)
-    left_out = [f"{count_of(older, 'older row')} of an equal kind left out: the newest counts."] * bool(older)
+    left_out = [f"{pluralize(older, 'older row')} of an equal kind left out: the newest counts."] * bool(older)
     return arms, labelled, [*commit_notes(newest), *left_out]
 
 
@@ -120,9 +120,9 @@ def _cost_notes(rows: Sequence[dict]) -> list[str]:
         if row["status"] != "measured":
             notes.append(f"{name}: {_reason(row)}.")
         alone += [name] if row["row"].get("interleaved") is False and row["status"] == "measured" else []
-    notes += [f"Timed alone, not in turn with the others of its length: {listed(alone)}."] if alone else []
+    notes += [f"Timed alone, not in turn with the others of its length: {join_words(alone)}."] if alone else []
     peaks = sorted({row["utilisation.peak_flops_per_s"] for row in rows if "utilisation.peak_flops_per_s" in row})
-    of_peaks = f"The device's dense peak is {listed(f'{peak / 1e12:g}' for peak in peaks)} TFLOP/s."
+    of_peaks = f"The device's dense peak is {join_words(f'{peak / 1e12:g}' for peak in peaks)} TFLOP/s."
     return notes + [of_peaks] * bool(peaks)
 
 

@@ -10,9 +10,9 @@ import pandas as pd
 
 from bench.report.columns import columns
 from bench.report.compare import budget_words, commit_notes, data_words, settings_of, with_arms
-from harness.record.cells import count_of, filled_table, listed
-from harness.record.comparison import held_equal
-from harness.record.shapes import flat
+from harness.record.cells import join_words, make_table, pluralize
+from harness.record.comparison import score_conditions
+from harness.record.schema import flatten
 from harness.record.table import Table
 
 EDGE = 0.05
@@ -26,7 +26,9 @@ def tuning_tables(frame: pd.DataFrame) -> list[Table]:
     runs = runs.dropna(subset=["trial"])
     if not (runs["kind"] == "run").any():
         return []
-    sweeps = [held_equal(row | {"capped": {}}) for row in runs["row"]]  # a run that failed does not say what was capped
+    sweeps = [
+        score_conditions(row | {"capped": {}}) for row in runs["row"]
+    ]  # a run that failed does not say what was capped
     return [_table(same, index=index) for index, (_, same) in enumerate(runs.groupby(sweeps, sort=False), start=1)]
 
 
@@ -35,7 +37,7 @@ def _trial_of(row: dict) -> int | None:
     trial, point = row["config"].get("trial"), row.get("point")
     numbered = isinstance(trial, int) and not isinstance(trial, bool) and isinstance(point, dict) and point
     tunes = row.get("purpose") == "tune"
-    return trial if numbered and tunes and point.keys() <= flat(row["config"]).keys() else None
+    return trial if numbered and tunes and point.keys() <= flatten(row["config"]).keys() else None
 
 
 def _setting(row: dict) -> str:
@@ -54,13 +56,13 @@ def _table(runs: pd.DataFrame, *, index: int) -> Table:
     rows.sort(key=lambda row: (row["picked"] == "none", row["valid_bits_per_byte"] or 0.0))
     spent = {(row["trials"], row["seeds"]) for row in rows}
     notes = commit_notes(runs) + ["The settings were not tuned alike: trials or seeds differ."] * (len(spent) > 1)
-    return filled_table(
+    return make_table(
         rows,
         columns("picked"),
         name=f"picked-{index}",
         title=f"Picked trials: {last['data']['name']}, {budget_words(last['budget'])} a trial",
-        caption=f"The rows differ in: variant. Tuned in each: {listed(keys)}.",
-        about=(f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial."),
+        caption=f"The rows differ in: variant. Tuned in each: {join_words(keys)}.",
+        details=(f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial."),
         notes=tuple(notes),
     )
 
@@ -70,11 +72,11 @@ def _picked(trials: pd.DataFrame) -> dict:
     tried, seeds = trials["trial"].nunique(), sorted({int(seed) for seed in trials["seed"]})
     scores = trials.pivot(index="trial", columns="seed", values="bits").dropna().mean(axis=1)
     lost = tried * len(seeds) - int(trials["bits"].notna().sum())
-    flags = [f"{count_of(lost, 'run')} without a score"] * bool(lost)
+    flags = [f"{pluralize(lost, 'run')} without a score"] * bool(lost)
     row = {"trials": tried, "seeds": ", ".join(map(str, seeds)), "picked": "none", "valid_bits_per_byte": None}
     if len(scores):
         best = trials[trials["trial"] == scores.idxmin()]["row"].iloc[-1]
-        config, point = flat(best["config"]), best["point"]
+        config, point = flatten(best["config"]), best["point"]
         shown = {key: f"{config[key]:.10g}" if isinstance(config[key], float) else config[key] for key in sorted(point)}
         row["picked"] = ", ".join(f"{key}={value}" for key, value in shown.items())
         row["valid_bits_per_byte"] = float(scores.min())

@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from harness import failures, source
 from harness.compose.untrusted_config import CONF, FileConfigSource
-from harness.device.torchrun import check_launch, is_later, read_launch
+from harness.device.torchrun import check_launch, is_secondary, read_launch
 
 TRACE_VARIABLE = "WINDTUNNEL_TRACE"
 """Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it overwrites it."""
@@ -72,7 +72,7 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     processes print a mistake only if it is marked ``of_process``."""
     status = os.fstat(2)
     stderr_file = status.st_dev, status.st_ino  # the stderr of a launcher's job may be another file
-    printed_by_first = isinstance(error, MISTAKES) and is_later() and not getattr(error, "of_process", False)
+    printed_by_first = isinstance(error, MISTAKES) and is_secondary() and not getattr(error, "of_process", False)
     if printed_by_first or getattr(error, "already_printed", None) in (True, stderr_file):
         return
     has_message = isinstance(error, (*MISTAKES, JobFailed)) or failures.failure_class(error)
@@ -99,7 +99,7 @@ def command_of_run() -> str:
     hydra, launch = HydraConfig.get(), read_launch()
     is_checkout = (source.ROOT / "pyproject.toml").exists()
     if hydra.mode != RunMode.MULTIRUN:
-        script = (*launch.words, sys.argv[0]) if is_checkout or launch.world_size > 1 else ("windtunnel", "train")
+        script = (*launch.command_prefix, sys.argv[0]) if is_checkout or launch.world_size > 1 else ("windtunnel", "train")
         return shlex.join([*script, *sys.argv[1:]])
     folders = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
     options = [word for folder in folders for word in ("-cd", folder)]

@@ -77,7 +77,7 @@ def read_config(path: Path, *, what: str) -> DictConfig:
     """The sections of a run's ``config.yaml``, which must have plain values and stay within limits of size and depth.
     ``what`` is the prefix of a ValueError's message."""
     try:
-        text, depth = read_file(path, most=MAX_BYTES).decode("utf-8"), 0
+        text, depth = read_file(path, max_bytes=MAX_BYTES).decode("utf-8"), 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):

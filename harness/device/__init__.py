@@ -1,1 +1,1 @@
-"""Device that a run computes on: its device and threads, its processes, the GPU that it holds, the machine under it."""
+"""Hardware of a run: devices and precision, compilation, processes and their parameters, signals, and the machine."""

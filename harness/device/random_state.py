@@ -1,4 +1,4 @@
-"""Random state: all generators of this process, seeded, saved and restored together."""
+"""Random state of a process: the generators of torch, Python and NumPy are seeded, saved and restored in one call."""
 
 import random
 
@@ -8,19 +8,19 @@ from harness.hashing import integer_hash
 
 
 def seed(number: int) -> None:
-    """All generators of this process."""
+    """Seed all generators of this process."""
     torch.manual_seed(number)
     random.seed(number)
     _numpy().seed(number % 2**32)
 
 
-def seed_apart(number: int, *, step: int, rank: int) -> None:
-    """All generators of this process, differently for every step and rank: for dropout, after the model is made."""
+def seed_rank(number: int, *, step: int, rank: int) -> None:
+    """Seed all generators differently for each step and rank, so that processes draw different dropout masks."""
     seed(int(integer_hash(number, step, rank)[0]) >> 1)
 
 
 def random_state() -> dict[str, object]:
-    """Every generator's state, for a checkpoint; None for an unused GPU: reading its state would allocate there."""
+    """Return every generator's state; None for an unused GPU, where reading the state would allocate memory."""
     name, keys, *rest = _numpy().get_state()
     return {
         "torch": torch.get_rng_state(),
@@ -31,6 +31,7 @@ def random_state() -> dict[str, object]:
 
 
 def set_random_state(state: dict[str, object]) -> None:
+    """Restore what ``random_state`` returned."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and state.get("accelerator") is not None:
         torch.cuda.set_rng_state(state["accelerator"])

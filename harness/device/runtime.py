@@ -1,5 +1,4 @@
-"""Runtime: device, processes, precision, threads, determinism and compilation. All other code follows its input's
-device and dtype."""
+"""Runtime: device, processes, precision, threads, determinism and compilation."""
 
 import contextlib
 import gc
@@ -22,17 +21,16 @@ from harness.device.compiled import Compiled
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.plan.settings import RuntimeSettings
 
-_THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
-MULTIPLIES_BFLOAT16 = ("amx_bf16", "avx512_bf16")
-"""Instructions of CPUs, as ``torch.cpu.get_capabilities`` names them."""
-NVIDIA = Path("/proc/driver/nvidia/gpus")
-"""A folder for each NVIDIA device that the kernel's driver knows, whatever torch can use."""
+_DEFAULT_THREADS = torch.get_num_threads()  # PyTorch's choice, before a job of this process sets another number
+BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+"""CPU instructions that multiply bfloat16, as ``torch.cpu.get_capabilities`` names them."""
+NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
+"""Has a folder for each NVIDIA device that the driver lists, including those that torch cannot use."""
 
 
 @contextlib.contextmanager
 def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
-    """Counts ``seconds`` of tracing and compiling in the block, which are left out of a budget of seconds. Imports the
-    compiler only if something is ``compiled``."""
+    """Context whose object counts the ``seconds`` of compiling in its block. Imports the compiler if ``compiled``."""
     clock = SimpleNamespace(seconds=0.0)
     if not compiled:
         yield clock
@@ -61,9 +59,10 @@ class Runtime:
     Attributes:
         device: where tensors live; each process of the run has one of its own.
         precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
-        compile: whether the model's forward is compiled.
-        tf32: whether products of float32 round their factors to 10 bits, several times faster on NVIDIA's GPUs.
-        allocator: as ``machine.use_allocator`` returns it.
+        compile: whether the model's forward pass is compiled.
+        tf32: whether matrix products of float32 use NVIDIA's TF32, which is several times faster and rounds factors.
+        allocator: as ``machine.set_allocator`` returns it.
+        compiled: for each compiled model, the function that runs its graphs.
     """
 
     device: torch.device
@@ -75,24 +74,24 @@ class Runtime:
     compiled: dict[nn.Module, Compiled] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self):
-        assert self.precision in ("float32", "bfloat16"), f"runtime.precision={self.precision} is not settled"
+        assert self.precision in ("float32", "bfloat16"), f"runtime.precision={self.precision} is unresolved"
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The precision of a forward pass."""
+        """Context for a forward pass in this precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def forward(self, model: nn.Module) -> Callable:
-        """The function of a forward pass of the model, compiled if ``compile``."""
+        """Return the function that runs the model's forward pass, compiled if ``compile``."""
         if self.compile and model not in self.compiled:
             self.compiled[model] = Compiled(model)
         return self.compiled.get(model, model)
 
     def send(self, *batches: Tensor) -> tuple[Tensor, ...]:
-        """Bytes (int64 on the host, 0 to 255) as int64 on the device: to a GPU as pinned uint8, without waiting."""
+        """Return token ids (int64, below 256) on the device. They go to a GPU as pinned uint8, without waiting."""
         if self.device.type == "cpu":
             return batches
-        narrow = [batch.to(torch.uint8).pin_memory() for batch in batches]
-        return tuple(batch.to(self.device, non_blocking=True).long() for batch in narrow)
+        pinned = [batch.to(torch.uint8).pin_memory() for batch in batches]
+        return tuple(batch.to(self.device, non_blocking=True).long() for batch in pinned)
 
     def synchronise(self) -> None:
         """Wait until the device has finished its work."""
@@ -100,45 +99,49 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def to_host(self, number: Tensor) -> Callable[[], float]:
-        """Start an asynchronous device-to-host copy of a scalar; the returned function waits for it."""
+        """Start an asynchronous device-to-host copy of a scalar. The returned function waits for it and returns it."""
         if self.device.type == "cpu":
             return number.clone().item
         copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
-        sent = torch.Event(self.device)
-        sent.record()
+        copied = torch.Event(self.device)
+        copied.record()
 
         def read() -> float:
-            sent.synchronize()
+            copied.synchronize()
             return copy.item()
 
         return read
 
     def describe(self) -> dict[str, object]:
-        """Device, processes, versions and machine, for provenance."""
-        on_gpu, name = self.device.type == "cuda", machine.cpu_name()
-        of_gpu = {"cudnn": torch.backends.cudnn.version()} if on_gpu else {}
-        of_gpu |= {"driver": machine.DRIVER.read_text().strip()} if on_gpu and machine.DRIVER.exists() else {}
+        """Return the keys of a row that describe device, processes, versions and machine."""
+        on_gpu, cpu_name = self.device.type == "cuda", machine.cpu_name()
+        gpu_versions = {}
+        if on_gpu:
+            gpu_versions["cudnn"] = torch.backends.cudnn.version()
+            if machine.NVIDIA_DRIVER.exists():
+                gpu_versions["driver"] = machine.NVIDIA_DRIVER.read_text().strip()
         return {
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else name,
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else cpu_name,
             "device_kind": self.device.type,
             "threads": torch.get_num_threads(),
             "precision": self.precision,
             "compile": self.compile,
             "tf32": self.tf32,
             "processes": self.processes.world_size,
-            "versions": machine.versions(hip=torch.version.hip, **of_gpu),
-            "machine": {"cpu": name, "cores": os.cpu_count() or 1},
+            "versions": machine.versions(hip=torch.version.hip, **gpu_versions),
+            "machine": {"cpu": cpu_name, "cores": os.cpu_count() or 1},
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "environment": machine.environment(),
             "allocator": self.allocator,
         }
 
 
-def named(name: str) -> torch.device:
-    """The device of ``runtime.device``; ValueError where torch sees none, or ``auto`` cannot use an NVIDIA one."""
+def device_of(name: str) -> torch.device:
+    """Return the device of ``runtime.device``. ValueError if torch does not see it, or cannot use an NVIDIA one."""
     count = torch.cuda.device_count()
     if name == "auto":
-        if not count and NVIDIA.is_dir() and any(NVIDIA.iterdir()) and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+        has_nvidia = NVIDIA_DEVICES.is_dir() and any(NVIDIA_DEVICES.iterdir())
+        if not count and has_nvidia and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
             raise ValueError(
                 f"runtime.device=auto: torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the NVIDIA "
                 "device of this machine: install a newer driver (CUDA 13 needs 580) or a torch with CUDA, or set "
@@ -152,35 +155,35 @@ def named(name: str) -> torch.device:
     if device is not None and (device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)):
         return device
     raise ValueError(
-        f"runtime.device={name}: torch {torch.__version__} sees {count} CUDA devices here; allowed are auto, cpu"
+        f"runtime.device={name}: torch {torch.__version__} sees {count} CUDA devices; allowed are auto, cpu"
         + ", cuda, cuda:N" * bool(count)
     )
 
 
-def of_rank(name: str, processes: ProcessGroup) -> torch.device:
-    """A GPU for each process of the machine, or the CPU for all; ValueError for fewer GPUs, and for one by index."""
-    device, needed = named(name), processes.local_world_size
+def device_of_rank(name: str, processes: ProcessGroup) -> torch.device:
+    """Return the CPU, or the GPU of this process's local rank. ValueError for too few GPUs, or a GPU by index."""
+    device, needed = device_of(name), processes.local_world_size
     if device.type == "cpu":
         return device
     if device.index is not None:
         raise ValueError(f"runtime.device={name} with {processes.world_size} processes: allowed are auto, cpu, cuda")
     if (count := torch.cuda.device_count()) < needed:
         raise ValueError(
-            f"runtime.device={name}: {needed} processes and {count} CUDA devices here; allowed are "
+            f"runtime.device={name}: {needed} processes need as many CUDA devices, torch sees {count}; allowed are "
             f"runtime.device=cpu, or torchrun --nproc-per-node={count}"
         )
     return torch.device("cuda", processes.local_rank)
 
 
-def multiplies_bfloat16(device: torch.device) -> bool:
+def has_native_bfloat16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16 without emulation."""
     if device.type == "cpu":
-        return any(map(torch.cpu.get_capabilities().get, MULTIPLIES_BFLOAT16))
+        return any(map(torch.cpu.get_capabilities().get, BFLOAT16_INSTRUCTIONS))
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def lacks_to_compile() -> str | None:
-    """What ``torch.compile`` needs for a GPU and the machine lacks: Triton, host compiler, Python's header; or None."""
+def missing_for_compile() -> str | None:
+    """Return which of Triton, C++ compiler and Python's header is missing for compiling on a GPU, or None."""
     if find_spec("triton") is None:
         return "triton"
     if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
@@ -188,56 +191,58 @@ def lacks_to_compile() -> str | None:
     return None if Path(sysconfig.get_path("include"), "Python.h").is_file() else "Python.h"
 
 
-def settled(settings: RuntimeSettings) -> RuntimeSettings:
-    """The settings without ``auto`` but for the device's: bfloat16 where the device multiplies it, compilation on CUDA
-    where a compiler is installed, or else a printed line."""
-    means = {"precision": settings.precision, "compile": settings.compile}
-    if means["precision"] == "auto":
-        means["precision"] = "bfloat16" if multiplies_bfloat16(named(settings.device)) else "float32"
-    if means["compile"] == "auto":
-        lacking = lacks_to_compile() if (on_gpu := named(settings.device).type == "cuda") else None
-        means["compile"] = on_gpu and lacking is None
-        if lacking:
-            print(f"runtime.compile=auto: not compiled, because {lacking} is not here")
-    return replace(settings, **means)
+def resolve_auto(settings: RuntimeSettings) -> RuntimeSettings:
+    """Return the settings with ``auto`` resolved in ``precision`` and ``compile``. Precision becomes bfloat16 if the
+    device multiplies it. A model is compiled on CUDA if the compiler is installed; if it is not, a line is printed."""
+    precision, compile = settings.precision, settings.compile
+    if precision == "auto":
+        precision = "bfloat16" if has_native_bfloat16(device_of(settings.device)) else "float32"
+    if compile == "auto":
+        on_gpu = device_of(settings.device).type == "cuda"
+        missing = missing_for_compile() if on_gpu else None
+        compile = on_gpu and missing is None
+        if missing:
+            print(f"runtime.compile=auto: not compiled, because {missing} is not installed")
+    return replace(settings, precision=precision, compile=compile)
 
 
 def device_kind(settings: RuntimeSettings) -> str:
-    """``cpu`` or ``cuda``; ValueError as of ``named``."""
-    return named(settings.device).type
+    """Return ``cpu`` or ``cuda``. ValueError as from ``device_of``."""
+    return device_of(settings.device).type
 
 
-def forget_earlier_jobs() -> None:
-    """Free what an earlier job of this process left: cycles, compiled graphs, unused blocks of the allocator."""
+def free_earlier_jobs() -> None:
+    """Free what earlier jobs of this process have left: reference cycles, compiled graphs and cached GPU memory."""
     gc.collect()
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # its guards would count against this job's limit of recompilations
-    if torch.cuda.is_initialized():  # to ask a fresh one would take memory there
+        torch._dynamo.reset()  # earlier graphs would count towards this job's limit of recompilations
+    if torch.cuda.is_initialized():  # otherwise the call would initialize CUDA, which takes GPU memory
         torch.cuda.empty_cache()
 
 
 def start(settings: RuntimeSettings, *, processes: ProcessGroup = SINGLE) -> Runtime:
-    """The device of this process, with threads, determinism and allocator set. ValueError for a device that is missing,
-    and for ``runtime.tf32`` elsewhere than on CUDA."""
-    several = processes.world_size > 1
-    device = of_rank(settings.device, processes) if several else named(settings.device)
+    """Set this process's threads, determinism and allocator, and return its runtime. ValueError names a wrong key."""
+    if processes.world_size > 1:
+        device = device_of_rank(settings.device, processes)
+    else:
+        device = device_of(settings.device)
     if settings.tf32 and device.type != "cuda":
-        raise ValueError(f"runtime.tf32=true: runtime.device={device.type} has no such products; allowed is false")
-    settings = settled(settings)
+        raise ValueError(f"runtime.tf32=true: runtime.device={device.type} does not support TF32; allowed is false")
+    settings = resolve_auto(settings)
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device.index)  # or libraries put their workspaces on the first one
+        torch.cuda.set_device(device.index)  # otherwise libraries allocate their workspaces on the first GPU
     torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
-    torch.set_num_threads(settings.threads or _THREADS)
-    machine.use_own_compiled_graphs()
+    torch.set_num_threads(settings.threads or _DEFAULT_THREADS)
+    machine.set_graph_folder()
     if settings.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over every tensor
+    torch.utils.deterministic.fill_uninitialized_memory = False  # this debugging aid would fill every new tensor
     return Runtime(
         device=device,
         precision=settings.precision,
         compile=settings.compile,
         tf32=settings.tf32,
-        allocator=machine.use_allocator(settings.allocator),
+        allocator=machine.set_allocator(settings.allocator),
         processes=processes,
     )

@@ -1,11 +1,10 @@
-"""Sharded tables: with ``runtime.shard=full`` each process has some columns of all rows, and no device a whole table.
+"""Tables sharded by columns: with ``runtime.shard=full`` each process holds some columns of all rows of each table.
 
-    rows that all bytes of all processes read, and their weights    gathered
-    this process's columns of all of these sums                     computed as by one process
-    whole sums of this process's bytes                              exchanged, and their gradients back
+    1. gather the row indices and weights of all bytes of all processes
+    2. sum this process's columns of these rows, for all bytes
+    3. exchange the sums, so that each process gets all columns for its bytes; gradients return the same way
 
-Traffic grows with a step's bytes, not with the table. FSDP refuses sparse gradients and gathers whole dense tables.
-"""
+Traffic grows with a step's bytes, not with the table. FSDP refuses sparse gradients and gathers whole tables."""
 
 from collections.abc import Sequence
 
@@ -17,75 +16,79 @@ from torch.distributed.tensor import DTensor, Shard
 
 from harness.device.processes import ProcessGroup
 
-DONE = -1
-"""In place of a table's number."""
+FINISHED = -1
+"""Sent in place of a table's index by a process that has no more reads."""
 
 
 class ShardedTables:
-    """The ``tables`` of a model, as the optimizers know them, cut to this process's columns; ValueError where one has
-    too few. ``places``: modules, and names of tables that their ``sum_rows`` reads."""
+    """The tables of a model; ``tables`` are this process's columns. ValueError where a table has fewer columns than
+    processes. ``attributes`` are modules, and names of their tables, which their ``sum_rows`` reads."""
 
-    def __init__(self, places: Sequence[tuple[nn.Module, str]], processes: ProcessGroup):
-        self._places, self._processes = places, processes
-        self.tables = list(dict.fromkeys(getattr(module, name) for module, name in places))
-        self._shapes = [table.shape for table in self.tables]
-        self._numbers: dict[Tensor, int] = {}
-        self._read = next((module.sum_rows for module, _ in places), None)
-        for table, (_, width) in zip(self.tables, self._shapes, strict=True):
+    def __init__(self, attributes: Sequence[tuple[nn.Module, str]], processes: ProcessGroup):
+        self._attributes, self._processes = attributes, processes
+        self.tables = list(dict.fromkeys(getattr(module, name) for module, name in attributes))
+        self._full_shapes = [table.shape for table in self.tables]
+        self._indices: dict[Tensor, int] = {}
+        self._sum_local_rows = next((module.sum_rows for module, _ in attributes), None)
+        for table, (_, width) in zip(self.tables, self._full_shapes, strict=True):
             columns = table.data.chunk(processes.world_size, dim=1)
             if len(columns) < processes.world_size:
                 raise ValueError(
                     f"runtime.shard=full: a table of {width} columns cannot be divided among {processes.world_size} "
-                    "processes; allowed are fewer, or runtime.shard=none"
+                    "processes; allowed are fewer processes, or runtime.shard=none"
                 )
             table.data = columns[processes.rank].clone(memory_format=torch.contiguous_format)
 
-    def put_into_model(self, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
-        """Put a ``DTensor`` in the place of each table, whose sums are read from here; these by table."""
-        managed = {}
-        for table, shape in zip(self.tables, self._shapes, strict=True):
-            whole = DTensor.from_local(table.data, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
-            managed[table] = nn.Parameter(whole, requires_grad=False)
-        for module, name in self._places:
-            setattr(module, name, managed[getattr(module, name)])
+    def install(self, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
+        """Put a ``DTensor`` in place of each table, whose sums are read by ``sum_rows``. Returns these by shard."""
+        dtensors = {}
+        for table, shape in zip(self.tables, self._full_shapes, strict=True):
+            full = DTensor.from_local(table.data, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
+            dtensors[table] = nn.Parameter(full, requires_grad=False)
+        for module, name in self._attributes:
+            setattr(module, name, dtensors[getattr(module, name)])
             module.sum_rows = self.sum_rows
-        self._numbers = {whole: number for number, whole in enumerate(managed.values())}
-        return managed
+        self._indices = {dtensor: index for index, dtensor in enumerate(dtensors.values())}
+        return dtensors
 
     @torch.compiler.disable
     def sum_rows(self, values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-        """As in the contract; all processes call it or ``serve``, with any numbers of bytes."""
-        number = self._numbers[values]
-        readers = self._processes.all_gather((number, slots.shape[1], len(slots)))
-        return self._summed(number, slots, weights, [n_bytes for *_, n_bytes in readers], sparse=sparse)
+        """Return sums of rows, as ``Sublayer.sum_rows``. While one process calls it, all others must call it or
+        ``serve_reads``; their numbers of bytes may differ."""
+        index = self._indices[values]
+        readers = self._processes.all_gather((index, slots.shape[1], len(slots)))
+        return self._sum_rows(index, slots, weights, [n_bytes for *_, n_bytes in readers], sparse=sparse)
 
     @torch.no_grad()
-    def serve(self) -> None:
-        """Take part in the reads of other processes until all call it."""
+    def serve_reads(self) -> None:
+        """Take part in the reads of other processes, with no reads of its own, until all processes call this."""
         while self.tables:
-            readers = self._processes.all_gather((DONE, 0, 0))
-            number, reads, _ = max(readers)
-            if number == DONE:
+            readers = self._processes.all_gather((FINISHED, 0, 0))
+            index, n_rows, _ = max(readers)
+            if index == FINISHED:
                 return
-            slots = torch.empty(0, reads, dtype=torch.int64, device=self.tables[number].device)
-            self._summed(number, slots, slots.float(), [n_bytes for *_, n_bytes in readers], sparse=False)
+            slots = torch.empty(0, n_rows, dtype=torch.int64, device=self.tables[index].device)
+            self._sum_rows(index, slots, slots.float(), [n_bytes for *_, n_bytes in readers], sparse=False)
 
-    def _summed(self, number: int, slots: Tensor, weights: Tensor, bytes_of: Sequence[int], *, sparse: bool) -> Tensor:
-        table, (rows, width), processes = self.tables[number], self._shapes[number], self._processes
-        several, n_bytes, reads = processes.world_size, bytes_of[processes.rank], weights.shape[1]
-        slots = processes.gather(slots.to(torch.int32 if rows < 2**31 else torch.int64), lengths=bytes_of)
-        sizes = [weights.numel()] * several, [n * reads for n in bytes_of]
-        weights = _Exchanged.apply(weights.to(table.dtype).flatten().repeat(several), *sizes, processes, several)
-        sums = self._read(table, slots, weights.view(len(slots), reads), sparse=sparse)
-        widths = [len(columns) for columns in torch.arange(width).chunk(several)]
-        sizes = [n * sums.shape[1] for n in bytes_of], [n_bytes * columns for columns in widths]
-        parts = _Exchanged.apply(sums.flatten(), *sizes, processes, 1 / several).split(sizes[1])
-        return torch.cat([part.view(n_bytes, columns) for part, columns in zip(parts, widths, strict=True)], dim=1)
+    def _sum_rows(self, index: int, slots: Tensor, weights: Tensor, counts: Sequence[int], *, sparse: bool) -> Tensor:
+        """Return sums ``[n, columns]`` for ``slots`` and ``weights`` ``[n, rows]``; ``counts`` has n by process."""
+        table, processes = self.tables[index], self._processes
+        rows, width = self._full_shapes[index]
+        world_size, n_bytes, n_rows = processes.world_size, counts[processes.rank], weights.shape[1]
+        slots = processes.gather(slots.to(torch.int32 if rows < 2**31 else torch.int64), lengths=counts)
+        sent, received = [weights.numel()] * world_size, [count * n_rows for count in counts]
+        copies = weights.to(table.dtype).flatten().repeat(world_size)
+        weights = _Exchange.apply(copies, sent, received, processes, world_size)
+        sums = self._sum_local_rows(table, slots, weights.view(len(slots), n_rows), sparse=sparse)
+        widths = [len(columns) for columns in torch.arange(width).chunk(world_size)]
+        sent, received = [count * sums.shape[1] for count in counts], [n_bytes * columns for columns in widths]
+        blocks = _Exchange.apply(sums.flatten(), sent, received, processes, 1 / world_size).split(received)
+        return torch.cat([block.view(n_bytes, columns) for block, columns in zip(blocks, widths, strict=True)], dim=1)
 
 
-class _Exchanged(torch.autograd.Function):
-    """``ProcessGroup.exchange``, whose gradients go back the same way, times ``scale``: a table's gradient is that of
-    the mean of all processes' losses, and gradients of weights are of this process's loss."""
+class _Exchange(torch.autograd.Function):
+    """``ProcessGroup.exchange`` with gradients, which return the same way and are multiplied by ``scale``. The scales
+    make a table's gradient that of the mean of all processes' losses, and a weight's that of its own process's loss."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Stop signal: SIGTERM or Ctrl-C asks the loop to stop between two steps; a second one stops at once."""
+"""Stop signal: the first SIGTERM or Ctrl-C asks the loop to stop after the present step, the second stops at once."""
 
 import contextlib
 import signal
@@ -6,34 +6,31 @@ from typing import Self
 
 
 class StopSignal:
-    """Listens to SIGTERM and SIGINT.
+    """Context that handles SIGTERM and SIGINT. ``received`` is the signal that this process received, or 0. A
+    ``single_process`` stops by itself. Several must stop after the same step: they share the signal as ``agreed``."""
 
-    Attributes:
-        alone: whether this process decides alone; several must agree on the step.
-        heard, agreed: the signal that this process received, or 0; the one that all processes know of.
-    """
-
-    def __init__(self, *, alone: bool = True):
-        self.alone, self.heard, self.agreed = alone, 0, 0
-        self._before: dict[int, object] = {}
+    def __init__(self, *, single_process: bool = True):
+        self.single_process, self.received, self.agreed = single_process, 0, 0
+        self._previous_handlers: dict[int, object] = {}
 
     @property
-    def number(self) -> int | None:
-        """The signal to stop for, or None."""
-        return (self.heard if self.alone else self.agreed) or None
+    def signal_number(self) -> int | None:
+        """Number of the signal to stop for, or None."""
+        return (self.received if self.single_process else self.agreed) or None
 
     def __enter__(self) -> Self:
         with contextlib.suppress(ValueError):  # signals are set in the main thread only
-            self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous_handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, Exception) and not self.alone:
-            return  # torchrun sends SIGTERM where a process is lost: the others still record how they ended
-        for number, handler in self._before.items():
+        if isinstance(error, Exception) and not self.single_process:
+            return  # torchrun sends SIGTERM when one process fails; the others must still record the error
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def _receive(self, number: int, _frame) -> None:
-        if self.heard:
+        if self.received:
             raise KeyboardInterrupt
-        self.heard = number
+        self.received = number

@@ -1,15 +1,15 @@
-"""Whether this process is alone or one of ``torchrun``'s. Without torch: the command line asks before slow imports."""
+"""Launch by ``torchrun``. The command line imports this module first, so it does not import torch."""
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-PLACE = ("MASTER_ADDR", "MASTER_PORT")
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class Launch(NamedTuple):
-    """Rank and number of processes of the command, and of this machine."""
+    """This process's rank and the number of processes: of the run, and (``local``) of this machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -17,8 +17,8 @@ class Launch(NamedTuple):
     local_world_size: int = 1
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """The command line's first words, to type the command again."""
+    def command_prefix(self) -> tuple[str, ...]:
+        """First words of the command line that starts these processes again."""
         if self.world_size == 1:
             return ("python",)
         machines = self.world_size // self.local_world_size
@@ -27,20 +27,19 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch of this process, alone where ``RANK`` or ``WORLD_SIZE`` is not set. ValueError where a variable of
-    torchrun is missing or no number."""
+    """Return this process's launch. ValueError if a variable of torchrun is missing or not a number."""
     if not environment.get("RANK") or environment.get("WORLD_SIZE", "") in ("", "1"):
         return Launch()
-    texts = {name: environment.get(name, "") for name in (*RANKS, *PLACE)}
+    texts = {name: environment.get(name, "") for name in (*RANKS, *ADDRESS)}
     if not all(texts[name].isdecimal() for name in RANKS) or not all(texts.values()):
-        words = ", ".join(f"{name}={text}" for name, text in texts.items())
-        alone = "neither RANK nor WORLD_SIZE for one process alone"
-        raise ValueError(f"{words} in the environment: allowed is what torchrun sets, or {alone}")
+        variables = ", ".join(f"{name}={text}" for name, text in texts.items())
+        single = "for a single process neither RANK nor WORLD_SIZE"
+        raise ValueError(f"{variables} in the environment: allowed are the variables that torchrun sets, or {single}")
     return Launch(*(int(texts[name]) for name in RANKS))
 
 
-def is_later() -> bool:
-    """Whether this process is not the first of several; False for an unreadable environment: all print then."""
+def is_secondary() -> bool:
+    """Whether this process has a rank above 0, so that it does not print. False if the variables cannot be read."""
     try:
         return read_launch().rank > 0
     except ValueError:
@@ -48,17 +47,16 @@ def is_later() -> bool:
 
 
 def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None = None) -> None:
-    """ValueError where torchrun started several processes (``launch``, or this one's) for a command that is not for
-    ``many``, or whose ``arguments`` are a sweep."""
-    number = (launch or read_launch()).world_size
-    if number == 1:
+    """Raise ValueError if torchrun started several processes of a sweep, or if the command may not have ``many``."""
+    n_processes = (launch or read_launch()).world_size
+    if n_processes == 1:
         return
     if not many:
-        raise ValueError(f"torchrun with {number} processes: bench measures in one; allowed is python -m bench.VERB")
+        raise ValueError(f"torchrun with {n_processes} processes: allowed is python -m bench.COMMAND, in one process")
     for word in arguments:
-        flag = word == "-m" or (len(word) > 3 and "--multirun".startswith(word)) or word == "hydra.mode=MULTIRUN"
-        if flag or (word.startswith("sweep=") and word != "sweep=null"):
+        multirun = word in ("-m", "hydra.mode=MULTIRUN") or (len(word) > 3 and "--multirun".startswith(word))
+        if multirun or (word.startswith("sweep=") and word != "sweep=null"):
             raise ValueError(
-                f"{word}: a sweep starts jobs of its own, and torchrun started {number} processes of it; allowed are "
-                "python train.py -m, or torchrun with one job"
+                f"{word}: torchrun started {n_processes} processes, and a sweep starts its own jobs; allowed are "
+                "python train.py -m, or torchrun without a sweep"
             )

@@ -1,2 +1,2 @@
-"""A run: ``prepare`` builds it; ``run`` has folder, record and signals; ``trainer`` has model, data, state and step;
-``update`` moves the model; ``scoring`` gives bits per byte; ``summary`` makes the rows."""
+"""The loop of a run. ``prepare`` builds a run, ``run`` holds its folder, record and signals, ``trainer`` holds model,
+data and state, ``update`` makes one update, ``scoring`` computes bits per byte, and ``summary`` makes rows."""

@@ -1,7 +1,7 @@
-"""Admission of a mechanism before its first step: shipped, or checked against the contract at the run's sizes.
+"""Admission of a mechanism before its first step: it is a shipped one, or it is checked against the contract.
 
-Shipped means that ``variants/conformance/shipped.json``, which ``python -m bench.shipped`` writes, has the digest of
-each file. A pass of any other mechanism is remembered for its source, these sizes and torch.
+A shipped mechanism has the digests of all its files in ``variants/conformance/shipped.json``, which
+``python -m bench.shipped`` writes. A passed check is cached by source, sizes and version of torch.
 """
 
 import hashlib
@@ -23,64 +23,66 @@ from variants.conformance import BEFORE_TRAINING, SIZED, Finding, Size, check, f
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
-SECTIONS = ("variant", "model", "position", "batch", "eval")
-"""Of the configuration, what a pass depends on."""
+CHECKED_SECTIONS = ("variant", "model", "position", "batch", "eval")
+"""Sections of the configuration on which the outcome of the checks depends."""
 
 
 def admission(plan: Plan) -> str:
-    """``shipped``, ``passed``, or ``unchecked`` with ``check=false``; ValueError with the first broken promise."""
+    """Return ``shipped``, ``passed`` or ``unchecked`` (``check=false``). ValueError names the first broken promise."""
     shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
-    if all(
-        shipped.get(name) == sha256_of(path) for name, path in source.mechanism_files(plan.config, trust=plan.trust)
-    ):
+    files = source.mechanism_files(plan.config, trust=plan.trust)
+    if all(shipped.get(name) == sha256_of(path) for name, path in files):
         return "shipped"
     if not plan.check:
         print("check=false: the mechanism is not checked, so that no table compares this run", flush=True)
         return "unchecked"
-    passed = cache_folder() / "checked" / _identity(plan)
-    if not passed.exists():
-        print("check: the mechanism is not one of the shipped; checking it at the sizes of this run, once", flush=True)
+    marker = cache_folder() / "checked" / _identity(plan)
+    if not marker.exists():
+        print("check: the mechanism is not a shipped one; it is checked once at the sizes of this run", flush=True)
         if broken := next((finding for finding in findings(plan) if not finding.passed), None):
             raise ValueError(
                 f"variant={plan.variant}: {broken.promise}: {broken.detail}; "
                 'check=false trains anyway and marks the row "unchecked"'
             )
-        with suppress(StorageFailure):  # then it is checked again
-            write_atomically(passed, b"")
+        with suppress(StorageFailure):  # without the marker, the next run checks again
+            write_atomically(marker, b"")
     return "passed"
 
 
 def findings(plan: Plan) -> Iterator[Finding]:
-    """The promises that are checked before training, at the run's sizes and at small ones."""
+    """Yield the outcome of each promise that is checked before training, at the run's sizes and at small sizes."""
     yield from findings_at_sizes(plan)
     small = shrink(contract_plan(plan, device_kind(plan.runtime)))
     sizes = {"span": small.model.span, "vocabulary": plan.data["vocabulary"]}
     streams = tuple({17, plan.batch.streams, plan.eval.streams})
     yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, streams=streams)
-    yield ideal_beside_executed(small)
+    yield compare_flops(small)
 
 
-def ideal_beside_executed(plan: Plan) -> Finding:
-    """Declared FLOPs are at most the executed ones, in warm state, and not much less."""
+def compare_flops(plan: Plan) -> Finding:
+    """Check that declared FLOPs are at most the executed ones with a full past, and at least half of them."""
     return finding_of(PROMISE, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
-    """Promises at the plan's own segments, streams and span, in a narrow network."""
-    small, e, b = reduce_width(contract_plan(plan, device_kind(plan.runtime))), plan.eval, plan.batch
+    """Yield the outcome of promises that depend on sizes, in a narrow network with the plan's sizes."""
+    small = reduce_width(contract_plan(plan, device_kind(plan.runtime)))
+    e, b = plan.eval, plan.batch
     third = e.segment // 3
-    ragged = max(1, e.segment - third) - (e.segment > 3 and third % 2 == e.segment % 2)  # an odd end of a split
+    last_segment = max(1, e.segment - third)  # of a split: shorter, and odd if possible
+    if e.segment > 3 and third % 2 == e.segment % 2:
+        last_segment -= 1
     sizes = [Size("train", b.streams, b.segment, b.carry), Size("eval", b.streams, b.segment, True)]
-    sizes += [Size("eval", e.streams, segment, True) for segment in (e.segment, ragged)]
+    sizes += [Size("eval", e.streams, segment, True) for segment in (e.segment, last_segment)]
     sizes = tuple(dict.fromkeys([*sizes, Size("eval", *WINDOWS, False)]))
     span, vocabulary = plan.model.span, plan.data["vocabulary"]
     yield from check(small.make_model, span=span, vocabulary=vocabulary, checks=SIZED, sizes=sizes)
 
 
 def _identity(plan: Plan) -> str:
-    """Digest of all that a pass depends on."""
-    facts = [source.digest_of(source.mechanism_files(plan.config, trust=plan.trust))]
-    facts += [sha256_of(path) for path in sorted(CONFORMANCE.glob("*.py"))]
-    facts += [torch.__version__, plan.runtime.backend, device_kind(plan.runtime), plan.data["vocabulary"]]
-    facts += [plan.config[name] for name in SECTIONS]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    """Return a digest of everything that the outcome of the checks depends on."""
+    inputs = [source.digest_of(source.mechanism_files(plan.config, trust=plan.trust))]
+    inputs += [sha256_of(path) for path in sorted(CONFORMANCE.glob("*.py"))]
+    inputs += [torch.__version__, plan.runtime.backend, device_kind(plan.runtime), plan.data["vocabulary"]]
+    inputs += [plan.config[name] for name in CHECKED_SECTIONS]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()

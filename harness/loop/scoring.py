@@ -1,4 +1,4 @@
-"""Scoring: nats of pairs of a split: in streams with carried state, in windows without, of a sample, or by context."""
+"""Scoring: cross-entropy of the bytes of a split, in streams with carried state or in windows without."""
 
 import functools
 import math
@@ -18,31 +18,30 @@ from harness.hashing import integer_hash
 from harness.model import LanguageModel, ModelOut, add_stats
 
 WINDOWS = (8, 1024)
-"""Windows at a time, and bytes of each, of the score without state."""
-PLACES = 64
+"""Windows in a batch, and bytes in a window, of the score without state."""
+CHECKED_POSITIONS = 64  # in each score, by CausalityCheck
 NOT_CAUSAL = "not causal"
-MOST_NATS = 0.02
-"""Mean absolute change of a pair's nats above which a row is not causal; rounding is far below."""
-MOST_LUCKY_BITS = 40
-"""In total, below a corpus's floor: a causal model gets there with a probability of at most 2^-40."""
-_BATCH, _PLACE = 3, 4  # first key of the hash, so that draws are unrelated to those of streams
+MAX_FUTURE_NATS = 0.02
+"""Mean absolute change of a pair's nats by later bytes above which a row is not causal. Rounding is far below."""
+MAX_BITS_BELOW_FLOOR = 40
+"""Most bits, in total, by which a score is below the corpus's floor. A causal model has more with probability 2^-40."""
+_BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
 
 
 class Score(NamedTuple):
-    """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``; summed statistics; and by how
-    much later bytes change a pair's nats on average (0 where ``look`` is None): rounding, or the model saw them."""
+    """The score of a split."""
 
-    nats: Tensor
-    stats: dict[str, dict[str, Tensor]]
-    future_nats: float = 0.0
+    nats: Tensor  # cross-entropy of each scored (input, target) pair in the split's order, float32 [pairs]
+    stats: dict[str, dict[str, Tensor]]  # the sublayers' summed statistics
+    future_nats: float = 0.0  # mean absolute change of a pair's nats by later bytes, of CausalityCheck
 
     @property
     def bits_per_byte(self) -> float:
         return self.nats.double().sum().item() / math.log(2) / len(self.nats)
 
-    def bits_of(self, where: Tensor) -> float | None:
-        """Mean bits of the pairs that ``where``, bool ``[pairs]``, names; None if it names none."""
-        return self.nats[where].double().mean().item() / math.log(2) if where.any() else None
+    def bits_of(self, mask: Tensor) -> float | None:
+        """Return the mean bits of the pairs where ``mask``, bool ``[pairs]``, is true; None if it is true nowhere."""
+        return self.nats[mask].double().mean().item() / math.log(2) if mask.any() else None
 
 
 def score_stream(
@@ -55,16 +54,17 @@ def score_stream(
     context: int = 0,
     pairs: int | None = None,
     collect_stats: bool = False,
-    look: int | None = None,
+    future_seed: int | None = None,
 ) -> Score:
-    """Score pairs of ``split`` (uint8 ``[n]``) with carried state; each process has some streams, and the whole score.
+    """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns the whole
+    score.
 
     Args:
-        streams, segment, context: how the split is cut, and the bytes that each stream reads unscored before its own,
-            in whole segments and as far as ``round_context`` allows; part of the number.
-        pairs: a sample of so many, spread over the split; None for every pair once.
+        streams, segment: number of streams that read the split side by side, and bytes of each in a forward pass.
+        context: bytes that each stream reads before its first scored byte, as far as ``round_context`` allows.
+        pairs: number of pairs in a sample spread over the split; None scores each pair once.
         collect_stats: also collect the sublayers' statistics, from the first batch in which all streams are scored.
-        look: a seed for ``Futures``.
+        future_seed: seed of a ``CausalityCheck``, or None for no check.
     """
     cut = {"streams": streams, "segment": segment, "shard": runtime.processes.shard}
     if pairs is None:
@@ -72,101 +72,107 @@ def score_stream(
     make = segments if pairs is None else partial(samples, pairs=pairs)
     batches = make(split, context=context, **cut) if len(range(streams)[shard_slice(streams, cut["shard"])]) else ()
     first = context // segment
-    futures = Futures(look, batches, rows=streams, vocabulary=model.head.out_features, first=first)
-    return _score(model, batches, runtime, stats_from=first if collect_stats else None, futures=futures)
+    check = CausalityCheck(future_seed, batches, rows=streams, vocabulary=model.head.out_features, first=first)
+    return _score(model, batches, runtime, stats_from=first if collect_stats else None, check=check)
 
 
 def score_windows(
-    model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = WINDOWS[0], look: int | None = None
+    model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = WINDOWS[0], future_seed: int | None = None
 ) -> Score:
-    """Score every pair once in windows of 1024 bytes, stride 512, without state; ``look`` as in ``score_stream``."""
+    """Score each pair once in windows of 1024 bytes, stride 512. ``future_seed`` is that of ``score_stream``."""
     batches = windows(split, window=WINDOWS[1], batch=batch, shard=runtime.processes.shard)
     rows = batch * runtime.processes.world_size
-    futures = Futures(look, batches, rows=rows, vocabulary=model.head.out_features)
-    return _score(model, batches, runtime, carry=False, futures=futures)
+    check = CausalityCheck(future_seed, batches, rows=rows, vocabulary=model.head.out_features)
+    return _score(model, batches, runtime, carry=False, check=check)
 
 
 def score_context(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
 ) -> list[dict]:
-    """Bits per byte by the bytes seen before, in powers of two, ``{from_bytes, to_bytes, bits_per_byte}``: windows of
-    ``longest`` pairs start cold, and are scored ``segment`` bytes at a time with carried state."""
+    """Return bits per byte by the bytes seen before, in powers of two, as ``{from_bytes, to_bytes, bits_per_byte}``.
+    Windows of ``longest`` pairs start without state, and are read ``segment`` bytes at a time with carried state."""
     longest = min(longest, len(split) - 1)
-    sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
-    for window in windows(split, window=longest, stride=longest, batch=batch):
-        pieces = zip(*(part.split(segment, dim=1) for part in window), strict=True)
-        nats = torch.cat([nats for nats, _, _ in _predicted(model, pieces, runtime)], dim=1)
-        sums += (nats * window[2]).double().sum(0)
-        counts += window[2].sum(0)
+    nats_sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
+    for inputs, targets, mask in windows(split, window=longest, stride=longest, batch=batch):
+        pieces = zip(*(tensor.split(segment, dim=1) for tensor in (inputs, targets, mask)), strict=True)
+        nats = torch.cat([nats for nats, _, _ in _predictions(model, pieces, runtime)], dim=1)
+        nats_sums += (nats * mask).double().sum(0)
+        counts += mask.sum(0)
     edges = [1, *(2**i + 1 for i in range((longest - 1).bit_length())), longest + 1]  # 1, 2, 3 to 4, 5 to 8, ...
     curve = []
-    for low, high in pairwise(edges):
-        total, number = (x[low - 1 : high - 1].sum() for x in (sums, counts))
-        if number > 0:
-            bits = (total / number).item() / math.log(2)
-            curve.append({"from_bytes": low, "to_bytes": high - 1, "bits_per_byte": bits})
+    for begin, end in pairwise(edges):
+        total, count = (x[begin - 1 : end - 1].sum() for x in (nats_sums, counts))
+        if count > 0:
+            bits = (total / count).item() / math.log(2)
+            curve.append({"from_bytes": begin, "to_bytes": end - 1, "bits_per_byte": bits})
     return curve
 
 
-def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **how) -> Score:
-    """The score of all processes' streams or windows, in their order; ``how`` as ``_predicted`` has it."""
+def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **options) -> Score:
+    """Return the score of all processes' streams or windows, in order. ``options`` are those of ``_predictions``."""
     nats, masks, stats, processes = [], [], {}, runtime.processes
-    for batch_nats, mask, batch_stats in _predicted(model, batches, runtime, carry=carry, **how):
+    for batch_nats, mask, batch_stats in _predictions(model, batches, runtime, carry=carry, **options):
         nats.append(batch_nats)
         masks.append(mask)
         stats = add_stats(stats, batch_stats)
-    along = 1 if carry else 0
-    scored = torch.cat(nats, along)[torch.cat(masks, along)] if nats else torch.empty(0)
+    dim = 1 if carry else 0  # batches continue the same streams, or have further windows
+    scored = torch.cat(nats, dim)[torch.cat(masks, dim)] if nats else torch.empty(0)
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
     stats = functools.reduce(add_stats, processes.all_gather(stats))
-    changes = processes.gather(how["futures"].changes)
+    changes = processes.gather(options["check"].changes)
     return Score(processes.gather(scored), stats, changes.mean().item() if len(changes) else 0.0)
 
 
-class Futures:
-    """Predicts 64 places again with other bytes after them, to see whether the trained model saw these: one place in
-    each stream of batches that a seed draws (None for none).
+class CausalityCheck:
+    """Replaces the bytes after ``CHECKED_POSITIONS`` positions (or a few more) and predicts these positions again, to
+    check that a trained model's predictions do not depend on later bytes.
 
     Args:
-        rows: streams or windows of a batch, of all processes.
-        first: number of the first batch in which all streams are scored.
+        seed: draws batches, and in each of them one position of each row. None checks nothing.
+        rows: number of streams or windows in a batch, of all processes.
+        first: index of the first batch in which all streams are scored.
     """
 
     def __init__(self, seed: int | None, batches: Sized, *, rows: int, vocabulary: int, first: int = 0):
         self.seed, self.vocabulary, self._changes = seed, vocabulary, [torch.empty(0)]
         scored = range(len(batches))[first:] or range(len(batches))
-        draws = integer_hash(_BATCH, seed, range(-(-PLACES // rows))) if scored and seed is not None else ()
-        self.chosen = Counter(scored[int(draw) % len(scored)] for draw in draws)
+        repeats = range(-(-CHECKED_POSITIONS // rows))
+        draws = integer_hash(_BATCH_KEY, seed, repeats) if scored and seed is not None else ()
+        self.draws_of_batch = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
-    def look(self, number: int, inputs: Tensor, mask: Tensor, nats: Tensor, again: Callable[[Tensor], tuple]) -> None:
-        """Compare ``nats [L, T]`` of batch ``number`` with those ``again`` gives for other ``inputs``, on the CPU."""
-        for turn in range(self.chosen[number]):
-            draws = integer_hash(_PLACE, self.seed, number, turn, range(len(inputs)))
-            scored = [row.nonzero().flatten() for row in mask[:, :-1]]  # after the last byte there is none to replace
-            at = [int(row[int(draw) % len(row)]) if len(row) else -1 for row, draw in zip(scored, draws, strict=True)]
-            later = torch.arange(inputs.shape[1]) > torch.tensor(at)[:, None]
+    def compare(self, batch: int, inputs: Tensor, mask: Tensor, nats: Tensor, predict: Callable) -> None:
+        """Compare ``nats [L, T]`` of a batch with those that ``predict`` returns if later bytes are replaced."""
+        for repeat in range(self.draws_of_batch[batch]):
+            draws = integer_hash(_POSITION_KEY, self.seed, batch, repeat, range(len(inputs)))
+            positions = []  # -1 for a row without a scored position
+            for row_mask, draw in zip(mask[:, :-1], draws, strict=True):  # no byte follows the last position
+                scored = row_mask.nonzero().flatten()
+                positions.append(int(scored[int(draw) % len(scored)]) if len(scored) else -1)
+            later = torch.arange(inputs.shape[1]) > torch.tensor(positions)[:, None]
             replaced = torch.where(later, (inputs + self.vocabulary // 2) % self.vocabulary, inputs)
-            change = (again(replaced)[0] - nats).abs()
-            self._changes.append(torch.tensor([change[row, place] for row, place in enumerate(at) if place >= 0]))
+            change = (predict(replaced)[0] - nats).abs()
+            changes = [change[row, position] for row, position in enumerate(positions) if position >= 0]
+            self._changes.append(torch.tensor(changes))
 
     @property
     def changes(self) -> Tensor:
-        """Of each place's nats, ``[n]``."""
+        """Absolute change of the nats at each checked position, ``[n]``."""
         return torch.cat(self._changes)
 
 
 @torch.no_grad()
-def _predicted(
+def _predictions(
     model: LanguageModel,
     batches: Iterable,
     runtime: Runtime,
     *,
     carry: bool = True,
     stats_from: int | None = None,
-    futures: Futures | None = None,
+    check: CausalityCheck | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, dict]]:
-    """Nats ``[L, T]`` and mask on the CPU, and statistics, of each batch; statistics from batch ``stats_from`` on."""
+    """Yield nats ``[L, T]`` and mask on the CPU, and statistics, of each batch; statistics from batch ``stats_from``
+    on. ``carry`` carries state from one batch to the next."""
     model.eval()
     state, forward = None, runtime.forward(model)
 
@@ -177,11 +183,11 @@ def _predicted(
         nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")
         return nats.float().cpu(), out
 
-    with runtime.processes.uneven():
-        for number, (inputs, targets, mask) in enumerate(batches):
-            again = partial(predict, targets, stats_from is not None and number >= stats_from)
-            nats, out = again(inputs)
-            if futures is not None:
-                futures.look(number, inputs, mask, nats, again)
+    with runtime.processes.uneven_forwards():
+        for index, (inputs, targets, mask) in enumerate(batches):
+            predict_batch = partial(predict, targets, stats_from is not None and index >= stats_from)
+            nats, out = predict_batch(inputs)
+            if check is not None:
+                check.compare(index, inputs, mask, nats, predict_batch)
             state = out.state
             yield nats, mask, out.stats

@@ -1,7 +1,7 @@
-"""Selection of the code that computes attention on a device for which the kernels have no tests.
+"""Selection of the backend, the code that computes attention, on a device for which the kernels have no tests.
 
-Candidates are compared with plain PyTorch in float64, in the sublayers' order of preference; the first that agrees
-runs. Each has its own process: an illegal read makes a device's context unusable, and a hang must not stop the run.
+The first backend that agrees with plain PyTorch in float64 is selected, in the sublayers' order of preference. Each is
+compared in a process of its own: an illegal read makes the device's context unusable, and a hang must not stop the run.
 """
 
 import dataclasses
@@ -14,9 +14,8 @@ from unittest.mock import patch
 import torch
 from omegaconf import OmegaConf
 
-from harness.device import runtime
-from harness.device.cell import Cell, CellError
-from harness.device.runtime import Runtime
+from harness.device.runtime import Runtime, start
+from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.plan.build import Plan, plan_run, replan
 from harness.plan.settings import RuntimeSettings
 from harness.plan.small import ON_CPU, reduce_depth
@@ -25,114 +24,119 @@ from variants.conformance.agreement import compare, outcome
 from variants.conformance.fixture import open_
 
 PLAIN = "plain"
-TESTED = ("cpu",)
+TESTED_DEVICES = ("cpu",)
 """Types of devices for which the kernels have tests."""
 SEGMENTS = (300, 301, 1, 65)
-"""Bytes: longer than blocks of kernels, and no multiples of them."""
-LEAST = 1e-4
+"""Lengths of the compared segments, in bytes: longer than the kernels' blocks, and not multiples of them."""
+TOLERANCE = 1e-4
 """Relative error that is always allowed."""
 LIMIT_SECONDS = 120.0
-"""Of a comparison: other processes of the run wait for ten minutes at most."""
-SEED = 0x123456789ABCDEF
-_compared: dict[str, tuple[bool, str]] = {}
-"""Comparisons that this process has finished. A timeout or an error is not among them."""
+"""Longest time of a comparison; the run's processes wait ten minutes for each other."""
+DROPOUT_SEED = 0x123456789ABCDEF
+_comparisons: dict[str, tuple[bool, str]] = {}
+"""Whether a backend agreed, and its error, for each comparison that this process has finished without an exception."""
 
 
-def settled(plan: Plan, where: Runtime, *, recorded: dict | None = None) -> Plan:
-    """The plan with the backend for the run's device, and how it was chosen; of several processes, the first chooses.
-
-    Args:
-        recorded: the choice in the record of a run that goes on.
-
-    Raises:
-        ValueError: the backend that was asked for by name fails its comparison.
-    """
-    if plan.runtime.backend == PLAIN or where.device.type in TESTED:
+def with_backend(plan: Plan, runtime: Runtime, *, recorded_choice: dict | None = None) -> Plan:
+    """Return the plan with the backend for the run's device: ``recorded_choice`` of a resumed run, or what the main
+    process selects. ValueError if ``runtime.backend`` names a backend that fails its comparison."""
+    if plan.runtime.backend == PLAIN or runtime.device.type in TESTED_DEVICES:
         return plan
-    choice = recorded or where.processes.on_main(lambda: select(plan, where))
+    choice = recorded_choice or runtime.processes.on_main(lambda: select(plan, runtime))
     if choice is None:
         return plan
-    chosen = dataclasses.replace(plan.runtime, backend=choice["backend"])
-    return dataclasses.replace(plan, runtime=chosen, backend_choice=choice)
+    settings = dataclasses.replace(plan.runtime, backend=choice["backend"])
+    return dataclasses.replace(plan, runtime=settings, backend_choice=choice)
 
 
-def select(plan: Plan, where: Runtime) -> dict | None:
-    """The ``backend`` that agrees with plain PyTorch on the device, and the ``errors`` of all candidates that were
-    compared. None where no sublayer offers what was asked for: building the model then raises the ValueError."""
-    asked, errors, (possible, small) = plan.runtime.backend, {}, candidates(plan, where)
-    if not possible or asked not in ("auto", *possible):
+def select(plan: Plan, runtime: Runtime) -> dict | None:
+    """Return the ``backend`` that agrees with plain PyTorch on the device, and the ``errors`` of all compared backends.
+    None if no sublayer offers ``runtime.backend``; building the model then raises the ValueError."""
+    requested, errors = plan.runtime.backend, {}
+    offered, small = candidates(plan, runtime)
+    if not offered or requested not in ("auto", *offered):
         return None
-    for backend in possible if asked == "auto" else [asked]:
-        settings = dataclasses.replace(small.runtime, backend=backend, device=str(where.device), compile=False)
-        key = json.dumps(
-            [backend, where.describe(), *(small.config[name] for name in ("variant", "position", "model"))]
-        )
+    for backend in offered if requested == "auto" else [requested]:
         try:
-            if key not in _compared:
-                line = f"comparing {backend} with plain PyTorch on {where.device}, up to a minute"
-                print(f"runtime.backend: {line}", file=sys.stderr)
-                with Cell(_comparison, small.config, small.trust, settings) as cell:
-                    _compared[key] = cell.ask("__call__", limit_seconds=LIMIT_SECONDS)
-            passed, errors[backend] = _compared[key]
-        except (CellError, ValueError) as error:
+            passed, errors[backend] = _compare_in_worker(backend, small, runtime)
+        except (WorkerError, ValueError) as error:
             passed, errors[backend] = False, str(error).strip().partition("\n")[0][:300]
         if passed:
             return {"backend": backend, "errors": errors}
-        if asked != "auto":
-            raise ValueError(f"runtime.backend={asked}: failed with {errors[backend]}; allowed are auto, {PLAIN}")
+        if requested != "auto":
+            raise ValueError(f"runtime.backend={requested}: failed with {errors[backend]}; allowed are auto, {PLAIN}")
         print(f"WARNING: runtime.backend=auto: {backend} failed: {errors[backend]}", file=sys.stderr)
     print(f"WARNING: runtime.backend=auto: {PLAIN}, which is slow and keeps all scores in memory", file=sys.stderr)
     return {"backend": PLAIN, "errors": errors}
 
 
-def candidates(plan: Plan, where: Runtime) -> tuple[list[str], Plan]:
-    """Backends beside plain that all sublayers with a choice offer on the device, in order of preference, and the plan
-    on which they are compared: the run's heads and widths, few layers."""
+def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[bool, str]:
+    """Return what ``agreement`` returns for a backend, computed in a worker process once for equal arguments."""
+    settings = dataclasses.replace(small.runtime, backend=backend, device=str(runtime.device), compile=False)
+    key = json.dumps([backend, runtime.describe(), *(small.config[name] for name in ("variant", "position", "model"))])
+    if key not in _comparisons:
+        compared = f"{backend} with plain PyTorch on {runtime.device}"
+        print(f"runtime.backend: comparing {compared}, up to a minute", file=sys.stderr)
+        with WorkerProcess(_comparison, small.config, small.trust, settings) as worker:
+            _comparisons[key] = worker.call("__call__", limit_seconds=LIMIT_SECONDS)
+    return _comparisons[key]
+
+
+def candidates(plan: Plan, runtime: Runtime) -> tuple[list[str], Plan]:
+    """Return the backends, without plain, that all sublayers with a choice offer on the device, by preference, and the
+    plan to compare them on, which has the run's heads and widths in few layers."""
     with torch.random.fork_rng(devices=[]):
         sublayers = dict(replan(plan, runtime=ON_CPU).make_model().sublayers())
-    offers = {name.rpartition(".")[2]: s.backends(where.device, training=True) for name, s in sublayers.items()}
-    offers = {name: names for name, names in offers.items() if names != (PLAIN,)}
-    first = next(iter(offers.values()), ())
-    common = [backend for backend in first if backend != PLAIN and all(backend in names for names in offers.values())]
+    offers = {}
+    for name, sublayer in sublayers.items():
+        backends = sublayer.backends(runtime.device, training=True)
+        if backends != (PLAIN,):
+            offers[name.rpartition(".")[2]] = backends
+    preferred = next(iter(offers.values()), ())
+    common = [name for name in preferred if name != PLAIN and all(name in backends for backends in offers.values())]
     small = reduce_depth(plan, sublayers=offers.keys(), max_span=sum(SEGMENTS) // 2) if common else plan
     return common, dataclasses.replace(small, runtime=plan.runtime)
 
 
 def _comparison(config: dict, trust: Sequence[str], settings: RuntimeSettings) -> Callable[[], tuple[bool, str]]:
-    """``agreement``, ready to be called in a process of its own."""
-    where, plan = runtime.start(settings), plan_run(OmegaConf.create(config), trusted=tuple(trust))
-    return partial(agreement, dataclasses.replace(plan, runtime=settings), where)
+    """Return ``agreement`` with its arguments; a worker process makes and calls it."""
+    runtime, plan = start(settings), plan_run(OmegaConf.create(config), trusted=tuple(trust))
+    return partial(agreement, dataclasses.replace(plan, runtime=settings), runtime)
 
 
 def agreement(
-    plan: Plan, where: Runtime, *, segments: Sequence[int] = SEGMENTS, least: float = LEAST
+    plan: Plan, runtime: Runtime, *, segments: Sequence[int] = SEGMENTS, tolerance: float = TOLERANCE
 ) -> tuple[bool, str]:
-    """Whether logits and all gradients of the plan's model on the device agree with plain PyTorch's in float64 on a
-    CPU, from equal weights, bytes and dropout masks of attention; and the worst error.
-
-    Args:
-        segments: bytes of each, read one after the other with carried state.
-        least: error that is allowed even where plain PyTorch errs less in the precision of ``where``.
-    """
-    host = replan(plan, runtime=ON_CPU | ({"backend": "chunked"} if plan.model.dropout else {}))
+    """Compare logits and gradients of the plan's model on the device with plain PyTorch in float64 on a CPU, from equal
+    weights, token ids and dropout masks. Returns whether they agree, and the largest error. ``tolerance`` is a relative
+    error that is allowed even if plain PyTorch has a smaller one in the runtime's precision."""
+    # Plain draws dropout masks from torch's generator; chunked draws the masks that the kernels draw.
+    host_plan = replan(plan, runtime=ON_CPU | ({"backend": "chunked"} if plan.model.dropout else {}))
     torch.manual_seed(plan.seed)
-    reference = open_(move(host.make_model()), 0.0, 1.0)
+    reference = open_(move(host_plan.make_model()), 0.0, 1.0)
     weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     shape = (plan.batch.streams, sum(segments) + 1)
     tokens = torch.randint(plan.data["vocabulary"], shape, generator=torch.Generator().manual_seed(1))
 
-    def outcome_of(made: Plan, mode: Runtime) -> dict[str, torch.Tensor]:
-        model = made.make_model()
+    def outcome_of(model_plan: Plan, device: Runtime) -> dict[str, torch.Tensor]:
+        model = model_plan.make_model()
         model.load_state_dict(weights)
         model.project_()
-        forward = mode.forward(model.to(mode.device).train())
-        return outcome(model, tokens.to(mode.device), segments, forward=forward, autocast=mode.autocast)
+        forward = device.forward(model.to(device.device).train())
+        return outcome(model, tokens.to(device.device), segments, forward=forward, autocast=device.autocast)
 
-    rounding = None  # where plain PyTorch shows what the precision costs: bfloat16 on a CPU, TF32 on the device
-    if where.precision != "float32":
-        rounding = Runtime(device=torch.device("cpu"), precision=where.precision, compile=False)
-    elif where.tf32:
-        rounding = dataclasses.replace(where, compile=False)
-    with patch("variants.backends.draw_seed", lambda device: torch.full((), SEED, dtype=torch.int64, device=device)):
-        expected, actual = outcome(reference.double().train(), tokens, segments), outcome_of(plan, where)
-        return compare(actual, expected, least=least, plain=None if rounding is None else outcome_of(host, rounding))
+    # Plain PyTorch shows how large the errors of a lower precision are: of bfloat16 on a CPU, of TF32 on the device.
+    rounding = None
+    if runtime.precision != "float32":
+        rounding = Runtime(device=torch.device("cpu"), precision=runtime.precision, compile=False)
+    elif runtime.tf32:
+        rounding = dataclasses.replace(runtime, compile=False)
+
+    def fixed_seed(device: torch.device) -> torch.Tensor:
+        return torch.full((), DROPOUT_SEED, dtype=torch.int64, device=device)
+
+    with patch("variants.backends.draw_seed", fixed_seed):
+        expected = outcome(reference.double().train(), tokens, segments)
+        actual = outcome_of(plan, runtime)
+        plain = None if rounding is None else outcome_of(host_plan, rounding)
+    return compare(actual, expected, least=tolerance, plain=plain)

@@ -1,4 +1,4 @@
-"""Trainer: model, optimizers, data, carried state and budget spent; one step, one evaluation, and their checkpoint."""
+"""Trainer: model, optimizers, data, carried state and spent budget; training steps, scores and checkpoints."""
 
 import math
 import time
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from harness.data.corpora import Corpus
 from harness.data.streams import Streams, sample_layout, score_ranges, shard_slice
 from harness.device import random_state
+from harness.device.model_parameters import is_dtensor
 from harness.device.runtime import Runtime, compile_clock
-from harness.device.units import is_divided
 from harness.failures import Diverged
 from harness.loop.scoring import Score, score_stream
 from harness.loop.update import Update
@@ -24,263 +24,268 @@ from variants.contract import cat_streams, map_state
 
 
 class Trainer:
-    """What trains, in one process of a run. Parameters, optimizers and ``spent`` are equal in all; carried state is of
-    this process's streams. ValueError where processes cannot divide the streams, or a split is too short to score.
+    """Trains a model, in one process of a run. ValueError if processes cannot divide the work, or a split is too short
+    to score.
 
     Attributes:
-        backend, evaluation_backend: the code of attention in training and in scoring: dropout may forbid a faster one.
-        spent: bytes, seconds, steps and FLOPs of all processes so far. Seconds are the first one's, without those of
-            compiling, ``compile_seconds``; ``settle`` adds the work that the device has not yet done.
+        spent: bytes, seconds, steps and FLOPs of all processes so far. Seconds are those of the main process, without
+            ``compile_seconds``; ``wait`` adds the seconds of steps that the device has not finished.
+        state: carried state of this process's streams after the last step, or None.
     """
 
     def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
         self.plan, self.corpus, self.runtime = plan, corpus, device
         random_state.seed(plan.seed)
         b, processes = plan.batch, device.processes
-        cut = {"streams": b.streams, "segment": b.segment, "carry": b.carry}
-        self.stream = Streams(corpus.splits["train"], seed=plan.seed, **cut)
+        train = corpus.splits["train"]
+        self.stream = Streams(train, seed=plan.seed, streams=b.streams, segment=b.segment, carry=b.carry)
         self.model = plan.make_model()
-        if processes.world_size == 1 or plan.runtime.shard == "none":  # divided, it may be too large for a device
+        if processes.world_size == 1 or plan.runtime.shard == "none":  # a model to be sharded may not fit on one device
             self.model.to(device.device)
         self.optimizers = plan.make_optimizers(self.model)
         self.update = Update(self.model, self.optimizers, device, accumulate=b.accumulate)
-        _ = self.backend, self.evaluation_backend  # ValueError where one is impossible
+        _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible
         self.spent, self.state, self.compile_seconds = Spent(), None, 0.0
-        self._last = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
-        self._nats, self._steps, self._unread = 0.0, 0, []  # since the last train row; of the last steps, on the device
-        self._sent: dict[int, tuple[Tensor, Tensor]] = {}
-        self._timed = plan.budget.unit == "seconds"  # otherwise the host gives steps to the device and does not wait
-        self._unchecked: deque[tuple[Callable[[], float], int, float]] = deque()
+        self._last_step = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
+        self._budget_in_seconds = plan.budget.unit == "seconds"  # only then does the host wait for each step
+        self._batches_on_device: dict[int, tuple[Tensor, Tensor]] = {}  # by step
+        # Since the last train row: the sum of the mean nats of steps, their number, and losses still on the device.
+        self._nats_sum, self._n_steps, self._losses_on_device = 0.0, 0, []
+        # Steps that may have diverged: the function that reads whether one did, its index and learning rate.
+        self._unchecked_steps: deque[tuple[Callable[[], float], int, float]] = deque()
         for split in self.splits:
-            score_ranges(len(self.reported(split)) - 1, plan.eval.streams)
-        self.choosing()
+            score_ranges(len(self.reported_split(split)) - 1, plan.eval.streams)
+        self.selection_split()
         if processes.world_size > 1:
-            if reason := next(self._refusals(), None):
+            if reason := next(self._unsupported_by_processes(), None):
                 raise ValueError(reason)
-            # From here on, draws are dropout's.
-            random_state.seed_apart(plan.seed, step=0, rank=processes.rank)
+            random_state.seed_rank(plan.seed, step=0, rank=processes.rank)  # from here on only dropout draws
 
     @property
     def backend(self) -> str:
+        """The code that computes attention in training."""
         return backend_of(self.model, self.runtime)
 
     @property
     def evaluation_backend(self) -> str:
+        """The code that computes attention in scoring; a faster one may be possible than with dropout."""
         return backend_of(self.model, self.runtime, training=False)
 
     @property
     def fraction(self) -> float:
-        """Of the budget spent."""
+        """Fraction of the budget that is spent."""
         return self.plan.budget.fraction(self.spent)
 
     @property
     def finished(self) -> bool:
+        """Whether the budget is spent."""
         return self.plan.budget.done(self.spent)
 
     def step(self) -> None:
-        """One step; Diverged where the previous step's loss or gradient is not finite, read as the device works."""
-        began, number, flops = time.perf_counter(), self.spent.steps, self._step_flops()
-        inputs, targets = self._sent.get(number) or self._send(number)
-        self._sent = {number + 1: self._send(number + 1)}
-        state = None if self.stream.resets_state(number) else self.state
-        # The rate at the middle of the step: neither the first nor the last update has rate 0.
-        middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last)) / 2
+        """Make one step. Diverged if the previous one was not finite, which is read while the device computes."""
+        began, index, flops = time.perf_counter(), self.spent.steps, self._step_flops()
+        inputs, targets = self._batches_on_device.get(index) or self._send(index)
+        self._batches_on_device = {index + 1: self._send(index + 1)}
+        state = None if self.stream.resets_state(index) else self.state
+        # The learning rate is that of the middle of the step, so that neither the first nor the last is 0.
+        middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last_step)) / 2
         with compile_clock(compiled=self.runtime.compile) as compiling:
-            nats, after = self.update(inputs, targets, state, fraction=middle)
-        rate = self.optimizers.lr * self.optimizers.schedule.factor(middle, step=number)
-        self._unchecked.append((self.runtime.to_host(self.optimizers.found_inf), number, rate))
-        self._check_steps(but=1)
-        self.state = after if self.plan.batch.carry else None
-        if self._timed:
+            nats, next_state = self.update(inputs, targets, state, fraction=middle)
+        learning_rate = self.optimizers.lr * self.optimizers.schedule.factor(middle, step=index)
+        self._unchecked_steps.append((self.runtime.to_host(self.optimizers.found_inf), index, learning_rate))
+        self._check_steps(skip_last=1)
+        self.state = next_state if self.plan.batch.carry else None
+        if self._budget_in_seconds:
             self.runtime.synchronise()
         seconds = time.perf_counter() - began - compiling.seconds
-        if self._timed:  # all processes must end at the same step
+        if self._budget_in_seconds:  # all processes must end at the same step
             seconds = self.runtime.processes.all_gather(seconds)[0]
         self.compile_seconds += compiling.seconds
-        self._unread.append(nats)
-        self._last = Spent(bytes=self.stream.bytes_per_step, seconds=seconds, steps=1, flops=flops)
-        self.spent += self._last
+        self._losses_on_device.append(nats)
+        self._last_step = Spent(bytes=self.stream.bytes_per_step, seconds=seconds, steps=1, flops=flops)
+        self.spent += self._last_step
 
-    def _send(self, number: int) -> tuple[Tensor, Tensor]:
-        """Send this process's share of a step's inputs and targets to the device."""
-        return self.runtime.send(*self.stream.batch(number, shard=self.runtime.processes.shard))
+    def _send(self, step: int) -> tuple[Tensor, Tensor]:
+        """Send the inputs and targets of this process's streams in a step to the device."""
+        return self.runtime.send(*self.stream.batch(step, shard=self.runtime.processes.shard))
 
     def _step_flops(self) -> int:
-        """Training FLOPs of the next step, with its carried bytes and present spans."""
+        """Return the training FLOPs of the next step, with its carried bytes and the present spans."""
         needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried_bytes(self.spent.steps))
         return round(needed.training * self.stream.bytes_per_step)
 
-    def _check_steps(self, *, but: int = 0) -> None:
-        """Raise Diverged for the first step that was not finite, whose update the optimizers left out; all processes
-        check the same steps. The last ``but`` steps are not read: that would wait for the device."""
-        while len(self._unchecked) > but:
-            left_out, number, rate = self._unchecked.popleft()
-            if left_out():
-                self._unchecked.clear()
+    def _check_steps(self, *, skip_last: int = 0) -> None:
+        """Raise Diverged for the first step whose loss or gradient was not finite. The optimizers have skipped its
+        update and all later ones. The last ``skip_last`` steps are not read, because that would wait for the device."""
+        while len(self._unchecked_steps) > skip_last:
+            has_diverged, index, learning_rate = self._unchecked_steps.popleft()
+            if has_diverged():
+                self._unchecked_steps.clear()
                 self._diverge(
-                    f"step {number + 1:,} diverged at a learning rate of {rate:.3g}: its loss or a gradient is not "
-                    "finite. The weights are as they were before it"
+                    f"step {index + 1:,} diverged at a learning rate of {learning_rate:.3g}: its loss or a gradient is "
+                    "not finite. The weights are those from before this step"
                 )
 
     def _check_weights(self) -> None:
         """Raise Diverged as ``_check_steps``, and for a parameter that is not finite."""
         self._check_steps()
-        units, names = self.update.units, [name for name, _ in self.model.named_parameters()]
-        bad = units.total(torch.stack([~p.isfinite().all() for p in units.parameters]).float(), of="max").tolist()
-        if any(bad):
-            self._diverge(f"an update left the parameter {names[bad.index(1)]} with numbers that are not finite")
+        parameters, names = self.update.parameters, [name for name, _ in self.model.named_parameters()]
+        infinite = torch.stack([~p.isfinite().all() for p in parameters.local_parameters]).float()
+        infinite = parameters.reduce_shards(infinite, operation="max").tolist()
+        if any(infinite):
+            self._diverge(f"an update left the parameter {names[infinite.index(1)]} with numbers that are not finite")
 
     def _diverge(self, message: str) -> None:
-        """Raise Diverged in all processes; the first one prints."""
+        """Raise Diverged in all processes; the main process prints it."""
         clip = "" if self.optimizers.clip is None else f" or optim.clip={self.optimizers.clip:g}"
         with self.runtime.processes.fail_together():
             if self.runtime.processes.is_main:
                 raise Diverged(f"{message}. Lower optim.lr={self.optimizers.lr:g}{clip}")
 
-    def settle(self) -> None:
-        """Wait for the device, add its seconds to those of the steps, and read their losses."""
-        if self._unread and not self._timed:
+    def wait(self) -> None:
+        """Wait for the device, add the waiting time to ``spent``, and read the losses of finished steps."""
+        if self._losses_on_device and not self._budget_in_seconds:
             began = time.perf_counter()
             self.runtime.synchronise()
             self.spent += Spent(seconds=time.perf_counter() - began)
-        for nats in torch.stack(self._unread).tolist() if self._unread else ():
-            self._nats += nats
-        self._steps, self._unread = self._steps + len(self._unread), []
+        for nats in torch.stack(self._losses_on_device).tolist() if self._losses_on_device else ():
+            self._nats_sum += nats
+        self._n_steps += len(self._losses_on_device)
+        self._losses_on_device = []
 
-    def place(self) -> dict:
-        """Bytes, steps, FLOPs and seconds of training so far, for a row."""
-        self.settle()
-        epochs = self.spent.bytes / len(self.corpus.splits["train"])
-        place = {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs}
-        place |= {} if self._timed else {"fraction": self.fraction}
-        clock = {"seconds": self.spent.seconds, "bytes_per_second": self.spent.bytes / max(self.spent.seconds, 1e-9)}
+    def progress(self) -> dict:
+        """Return the keys of a row that describe progress: bytes, steps, FLOPs and seconds of training so far."""
+        self.wait()
+        spent, train_bytes = self.spent, len(self.corpus.splits["train"])
+        row = {"bytes_seen": spent.bytes, "step": spent.steps, "epochs": spent.bytes / train_bytes}
+        row |= {} if self._budget_in_seconds else {"fraction": self.fraction}
+        clock = {"seconds": spent.seconds, "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9)}
         clock |= {"compile_seconds": self.compile_seconds}
-        return place | {"training_flops": self.spent.flops, "clock": clock}
+        return row | {"training_flops": spent.flops, "clock": clock}
 
     def train_row(self) -> dict:
-        """A row: mean bits per byte since the last such row, rate, and metrics of the parameters."""
-        place = self.place()
+        """Return a row with mean bits per byte since the last train row, learning rate, and metrics of parameters."""
+        row = {"kind": "train", **self.progress()}
         self._check_steps()
-        bits = self._nats / self._steps / math.log(2)
-        self._nats, self._steps = 0.0, 0
-        shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
-        row = {"kind": "train", **place, "bits_per_byte": bits, "learning_rate": self.optimizers.lr * shape}
-        row |= {"ideal_flops_per_byte": self.model.ideal_flops()}
+        row["bits_per_byte"] = self._nats_sum / self._n_steps / math.log(2)
+        self._nats_sum, self._n_steps = 0.0, 0
+        factor = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
+        row |= {"learning_rate": self.optimizers.lr * factor, "ideal_flops_per_byte": self.model.ideal_flops()}
         return row | {"metrics": self.model.metrics({})}
 
-    def evaluate(self, part: Tensor, *, pairs: int | None = None, look: int | None = None) -> Score:
-        """Score bytes, uint8 ``[n]``, with the present weights: all, streamed as ``eval`` says, or a sample of
-        ``pairs`` spread over them; ``look`` as ``score_stream`` has it."""
-        self.settle()  # or scoring's seconds would include the steps'
+    def evaluate(self, split: Tensor, *, pairs: int | None = None, future_seed: int | None = None) -> Score:
+        """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the configuration's ``eval`` says.
+        ``pairs`` and ``future_seed`` are those of ``score_stream``."""
+        self.wait()  # otherwise the seconds of scoring would include those of unfinished steps
         self._check_weights()
         cut = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         if pairs is not None:
-            pairs = min(pairs, len(part) - 1)
+            pairs = min(pairs, len(split) - 1)
             streams, context = sample_layout(pairs, **cut | {"context": self.plan.model.span})
             cut |= {"pairs": pairs, "streams": streams, "context": context}
-        with self.update.units.gathered():
-            return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, look=look, **cut)
+        cut |= {"runtime": self.runtime, "collect_stats": True, "future_seed": future_seed}
+        with self.update.parameters.unsharded():
+            return score_stream(self.model, split, **cut)
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """What is scored at the end."""
+        """Names of the splits that are scored at the end."""
         return ("valid", "test") if self.plan.eval.test else ("valid",)
 
-    def reported(self, split: str) -> Tensor:
-        """The bytes of a split that are scored at the end."""
+    def reported_split(self, split: str) -> Tensor:
+        """Return the bytes of a split that are scored at the end."""
         e = self.plan.eval
         return self.corpus.scored_part(split, selection_bytes=e.selection_bytes, limit=e.bytes)
 
-    def choosing(self) -> Tensor:
-        """The bytes of valid that choose the weights and are in no reported score; ValueError for fewer than two."""
-        number, valid = self.plan.eval.selection_bytes, self.corpus.splits["valid"]
-        part = self.corpus.selection_part(number)
-        if len(part) < 2:
+    def selection_split(self) -> Tensor:
+        """Return the bytes of valid that select the best weights. ValueError if there are fewer than two."""
+        selection_bytes, valid = self.plan.eval.selection_bytes, self.corpus.splits["valid"]
+        split = self.corpus.selection_part(selection_bytes)
+        if len(split) < 2:
             raise ValueError(
-                f"eval.selection_bytes={number}: leaves less than a pair of valid's {len(valid)} bytes to choose the "
-                "weights by; allowed are 2 or more, or null, of a valid split of 4 or more"
+                f"eval.selection_bytes={selection_bytes}: leaves {len(split)} of the {len(valid)} bytes of valid for "
+                "selecting weights; allowed are 2 or more, or null, with at least 4 bytes of valid"
             )
-        return part
+        return split
 
-    def _refusals(self) -> Iterator[str]:
-        """Why several processes cannot divide the work."""
-        b, number = self.plan.batch, self.runtime.processes.world_size
-        if b.streams % number:
-            yield (
-                f"batch.streams={b.streams}: {number} processes take as many streams each; "
-                f"allowed are multiples of {number}"
-            )
-        if b.accumulate > b.streams // number:
-            share = f"each of {number} processes has {b.streams // number} of batch.streams={b.streams} to split"
-            yield f"batch.accumulate={b.accumulate}: {share}; allowed is at most as many"
+    def _unsupported_by_processes(self) -> Iterator[str]:
+        """Yield an error message for each reason why several processes cannot divide the work."""
+        b, n_processes = self.plan.batch, self.runtime.processes.world_size
+        if b.streams % n_processes:
+            yield f"batch.streams={b.streams}: with {n_processes} processes, allowed are multiples of {n_processes}"
+        if b.accumulate > b.streams // n_processes:
+            share = f"each of {n_processes} processes has {b.streams // n_processes} of batch.streams={b.streams}"
+            yield f"batch.accumulate={b.accumulate}: {share}; allowed is at most {b.streams // n_processes}"
         for name, optimizer in self.optimizers.optimizers.items():
             if self.plan.runtime.shard == "full" and not isinstance(optimizer, SHARDABLE):
-                who = f"{type(optimizer).__name__}, the optimizer of {name}, may need whole parameters"
                 yield (
-                    f"runtime.shard=full: {who}; allowed is none, "
-                    f"or one of {', '.join(kind.__name__ for kind in SHARDABLE)}"
+                    f"runtime.shard=full: {type(optimizer).__name__}, the optimizer of {name}, may need unsharded "
+                    "parameters; allowed is runtime.shard=none, or an optimizer of "
+                    f"{', '.join(optimizer_class.__name__ for optimizer_class in SHARDABLE)}"
                 )
         for name, sublayer in self.model.sublayers():
             norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
             if norms or "streams_apart" in sublayer.limits:
-                what = type(norms[0]).__name__ if norms else "streams that influence each other"
+                cause = type(norms[0]).__name__ if norms else "streams that influence each other"
                 yield (
-                    f"variant={self.plan.variant}: {name} has {what}, and each of {number} processes would see a part "
-                    "of the batch only; allowed are one process, or a norm of each byte, such as LayerNorm"
+                    f"variant={self.plan.variant}: {name} has {cause}, and each of {n_processes} processes sees only a "
+                    "part of the batch; allowed are one process, or a norm of each byte, such as LayerNorm"
                 )
 
-    def content(self) -> dict:
-        """What an exact resume needs; all processes call it. Divided parameters and optimizer tensors stay divided."""
-        self.settle()
+    def checkpoint_content(self) -> dict:
+        """Return what an exact resume needs. All processes must call this; sharded tensors stay sharded."""
+        self.wait()
         self._check_weights()
         processes = self.runtime.processes
         state = cat_streams(processes.all_gather(map_state(lambda s: s.cpu(), self.state)))
-        random, *randoms = processes.all_gather(random_state.random_state())
+        main_random_state, *random_states = processes.all_gather(random_state.random_state())
         content = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict(), "state": state}
-        content |= {"spent": vars(self.spent), "last": vars(self._last), "compile_seconds": self.compile_seconds}
-        return content | {"nats": self._nats, "steps": self._steps, "random": random, "random_others": randoms}
+        content |= {"spent": vars(self.spent), "last": vars(self._last_step), "compile_seconds": self.compile_seconds}
+        content |= {"nats": self._nats_sum, "steps": self._n_steps}
+        return content | {"random": main_random_state, "random_others": random_states}
 
     def restore(self, content: dict) -> None:
-        """Go on from a checkpoint's ``content``, which may come from another number of processes."""
+        """Continue from the ``content`` of a checkpoint, which another number of processes may have saved."""
         device, processes = self.runtime.device, self.runtime.processes
-        self.take_weights(content["model"])
+        self.load_weights(content["model"])
         self.optimizers.load_state_dict(content["optimizers"])
-        self.spent, self._last = Spent(**content["spent"]), Spent(**content["last"])
+        self.spent, self._last_step = Spent(**content["spent"]), Spent(**content["last"])
         self.state = map_state(lambda s: s[shard_slice(len(s), processes.shard)].to(device), content["state"])
-        self._nats, self._steps, self.compile_seconds = (content[key] for key in ("nats", "steps", "compile_seconds"))
-        randoms = [content["random"], *content.get("random_others", ())]
-        if len(randoms) == processes.world_size:
-            random_state.set_random_state(randoms[processes.rank])
+        self._nats_sum, self._n_steps = content["nats"], content["steps"]
+        self.compile_seconds = content["compile_seconds"]
+        random_states = [content["random"], *content.get("random_others", ())]
+        if len(random_states) == processes.world_size:
+            random_state.set_random_state(random_states[processes.rank])
         else:
-            random_state.seed_apart(self.plan.seed, step=self.spent.steps, rank=processes.rank)
+            random_state.seed_rank(self.plan.seed, step=self.spent.steps, rank=processes.rank)
 
-    def take_weights(self, weights: dict[str, Tensor]) -> None:
-        """The parameters of another run; ValueError if the models differ."""
-        load_weights(self.model, weights, what=f"init_from.run={self.plan.init_from.run}")
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Load the ``state_dict`` of another run's model. ValueError if the models differ."""
+        load_weights(self.model, weights, source=f"init_from.run={self.plan.init_from.run}")
 
 
-def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, what: str) -> None:
-    """Load saved weights into a model; ValueError, naming ``what``, where names, sizes or types differ."""
+def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, source: str) -> None:
+    """Load ``weights`` into a model. ValueError, beginning with ``source``, if names, shapes or dtypes differ."""
     state = model.state_dict()
-    ours, theirs = ({n: f"{tuple(t.shape)} of {t.dtype}" for n, t in each.items()} for each in (state, weights))
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
+    expected, actual = ({n: f"{tuple(t.shape)} of {t.dtype}" for n, t in each.items()} for each in (state, weights))
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
             raise ValueError(
-                f"{what}: its model is another one, {name} is {theirs.get(name, 'absent')} there and "
-                f"{ours.get(name, 'absent')} here; allowed is a run of the same variant and sizes"
+                f"{source}: its model differs, {name} is {actual.get(name, 'absent')}, and this run needs "
+                f"{expected.get(name, 'none')}; allowed is a run of the same variant and sizes"
             )
-    if any(map(is_divided, state.values())):
-        from harness.device.spread import divided_like  # late: slow to import
+    if any(map(is_dtensor, state.values())):
+        from harness.device.distributed_parameters import distribute_like  # late: slow to import
 
-        weights = {name: divided_like(state[name], tensor) for name, tensor in weights.items()}
+        weights = {name: distribute_like(state[name], tensor) for name, tensor in weights.items()}
     model.load_state_dict(weights)
     model.project_()
 
 
 def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) -> str:
-    """The code that sublayers run, in training or in evaluation; ValueError if ``runtime.backend`` is impossible."""
+    """Return the name of the code that sublayers run. ValueError if they cannot run ``runtime.backend``."""
     backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
     if not device.compile:
         return name
-    return f"{name}, compiled" if device.forward(model).whole else f"{name}, compiled in part"
+    return f"{name}, compiled" if device.forward(model).fully_compiled else f"{name}, compiled in part"

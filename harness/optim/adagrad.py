@@ -21,7 +21,10 @@ class ClippedAdagrad(Optimizer):
 
     def __init__(self, params, *, lr: float, clip: Annotated[float, Gt(0)] | None = None, eps: float = 1e-10):
         super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
-        self._step_supports_amp_scaling, self.units = True, None  # see optimizers.py
+        self._step_supports_amp_scaling, self.sharded_parameters = (
+            True,
+            None,
+        )  # see optimizers.py
 
     @torch.no_grad()
     def step(self) -> None:
@@ -54,6 +57,6 @@ class ClippedAdagrad(Optimizer):
         if clip is None:
             return 1.0
         norm = torch.linalg.vector_norm(gradient)
-        if self.units and parameter in self.units.parts:
-            norm = self.units.total(norm.square()).sqrt()
+        if self.sharded_parameters and parameter in self.sharded_parameters.dtensors:
+            norm = self.sharded_parameters.reduce_shards(norm.square()).sqrt()
         return clip / norm.clamp(min=clip)

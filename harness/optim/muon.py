@@ -74,7 +74,10 @@ class Muon(torch.optim.Optimizer):
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "precision": precision}
         super().__init__(params, defaults)
-        self._step_supports_amp_scaling, self.units = True, None  # see optimizers.py
+        self._step_supports_amp_scaling, self.sharded_parameters = (
+            True,
+            None,
+        )  # see optimizers.py
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim != 2:
                 raise ValueError(f"Muon: requires matrices, but a parameter has shape {tuple(parameter.shape)}")
@@ -89,7 +92,7 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         """Update every parameter that has a gradient, unless ``found_inf`` is 1. If each process has some rows of every
         matrix, the matrices are gathered, and each process computes all products."""
-        sharded = self.units.parts if self.units else {}
+        sharded = self.sharded_parameters.dtensors if self.sharded_parameters else {}
         for group in self.param_groups:
             batches = defaultdict(list)
             for parameter in group["params"]:
@@ -114,11 +117,12 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         directions = torch._foreach_lerp(gradients, buffers, momentum)
         if is_sharded:
-            directions = [self.units.whole_of(*pair).full_tensor() for pair in zip(parameters, directions, strict=True)]
+            pairs = zip(parameters, directions, strict=True)
+            directions = [self.sharded_parameters.to_dtensor(*pair).full_tensor() for pair in pairs]
         dtype = product_dtype(group["precision"], like=parameters[0])
         updates = orthogonalize(torch.stack(directions), dtype=dtype).masked_fill_(is_skipped, 0.0).unbind()
         if is_sharded:
-            updates = [self.units.part_of(*pair) for pair in zip(parameters, updates, strict=True)]
+            updates = [self.sharded_parameters.to_shard(*pair) for pair in zip(parameters, updates, strict=True)]
         if group["weight_decay"]:
             decay = torch.full_like(is_skipped, 1 - lr * group["weight_decay"], dtype=updates[0].dtype)
             torch._foreach_mul_(parameters, decay.masked_fill_(is_skipped, 1.0))

@@ -17,7 +17,7 @@ from harness.optim.parameter_groups import Group
 SHARDABLE = (Muon, ClippedAdagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 SHARDABLE += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.SparseAdam)
 """Optimizers that can update a parameter of which a process has some rows: elementwise ones, and those that use
-``units``."""
+``sharded_parameters``."""
 
 
 class Optimizers:
@@ -31,14 +31,15 @@ class Optimizers:
     Attributes:
         found_inf: on the device, 1 after an update was skipped, else 0; None before the first step. It stays 1, so that
             all later updates are skipped, and the host can still read the last finite weights.
-        units: ``SpreadUnits`` of ``harness/device/spread.py`` if parameters are sharded over processes, else None.
+        sharded_parameters: ``DistributedParameters`` of ``harness/device/distributed_parameters.py`` if parameters are
+            sharded over processes, else None.
     """
 
     def __init__(self, groups: list[Group], *, lr: float, schedule: Schedule, clip: float | None = None):
         self.groups = {group.name: group for group in groups}
         self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
         self.found_inf: Tensor | None = None
-        self.units = None
+        self.sharded_parameters = None
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
@@ -49,7 +50,7 @@ class Optimizers:
         for dense, sparse in gradients.values():
             gradient_of |= dense | sparse
         self._find_inf([*gradient_of.values()] if loss is None else [loss, *gradient_of.values()])
-        sharded = self.units.parts if self.units else ()
+        sharded = self.sharded_parameters.dtensors if self.sharded_parameters else ()
         self._clip(gradients, sharded={gradient_of[p] for p in sharded if p in gradient_of})
         factor = self.schedule.factor(fraction, step=self.steps)
         for name, optimizer in self.optimizers.items():
@@ -57,7 +58,7 @@ class Optimizers:
             for param_group in optimizer.param_groups:
                 param_group["lr"] = self.lr * group.lr_scale * (factor if group.schedule == "run" else 1.0)
             if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.found_inf, optimizer.units = self.found_inf, self.units
+                optimizer.found_inf, optimizer.sharded_parameters = self.found_inf, self.sharded_parameters
                 optimizer.step()
             elif self.may_update():
                 optimizer.step()
@@ -73,8 +74,8 @@ class Optimizers:
             of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
             scale = torch.ones_like(self.found_inf)
             torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, self.found_inf, scale)
-        if self.units:
-            self.found_inf.copy_(self.units.total(self.found_inf, of="max"))
+        if self.sharded_parameters:
+            self.found_inf.copy_(self.sharded_parameters.reduce_shards(self.found_inf, operation="max"))
 
     def may_update(self) -> bool:
         """Whether no update was skipped so far. Waits for the device."""
@@ -104,7 +105,7 @@ class Optimizers:
         shards = [g for g in gradients if g in sharded]
         if not shards:
             return norm
-        squares = self.units.total(torch.nn.utils.get_total_norm(shards).square())
+        squares = self.sharded_parameters.reduce_shards(torch.nn.utils.get_total_norm(shards).square())
         return (squares + norm.to(squares.device).square()).sqrt()
 
     def zero_grad(self) -> None:
@@ -127,10 +128,10 @@ class Optimizers:
 
     def _reshard(self, name: str, state: dict, *, gather: bool) -> dict:
         """An optimizer's state with full tensors (``gather``), or with this process's shards of full tensors."""
-        if not self.units:
+        if not self.sharded_parameters:
             return state
         parameters = [p for param_group in self.optimizers[name].param_groups for p in param_group["params"]]
-        convert = self.units.whole_of if gather else self.units.part_of
+        convert = self.sharded_parameters.to_dtensor if gather else self.sharded_parameters.to_shard
         converted = {}
         for index, entries in state["state"].items():
             converted[index] = {

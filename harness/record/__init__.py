@@ -1,1 +1,1 @@
-"""Record that a run leaves behind: its folder, the rows of its record, checkpoints, the closing table, figures, W&B."""
+"""Files and output of a run: its folder, record and checkpoints, tables for the terminal and CSV, and W&B."""

@@ -1,5 +1,5 @@
-"""Closing table: a run's scores and costs, beside general compressors. A number from a prefix of its split has ``*``;
-FLOPs of training are "about" where a sublayer does not declare them."""
+"""Closing table of a run: its scores and those of general compressors, and its costs. A score of the first bytes of a
+split is marked by ``*``. Estimated numbers, such as training FLOPs that a sublayer does not declare, follow "about"."""
 
 from collections.abc import Iterator
 
@@ -7,69 +7,78 @@ from harness.record import cells
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
 COMPRESSORS |= {f"order-{order}": f"counts of order {order}" for order in (2, 3, 5)}
-WINDOWS = "window 1024, stride 512"
-"""Name of the score without carried state."""
+"""Labels by key of ``compressors`` in a summary."""
+WINDOWS_LABEL = "window 1024, stride 512"
+"""Label of the score without carried state."""
 
 
 def print_closing_table(summary: dict) -> None:
     """Print scores and costs of a finished run."""
     splits = scored_splits(summary)
-    rows = [("this run", [summary.get(f"{split}_bits_per_byte") for split in splits])]
-    rows += [(WINDOWS, [summary.get(f"{split}_windows_bits_per_byte") for split in splits])]
-    rows += [("floor of the data", [summary.get(f"{split}_floor_bits_per_byte") for split in splits])]
-    answers = [summary.get(f"{split}_bits_per_copy") or {} for split in splits]
-    rows += [(f"answers, {label}", [each.get(label) for each in answers]) for label in answers[0]]
-    rows = [row for row in rows if any(number is not None for number in row[1])]
-    for key, label in COMPRESSORS.items():
-        rows.append((label, [(summary["compressors"].get(split) or {}).get(key) for split in splits]))
     print(f"\n{summary['variant']}, seed {summary['seed']}\n{data_label(summary['data'])}\n")
     print(f"{'bits per byte':<24}" + "".join(f"{split:>10}" for split in splits))
-    for label, numbers in rows:
-        texts = [_marked(summary, number, split=split) for split, number in zip(splits, numbers, strict=True)]
-        print(f"{label:<24}" + "".join(f"{text:>{10 + text.endswith(cells.CAPPED)}}" for text in texts).rstrip())
+    for label, numbers in _score_rows(summary, splits):
+        texts = [_score_text(summary, number, split=split) for split, number in zip(splits, numbers, strict=True)]
+        padded = [f"{text:>{10 + text.endswith(cells.CAPPED_MARK)}}" for text in texts]  # marks are outside the column
+        print(f"{label:<24}" + "".join(padded).rstrip())
     print()
     for label, text in _costs(summary):
         print(f"{label:<17}{text}")
     for split, n_bytes in summary["capped"].items():
-        print(f"{cells.CAPPED} first {n_bytes:,} bytes of {split} only")
+        print(f"{cells.CAPPED_MARK} first {n_bytes:,} bytes of {split} only")
+
+
+def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float | None]]]:
+    """Return label and bits per byte on each split, of the run and of compressors."""
+    rows = [("this run", [summary.get(f"{split}_bits_per_byte") for split in splits])]
+    rows += [(WINDOWS_LABEL, [summary.get(f"{split}_windows_bits_per_byte") for split in splits])]
+    rows += [("floor of the data", [summary.get(f"{split}_floor_bits_per_byte") for split in splits])]
+    answers = [summary.get(f"{split}_bits_per_copy") or {} for split in splits]
+    rows += [(f"answers, {label}", [bits_by_label.get(label) for bits_by_label in answers]) for label in answers[0]]
+    rows = [(label, numbers) for label, numbers in rows if any(number is not None for number in numbers)]
+    for key, label in COMPRESSORS.items():
+        rows.append((label, [(summary["compressors"].get(split) or {}).get(key) for split in splits]))
+    return rows
 
 
 def data_label(data: dict) -> str:
-    """The corpus that was read: ``stdlib (fallback for enwik8), 10,485,760 bytes, sha256 0123456789ab``."""
+    """Return a text for a corpus: ``stdlib (fallback for enwik8), 10,485,760 bytes, sha256 0123456789ab``."""
     fallback = f" (fallback for {data['fallback_for']})" if data.get("fallback_for") else ""
     return f"{data['name']}{fallback}, {data['bytes']:,} bytes, sha256 {data['sha256'][:12]}"
 
 
 def short_commit(row: dict) -> str:
-    """``b81edb0d-dirty``, or an empty text."""
-    commit, dash, state = (row.get("commit") or "").partition("-")
-    return f"{commit[:8]}{dash}{state}"
+    """Return the commit of a row with 8 digits, such as ``b81edb0d-dirty``, or an empty text."""
+    commit, dash, suffix = (row.get("commit") or "").partition("-")
+    return f"{commit[:8]}{dash}{suffix}"
 
 
 def scored_splits(summary: dict) -> list[str]:
-    """Valid, and test where the run has scored it."""
+    """Return ``valid``, and ``test`` if the run has scored it."""
     return ["valid"] + ["test"] * (summary.get("test_bits_per_byte") is not None)
 
 
 def bits(summary: dict, *, split: str) -> str:
-    """A split's bits per byte to four places, marked if capped."""
-    return _marked(summary, summary.get(f"{split}_bits_per_byte"), split=split)
+    """Return bits per byte on a split to four decimals, marked if only its first bytes were scored."""
+    return _score_text(summary, summary.get(f"{split}_bits_per_byte"), split=split)
 
 
-def _marked(summary: dict, number: float | None, *, split: str) -> str:
+def _score_text(summary: dict, number: float | None, *, split: str) -> str:
     return cells.bits(number, capped=split in summary["capped"]).text or "-"
 
 
 def _costs(summary: dict) -> Iterator[tuple[str, str]]:
+    """Yield label and text of each cost."""
     parameters, flops, memory, spans = (summary[key] for key in ("parameters", "flops_per_byte", "memory", "spans"))
     yield "parameters", f"{parameters['total']:,} in all, {parameters['touched']:,} touched per byte"
     backend = summary["evaluation_backend"]
     backend = f" ({backend})" if backend != summary["backend"] else ""
-    yield "FLOPs per byte", f"{_short(flops['executed'])}{backend} executed, {_short(flops['ideal'])} ideal (forward)"
-    about = "about " * bool(summary["flops_estimated_3x"])
-    yield "training FLOPs", f"{about}{_short(summary['training_flops'])} needed"
-    about, peak = "about " * memory["approximate"], memory["peak_bytes"]
-    peak = "-" if peak is None else f"{peak / 2**20:,.1f} MiB"
+    executed, ideal = (_three_digits(flops[key]) for key in ("executed", "ideal"))
+    yield "FLOPs per byte", f"{executed}{backend} executed, {ideal} ideal (forward)"
+    about = "about " if summary["flops_estimated_3x"] else ""
+    yield "training FLOPs", f"{about}{_three_digits(summary['training_flops'])} needed"
+    about = "about " if memory["approximate"] else ""
+    peak = "-" if memory["peak_bytes"] is None else f"{memory['peak_bytes'] / 2**20:,.1f} MiB"
     yield "memory", f"{about}{peak} peak, {memory['state_bytes'] / 2**20:,.1f} MiB carried state"
     compiling = f", and {seconds:,.1f} s of compiling" if (seconds := summary["compile_seconds"]) else ""
     speed = f"{summary['bytes_per_second']:,.0f} bytes per second"
@@ -80,7 +89,7 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     yield "where", ", ".join([*processes, summary["device"], summary["precision"], summary["backend"]])
 
 
-def _short(number: float) -> str:
-    """Three digits and a power of 1000: ``858k``, ``2.11M``."""
+def _three_digits(number: float) -> str:
+    """Return a number to three digits, with a letter for the power of 1000: ``858k``, ``2.11M``."""
     power = next(power for power in range(5) if number < 999.5 * 1000**power or power == 4)
     return f"{number / 1000**power:.3g}{('', 'k', 'M', 'G', 'T')[power]}"

@@ -1,8 +1,6 @@
-"""Run folders ``outputs/<variant>-s<seed>-<hash>/``: a run's identity, earlier result and lock.
-
-The hash covers the resolved configuration without keys that change no number, source, data, device and precision:
-edited code is another run. The same command resumes an unfinished run and returns a finished one.
-"""
+"""Run folders ``outputs/<variant>-s<seed>-<hash>/``. The hash covers source, data, device, precision and the resolved
+configuration without keys that change no number: edited code gets another folder. The same command resumes an
+unfinished run and returns a finished one."""
 
 import hashlib
 import json
@@ -15,32 +13,33 @@ from pathlib import Path
 from harness.cache import NO_SPACE, sha256_of, storage_failure, try_lock, write_all
 from harness.failures import failure_class
 from harness.record import checkpoint
-from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, check_format, look_at, read_object, write_summary
-from harness.record.shapes import misfit, shapes
+from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, check_format, read_object, try_read_object, write_summary
+from harness.record.schema import violation
 
 NOT_HASHED = ("outputs", "force", "record", "checkpoint", "trust", "hydra")
 LOCK = "lock"
-SECTIONS = ("model", "position", "batch")
-"""Of a configuration, those that are compared with another run's."""
+COMPARED_SECTIONS = ("model", "position", "batch")
+"""Sections of a configuration that are compared with those of another run."""
 
 
 def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str:
-    """SHA-256 of a resolved configuration without keys that change no number, such as the path of ``pinned`` corpora.
-    ``init_from.run`` counts by the digest of its newest checkpoint."""
+    """Return the SHA-256 of a resolved configuration without keys that change no number, such as the path of a corpus
+    whose digest is ``pinned``. ``init_from.run`` is replaced by the digest of its newest checkpoint."""
     hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    hashed["data"] = {key: value for key, value in hashed["data"].items() if key != "fallback"}  # null in a sweep's job
+    # The key fallback is null in jobs of a sweep.
+    hashed["data"] = {key: value for key, value in hashed["data"].items() if key != "fallback"}
     if hashed["data"]["name"] in pinned:
         hashed["data"]["path"] = None
-    start = hashed["init_from"]
-    newest = None if start["run"] is None else checkpoint.newest(Path(start["run"]))
+    init_from = hashed["init_from"]
+    newest = None if init_from["run"] is None else checkpoint.newest(Path(init_from["run"]))
     if newest is not None:
-        hashed["init_from"] = start | {"run": sha256_of(newest)}
+        hashed["init_from"] = init_from | {"run": sha256_of(newest)}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Digests and kinds of a run: runs of equal identity give equal numbers, and have one folder."""
+    """What determines the numbers of a run, mostly as digests. Runs of equal identity share a folder."""
 
     variant: str
     seed: int
@@ -52,131 +51,129 @@ class Identity:
 
     @property
     def name(self) -> str:
-        words = (self.config, self.source, self.data, self.device, self.precision)
-        return f"{self.variant}-s{self.seed}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:8]}"
+        """Name of the run folder."""
+        hashed = (self.config, self.source, self.data, self.device, self.precision)
+        return f"{self.variant}-s{self.seed}-{hashlib.sha256(' '.join(hashed).encode()).hexdigest()[:8]}"
 
 
 class RunFolder:
-    """The folder of one run, held alone.
-
-    Attributes:
-        summary: of the finished run that may be returned, or None; read at first, and by ``hold``.
-        checkpoint: to resume from, or None; read together with it.
-    """
+    """The folder of one run, into which only the process that has locked it writes. ``summary`` is that of a finished
+    run, and ``checkpoint`` the path of the newest one, or None; both are None with ``force``."""
 
     def __init__(self, outputs: Path, identity: Identity, *, force: bool = False):
         self.path, self.identity, self._lock, self._force = outputs / identity.name, identity, None, force
-        self._look()
+        self._read()
 
-    def _look(self) -> tuple[dict | None, Path | None]:
+    def _read(self) -> tuple[dict | None, Path | None]:
         self.summary = None if self._force else finished_summary(self.path)
         self.checkpoint = None if self._force else checkpoint.newest(self.path)
         return self.summary, self.checkpoint
 
-    def hold(self) -> tuple[dict | None, Path | None]:
-        """Create and lock the folder, point ``latest`` at it, and return summary and checkpoint, which another process
-        may have changed. ValueError where it cannot be written or is in use."""
-        holder, link = f"process {os.getpid()} on {os.uname().nodename}".encode(), self.path / "latest.tmp"
+    def lock(self) -> tuple[dict | None, Path | None]:
+        """Create and lock the folder, and point ``latest`` at it. Returns ``summary`` and ``checkpoint``, read again,
+        because another process may have changed them. ValueError if the folder is locked or cannot be written."""
+        owner, link = f"process {os.getpid()} on {os.uname().nodename}".encode(), self.path / "latest.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_links(self.path, key="outputs")
-            self._lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115 - held until release
+            self._lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115 - open until unlock
             if not try_lock(self._lock):
                 self._lock.seek(0)
                 raise ValueError(
-                    f"outputs={self.path.parent}: {self.path.name} is held by "
+                    f"outputs={self.path.parent}: {self.path.name} is locked by "
                     f"{self._lock.read().decode(errors='replace')}; allowed is to wait for it, or another outputs"
                 )
             self._lock.truncate(0)
-            write_all(self._lock, holder)
+            write_all(self._lock, owner)
             for file in (*self.path.glob("*.tmp"), *(self.path / checkpoint.FOLDER).glob("*.tmp")):
-                file.unlink()  # by a process that was killed while it wrote
+                file.unlink()  # a process that was killed while writing has left it
             link.symlink_to(self.path.name)
             link.replace(self.path.parent / "latest")
         except OSError as error:
-            with suppress(OSError):  # not empty, or no folder
+            with suppress(OSError):  # the folder is not empty, or does not exist
                 link.unlink(missing_ok=True)
                 if not (self.path / RECORD).exists():
                     (self.path / LOCK).unlink(missing_ok=True)
                 self.path.rmdir()
             if error.errno in NO_SPACE:
-                raise storage_failure(self.path / LOCK, error, needed=len(holder)) from error
-            where = f"{error.filename2}: " if error.filename2 else ""
-            raise ValueError(f"outputs={self.path.parent}: cannot be written ({where}{error.strerror})") from error
-        return self._look()
+                raise storage_failure(self.path / LOCK, error, needed=len(owner)) from error
+            file_name = f"{error.filename2}: " if error.filename2 else ""
+            raise ValueError(f"outputs={self.path.parent}: cannot be written ({file_name}{error.strerror})") from error
+        return self._read()
 
-    def begin(self) -> None:
-        """Remove the summary of an earlier try and, without a checkpoint to resume from, its other files."""
-        old = [self.path / SUMMARY]
+    def remove_outdated(self) -> None:
+        """Remove the summary of an earlier command and, if there is no checkpoint to resume from, its other files."""
+        outdated = [self.path / SUMMARY]
         if self.checkpoint is None:
-            old += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
-            old += (path for path in (self.path / checkpoint.FOLDER).glob("*") if not path.is_dir())
-        for path in old:
+            outdated += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
+            outdated += (path for path in (self.path / checkpoint.FOLDER).glob("*") if not path.is_dir())
+        for path in outdated:
             path.unlink(missing_ok=True)
 
     @contextmanager
-    def failing(self, facts: dict) -> Iterator[None]:
-        """Record an error that ends the block in a summary with ``facts``. Before the folder is locked, a user's
-        mistake leaves no file, and an earlier result stays."""
+    def record_failure(self, provenance: dict) -> Iterator[None]:
+        """Context that writes an error into a summary with ``provenance``. The summary of a finished run is kept. A
+        ValueError before the folder is locked is a user's mistake, and is not written."""
         try:
             yield
         except Exception as error:
             with suppress(OSError, ValueError):  # a full disk must not hide the error
-                self._record_failure(error, facts)
+                self._write_failure(error, provenance)
             raise
 
-    def _record_failure(self, error: Exception, facts: dict) -> None:
-        is_held = self._lock is not None and not self._lock.closed
-        if finished_summary(self.path) or (isinstance(error, ValueError) and not is_held):
-            return  # a result stays
-        if not is_held:
-            self.hold()
-        if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):  # or somebody has removed it
+    def _write_failure(self, error: Exception, provenance: dict) -> None:
+        is_locked = self._lock is not None and not self._lock.closed
+        if finished_summary(self.path) or (isinstance(error, ValueError) and not is_locked):
+            return
+        if not is_locked:
+            self.lock()
+        lock_exists = os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno()))
+        if lock_exists:  # otherwise a user has removed the folder
             status = kind.status if (kind := failure_class(error)) else "failed"
             message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-            write_summary(self.path, summary=facts | {"status": status, "error": message})
-        if not is_held:
-            self.release()
+            write_summary(self.path, summary=provenance | {"status": status, "error": message})
+        if not is_locked:
+            self.unlock()
 
-    def release(self) -> None:
-        """Unlock it."""
+    def unlock(self) -> None:
+        """Unlock the folder."""
         if self._lock:
             self._lock.close()
 
 
 def finished_summary(path: Path) -> dict | None:
-    """The summary in a run folder, if the run was finished and it is whole."""
+    """Return the summary in a run folder, or None if it is missing or damaged, or if the run was not finished."""
     row = read_object(path / SUMMARY)
-    return row if row.get("status") == "finished" and not misfit(row, shape=shapes()["summary"]) else None
+    is_valid = row.get("status") == "finished" and not violation(row, schema="summary")
+    return row if is_valid else None
 
 
 def read_provenance(folder: Path, *, key: str) -> dict:
-    """The first row of a run folder's record, of anybody's folder: within limits of size, and of the types that other
-    code needs. ValueError, beginning with ``key`` and the folder, for anything else."""
-    what, allowed = f"{key}={folder}: {RECORD}", "allowed is what a run wrote"
-    row, wrong = look_at(folder / RECORD, first_line=True)
+    """Return the first row of a run folder's record. The folder is not trusted: size and types are checked. ValueError,
+    beginning with ``key`` and the folder, for anything but a provenance row."""
+    file, allowed = f"{key}={folder}: {RECORD}", "allowed is what a run wrote"
+    row, problem = try_read_object(folder / RECORD, first_line=True)
     if row is None:
-        raise ValueError(f"{what}: {wrong or 'there is no such file'}; {allowed}")
+        raise ValueError(f"{file}: {problem or 'there is no such file'}; {allowed}")
     if row.get("kind") != "provenance":
-        raise ValueError(f"{what}: the first line is no provenance; {allowed}")
-    check_format(row, what=what)
-    wrong = misfit(row, shape=shapes()["provenance"])
-    for name in () if wrong else SECTIONS:
+        raise ValueError(f"{file}: the first line is no provenance; {allowed}")
+    check_format(row, file=file)
+    if problem := violation(row, schema="provenance"):
+        raise ValueError(f"{file}: {problem}; {allowed}")
+    for name in COMPARED_SECTIONS:
         if not isinstance(row["config"].get(name), dict):
-            wrong = f"config.{name} is no section"
-    if wrong:
-        raise ValueError(f"{what}: {wrong}; {allowed}")
+            raise ValueError(f"{file}: config.{name} must be a section; {allowed}")
     return row
 
 
 def identity_of(row: Mapping) -> dict[str, object]:
-    """The identity in a run's checkpoints, by its provenance row."""
-    names = {"variant": "variant", "seed": "seed", "config": "config_hash", "source": "source"}
-    return {name: row.get(key) for name, key in names.items()}
+    """Return, of a provenance row, the identity that the run's checkpoints have."""
+    keys = {"variant": "variant", "seed": "seed", "config": "config_hash", "source": "source"}
+    return {name: row.get(key) for name, key in keys.items()}
 
 
 def refuse_links(folder: Path, *, key: str) -> None:
-    """ValueError for a link in a folder that is about to be written into."""
+    """Raise ValueError if a folder contains a link, through which a file would be written outside of the folder."""
     for path in folder.iterdir():
-        if path.is_symlink() and path.suffix != ".tmp":  # a killed process's, and removed before anything is written
-            raise ValueError(f"{key}={folder}: {path.name} is a link; what is written there would land somewhere else")
+        if path.is_symlink() and path.suffix != ".tmp":  # killed processes leave .tmp links, which lock() removes
+            raise ValueError(f"{key}={folder}: {path.name} is a link; allowed is a folder without links")

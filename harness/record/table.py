@@ -1,4 +1,4 @@
-"""Tables, with writers for a terminal and CSV, which escape text from rows, perhaps of strangers' folders."""
+"""Tables, and their output to a terminal and to CSV. Texts are escaped, because rows may come from untrusted files."""
 
 import csv
 import io
@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-WIDE = 150
-"""Characters of a table where no terminal has a width, so that no number is wrapped."""
+DEFAULT_WIDTH = 150
+"""Characters in a line if the output is no terminal; no number is wrapped then."""
 
-_MARKED = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
+_MARKED_NUMBER = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell's ``text`` as shown, empty where nothing was measured, and the unrounded number for sorting and CSV."""
+    """A cell: ``text`` as shown, empty if nothing was measured, and the unrounded ``value`` for sorting and CSV."""
 
     text: str
     value: float | int | None = None
@@ -27,30 +27,30 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers; of text where ``number`` is False, so that cells are aligned and sorted as such."""
+    """A column of a table."""
 
     heading: str  # with the unit
-    explained: str = ""  # what the number is and how it was measured
-    cell: Callable[[object], Cell] | None = None  # makes a row's
-    number: bool = True
+    explanation: str = ""  # what the number is and how it was measured
+    cell: Callable[[object], Cell] | None = None  # returns the cell of a row
+    numeric: bool = True  # numbers are aligned to the right and sorted by value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of one cell a column in each row."""
+    """A table. Each row has one cell for each column."""
 
     name: str  # one word, for file names and links
     title: str
-    caption: str  # one line: in what the rows differ
+    caption: str  # one line that says in what the rows differ
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    notes: tuple[str, ...] = ()  # marks explained, rows left out and why
-    about: tuple[str, ...] = ()  # the protocol and what is held equal, which stand behind a fold
+    notes: tuple[str, ...] = ()  # explanations of marks, and rows that are left out
+    details: tuple[str, ...] = ()  # the protocol and what is equal in all rows, which a page shows on request
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A figure, named as a ``Table``, as the content of whole files."""
+    """A figure with the content of its SVG and PNG files; ``name``, ``title`` and ``caption`` are as in ``Table``."""
 
     name: str
     title: str
@@ -60,55 +60,55 @@ class Drawing:
 
 
 def print_table(table: Table, *, console: Console | None = None) -> None:
-    """Print title, caption, table and notes; by default to standard output, ``WIDE`` where that is no terminal."""
+    """Print title, caption, table and notes, by default to standard output."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, WIDE)
-    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        console.width = max(console.width, DEFAULT_WIDTH)
+    rich_table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in table.columns:
-        side = {"justify": "right", "no_wrap": True} if column.number else {"overflow": "fold"}
-        drawn.add_column(Text(one_line(column.heading)), **side)
+        style = {"justify": "right", "no_wrap": True} if column.numeric else {"overflow": "fold"}
+        rich_table.add_column(Text(one_line(column.heading)), **style)
     for row in table.rows:
-        drawn.add_row(*(Text(one_line(cell.text)) for cell in row))
+        rich_table.add_row(*(Text(one_line(cell.text)) for cell in row))
     console.print(Text(f"\n{one_line(table.title)}", style="bold"), soft_wrap=True)
     if table.caption:
         console.print(Text(one_line(table.caption)), soft_wrap=True)
     console.print()
-    console.print(drawn)
+    console.print(rich_table)
     for note in table.notes:
         console.print(Text(one_line(note)), soft_wrap=True)
 
 
 def to_csv(table: Table) -> str:
-    """Unrounded numbers; a column with marked numbers is followed by one of their marks."""
-    marked = [any(mark(row[place]) for row in table.rows) for place in range(len(table.columns))]
-    heads = []
-    for column, twin in zip(table.columns, marked, strict=True):
-        heads += [column.heading, f"{column.heading} (mark)"] if twin else [column.heading]
+    """Return the table as CSV with unrounded numbers, and a column of marks after each column that has some."""
+    has_marks = [any(mark(row[index]) for row in table.rows) for index in range(len(table.columns))]
+    headings = []
+    for column, marked in zip(table.columns, has_marks, strict=True):
+        headings += [column.heading, f"{column.heading} (mark)"] if marked else [column.heading]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(heads)
+    writer.writerow(headings)
     for row in table.rows:
-        cells = []
-        for cell, twin in zip(row, marked, strict=True):
-            value = harmless(cell.text) if cell.value is None else cell.value
-            cells += [value, mark(cell)] if twin else [value]
-        writer.writerow(cells)
+        fields = []
+        for cell, marked in zip(row, has_marks, strict=True):
+            field = escape_formula(cell.text) if cell.value is None else cell.value
+            fields += [field, mark(cell)] if marked else [field]
+        writer.writerow(fields)
     return file.getvalue()
 
 
 def mark(cell: Cell) -> str:
-    """The mark beside a cell's number: ``*``, ``~``, ``leak``."""
-    found = None if cell.value is None else _MARKED.fullmatch(cell.text)
-    return "" if found is None else found[1] + found[2]
+    """Return the mark before or after a cell's number, such as ``*``, ``~`` or ``leak``, or an empty text."""
+    match = None if cell.value is None else _MARKED_NUMBER.fullmatch(cell.text)
+    return "" if match is None else match[1] + match[2]
 
 
 def one_line(text: str) -> str:
-    """Text for a terminal: without line breaks, escape codes and halves of a character."""
+    """Return a text without line breaks, escape codes and unpaired surrogates."""
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text).encode("utf-8", "replace").decode().strip()
 
 
-def harmless(text: str) -> str:
-    """Text for a spreadsheet, which runs text from = or @ on as a formula."""
+def escape_formula(text: str) -> str:
+    """Return a text on one line that no spreadsheet runs as a formula, as it does texts that begin with = or @."""
     text = one_line(text)
     return f"'{text}" if text.startswith(("=", "@")) else text

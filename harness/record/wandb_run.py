@@ -1,8 +1,12 @@
-"""W&B: a run per job, online with a key, else offline; failures are a line on stderr. ``WANDB_*`` wins over arguments.
+"""W&B: each job is a W&B run, online if an API key is configured, else offline. Its failures are printed on stderr and
+do not end the job. Environment variables ``WANDB_*`` take precedence over arguments.
 
-Metrics: those of ``PLACE``, with ``bytes_seen`` as the x axis; ``train/learning_rate``, a number of a row by the row's
-kind; ``valid_bits_per_byte``, a final score; ``train_span/layers.0.attention``, a sublayer's metric, or of a list
-``/mean``, ``/min`` and ``/max``; ``train_span/mean``, of all sublayers.
+Names of metrics:
+    bytes_seen, step, ...           PROGRESS_KEYS of a row; bytes_seen is the x axis of all metrics
+    train/learning_rate             a number of a row, after the row's kind
+    valid_bits_per_byte             a final score
+    train_span/layers.0.attention   a sublayer's metric; for a list with /mean, /min and /max
+    train_span/mean                 the mean over all sublayers
 """
 
 import os
@@ -15,60 +19,59 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from harness.record.shapes import flat, is_number
+from harness.record.schema import flatten, is_number
 
-PLACE = ("bytes_seen", "step", "epochs", "fraction", "training_flops", "seconds", "bytes_per_second")
+PROGRESS_KEYS = ("bytes_seen", "step", "epochs", "fraction", "training_flops", "seconds", "bytes_per_second")
 INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0
-"""Longest waits for the server, and for uploads at a run's end."""
+"""Longest waits: for the server at the start, and for uploads at the end."""
 
 
 class WandbRun:
-    """One job's run in W&B, a context that finishes it.
+    """The W&B run of a job, a context that finishes it.
 
     Args:
         folder: the run folder; W&B writes into its subfolder ``wandb``.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
-        id: of the run to continue, from a checkpoint, or None.
-        tags, more: as of ``wandb.init``; tags that it would refuse are left out or cut.
+        id: that of the W&B run to continue, from a checkpoint, or None.
+        tags, more: as in ``wandb.init``; empty tags are left out, and long ones are cut.
 
     Attributes:
-        id: for the checkpoint.
-        hint: one line with the run's place or how to upload it; empty without W&B.
+        hint: a line with the URL of the W&B run, or with the command that uploads it; empty if W&B is disabled.
     """
 
     def __init__(self, folder: Path, *, mode: str = "auto", id: str | None = None, tags: Iterable[str] = (), **more):
         self.id, self.hint, self._run = os.environ.get("WANDB_RUN_ID") or id or secrets.token_hex(4), "", None
         mode = os.environ.get("WANDB_MODE") or mode
         if mode != "disabled":
-            tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag)) or None  # W&B refuses others
-            with self._harmless():
+            tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag)) or None  # the lengths that W&B accepts
+            with self._contain_errors():
                 self._run = _start(mode, more | {"tags": tags, "dir": str(folder)}, id=self.id)
                 self.hint = _hint(self._run)
 
     def log(self, row: dict) -> None:
-        """Send the numbers of a row that ``Record.append`` returned; a provenance row goes into the run's summary."""
+        """Log the metrics of a row that ``Record.append`` returned. A provenance row is added to W&B's summary."""
         if self._run is None:
             return
-        with self._harmless():
+        with self._contain_errors():
             if row["kind"] == "provenance":
                 self.log_end(summary={key: row[key] for key in row if key not in ("kind", "config")})
-            elif (metrics := numbers(row)).keys() - set(PLACE):
+            elif (metrics := metrics_of(row)).keys() - set(PROGRESS_KEYS):
                 self._run.log(metrics)
 
     def log_end(self, *, summary: dict) -> None:
-        """Send the run's summary."""
+        """Add a run's summary to W&B's summary."""
         if self._run is not None:
-            with self._harmless():
-                self._run.summary.update(facts(summary))
+            with self._contain_errors():
+                self._run.summary.update(loggable(summary))
 
     @contextmanager
-    def _harmless(self) -> Iterator[None]:
-        """W&B's exceptions, also SystemExit, become one line and end W&B for this job."""
+    def _contain_errors(self) -> Iterator[None]:
+        """Context in which an exception of W&B, also SystemExit, is printed in one line and ends W&B for this job."""
         try:
             yield
         except (Exception, SystemExit) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            print(f"wandb: {reason} (the run itself goes on)", file=sys.stderr)
+            print(f"wandb: {reason} (the run continues without W&B)", file=sys.stderr)
             run, self._run = self._run, None
             if run is not None:
                 self.hint = _hint(run, uploaded=False)
@@ -80,27 +83,29 @@ class WandbRun:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
-        """Finish the run, without waiting long for the server."""
+    def __exit__(self, error_type, error, trace) -> None:
+        """Finish the W&B run, and wait at most ``FINISH_SECONDS`` for uploads."""
         if self._run is not None:
-            with self._harmless():
-                self._run.finish(exit_code=int(kind is not None))
+            with self._contain_errors():
+                self._run.finish(exit_code=int(error_type is not None))
         self._run = None
 
 
 def _start(mode: str, keywords: dict, *, id: str):
-    """The started run: online if possible, else offline, with a line on stderr unless that was asked for."""
+    """Start the W&B run, online if possible. If a run that should be online cannot be, print the reason on stderr."""
     import wandb  # late: it takes a second
 
     settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
-    settings |= {"finish_timeout_raises": True, "x_disable_stats": True}  # samples would be measured with the run
-    of_user = {key for key in settings if os.environ.get(f"WANDB_{key.upper()}")}
-    settings, reason = wandb.Settings(**{key: value for key, value in settings.items() if key not in of_user}), None
+    settings |= {"finish_timeout_raises": True, "x_disable_stats": True}  # W&B's sampling would count as the run's cost
+    settings = {key: setting for key, setting in settings.items() if not os.environ.get(f"WANDB_{key.upper()}")}
+    settings, reason = wandb.Settings(**settings), None
     session = wandb.setup(settings=settings)
-    wanted, mode = mode, session.settings.mode if mode == "auto" else mode  # `wandb offline` was typed here
+    requested = mode
+    if mode == "auto":
+        mode = session.settings.mode  # offline after the command `wandb offline`
     if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False, verify=False):
-        mode, reason = "offline", "no API key is configured" if wanted != "auto" else None
-    # W&B itself takes a variable for less than a keyword.
+        mode, reason = "offline", "no API key is configured" if requested != "auto" else None
+    # In W&B itself keywords take precedence over environment variables.
     names = {key: "WANDB_RUN_GROUP" if key == "group" else f"WANDB_{key.upper()}" for key in keywords}
     keywords = {key: keywords[key] for key, name in names.items() if not os.environ.get(name)}
     start = partial(wandb.init, id=id, resume="allow", reinit="finish_previous", **keywords)
@@ -108,7 +113,7 @@ def _start(mode: str, keywords: dict, *, id: str):
         run = start(mode=mode)
     except wandb.errors.CommError as error:
         reason = f"cannot go online: {' '.join(str(error).split())[:160]}"
-        wandb.teardown()  # the failed start keeps the id to itself
+        wandb.teardown()  # otherwise the failed start still uses the id
         wandb.setup(settings=settings)
         run = start(mode="offline")
     if reason:
@@ -120,43 +125,44 @@ def _start(mode: str, keywords: dict, *, id: str):
 
 
 def _hint(run, *, uploaded: bool = True) -> str:
-    """The run's URL, or the command to upload it with all parts of a resumed run."""
+    """Return a line with the URL of the W&B run, or the command that uploads it with all parts of a resumed run."""
     if run.disabled or (uploaded and not run.offline):
         return "" if run.disabled else f"wandb: {run.url}"
     folder = str(Path(run.dir).parents[1])
     return f"wandb sync {shlex.quote(min(folder, os.path.relpath(folder), key=len))}/*run-*-{run.id}*"
 
 
-def numbers(row: dict) -> dict[str, float]:
-    """Numbers of a row by metric, without texts, and without lists but those of a number for each head."""
+def metrics_of(row: dict) -> dict[str, float]:
+    """Return the numbers of a row by the name of their metric. Lists must have a number for each head."""
     kind, row = row["kind"], row | (row.get("clock") or {})
-    metrics = {name: row.get(name) for name in PLACE}
+    metrics = {name: row.get(name) for name in PROGRESS_KEYS}
     if row.get("final"):
-        return facts(metrics | {f"{kind}_{name}": row[name] for name in row if name.endswith("bits_per_byte")})
-    rest = {name: number for name, number in row.items() if name not in (*PLACE, "kind", "metrics", "clock")}
-    metrics, pooled = metrics | flat(rest, separator="/", prefix=f"{kind}/"), {}
+        return loggable(metrics | {f"{kind}_{name}": row[name] for name in row if name.endswith("bits_per_byte")})
+    rest = {name: leaf for name, leaf in row.items() if name not in (*PROGRESS_KEYS, "kind", "metrics", "clock")}
+    metrics |= flatten(rest, separator="/", prefix=f"{kind}/")
+    pooled: dict[str, list[float]] = {}  # of each metric, the numbers of all sublayers and heads
     for name, metric in (row.get("metrics") or {}).items():
-        place, _, word = name.rpartition(".")
-        heads = [number for number in (metric if isinstance(metric, list) else [metric]) if is_number(number)]
-        pooled.setdefault(f"{kind}_{word}", []).extend(heads)
-        key = f"{kind}_{word}/{place or 'model'}"
-        metrics |= _extent(key, heads) if isinstance(metric, list) else {key: metric}
-    for section, heads in pooled.items():
-        metrics |= _extent(section, heads)
-    return {name: number for name, number in facts(metrics).items() if not isinstance(number, str | bool)}
+        sublayer, _, metric_name = name.rpartition(".")
+        numbers = [number for number in (metric if isinstance(metric, list) else [metric]) if is_number(number)]
+        pooled.setdefault(f"{kind}_{metric_name}", []).extend(numbers)
+        key = f"{kind}_{metric_name}/{sublayer or 'model'}"
+        metrics |= _statistics(key, numbers) if isinstance(metric, list) else {key: metric}
+    for key, numbers in pooled.items():
+        metrics |= _statistics(key, numbers)
+    return {name: number for name, number in loggable(metrics).items() if not isinstance(number, str | bool)}
 
 
-def facts(summary: dict) -> dict[str, float | str]:
-    """Numbers, truths and texts of a summary or provenance row: ``{"memory/peak_bytes": 12345, "variant": "mhsa"}``."""
-    stored = {
-        key: leaf
-        for key, leaf in flat(summary, separator="/").items()
-        if isinstance(leaf, str | bool) or is_number(leaf)
-    }
-    # Readers make floats of larger integers anyway.
-    return {key: float(leaf) if type(leaf) is int and abs(leaf) > 2**53 else leaf for key, leaf in stored.items()}
+def loggable(summary: dict) -> dict[str, float | str]:
+    """Return numbers, booleans and texts with flat keys: ``{"memory/peak_bytes": 12345, "variant": "mhsa"}``."""
+    leaves = {}
+    for key, leaf in flatten(summary, separator="/").items():
+        if isinstance(leaf, str | bool) or is_number(leaf):
+            large = type(leaf) is int and abs(leaf) > 2**53
+            leaves[key] = float(leaf) if large else leaf  # W&B stores numbers as doubles
+    return leaves
 
 
-def _extent(name: str, heads: list[float]) -> dict[str, float]:
-    extent = {"mean": sum(heads) / len(heads), "min": min(heads), "max": max(heads)} if heads else {}
-    return {f"{name}/{key}": number for key, number in extent.items()}
+def _statistics(name: str, numbers: list[float]) -> dict[str, float]:
+    if not numbers:
+        return {}
+    return {f"{name}/mean": sum(numbers) / len(numbers), f"{name}/min": min(numbers), f"{name}/max": max(numbers)}

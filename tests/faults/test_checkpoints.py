@@ -124,9 +124,9 @@ def test_the_last_good_one_is_gone_on_from_with_one_warning(died, once, capsys, 
     named = [line for line in printed.err.splitlines() if line.startswith("WARNING")]
     reason = "cannot be read" if damage == "gone" else "is damaged"
     assert len(named) == 1 and f"step-000000009.pt {reason}" in named[0]
-    assert "step-000000006.pt, the one before, is taken" in named[0]
+    assert "step-000000006.pt, the one before, is loaded" in named[0]
     assert rows_of(job)[1:] == once[1]
-    checkpoints = checkpoint._all(died)
+    checkpoints = checkpoint._checkpoints(died)
     assert len(checkpoints) == 2 and [checkpoint.load(path) for path in checkpoints]
 
 
@@ -135,7 +135,7 @@ def refused(message: str) -> None:
     job = make_job(*GIVEN)
     with pytest.raises(ValueError, match=message):
         run_job(job)
-    assert job.trainer.stream.steps_per_epoch and job._steps_here == 0
+    assert job.trainer.stream.steps_per_epoch and job._steps_of_command == 0
 
 
 def test_without_a_good_one_it_is_refused_until_forced(died, once):
@@ -169,7 +169,7 @@ def test_a_damaged_record_is_found_before_training(died, damage):
     row["bits_per_byte"] += 1e-3
     lines[2] = json.dumps(row).encode() + b"\n" if damage == "a number" else b"\xff\x00garbage{\n"
     record.write_bytes(b"".join(lines))
-    refused(r"record\.jsonl: its first \d+ rows are not those that the checkpoint had seen.*force=true")
+    refused(r"record\.jsonl: its first \d+ rows are not those of the checkpoint.*force=true")
     assert record.read_bytes() == b"".join(lines), "what is left of it is lost"
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.device.processes import joined
-from harness.device.units import gathered
+from harness.device.model_parameters import full_tensors
+from harness.device.processes import join_processes
 from harness.failures import Diverged
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
@@ -29,7 +29,7 @@ def everything(run: Trainer) -> dict:
     """All that an update may change; all processes call it."""
     optimizers = run.optimizers.state_dict()["groups"]
     tensors = {"model": run.model.state_dict(), "states": {k: o["state"] for k, o in optimizers.items()}}
-    return copy.deepcopy(gathered(tensors))
+    return copy.deepcopy(full_tensors(tensors))
 
 
 def same(one: object, other: object) -> bool:
@@ -95,7 +95,7 @@ def in_the_head(run: Trainer) -> None:
     spoil(run.model.head.weight)
 
 
-LOOKS = (lambda run: run.evaluate(run.choosing(), pairs=9), Trainer.content, Trainer.train_row)
+LOOKS = (lambda run: run.evaluate(run.selection_split(), pairs=9), Trainer.checkpoint_content, Trainer.train_row)
 
 
 @pytest.mark.parametrize("look", LOOKS)
@@ -120,12 +120,12 @@ def test_weights_that_are_not_finite_are_neither_scored_nor_saved(look: Callable
 def in_one_of_two() -> list[tuple[str, bool, bool]]:
     """Process 1 alone has a gradient, or nothing but a loss, that is not finite."""
     endings = []
-    with joined() as processes:
+    with join_processes() as processes:
         for words, fail in ((SPARSE, in_the_head), (("runtime.shard=full",), in_the_head), ((), in_the_loss)):
             run = divided_run(processes, *words)
             run.step()
             before = everything(run)
-            with run.update.units.gathered():
+            with run.update.parameters.unsharded():
                 if processes.rank:
                     fail(run)
             with pytest.raises(Diverged) as ended:

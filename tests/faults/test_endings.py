@@ -24,7 +24,7 @@ KINDS = [
     (OSError(28, "No space left on device"), 4, "storage"),
     (ConnectionResetError(104, "Connection reset by peer"), 1, "failed"),
     (Damaged("best.pt is damaged"), 4, "storage"),
-    (ProcessLost("process 0 of 2: another one has ended"), 6, "process lost"),
+    (ProcessLost("process 0 of 2: another process has ended"), 6, "process lost"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "out of memory"),
 ]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.report.frame import read
-from harness.record.rows import RECORD, SUMMARY, look_at
+from harness.record.rows import RECORD, SUMMARY, try_read_object
 from tests.bench_rows import write_run
 
 DEEP = "[" * 200_000
@@ -40,10 +40,10 @@ KINDS = ("pipe", "zeros", "folder", "loop", *ODD)
 def test_an_object_of_anybodys_is_read_or_refused_at_once(kind, tmp_path):
     put(tmp_path / SUMMARY, kind)
     for first_line in (False, True):
-        rows, reason = look_at(tmp_path / SUMMARY, first_line=first_line)
+        rows, reason = try_read_object(tmp_path / SUMMARY, first_line=first_line)
         assert rows is None and reason and "\n" not in reason and len(reason) < 200
         assert ("no regular file" in reason) == (kind in ("pipe", "zeros")), reason
-    assert look_at(tmp_path / "nothing") == (None, None)
+    assert try_read_object(tmp_path / "nothing") == (None, None)
 
 
 def test_a_report_waits_for_nobody(tmp_path):

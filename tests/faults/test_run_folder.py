@@ -148,9 +148,9 @@ def test_a_start_from_a_checkpoint_of_nonsense_is_one_message(run, monkeypatch):
     init_from = prepare.dataclasses.replace(training.plan.init_from, run=str(run), restore="everything")
     training.plan = prepare.dataclasses.replace(training.plan, init_from=init_from)
     for content in contents:
-        monkeypatch.setattr(prepare, "_read_start", lambda path, content=content: (dict(content), theirs))
+        monkeypatch.setattr(prepare, "_read_initial", lambda path, content=content: (dict(content), theirs))
         with pytest.raises(ValueError, match="init_from.run="):
-            prepare.begin_from(training)
+            prepare.initialise(training)
 
 
 class Touching:
@@ -195,5 +195,5 @@ def test_a_run_does_not_write_through_a_link_either(here):
     job.folder.path.mkdir(parents=True)
     (job.folder.path / "lock").symlink_to(victim)
     with pytest.raises(ValueError, match="lock is a link"):
-        job.folder.hold()
+        job.folder.lock()
     assert victim.read_text() == "mine"

@@ -1,7 +1,5 @@
-"""Fresh processes that answer one question at a time: measurements share no heap, and crashes and hangs stay inside.
-
-A cell is forked in a fraction of a second from a server that has imported torch and computed nothing.
-"""
+"""Worker processes for measurements, which share no heap and survive crashes and hangs. A worker is forked in a
+fraction of a second from a server process that has imported torch and computed nothing."""
 
 import atexit
 import multiprocessing
@@ -22,8 +20,8 @@ PRELOAD = ["torch", "torch._dynamo", "torch.utils.flop_counter", "harness.loop.p
 OUT_OF_MEMORY, FAILED = OutOfMemory.status, "failed"
 
 
-class CellError(Exception):
-    """A cell could not answer: ``status`` is ``out of memory`` or ``failed``, the text is the reason."""
+class WorkerError(Exception):
+    """A worker failed. ``status`` is ``out of memory`` or ``failed``, and the text is the reason."""
 
     def __init__(self, status: str, reason: str):
         super().__init__(status, reason)
@@ -33,44 +31,44 @@ class CellError(Exception):
         return self.args[1]
 
 
-class Cell:
-    """A process that makes one object, by a function of a module with pickled ``arguments``, and calls its methods when
-    asked. Taking more than ``memory_limit_bytes`` beyond its first size is a CellError."""
+class WorkerProcess:
+    """A process that makes one object by ``make(*arguments)``, which are pickled, and calls its methods on request.
+    Using more than ``memory_limit_bytes`` in addition to its memory at the start is a WorkerError."""
 
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._connection, end_of_child = context.Pipe()
-        words = (end_of_child, os.getcwd(), memory_limit_bytes, make, arguments)
-        self._process = context.Process(target=_serve, args=words)  # no daemon, which could ask no cells of its own
+        serve_arguments = (end_of_child, os.getcwd(), memory_limit_bytes, make, arguments)
+        self._process = context.Process(target=_serve, args=serve_arguments)  # a daemon could not start workers itself
         self._process.start()
         atexit.register(self.close, wait_seconds=0)
         end_of_child.close()
 
-    def ask(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
-        """The result of the object's method; CellError, and a closed cell, if it raises or hangs or the process dies. A
-        ValueError stays one."""
+    def call(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
+        """Return what the object's method returns. WorkerError, and a closed worker, if the method raises, hangs or
+        ends the process; a ValueError is raised as it is."""
         try:
             self._connection.send((method, arguments, keywords))
             if not self._connection.poll(limit_seconds):
                 self.close(wait_seconds=0)
-                raise CellError(FAILED, f"the process hung: not done after {limit_seconds:g} s")
-            answer, error = self._connection.recv()
+                raise WorkerError(FAILED, f"the process hung: not done after {limit_seconds:g} s")
+            returned, error = self._connection.recv()
         except (EOFError, OSError) as lost:
             self.close()
             code = self._process.exitcode or 0
             if code == -signal.SIGKILL:
                 reason = "the process was killed by SIGKILL, as the system does when memory is short"
-                raise CellError(OUT_OF_MEMORY, reason) from lost
-            end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise CellError(FAILED, f"the process ended by {end}") from lost
+                raise WorkerError(OUT_OF_MEMORY, reason) from lost
+            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise WorkerError(FAILED, f"the process ended by {cause}") from lost
         if error is not None:
             self.close()
             raise error
-        return answer
+        return returned
 
     def close(self, *, wait_seconds: float = 5) -> None:
-        """End the process, and its children where it does not end by itself."""
+        """End the process. If it has not ended after ``wait_seconds``, kill it and its children."""
         atexit.unregister(self.close)
         self._connection.close()
         self._process.join(timeout=wait_seconds)
@@ -88,33 +86,33 @@ class Cell:
 
 
 def _serve(connection: Connection, folder: str, limit: int | None, make: Callable, arguments: tuple) -> None:
-    """The child: make the object at the first question, answer, end when the parent closes the pipe."""
-    os.setsid()  # the parent answers Ctrl-C
+    """Run in the child: make the object at the first call, and return calls until the parent closes the pipe."""
+    os.setsid()  # Ctrl-C interrupts the parent only
     os.chdir(folder)
-    if limit is not None:  # Linux counts private anonymous pages, a heap's and a large tensor's alike, as data
+    if limit is not None:  # RLIMIT_DATA counts private anonymous pages: the heap and large tensors
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         limit += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    subject = None
+    target = None
     with suppress(EOFError, OSError):
         while True:
             method, positional, keywords = connection.recv()
-            answer = error = None
+            returned = error = None
             try:
-                subject = subject or make(*arguments)
-                answer = getattr(subject, method)(*positional, **keywords)
+                target = target or make(*arguments)
+                returned = getattr(target, method)(*positional, **keywords)
             except Exception as raised:
-                error = _portable(raised)
-            connection.send((answer, error))
+                error = _error_for_parent(raised)
+            connection.send((returned, error))
 
 
-def _portable(error: Exception) -> Exception:
-    """The error that the parent raises."""
+def _error_for_parent(error: Exception) -> Exception:
+    """Return the exception that the parent raises: a ValueError for one, else a WorkerError."""
     reason = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
-        return CellError(OUT_OF_MEMORY, reason)
+        return WorkerError(OUT_OF_MEMORY, reason)
     if isinstance(error, ValueError):
         return ValueError(str(error))
     if os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
         traceback.print_exception(error, file=sys.stderr)
-    return CellError(FAILED, f"{type(error).__name__}: {reason}")
+    return WorkerError(FAILED, f"{type(error).__name__}: {reason}")

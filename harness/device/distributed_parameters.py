@@ -1,0 +1,128 @@
+"""Parameters of a model that several processes train; torch averages gradients during the backward pass.
+
+Each residual sublayer is one FSDP unit, and the rest of the model, such as embedding and head, is the last unit. With
+``runtime.shard=none`` each process has all parameters (torch's ``replicate``). With ``runtime.shard=full`` it has some
+rows of each parameter, of its gradient and of its optimizer state (``fully_shard``), and some columns of each table.
+Parameters that FSDP cannot shard stay plain tensors; ``ProcessGroup.average_gradients_`` averages their gradients.
+
+torch replaces a unit's parameters by ``DTensor``. The optimizers keep the original parameter objects: each gets the
+memory of this process's shard, and the averaged gradient of the shard. Importing this module takes most of a second.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.13
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial
+
+from harness.device.model_parameters import ModelParameters, full_tensors, is_dtensor
+from harness.device.processes import ProcessGroup
+from harness.device.sharded_tables import ShardedTables
+
+
+class DistributedParameters(ModelParameters):
+    """``ModelParameters`` of one of several processes. All processes make it, from models with equal weights.
+
+    Args:
+        units: modules of the model that become FSDP units; the model itself becomes the last one.
+        unsharded: parameters that FSDP must leave alone.
+        tables: modules and names of their tables, which ``shard="full"`` shards by columns.
+        device: where the model is moved after tables are sharded; until then it may be on the host.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processes: ProcessGroup,
+        units: Iterable[nn.Module],
+        *,
+        unsharded: Set[nn.Parameter],
+        tables: Sequence[tuple[nn.Module, str]],
+        shard: str,
+        device: torch.device,
+    ):
+        super().__init__(model)
+        self._model, self._processes = model, processes
+        processes.sharded_tables = ShardedTables(tables if shard == "full" else [], processes)
+        if self.local_parameters[0].device.type != device.type:
+            model.to(device)
+        self._mesh = init_device_mesh(self.local_parameters[0].device.type, (processes.world_size,))
+        ignored = unsharded | {*processes.sharded_tables.tables}
+        names = {parameter: name for name, parameter in model.named_parameters() if parameter not in ignored}
+        distribute = fully_shard if shard == "full" else replicate
+        for unit in (*units, model):
+            distribute(unit, mesh=self._mesh, ignored_params=ignored)
+        model.set_reduce_scatter_unused_params(True)  # a step may use a parameter in some processes only
+        for parameter, name in names.items():
+            dtensor = model.get_parameter(name)
+            parameter.data = dtensor.detach().to_local()  # shares memory with the DTensor
+            dtensor.register_post_accumulate_grad_hook(partial(_move_gradient, parameter))
+            if shard == "full":
+                self.dtensors[parameter] = dtensor
+        self.dtensors |= processes.sharded_tables.install(self._mesh)
+        in_units = names.keys() | self.dtensors.keys()
+        self.averaged_parameters = [p for p in self.local_parameters if p not in in_units]
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Send replicated gradients after the last microbatch of a step, sharded ones after each."""
+        self._model.set_requires_gradient_sync(last or bool(self.dtensors))
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        self._processes.all_gather(None, long_wait=True)
+        if self.dtensors:
+            self._model.set_reshard_after_forward(False)
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
+                if self.dtensors and unit is not self._model:
+                    unit.set_reshard_after_forward(True, recurse=False)
+
+    def to_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """Return this process's shard of a tensor of the parameter's full shape; others are returned unchanged."""
+        dtensor = self.dtensors.get(parameter)
+        if dtensor is None or full.shape != dtensor.shape:
+            return full
+        return distribute_like(dtensor, full).to_local().clone()
+
+    def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """Return the ``DTensor`` of a tensor of the shape of the parameter's shard; others are returned unchanged."""
+        dtensor = self.dtensors.get(parameter)
+        return shard if dtensor is None or shard.shape != parameter.shape else _from_shard(shard, dtensor)
+
+    def reduce_shards(self, tensor: Tensor, *, operation: str = "sum") -> Tensor:
+        return DTensor.from_local(tensor, self._mesh, [Partial(operation)]).full_tensor() if self.dtensors else tensor
+
+
+def distribute_like(reference: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``tensor``, which may be a ``DTensor``, sharded as ``reference`` is; a full tensor if that is one."""
+    if not is_dtensor(reference):
+        return full_tensors(tensor)
+    if is_dtensor(tensor):
+        return tensor.redistribute(placements=reference.placements)
+    (chunk,) = reference.__create_chunk_list__()
+    slices = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    shard = tensor[slices].to(reference.device)  # sliced before it is moved: the device may lack room for all of it
+    return _from_shard(shard, reference)
+
+
+def _from_shard(shard: Tensor, like: DTensor) -> DTensor:
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _move_gradient(parameter: nn.Parameter, dtensor: DTensor) -> None:
+    """Move the averaged gradient from the model's ``DTensor`` to the optimizer's parameter."""
+    gradient = dtensor.grad.to_local()
+    dtensor.grad = None
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -1,0 +1,60 @@
+"""Parameters of a model as one process has them: all of them, or its shards (``distributed_parameters.py``)."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+ROWS_PER_GATHER = 2**20
+"""Rows of a column-sharded table that are gathered at a time, because a device may lack room for the whole table."""
+
+
+class ModelParameters:
+    """Parameters of a model that is trained by one process. ``DistributedParameters`` is the subclass for several.
+
+    Attributes:
+        local_parameters: what the optimizers update: each parameter, or this process's shard of it.
+        averaged_parameters: those of them whose gradients are averaged after the backward pass, not during it.
+        dtensors: the ``DTensor`` of each shard in ``local_parameters``.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.local_parameters = list(model.parameters())
+        self.averaged_parameters = self.local_parameters
+        self.dtensors: dict[nn.Parameter, nn.Parameter] = {}
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Prepare the backward pass of a microbatch; ``last`` is the one after which the optimizers step."""
+
+    def unsharded(self) -> AbstractContextManager[None]:
+        """Context in which parameters are complete, for reading; processes may run different numbers of forwards."""
+        return nullcontext()
+
+    def reduce_shards(self, tensor: Tensor, *, operation: str = "sum") -> Tensor:
+        """Return the sum (or ``max``) of all processes' tensors if parameters are sharded, else ``tensor``."""
+        return tensor
+
+
+def is_dtensor(leaf: object) -> bool:
+    """Whether ``leaf`` is a ``DTensor``, without importing that class, which takes most of a second."""
+    return hasattr(leaf, "full_tensor")
+
+
+def full_tensors(tree: object, *, keep: bool = True) -> object:
+    """Return ``tree`` with each ``DTensor`` replaced by its full tensor on the host. All processes must call this. With
+    ``keep=False`` this process gets None in place of full tensors, which saves memory."""
+
+    def full(leaf: object) -> object:
+        if not is_dtensor(leaf):
+            return leaf
+        tensor = _full_tensor(leaf)
+        return tensor if keep else None
+
+    return tree_map(full, tree)
+
+
+def _full_tensor(dtensor: Tensor) -> Tensor:
+    if dtensor.placements[0].is_shard(1):
+        return torch.cat([rows.full_tensor().cpu() for rows in dtensor.split(ROWS_PER_GATHER)])
+    return dtensor.full_tensor().cpu()
