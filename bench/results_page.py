@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from bench.evidence import cell_of, tried
+from bench.evidence import cell_keys, scores_by_factor
 from bench.report.compare import VARIANTS
 from bench.report.frame import REACHED_BITS
 from bench.report.uncertainty import Paired, paired
@@ -56,7 +56,7 @@ def read_runs(path: Path) -> pd.DataFrame:
     """Runs of a file of ``bench.evidence``, one row each, with ``COLUMNS``; only finished runs have numbers."""
     rows = []
     for line in read_rows(path):
-        cell, run = cell_of(line), line["summary"]
+        cell, run = cell_keys(line), line["summary"]
         row = {"variant": cell["variant"], "seed": int(cell["seed"]), "status": run["status"]}
         if run.get("check") in UNCOMPARED:
             row["status"] = run["check"]
@@ -228,7 +228,7 @@ def skills_table(path: Path) -> str:
     """Bits of answers: a row per mechanism, a column per skill and label."""
     cells: dict[str, dict[str, str]] = {}
     for line in read_rows(path):
-        cell, answers = cell_of(line), line["summary"].get("test_bits_per_copy") or {}
+        cell, answers = cell_keys(line), line["summary"].get("test_bits_per_copy") or {}
         shown = {f"{cell['data']}, {label}": f"{bits:.3f}" for label, bits in answers.items() if bits is not None}
         cells.setdefault(f"`{cell['variant']}`", {}).update(shown)
     heads = {head for row in cells.values() for head in row}
@@ -251,7 +251,7 @@ def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
 
 def rates_table(path: Path) -> str:
     """Bits per byte of valid by factor of the rate; the best factor is bold."""
-    scores, cells = tried(path), {}
+    scores, cells = scores_by_factor(path), {}
     for name, bits in scores.items():
         best = min(bits, key=bits.get)
         cells[f"`{name}`"] = {factor: f"{number:.4f}" for factor, number in bits.items()} | {
