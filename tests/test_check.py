@@ -60,7 +60,7 @@ def test_more_flops_than_are_executed_are_caught():
     assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
-    assert outcome(needed_at_most_executed(shrunk(toy(Gate)))) == ([], "not said by layers.0.toy, layers.1.toy")
+    assert outcome(needed_at_most_executed(shrunk(toy(Gate)))) == ([], "not declared by layers.0.toy, layers.1.toy")
 
 
 def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():

@@ -68,5 +68,5 @@ def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) ->
     """Load the best weights of a run folder onto a ``device`` of torch. Nothing in the folder is trusted; ``trust``
     names modules beside ours that its mechanisms may come from. A ValueError names folder or file, and problem."""
     opened = open_trained(Path(path), key="path", trust=list(trust))
-    about = opened.saved | {"protocol": opened.plan.protocol()}
+    about = opened.provenance | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)
