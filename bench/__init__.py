@@ -1,4 +1,4 @@
-"""Commands that measure, check and report, one module each: ``python -m bench.cost``, ``python -m bench.report``, ..."""
+"""Commands that measure, check and report, one module each, such as ``python -m bench.cost``."""
 
 from pathlib import Path
 

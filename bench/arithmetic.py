@@ -14,8 +14,7 @@ from torch import Tensor
 BITS = 24
 TOTAL = 1 << BITS  # the sum of all symbols' frequencies
 ESCAPE = 1 << 12
-"""Frequency of the escape symbol, which precedes a byte that the vocabulary lacks. The escape symbol costs 12 bits, and
-its share makes every other symbol 0.0004 bits dearer."""
+"""Frequency of the escape symbol before a byte that the vocabulary lacks: 12 bits; other symbols take 0.0004 more."""
 _WORD = 64
 _MIN_WIDTH = 1 << 48  # in a narrower interval, the first byte is settled
 
@@ -24,8 +23,8 @@ class Coder(Protocol):
     """The method that encoder and decoder share, so that one loop can use either."""
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
-        """Write ``symbol`` (an encoder), or ignore it and read a symbol (a decoder); return the symbol. ``ends`` are the
-        running sums of all symbols' frequencies, int64, of which the last is ``TOTAL``."""
+        """Write ``symbol`` (an encoder), or ignore it and read a symbol (a decoder); return the symbol. ``ends`` are
+        the running sums of all symbols' frequencies, int64, of which the last is ``TOTAL``."""
 
 
 class Encoder:
@@ -95,9 +94,8 @@ class Decoder:
 
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
-    """Integer frequencies, int64 ``[S, V + 1]``, of ``probabilities``, float64 ``[S, V]``. Each is at least 1, and a row
-    sums to ``TOTAL``. The likeliest symbol gets what rounding down leaves. The last column is ``escape``, which may be
-    0."""
+    """Integer frequencies, int64 ``[S, V + 1]``, of ``probabilities``, float64 ``[S, V]``, each at least 1. A row sums
+    to ``TOTAL``; the likeliest symbol gets what rounding down leaves. The last column is ``escape``, which may be 0."""
     available = TOTAL - escape - probabilities.shape[1]
     counts = 1 + (probabilities * available).long()
     remainder = TOTAL - escape - counts.sum(dim=1, keepdim=True)

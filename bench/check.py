@@ -1,11 +1,10 @@
 """Checks a variant against the contract, and prints pass and fail lines: ``python -m bench.check variant=mine``.
 
 A promise is one property that the contract demands, such as causality. Promises are checked on a small model of the
-variant, with the sizes of ``small`` in its YAML. The model is built in every combination of three choices: the position
-schemes on Hydra's search path, ``model.cache`` and ``model.attend_self``. Each combination uses the fastest backend that
-applies, and compares it with the plain one. Every second combination is checked with the plain backend as well; these
-cover every pair of choices. Then causality, reach and segment cuts are checked at the sizes that ``train.py`` would use
-with the same words.
+variant, with the sizes of ``small`` in its YAML, in every combination of three choices: the position schemes on Hydra's
+search path, ``model.cache`` and ``model.attend_self``. Each combination compares a fast backend with the plain one.
+Every second combination is also checked with the plain backend; these cover every pair of choices. Then causality,
+reach and segment cuts are checked at the sizes that ``train.py`` would use with the same words.
 
 A choice that is typed does not vary: ``position=relative`` (or any key of ``position``), ``model.cache=hidden``,
 ``model.attend_self=false``, ``runtime.backend=plain``, or ``recipe=..``, which fixes the first three.
@@ -38,11 +37,7 @@ from bench import CONF
 from harness.compose.cli import MISTAKES, explain, run_command
 
 COMMAND_KEYS = ("agree",)
-UNSEEN = (
-    "The contract does not say whether a mechanism computes what its paper says: "
-    "only a reference can, as in tests/reference."
-)
-"""What the check cannot see; the last line of its output."""
+LIMITATION = "Only a reference, as in tests/reference, shows whether a mechanism computes what its paper says."
 BROKEN: list[str] = []
 """Names of variants that broke a promise. If there are any, the exit code is 1 after the last job of a sweep."""
 
@@ -94,7 +89,7 @@ def main(cfg: DictConfig) -> None:
     print(f"{name}: {outcome} {count_of(len(broken), 'combination')}{ending}")
     if compare_device and not device_agrees():
         BROKEN.append(name)
-    print(UNSEEN)
+    print(LIMITATION)
 
 
 def _print_findings(title: str, findings: list) -> set[str]:
@@ -107,8 +102,7 @@ def _print_findings(title: str, findings: list) -> set[str]:
 
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
-    """Each combination of the choices whose keys are not in ``typed``, with its plan or, if the mechanism refuses it,
-    with the error."""
+    """Each combination of the choices whose keys are not ``typed``, with its plan or the error of its refusal."""
     from bench.conformance import fast_backend, named_kind, plain_plan
     from bench.planning import compose_typed, pop_keys
     from harness.loop.prepare import planned
@@ -117,18 +111,16 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
     recipe = "recipe" in typed
     position_typed = recipe or any(key.partition(".")[0] == "position" for key in typed)
     job, loader = HydraConfig.get(), GlobalHydra.instance().config_loader()
-    if position_typed:
-        positions = [job.runtime.choices.position]
-    else:
+    positions = [job.runtime.choices.position]
+    if not position_typed:
         positions = loader.get_group_options("position", overrides=list(job.overrides.hydra))
     caches = [cfg.model.cache] if recipe or "model.cache" in typed else ["kv", "hidden"]
     composed = functools.cache(  # because composing takes a tenth of a check's time
         lambda position: compose_typed("check", *([] if position_typed else [f"position={position}"]))
     )
     attend_selfs = [cfg.model.attend_self] if recipe or "model.attend_self" in typed else [True, False]
-    for (i, position), (j, cache), (k, attend_self) in itertools.product(
-        *map(enumerate, (positions, caches, attend_selfs))
-    ):
+    choices = itertools.product(*map(enumerate, (positions, caches, attend_selfs)))
+    for (i, position), (j, cache), (k, attend_self) in choices:
         combination = Combination(position, cache, str(attend_self).lower())
         try:
             config = copy.deepcopy(composed(position))
@@ -149,11 +141,11 @@ def findings_at_run_sizes(combination: Combination) -> list:
     if the mechanism refuses the typed words alone."""
     from harness.loop.admission import findings_at_sizes
 
-    words = [f"position={combination.position}", f"model.cache={combination.cache}"]
+    position, cache, attend_self, _ = combination
     try:
         plan = _training_plan()
     except MISTAKES:
-        plan = _training_plan(*words, f"model.attend_self={combination.attend_self}")
+        plan = _training_plan(f"position={position}", f"model.cache={cache}", f"model.attend_self={attend_self}")
     return list(findings_at_sizes(plan))
 
 
@@ -166,12 +158,9 @@ def _training_plan(*words: str):
 
 
 def device_agrees() -> bool:
-    """Print and return whether the device agrees with plain PyTorch in float64 on a CPU.
-
-    The allowed error is ``select_backend.LEAST``, or twice the error of plain PyTorch in the device's precision if that
-    is larger. Tables that are looked up in bfloat16 may return other slots; then the numbers only have to be finite.
-    ValueError if the backend cannot run.
-    """
+    """Print and return whether the device agrees with plain PyTorch in float64 on a CPU. The allowed error is
+    ``select_backend.LEAST``, or twice the error of plain PyTorch in the device's precision if that is larger. Lookups
+    in bfloat16 may read other slots of a table, so these numbers only have to be finite."""
     import torch
 
     from harness.device import runtime

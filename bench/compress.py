@@ -1,10 +1,9 @@
 """Compresses a file with a run's probabilities: ``python -m bench.compress run=outputs/latest file=F out=F.awt``.
 
 ``bench.decompress`` decodes the file. Encoder and decoder make the same forward passes in the same order, one byte of
-each stream at a time, so that on one machine their probabilities are equal bit for bit. The header names everything that
-could change a bit of them, and a decoder that differs from it refuses the file.
-
-Format: AWT1, the header's length in 2 bytes, the header (JSON, deflated), the code.
+each stream at a time, so that on one machine their probabilities are equal bit for bit. The header names everything
+that could change a bit of them; a decoder that differs refuses the file. Format: AWT1, the header's length in 2 bytes,
+the header (JSON, deflated), the code.
 """
 
 import json
@@ -31,15 +30,11 @@ from harness.plan.settings import Positive, checked
 from harness.record import checkpoint
 from harness.record.cells import count_of
 
-STREAM_BYTES = 4096
-"""Default length of a stream: longer than the context of most models, and short enough to give many streams at a time."""
+STREAM_BYTES = 4096  # default length: longer than most models' context, yet it gives many streams
 ALLOWED = "allowed is the run, code, machine, threads, precision and backend of the encoder"
-UNIFORM = np.arange(1, 257) << (BITS - 8)
-"""Running sums of equal frequencies for 256 byte values: 8 bits for each byte."""
+UNIFORM = np.arange(1, 257) << (BITS - 8)  # running sums of equal frequencies: 8 bits for each byte
 SPLIT = Literal["train", "valid", "test"]
-MAGIC = b"AWT1"
-FILE = ("bytes", "sha256", "streams", "checksum")
-"""Keys of the header that describe the file's content."""
+MAGIC, FILE_KEYS = b"AWT1", ("bytes", "sha256", "streams", "checksum")
 CONDITIONS = ("weights", "source", "device", "device_kind", "instruction_set", "threads", "precision", "backend")
 CONDITIONS += ("torch", "environment")
 """Keys of the header that must be equal in the encoder and the decoder."""
@@ -52,17 +47,9 @@ DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of
 
 @torch.no_grad()
 def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, device) -> tuple[bytes, dict]:
-    """Encode or decode bytes, one byte of each stream at a time.
-
-    Args:
-        content: what is encoded; for a decoder, any bytes of the length that is decoded.
-        streams: number of streams; fewer if there are fewer bytes.
-        symbols: the byte of each token id.
-
-    Returns:
-        The content, and counts: ``predicted``, the bytes with a prediction, which are all but each stream's first;
-        their ``bits``; and ``escaped``, the bytes that the vocabulary lacks, which take 20 bits each.
-    """
+    """Encode ``content``, or decode as many bytes, one byte of each stream at a time. ``symbols`` has the byte of each
+    token id. Return the content and counts: the bytes ``predicted``, which are all but each stream's first; their
+    ``bits``; and the bytes ``escaped``, which the vocabulary lacks and which take 20 bits each."""
     lengths = stream_lengths(len(content), streams)
     columns = np.zeros((max(lengths, default=0), len(lengths)), np.uint8)  # shorter streams end in an unused zero
     for stream, (end, length) in enumerate(zip(np.cumsum(lengths), lengths, strict=True)):
@@ -91,8 +78,7 @@ def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, devic
                 column[stream] = byte_of_id[token] if token < unknown else coder.code(UNIFORM, byte)
             tokens = id_of_byte[column]
             in_vocabulary = present & (tokens < unknown)
-            n_escaped = int((present & ~in_vocabulary).sum())
-            escaped += n_escaped
+            escaped += (n_escaped := int((present & ~in_vocabulary).sum()))
             log_likelihood = float(log_probabilities.numpy()[in_vocabulary, tokens[in_vocabulary]].sum())
             bits += 20 * n_escaped - log_likelihood / np.log(2)
     counts = {"predicted": len(content) - len(lengths), "bits": bits, "escaped": escaped}
@@ -105,7 +91,7 @@ def stream_lengths(n_bytes: int, streams: int) -> list[int]:
 
 
 def pack(header: dict, code: bytes) -> bytes:
-    """The bytes of a coded file. ``header`` has the keys ``CONDITIONS`` and ``FILE``, except ``checksum``."""
+    """The bytes of a coded file. ``header`` has the keys ``CONDITIONS`` and ``FILE_KEYS``, except ``checksum``."""
     text = json.dumps(header | {"checksum": zlib.crc32(code)}, separators=(",", ":"))
     deflater = zlib.compressobj(9, zdict=DICTIONARY)  # saves some 200 bytes, which matter in a short file
     packed = deflater.compress(text.encode()) + deflater.flush()
@@ -113,15 +99,14 @@ def pack(header: dict, code: bytes) -> bytes:
 
 
 def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
-    """Header and code of a coded file's bytes; ValueError, which begins with ``key``, if the file has another format or
-    is damaged."""
+    """Header and code of a coded file's bytes; ValueError naming ``key`` for another format or a damaged file."""
     if not content.startswith(MAGIC):
         raise ValueError(f"{key}: is no file of this format ({MAGIC.decode()}); allowed is what bench.compress wrote")
     end = 6 + int.from_bytes(content[4:6], "big")
     inflater = zlib.decompressobj(zdict=DICTIONARY)
     try:
         header = json.loads(inflater.decompress(content[6:end], 1 << 16))
-        complete = inflater.eof and {*header} == {*FILE, *CONDITIONS}
+        complete = inflater.eof and {*header} == {*FILE_KEYS, *CONDITIONS}
         intact = complete and header["checksum"] == zlib.crc32(content[end:])
     except (zlib.error, ValueError, TypeError):
         intact = False
@@ -131,8 +116,7 @@ def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
 
 
 def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
-    """The run of ``cfg.run``, keywords of ``code_streams``, and the ``CONDITIONS`` of its probabilities. ValueError
-    naming the key."""
+    """The run of ``cfg.run``, keywords of ``code_streams``, and the ``CONDITIONS`` of its probabilities."""
     run = open_trained(Path(cfg.run), key="run", runtime=cfg.runtime, trust=cfg.trust)
     plan, model, symbols = run.plan, run.model(), run.symbols()
     if not plan.runtime.deterministic:
@@ -174,19 +158,16 @@ def main(cfg: DictConfig) -> None:
     if split is not None:
         corpus = run.corpus()
         content = corpus.splits[split].numpy().tobytes().translate(corpus.symbols.ljust(256, b"\0"))
-    lengths = stream_lengths(len(content), streams or math.ceil(len(content) / STREAM_BYTES))
-    encoder = Encoder()
+    lengths, encoder = stream_lengths(len(content), streams or math.ceil(len(content) / STREAM_BYTES)), Encoder()
     _, counts = code_streams(encoder, content, streams=len(lengths), **keywords)
     header = {"bytes": len(content), "sha256": digest(content), "streams": len(lengths)} | conditions
     code = encoder.finish()
-    packed = pack(header, code)
-    write_whole(Path(out), packed)
+    write_whole(Path(out), packed := pack(header, code))
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
-    cut = f"{count_of(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each of which starts without state"
+    cut = f"{count_of(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each without initial state"
     print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
     if not counts["predicted"]:
-        print("no byte was predicted, so there is no score to compare with")
-        return
+        return print("no byte was predicted, so there is no score to compare with")
     by_file, by_score = 8 * len(packed) / len(content), counts["bits"] / counts["predicted"]
     bits = f"{by_file:.4f} bits per byte by the file, {by_score:.4f} by the score under the same cut"
     print(f"{bits}: {100 * (by_file / by_score - 1):+.2f} %")
@@ -198,10 +179,9 @@ def decompress(cfg: DictConfig) -> None:
     file, out = (checked(cfg[key], str, key=key) for key in ("file", "out"))
     header, code = unpack(read_input(file, out=out), key=f"file={file}")
     _, keywords, conditions = open_run(cfg)
-    unequal = [key for key in conditions if header[key] != conditions[key]]
-    if unequal:
-        differences = ", ".join(f"{key} (then {header[key]}, now {conditions[key]})" for key in unequal)
-        raise ValueError(f"file={file}: was coded with other probabilities, these differ: {differences}; {ALLOWED}")
+    differences = [f"{k} (then {header[k]}, now {conditions[k]})" for k in conditions if header[k] != conditions[k]]
+    if differences:
+        raise ValueError(f"file={file}: has other probabilities, these differ: {', '.join(differences)}; {ALLOWED}")
     content, _ = code_streams(Decoder(code), bytes(header["bytes"]), streams=header["streams"], **keywords)
     if digest(content) != header["sha256"]:
         raise ValueError(f"file={file}: the SHA-256 of the decoded bytes is not that of the encoded ones; {ALLOWED}")

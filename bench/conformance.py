@@ -1,9 +1,8 @@
 """Checks a small plan against the contract: the promises of ``variants/conformance``, and those that need the harness.
 
-``check_choices`` tests what mechanisms do with a run's choices, such as ``model.cache``. A choice that a mechanism
-accepts must change its output, because otherwise a comparison of choices would mean nothing. Models that differ in one
-choice get equal weights, and their sublayers get equal inputs ``[B, T, D]`` in two segments. The weights change between
-the segments, so that cached keys differ from recomputed ones.
+A choice that a mechanism accepts, such as ``model.cache``, must change its output, because otherwise a comparison of
+choices would mean nothing. Models that differ in one choice get equal weights, and their sublayers equal inputs
+``[B, T, D]`` in two segments. The weights change between the segments, so that cached keys differ from recomputed ones.
 """
 
 import math
@@ -25,14 +24,13 @@ from variants.conformance.fixture import Outputs, Subject, Verdict, differs
 from variants.contract import Position
 
 NEEDED = "needed FLOPs are at most the executed ones"
-WIDE_SPAN = 70
-"""Keys from which heads with different spans have different widths, because widths are multiples of 64 keys."""
+WIDE_SPAN = 70  # keys; widths are multiples of 64 keys, so heads with different spans have different widths
 Weights = list[dict[str, Tensor]]
 """Parameters by name, for the first segment and for the second."""
 
 
 def named_kind(device: str) -> str:
-    """The kind of device that a ``runtime.device`` names; ``cpu`` for ``auto``, because the contract is checked there."""
+    """The kind of device that a ``runtime.device`` names. For ``auto`` it is ``cpu``, where the contract is checked."""
     return "cpu" if device == "auto" else device.partition(":")[0]
 
 
@@ -68,8 +66,7 @@ def plain_plan(plan: Plan) -> Plan:
 
 
 def needed_at_most_executed(plan: Plan) -> Verdict:
-    """Check that the FLOPs that a model declares for a training step are at most the executed ones, with and without a
-    carried state."""
+    """Check that declared FLOPs of a training step are at most the executed ones, with and without carried state."""
     torch.manual_seed(0)
     model, segment, lines = plan.make_model().train(), 2 * plan.model.span, []
     if undeclared := model.flops_estimated_3x():
@@ -85,12 +82,11 @@ def needed_at_most_executed(plan: Plan) -> Verdict:
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:
-    """Compare the fast backend with the plain one, at a multiple of the plan's span that gives heads different widths.
-    A mechanism that does not run there is compared at the plan's span."""
+    """Compare the fast backend with the plain one at a multiple of the plan's span, at which heads have different
+    widths, or at the plan's span if the mechanism does not run there."""
     span = plan.model.span * math.ceil(WIDE_SPAN / plan.model.span)
-    fast = replace(plan, model=replace(plan.model, span=span))
-    if not runs(fast):
-        fast = plan
+    wide = replace(plan, model=replace(plan.model, span=span))
+    fast = wide if runs(wide) else plan
     subjects = (Subject(p.make_model, p.model.span, p.data["vocabulary"]) for p in (fast, plain_plan(fast)))
     finding = finding_of(f"the {backend} backend equals the plain one", equal_backends, *subjects)
     return replace(finding, detail=f"span {fast.model.span}, {finding.detail}")
@@ -110,8 +106,7 @@ def check_choices(plan: Plan) -> Verdict:
     for key, choice, alternatives in _choices(plan):
         choices, changed = [str(choice).lower()], set()
         for alternative, changed_plan in alternatives.items():
-            changed_model = _build(changed_plan)
-            if changed_model is None:
+            if (changed_model := _build(changed_plan)) is None:
                 continue
             choices.append(str(alternative).lower())
             outputs = _outputs(changed_model, weights, x, honours)
@@ -166,8 +161,7 @@ def _outputs(model: LanguageModel, weights: Weights, x: Tensor, names: Collectio
     for loaded, segment in zip(weights, x.chunk(2, dim=1), strict=True):
         for name, parameter in model.named_parameters():
             if name in loaded:
-                sizes = zip(parameter.shape, loaded[name].shape, strict=True)
-                common = tuple(slice(min(size)) for size in sizes)
+                common = tuple(map(slice, map(min, zip(parameter.shape, loaded[name].shape, strict=True))))
                 parameter[common] = loaded[name][common]
         model.project_()
         outputs = {name: s(segment, states[name], start) for name, s in model.sublayers() if name in names}

@@ -42,8 +42,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def workspace(sections: list[dict], *, entity: str, project: str, name: str):
-    """A ``Workspace`` of W&B, which its method ``save`` sends to the server. A panel's ``type`` is the name of a class of
-    W&B, and its other keys are the class's keywords. Metrics ``y`` of a ``LinePlot`` may have a ``*``."""
+    """A ``Workspace`` of W&B, which its method ``save`` sends to the server. A panel's ``type`` is the name of a class
+    of W&B, and its other keys are the class's keywords. Metrics ``y`` of a ``LinePlot`` may have a ``*``."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
@@ -68,8 +68,7 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
 
 
 def pattern_of(metric: str) -> str:
-    """The regular expression of a metric in which ``*`` stands for the name of one sublayer. It has a dot, so that the
-    metric of all sublayers does not match."""
+    """The regular expression of a metric. ``*`` stands for the name of one sublayer, which has a dot, not for all."""
     return "^" + re.escape(metric).replace(r"\*", r".*\..*") + "$"
 
 

@@ -1,8 +1,8 @@
-"""Scores a checkpoint under another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
+"""Scores a checkpoint in another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
 
 A score depends on streams, segment and span. On valid, the bytes that selected the weights are left out. Each call adds
-a row to the run's ``evaluations.jsonl``: the protocol, bits per byte in streams, and bits per byte by context in windows
-without state. The latter are also drawn in ``context.png``.
+a row to the run's ``evaluations.jsonl``: the protocol, bits per byte in streams, and bits per byte by context in
+windows without state. The latter are also drawn in ``context.png``.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ def main(cfg: DictConfig) -> None:
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
     score = score_stream(model, split, runtime=device, collect_stats=True, look=look, **cut)
     windows = score_windows(model, split, runtime=device, look=look)
-    context_sizes = {"longest": 2 * protocol["span"], "segment": protocol["segment"]}
+    sizes = {"longest": 2 * protocol["span"], "segment": protocol["segment"]}
     future_nats = max(score.future_nats, windows.future_nats)
     row = {
         "kind": "evaluation",
@@ -55,7 +55,7 @@ def main(cfg: DictConfig) -> None:
         "bits_per_byte": score.bits_per_byte,
         "windows_bits_per_byte": windows.bits_per_byte,
         "future_nats": future_nats,
-        "context_curve": score_context(model, split, runtime=device, **context_sizes),
+        "context_curve": score_context(model, split, runtime=device, **sizes),
         "bytes": len(score.nats),
         "metrics": model.metrics(score.stats),
         "check": provenance.get("check") if future_nats <= MOST_NATS else NOT_CAUSAL,
@@ -92,8 +92,7 @@ def print_row(row: dict, folder: Path) -> None:
 
 
 def draw_context(curve: list[dict], path: Path, **titles: str) -> Path:
-    """Draw bits per byte against bytes of context, a horizontal line for each range of ``curve``, which is a row's
-    ``context_curve``. Return the path."""
+    """Draw the ``context_curve`` of a row: a horizontal line for each range of bytes of context. Return the path."""
     from bench.report.drawing import BLUE, panels, save, styled
 
     with styled():

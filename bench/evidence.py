@@ -9,6 +9,7 @@ row is skipped on every machine. An interrupted run continues in its run folder.
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,8 +45,7 @@ def cell_keys(row: dict) -> dict[str, str]:
 
 
 def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
-    """Bits per byte on valid by mechanism and learning rate factor; infinite for a failed run. A missing file gives an
-    empty dictionary."""
+    """Bits per byte on valid (infinite for a failed run) by mechanism and learning rate factor; empty without file."""
     scores: dict[str, dict[float, float]] = {}
     for row in read_rows(file):
         cell, summary = cell_keys(row), row["summary"]
@@ -65,15 +65,9 @@ def next_factor(scores: dict[float, float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One training run of a stage.
-
-    Attributes:
-        words: the words of its command, by which its row names it.
-        file: the file of its row.
-        score_context: whether the run is also scored by bytes of context.
-        span_words: the words of the cell whose spans this run replays, or None.
-        mean_span: whether every head replays the mean of these spans instead of its own.
-    """
+    """One training run of a stage: the words of its command, which identify it, and the file of its row. With
+    ``score_context`` it is also scored by bytes of context. With ``span_words``, the words of another cell, it replays
+    that cell's spans; with ``mean_span`` it replays their mean in every head."""
 
     words: tuple[str, ...]
     file: Path
@@ -90,21 +84,15 @@ def sweep_grid(sweep: str) -> dict[str, object]:
     """The grid of ``conf/sweep/<sweep>.yaml``, including the grids of the sweeps in its defaults list."""
     config = OmegaConf.to_container(OmegaConf.load(Path(CONF, "sweep", f"{sweep}.yaml")))
     grid: dict[str, object] = {}
-    for name in config["defaults"]:
-        grid |= sweep_grid(name) if isinstance(name, str) else {}
+    for name in (entry for entry in config["defaults"] if isinstance(entry, str)):
+        grid |= sweep_grid(name)
     return grid | config["hydra"]["sweeper"]["params"]
 
 
 def stage_cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str]) -> list[Cell]:
-    """All cells of a stage, ordered by seed within each grid.
-
-    Args:
-        grids: the stage's entry in ``conf/evidence.yaml``.
-        words: further words of every command.
-        rows: the folder of the files of rows.
-        replays: names of variants: the one that learns spans (``source``), the one that replays them (``spans``), and
-            the one that replays their mean (``mean``).
-    """
+    """All cells of a stage, ordered by seed within each of its ``grids``. ``words`` follow in every command.
+    ``replays`` names three variants: the one that learns spans (``source``), the one that replays them (``spans``), and
+    the one that replays their mean (``mean``)."""
     cells = []
     for grid in grids:
         file = rows / f"{grid.get('table', grid['sweep'])}.jsonl"
@@ -112,12 +100,15 @@ def stage_cells(grids: list[dict], *, words: list[str], rows: Path, replays: dic
             params = sweep_grid(grid["sweep"]) | grid.get("params", {}) | extension
             for point in _points(params):
                 typed = (f"sweep={grid['sweep']}", *point, *words)
-                cells.append(_cell(typed, file=file, score_context=grid.get("context", False), replays=replays))
+                replay = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in typed), None)
+                source = tuple(re.sub("^variant=.*", f"variant={replays['source']}", word) for word in typed)
+                spans = {"span_words": source, "mean_span": replay == "mean"} if replay else {}
+                cells.append(Cell(words=typed, file=file, score_context=grid.get("context", False), **spans))
     return cells
 
 
 def _extensions(file: Path) -> Iterator[dict[str, str]]:
-    """Changes of the grid that train each mechanism of a file with its next learning rate factor, if it has one."""
+    """Changes of a grid that train each mechanism with its next learning rate factor, if it has one."""
     for name, scores in scores_by_factor(file).items():
         if factor := next_factor(scores):
             yield {"variant": name, LR_FACTOR: f"{factor:g}"}
@@ -128,16 +119,6 @@ def _points(params: dict[str, object]) -> Iterator[list[str]]:
     keys = sorted(params, key=lambda key: key != "seed")
     for values in product(*(str(params[key]).split(",") for key in keys)):
         yield [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-
-
-def _cell(words: tuple[str, ...], *, file: Path, score_context: bool, replays: dict[str, str]) -> Cell:
-    """The cell with these words, which replays spans if its variant is one of ``replays``."""
-    replay = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in words), None)
-    span_words = None
-    if replay:
-        source = f"variant={replays['source']}"
-        span_words = tuple(source if word.startswith("variant=") else word for word in words)
-    return Cell(words=words, file=file, score_context=score_context, span_words=span_words, mean_span=replay == "mean")
 
 
 def compact(row: dict) -> dict:
@@ -160,14 +141,9 @@ def span_word(row: dict | None, *, mean: bool) -> str:
 
 @dataclass
 class Runner:
-    """Trains each cell in a child process, on the core of the thread that waits for the process.
-
-    Attributes:
-        outputs: the folder of the run folders, one per cell.
-        path: ``data.path`` of the runs that read enwik8.
-        futures: futures by the words of their cells, in the order in which they start.
-        children: the child processes that are running.
-    """
+    """Trains each cell in a child process, on the core of the thread that waits for the process. ``outputs`` is the
+    folder of the run folders, ``path`` the ``data.path`` of the runs that read enwik8. ``futures`` has the cells'
+    futures by their words, and ``children`` the processes that are running."""
 
     outputs: Path
     path: str | None
@@ -193,8 +169,7 @@ class Runner:
                 exit_code = self.run_python("-m", "bench.evaluate", *options)
                 row["evaluation"] = None if exit_code else read_rows(run / EVALUATIONS)[-1]
         if exit_code not in COUNTED_EXIT_CODES or not (run / SUMMARY).exists():
-            log = self.outputs / "log.txt"
-            raise ValueError(f"ended with {exit_code}, see {log}; the same command trains this cell again")
+            raise ValueError(f"ended with {exit_code}, see {self.outputs / 'log.txt'}; it will be trained again")
         with locked(self.outputs / cell.file.name):
             if not cell.find_row(cell.words):
                 text = json.dumps(plain(row), allow_nan=False).replace(str(folder), "outputs")

@@ -1,14 +1,13 @@
 """Predicts whether a training step fits: ``python -m bench.fit variant=V model=base device_memory=24GiB``.
 
-The trainer's update runs on fake tensors, which have shapes but no data, under torch's ``MemTracker``. This needs no
-device. It gives the peak memory by cause, and the largest batch within ``device_memory``. Learned spans have their
-initial values.
+Without the device, the trainer's update runs on fake tensors, which have shapes but no data, under torch's
+``MemTracker``. The result is the peak memory by cause, and the largest batch within ``device_memory``. Learned spans
+have their initial values.
 
 The prediction is for one process without compilation. On a CPU it is within 10% of the measured peak
-(``tests/test_fit.py``). For a GPU (any ``runtime.device`` but ``cpu``) it is the memory that a CPU would need at the
-GPU's precision, with chunked attention in place of kernels; it is not verified, and the table's title says so. It leaves
-out the memory of kernels, libraries and allocators (a CUDA context takes about half a GiB), and on a CPU the corpus and
-the blocks that the C library keeps after they are freed.
+(``tests/test_fit.py``). For a GPU (any ``runtime.device`` but ``cpu``) it is not verified: it is the memory of a CPU at
+the GPU's precision, with chunked attention in place of kernels. It leaves out the memory of kernels, libraries and
+allocators (a CUDA context takes about half a GiB), and on a CPU the corpus and freed blocks of the C library.
 """
 
 import dataclasses
@@ -43,8 +42,7 @@ from harness.record.table import Column, Table, print_table
 
 COMMAND_KEYS = ("device_memory", "devices")
 CPU = torch.device("cpu")
-MAX_STREAMS = 2**12
-"""The largest number of streams that is tried."""
+MAX_STREAMS = 2**12  # that are tried
 CAUSES = {
     "parameters": "weights and buffers",
     "gradients": "the gradients that exist at the peak",
@@ -53,7 +51,6 @@ CAUSES = {
     "activations": "tensors that the forward pass allocates",
     "temporary": "all other tensors that exist at the peak",
 }
-"""Causes of memory, explained."""
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
@@ -70,15 +67,12 @@ def main(cfg: DictConfig) -> None:
     lines += [(f"{cause}, MiB", cells.mib(split[cause]).text, about) for cause, about in CAUSES.items()]
     if limit_bytes:
         lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
-        streams = most_streams(
-            lambda streams: predict(plan, streams=streams)["predicted_peak_bytes"],
-            limit_bytes=limit_bytes,
-            min_streams=plan.batch.accumulate,
-        )
+        limits = {"limit_bytes": limit_bytes, "min_streams": plan.batch.accumulate}
+        streams = most_streams(lambda n: predict(plan, streams=n)["predicted_peak_bytes"], **limits)
         lines.append(("most streams", f"{streams:,}", f"that fit; up to {MAX_STREAMS:,} were tried"))
     verified = kind == "cpu" and plan.runtime.compile is not True
-    accuracy = "within 10% of the measured peak" if verified else "not verified"
-    title = f"Predicted memory of {plan.variant} on {kind}, {eager_plan(plan).runtime.precision}, {accuracy}"
+    title = f"Predicted memory of {plan.variant} on {kind}, {eager_plan(plan).runtime.precision}, "
+    title += "within 10% of the measured peak" if verified else "not verified"
     columns = (Column("", number=False), Column(""), Column("what it is", number=False))
     rows = tuple(tuple(map(cells.text, line)) for line in lines)
     print_table(Table(name="fit", title=title, caption="", columns=columns, rows=rows))
@@ -94,24 +88,15 @@ def parse_memory(value: object) -> int:
 
 
 def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, min_streams: int) -> int:
-    """The largest number of streams from ``min_streams`` to ``MAX_STREAMS`` whose peak is within the limit; 0 if there
-    is none. ``peak_bytes`` must not fall with the number of streams."""
+    """The largest number of streams from ``min_streams`` to ``MAX_STREAMS`` whose peak is within the limit, or 0."""
     fitting = bisect_right(range(min_streams, MAX_STREAMS + 1), limit_bytes, key=peak_bytes)
     return min_streams + fitting - 1 if fitting else 0
 
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Predict the peak memory of a training step with a full carried state and initial parameters.
-
-    Args:
-        streams: the number of streams; by default the plan's.
-
-    Returns:
-        ``backend``, the peak's ``split`` into ``CAUSES`` in bytes, and their sum ``predicted_peak_bytes``.
-
-    Raises:
-        ValueError: memory depends on values of tensors, which fake tensors do not have.
-    """
+    """Predict the peak memory of a training step with a full carried state and initial parameters, for a number of
+    ``streams`` or the plan's. Returns ``backend``, the ``split`` into ``CAUSES`` in bytes, and its sum
+    ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors lack."""
     batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
     device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager_plan(plan), batch=batch)
     with torch.random.fork_rng(devices=[]):

@@ -45,8 +45,7 @@ def between_markers(page: str, block: str, *, name: str) -> str:
 
 
 def readme_table(folder: Path) -> str:
-    """README's table: a row for each mechanism in ``readme`` of ``variants.yaml`` and each compressor, the best on test
-    first."""
+    """A row for each mechanism in ``readme`` of ``variants.yaml`` and each compressor, the best on test first."""
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
     if not len(runs):
         return "No run has finished yet; [learning rates](docs/results.md#learning-rates) have been selected."
@@ -55,9 +54,8 @@ def readme_table(folder: Path) -> str:
     for name, group in by_variant(runs[runs["variant"].isin(VARIANTS["readme"])]):
         difference = results_page.reference_difference_text(runs, name)
         row = [f"`{name}`", results_page.mean_text(group["test"]), difference, reach.get(name, "")]
-        row += [
-            "" if flops is None else f"{flops / 1e6:.2f}" for flops in (group["flops"].mean(), long_flops.get(name))
-        ]
+        flops = (group["flops"].mean(), long_flops.get(name))
+        row += ["" if n is None else f"{n / 1e6:.2f}" for n in flops]
         row += [f"{group['state'].mean() / results_page.KIB:,.0f}", f"{group['parameters'].iloc[0]:,.0f}"]
         scored_rows.append((group["test"].mean(), row))
     compressors = next(iter(runs["compressors"].dropna()), {})
@@ -67,8 +65,7 @@ def readme_table(folder: Path) -> str:
 
 
 def figure_png(folder: Path) -> bytes:
-    """A PNG with two panels: each mechanism's difference from the reference with its 95% interval, and bits of a copied
-    byte by distance."""
+    """A PNG with each mechanism's difference from the reference, and bits of a copied byte by distance."""
     from bench.report import drawing  # matplotlib is slow to import
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")

@@ -1,8 +1,7 @@
 """Draws what a trained run attends to: ``python -m bench.inspect run=outputs/latest [text=FILE or 'some words']``.
 
-It writes two figures into the run folder. ``inspect_attention.png`` has the attention map of every layer and head over
-the first bytes of ``text``, or of valid without the bytes that selected the weights. ``inspect_spans.png`` shows how far
-back each head attends.
+It writes two figures into the run folder. ``inspect_attention.png`` has the attention map of every head over the first
+bytes of ``text``, or of the reported part of valid. ``inspect_spans.png`` shows how far back each head attends.
 """
 
 import math
@@ -22,10 +21,8 @@ from bench.report.drawing import GREY, INK, panels, save, styled
 from harness.compose.cli import run_command
 from variants.contract import Inspection
 
-MAX_CELLS = 12 * 16 * 256**2
-"""The most attention weights in one figure."""
-SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))
-"""Shares of a head's attention whose distance is drawn, with marker, colour (Okabe and Ito's) and label."""
+MAX_CELLS = 12 * 16 * 256**2  # attention weights in one figure
+SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))  # with marker, colour and label
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="inspect")
@@ -46,26 +43,22 @@ def main(cfg: DictConfig) -> None:
         tokens = corpus.reported("valid", selection_bytes=run.plan.eval.selection_bytes)
     else:
         symbols = run.symbols()
-        if os.path.isfile(text):
-            name, content = Path(text).name, Path(text).read_bytes()
-        else:
-            name, content = "text", os.fsencode(text)
+        is_file = os.path.isfile(text)
+        name, content = (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))
         tokens = numbers_of(content, symbols, key="text").to(torch.uint8)
     if len(tokens) < 2:
         raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
     tokens = tokens[:length]
     _, inspections = model.eval().inspect(tokens[None].long().to(device.device))
     maps = {layer: i.weights[0].float().cpu().numpy() for layer, i in inspections.items() if i.weights is not None}
-    n_weights = sum(weights.size for weights in maps.values())
-    if n_weights > MAX_CELLS:
+    if (n_weights := sum(weights.size for weights in maps.values())) > MAX_CELLS:
         max_length = math.isqrt(MAX_CELLS * len(tokens) ** 2 // n_weights)
         raise ValueError(f"bytes={length}: allowed is {max_length} or less for so many heads")
     for layer in [layer for layer, part in model.sublayers() if part.honours is not None and layer not in maps]:
         print(f"{layer} is not drawn: its mechanism gives no attention weights")
     if not maps:
         return
-    title = f"{run.provenance['variant']}, seed {run.provenance['seed']}"
-    about = f"{name}, {len(tokens)} bytes"
+    title, about = f"{run.provenance['variant']}, seed {run.provenance['seed']}", f"{name}, {len(tokens)} bytes"
     words = bytes(symbols[token] for token in tokens[:90].tolist()).decode("utf-8", "backslashreplace")
     words = "".join(letter if letter.isprintable() else " " for letter in words)
     with styled():
@@ -101,8 +94,7 @@ def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, su
 def draw_reach(
     maps: Mapping[str, np.ndarray], inspections: Mapping[str, Inspection], path: Path, **titles: str
 ) -> None:
-    """Draw the distance within which half and nine tenths of each head's attention lie, and the end of its soft mask, if
-    it has one."""
+    """Draw the distances within which the ``SHARES`` of each head's attention lie, and the end of its soft mask."""
     titles |= {"title": f"How far back heads attend: {titles['title']}"}
     figure, (ax,) = panels(1, 1, width=max(6.5, 1.2 + 0.9 * len(maps)), height=4.4, **titles)
     for index, (name, layer) in enumerate(maps.items()):
@@ -133,8 +125,7 @@ def layer_names(names: Iterable[str]) -> list[str]:
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """The distance ``[H]`` in bytes within which a ``share`` of the attention weights of ``maps [H, T, T]`` lies, for
-    the queries of the second half."""
+    """The distance ``[H]`` in bytes that has a ``share`` of the weights ``[H, T, T]`` of the later half of queries."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
     mass = np.stack([np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps])

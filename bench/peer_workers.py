@@ -1,8 +1,7 @@
 """Measurements of one entry of ``bench.peers``: a variant of ours, the reference model, or a package's model.
 
 Every entry makes whole training steps on the same bytes in the same order: forward, loss, backward and optimizer. A
-variant of ours makes the trainer's step. Packages are built as their documentation says, without dropout. Noise is
-added to all weights.
+variant of ours makes the trainer's step. Packages are built as documented, without dropout. Noise is added to weights.
 """
 
 from functools import partial
@@ -91,8 +90,7 @@ class PeerWorker(CostWorker):
     kind, memory, timed = "peers", ("train_memory",), ("train",)
 
     def identity(self) -> dict:
-        """The row's provenance, with the package and its version. In a peer's row and configuration, ``variant`` names
-        the peer."""
+        """The row's provenance, with the package and its version. ``variant`` is the peer's name."""
         row, peer = super().identity(), self.task.peer
         package = PACKAGES.get(peer, "attention-windtunnel")
         if peer:

@@ -2,8 +2,7 @@
 ``python -m bench.peers model=small context=512``.
 
 All train on the same bytes in the same order, with the same width, layers, heads, context, streams, threads, precision
-and AdamW. None has dropout or carried state. Rows go to ``rows=FILE`` or to
-``outputs/bench/<time>-peers/rows.jsonl``.
+and AdamW. None has dropout or carried state. Rows go to ``rows=FILE`` or ``outputs/bench/<time>-peers/rows.jsonl``.
 """
 
 from collections.abc import Sequence
@@ -20,8 +19,7 @@ from bench import CONF
 from bench.turns import Entry, measure
 from harness.compose.cli import run_command
 
-JOB = "language model"
-"""The key ``job`` of every row; rows of different jobs do not share a table."""
+JOB = "language model"  # the key ``job`` of every row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +79,12 @@ def make_row(entry: Entry, reference: Entry) -> dict:
     from bench.peer_workers import REFERENCE
 
     batch = entry.facts["config"]["batch"]
-    sizes = {"streams": batch["streams"], "segment": batch["segment"]}
-    row = {"name": entry.name, "job": JOB, **sizes, "relative_to": REFERENCE}
+    row = {"name": entry.name, "job": JOB, "streams": batch["streams"], "segment": batch["segment"]}
+    row["relative_to"] = REFERENCE
     row |= {"status": entry.status or "measured", "reason": entry.reason, "rounds": len(entry.rounds["train"])}
     row |= {"backend": "plain", "parameters": None} | entry.facts
-    measured = ("memory", "time", "bytes_per_second", "relative_to_reference", "relative_range")
     if entry.status:
-        return row | dict.fromkeys(measured)
+        return row | dict.fromkeys(("memory", "time", "bytes_per_second", "relative_to_reference", "relative_range"))
     step, ratios = entry.percentiles("train"), speed_ratios(entry, reference)
     return row | {
         "memory": entry.facts["memory"],

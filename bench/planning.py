@@ -1,7 +1,6 @@
 """Plans of a command's configuration or of a run folder, checked as for a training run.
 
-``conf/bench.yaml`` has the groups of a training run, and a command's file adds keys of its own. So a command measures
-what ``train.py`` would run with the same words.
+A command's file in ``conf`` adds keys to those of a training run: it measures what ``train.py`` runs with equal words.
 """
 
 import json
@@ -33,8 +32,7 @@ from harness.record.rows import CONFIG, RECORD
 
 
 def pop_keys(cfg: DictConfig, *names: str) -> dict:
-    """Remove a command's own keys from its configuration, and return their values as plain Python objects. What remains
-    is the configuration of a training run."""
+    """Remove a command's own keys, which a training run lacks, from its configuration; return their plain values."""
     OmegaConf.resolve(cfg)  # before the removal, because other keys may refer to the removed ones
     config = OmegaConf.to_container(cfg)
     with open_dict(cfg):
@@ -44,14 +42,8 @@ def pop_keys(cfg: DictConfig, *names: str) -> dict:
 
 
 def recompose(command: str, *overrides: str, pop: tuple[str, ...], drop: tuple[str, ...] = ()) -> DictConfig:
-    """Compose the training run's configuration once more, inside a Hydra command.
-
-    Args:
-        command: name of the YAML file in ``conf``.
-        overrides: words that follow the typed ones.
-        pop: keys of the command, which are removed from the configuration.
-        drop: keys whose typed words are left out.
-    """
+    """Compose the training run's configuration of a Hydra command again, from the typed words without those of the keys
+    ``drop``, followed by ``overrides``. The command's own keys, ``pop``, are removed."""
     cfg = compose_typed(command, *overrides, drop=drop)
     pop_keys(cfg, *pop)
     return cfg
@@ -95,9 +87,8 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str) -> Plan:
-    """The plan of a run folder, to be computed as ``runtime`` says. The folder is untrusted: its configuration may have
-    plain values only, and may name only classes of ours and of this command's ``trust``. ValueError naming folder, file
-    and key."""
+    """The plan of a run folder, computed as ``runtime`` says; ValueError naming folder, file and key. The folder is
+    untrusted: its configuration may have plain values only, and name only classes of ours and of ``trust``."""
     origin = f"{key}={path}"
     config = read_config(path / CONFIG, what=origin)
     try:
@@ -108,14 +99,8 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str)
 
 
 class TrainedRun(NamedTuple):
-    """An opened run folder.
-
-    Attributes:
-        plan: the plan of its configuration.
-        provenance: the first row of its record.
-        best: the content of its best checkpoint.
-        key: the configuration key that named the folder, for error messages.
-    """
+    """An opened run folder: its plan, the first row of its record (``provenance``), the content of its best checkpoint,
+    and the configuration key that named the folder."""
 
     plan: Plan
     provenance: dict
@@ -123,8 +108,7 @@ class TrainedRun(NamedTuple):
     key: str
 
     def model(self, *, span: int | None = None) -> LanguageModel:
-        """The plan's model with the best weights, on the CPU. ``span`` replaces the span of the run. ValueError if the
-        weights do not fit the model."""
+        """The model with the best weights, on the CPU, perhaps with another span; ValueError if weights do not fit."""
         model = self.plan.make_model()
         load_weights(model, self.best["model"], what=self.key)
         if span is not None and span != self.plan.model.span:

@@ -24,39 +24,9 @@ COST_TABLES = {
     "Cost against context: ms per byte of training": (1, ("time", "train_ms", "p50")),
 }
 """Divisor and path of the number in a row of ``bench.cost``, by the title of its table."""
-CAPTIONS = dict.fromkeys(
-    COST_TABLES,
-    "Streams carry a full state. The heading of a column is `model.span`; `batch.segment` is the default.",
-) | {
-    "Front page, more columns": "Each run trains on 3.4 MB once, and is scored on the 400 kB of test. ±: half of the "
-    "95% interval of the mean over seeds. LR factor: Muon's learning rate as a factor of `optim.lr`, selected on valid "
-    "(see Learning rates). Peak: approximate memory of training. Times are not shown, because other programs ran on "
-    "the same machines.",
-    "What context is worth": "Mean bits per byte of test, by the number of bytes that precede the predicted byte in "
-    "its window. Windows start without state.",
-    "Claims of the papers": "A claim has one or more expected differences between a mechanism and a baseline, over "
-    "seeds that both have. An expected difference holds if its whole 95% interval lies within the expected range, does "
-    "not hold if the whole interval lies outside, and is not separated otherwise. A claim holds if all of its "
-    "differences do. Fewer than three seeds give no verdict.",
-    "After 10 MB": "The runs of the first table with `budget.bytes=10000000`.",
-    "Recall": "Mean bits of a byte that repeats an earlier byte, by the distance between them in bytes, after training "
-    "on 1.5 MB of `data=recall`. A model without recall needs 4 bits. Reach: the largest distance with less than "
-    f"{REACHED_BITS:g} bit.",
-    "Skills": "Mean bits of an answer on test after training on 1.5 MB of a generated corpus, one seed. A model that "
-    "has the skill needs 0 bits. Recall: by the bytes since the key was last seen; 3 bits without the skill. Copying: 4 "
-    "bits without the skill. State tracking: by the number of swaps; at most 1.38 bits without the skill.",
-    "A span of 4,096": "`sweep=long`: streams carry state, and keys and values of the past are projected again. One "
-    "seed, with the learning rates of the first table.",
-    "Learning rates": "`sweep=rates`: bits per byte of valid after training on 0.85 MB, by the factor of `optim.lr` "
-    "that Muon uses; the best factor is bold. Seed 100, which selects learning rates, is in no other table.",
-    "Learning rates over all bytes": "The same after 3.4 MB (`stage=a3`). The best factors are half of those after "
-    "0.85 MB, so the runs of the other tables use half of each best factor.",
-}
-"""What a section's table shows, by the section's title."""
 COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
-MIN_SEEDS = 3
-"""Common seeds from which a difference gets a verdict."""
+MIN_SEEDS = 3  # for a verdict
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
 """The column of ``read_runs`` for each measure of ``claims.yaml``."""
 HOLDS, FAILS, UNDECIDED, TOO_FEW = "holds", "does not hold", "not separated", "too few seeds"
@@ -72,18 +42,12 @@ def read_runs(path: Path) -> pd.DataFrame:
         if summary.get("check") in UNCOMPARED:
             run["status"] = summary["check"]
         elif summary["status"] == "finished":
-            run |= {
-                "valid": summary["valid_bits_per_byte"],
-                "test": summary["test_bits_per_byte"],
-                "parameters": summary["parameters"]["total"],
-                "flops": summary["flops_per_byte"]["executed"],
-                "state": summary["memory"]["state_bytes"],
-                "peak": summary["memory"]["peak_bytes"],
-                "copies": summary.get("test_bits_per_copy"),
-                "compressors": summary["compressors"].get("test") or {},
-                "context": (row.get("evaluation") or {}).get("context_curve"),
-                "conditions": _conditions(summary),
-            }
+            run |= {"valid": summary["valid_bits_per_byte"], "test": summary["test_bits_per_byte"]}
+            run |= {"parameters": summary["parameters"]["total"], "flops": summary["flops_per_byte"]["executed"]}
+            run |= {"state": summary["memory"]["state_bytes"], "peak": summary["memory"]["peak_bytes"]}
+            run |= {"copies": summary.get("test_bits_per_copy"), "conditions": _conditions(summary)}
+            run["compressors"] = summary["compressors"].get("test") or {}
+            run["context"] = (row.get("evaluation") or {}).get("context_curve")
         run["lr_factor"] = (row["record"][0]["config"]["variant"].get("lr_scale") or {}).get("muon", 1)
         run["machine"] = f"{summary['device']}, {summary['threads']} thread, {summary['precision']}"
         runs.append(run)
@@ -91,8 +55,7 @@ def read_runs(path: Path) -> pd.DataFrame:
 
 
 def _conditions(summary: dict) -> str:
-    """What all runs of a table must have in common, as text. Context and span are left out of the protocol, because they
-    depend on a mechanism's sizes."""
+    """What all runs of a table must share, as text: not context and span, which depend on a mechanism's sizes."""
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
     common = [summary["data"]["sha256"], protocol, summary["budget"], summary["precision"]]
     return json.dumps([*common, summary["numerics"]["shared"]], sort_keys=True)
@@ -115,8 +78,7 @@ def _paired_text(mean: Paired, *, form: str) -> str:
 
 
 def reference_difference(runs: pd.DataFrame, variant: str) -> Paired | None:
-    """The mean difference of a variant from the reference on test, over the seeds that both have; None without such a
-    seed, and for the reference."""
+    """The mean difference from the reference on test over common seeds; None without one, and for the reference."""
     finished = runs[runs["status"] == "finished"].pivot_table(index="seed", columns="variant", values="test")
     if variant == REFERENCE or not {variant, REFERENCE} <= set(finished.columns):
         return None
@@ -139,11 +101,8 @@ def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
 
 def recall_reach(runs: pd.DataFrame) -> dict[str, str]:
     """The largest distance at which a copied byte costs less than ``REACHED_BITS``, as text, by mechanism."""
-    reach = {}
-    for name, bits in copy_bits(runs).iterrows():
-        distances = bits.index[bits < REACHED_BITS]
-        reach[name] = f"{max(distances):,}" if len(distances) else "none"
-    return reach
+    reached = {name: bits.index[bits < REACHED_BITS] for name, bits in copy_bits(runs).iterrows()}
+    return {name: f"{max(distances):,}" if len(distances) else "none" for name, distances in reached.items()}
 
 
 def flops_at(path: Path, length: int) -> dict[str, float]:
@@ -167,7 +126,14 @@ def sections(folder: Path) -> str:
         ("Learning rates", learning_rate_table(folder / "rates.jsonl")),
         ("Learning rates over all bytes", learning_rate_table(folder / "rates_full.jsonl")),
     ]
-    return "\n\n".join(f"## {title}\n\n{CAPTIONS[title]}\n\n{table}" for title, table in tables if table)
+    captions = read_yaml("captions.yaml")
+    texts = ((title, captions[title.partition(":")[0]], table) for title, table in tables if table)
+    return "\n\n".join(f"## {title}\n\n{caption}\n\n{table}" for title, caption, table in texts)
+
+
+def read_yaml(name: str) -> dict | list:
+    """The content of a YAML file of ``bench``."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 def bits_table(runs: pd.DataFrame) -> str:
@@ -210,7 +176,7 @@ def claims_table(runs: pd.DataFrame) -> str:
     if len(conditions := sorted(runs["conditions"].dropna().unique())) > 1:
         raise ValueError("rows differ in data, protocol, budget or arithmetic:\n" + "\n".join(conditions))
     rows = []
-    for claim in yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8")):
+    for claim in read_yaml("claims.yaml"):
         verdicts, parts = [], []
         for part in claim["parts"]:
             all_seeds = seed_differences(runs, part["variant"], part["baseline"], part["measure"])
@@ -231,8 +197,7 @@ def _range_of(expected: str, margin: float) -> str:
 
 
 def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: str) -> pd.Series:
-    """The difference from the baseline for each common seed, in bits per byte or in percent of the baseline; NaN for a
-    seed of which a run has no score."""
+    """The difference from the baseline, in its unit or in percent, for each common seed; NaN if a run has no score."""
     column = MEASURES[measure]
     columns = [runs[runs["variant"] == name].set_index("seed")[column].astype(float) for name in (variant, baseline)]
     a, b = pd.concat(columns, axis=1, join="inner").sort_index().T.to_numpy()
@@ -240,27 +205,18 @@ def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: s
 
 
 def judge(differences: list[float], *, expected: str, margin: float) -> tuple[str, str]:
-    """The verdict on the mean of differences, and the mean with its 95% interval as text.
-
-    Args:
-        expected: ``lower``, a mean below the margin, or ``equal``, a mean between minus and plus the margin.
-
-    Returns:
-        ``HOLDS`` if the whole interval lies in the expected range, ``FAILS`` if it lies outside, else ``UNDECIDED``;
-        ``TOO_FEW`` for fewer than ``MIN_SEEDS`` differences.
-    """
+    """The verdict on the mean of differences, and the mean with its 95% interval as text. A mean is expected below the
+    margin (``lower``), or between minus and plus the margin (``equal``). The verdict is ``HOLDS`` if the whole interval
+    lies there, ``FAILS`` if it lies outside, else ``UNDECIDED``; ``TOO_FEW`` for fewer than ``MIN_SEEDS``."""
     if len(differences) < 2:
         return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
     mean = paired(differences)
     low, high = mean.mean - mean.half_width, mean.mean + mean.half_width
     min_expected = -margin if expected == "equal" else float("-inf")
-    if mean.n < MIN_SEEDS:
-        verdict = TOO_FEW
-    elif min_expected < low and high < margin:
+    verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
+    if min_expected < low and high < margin:
         verdict = HOLDS
-    else:
-        verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
-    return verdict, _paired_text(mean, form="+.4f")
+    return verdict if mean.n >= MIN_SEEDS else TOO_FEW, _paired_text(mean, form="+.4f")
 
 
 def recall_table(runs: pd.DataFrame) -> str:

@@ -1,5 +1,5 @@
-"""Files of rows that commands of ``bench`` write and the report reads. A row is a JSON object with its whole provenance,
-so a reader needs neither torch nor another file. ``harness.record.comparison`` decides which rows compare."""
+"""Files of rows that commands of ``bench`` write and the report reads. A row is a JSON object with its whole
+provenance, so that its reader needs no other file. ``harness.record.comparison`` decides which rows compare."""
 
 import time
 from itertools import count
@@ -8,8 +8,7 @@ from pathlib import Path
 from harness.record.comparison import GROUND, UNSAID
 from harness.record.rows import append_row, other_format, plain
 
-ROWS = "rows.jsonl"
-"""Name of the file, in a new folder for each call of a command."""
+ROWS = "rows.jsonl"  # in a new folder for each call of a command
 IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "commit", "data", "seed")
 """Keys of a row's provenance, without those that describe the machine."""
 
@@ -19,10 +18,10 @@ class RowFile:
     row creates it. ValueError naming ``rows`` or ``outputs`` if it cannot be written."""
 
     def __init__(self, outputs: Path, *, command: str, path: str | None = None):
-        if path:
-            self.path, key = Path(path), f"rows={path}"
-        else:
-            self.path, key = _new_folder(outputs, command) / ROWS, f"outputs={outputs}"
+        name = time.strftime(f"%Y%m%d-%H%M%S-{command}")
+        folders = (outputs / (f"{name}-{n}" if n > 1 else name) for n in count(1))  # several calls in one second
+        self.path = Path(path) if path else next(folder for folder in folders if not folder.exists()) / ROWS
+        key = f"rows={path}" if path else f"outputs={outputs}"
         if self.path.is_dir():
             raise ValueError(f"{key}: cannot be written ({self.path} is a folder)")
         parent = next(parent for parent in self.path.absolute().parents if parent.exists())
@@ -34,13 +33,6 @@ class RowFile:
         reason = refusal(plain(row))
         assert reason is None, reason
         return append_row(self.path, row)
-
-
-def _new_folder(outputs: Path, command: str) -> Path:
-    """A folder that does not exist; calls within one second are numbered."""
-    name = time.strftime(f"%Y%m%d-%H%M%S-{command}")
-    folders = (outputs / (f"{name}-{n}" if n > 1 else name) for n in count(1))
-    return next(folder for folder in folders if not folder.exists())
 
 
 def refusal(row: object) -> str | None:

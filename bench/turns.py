@@ -1,5 +1,5 @@
-"""Measures entries, each in a process of its own. Memory comes first. Then the entries are timed in turn (A B, B A, ...),
-so that a drift of the machine's speed affects all of them alike. FLOPs come last."""
+"""Measures entries, each in a process of its own: first memory, then times, then FLOPs. Times are taken in turn, so
+that a drift of the machine's speed affects all entries alike."""
 
 import sys
 import time
@@ -44,8 +44,7 @@ def time_calls(
     for _ in range(warmup_calls):
         call()
     synchronise()
-    times_ms = []
-    deadline = time.perf_counter() + max_seconds
+    times_ms, deadline = [], time.perf_counter() + max_seconds
     while len(times_ms) < min_calls or time.perf_counter() < deadline:
         synchronise()
         begin = time.perf_counter()
@@ -63,8 +62,7 @@ class Entry:
         name: shown on the terminal.
         task: a ``cost_worker.Task``.
         cell: the process.
-        status: None, or after an error ``failed`` or ``out of memory``.
-        reason: the error's message.
+        status, reason: ``failed`` or ``out of memory`` and the error's message, or None.
         facts: keys of the entry's row.
         rounds: milliseconds of each call, by quantity and round.
     """
@@ -78,8 +76,7 @@ class Entry:
     rounds: dict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
 
     def ask(self, method: str, *arguments, **keywords):
-        """Call a method of the worker in the process and return its result; None after the entry has failed. A user's
-        mistake raises ValueError."""
+        """Return what a method of the worker returns, or None if the entry failed; ValueError for a user's mistake."""
         try:
             return None if self.status else self.cell.ask(method, *arguments, **keywords)
         except CellError as error:
@@ -98,8 +95,8 @@ class Entry:
 
 
 def time_in_turn(entries: Sequence[Entry], quantity: str, *, rounds: int, seconds: float) -> None:
-    """Time a quantity of all entries that have not failed: ``rounds`` rounds of ``seconds`` seconds per entry, fewer for
-    an entry that reaches ``MAX_MS``. Each round begins with another entry."""
+    """Time a quantity of all entries that have not failed: ``rounds`` rounds of ``seconds`` seconds per entry, fewer
+    for an entry that reaches ``MAX_MS``. Each round begins with another entry."""
     for index in range(rounds):
         ready = [entry for entry in entries if not entry.status and sum(map(sum, entry.rounds[quantity])) < MAX_MS]
         first = index % max(len(ready), 1)
@@ -117,8 +114,7 @@ def measure(
 
     Args:
         worker: ``cost_worker.CostWorker`` or a subclass.
-        rounds: number of rounds in which each quantity is timed.
-        seconds: seconds per entry and round.
+        rounds, seconds: number of rounds in which each quantity is timed, and seconds per entry and round.
         limit_bytes: memory that each process may take beyond its initial size.
     """
     measured: list[Entry] = []

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bench.check import UNSEEN
+from bench.check import LIMITATION
 from bench.conformance import NEEDED, backends_agree, findings, ideal_beside_executed, needed_at_most_executed
 from harness.count.ideal import excuses
 from harness.loop.admission import admission
@@ -111,7 +111,7 @@ def test_every_combination_is_checked(here, quick):
     for i, j in itertools.combinations(range(3), 2):
         assert {(c[i], c[j]) for c in plain} == set(itertools.product(factors[i], factors[j]))
     lines = ended.out.splitlines()
-    assert ended.code == 0 and lines[-2:] == ["mhsa: keeps the contract in 30 combinations", UNSEEN]
+    assert ended.code == 0 and lines[-2:] == ["mhsa: keeps the contract in 30 combinations", LIMITATION]
     assert lines[0] == "pass  alibi, kv, attend_self=true, kernel: 1 promises" and not list(here.iterdir())
 
 

@@ -2,8 +2,7 @@
 
 It reads run folders and rows of ``bench.cost`` and ``bench.peers``. Rows that compare share a table. Each table becomes
 a CSV file, each figure a PNG and an SVG file, and all of them one ``index.html``, which can be opened from disk.
-``runs.csv`` has all numbers of every run. Rows that are not shown are listed with the reason. Neither torch nor a server
-is needed.
+``runs.csv`` has all numbers of every run. Rows that are not shown are listed with the reason.
 """
 
 import argparse
@@ -28,8 +27,8 @@ from harness.record.table import Table, harmless, one_line, print_table, to_csv
 
 TITLE = "attention-windtunnel report"
 LIMITATIONS = (
-    "Limitations: models are small and budgets short compared with published ones. Text is read as bytes, most often of "
-    "one corpus (English Wikipedia). A result at one size may not hold at another. A row with n = 1 has no interval. "
+    "Limitations: models are small and budgets short compared to published ones. Text is read as bytes, mostly of one "
+    "corpus (English Wikipedia). A result at one size may not hold at another. A row with n = 1 has no interval. "
     "Times on a CPU depend on other programs of the machine. docs/metrics.md and docs/statistics.md have more."
 )
 CONTENTS = "contents.txt"
@@ -59,8 +58,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
-    """Write the report into the folder ``out``, print the tables of means, and yield the path of each file. ValueError if
-    ``out`` cannot be a folder, StorageFailure if a file cannot be written."""
+    """Write the report into the folder ``out``, print the tables of means, and yield the path of each file. ValueError
+    if ``out`` cannot be a folder, StorageFailure if a file cannot be written."""
     from bench.report.figures import draw_all  # matplotlib takes a second to import
 
     try:
@@ -78,9 +77,8 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
             if table.name.startswith("runs-"):
                 print_table(replace(for_terminal(table), notes=()))
         for name, content in files.items():
-            if isinstance(content, str):
-                content = content.encode("utf-8", "replace")  # text from JSON may have half a surrogate pair
-            write_whole(out / name, content)
+            # Text from JSON may have half a surrogate pair.
+            write_whole(out / name, content.encode("utf-8", "replace") if isinstance(content, str) else content)
             yield f"{out / name}"
         _remove_older(out, written=set(files))
     except StorageFailure:
@@ -91,10 +89,8 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 def all_tables(rows: Rows) -> list[Table]:
     """The tables of runs, picks, costs and peers."""
-    tables = [*run_tables(rows), *tuning_tables(rows.frame)]
-    for kind, tables_of in COMMAND_TABLES.items():
-        tables += tables_of([*rows.of(kind).get("row", ())])
-    return tables
+    costs, peers = (make([*rows.of(kind).get("row", ())]) for kind, make in COMMAND_TABLES.items())
+    return [*run_tables(rows), *tuning_tables(rows.frame), *costs, *peers]
 
 
 def runs_csv(runs: pd.DataFrame) -> str:

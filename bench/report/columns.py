@@ -1,8 +1,5 @@
-"""Columns of the report's tables. ``columns.yaml`` has the heading, form, key and explanation of each. A form is a function
-that makes a cell from a row and a key.
-
-A row is a dictionary whose dotted keys are columns of the report's frame. It lacks keys that were not measured.
-"""
+"""Columns of the report's tables: ``columns.yaml`` has heading, form, key and explanation. A form makes a cell from a
+row and a key. A row is a dictionary with dotted keys, like the report's frame, without those not measured."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +12,6 @@ from harness.record import cells
 from harness.record.table import Cell, Column, Table
 
 Form = Callable[[Mapping, str], Cell]
-"""Makes the cell of a row's number at a key."""
 
 
 def _number(form: Callable[[float | None], Cell], *, approximate: str | None = None) -> Form:
@@ -70,7 +66,6 @@ FORMS: dict[str, Form] = {name: _number(form) for name, form in NUMBERS.items()}
     "fixed2_or_status": partial(_or_status, form=_number(FIXED["fixed2"])),
     "whole_or_status": partial(_or_status, form=_number(cells.whole)),
 }
-"""The forms of ``columns.yaml`` by name, except ``copies``."""
 TEXT_FORMS = ("text", "spread")
 
 
@@ -80,23 +75,19 @@ def _file() -> dict[str, list]:
 
 
 def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
-    """The columns of a section of ``columns.yaml``. The form ``copies`` makes a column for each of the ``distances`` from
-    which bytes are copied."""
+    """The columns of a section of ``columns.yaml``; its form ``copies`` makes one for each of the ``distances``."""
     made = []
     for heading, form, key, explained in _file()[section]:
+        specs = [(heading, form, key)]
         if form == "copies":
             specs = [(f"{heading} from {distance}, bits", "fixed4", f"{key}.{distance}") for distance in distances]
-        else:
-            specs = [(heading, form, key)]
-        for head, name, column_key in specs:
-            cell = partial(FORMS[name], key=column_key)
-            made.append(Column(head, explained, cell, number=name not in TEXT_FORMS))
+        for head, name, number_key in specs:
+            made.append(Column(head, explained, partial(FORMS[name], key=number_key), number=name not in TEXT_FORMS))
     return made
 
 
 def for_terminal(table: Table) -> Table:
-    """A table without the columns that a terminal has no room for. The section ``terminal`` of ``columns.yaml`` lists the
-    others, and notes explain them."""
+    """A table with only the columns of the section ``terminal`` of ``columns.yaml``, explained in its notes."""
     shown = [index for index, column in enumerate(table.columns) if column.heading in _file()["terminal"]]
     columns = tuple(table.columns[index] for index in shown)
     rows = tuple(tuple(row[index] for index in shown) for row in table.rows)

@@ -1,8 +1,8 @@
 """Decides which rows share a table, names them, and writes the texts of captions.
 
 Runs compare in bits per byte if ``held_equal`` of ``harness.record.comparison`` and the numerics of the shared code are
-equal. Rows compare in time and memory if code and *ground* are equal; the ground is all that they depend on except code,
-such as device, threads and versions. An *arm* is one configuration of a variant with one code, over all seeds.
+equal. Rows compare in time and memory if code and *ground* are equal; the ground is all that they depend on except
+code, such as device, threads and versions. An *arm* is one configuration of a variant with one code, over all seeds.
 """
 
 import json
@@ -21,27 +21,23 @@ from harness.record.shapes import VERBS, flat
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
 NOT_ARM_KEYS = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 NOT_ARM_KEYS += ("purpose", "trial", "space")
-"""Keys of a configuration that do not tell arms apart: seeds of an arm may differ in them, or all rows of a table share
-them."""
+"""Keys of a configuration that tell no arms apart: seeds of an arm may differ in them, or a table holds them equal."""
 IGNORED_KEYS = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
-"""Keys that change no number of a run. ``numerics`` is a key of the row itself, and ``global_bytes`` is 0 in the older
-rows that have it."""
+"""Keys that change no number. ``numerics`` is also a key of the row; ``global_bytes`` of older rows is 0."""
 ADDED_KEYS = {"check": True}
 """Values of keys that older configurations lack."""
 IDENTITY = ("backend", "evaluation_backend", "checkpoint", "device_kind")
-"""Keys of a row in which arms differ, apart from configuration and code."""
+"""Further keys of a row in which arms differ."""
 UNSET = "not set"
 MAX_KEYS = 8
-KEY_NAMES = {"spans_from": "where learned spans are"}
-"""How captions name keys."""
+KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
 
 
 def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
     """Groups of runs that compare, numbered from 1 in the order in which their first runs ended. Tuning runs are left
     out; so are runs whose seed selected a setting of their variant, whose names are the third element."""
     tuning = [row.get("purpose") == "tune" for row in runs["row"]]
-    tuned = runs[tuning] if any(tuning) else runs[:0]
-    selecting = {*zip(tuned["variant"], tuned["seed"], strict=True)}
+    selecting = {*zip(runs[tuning]["variant"], runs[tuning]["seed"], strict=True)} if any(tuning) else set()
     keys = [f"{held_equal(row)} {shared_code(row)}" for row in runs["row"]]
     for index, (_, group) in enumerate(runs.groupby(keys, sort=False) if keys else (), start=1):
         reported = group[[pair not in selecting for pair in zip(group["variant"], group["seed"], strict=True)]]
@@ -55,14 +51,11 @@ def cost_ground(row: dict) -> str:
 
 
 def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
-    """The settings that tell a row's arm apart, as text by dotted key. A ``_target_`` is shortened to its class's name.
-    ``without`` names further keys that are left out."""
+    """A configuration's settings as text by dotted key, without ``NOT_ARM_KEYS`` and the keys ``without``. A
+    ``_target_`` is shortened to its class's name."""
     config = {key: value for key, value in row["config"].items() if key not in NOT_ARM_KEYS}
-    settings = {}
-    for key, value in (ADDED_KEYS | flat(config)).items():
-        if key not in without and not IGNORED_KEYS.match(key):
-            settings[key] = str(value).rpartition(".")[2] if key.endswith("_target_") else _text(value)
-    return settings
+    leaves = {k: v for k, v in (ADDED_KEYS | flat(config)).items() if k not in without and not IGNORED_KEYS.match(k)}
+    return {k: str(v).rpartition(".")[2] if k.endswith("_target_") else _text(v) for k, v in leaves.items()}
 
 
 def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
@@ -76,8 +69,7 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
     def identity(row: dict) -> dict[str, str]:
         timed = row["kind"] in VERBS  # times and memory depend on all of the code
         code = {"source": row["source"]} if timed else numbers_of(row)
-        if "source" in code:
-            code = code | {"source": row["source"][:6]}
+        code |= {"source": row["source"][:6]} if "source" in code else {}
         products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]
         facts = {name: row.get(name) for name in IDENTITY if name not in without} | {"products": products}
         return {name: _text(value) for name, value in (facts | code).items()}
@@ -100,8 +92,7 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
 
 
 def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
-    """The settings in which the rows of ``with_arms`` differ, and those of the ``columns``, as text. All settings of a
-    variant are named ``variant``."""
+    """The settings (of a variant: as ``variant``) and ``columns`` in which rows of ``with_arms`` differ, as text."""
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
     names = ["variant" if key.startswith("variant.") else key for key in settings if settings[key].nunique() > 1]
     names += [KEY_NAMES.get(key, key) for key in columns if key in arms and arms[key].nunique(dropna=False) > 1]
@@ -144,7 +135,7 @@ def protocol_words(rows: Sequence[dict]) -> str:
     context = " to ".join(f"{n:,}" for n in dict.fromkeys((contexts[0], contexts[-1])))
     return (
         f"{scored} is scored once, except {selection}, which select the weights; "
-        f"{count_of(protocol['streams'], 'stream')} with carried state, each after {context} bytes of unscored context; "
+        f"{count_of(protocol['streams'], 'stream')} with carried state, each after {context} unscored bytes, "
         f"segment {protocol['segment']}, span {span}, vocabulary {protocol['vocabulary']}, newlines "
         f"{'dropped' if protocol['drop_newlines'] else 'kept'}"
     )

@@ -1,5 +1,4 @@
-"""The style of all figures, and how they become files: of the report, the front page, ``bench.inspect`` and
-``bench.evaluate``.
+"""The style of all figures of ``bench``, and how they become files.
 
 Colours are Okabe and Ito's, which are told apart with any colour vision. Each variant also has a marker, for prints in
 grey. Equal rows give equal files: SVGs have text as paths, which need no font, identifiers with a fixed salt, and no
@@ -34,8 +33,7 @@ SPARE_COLOURS = ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")
 SPARE_STYLES = [(colour, marker) for marker in "Xp*h>d" for colour in SPARE_COLOURS]
 """Colour and marker of variants that ``variants.yaml`` does not name."""
 FONT_POINTS = 8.5
-LOG_RATIO = 8
-"""Ratio of the largest to the smallest number above which an axis is logarithmic."""
+LOG_RATIO = 8  # of the largest to the smallest number, above which an axis is logarithmic
 
 
 def styled():
@@ -45,9 +43,7 @@ def styled():
 
 def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
     """Colour and marker of each variant: those of ``variants.yaml``, or spare ones in the order of the names."""
-    styles = {}
-    for name, (colour, marker) in VARIANTS["styles"].items():
-        styles[name] = colour, tuple(marker) if isinstance(marker, list) else marker
+    styles = {name: (c, tuple(m) if isinstance(m, list) else m) for name, (c, m) in VARIANTS["styles"].items()}
     for index, name in enumerate(sorted(set(variants) - set(styles))):
         styles[name] = SPARE_STYLES[index % len(SPARE_STYLES)]
     return {name: {"color": colour, "marker": marker} for name, (colour, marker) in styles.items()}
@@ -56,8 +52,7 @@ def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
 def panels(
     rows: int, columns: int, *, width: float, height: float, title: str, subtitle: str = ""
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``width`` x ``height`` inches with title and subtitle at the top, and its ``rows`` x ``columns`` axes,
-    row by row."""
+    """A figure of ``width`` x ``height`` inches with title and subtitle, and its axes, row by row."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     renderer, top = FigureCanvasAgg(figure).get_renderer(), height - 0.08
     for words, style in ((title, {"fontsize": 13, "color": INK}), (subtitle, {"fontsize": 9, "color": "0.35"})):
@@ -82,8 +77,7 @@ def add_legend(ax: Axes) -> None:
 
 
 def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:
-    """Label an axis with plain numbers, and make it logarithmic: if ``log`` is true or, by default, if the ratio of the
-    ``numbers`` is above ``LOG_RATIO``."""
+    """Label an axis with plain numbers. Without ``log``, it is logarithmic for a ratio above ``LOG_RATIO``."""
     low, high = min(numbers, default=1), max(numbers, default=1)
     if low > 0 and (high > LOG_RATIO * low if log is None else log):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")

@@ -1,5 +1,4 @@
-"""The report's figures: learning curves, bits per byte against cost, and cost against context. ``compare`` decides which
-rows share a figure."""
+"""The report's figures of rows that compare: learning curves, bits per byte against cost, and cost against context."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -30,13 +29,10 @@ CONTEXT_COSTS = {
 }
 """Column of the frame for each panel of cost against context."""
 LINE_KEYS = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
-"""Keys of the configuration that may differ between the points of one line, or that the figure shows."""
+"""Keys that may differ between the points of one line, or that the figure shows."""
 OUT_OF_MEMORY, MIB = "out of memory", 2.0**20
-FREE_SHARE = 0.2
-"""Share of the bytes seen at the beginning of a curve that may lie outside the axes, because the fall from 8 bits would
-flatten the rest."""
-MAX_POINTS = 200
-"""Approximate number of points that are drawn of a curve; a long run records more."""
+MAX_POINTS = 200  # about, of one curve
+FREE_SHARE = 0.2  # first part of a curve, whose fall from 8 bits may lie outside the axes
 
 
 def draw_all(rows: Rows) -> list[Drawing]:
@@ -50,8 +46,7 @@ def draw_all(rows: Rows) -> list[Drawing]:
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte against FLOPs, with the range over seeds; also against memory and time if all runs have one ground.
-    Yields nothing without scored runs."""
+    """Bits per byte with the range over seeds, against FLOPs, and on one ground also against memory and time."""
     rows = [row for row in mean_rows(arms) if "valid_bits_per_byte" in row]
     _, split = add_differences(rows)
     last, one_ground = arms["row"].iloc[-1], arms["row"].map(cost_ground).nunique() == 1
@@ -79,7 +74,7 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
 
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte during training and of valid at the end, means over seeds. Yields nothing without scores."""
+    """Bits per byte during training, and of valid at the end; means over seeds."""
     means = {arm: _mean_curve(runs["record"]) for arm, runs in arms.groupby("arm", sort=False)}
     means = {arm: curve for arm, curve in means.items() if len(curve)}
     if not means:
@@ -103,8 +98,8 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     ax.xaxis.set_major_locator(MaxNLocator(6))
     add_legend(ax)
     caption = (
-        "Mean bits per byte over seeds. Lines: of valid during training, where only the first bytes of the split may be "
-        "scored; of train for runs without such scores. Large markers: of valid at the end. The first fifth of a line "
+        "Mean bits per byte over seeds. Lines: of valid during training, where only the first bytes may be scored; "
+        "of train for runs without such scores. Large markers: of valid at the end. The first fifth of a line "
         "may lie outside the axes."
     )
     yield drawing_of(figure, name=name, title="Learning curves", caption=caption)
@@ -120,8 +115,7 @@ def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
 
 
 def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
-    """Cost against context: a figure for each ground, code, mode, number of streams and corpus. Its name has a digest of
-    these."""
+    """A figure for each ground, code, mode, number of streams and corpus, whose digest is in its name."""
 
     def figure_key(row: dict) -> str:
         return repr((ground(row), tree_of(row), row["mode"], row["streams"], row["data"]["sha256"]))

@@ -1,5 +1,5 @@
-"""Reads run folders (``record.jsonl``, ``summary.json``) and rows of ``bench.cost`` and ``bench.peers`` into one DataFrame.
-Rows that cannot be read, have no provenance or have a wrong shape are refused with the reason."""
+"""Reads run folders (``record.jsonl``, ``summary.json``) and rows of ``bench.cost`` and ``bench.peers`` into one
+DataFrame. Rows that cannot be read, have no provenance or have a wrong shape are refused with the reason."""
 
 import os
 import textwrap
@@ -18,11 +18,9 @@ from harness.record.rows import EVALUATIONS, FAILED, LARGEST_RECORD, RECORD, SUM
 from harness.record.shapes import VERBS, flat, is_number, misfit, shape_of_run_row, shapes, shown
 
 SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
-MAX_REASONS = 5
-"""Reasons that are listed for one file."""
-MAX_ERROR_LENGTH = 300
+MAX_REASONS, MAX_ERROR_LENGTH = 5, 300  # for one file
 SAME_RUN_KEYS = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
-"""Keys that record and summary of one run share."""
+"""Keys that are equal in record and summary of a run."""
 TEXT_KEYS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
 """Keys of texts that become columns of the frame."""
 REACHED_BITS = 1.0
@@ -36,11 +34,8 @@ class Rows:
     Attributes:
         frame: runs in the order in which they ended, followed by rows of commands in the order of their folders' names.
             Numbers are columns of floats, named by dotted keys. ``kind`` is run, failed, cost or peers. ``row`` is the
-            whole row; for a run, its provenance and summary. ``record`` has the rows of a run's record. ``folder``,
-            ``run`` and ``read_from`` are paths and names of folders.
-        refused: ``path: reason`` of each row that is refused.
-        unfinished: ``path: reason`` of each run that has not finished.
-        failed: ``path: error`` of each run that failed.
+            whole row; for a run, its provenance and summary. ``record`` has the rows of a run's record.
+        refused, unfinished, failed: ``path: reason`` of each row or run that is not shown.
         files: the number of files that were read.
         test_scores: how many times runs and ``bench.evaluate`` scored test, by SHA-256 of the data.
     """
@@ -53,15 +48,12 @@ class Rows:
     test_scores: Counter = field(default_factory=Counter)
 
     def of(self, kind: str) -> pd.DataFrame:
-        """The rows of one kind."""
         return self.frame[self.frame["kind"] == kind]
 
     def refuse(self, path: Path, *reasons: str) -> None:
         """Add the reasons why rows of a file are refused."""
-        listed = [*reasons[:MAX_REASONS]]
-        if len(reasons) > MAX_REASONS:
-            listed.append(f"{len(reasons) - MAX_REASONS} more lines")
-        self.refused += [f"{path}: {reason}" for reason in listed]
+        more = [f"{len(reasons) - MAX_REASONS} more lines"] if len(reasons) > MAX_REASONS else []
+        self.refused += [f"{path}: {reason}" for reason in (*reasons[:MAX_REASONS], *more)]
 
 
 def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
@@ -70,7 +62,7 @@ def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
 
 
 def read_folders(folders: Sequence[Path]) -> Rows:
-    """Read all rows in the folders and below them; ValueError if a folder is missing, or if there is no file of rows."""
+    """Read all rows in the folders and below them; ValueError for a missing folder, or without any file of rows."""
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder}: must be a folder with runs ({RECORD}) or rows ({ROWS})")
@@ -169,8 +161,7 @@ def _run_row_error(row: dict, line_number: int) -> str | None:
 
 
 def _summary_error(summary: object, provenance: dict | None) -> str | None:
-    """The reason why a summary is refused, or None: a wrong shape, another run than the record's, or a check that it did
-    not pass."""
+    """The reason why a summary is refused, or None: a wrong shape, another run, or a check that was not passed."""
     failed = isinstance(summary, dict) and summary.get("status") in FAILED
     if reason := misfit(summary, shape=shapes()["failed" if failed else "summary"]):
         return reason

@@ -1,7 +1,7 @@
 """The report's page: one HTML file with tables, drawings, style and script, which can be opened from disk.
 
 All text is escaped, because rows may come from strangers. A content security policy allows the page's own style, script
-and images only. Without the script, the page shows everything, but tables cannot be sorted.
+and images only. Without the script, everything but sorting works.
 """
 
 import base64
@@ -15,8 +15,7 @@ from pathlib import Path
 from harness.record.table import Cell, Column, Drawing, Table
 
 HERE = Path(__file__).parent
-LONG = 32
-"""Number of characters from which a cell's text is wrapped."""
+LONG = 32  # characters from which a cell's text is wrapped
 
 
 def page_of(
@@ -100,10 +99,8 @@ def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
 
 def _cell(cell: Cell, column: Column) -> str:
     """The rest of a cell's opening tag after the element's name, and the cell's text."""
-    if column.number:
-        style = ' class="number"'
-    else:
-        style = ' class="long"' if len(cell.text) >= LONG else ""
+    style = ' class="long"' if len(cell.text) >= LONG else ""
+    style = ' class="number"' if column.number else style
     measured = cell.value is not None and math.isfinite(cell.value)
     number = f' data-value="{float(cell.value)!r}"' if measured else ""
     return f"{style}{number}>{escape(cell.text)}"

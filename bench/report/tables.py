@@ -1,70 +1,50 @@
-"""Tables of comparable runs: means over seeds, differences from the reference, and time and memory of runs with one
-ground."""
+"""Tables of comparable runs: means over seeds, differences from the reference, and time and memory on one ground."""
 
 import math
 from collections.abc import Sequence
 
 import pandas as pd
 
+from bench.report import compare
 from bench.report.columns import columns
-from bench.report.compare import (
-    VARIANTS,
-    budget_words,
-    commit_notes,
-    comparable_runs,
-    cost_ground,
-    data_words,
-    differing_keys,
-    ground_differences,
-    ground_words,
-    protocol_words,
-    with_arms,
-)
 from bench.report.frame import Rows, copies
 from bench.report.uncertainty import CONFIDENCE, holm, paired
 from harness.record.cells import CAPPED, count_of, filled_table, listed, uncounted
 from harness.record.shapes import is_number
 from harness.record.table import Table
 
-REFERENCE = VARIANTS["reference"]
+REFERENCE = compare.VARIANTS["reference"]
 SPLITS = ("valid", "test")
-UNCONTROLLED = {
-    "parameters": "parameters.total",
-    "ideal FLOPs per byte": "flops_per_byte.ideal",
-    "bytes trained on": "bytes_seen",
-}
+UNCONTROLLED = {"parameters": "parameters.total", "ideal FLOPs per byte": "flops_per_byte.ideal"}
+UNCONTROLLED |= {"bytes trained on": "bytes_seen"}
 """Columns of the frame that may differ between the runs of a table. The table says so where they do."""
 
 
 def run_tables(rows: Rows) -> list[Table]:
-    """A table for each group of comparable runs: means, differences, general compressors, and time and memory if all
-    runs have one ground and code."""
+    """A table for each group of comparable runs, with time and memory if all of them have one ground and code."""
     tables = []
-    for index, runs, excluded in comparable_runs(rows.of("run")):
-        arms, last = with_arms(runs), runs["row"].iloc[-1]
-        notes = []
-        if excluded:
-            notes.append(
-                f"Not in the means, because their seeds selected a setting of their variant: {listed(excluded)}."
-            )
+    for index, runs, excluded in compare.comparable_runs(rows.of("run")):
+        arms, last = compare.with_arms(runs), runs["row"].iloc[-1]
+        selecting = "Not in the means, because their seeds selected a setting of their variant"
+        notes = [f"{selecting}: {listed(excluded)}."] if excluded else []
         n_scores = count_of(rows.test_scores.get(last["data"]["sha256"], 0), "time")
         notes.append(f"Test was scored {n_scores} in the folders that were read.")
         means, about, cost_columns = mean_rows(arms), _about(runs), columns("costs")
         reference, split = add_differences(means)
         distances = sorted({distance for row in arms["row"] for distance in copies(row)})
         shown = columns("runs", distances=distances)
-        caption = f"The rows differ in: {differing_keys(arms, 'backend', 'seed')}."
+        caption = f"The rows differ in: {compare.differing_keys(arms, 'backend', 'seed')}."
         if reference:
             caption = f"Differences are from {reference['arm']} on {split}. {caption}"
         notes += _notes(runs, arms, means)
-        if arms["row"].map(cost_ground).nunique() == 1:
+        if arms["row"].map(compare.cost_ground).nunique() == 1:
             shown += cost_columns
-            about.append(f"Time and memory: {ground_words(last)}.")
+            about.append(f"Time and memory: {compare.ground_words(last)}.")
         else:
             shown += [column for column in cost_columns if column.heading in ("backend", "evaluation backend")]
-            unequal = ground_differences([*runs["row"]]) or "source"
+            unequal = compare.ground_differences([*runs["row"]]) or "source"
             notes.append(f"Time and memory are in runs.csv only, because these runs differ in {unequal}.")
-        title = f"{last['data']['name']}, {budget_words(last['budget'])} of training"
+        title = f"{last['data']['name']}, {compare.budget_words(last['budget'])} of training"
         texts = {"title": title, "caption": caption, "about": tuple(about), "notes": tuple(notes)}
         tables.append(filled_table([*means, *_compressors(last)], shown, name=f"runs-{index}", **texts))
     return tables
@@ -93,13 +73,10 @@ def mean_rows(arms: pd.DataFrame) -> list[dict]:
 
 
 def add_differences(rows: Sequence[dict]) -> tuple[dict | None, str]:
-    """Add each row's difference from the reference over common seeds to the rows of ``mean_rows``: ``pairs``,
-    ``difference`` in bits per byte with its ``half_width``, ``p`` with Holm's correction, and a ``verdict``.
-
-    Returns:
-        The reference, which is the best row of the variant that ``variants.yaml`` names, or None if there is none to
-        compare with; and the split: test if every scored row has it, else valid.
-    """
+    """Add to each row of ``mean_rows`` its difference from the reference over common seeds: ``pairs``, ``difference``
+    in bits per byte with ``half_width``, ``p`` with Holm's correction, and a ``verdict``. Return the reference, which
+    is the best row of the variant that ``variants.yaml`` names, or None without another row; and the split that is
+    compared: test if every scored row has it, else valid."""
     scored = [row for row in rows if "valid_bits_per_byte" in row]
     reference = next((row for row in scored if row["variant"] == REFERENCE), None)
     split = "test" if scored and all("test_bits_per_byte" in row for row in scored) else "valid"
@@ -145,8 +122,8 @@ def _about(runs: pd.DataFrame) -> list[str]:
             uncontrolled.append(f"{name} ({runs[key].min():,.0f} to {runs[key].max():,.0f})")
     if runs["optimizers"].nunique(dropna=False) > 1:
         uncontrolled.append("shares of the optimizers")
-    lines = [f"Data: {data_words([row])}.", f"Bits per byte: {protocol_words([*runs['row']])}."]
-    lines.append(f"Held equal: data, protocol and budget ({budget_words(row['budget'])}).")
+    lines = [f"Data: {compare.data_words([row])}.", f"Bits per byte: {compare.protocol_words([*runs['row']])}."]
+    lines.append(f"Held equal: data, protocol and budget ({compare.budget_words(row['budget'])}).")
     if uncontrolled:
         lines.append(f"Not held equal: {listed(uncontrolled)}.")
     return lines
@@ -154,7 +131,7 @@ def _about(runs: pd.DataFrame) -> list[str]:
 
 def _notes(runs: pd.DataFrame, arms: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
     """Notes on commits, prefixes that were scored, runs without a score, repeated runs, and unequal seeds."""
-    notes = commit_notes(runs)
+    notes = compare.commit_notes(runs)
     prefixes = {split: n_bytes for row in runs["row"] for split, n_bytes in (row.get("capped") or {}).items()}
     if prefixes:
         splits = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in prefixes.items())

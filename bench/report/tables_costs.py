@@ -26,8 +26,7 @@ MODES = {
 
 
 def cost_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each ground, code, corpus, mode, number of streams and segment. ``rows`` are ordered by age, the oldest
-    first."""
+    """A table for each ground, code, corpus, mode, number of streams and segment. The oldest row comes first."""
 
     def table_key(row: dict) -> Hashable:
         segment = row["segment"] if row["mode"] == "stream" else None
@@ -97,8 +96,7 @@ def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[t
 
 
 def _newest(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
-    """The newest of rows that are equal in ``REPEAT_KEYS``, as a frame with arms and as dictionaries with a ``label``;
-    and notes."""
+    """The newest rows by ``REPEAT_KEYS``, as a frame with arms and as dictionaries with a ``label``; and notes."""
     keys = [json.dumps([row.get(key) for key in REPEAT_KEYS], sort_keys=True) for row in frame["row"]]
     newest = frame[~pd.Series(keys, index=frame.index).duplicated(keep="last")]
     arms = with_arms(newest, without=NOT_ARM_KEYS)

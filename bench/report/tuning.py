@@ -1,8 +1,7 @@
 """Tables of tuning sweeps: the trial that each setting picks, by validation bits on tuning seeds.
 
-A *trial* is a point of the search space, named by its number. A *setting* is a configuration without the keys of the
-search space and the seed. Its *pick* is the trial with the lowest mean over all tuning seeds; trials that lack the score
-of a seed are not considered. Test scores select nothing.
+A *trial* is a numbered point of the search space. A *setting* is a configuration without the search space's keys and
+the seed. Its *pick* is the trial with the lowest mean, among those with a score of every tuning seed.
 """
 
 import json
@@ -16,12 +15,11 @@ from harness.record.comparison import held_equal
 from harness.record.shapes import flat
 from harness.record.table import Table
 
-EDGE = 0.05
-"""A pick is flagged if a hyperparameter lies within this share of its range from an end."""
+EDGE = 0.05  # share of a hyperparameter's range; a pick that is closer to an end is flagged
 
 
 def tuning_tables(frame: pd.DataFrame) -> list[Table]:
-    """A table of picks for each tuning sweep, the best setting first; none without a finished trial."""
+    """A table of picks for each tuning sweep with a finished trial, the best setting first."""
     runs = frame[frame["kind"].isin(("run", "failed"))]
     runs = runs.assign(trial=[*map(_trial_of, runs["row"])], bits=runs.get("valid_bits_per_byte"))
     runs = runs.dropna(subset=["trial"])
@@ -59,15 +57,11 @@ def _table(runs: pd.DataFrame, *, index: int) -> Table:
     notes = commit_notes(runs)
     if len({(row["trials"], row["seeds"]) for row in rows}) > 1:
         notes.append("The settings were not tuned alike: numbers of trials or seeds differ.")
-    return filled_table(
-        rows,
-        columns("picked"),
-        name=f"picked-{index}",
-        title=f"Picked trials: {last['data']['name']}, {budget_words(last['budget'])} a trial",
-        caption=f"The rows differ in: variant. Hyperparameters searched: {listed(searched)}.",
-        about=(f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial."),
-        notes=tuple(notes),
-    )
+    title = f"Picked trials: {last['data']['name']}, {budget_words(last['budget'])} a trial"
+    caption = f"The rows differ in: variant. Hyperparameters searched: {listed(searched)}."
+    about = (f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial.")
+    texts = {"title": title, "caption": caption, "about": about, "notes": tuple(notes)}
+    return filled_table(rows, columns("picked"), name=f"picked-{index}", **texts)
 
 
 def _pick(trials: pd.DataFrame) -> dict:
@@ -81,10 +75,9 @@ def _pick(trials: pd.DataFrame) -> dict:
     if len(means):
         best = trials[trials["trial"] == means.idxmin()]["row"].iloc[-1]
         config, point = flat(best["config"]), best["point"]
-        values = {
-            key: f"{config[key]:.10g}" if isinstance(config[key], float) else config[key] for key in sorted(point)
-        }
-        row["picked"] = ", ".join(f"{key}={value}" for key, value in values.items())
+        values = {key: config[key] for key in sorted(point)}
+        texts = {key: f"{value:.10g}" if isinstance(value, float) else value for key, value in values.items()}
+        row["picked"] = ", ".join(f"{key}={value}" for key, value in texts.items())
         row["valid_bits_per_byte"] = float(means.min())
         for key, share in point.items():  # of the key's range
             if not EDGE <= share <= 1 - EDGE:

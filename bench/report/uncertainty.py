@@ -1,13 +1,10 @@
 """Uncertainty of a mean of paired differences: Student's t interval and Holm's correction, in plain Python.
 
-For n differences with mean m and standard deviation s (with n - 1 in the denominator), the interval is m +- t s /
-sqrt(n), with t the 0.975 quantile of Student's distribution for n - 1 degrees of freedom. In 95 of 100 repetitions it
-contains the true mean. A true difference smaller than t s / sqrt(n) could not have been detected. Verdicts on the
-differences of one table are corrected by Holm's procedure: the probability that any of them is false stays below 0.05,
-whether or not the differences depend on each other.
-
-Student (W. S. Gosset), Biometrika 6 (1908); distribution: Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand. J.
-Statist. 6 (1979).
+For n differences with mean m and standard deviation s (n - 1 in the denominator), the interval is m +- t s / sqrt(n),
+with t the 0.975 quantile of Student's distribution for n - 1 degrees of freedom. It contains the true mean in 95 of 100
+repetitions. A true difference smaller than t s / sqrt(n) could not have been detected. Holm's procedure corrects the
+verdicts of one table: the probability that any of them is false is below 0.05, however they depend on each other.
+Student (W. S. Gosset), Biometrika 6 (1908); Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand. J. Statist. 6 (1979).
 """
 
 import math
@@ -24,10 +21,8 @@ class Paired:
     Attributes:
         n: the number of pairs.
         mean: the mean of the differences.
-        half_width: half of the interval around the mean, the smallest difference that could have been detected; None
-            for one pair.
-        p: the probability of a mean at least as far from 0, on either side, if there is no true difference; None for
-            one pair.
+        half_width: half of the interval around the mean, or None for one pair.
+        p: probability of a mean at least as far from 0 without a true difference (two-sided), or None for one pair.
     """
 
     n: int
@@ -43,19 +38,17 @@ def paired(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> P
     if n == 1:
         return Paired(n=1, mean=mean, half_width=None, p=None)
     error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1) / n)
+    t = math.inf if mean else 0.0
     if error:
         t = abs(mean) / error
-    else:
-        t = math.inf if mean else 0.0
     p = 2 * (1 - t_below(t, freedom=n - 1))
     return Paired(n=n, mean=mean, half_width=t_quantile((1 + confidence) / 2, freedom=n - 1) * error, p=p)
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """The p values corrected for their number n by Holm's procedure, in the same order. The smallest is multiplied by n,
-    the next by n - 1, and so on; a corrected value is at least the one before it, and at most 1."""
-    order = sorted(range(len(probabilities)), key=probabilities.__getitem__)
-    corrected, largest = {}, 0.0
+    """The p values after Holm's correction, in the same order: the smallest times n, the next times n - 1 and so on,
+    but none below a smaller one's and none above 1."""
+    order, corrected, largest = sorted(range(len(probabilities)), key=probabilities.__getitem__), {}, 0.0
     for rank, index in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - rank) * probabilities[index]))
         corrected[index] = largest
@@ -63,8 +56,7 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def t_quantile(probability: float, *, freedom: int) -> float:
-    """The t at which the cumulative Student's distribution with ``freedom`` degrees of freedom is ``probability``, which
-    is at least 0.5 and below 1."""
+    """The t at which the cumulative Student's distribution is ``probability``, at least 0.5 and below 1."""
     assert 0.5 <= probability < 1 and freedom >= 1
     low, high = 0.0, 1.0
     while t_below(high, freedom=freedom) < probability:
@@ -76,10 +68,9 @@ def t_quantile(probability: float, *, freedom: int) -> float:
 
 
 def t_below(t: float, *, freedom: int) -> float:
-    """The cumulative Student's distribution at ``t`` >= 0: for an integer ``freedom``, a finite sum of powers of a cosine."""
+    """The cumulative Student's distribution at ``t`` >= 0: a finite sum, because ``freedom`` is an integer."""
     angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    power, total = 1.0, 0.0
+    odd, power, total = freedom % 2, 1.0, 0.0
     for term in range(freedom // 2):
         total += power
         power *= math.cos(angle) ** 2 * (2 * term + 1 + odd) / (2 * term + 2 + odd)
