@@ -23,7 +23,7 @@ from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Outputs, Subject, Verdict, differs
 from variants.contract import Position
 
-NEEDED = "needed FLOPs are at most the executed ones"
+NEEDED_FLOPS = "needed FLOPs are at most the executed ones"
 WIDE_SPAN = 70  # keys; widths are multiples of 64 keys, so heads with different spans have different widths
 Weights = list[dict[str, Tensor]]
 """Parameters by name, for the first segment and for the second."""
@@ -39,7 +39,7 @@ def findings(plan: Plan) -> list[Finding]:
     vocabulary = plan.data["vocabulary"]
     results = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(results) > 1:
-        results += [ideal_beside_executed(plan), finding_of(NEEDED, partial(needed_at_most_executed, plan))]
+        results += [ideal_beside_executed(plan), finding_of(NEEDED_FLOPS, partial(needed_at_most_executed, plan))]
         results += [finding_of("a choice that is accepted is followed", partial(check_choices, plan))]
         if backend := fast_backend(plan):
             results.append(backends_agree(plan, backend))

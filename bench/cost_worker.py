@@ -42,7 +42,7 @@ NOISE = 0.02  # standard deviation, as usual for initial weights
 NOISE_CHUNK = 2**20
 """Elements whose noise is drawn at a time, so that the noise of a large table does not show in the memory peak."""
 LEARNED_SPANS = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
-LEARNED_SPANS = [sorted(layer, reverse=True) for layer in LEARNED_SPANS]  # a model with fewer heads has the longest
+LEARNED_SPANS = [sorted(layer, reverse=True) for layer in LEARNED_SPANS]  # so a model with fewer heads has the longest
 """Spans of a trained run in keys: a list for each layer with one span for each head, the longest first."""
 
 
@@ -65,7 +65,7 @@ class Task:
 
 class CostWorker:
     """Makes one measurement per call: first ``identity`` and ``build``, then the methods named by ``memory``, then the
-    rest, which leaves freed blocks behind. ``timed`` names the quantities of ``times``; ``kind`` that of its rows."""
+    rest, which leaves freed blocks behind. ``timed`` has the quantities of ``times``, ``kind`` the kind of its rows."""
 
     kind = "cost"
     memory = ("inference_memory", "train_memory")

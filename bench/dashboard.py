@@ -59,12 +59,12 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
         return getattr(wr, type)(**options)
 
     layout = ws.SectionLayoutSettings(columns=COLUMNS, rows=2)
-    made = []
+    ws_sections = []
     for section in sections:
         panels = [panel(**options) for options in section["panels"]]
-        made.append(ws.Section(name=section["title"], panels=panels, is_open=True, layout_settings=layout))
+        ws_sections.append(ws.Section(name=section["title"], panels=panels, is_open=True, layout_settings=layout))
     settings = ws.WorkspaceSettings(x_axis="bytes_seen", remove_legends_from_panels=False)
-    return ws.Workspace(entity=entity, project=project, name=name, sections=made, settings=settings)
+    return ws.Workspace(entity=entity, project=project, name=name, sections=ws_sections, settings=settings)
 
 
 def pattern_of(metric: str) -> str:

@@ -1,8 +1,8 @@
 """Predicts whether a training step fits: ``python -m bench.fit variant=V model=base device_memory=24GiB``.
 
-Without the device, the trainer's update runs on fake tensors, which have shapes but no data, under torch's
-``MemTracker``. The result is the peak memory by cause, and the largest batch within ``device_memory``. Learned spans
-have their initial values.
+The trainer's update runs on fake tensors, which have shapes but no data, under torch's ``MemTracker``, so no device is
+needed. The result is the peak memory by cause, and the largest batch within ``device_memory``. Learned spans have their
+initial values.
 
 The prediction is for one process without compilation. On a CPU it is within 10% of the measured peak
 (``tests/test_fit.py``). For a GPU (any ``runtime.device`` but ``cpu``) it is not verified: it is the memory of a CPU at
@@ -42,7 +42,7 @@ from harness.record.table import Column, Table, print_table
 
 COMMAND_KEYS = ("device_memory", "devices")
 CPU = torch.device("cpu")
-MAX_STREAMS = 2**12  # that are tried
+MAX_STREAMS = 2**12  # the search for the largest batch ends here
 CAUSES = {
     "parameters": "weights and buffers",
     "gradients": "the gradients that exist at the peak",

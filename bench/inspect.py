@@ -1,7 +1,7 @@
 """Draws what a trained run attends to: ``python -m bench.inspect run=outputs/latest [text=FILE or 'some words']``.
 
 It writes two figures into the run folder. ``inspect_attention.png`` has the attention map of every head over the first
-bytes of ``text``, or of the reported part of valid. ``inspect_spans.png`` shows how far back each head attends.
+bytes of ``text``, or of the part of valid that is scored. ``inspect_spans.png`` shows how far back each head attends.
 """
 
 import math
@@ -22,7 +22,7 @@ from harness.compose.cli import run_command
 from variants.contract import Inspection
 
 MAX_CELLS = 12 * 16 * 256**2  # attention weights in one figure
-SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))  # with marker, colour and label
+SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))  # of attention
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="inspect")

@@ -1,6 +1,6 @@
-"""Plans of a command's configuration or of a run folder, checked as for a training run.
+"""Makes plans from a command's configuration or from a run folder, and checks them as for a training run.
 
-A command's file in ``conf`` adds keys to those of a training run: it measures what ``train.py`` runs with equal words.
+A command's file in ``conf`` adds keys to a training run's, so it measures what ``train.py`` runs with the same words.
 """
 
 import json
@@ -42,8 +42,8 @@ def pop_keys(cfg: DictConfig, *names: str) -> dict:
 
 
 def recompose(command: str, *overrides: str, pop: tuple[str, ...], drop: tuple[str, ...] = ()) -> DictConfig:
-    """Compose the training run's configuration of a Hydra command again, from the typed words without those of the keys
-    ``drop``, followed by ``overrides``. The command's own keys, ``pop``, are removed."""
+    """Compose a Hydra command's configuration again, and remove the command's own keys ``pop``. The words are the typed
+    ones except those of the keys ``drop``, followed by ``overrides``."""
     cfg = compose_typed(command, *overrides, drop=drop)
     pop_keys(cfg, *pop)
     return cfg
@@ -108,7 +108,7 @@ class TrainedRun(NamedTuple):
     key: str
 
     def model(self, *, span: int | None = None) -> LanguageModel:
-        """The model with the best weights, on the CPU, perhaps with another span; ValueError if weights do not fit."""
+        """The model with the best weights, on the CPU, with ``span`` or the run's; ValueError if weights do not fit."""
         model = self.plan.make_model()
         load_weights(model, self.best["model"], what=self.key)
         if span is not None and span != self.plan.model.span:

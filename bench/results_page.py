@@ -26,7 +26,7 @@ COST_TABLES = {
 """Divisor and path of the number in a row of ``bench.cost``, by the title of its table."""
 COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
-MIN_SEEDS = 3  # for a verdict
+MIN_SEEDS = 3  # common seeds that a verdict needs
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
 """The column of ``read_runs`` for each measure of ``claims.yaml``."""
 HOLDS, FAILS, UNDECIDED, TOO_FEW = "holds", "does not hold", "not separated", "too few seeds"
@@ -55,7 +55,7 @@ def read_runs(path: Path) -> pd.DataFrame:
 
 
 def _conditions(summary: dict) -> str:
-    """What all runs of a table must share, as text: not context and span, which depend on a mechanism's sizes."""
+    """What all runs of a table must share, as text, without context and span, which depend on a mechanism's sizes."""
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
     common = [summary["data"]["sha256"], protocol, summary["budget"], summary["precision"]]
     return json.dumps([*common, summary["numerics"]["shared"]], sort_keys=True)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from bench.check import LIMITATION
-from bench.conformance import NEEDED, backends_agree, findings, ideal_beside_executed, needed_at_most_executed
+from bench.conformance import NEEDED_FLOPS, backends_agree, findings, ideal_beside_executed, needed_at_most_executed
 from harness.count.ideal import excuses
 from harness.loop.admission import admission
 from harness.plan.build import Plan, plan_run
@@ -55,7 +55,7 @@ def test_more_flops_than_are_executed_are_caught():
     """Ideal and needed ones."""
     small = shrunk(toy(Boasts))
     ideal, needed = (finding for finding in findings(small) if not finding.passed)
-    assert ideal == ideal_beside_executed(small) and needed.promise == NEEDED
+    assert ideal == ideal_beside_executed(small) and needed.promise == NEEDED_FLOPS
     executed = r"[\d,]+ executed per byte"
     assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"

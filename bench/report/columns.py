@@ -1,5 +1,5 @@
 """Columns of the report's tables: ``columns.yaml`` has heading, form, key and explanation. A form makes a cell from a
-row and a key. A row is a dictionary with dotted keys, like the report's frame, without those not measured."""
+row and a key. A row is a dictionary with dotted keys, without those that were not measured."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -76,14 +76,15 @@ def _file() -> dict[str, list]:
 
 def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
     """The columns of a section of ``columns.yaml``; its form ``copies`` makes one for each of the ``distances``."""
-    made = []
+    section_columns = []
     for heading, form, key, explained in _file()[section]:
         specs = [(heading, form, key)]
         if form == "copies":
             specs = [(f"{heading} from {distance}, bits", "fixed4", f"{key}.{distance}") for distance in distances]
         for head, name, number_key in specs:
-            made.append(Column(head, explained, partial(FORMS[name], key=number_key), number=name not in TEXT_FORMS))
-    return made
+            cell = partial(FORMS[name], key=number_key)
+            section_columns.append(Column(head, explained, cell, number=name not in TEXT_FORMS))
+    return section_columns
 
 
 def for_terminal(table: Table) -> Table:

@@ -27,15 +27,15 @@ IGNORED_KEYS = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.
 ADDED_KEYS = {"check": True}
 """Values of keys that older configurations lack."""
 IDENTITY = ("backend", "evaluation_backend", "checkpoint", "device_kind")
-"""Further keys of a row in which arms differ."""
+"""Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"
 MAX_KEYS = 8
 KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
 
 
 def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
-    """Groups of runs that compare, numbered from 1 in the order in which their first runs ended. Tuning runs are left
-    out; so are runs whose seed selected a setting of their variant, whose names are the third element."""
+    """Groups of runs that compare: number, runs, and names of runs left out because their seed selected a setting of
+    their variant. Groups are numbered from 1 in the order in which their first runs ended."""
     tuning = [row.get("purpose") == "tune" for row in runs["row"]]
     selecting = {*zip(runs[tuning]["variant"], runs[tuning]["seed"], strict=True)} if any(tuning) else set()
     keys = [f"{held_equal(row)} {shared_code(row)}" for row in runs["row"]]
@@ -60,7 +60,7 @@ def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
 
 def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
     """The rows of a table with three more columns, sorted by variant, arm and seed: ``settings``; ``arm``, the arm's
-    name, which has the settings in which it differs; and ``order``, its number among the arms of its variant.
+    name, with the settings that tell it apart; and ``order``, its number among the arms of its variant.
 
     Args:
         without: keys that tell no arms apart here, such as ``model.span`` or ``backend``.
@@ -75,15 +75,15 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
         return {name: _text(value) for name, value in (facts | code).items()}
 
     settings = [settings_of(row, without=without) for row in frame["row"]]
-    full = [setting | identity(row) for setting, row in zip(settings, frame["row"], strict=True)]
-    identities = pd.DataFrame(full, index=frame.index).fillna(UNSET)
+    facts = [setting | identity(row) for setting, row in zip(settings, frame["row"], strict=True)]
+    identities = pd.DataFrame(facts, index=frame.index).fillna(UNSET)
     arms, order = pd.Series("", index=frame.index), pd.Series(0, index=frame.index)
     for variant, group in identities.groupby(frame["variant"]):
         differing = [key for key in group if key != "variant.name" and group[key].nunique() > 1]
         # Of keys that tell the same rows apart, the first is enough.
-        first = {tuple(pd.factorize(group[key])[0]): key for key in reversed(differing)}
+        key_of_partition = {tuple(pd.factorize(group[key])[0]): key for key in reversed(differing)}
         names = pd.Series(variant, index=group.index)
-        for key in (key for key in differing if key in first.values()):
+        for key in (key for key in differing if key in key_of_partition.values()):
             names += f", {key.removesuffix('._target_').split('.')[-1]}=" + group[key]
         arms[group.index] = names
         order[group.index] = arms[group.index].rank(method="dense").astype(int) - 1
@@ -92,7 +92,7 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
 
 
 def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
-    """The settings (of a variant: as ``variant``) and ``columns`` in which rows of ``with_arms`` differ, as text."""
+    """The settings and ``columns`` in which the rows differ, as text. All keys of a variant count as ``variant``."""
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
     names = ["variant" if key.startswith("variant.") else key for key in settings if settings[key].nunique() > 1]
     names += [KEY_NAMES.get(key, key) for key in columns if key in arms and arms[key].nunique(dropna=False) > 1]
@@ -102,7 +102,7 @@ def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
 def commit_notes(frame: pd.DataFrame) -> list[str]:
     """A note on the commits of the rows, in the order of the rows; none if no row has a commit."""
     commits = [*dict.fromkeys(filter(None, map(short_commit, frame["row"])))]
-    return [f"Commit {listed(commits)}."] * bool(commits)
+    return [f"Commit {listed(commits)}."] if commits else []
 
 
 def _text(value: object) -> str:
@@ -145,10 +145,10 @@ def ground_words(row: dict) -> str:
     """The ground of a row as text."""
     machine, kind = row.get("machine") or {}, row["device_kind"]
     cores = f" on {count_of(machine['cores'], 'core')}" if machine.get("cores") else ""
-    where = f"{row['device']} ({kind}), {count_of(row['threads'], 'thread')}{cores}"
+    device = f"{row['device']} ({kind}), {count_of(row['threads'], 'thread')}{cores}"
     if (row.get("processes") or 1) > 1:
-        where = f"{row['processes']} processes on {where} each"
-    words = [where, precision_word(row), "compiled" if row["compile"] else "not compiled"]
+        device = f"{row['processes']} processes on {device} each"
+    words = [device, precision_word(row), "compiled" if row["compile"] else "not compiled"]
     words += [f"{name} {version}" for name, version in row["versions"].items()]
     words += [machine.get("cpu")] if kind != "cpu" else []
     words += [row.get("instruction_set"), row.get("allocator") and f"freed memory: {row['allocator']}"]

@@ -77,7 +77,7 @@ def add_legend(ax: Axes) -> None:
 
 
 def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:
-    """Label an axis with plain numbers. Without ``log``, it is logarithmic for a ratio above ``LOG_RATIO``."""
+    """Label an axis with plain numbers. If ``log`` is None, it is logarithmic for a ratio above ``LOG_RATIO``."""
     low, high = min(numbers, default=1), max(numbers, default=1)
     if low > 0 and (high > LOG_RATIO * low if log is None else log):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")

@@ -29,10 +29,10 @@ CONTEXT_COSTS = {
 }
 """Column of the frame for each panel of cost against context."""
 LINE_KEYS = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
-"""Keys that may differ between the points of one line, or that the figure shows."""
+"""Keys of the configuration that may differ between the points of one line, or that the figure shows."""
 OUT_OF_MEMORY, MIB = "out of memory", 2.0**20
-MAX_POINTS = 200  # about, of one curve
-FREE_SHARE = 0.2  # first part of a curve, whose fall from 8 bits may lie outside the axes
+MAX_POINTS = 200  # of a curve, approximately
+FREE_SHARE = 0.2  # share of a curve at its beginning, a fall from 8 bits, that may lie outside the axes
 
 
 def draw_all(rows: Rows) -> list[Drawing]:
@@ -131,10 +131,10 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
     """Four costs against the length of context, a line for each arm and backend."""
     first, styles = rows["row"].iloc[0], variant_styles(rows["variant"])
     spans_from = rows.get("spans_from", pd.Series(None, index=rows.index)).replace("learned", None)
-    backends = rows["backend"] + spans_from.map(lambda spans: f", {spans}" if isinstance(spans, str) else "")
-    points = pd.concat([with_arms(group, without=LINE_KEYS) for _, group in rows.groupby(backends)])
-    points = points.assign(backends=backends, line=points["arm"] + ", " + backends)
-    line_styles = {key: LINE_STYLES[i % len(LINE_STYLES)] for i, key in enumerate(sorted(set(backends)))}
+    labels = rows["backend"] + spans_from.map(lambda spans: f", {spans}" if isinstance(spans, str) else "")
+    points = pd.concat([with_arms(group, without=LINE_KEYS) for _, group in rows.groupby(labels)])
+    points = points.assign(label=labels, line=points["arm"] + ", " + labels)
+    line_styles = {key: LINE_STYLES[i % len(LINE_STYLES)] for i, key in enumerate(sorted(set(labels)))}
     title = f"Cost against length of context: {first['mode']}, {count_of(first['streams'], 'stream')}"
     size = {"width": 13.5, "height": max(8.2, 2.4 + 0.36 * points["line"].nunique())}
     figure, axes = drawing.panels(2, 2, title=title, subtitle=f"{_machine(first)}\n{data_words([first])}", **size)
@@ -142,7 +142,7 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
         costs = rows[key].dropna() if key in rows else pd.Series(dtype=float)
         divisor = MIB if "MiB" in label else 1.0
         for line, group in points.groupby("line", sort=False):
-            style = styles[group["variant"].iloc[0]] | {"linestyle": line_styles[group["backends"].iloc[0]]}
+            style = styles[group["variant"].iloc[0]] | {"linestyle": line_styles[group["label"].iloc[0]]}
             medians = group.groupby("length")[key].median().dropna() if key in group else costs[:0]
             ax.plot(medians.index, medians / divisor, **style, linewidth=1.4, markersize=5, label=line)
             lengths = group[group["status"] == OUT_OF_MEMORY]["length"]

@@ -26,7 +26,7 @@ MODES = {
 
 
 def cost_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each ground, code, corpus, mode, number of streams and segment. The oldest row comes first."""
+    """A table for each ground, code, corpus, mode, number of streams and segment; ``rows`` begin with the oldest."""
 
     def table_key(row: dict) -> Hashable:
         segment = row["segment"] if row["mode"] == "stream" else None
@@ -75,8 +75,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
         reference = f" Relative speeds are to {row['relative_to']}." if row.get("relative_to") else ""
         titles = {"title": f"Peers: {row['job']}, {row['device']}, {row['precision']}"}
         titles["caption"] = f"The rows differ in the implementation.{reference}"
-        measured = [row for row in shown if row["status"] == "measured"]
-        notes = [f"{row['name']}: {_reason(row)}." for row in shown if row not in measured]
+        notes = [f"{row['name']}: {_reason(row)}." for row in shown if row["status"] != "measured"]
         notes = (*commit_notes(frame), *notes)
         more = {"name": f"peers-{index}", "about": about, "notes": notes}
         tables.append(filled_table(shown, columns("peers"), **titles, **more))
