@@ -1,7 +1,7 @@
-"""Measurements, one module per verb: ``python -m bench.cost``, ``bench.peers``, ``bench.report`` and others."""
+"""Commands that measure, check and report, one module each, such as ``python -m bench.cost``."""
 
 from pathlib import Path
 
-import harness  # noqa: F401 - sets what must be set before torch is loaded
+import harness  # noqa: F401 - sets environment variables that torch reads when it is loaded
 
 CONF = str(Path(__file__).resolve().parent.parent / "conf")

@@ -1,7 +1,7 @@
 """Arithmetic coding in integers, from symbols to bytes and back.
 
-Each symbol takes its share of the remaining interval. Shares are frequencies out of 2^24: a symbol of frequency f costs
-24 - log2(f) bits. The interval's width has at least 48 bits, so that rounding loses less than 2^-23 bits a symbol.
+Each symbol narrows an interval to its share of it. Shares are frequencies out of 2^24, so a symbol of frequency f costs
+24 - log2(f) bits. The interval's width has at least 48 bits, so that rounding costs less than 2^-23 bits a symbol.
 """
 
 from collections.abc import Sequence
@@ -14,88 +14,90 @@ from torch import Tensor
 BITS = 24
 TOTAL = 1 << BITS  # the sum of all symbols' frequencies
 ESCAPE = 1 << 12
-"""Frequency of the mark before a byte that the vocabulary lacks. It costs 12 bits, and every other byte 0.0004 bits."""
+"""Frequency of the escape symbol before a byte that the vocabulary lacks: 12 bits; other symbols take 0.0004 more."""
 _WORD = 64
-_NARROW = 1 << 48  # below this width another byte of code is fixed
+_MIN_WIDTH = 1 << 48  # in a narrower interval, the first byte is settled
 
 
 class Coder(Protocol):
-    """An encoder or a decoder, so that one loop serves both."""
+    """The method that encoder and decoder share, so that one loop can use either."""
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
-        """Code one symbol and return it: an encoder writes ``symbol``, a decoder ignores it and reads one. ``ends``:
-        int64, running sums of all symbols' frequencies, each at least 1, up to ``TOTAL``."""
+        """Write ``symbol`` (an encoder), or ignore it and read a symbol (a decoder); return the symbol. ``ends`` are
+        the running sums of all symbols' frequencies, int64, of which the last is ``TOTAL``."""
 
 
 class Encoder:
     """Encodes symbols as bytes."""
 
     def __init__(self):
-        self._low, self._width, self._settled = 0, 1 << _WORD, bytearray()
+        self._low, self._width = 0, 1 << _WORD  # the interval, without the settled bytes before it
+        self._settled = bytearray()  # bytes that the rest of the code can change only by a carry
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
         start = int(ends[symbol - 1]) if symbol else 0
-        part = self._width >> BITS
-        self._low += part * start
-        self._width = part * (int(ends[symbol]) - start)
+        unit = self._width >> BITS
+        self._low += unit * start
+        self._width = unit * (int(ends[symbol]) - start)
         self._carry()
-        while self._width < _NARROW:
+        while self._width < _MIN_WIDTH:
             self._settled.append(self._low >> (_WORD - 8))
             self._low = (self._low << 8) & ((1 << _WORD) - 1)
             self._width <<= 8
         return symbol
 
     def finish(self) -> bytes:
-        """The code in the fewest bytes; the decoder reads zeros after them."""
+        """The code, in the fewest bytes that lie in the interval when zeros follow them, as the decoder reads it."""
         for size in range(_WORD // 8 + 1):
             unit = 1 << (_WORD - 8 * size)
-            number = -(-self._low // unit) * unit
-            if number < self._low + self._width:
+            rounded = -(-self._low // unit) * unit
+            if rounded < self._low + self._width:
                 break
-        self._low = number
+        self._low = rounded
         self._carry()
         return bytes(self._settled) + self._low.to_bytes(_WORD // 8, "big")[:size]
 
     def _carry(self) -> None:
-        """Add the carry beyond the word to the settled bytes."""
+        """Move the carry out of the word into the settled bytes."""
         if self._low >> _WORD:
             self._low &= (1 << _WORD) - 1
-            place = len(self._settled) - 1
-            while self._settled[place] == 255:
-                self._settled[place] = 0
-                place -= 1
-            self._settled[place] += 1
+            index = len(self._settled) - 1
+            while self._settled[index] == 255:
+                self._settled[index] = 0
+                index -= 1
+            self._settled[index] += 1
 
 
 class Decoder:
-    """Decodes symbols from bytes, given the same frequencies."""
+    """Decodes symbols from an encoder's bytes, with the frequencies that the encoder used."""
 
-    def __init__(self, settled: bytes):
-        self._rest, self._width, self._above = iter(settled), 1 << _WORD, 0
+    def __init__(self, code: bytes):
+        self._bytes, self._width = iter(code), 1 << _WORD
+        self._offset = 0  # of the code within the interval
         for _ in range(_WORD // 8):
             self._read()
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
-        part = self._width >> BITS
-        share = min(self._above // part, TOTAL - 1)  # only foreign bytes give a larger share
+        unit = self._width >> BITS
+        share = min(self._offset // unit, TOTAL - 1)  # larger only for bytes that no encoder wrote
         symbol = int(np.searchsorted(ends, share, side="right"))
         start = int(ends[symbol - 1]) if symbol else 0
-        self._above -= part * start
-        self._width = part * (int(ends[symbol]) - start)
-        while self._width < _NARROW:
+        self._offset -= unit * start
+        self._width = unit * (int(ends[symbol]) - start)
+        while self._width < _MIN_WIDTH:
             self._read()
             self._width <<= 8
         return symbol
 
     def _read(self) -> None:
-        self._above = (self._above << 8) | next(self._rest, 0)
+        self._offset = (self._offset << 8) | next(self._bytes, 0)
 
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
-    """Integer frequencies, int64 ``[S, V + 1]``, for ``probabilities`` (float64 ``[S, V]``): at least 1, with sum
-    ``TOTAL``. The likeliest symbol gets what rounding down leaves. The last column is ``escape``, which may be 0."""
-    free = TOTAL - escape - probabilities.shape[1]
-    counts = 1 + (probabilities * free).long()
-    left = TOTAL - escape - counts.sum(dim=1, keepdim=True)
-    counts.scatter_add_(1, counts.argmax(dim=1, keepdim=True), left)
+    """Integer frequencies, int64 ``[S, V + 1]``, of ``probabilities``, float64 ``[S, V]``, each at least 1. A row sums
+    to ``TOTAL``; the likeliest symbol gets what rounding down leaves. The last column is ``escape``, which may be 0."""
+    available = TOTAL - escape - probabilities.shape[1]
+    counts = 1 + (probabilities * available).long()
+    remainder = TOTAL - escape - counts.sum(dim=1, keepdim=True)
+    counts.scatter_add_(1, counts.argmax(dim=1, keepdim=True), remainder)
     return F.pad(counts, (0, 1), value=escape)

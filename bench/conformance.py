@@ -1,11 +1,12 @@
-"""The contract on a small plan: ``variants/conformance/suite.py``, and the promises that need the harness.
+"""Checks a small plan against the contract: the promises of ``variants/conformance``, and those that need the harness.
 
-A choice that a mechanism accepts must change its output, or comparing choices means nothing. Models that differ in one
-choice get equal weights, and their sublayers equal inputs ``[B, T, D]``, in two segments. The weights change between
-the segments, so cached keys differ from recomputed ones.
+A choice that a mechanism accepts, such as ``model.cache``, must change its output, because otherwise a comparison of
+choices would mean nothing. Models that differ in one choice get equal weights, and their sublayers equal inputs
+``[B, T, D]`` in two segments. The weights change between the segments, so that cached keys differ from recomputed ones.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -22,32 +23,32 @@ from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Outputs, Subject, Verdict, differs
 from variants.contract import Position
 
-NEEDED = "needed FLOPs are at most the executed ones"
-LONG = 70
-"""From so many keys on, heads with different spans have different widths, in steps of 64 keys."""
+NEEDED_FLOPS = "needed FLOPs are at most the executed ones"
+WIDE_SPAN = 70  # keys; widths are multiples of 64 keys, so heads with different spans have different widths
 Weights = list[dict[str, Tensor]]
 """Parameters by name, for the first segment and for the second."""
 
 
 def named_kind(device: str) -> str:
-    """The kind of a device by its name; ``auto`` is the CPU, on which the contract is checked."""
+    """The kind of device that a ``runtime.device`` names. For ``auto`` it is ``cpu``, where the contract is checked."""
     return "cpu" if device == "auto" else device.partition(":")[0]
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """A finding for each promise on the model of a small plan; only the first if it cannot be built."""
+    """A finding for each promise on the model of a small plan. If the model cannot be built, there is only one."""
     vocabulary = plan.data["vocabulary"]
     results = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(results) > 1:
-        results += [compare_flops(plan), finding_of(NEEDED, partial(needed_at_most_executed, plan))]
-        results += [finding_of("a choice that is accepted is followed", partial(follows, plan))]
-        results += [backends_agree(plan, backend)] if (backend := fast_backend(plan)) else []
+        results += [compare_flops(plan), finding_of(NEEDED_FLOPS, partial(needed_at_most_executed, plan))]
+        results += [finding_of("a choice that is accepted is followed", partial(check_choices, plan))]
+        if backend := fast_backend(plan):
+            results.append(backends_agree(plan, backend))
     return results
 
 
 def fast_backend(plan: Plan) -> str | None:
-    """The backend other than ``plain`` that a CPU uses in evaluation or in training, or None. ValueError if the plan
-    cannot be built or its backend cannot run; other errors are left to ``findings``."""
+    """The backend other than ``plain`` that a CPU uses in evaluation or training, or None. ValueError if the mechanism
+    refuses the plan or its backend cannot run. Any other error gives None, because ``findings`` reports it."""
     try:
         with torch.random.fork_rng(devices=[]):
             sublayers = [sublayer for _, sublayer in plan.make_model().sublayers()]
@@ -59,17 +60,17 @@ def fast_backend(plan: Plan) -> str | None:
     return "+".join(sorted(backends - {"plain"})) or None
 
 
-def in_plain(plan: Plan) -> Plan:
+def plain_plan(plan: Plan) -> Plan:
     """The same plan with the plain backend."""
     return replace(plan, runtime=replace(plan.runtime, backend="plain"))
 
 
 def needed_at_most_executed(plan: Plan) -> Verdict:
-    """Declared FLOPs of a training step are at most the executed ones, without a past and with one."""
+    """Check that declared FLOPs of a training step are at most the executed ones, with and without carried state."""
     torch.manual_seed(0)
     model, segment, lines = plan.make_model().train(), 2 * plan.model.span, []
-    if silent := model.flops_estimated_3x():
-        return f"not said by {', '.join(silent)}"
+    if undeclared := model.flops_estimated_3x():
+        return f"not declared by {', '.join(undeclared)}"
     tokens = torch.randint(plan.data["vocabulary"], (2, segment))
     for carried, state in ((0, None), (segment, model(tokens).state)):
         step = count_flops(lambda state=state: model(tokens, state).logits.sum().backward(), gradients=True)
@@ -81,46 +82,49 @@ def needed_at_most_executed(plan: Plan) -> Verdict:
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:
-    """Compares the fast backend with plain, with heads of different widths if that runs, else at the plan's span."""
-    span = plan.model.span * -(-LONG // plan.model.span)
-    fast = replace(plan, model=replace(plan.model, span=span))
-    fast = fast if can_run(fast) else plan
-    subjects = (Subject(made.make_model, made.model.span, plan.data["vocabulary"]) for made in (fast, in_plain(fast)))
+    """Compare the fast backend with the plain one at a multiple of the plan's span, at which heads have different
+    widths, or at the plan's span if the mechanism does not run there."""
+    span = plan.model.span * math.ceil(WIDE_SPAN / plan.model.span)
+    wide = replace(plan, model=replace(plan.model, span=span))
+    fast = wide if can_run(wide) else plan
+    subjects = (Subject(p.make_model, p.model.span, p.data["vocabulary"]) for p in (fast, plain_plan(fast)))
     finding = finding_of(f"the {backend} backend equals the plain one", equal_backends, *subjects)
     return replace(finding, detail=f"span {fast.model.span}, {finding.detail}")
 
 
-def follows(plan: Plan) -> Verdict:
-    """Each sublayer with a past must follow what it ``honours``; choices that it refuses are not tried."""
+def check_choices(plan: Plan) -> Verdict:
+    """Check that every choice that a sublayer declares in ``honours`` changes its output, and that a span that it does
+    not declare changes nothing. Choices that it refuses, and sublayers without a past, are not checked."""
     subject = Subject(plan.make_model, plan.model.span, plan.data["vocabulary"])
-    model, tried = subject.build(), []
-    held = {name: s.honours for name, s in model.sublayers() if s.honours is not None and s.reach() != 0}
-    if not held:
-        return "there is no other for a sublayer that declares what it honours"
+    model, compared = subject.build(), []
+    honours = {name: s.honours for name, s in model.sublayers() if s.honours is not None and s.reach() != 0}
+    if not honours:
+        return "no sublayer with a past declares what it honours"
     x = torch.randn(2, subject.length, plan.model.d_model, dtype=torch.float64)
-    weights = [_weights(model), _weights(move(model))]
-    mine = _answers(model, weights, x, held)
-    for key, value, others in _choices(plan):
-        values, moved = [str(value).lower()], set()
-        for other, changed in others.items():
-            if (made := _made(changed)) is not None:
-                values.append(str(other).lower())
-                y = _answers(made, weights, x, held)
-                moved |= {name for name in held if differs("", {name: mine[name]}, {name: y[name]})}
-        if len(values) == 1:
+    weights = [_copy_weights(model), _copy_weights(move(model))]
+    baseline = _outputs(model, weights, x, honours)
+    for key, choice, alternatives in _choices(plan):
+        choices, changed = [str(choice).lower()], set()
+        for alternative, changed_plan in alternatives.items():
+            if (changed_model := _build(changed_plan)) is None:
+                continue
+            choices.append(str(alternative).lower())
+            outputs = _outputs(changed_model, weights, x, honours)
+            changed |= {name for name in honours if differs("", {name: baseline[name]}, {name: outputs[name]})}
+        if len(choices) == 1:
             continue
-        tried.append(f"{key} ({', '.join(values)})")
-        declared = {name: key != "model.span" or honours.span for name, honours in held.items()}
-        words = f"{key}={','.join(sorted(values))}"
-        if still := [name for name in held if declared[name] is True and name not in moved]:
-            yield f"the same comes out of {', '.join(still)} with {words}, which honours say it follows"
-        if moves := [name for name in held if declared[name] is False and name in moved]:
-            yield f"not the same comes out of {', '.join(moves)} with {words}, which honours deny"
-    return ", ".join(tried)
+        compared.append(f"{key} ({', '.join(choices)})")
+        declared = {name: key != "model.span" or honour.span for name, honour in honours.items()}
+        words = f"{key}={','.join(sorted(choices))}"
+        if equal := [name for name in honours if declared[name] is True and name not in changed]:
+            yield f"the output of {', '.join(equal)} is the same with {words}, which its honours declare"
+        if different := [name for name in honours if declared[name] is False and name in changed]:
+            yield f"the output of {', '.join(different)} differs with {words}, which its honours exclude"
+    return ", ".join(compared)
 
 
 def _choices(plan: Plan) -> Iterator[tuple[str, object, dict[object, Plan]]]:
-    """A key of the run, the plan's value, and plans that differ in this key alone, by value."""
+    """A key of the run, the plan's choice, and plans that differ from it in this key only, by their choices."""
     model, span = plan.model, plan.model.span
 
     def changed(key: str, *values: object) -> dict[object, Plan]:
@@ -135,8 +139,8 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, dict[object, Plan]]]:
     yield "model.span", span, changed("span", 2 * span, max(1, span // 2))
 
 
-def _made(plan: Plan) -> LanguageModel | None:
-    """The plan's model as ``Subject`` builds it, or None where it refuses its sizes or choices."""
+def _build(plan: Plan) -> LanguageModel | None:
+    """The plan's model in float64, as ``Subject`` builds it; None if the mechanism refuses the plan."""
     torch.manual_seed(0)
     try:
         return plan.make_model().double().eval()
@@ -144,23 +148,23 @@ def _made(plan: Plan) -> LanguageModel | None:
         return None
 
 
-def _weights(model: LanguageModel) -> dict[str, Tensor]:
+def _copy_weights(model: LanguageModel) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
-def _answers(model: LanguageModel, weights: Weights, x: Tensor, names: dict) -> Outputs:
-    """Outputs ``[B, T, D]`` of the sublayers with these names, each fed with ``x``. Only the common part of a parameter
-    is loaded, because a table may have a row for each visible key."""
+def _outputs(model: LanguageModel, weights: Weights, x: Tensor, names: Collection[str]) -> Outputs:
+    """Outputs ``[B, T, D]`` of the sublayers with these names, each with the input ``x``. Where shapes differ, only the
+    common part of a parameter is loaded: a table may have a row for each visible key."""
     states, parts = dict.fromkeys(names), []
     start = torch.zeros(len(x), dtype=torch.int64)
-    for loaded, part in zip(weights, x.chunk(2, dim=1), strict=True):
+    for loaded, segment in zip(weights, x.chunk(2, dim=1), strict=True):
         for name, parameter in model.named_parameters():
             if name in loaded:
                 common = tuple(map(slice, map(min, zip(parameter.shape, loaded[name].shape, strict=True))))
                 parameter[common] = loaded[name][common]
         model.project_()
-        outputs = {name: s(part, states[name], start) for name, s in model.sublayers() if name in names}
-        states, start = {name: out.state for name, out in outputs.items()}, start + part.shape[1]
+        outputs = {name: s(segment, states[name], start) for name, s in model.sublayers() if name in names}
+        states, start = {name: out.state for name, out in outputs.items()}, start + segment.shape[1]
         parts.append({name: out.y for name, out in outputs.items()})
     return {name: torch.cat([part[name] for part in parts], dim=1) for name in names}

@@ -1,7 +1,7 @@
-"""W&B's dashboard of all runs: ``python -m bench.dashboard entity=me project=attention-windtunnel``.
+"""Saves a dashboard of all runs in W&B: ``python -m bench.dashboard entity=me project=attention-windtunnel``.
 
-It saves a workspace with the panels of ``conf/dashboard.yaml``. It needs an API key, a server and the extra
-``dashboard``; ``python -m bench.report`` makes a page without them.
+The dashboard is a workspace with the panels of ``conf/dashboard.yaml``. The command needs an API key, a server and the
+extra ``dashboard``. ``python -m bench.report`` makes a page of all runs without them.
 """
 
 import os
@@ -13,42 +13,42 @@ from omegaconf import DictConfig, OmegaConf
 from bench import CONF
 from harness.compose.cli import run_command
 
-COLUMNS = 3  # panels side by side
+COLUMNS = 3
+"""Panels in a row."""
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="dashboard")
 def main(cfg: DictConfig) -> None:
-    import wandb  # late, as everything slow, so that --help is quick
+    import wandb  # slow imports come after the command line has been parsed
 
     from harness.plan.settings import parse_setting
 
     project, name = (parse_setting(cfg[key], str, key=key) for key in ("project", "name"))
-    entity, offline = parse_setting(cfg.entity, str | None, key="entity"), os.environ.get("WANDB_MODE")
-    if offline in ("offline", "disabled", "dryrun") or not wandb.login(prompt=False, verify=False):
-        reason = f"WANDB_MODE={offline}" if offline else "no API key is configured"
-        raise ValueError(
-            f"{reason}, so nothing is saved in W&B; wandb login first. python -m bench.report needs no server"
-        )
+    entity, mode = parse_setting(cfg.entity, str | None, key="entity"), os.environ.get("WANDB_MODE")
+    offline = mode in ("offline", "disabled", "dryrun")
+    if offline or not wandb.login(prompt=False, verify=False):
+        reason = f"WANDB_MODE={mode}" if offline else "no API key is configured"
+        raise ValueError(f"{reason}; the dashboard needs a login (wandb login), python -m bench.report does not")
     try:
-        place = {"entity": entity or wandb.Api().default_entity, "project": project, "name": name}
-        saved = workspace(OmegaConf.to_container(cfg.sections), **place)
-        saved.save()
+        owner = entity or wandb.Api().default_entity
+        dashboard = workspace(OmegaConf.to_container(cfg.sections), entity=owner, project=project, name=name)
+        dashboard.save()
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'attention-windtunnel[dashboard]'") from error
-    except Exception as error:  # whatever W&B, the network or a proxy raises is the server's, not a bug of ours
+    except Exception as error:  # W&B, the network and proxies raise many types, and none is a bug of this code
         words = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"entity={entity} project={project}: W&B refused ({words})") from error
-    print(f"workspace: {saved.url}")
+    print(f"workspace: {dashboard.url}")
 
 
 def workspace(sections: list[dict], *, entity: str, project: str, name: str):
-    """A ``Workspace`` of W&B; its ``save`` sends it. A panel's ``type`` is a class of W&B, its other keys are the
-    class's keywords; the metrics ``y`` of a curve may have a ``*``."""
+    """A ``Workspace`` of W&B, which its method ``save`` sends to the server. A panel's ``type`` is the name of a class
+    of W&B, and its other keys are the class's keywords. Metrics ``y`` of a ``LinePlot`` may have a ``*``."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
     def panel(*, type: str, y: tuple[str, ...] = (), **options):
-        if type == "LinePlot":  # a smoothed curve shows numbers that nobody measured
+        if type == "LinePlot":  # without smoothing, a curve shows measured numbers only
             patterns = "|".join(pattern_of(metric) for metric in y if "*" in metric) or None
             options |= {"y": [metric for metric in y if "*" not in metric], "metric_regex": patterns}
             options |= {"smoothing_type": "none"}
@@ -59,16 +59,16 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
         return getattr(wr, type)(**options)
 
     layout = ws.SectionLayoutSettings(columns=COLUMNS, rows=2)
-    shown = {section["title"]: [panel(**options) for options in section["panels"]] for section in sections}
-    made = [
-        ws.Section(name=title, panels=panels, is_open=True, layout_settings=layout) for title, panels in shown.items()
-    ]
+    ws_sections = []
+    for section in sections:
+        panels = [panel(**options) for options in section["panels"]]
+        ws_sections.append(ws.Section(name=section["title"], panels=panels, is_open=True, layout_settings=layout))
     settings = ws.WorkspaceSettings(x_axis="bytes_seen", remove_legends_from_panels=False)
-    return ws.Workspace(entity=entity, project=project, name=name, sections=made, settings=settings)
+    return ws.Workspace(entity=entity, project=project, name=name, sections=ws_sections, settings=settings)
 
 
 def pattern_of(metric: str) -> str:
-    """A regular expression for a panel's metric; ``*`` matches one sublayer, never the pool of all."""
+    """The regular expression of a metric. ``*`` stands for the name of one sublayer, which has a dot, not for all."""
     return "^" + re.escape(metric).replace(r"\*", r".*\..*") + "$"
 
 

@@ -1,16 +1,19 @@
-"""Evidence: runs a stage of the front page, each run on its own core: ``python -m bench.evidence stage=b path=FILE``.
+"""Trains the runs behind the front page's tables: ``python -m bench.evidence stage=b path=FILE``.
 
-``conf/evidence.yaml`` defines the cells of a stage: points of a sweep's grid, rates one step beyond those with a row,
-and spans replayed from a run of the same seed. Each run writes a line of ``<rows>/<table>.jsonl``: cell, summary,
-configuration and scores. A cell with a line is skipped on any machine; an interrupted run continues in its folder.
+``conf/evidence.yaml`` defines stages. A stage is a list of cells, and a cell is one training run: a point of a sweep's
+grid, a learning rate beyond the tested ones, or a replay of the spans that a run of the same seed learned. Each run has
+a core of its own and adds a row to ``<rows>/<table>.jsonl``: cell, summary, configuration and scores. A cell that has a
+row is skipped on every machine. An interrupted run continues in its run folder.
 """
 
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import product
@@ -26,95 +29,108 @@ from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_rows, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
-MADE = {"sweep=recall", "sweep=skills"}
-"""Sweeps that read no file."""
-RATE = "++variant.lr_scale.muon"
-"""The key that the sweep of rates varies: a factor of ``optim.lr``."""
-LEAST = 3  # rates that a mechanism must have before one is picked
-RECORDED = (0, BUG, Diverged.exit_code)
-"""Exit codes of runs that count; after another code, the cell is run again."""
+GENERATED_CORPUS = {"sweep=recall", "sweep=skills"}
+"""Sweeps whose corpus is generated, so that they take no ``data.path``."""
+LR_FACTOR = "++variant.lr_scale.muon"
+"""The key that ``sweep=rates`` varies: Muon's learning rate as a factor of ``optim.lr``."""
+MIN_FACTORS = 3
+"""Factors that a mechanism must have been trained with before its grid is extended."""
+COUNTED_EXIT_CODES = (0, BUG, Diverged.exit_code)
+"""A run with one of these exit codes gets a row. After any other code the cell is trained again."""
 
 
-def cell_of(line: dict) -> dict[str, str]:
-    """The values of a line's cell, by key."""
-    return dict(word.split("=", 1) for word in line["cell"])
+def cell_keys(row: dict) -> dict[str, str]:
+    """The cell of a row as a dictionary of its ``key=value`` words."""
+    return dict(word.split("=", 1) for word in row["cell"])
 
 
-def tried(file: Path) -> dict[str, dict[float, float]]:
-    """Bits per byte on valid by mechanism and factor, infinite for a failed run; empty without the file."""
+def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
+    """Bits per byte on valid (infinite for a failed run) by mechanism and learning rate factor; empty without file."""
     scores: dict[str, dict[float, float]] = {}
-    for line in read_rows(file):
-        cell, summary = cell_of(line), line["summary"]
+    for row in read_rows(file):
+        cell, summary = cell_keys(row), row["summary"]
         bits = summary["valid_bits_per_byte"] if summary["status"] == "finished" else math.inf
-        scores.setdefault(cell["variant"], {})[float(cell[RATE])] = bits
+        scores.setdefault(cell["variant"], {})[float(cell[LR_FACTOR])] = bits
     return scores
 
 
-def beyond(scores: dict[float, float]) -> float | None:
-    """The factor one step beyond the best, if the best is at an end of at least ``LEAST`` factors; else None."""
+def next_factor(scores: dict[float, float]) -> float | None:
+    """The factor that extends a mechanism's grid: twice the largest or half the smallest, whichever is the best. None
+    if the best is neither of them, or if there are fewer than ``MIN_FACTORS``."""
     best = min(scores, key=scores.get)
-    if len(scores) < LEAST or min(scores) < best < max(scores):
+    if len(scores) < MIN_FACTORS or min(scores) < best < max(scores):
         return None
     return best * 2 if best == max(scores) else best / 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A run: the ``words`` of its command, the ``file`` for its line, and whether it is also scored by ``context``. If
-    it takes spans from another run, ``source`` has that run's words; with ``mean`` it takes the mean of these spans."""
+    """One training run of a stage: the words of its command, which identify it, and the file of its row. With
+    ``score_context`` it is also scored by bytes of context. With ``span_words``, the words of another cell, it replays
+    that cell's spans; with ``mean_span`` it replays their mean in every head."""
 
     words: tuple[str, ...]
     file: Path
-    context: bool
-    source: tuple[str, ...] | None = None
-    mean: bool = False
+    score_context: bool
+    span_words: tuple[str, ...] | None = None
+    mean_span: bool = False
 
-    def line(self, words: tuple[str, ...]) -> dict | None:
-        """The file's line for a cell of these words, or None."""
-        return next((line for line in read_rows(self.file) if tuple(line["cell"]) == words), None)
-
-
-def sweep_params(sweep: str) -> dict[str, object]:
-    """The grid of a file of ``conf/sweep``, with the grids of the sweeps in its defaults."""
-    read = OmegaConf.to_container(OmegaConf.load(Path(CONF, "sweep", f"{sweep}.yaml")))
-    begin = [name for name in read["defaults"] if isinstance(name, str)]
-    params = read["hydra"]["sweeper"]["params"]
-    return {key: value for name in begin for key, value in sweep_params(name).items()} | params
+    def find_row(self, words: tuple[str, ...]) -> dict | None:
+        """The file's row of the cell with these words, or None."""
+        return next((row for row in read_rows(self.file) if tuple(row["cell"]) == words), None)
 
 
-def cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str]) -> list[Cell]:
-    """All points of a stage's grids, seeds outermost; ``replays``: the variant that learns spans (``source``), the
-    one that takes them (``spans``), and the one that takes their ``mean``."""
-    every = []
+def sweep_grid(sweep: str) -> dict[str, object]:
+    """The grid of ``conf/sweep/<sweep>.yaml``, including the grids of the sweeps in its defaults list."""
+    config = OmegaConf.to_container(OmegaConf.load(Path(CONF, "sweep", f"{sweep}.yaml")))
+    grid: dict[str, object] = {}
+    for name in (entry for entry in config["defaults"] if isinstance(entry, str)):
+        grid |= sweep_grid(name)
+    return grid | config["hydra"]["sweeper"]["params"]
+
+
+def stage_cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str]) -> list[Cell]:
+    """All cells of a stage, ordered by seed within each of its ``grids``. ``words`` follow in every command.
+    ``replays`` names three variants: the one that learns spans (``source``), the one that replays them (``spans``), and
+    the one that replays their mean (``mean``)."""
+    cells = []
     for grid in grids:
         file = rows / f"{grid.get('table', grid['sweep'])}.jsonl"
-        ends = [{}]
-        if grid.get("further"):
-            rates = ((name, beyond(scores)) for name, scores in tried(file).items())
-            ends = [{"variant": name, RATE: f"{rate:g}"} for name, rate in rates if rate]
-        for params in (sweep_params(grid["sweep"]) | grid.get("params", {}) | end for end in ends):
-            keys = sorted(params, key=lambda key: key != "seed")
-            for values in product(*(str(params[key]).split(",") for key in keys)):
-                point = (f"{key}={value}" for key, value in zip(keys, values, strict=True))
+        for extension in _extensions(file) if grid.get("further") else [{}]:
+            params = sweep_grid(grid["sweep"]) | grid.get("params", {}) | extension
+            for point in _points(params):
                 typed = (f"sweep={grid['sweep']}", *point, *words)
-                takes = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in typed), None)
-                source = tuple(f"variant={replays['source']}" if w.startswith("variant=") else w for w in typed)
-                context = grid.get("context", False)
-                cell = Cell(words=typed, file=file, context=context, source=takes and source, mean=takes == "mean")
-                every.append(cell)
-    return every
+                replay = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in typed), None)
+                source = tuple(re.sub("^variant=.*", f"variant={replays['source']}", word) for word in typed)
+                spans = {"span_words": source, "mean_span": replay == "mean"} if replay else {}
+                cells.append(Cell(words=typed, file=file, score_context=grid.get("context", False), **spans))
+    return cells
 
 
-def short(row: dict) -> dict:
-    """A row of a record without identity, protocol and last metrics, which the summary has."""
+def _extensions(file: Path) -> Iterator[dict[str, str]]:
+    """Changes of a grid that train each mechanism with its next learning rate factor, if it has one."""
+    for name, scores in scores_by_factor(file).items():
+        if factor := next_factor(scores):
+            yield {"variant": name, LR_FACTOR: f"{factor:g}"}
+
+
+def _points(params: dict[str, object]) -> Iterator[list[str]]:
+    """The points of a grid as words; the seed varies slowest."""
+    keys = sorted(params, key=lambda key: key != "seed")
+    for values in product(*(str(params[key]).split(",") for key in keys)):
+        yield [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
+
+
+def compact(row: dict) -> dict:
+    """A row of ``record.jsonl`` without the identity, protocol and metrics that the summary repeats."""
     if row["kind"] == "provenance":
         return {key: row[key] for key in ("kind", "config") if key in row}
     return {key: value for key, value in row.items() if key not in ("metrics", "protocol")}
 
 
-def span_word(line: dict | None, *, mean: bool) -> str:
-    """The word that replays the spans of a run's line; ValueError if the line has none."""
-    metrics = (line or {}).get("summary", {}).get("valid_metrics") or {}
+def span_word(row: dict | None, *, mean: bool) -> str:
+    """The command's word that replays the spans of a run's row; ValueError if there is no row, or none of spans."""
+    metrics = (row or {}).get("summary", {}).get("valid_metrics") or {}
     layers = {int(key.split(".")[1]): spans for key, spans in metrics.items() if key.endswith(".span")}
     if not layers:
         raise ValueError("the run whose spans are replayed has no row with spans")
@@ -125,14 +141,9 @@ def span_word(line: dict | None, *, mean: bool) -> str:
 
 @dataclass
 class Runner:
-    """Runs each cell in a child process, on the core of the thread that waits for it.
-
-    Attributes:
-        outputs: the folder of the run folders, one per cell.
-        path: ``data.path`` of the runs that read enwik8.
-        futures: futures by the words of their cells, in order of start.
-        children: child processes that run.
-    """
+    """Trains each cell in a child process, on the core of the thread that waits for the process. ``outputs`` is the
+    folder of the run folders, ``path`` the ``data.path`` of the runs that read enwik8. ``futures`` has the cells'
+    futures by their words, and ``children`` the processes that are running."""
 
     outputs: Path
     path: str | None
@@ -140,60 +151,63 @@ class Runner:
     children: list[subprocess.Popen] = field(default_factory=list)
 
     def run(self, cell: Cell) -> None:
-        """Train, score and write the line; ValueError if the run gives none."""
-        if cell.source in self.futures:
-            wait([self.futures[cell.source]])
+        """Train and score a cell, and write its row; ValueError if its exit code is not counted."""
+        if cell.span_words in self.futures:
+            wait([self.futures[cell.span_words]])
         folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
         words = [*cell.words, f"outputs={folder}"]
-        words += [f"data.path={self.path}"] if self.path and not MADE & {*words} else []
-        words += [span_word(cell.line(cell.source), mean=cell.mean)] if cell.source else []
-        code, run = self.child("train.py", *words), folder / "latest"
-        if code in RECORDED and (run / SUMMARY).exists():
-            line = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
-            line["record"] = [short(row) for row in read_rows(run / RECORD) if row["kind"] != "train"]
-            if cell.context and not code:
-                asked = (f"run={run.resolve()}", "split=test", "runtime.threads=1", "runtime.device=cpu")
-                code = self.child("-m", "bench.evaluate", *asked)
-                line["evaluation"] = None if code else read_rows(run / EVALUATIONS)[-1]
-        if code not in RECORDED or not (run / SUMMARY).exists():
-            raise ValueError(f"ended with {code}, see {self.outputs / 'log.txt'}: is left for another try")
+        if self.path and not GENERATED_CORPUS & {*words}:
+            words.append(f"data.path={self.path}")
+        if cell.span_words:
+            words.append(span_word(cell.find_row(cell.span_words), mean=cell.mean_span))
+        exit_code, run = self.run_python("train.py", *words), folder / "latest"
+        if exit_code in COUNTED_EXIT_CODES and (run / SUMMARY).exists():
+            row = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
+            row["record"] = [compact(entry) for entry in read_rows(run / RECORD) if entry["kind"] != "train"]
+            if cell.score_context and not exit_code:
+                options = (f"run={run.resolve()}", "split=test", "runtime.threads=1", "runtime.device=cpu")
+                exit_code = self.run_python("-m", "bench.evaluate", *options)
+                row["evaluation"] = None if exit_code else read_rows(run / EVALUATIONS)[-1]
+        if exit_code not in COUNTED_EXIT_CODES or not (run / SUMMARY).exists():
+            raise ValueError(f"ended with {exit_code}, see {self.outputs / 'log.txt'}; it will be trained again")
         with file_lock(self.outputs / cell.file.name):
-            if not cell.line(cell.words):
-                text = json.dumps(to_json(line), allow_nan=False).replace(str(folder), "outputs")
-                text = text.replace(self.path, Path(self.path).name) if self.path else text  # no path of this machine
+            if not cell.find_row(cell.words):
+                text = json.dumps(to_json(row), allow_nan=False).replace(str(folder), "outputs")
+                if self.path:  # a row has no path of this machine
+                    text = text.replace(self.path, Path(self.path).name)
                 append_atomically(cell.file, text.encode() + b"\n")
-        print(f"{' '.join(cell.words)}: {line['summary']['status']}", flush=True)
+        print(f"{' '.join(cell.words)}: {row['summary']['status']}", flush=True)
 
-    def child(self, *words: str) -> int:
-        """Run a Python process; returns its exit code."""
+    def run_python(self, *words: str) -> int:
+        """Run Python with these arguments on one thread, and return its exit code. Its output goes to ``log.txt``."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with (self.outputs / "log.txt").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
             )
         self.children.append(process)
-        code = process.wait()
+        exit_code = process.wait()
         self.children.remove(process)
-        return code
+        return exit_code
 
 
 def _take_core(cores: list[int]) -> None:
-    """Give the calling thread and its children a core, at low priority."""
+    """Move the calling thread and its child processes to one of the cores, at low priority."""
     os.sched_setaffinity(0, {cores.pop()})
     os.nice(10)
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evidence")
 def main(cfg: DictConfig) -> None:
-    """Run the cells of a stage that have no row; ValueError for those that still have none."""
+    """Train the cells of a stage that have no row; ValueError naming the cells that failed."""
     if cfg.stage not in cfg.stages:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)
-    every = cells(grids, words=list(cfg.words), rows=Path(cfg.rows).resolve(), replays=dict(cfg.replays))
-    left = [cell for cell in every if not cell.line(cell.words)]
-    print(f"stage {cfg.stage}: {len(every)} cells, {len(every) - len(left)} have a row", flush=True)
+    cells = stage_cells(grids, words=list(cfg.words), rows=Path(cfg.rows).resolve(), replays=dict(cfg.replays))
+    remaining = [cell for cell in cells if not cell.find_row(cell.words)]
+    print(f"stage {cfg.stage}: {len(cells)} cells, {len(cells) - len(remaining)} have a row", flush=True)
     if cfg.list:
-        print("\n".join(" ".join(cell.words) for cell in left))
+        print("\n".join(" ".join(cell.words) for cell in remaining))
         return
     runner = Runner(outputs=Path(cfg.outputs).resolve(), path=cfg.path and str(Path(cfg.path).resolve()))
     runner.outputs.mkdir(parents=True, exist_ok=True)
@@ -201,13 +215,13 @@ def main(cfg: DictConfig) -> None:
     cores = sorted(os.sched_getaffinity(0))[: cfg.workers]
     pool = ThreadPoolExecutor(len(cores), initializer=_take_core, initargs=(cores,))
     try:
-        for cell in left:
+        for cell in remaining:
             runner.futures[cell.words] = pool.submit(runner.run, cell)
         wait(runner.futures.values())
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(runner.children):
-            process.terminate()  # a run saves what it has
+            process.terminate()  # a run that is terminated writes a checkpoint first
     errors = {words: future.exception() for words, future in runner.futures.items() if future.exception()}
     if errors:
         raise ValueError("\n".join(f"{' '.join(words)}: {error}" for words, error in errors.items()))

@@ -1,12 +1,13 @@
-"""Will it fit? ``python -m bench.fit variant=V model=base device_memory=24GiB``, without the hardware.
+"""Predicts whether a training step fits: ``python -m bench.fit variant=V model=base device_memory=24GiB``.
 
-The trainer's update runs on fake tensors, which have shapes but no data, under torch's ``MemTracker``. This gives peak
-memory by cause, and the largest batch within the device's memory. Learned spans have their initial values.
+The trainer's update runs on fake tensors, which have shapes but no data, under torch's ``MemTracker``, so no device is
+needed. The result is the peak memory by cause, and the largest batch within ``device_memory``. Learned spans have their
+initial values.
 
-The prediction is for one process, not compiled. On a CPU it is within 10% of the measured peak (``tests/test_fit.py``).
-For a GPU (any ``runtime.device`` but ``cpu``) it is a CPU's memory at the GPU's precision, with chunked attention in
-place of kernels. This is not verified, as the table says. Left out: memory of kernels, libraries and allocators (a CUDA
-context is about half a GiB), and on a CPU the corpus and freed blocks of the C library.
+The prediction is for one process without compilation. On a CPU it is within 10% of the measured peak
+(``tests/test_fit.py``). For a GPU (any ``runtime.device`` but ``cpu``) it is not verified: it is the memory of a CPU at
+the GPU's precision, with chunked attention in place of kernels. It leaves out the memory of kernels, libraries and
+allocators (a CUDA context takes about half a GiB), and on a CPU the corpus and freed blocks of the C library.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from bench import CONF
 from bench.cost_worker import full_state
-from bench.planning import own_keys
+from bench.planning import pop_keys
 from harness.compose.cli import run_command
 from harness.count.memory import tensors_of
 from harness.device.runtime import Runtime, resolve_auto
@@ -39,38 +40,38 @@ from harness.plan.small import contract_plan
 from harness.record import cells
 from harness.record.table import Column, Table, print_table
 
-VERB_KEYS = ("device_memory", "devices")
+COMMAND_KEYS = ("device_memory", "devices")
 CPU = torch.device("cpu")
-MOST_STREAMS = 2**12
-"""The search for the most streams ends here."""
+MAX_STREAMS = 2**12  # the search for the largest batch ends here
 CAUSES = {
     "parameters": "weights and buffers",
-    "gradients": "those that are there at the peak",
-    "optimizer": "moments, momentum, sums",
-    "state": "the bytes that are read, and the streams' past, carried in",
-    "activations": "what the forward pass makes",
-    "temporary": "all else alive at the peak",
+    "gradients": "the gradients that exist at the peak",
+    "optimizer": "the optimizers' moments and sums",
+    "state": "inputs, targets, and the state carried from the segment before",
+    "activations": "tensors that the forward pass allocates",
+    "temporary": "all other tensors that exist at the peak",
 }
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
 def main(cfg: DictConfig) -> None:
-    memory = own_keys(cfg, *VERB_KEYS)["device_memory"]
+    memory = pop_keys(cfg, *COMMAND_KEYS)["device_memory"]
     limit_bytes = None if memory is None else parse_memory(memory)
     plan = plan_run(cfg, **hydra_arguments())
     kind = kind_of(plan)
     admission(contract_plan(plan, kind))
     prediction = predict(plan)
-    peak, batch = prediction["predicted_peak_bytes"], f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
+    peak, split = prediction["predicted_peak_bytes"], prediction["split"]
+    batch = f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
     lines = [("peak, MiB", cells.mib(peak).text, f"of a training step of {batch}, {prediction['backend']}")]
-    lines += [(f"{cause}, MiB", cells.mib(prediction["split"][cause]).text, what) for cause, what in CAUSES.items()]
+    lines += [(f"{cause}, MiB", cells.mib(split[cause]).text, about) for cause, about in CAUSES.items()]
     if limit_bytes:
         lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
-        how = {"limit_bytes": limit_bytes, "least": plan.batch.accumulate}
-        most = most_streams(lambda streams: predict(plan, streams=streams)["predicted_peak_bytes"], **how)
-        lines.append(("most streams", f"{most:,}", f"that fit; sought to {MOST_STREAMS:,}"))
+        limits = {"limit_bytes": limit_bytes, "min_streams": plan.batch.accumulate}
+        streams = most_streams(lambda n: predict(plan, streams=n)["predicted_peak_bytes"], **limits)
+        lines.append(("most streams", f"{streams:,}", f"that fit; up to {MAX_STREAMS:,} were tried"))
     verified = kind == "cpu" and plan.runtime.compile is not True
-    title = f"Predicted memory of {plan.variant} on {kind}, {eager(plan).runtime.precision}, "
+    title = f"Predicted memory of {plan.variant} on {kind}, {eager_plan(plan).runtime.precision}, "
     title += "within 10% of the measured peak" if verified else "not verified"
     columns = (Column("", numeric=False), Column(""), Column("what it is", numeric=False))
     rows = tuple(tuple(map(cells.text, line)) for line in lines)
@@ -78,7 +79,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def parse_memory(value: object) -> int:
-    """Bytes of ``24GiB``, ``80GB`` or a number; ValueError naming the key."""
+    """The number of bytes of ``24GiB``, ``80GB`` or a number; ValueError naming the key."""
     try:
         return int(parse_setting(value, Annotated[ByteSize, Ge(1)], key="device_memory"))
     except ValueError as error:
@@ -86,17 +87,18 @@ def parse_memory(value: object) -> int:
         raise ValueError(f"device_memory={value}: {allowed}") from error
 
 
-def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int) -> int:
-    """The most streams, from ``least`` to ``MOST_STREAMS``, whose peak stays within the limit; 0 if none."""
-    number = bisect_right(range(least, MOST_STREAMS + 1), limit_bytes, key=peak_bytes)
-    return least + number - 1 if number else 0
+def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, min_streams: int) -> int:
+    """The largest number of streams from ``min_streams`` to ``MAX_STREAMS`` whose peak is within the limit, or 0."""
+    fitting = bisect_right(range(min_streams, MAX_STREAMS + 1), limit_bytes, key=peak_bytes)
+    return min_streams + fitting - 1 if fitting else 0
 
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Peak memory of a training step with a full past and initial parameters, for ``streams`` or the plan's number.
-    Returns ``backend``, ``split`` by ``CAUSES`` and its sum ``predicted_peak_bytes``. ValueError if not predictable."""
+    """Predict the peak memory of a training step with a full carried state and initial parameters, for a number of
+    ``streams`` or the plan's. Returns ``backend``, the ``split`` into ``CAUSES`` in bytes, and its sum
+    ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors lack."""
     batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
-    device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager(plan), batch=batch)
+    device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager_plan(plan), batch=batch)
     with torch.random.fork_rng(devices=[]):
         model = plan.make_model()
     backends = {name: sublayer.backend(device, training=True) for name, sublayer in model.sublayers()}
@@ -106,7 +108,7 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
             sublayer.backend = lambda device, *, training, name=name: backends[name]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            make_fake(model)
+            make_fake_(model)
             split = _split(plan, model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         reason = f"its memory depends on values of tensors ({error.func})"
@@ -116,12 +118,12 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
 
 
 def kind_of(plan: Plan) -> str:
-    """``cpu`` or ``cuda``: the kind of device that the prediction is for."""
+    """The kind of device that the prediction is for: ``cpu`` or ``cuda``."""
     return "cpu" if plan.runtime.device.partition(":")[0] == "cpu" else "cuda"
 
 
-def eager(plan: Plan) -> Plan:
-    """The plan on a CPU and not compiled, at the precision that ``auto`` means on its device."""
+def eager_plan(plan: Plan) -> Plan:
+    """The plan without compilation and on a CPU, at the precision that its own device would use."""
     runtime = plan.runtime
     if kind_of(plan) == "cpu":
         runtime = resolve_auto(runtime)
@@ -130,8 +132,8 @@ def eager(plan: Plan) -> Plan:
     return dataclasses.replace(plan, runtime=dataclasses.replace(runtime, device="cpu", compile=False))
 
 
-def make_fake(model: nn.Module) -> None:
-    """Replace parameters and buffers by fake ones, still shared if they were; call this under a ``FakeTensorMode``."""
+def make_fake_(model: nn.Module) -> None:
+    """Replace parameters and buffers by fake tensors, under a ``FakeTensorMode``. What modules share stays shared."""
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -146,31 +148,32 @@ def make_fake(model: nn.Module) -> None:
 
 
 def _split(plan: Plan, model: LanguageModel) -> dict[str, int]:
-    """Bytes of each cause at the peak of a step after warm-up."""
-    b, span = plan.batch, plan.model.span
+    """Bytes of each cause at the peak of a training step, as ``MemTracker`` follows the second step."""
+    batch, span = plan.batch, plan.model.span
     runtime = Runtime(device=CPU, precision=plan.runtime.precision, compile=False)
-    model.project_ = lambda: None  # on this instance: it is already projected, and fake parameters have no values
+    model.project_ = lambda: None  # parameters are in their range, and fake ones have no values to project
     optimizers = plan.make_optimizers(model)
     optimizers.may_update = lambda: True  # fake gradients have no value to test
-    update = Update(model, optimizers, runtime, accumulate=b.accumulate)
-    inputs, targets = (torch.zeros(b.streams, b.segment, dtype=torch.int64) for _ in range(2))
-    past = torch.zeros(b.streams, max(span, b.segment), dtype=torch.int64)
-    state = full_state(model, past, span=span, where=runtime) if b.carry else None
-    after = update(inputs, targets, state, fraction=0.5)[1]  # makes the optimizers' state
-    state, past, after = after if b.carry else None, None, None
+    update = Update(model, optimizers, runtime, accumulate=batch.accumulate)
+    inputs, targets = (torch.zeros(batch.streams, batch.segment, dtype=torch.int64) for _ in range(2))
+    past = torch.zeros(batch.streams, max(span, batch.segment), dtype=torch.int64)
+    state = full_state(model, past, span=span, runtime=runtime) if batch.carry else None
+    _, next_state = update(inputs, targets, state, fraction=0.5)  # this step allocates the optimizers' state
+    state = next_state if batch.carry else None
+    del past, next_state
     tracker, forward = MemTracker(), update.forward
     tracker.track_external(model, *optimizers.optimizers.values(), inputs, targets, *tensors_of(state))
     state_bytes = tracker.get_tracker_snapshot()[CPU]["Optstate"]
 
     def tracked(*args, **kwargs):
-        tracker.reset_mod_stats()  # the tracker follows one forward of a model; accumulation makes several
+        tracker.reset_mod_stats()  # the tracker allows one forward of a model, accumulation makes several
         return forward(*args, **kwargs)
 
     update.forward = tracked
     with tracker:
         update(inputs, targets, state, fraction=0.5)
     peak = tracker.get_tracker_snapshot("peak")[CPU]
-    optimizer_bytes = min(state_bytes, peak["Optstate"])  # temporary tensors of an update count as Optstate, too
+    optimizer_bytes = min(state_bytes, peak["Optstate"])  # the tracker counts an optimizer's temporary tensors, too
     return {
         "parameters": peak["Parameter"] + peak["Buffer"],
         "gradients": peak["Gradient"],

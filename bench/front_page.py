@@ -1,5 +1,8 @@
-"""Writes README's table and picture and ``docs/results.md`` from ``bench/results``: ``python -m bench.front_page``
-replaces the text between two markers of each page. A test compares the text with the rows."""
+"""Writes README's table and figure, and ``docs/results.md``, from the rows in ``bench/results``:
+``python -m bench.front_page``.
+
+In each page it replaces the text between two markers. A test fails if the text is not that of the rows.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,33 +12,33 @@ import pandas as pd
 
 from bench import results_page
 from bench.report.compare import VARIANTS
-from bench.results_page import REFERENCE, best_first, markdown, read_runs
+from bench.results_page import REFERENCE, by_variant, markdown_table, read_runs
 from harness.cache import write_atomically
 from harness.compose.cli import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, README, PAGE, PICTURE = "bench/results", "README.md", "docs/results.md", "docs/front_page.png"
+RESULTS, README, PAGE, FIGURE = "bench/results", "README.md", "docs/results.md", "docs/front_page.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
-BASELINES = {"order-3": "order-3 byte counts", "xz": "xz -9e", "bzip2": "bzip2 -9"}
-LONG = 4096
-FARTHEST = 0.4
-"""Bits per byte at which the picture's axis ends; a larger difference is an arrow with its number."""
-TITLES = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE}, paired", "recall reach, bytes", "MFLOP/byte at 512"]
-TITLES += [f"at {LONG:,}", "state, KiB", "parameters"]
+COMPRESSORS = {"order-5": "order-5 byte counts", "xz": "xz -9e", "bzip2": "bzip2 -9"}
+LONG_SPAN = 4096
+MAX_DIFFERENCE = 0.4
+"""Bits per byte at which the figure's axis ends. A larger difference is an arrow with its number."""
+HEADINGS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE}, paired", "recall reach, bytes"]
+HEADINGS += ["MFLOP/byte, span 512", f"span {LONG_SPAN:,}", "state, KiB", "parameters"]
 
 
 def main() -> None:
-    """Write both pages and the picture; ValueError for a page without markers."""
+    """Write both pages and the figure; ValueError for a page without markers."""
     folder = ROOT / RESULTS
     for name, block in {README: readme_table(folder), PAGE: results_page.sections(folder)}.items():
         path = ROOT / name
         write_atomically(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
     if (folder / "front_page.jsonl").exists():
-        write_atomically(ROOT / PICTURE, picture(folder))
+        write_atomically(ROOT / FIGURE, figure_png(folder))
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:
-    """The page with ``block`` between its markers; ValueError without markers."""
+    """The page with ``block`` as the text between its markers; ValueError without markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
@@ -44,76 +47,86 @@ def between_markers(page: str, block: str, *, name: str) -> str:
 
 
 def readme_table(folder: Path) -> str:
-    """A row for each mechanism of ``front``, for byte counts and for compressors, the best on test first."""
+    """A row for each mechanism in ``readme`` of ``variants.yaml`` and each compressor, the best on test first, without
+    columns that have no number yet."""
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
     if not len(runs):
-        return "These runs are under way: so far [the learning rates](docs/results.md#learning-rates) are chosen."
-    long_flops, reach = results_page.flops_at(folder / "cost.jsonl", LONG), results_page.reaches(recall)
-    rows = []
-    for name, same in best_first(runs[runs["variant"].isin(VARIANTS["front"])]):
-        quality = [results_page.interval(same["test"]), results_page.difference(runs, name), reach.get(name, "")]
-        costs = ["" if n is None else f"{n / 1e6:.2f}" for n in (same["flops"].mean(), long_flops.get(name))]
-        costs += [f"{same['state'].mean() / results_page.KIB:,.0f}", f"{same['parameters'].iloc[0]:,.0f}"]
-        rows.append((same["test"].mean(), f"`{name}`", *quality, *costs))
-    packed = next(iter(runs["compressors"].dropna()), {})
-    rows += [(packed[key], label, f"{packed[key]:.4f}", *[""] * 6) for key, label in BASELINES.items() if key in packed]
-    return markdown(TITLES, [row[1:] for row in sorted(rows)])
+        return "No run has finished yet; [learning rates](docs/results.md#learning-rates) have been selected."
+    long_flops, reach = results_page.flops_at(folder / "cost.jsonl", LONG_SPAN), results_page.recall_reach(recall)
+    rows, scores = [], []
+    for name, group in by_variant(runs[runs["variant"].isin(VARIANTS["readme"])]):
+        difference = results_page.reference_difference_text(runs, name)
+        row = [f"`{name}`", results_page.mean_text(group["test"]), difference, reach.get(name, "")]
+        flops = (group["flops"].mean(), long_flops.get(name))
+        row += ["" if n is None else f"{n / 1e6:.2f}" for n in flops]
+        row += [f"{group['state'].mean() / results_page.KIB:,.0f}", f"{group['parameters'].iloc[0]:,.0f}"]
+        rows.append(row)
+        scores.append(group["test"].mean())
+    compressors = next(iter(runs["compressors"].dropna()), {})
+    for bits, key in sorted((compressors[key], key) for key in COMPRESSORS.keys() & compressors.keys()):
+        row = sum(score < bits for score in scores)
+        rows.insert(row, [COMPRESSORS[key], f"{bits:.4f}", *[""] * (len(HEADINGS) - 2)])
+        scores.insert(row, bits)
+    columns = [n for n in range(len(HEADINGS)) if any(row[n] for row in rows)]
+    return markdown_table([HEADINGS[n] for n in columns], [[row[n] for n in columns] for row in rows])
 
 
-def picture(folder: Path) -> bytes:
-    """A PNG of each mechanism's difference from the reference, with 95% intervals, and bits of a copied byte by
-    distance."""
-    from bench.report import drawing  # late: matplotlib
+def figure_png(folder: Path) -> bytes:
+    """A PNG for README's mechanisms: differences from the reference, and bits of a copied byte by distance."""
+    from bench.report import drawing  # matplotlib is slow to import
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
-    names = [name for name, _ in best_first(runs) if name != REFERENCE and results_page.paired_with(runs, name)]
-    heat = results_page.copies(recall)
+    runs, recall = (frame[frame["variant"].isin(VARIANTS["readme"])] for frame in (runs, recall))
+    names = [name for name, _ in by_variant(runs) if results_page.reference_difference(runs, name)]
+    copy_bits = results_page.copy_bits(recall)
     with drawing.styled():
-        panels = bool(names) + bool(len(heat)) or 1
-        height = 1.4 + 0.27 * max(len(names), len(heat), 8)
-        figure, axes = drawing.panels(1, panels, title="", width=5.6 * panels, height=height)
+        n_panels = bool(names) + bool(len(copy_bits)) or 1
+        height = 1.4 + 0.27 * max(len(names), len(copy_bits), 8)
+        figure, axes = drawing.panels(1, n_panels, title="", width=5.6 * n_panels, height=height)
         if names:
             _draw_differences(axes[0], runs, names[::-1])
-        if len(heat):
-            _draw_recall(axes[-1], heat)
+        if len(copy_bits):
+            _draw_recall(axes[-1], copy_bits)
         return drawing.png_of(figure)
 
 
 def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
+    """Draw a point with an error bar for each mechanism, from the bottom to the top."""
     from bench.report.drawing import FONT_POINTS, INK
 
-    text = {"textcoords": "offset points", "va": "center", "fontsize": FONT_POINTS}
-    text["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line at 0
-    for row, name in enumerate(names):
-        pair = results_page.paired_with(runs, name)
-        if pair.mean > FARTHEST:
-            ax.plot(FARTHEST, row, ">", color=INK, markersize=5)
-            ax.annotate(f"{name}, {pair.mean:+.2f}", (FARTHEST, row), (-7, 0), ha="right", **text)
+    text_style = {"textcoords": "offset points", "va": "center", "fontsize": FONT_POINTS}
+    text_style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides the line at 0 behind the name
+    style = {"fmt": "o", "color": INK, "markersize": 4.5, "capsize": 2, "linewidth": 1.2}
+    for y, name in enumerate(names):
+        difference = results_page.reference_difference(runs, name)
+        if difference.mean > MAX_DIFFERENCE:
+            ax.plot(MAX_DIFFERENCE, y, ">", color=INK, markersize=5)
+            ax.annotate(f"{name}, {difference.mean:+.2f}", (MAX_DIFFERENCE, y), (-7, 0), ha="right", **text_style)
             continue
-        fill = INK if pair.half_width else "white"
-        marker = {"fmt": "o", "color": INK, "markerfacecolor": fill, "markersize": 4.5, "capsize": 2, "linewidth": 1.2}
-        ax.errorbar(pair.mean, row, xerr=pair.half_width or None, **marker)
-        ax.annotate(name, (pair.mean + (pair.half_width or 0.0), row), (6, 0), **text)
+        half_width = difference.half_width or 0.0
+        fill = INK if half_width else "white"
+        ax.errorbar(difference.mean, y, xerr=half_width or None, markerfacecolor=fill, **style)
+        ax.annotate(name, (difference.mean + half_width, y), (6, 0), **text_style)
     ax.axvline(0, color=INK, linestyle="--", linewidth=1, zorder=0)
-    left, right = ax.get_xlim()
-    ax.set_xlim(left, min(right + 0.5 * (right - left), FARTHEST + 0.02))  # room for names
+    x_min, x_max = ax.get_xlim()
+    ax.set_xlim(x_min, min(x_max + 0.5 * (x_max - x_min), MAX_DIFFERENCE + 0.02))  # room for names
     ax.set(yticks=[], ylim=(-0.7, len(names) - 0.3))
     ax.set_xlabel(f"test bits per byte minus {REFERENCE}'s (left is better; hollow: one seed)")
     ax.grid(axis="y", visible=False)
 
 
-def _draw_recall(ax, heat: pd.DataFrame) -> None:
+def _draw_recall(ax, copy_bits: pd.DataFrame) -> None:
     """Draw bits of a copied byte: a row per mechanism, a column per distance in bytes."""
     from bench.report.drawing import FONT_POINTS, INK
 
-    ax.imshow(heat.to_numpy(), cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")
-    for (y, x), bits in np.ndenumerate(heat.to_numpy()):
+    ax.imshow(copy_bits.to_numpy(), cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")
+    for (y, x), bits in np.ndenumerate(copy_bits.to_numpy()):
         if np.isfinite(bits):
             colour = "white" if bits > 2.5 else INK
             ax.text(x, y, f"{bits:.1f}", ha="center", va="center", fontsize=FONT_POINTS, color=colour)
-    ax.set_xticks(range(heat.shape[1]), [f"{distance:,}" for distance in heat.columns])
-    ax.set_yticks(range(len(heat)), list(heat.index))
-    ax.set_xlabel("bits of a byte copied from so many bytes back")
+    ax.set_xticks(range(copy_bits.shape[1]), [f"{distance:,}" for distance in copy_bits.columns])
+    ax.set_yticks(range(len(copy_bits)), list(copy_bits.index))
+    ax.set_xlabel("bits of a copied byte, by the distance it is copied from in bytes")
     ax.grid(visible=False)
 
 

@@ -1,7 +1,7 @@
-"""One entry of ``bench.peers``: a variant of ours, the reference model, or a package's model.
+"""Measurements of one entry of ``bench.peers``: a variant of ours, the reference model, or a package's model.
 
-Every entry takes whole training steps on the same bytes in the same order: forward, loss, backward and optimizer. A
-variant of ours takes the trainer's step. Packages are built as documented, without dropout. All weights have noise.
+Every entry makes whole training steps on the same bytes in the same order: forward, loss, backward and optimizer. A
+variant of ours makes the trainer's step. Packages are built as documented, without dropout. Noise is added to weights.
 """
 
 from functools import partial
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from bench.cost_worker import Subject, shake_
-from bench.turns import times
+from bench.cost_worker import CostWorker, add_noise_
+from bench.turns import time_calls
 from harness.data.sources import PINNED
 from harness.loop.trainer import backend_of
 from harness.plan.build import Plan
@@ -21,24 +21,25 @@ from harness.record.folder import config_hash
 
 REFERENCE, TRANSFORMERS = "reference_model", "x-transformers"
 PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS}
-"""Each peer's package, by pip's name. The report divides every speed by that of the first peer."""
+"""The package of each peer, as pip names it. The report divides every speed by that of the first peer."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
 
 
 class ReferenceModel(nn.Module):
     """A minimal transformer as users write it in PyTorch: pre-norm, ``scaled_dot_product_attention``, a GELU
-    feed-forward of four times the width, learned positions, no biases but those of the norms. It sees only the segment,
+    feed-forward of four times the width, learned absolute positions, and biases in the norms only. It carries no state
     and has 2 V D + T D + layers (12 D^2 + 4 D) + 2 D parameters.
     """
 
-    def __init__(self, *, vocabulary: int, d_model: int, layers: int, heads: int, longest: int):
+    def __init__(self, *, vocabulary: int, d_model: int, layers: int, heads: int, max_length: int):
         super().__init__()
-        matrix, wide, self.heads = partial(nn.Linear, bias=False), 4 * d_model, heads
-        self.embedding, self.positions = nn.Embedding(vocabulary, d_model), nn.Embedding(longest, d_model)
+        self.heads = heads
+        matrix, d_hidden = partial(nn.Linear, bias=False), 4 * d_model
+        self.embedding, self.positions = nn.Embedding(vocabulary, d_model), nn.Embedding(max_length, d_model)
         self.query_key_value = nn.ModuleList(matrix(d_model, 3 * d_model) for _ in range(layers))
         self.output = nn.ModuleList(matrix(d_model, d_model) for _ in range(layers))
         self.feed_forward = nn.ModuleList(
-            nn.Sequential(matrix(d_model, wide), nn.GELU(), matrix(wide, d_model)) for _ in range(layers)
+            nn.Sequential(matrix(d_model, d_hidden), nn.GELU(), matrix(d_hidden, d_model)) for _ in range(layers)
         )
         self.norms = nn.ModuleList(nn.LayerNorm(d_model) for _ in range(2 * layers + 1))
         self.head = matrix(d_model, vocabulary)
@@ -46,7 +47,7 @@ class ReferenceModel(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``tokens`` (int64 ``[B, T]``, T at most ``longest``) to logits ``[B, T, V]``."""
+        """Logits ``[B, T, V]`` of ``tokens``, int64 ``[B, T]`` with T at most ``max_length``."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for i, feed_forward in enumerate(self.feed_forward):
             stacked = self.query_key_value[i](self.norms[2 * i](x))
@@ -58,19 +59,20 @@ class ReferenceModel(nn.Module):
 
 
 def build_peer(name: str, plan: Plan) -> nn.Module:
-    """A peer in a plan's sizes: bytes ``[B, T]`` to logits; RuntimeError, with the package's message, if none."""
-    m, vocabulary, longest = plan.model, plan.data["vocabulary"], plan.batch.segment
+    """The model of a peer in a plan's sizes, which maps bytes ``[B, T]`` to logits ``[B, T, V]``. RuntimeError with the
+    package's message if the package is not installed or refuses."""
+    m, vocabulary, max_length = plan.model, plan.data["vocabulary"], plan.batch.segment
     if name == REFERENCE:
         sizes = {"d_model": m.d_model, "layers": m.layers, "heads": m.heads}
-        return ReferenceModel(vocabulary=vocabulary, longest=longest, **sizes)
+        return ReferenceModel(vocabulary=vocabulary, max_length=max_length, **sizes)
     try:
         library = import_module(name.replace("-", "_"))
         sizes = {"dim": m.d_model, "depth": m.layers, "heads": m.heads, "attn_dim_head": m.d_model // m.heads}
         decoder = library.Decoder(**sizes, attn_flash=True, rotary_pos_emb=True, verbose=False)
-        return library.TransformerWrapper(num_tokens=vocabulary, max_seq_len=longest, attn_layers=decoder)
+        return library.TransformerWrapper(num_tokens=vocabulary, max_seq_len=max_length, attn_layers=decoder)
     except ImportError as error:
         raise RuntimeError(f"{PACKAGES[name]}: {INSTALL} ({error})") from error
-    except Exception as error:  # a package's complaint is no mistake of the user's
+    except Exception as error:  # whatever a package raises: the user made no mistake
         raise RuntimeError(f"{name} cannot be built: {type(error).__name__}: {error}") from error
 
 
@@ -82,13 +84,13 @@ def version(package: str) -> str | None:
         return None
 
 
-class Worker(Subject):
-    """Takes the measurements of one entry."""
+class PeerWorker(CostWorker):
+    """Makes the measurements of one entry."""
 
     kind, memory, timed = "peers", ("train_memory",), ("train",)
 
     def identity(self) -> dict:
-        """Provenance, with the package and its version; a peer's configuration has the package as its variant."""
+        """The row's provenance, with the package and its version. ``variant`` is the peer's name."""
         row, peer = super().identity(), self.task.peer
         package = PACKAGES.get(peer, "attention-windtunnel")
         if peer:
@@ -97,13 +99,13 @@ class Worker(Subject):
         return row | {"package": package, "package_version": version(package)}
 
     def build(self) -> dict:
-        """Make the model; returns ``facts``."""
+        """Make the model; return ``facts``."""
         if self.task.peer:
-            build_peer(self.task.peer, self.plan)  # once before: memory that the package keeps is not a model's
+            build_peer(self.task.peer, self.plan)  # an earlier build, so that no peak contains the package's own memory
         return super().build()
 
     def facts(self) -> dict:
-        """Backend and parameters: ``total``, and those that a byte reads (``touched``)."""
+        """The row's backend and numbers of parameters: all (``total``), and those that one byte uses (``touched``)."""
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
         if self.task.peer:
             return {"parameters": parameters, "backend": "fused" + ", compiled" * self.runtime.compile}
@@ -111,27 +113,27 @@ class Worker(Subject):
         return {"parameters": parameters | touched, "backend": backend_of(self.model, self.runtime)}
 
     def train_memory(self) -> dict:
-        """Peak memory of training steps after warm-up."""
+        """Peak memory of a training step, in bytes."""
         if self.task.peer:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
             return self.step_peak()
         memory = super().train_memory()
         return {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
 
-    def times(self, kind: str, *, seconds: float) -> list[float]:
-        """Milliseconds of each training step within ``seconds``, at least two, after an untimed one."""
-        clock = {"synchronise": self.runtime.synchronise, "most_seconds": seconds}
-        return times(self._train, **clock, least_calls=2, warm_calls=1)
+    def times(self, quantity: str, *, seconds: float) -> list[float]:
+        """Milliseconds of each training step. Steps are made for ``seconds``, at least two, after an untimed one."""
+        limits = {"max_seconds": seconds, "min_calls": 2, "warmup_calls": 1}
+        return time_calls(self._train, synchronise=self.runtime.synchronise, **limits)
 
     def flops(self) -> dict:
-        """No FLOPs: the table has only speed and memory."""
+        """An empty dictionary, because rows of peers have no FLOPs."""
         return {}
 
     def _model(self) -> nn.Module:
         if self.task.peer is None:
             return super()._model()
         model = build_peer(self.task.peer, self.plan)
-        shake_(model)
+        add_noise_(model)
         return model.train()
 
     def _train(self) -> None:

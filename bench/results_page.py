@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from bench.evidence import cell_of, tried
+from bench.evidence import cell_keys, scores_by_factor
 from bench.report.compare import VARIANTS
 from bench.report.frame import REACHED_BITS
 from bench.report.uncertainty import Paired, paired
@@ -17,85 +17,75 @@ from harness.record.rows import read_rows
 
 REFERENCE = VARIANTS["reference"]
 KIB, MIB = 2**10, 2**20
-COSTS = {
+COST_TABLES = {
     "Cost against context: MFLOP per byte": (1e6, ("flops", "executed_per_byte")),
     "Cost against context: carried state, KiB": (KIB, ("memory", "state_bytes")),
     "Cost against context: peak memory, MiB": (MIB, ("memory", "train_peak_bytes")),
     "Cost against context: ms per byte of training": (1, ("time", "train_ms", "p50")),
 }
-ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged, `model.span` as in the heading.") | {
-    "Front page, more columns": "One pass over 3.4 MB, scored on 400 kB of test. ±: 95% interval over seeds. Rate: "
-    "factor of `optim.lr`, from picks on valid (below). Peak: training, approximate. Other work ran beside, so times "
-    "do not compare.",
-    "What context is worth": "Bits per byte of test by the number of bytes seen before, in windows that start "
-    "without state.",
-    "Claims of the papers": "Each part of a claim over matched seeds; fewer than three seeds give no verdict.",
-    "After 10 MB": "The same runs with `budget.bytes=10000000`.",
-    "Combinations": "`python -m bench.evidence stage=combinations`: the same on 0.85 MB, one seed.",
-    "Recall": "Bits of a byte that repeats the one so many bytes back, after 1.5 MB of `data=recall`; 4 without "
-    f"recall. Reach: the largest distance below {REACHED_BITS:g} bit.",
-    "Skills": "Bits of an answer on test after 1.5 MB of made-up data, one seed; 0 with the skill. Recall: by the "
-    "bytes since the key was last there, 3 without. Copying: 4 without. Tracking: by the number of swaps, at most "
-    "1.38 without.",
-    "A span of 4,096": "`sweep=long`: streams with carried state, the past projected again; one seed, "
-    "the front page's rates.",
-    "Learning rates": "`sweep=rates`: bits per byte of valid after 0.85 MB by the factor of Muon's `optim.lr`, seed "
-    "100. Runs that choose are no results.",
-    "Learning rates over all bytes": "The same on 3.4 MB (stage a3). "
-    "The best factors are half of those after 0.85 MB, so the rows take half of each pick.",
-}
-COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak", "seconds")
-COLUMNS += ("copies", "compressors", "context", "rate", "machine", "ground")
-SEEDS = 3
-MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs of a byte, %": "flops"}
-"""The column of ``read_runs`` for each measure of a claim."""
-NOT, FEW, OPEN, HOLDS = "does not", "too few seeds", "not separated", "holds"
-HEAD = "| claim | compared | in | must be | n | difference, 95% interval | verdict |\n|---|---|---|---|---|---|---|"
+"""Divisor and path of the number in a row of ``bench.cost``, by the title of its table."""
+COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak")
+COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
+MIN_SEEDS = 3  # common seeds that a verdict needs
+MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
+"""The column of ``read_runs`` for each measure of ``claims.yaml``."""
+HOLDS, FAILS, UNDECIDED, TOO_FEW = "holds", "does not hold", "not separated", "too few seeds"
+CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
 
 
 def read_runs(path: Path) -> pd.DataFrame:
-    """Runs of a file of ``bench.evidence``, one row each, with ``COLUMNS``; only finished runs have numbers."""
-    rows = []
-    for line in read_rows(path):
-        cell, run = cell_of(line), line["summary"]
-        row = {"variant": cell["variant"], "seed": int(cell["seed"]), "status": run["status"]}
-        if run.get("check") in INCOMPARABLE_CHECKS:
-            row["status"] = run["check"]
-        elif run["status"] == "finished":
-            row |= {"valid": run["valid_bits_per_byte"], "test": run["test_bits_per_byte"], "ground": _ground(run)}
-            row |= {"parameters": run["parameters"]["total"], "flops": run["flops_per_byte"]["executed"]}
-            row |= {"state": run["memory"]["state_bytes"], "peak": run["memory"]["peak_bytes"]}
-            row |= {"copies": run.get("test_bits_per_copy"), "compressors": run["compressors"].get("test") or {}}
-            row |= {"context": (line.get("evaluation") or {}).get("context_curve"), "seconds": run["seconds"]}
-        row["rate"] = (line["record"][0]["config"]["variant"].get("lr_scale") or {}).get("muon", 1)
-        rows.append(row | {"machine": f"{run['device']}, {run['threads']} thread, {run['precision']}"})
-    return pd.DataFrame(rows, columns=COLUMNS)
+    """The runs in a file of ``bench.evidence``, one row each, with ``COLUMNS``. Only finished runs have numbers."""
+    runs = []
+    for row in read_rows(path):
+        cell, summary = cell_keys(row), row["summary"]
+        run = {"variant": cell["variant"], "seed": int(cell["seed"]), "status": summary["status"]}
+        if summary.get("check") in INCOMPARABLE_CHECKS:
+            run["status"] = summary["check"]
+        elif summary["status"] == "finished":
+            run |= {"valid": summary["valid_bits_per_byte"], "test": summary["test_bits_per_byte"]}
+            run |= {"parameters": summary["parameters"]["total"], "flops": summary["flops_per_byte"]["executed"]}
+            run |= {"state": summary["memory"]["state_bytes"], "peak": summary["memory"]["peak_bytes"]}
+            run |= {"copies": summary.get("test_bits_per_copy"), "conditions": _conditions(summary)}
+            run["compressors"] = summary["compressors"].get("test") or {}
+            run["context"] = (row.get("evaluation") or {}).get("context_curve")
+        run["lr_factor"] = (row["record"][0]["config"]["variant"].get("lr_scale") or {}).get("muon", 1)
+        run["machine"] = f"{summary['device']}, {summary['threads']} thread, {summary['precision']}"
+        runs.append(run)
+    return pd.DataFrame(runs, columns=COLUMNS)
 
 
-def _ground(summary: dict) -> str:
-    """A text of what all runs of a table share, without context and span: these follow from a mechanism's sizes."""
+def _conditions(summary: dict) -> str:
+    """What all runs of a table must share, as text, without context and span, which depend on a mechanism's sizes."""
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
-    shared = [summary["data"]["sha256"], protocol, *(summary[key] for key in ("budget", "precision"))]
-    return json.dumps([*shared, summary["numerics"]["shared"]], sort_keys=True)
+    common = [summary["data"]["sha256"], protocol, summary["budget"], summary["precision"]]
+    return json.dumps([*common, summary["numerics"]["shared"]], sort_keys=True)
 
 
-def best_first(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Finished runs by variant, the lowest mean of test first."""
+def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The finished runs of each variant, the variant with the lowest score on test first. Scores of common seeds are
+    compared: the score is the reference's mean plus ``reference_difference``, or else the variant's mean."""
     finished = runs[runs["status"] == "finished"]
-    yield from sorted(finished.groupby("variant"), key=lambda pair: pair[1]["test"].mean())
+    reference_mean = finished.loc[finished["variant"] == REFERENCE, "test"].mean()
+
+    def score(group: tuple[str, pd.DataFrame]) -> float:
+        difference = reference_difference(finished, group[0])
+        return reference_mean + difference.mean if difference else group[1]["test"].mean()
+
+    yield from sorted(finished.groupby("variant"), key=score)
 
 
-def interval(values: pd.Series) -> str:
-    """``2.2960 ± 0.0123``: mean and half of its 95% interval; of one value ``2.2960 (n=1)``."""
-    return _words(paired(values.tolist()), form=".4f")
+def mean_text(numbers: pd.Series) -> str:
+    """``2.2960 ± 0.0123``: the mean and half of its 95% interval; ``2.2960 (n=1)`` for one number."""
+    return _paired_text(paired(numbers.tolist()), form=".4f")
 
 
-def _words(pair: Paired, *, form: str) -> str:
-    return f"{pair.mean:{form}} (n=1)" if pair.half_width is None else f"{pair.mean:{form}} ± {pair.half_width:.4f}"
+def _paired_text(mean: Paired, *, form: str) -> str:
+    interval = "(n=1)" if mean.half_width is None else f"± {mean.half_width:.4f}"
+    return f"{mean.mean:{form}} {interval}"
 
 
-def paired_with(runs: pd.DataFrame, variant: str) -> Paired | None:
-    """Differences on test from the reference over common seeds; None if there is no common seed."""
+def reference_difference(runs: pd.DataFrame, variant: str) -> Paired | None:
+    """The mean difference from the reference on test over common seeds; None without one, and for the reference."""
     finished = runs[runs["status"] == "finished"].pivot_table(index="seed", columns="variant", values="test")
     if variant == REFERENCE or not {variant, REFERENCE} <= set(finished.columns):
         return None
@@ -103,172 +93,193 @@ def paired_with(runs: pd.DataFrame, variant: str) -> Paired | None:
     return paired(differences) if differences else None
 
 
-def difference(runs: pd.DataFrame, variant: str) -> str:
-    """``-0.0070 ± 0.0031``, or with ``(n=1)`` for one seed; empty for the reference."""
-    pair = paired_with(runs, variant)
-    return "" if pair is None else _words(pair, form="+.4f")
+def reference_difference_text(runs: pd.DataFrame, variant: str) -> str:
+    """``-0.0070 ± 0.0031``; ``-0.0070 (n=1)`` for one seed; empty where ``reference_difference`` is None."""
+    mean = reference_difference(runs, variant)
+    return "" if mean is None else _paired_text(mean, form="+.4f")
 
 
-def copies(runs: pd.DataFrame) -> pd.DataFrame:
+def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
     """Mean bits of a copied byte: a row per mechanism, the best recall first, and a column per distance in bytes."""
-    rows = {name: pd.DataFrame([*filter(None, same["copies"])]).mean() for name, same in best_first(runs)}
+    rows = {name: pd.DataFrame([*filter(None, group["copies"])]).mean() for name, group in by_variant(runs)}
     frame = pd.DataFrame(rows).T.rename(columns=int).sort_index(axis=1)
     return frame.sort_values(by=[*frame.columns], key=lambda bits: bits > 1, kind="stable")
 
 
-def reaches(runs: pd.DataFrame) -> dict[str, str]:
-    """The largest distance at which a copied byte costs less than ``REACHED_BITS``, by mechanism."""
-    within = {name: [far for far, bits in row.items() if bits < REACHED_BITS] for name, row in copies(runs).iterrows()}
-    return {name: f"{max(distances):,}" if distances else "none" for name, distances in within.items()}
+def recall_reach(runs: pd.DataFrame) -> dict[str, str]:
+    """The largest distance at which a copied byte costs less than ``REACHED_BITS``, as text, by mechanism."""
+    reached = {name: bits.index[bits < REACHED_BITS] for name, bits in copy_bits(runs).iterrows()}
+    return {name: f"{max(distances):,}" if len(distances) else "none" for name, distances in reached.items()}
 
 
 def flops_at(path: Path, length: int) -> dict[str, float]:
-    """Executed FLOPs per byte of streams with this span, by mechanism."""
+    """Executed FLOPs per byte in streams with this span, by mechanism."""
     rows = (row for row in read_rows(path) if row["status"] == "measured" and row["mode"] == "stream")
     return {row["variant"]: row["flops"]["executed_per_byte"] for row in rows if row["length"] == length}
 
 
 def sections(folder: Path) -> str:
-    """All sections for which there are rows."""
-    first = read_runs(folder / "front_page.jsonl")
-    made = [
-        ("Front page, more columns", bits_table(first)),
-        ("What context is worth", context_table(first)),
-        ("Claims of the papers", verdict_table(first) if len(first) else ""),
+    """All sections whose files have rows."""
+    runs = read_runs(folder / "front_page.jsonl")
+    tables = [
+        ("Front page, more columns", bits_table(runs)),
+        ("What context is worth", context_table(runs)),
+        ("Claims of the papers", claims_table(runs) if len(runs) else ""),
         ("Combinations", bits_table(read_runs(folder / "combinations.jsonl"))),
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
         ("Skills", skills_table(folder / "skills.jsonl")),
         ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
         *cost_tables(folder / "cost.jsonl"),
-        ("Learning rates", rates_table(folder / "rates.jsonl")),
-        ("Learning rates over all bytes", rates_table(folder / "rates_full.jsonl")),
+        ("Learning rates", learning_rate_table(folder / "rates.jsonl")),
+        ("Learning rates over all bytes", learning_rate_table(folder / "rates_full.jsonl")),
     ]
-    return "\n\n".join(f"## {title}\n\n{ABOUT[title]}\n\n{body}" for title, body in made if body)
+    captions = read_yaml("captions.yaml")
+    texts = ((title, captions[title.partition(":")[0]], table) for title, table in tables if table)
+    return "\n\n".join(f"## {title}\n\n{caption}\n\n{table}" for title, caption, table in texts)
+
+
+def read_yaml(name: str) -> dict | list:
+    """The content of a YAML file of ``bench``."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 def bits_table(runs: pd.DataFrame) -> str:
-    """Scores and costs of all mechanisms, then the runs without a score."""
+    """Scores and costs of all mechanisms, followed by the runs without a score and the machines."""
+    headings = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "LR factor", "MFLOP/byte"]
+    headings += ["state, KiB", "peak, MiB", "parameters"]
     rows = []
-    for name, same in best_first(runs):
-        scores = [len(same), interval(same["test"]), difference(runs, name), interval(same["valid"])]
-        means = same[["flops", "state", "peak"]].mean() / [1e6, KIB, MIB]
-        costs = [f"{means['flops']:.2f}", f"{means['state']:,.0f}", f"{means['peak']:,.0f}"]
-        rows.append([f"`{name}`", *scores, f"{same['rate'].iloc[0]:g}", *costs, f"{same['parameters'].iloc[0]:,.0f}"])
-    heads = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "rate", "MFLOP/byte", "state, KiB", "peak, MiB"]
-    lost = runs[runs["status"] != "finished"]
-    notes = [f"- `{run.variant}`, seed {run.seed}: {run.status}" for run in lost.itertuples()]
-    notes += sorted(set(runs["machine"]))
-    return markdown([*heads, "parameters"], rows) + "".join(f"\n{note}" for note in notes) if rows else ""
+    for name, group in by_variant(runs):
+        scores = [mean_text(group["test"]), reference_difference_text(runs, name), mean_text(group["valid"])]
+        costs = [f"{group['flops'].mean() / 1e6:.2f}", f"{group['state'].mean() / KIB:,.0f}"]
+        costs += [f"{group['peak'].mean() / MIB:,.0f}", f"{group['parameters'].iloc[0]:,.0f}"]
+        rows.append([f"`{name}`", len(group), *scores, f"{group['lr_factor'].iloc[0]:g}", *costs])
+    if not rows:
+        return ""
+    unscored = runs[runs["status"] != "finished"]
+    notes = [f"- `{run.variant}`, seed {run.seed}: {run.status}" for run in unscored.itertuples()]
+    notes += [f"- Machine: {machine}" for machine in sorted(set(runs["machine"]))]
+    return "\n".join([markdown_table(headings, rows), "", *notes])
 
 
 def context_table(runs: pd.DataFrame) -> str:
-    """Bits per byte of test by bytes of context, mean over seeds."""
+    """Bits per byte of test by bytes of context, means over seeds."""
     means = {}
-    for name, same in best_first(runs):
-        curves = [{_edges(point): point["bits_per_byte"] for point in curve} for curve in same["context"].dropna()]
-        means |= {f"`{name}`": pd.DataFrame(curves).mean()} if curves else {}
-    heads = list(next(iter(means.values())).index) if means else []
-    return grid({name: mean.reindex(heads).map("{:.3f}".format) for name, mean in means.items()}, heads)
+    for name, group in by_variant(runs):
+        curves = [{_range_text(bin): bin["bits_per_byte"] for bin in curve} for curve in group["context"].dropna()]
+        if curves:
+            means[f"`{name}`"] = pd.DataFrame(curves).mean()
+    ranges = list(next(iter(means.values())).index) if means else []
+    return mechanism_table({name: mean.reindex(ranges).map("{:.3f}".format) for name, mean in means.items()}, ranges)
 
 
-def _edges(point: dict) -> str:
-    low, high = point["from_bytes"], point["to_bytes"]
+def _range_text(bin: dict) -> str:
+    low, high = bin["from_bytes"], bin["to_bytes"]
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def verdict_table(runs: pd.DataFrame) -> str:
-    """Each part of a claim of ``bench/claims.yaml``: the mean of paired differences over common seeds, with its 95%
-    t-interval, not corrected for the number of claims. ValueError for runs of more than one protocol."""
-    if len(grounds := sorted(runs["ground"].dropna().unique())) > 1:
-        raise ValueError("rows differ in data, protocol, budget or arithmetic:\n" + "\n".join(grounds))
-    table = [HEAD]
-    for claim in yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8")):
-        verdicts, rows = [], []
+def claims_table(runs: pd.DataFrame) -> str:
+    """The claims of ``bench/claims.yaml``. Each expected difference has a mean over common seeds with Student's 95%
+    interval, which is not corrected for the number of claims. ValueError if the runs differ in their conditions."""
+    if len(conditions := sorted(runs["conditions"].dropna().unique())) > 1:
+        raise ValueError("rows differ in data, protocol, budget or arithmetic:\n" + "\n".join(conditions))
+    rows = []
+    for claim in read_yaml("claims.yaml"):
+        verdicts, parts = [], []
         for part in claim["parts"]:
-            every = differences(runs, part["variant"], part["beside"], part["measure"])
-            scored = every.dropna().tolist()
-            verdict, interval = judge(scored, must=part["must"], margin=part.get("margin", 0.0))
-            lost = f", {every.isna().sum()} without a score" if every.hasnans else ""
-            must = part["must"] + (f" within {part['margin']:g}" if "margin" in part else "")
-            names = f"`{part['variant']}`, `{part['beside']}` | {part['measure']} | {must} | {len(scored)}{lost}"
-            rows.append(f"| | {names} | {interval} | {verdict} |")
+            all_seeds = seed_differences(runs, part["variant"], part["baseline"], part["measure"])
+            scored, margin = all_seeds.dropna().tolist(), part.get("margin", 0.0)
+            verdict, interval = judge(scored, expected=part["expected"], margin=margin)
+            n = f"{len(scored)}, {all_seeds.isna().sum()} without a score" if all_seeds.hasnans else len(scored)
+            names = f"`{part['variant']}`, `{part['baseline']}`"
+            parts.append(["", names, part["measure"], _range_of(part["expected"], margin), n, interval, verdict])
             verdicts.append(verdict)
-        whole = next((verdict for verdict in (NOT, FEW, OPEN) if verdict in verdicts), HOLDS)
-        table += [f"| **{claim['claim']}** | | | | | | **{whole}** |", *rows]
-    return "\n".join(table)
+        whole = next((verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS)
+        rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{whole}**"], *parts]
+    return markdown_table(CLAIM_HEADINGS, rows, left=4)
 
 
-def differences(runs: pd.DataFrame, variant: str, rival: str, measure: str) -> pd.Series:
-    """Differences over all matched seeds, in bits or percent; NaN for a seed without a score."""
+def _range_of(expected: str, margin: float) -> str:
+    """``below 0``, ``below 0.02`` or ``-10 to 10``."""
+    return f"-{margin:g} to {margin:g}" if expected == "equal" else f"below {margin:g}"
+
+
+def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: str) -> pd.Series:
+    """The difference from the baseline, in its unit or in percent, for each common seed; NaN if a run has no score."""
     column = MEASURES[measure]
-    values = [runs[runs["variant"] == name].set_index("seed")[column].astype(float) for name in (variant, rival)]
-    a, b = pd.concat(values, axis=1, join="inner").sort_index().T.to_numpy()
+    columns = [runs[runs["variant"] == name].set_index("seed")[column].astype(float) for name in (variant, baseline)]
+    a, b = pd.concat(columns, axis=1, join="inner").sort_index().T.to_numpy()
     return pd.Series(100 * (a / b - 1) if measure.endswith("%") else a - b)
 
 
-def judge(differences: list[float], *, must: str, margin: float) -> tuple[str, str]:
-    """The verdict on differences that must be below the margin, or within it on both sides (*the same*), and their
-    interval. One inside gives *holds*; outside, *does not*; on both sides of a margin, *not separated*."""
+def judge(differences: list[float], *, expected: str, margin: float) -> tuple[str, str]:
+    """The verdict on the mean of differences, and the mean with its 95% interval as text. A mean is expected below the
+    margin (``lower``), or between minus and plus the margin (``equal``). The verdict is ``HOLDS`` if the whole interval
+    lies there, ``FAILS`` if it lies outside, else ``UNDECIDED``; ``TOO_FEW`` for fewer than ``MIN_SEEDS``."""
     if len(differences) < 2:
-        return FEW, "".join(f"{difference:+.4f}" for difference in differences)
-    pairs = paired(differences)
-    low, high = pairs.mean - pairs.half_width, pairs.mean + pairs.half_width
-    lowest = -margin if must == "the same" else float("-inf")
-    verdict = HOLDS if lowest < low and high < margin else NOT if low >= margin or high <= lowest else OPEN
-    return verdict if pairs.n >= SEEDS else FEW, f"{pairs.mean:+.4f} ± {pairs.half_width:.4f}"
+        return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
+    mean = paired(differences)
+    low, high = mean.mean - mean.half_width, mean.mean + mean.half_width
+    min_expected = -margin if expected == "equal" else float("-inf")
+    verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
+    if min_expected < low and high < margin:
+        verdict = HOLDS
+    return verdict if mean.n >= MIN_SEEDS else TOO_FEW, _paired_text(mean, form="+.4f")
 
 
 def recall_table(runs: pd.DataFrame) -> str:
-    """Bits of a copied byte by distance, and the distance reached."""
-    frame, reached, counts = copies(runs), reaches(runs), runs[runs["status"] == "finished"].groupby("variant").size()
-    shown = frame.map("{:.3f}".format).rename(columns="{:,}".format).assign(n=counts, reach=reached)
-    return grid({f"`{name}`": row for name, row in shown.iterrows()}, ["n", "reach", *shown.columns[:-2]])
+    """Bits of a copied byte by distance, with the recall reach."""
+    bits, n_seeds = copy_bits(runs), runs[runs["status"] == "finished"].groupby("variant").size()
+    texts = bits.map("{:.3f}".format).rename(columns="{:,}".format)
+    columns = ["n", "reach", *texts.columns]
+    texts = texts.assign(n=n_seeds, reach=recall_reach(runs))
+    return mechanism_table({f"`{name}`": row for name, row in texts.iterrows()}, columns)
 
 
 def skills_table(path: Path) -> str:
     """Bits of answers: a row per mechanism, a column per skill and label."""
     cells: dict[str, dict[str, str]] = {}
-    for line in read_rows(path):
-        cell, answers = cell_of(line), line["summary"].get("test_bits_per_copy") or {}
-        shown = {f"{cell['data']}, {label}": f"{bits:.3f}" for label, bits in answers.items() if bits is not None}
-        cells.setdefault(f"`{cell['variant']}`", {}).update(shown)
-    heads = {head for row in cells.values() for head in row}
-    return grid(cells, sorted(heads, key=lambda head: (head.split()[0], len(head), head)))
+    for row in read_rows(path):
+        cell, answers = cell_keys(row), row["summary"].get("test_bits_per_copy") or {}
+        texts = {f"{cell['data']}, {label}": f"{bits:.3f}" for label, bits in answers.items() if bits is not None}
+        cells.setdefault(f"`{cell['variant']}`", {}).update(texts)
+    columns = {column for row in cells.values() for column in row}
+    return mechanism_table(cells, sorted(columns, key=lambda column: (column.split()[0], len(column), column)))
 
 
 def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
-    """One table per quantity: a row per mechanism, a column per span."""
-    measured = [row for row in read_rows(path) if row["mode"] == "stream"]
-    lengths = [f"{length:,}" for length in sorted({row["length"] for row in measured})]
-    for title, (scale, keys) in COSTS.items():
+    """The title and table of each quantity: a row per mechanism, a column per span."""
+    rows = [row for row in read_rows(path) if row["mode"] == "stream"]
+    spans = [f"{span:,}" for span in sorted({row["length"] for row in rows})]
+    for title, (divisor, keys) in COST_TABLES.items():
         cells: dict[str, dict[str, str]] = {}
-        for row in measured:
+        for row in rows:
             cost = reduce(lambda inner, key: (inner or {}).get(key), keys, row)
-            unit = scale * (row["segment"] if "ms" in title else 1)
-            shown = row["status"] if cost is None else f"{cost / unit:,.3g}"
-            cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = shown
-        yield title, grid(cells, lengths)
+            per_byte = row["segment"] if "ms" in title else 1
+            text = row["status"] if cost is None else f"{cost / divisor / per_byte:,.3g}"
+            cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = text
+        yield title, mechanism_table(cells, spans)
 
 
-def rates_table(path: Path) -> str:
-    """Bits per byte of valid by factor of the rate; the best factor is bold."""
-    scores, cells = tried(path), {}
+def learning_rate_table(path: Path) -> str:
+    """Bits per byte of valid by learning rate factor; the best factor of each mechanism is bold."""
+    scores, cells = scores_by_factor(path), {}
     for name, bits in scores.items():
         best = min(bits, key=bits.get)
-        cells[f"`{name}`"] = {factor: f"{number:.4f}" for factor, number in bits.items()} | {
-            best: f"**{bits[best]:.4f}**"
-        }
-    return grid(cells, sorted({factor for bits in scores.values() for factor in bits}))
+        texts = {factor: f"{score:.4f}" for factor, score in bits.items()}
+        cells[f"`{name}`"] = texts | {best: f"**{bits[best]:.4f}**"}
+    factors = sorted({factor for bits in scores.values() for factor in bits})
+    return mechanism_table(cells, factors)
 
 
-def grid(cells: Mapping[str, Mapping], heads: Sequence) -> str:
-    """A table with a row per mechanism and a column per entry of ``heads``; missing cells are empty."""
-    rows = [[name, *(row.get(head, "") for head in heads)] for name, row in cells.items()]
-    return markdown(["mechanism", *(f"{head:g}" if isinstance(head, float) else head for head in heads)], rows)
+def mechanism_table(cells: Mapping[str, Mapping], columns: Sequence) -> str:
+    """A table with a row per mechanism; a cell that a mechanism lacks is empty."""
+    rows = [[name, *(row.get(column, "") for column in columns)] for name, row in cells.items()]
+    headings = [f"{column:g}" if isinstance(column, float) else column for column in columns]
+    return markdown_table(["mechanism", *headings], rows)
 
 
-def markdown(heads: Sequence[str], rows: list[list[object]]) -> str:
-    """A table with its first column aligned to the left; empty without rows."""
-    ruler = ["---", *["--:"] * (len(heads) - 1)]
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [heads, ruler, *rows]) if rows else ""
+def markdown_table(headings: Sequence[str], rows: list[list[object]], *, left: int = 1) -> str:
+    """A table in Markdown, empty without rows. Columns are aligned to the right, except the first ``left``."""
+    alignment = ["---"] * left + ["--:"] * (len(headings) - left)
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [headings, alignment, *rows]) if rows else ""

@@ -1,5 +1,5 @@
-"""Result rows of bench's commands for the report, one JSON object per line with its whole provenance. A reader
-needs neither torch nor another file. ``harness.record.comparison`` decides which rows compare."""
+"""Files of rows that commands of ``bench`` write and the report reads. A row is a JSON object with its whole
+provenance, so that its reader needs no other file. ``harness.record.comparison`` decides which rows compare."""
 
 import time
 from itertools import count
@@ -8,34 +8,35 @@ from pathlib import Path
 from harness.record.comparison import ENVIRONMENT_KEYS, OLD_ROW_DEFAULTS
 from harness.record.rows import append_row, format_error, to_json
 
-ROWS = "rows.jsonl"
-"""File name for one call of a verb, which has its own folder."""
+ROWS = "rows.jsonl"  # in a new folder for each call of a command
 IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "commit", "data", "seed")
+"""Keys of a row's provenance, without those that describe the machine."""
 
 
 class RowFile:
-    """Adds rows to ``path``, or to ``<outputs>/<time>-<verb>/rows.jsonl``, which the first row creates. ValueError
-    where it cannot be written, naming ``outputs`` or ``rows``."""
+    """A file that a command adds rows to: ``path``, or by default ``<outputs>/<time>-<command>/rows.jsonl``. The first
+    row creates it. ValueError naming ``rows`` or ``outputs`` if it cannot be written."""
 
-    def __init__(self, outputs: Path, *, verb: str, path: str | None = None):
-        name = time.strftime(f"%Y%m%d-%H%M%S-{verb}")
-        folders = (outputs / f"{name}{f'-{n}' if n > 1 else ''}" for n in count(1))  # calls of the same second
+    def __init__(self, outputs: Path, *, command: str, path: str | None = None):
+        name = time.strftime(f"%Y%m%d-%H%M%S-{command}")
+        folders = (outputs / (f"{name}-{n}" if n > 1 else name) for n in count(1))  # several calls in one second
         self.path = Path(path) if path else next(folder for folder in folders if not folder.exists()) / ROWS
         key = f"rows={path}" if path else f"outputs={outputs}"
-        probe = next(place for place in self.path.absolute().parents if place.exists())
-        wrong = f"{self.path} is a folder" if self.path.is_dir() else f"{probe} is a file"
-        if self.path.is_dir() or not probe.is_dir():
-            raise ValueError(f"{key}: cannot be written ({wrong})")
+        if self.path.is_dir():
+            raise ValueError(f"{key}: cannot be written ({self.path} is a folder)")
+        parent = next(parent for parent in self.path.absolute().parents if parent.exists())
+        if not parent.is_dir():
+            raise ValueError(f"{key}: cannot be written ({parent} is a file)")
 
     def append(self, row: dict) -> dict:
-        """Write one row and return it as written; AssertionError if its provenance is incomplete."""
+        """Write a row, and return it as written; AssertionError if its provenance is incomplete."""
         reason = refusal(to_json(row))
         assert reason is None, reason
         return append_row(self.path, row)
 
 
 def refusal(row: object) -> str | None:
-    """Why the report rejects a row: missing provenance, or another format; None if it is accepted."""
+    """The reason why the report refuses a row (no object, missing provenance or another format), or None."""
     if not isinstance(row, dict):
         return f"a {type(row).__name__} is no row"
     missing = [key for key in (*IDENTITY, *ENVIRONMENT_KEYS) if key not in row and key not in OLD_ROW_DEFAULTS]

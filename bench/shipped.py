@@ -1,5 +1,8 @@
-"""``python -m bench.shipped`` checks the defaults of every shipped variant, at small sizes and at those of its run, and
-lists the files below ``variants/``, so that ``train.py`` need not. Exit code 1 if a promise is broken."""
+"""Checks every shipped variant, and lists the files of ``variants/`` in ``shipped.json``: ``python -m bench.shipped``.
+
+Variants are checked with their defaults, at small sizes and at those of a run, so that ``train.py`` need not check the
+listed files. If a promise is broken, the exit code is 1 and nothing is listed.
+"""
 
 import json
 import sys
@@ -17,7 +20,7 @@ from harness.source import ROOT
 
 
 def listing() -> dict[str, str]:
-    """The present SHA-256 of each file of our mechanisms, by name."""
+    """The SHA-256 of each file below ``variants/`` except the conformance suite, by path."""
     files = (path for path in sorted((ROOT / "variants").rglob("*")) if path.suffix in (".py", ".cpp"))
     return {str(path.relative_to(ROOT)): sha256_of(path) for path in files if CONFORMANCE not in path.parents}
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from bench.check import UNSEEN
-from bench.conformance import NEEDED, backends_agree, compare_flops, findings, needed_at_most_executed
+from bench.check import LIMITATION
+from bench.conformance import NEEDED_FLOPS, backends_agree, compare_flops, findings, needed_at_most_executed
 from harness.count.ideal import excuses
 from harness.loop.admission import admission
 from harness.plan.build import Plan, plan_run
@@ -55,12 +55,12 @@ def test_more_flops_than_are_executed_are_caught():
     """Ideal and needed ones."""
     small = shrink(toy(Boasts))
     ideal, needed = (finding for finding in findings(small) if not finding.passed)
-    assert ideal == compare_flops(small) and needed.promise == NEEDED
+    assert ideal == compare_flops(small) and needed.promise == NEEDED_FLOPS
     executed = r"[\d,]+ executed per byte"
     assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
-    assert outcome(needed_at_most_executed(shrink(toy(Gate)))) == ([], "not said by layers.0.toy, layers.1.toy")
+    assert outcome(needed_at_most_executed(shrink(toy(Gate)))) == ([], "not declared by layers.0.toy, layers.1.toy")
 
 
 def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
@@ -111,7 +111,7 @@ def test_every_combination_is_checked(here, quick):
     for i, j in itertools.combinations(range(3), 2):
         assert {(c[i], c[j]) for c in plain} == set(itertools.product(factors[i], factors[j]))
     lines = ended.out.splitlines()
-    assert ended.code == 0 and lines[-2:] == ["mhsa: keeps the contract in 30 combinations", UNSEEN]
+    assert ended.code == 0 and lines[-2:] == ["mhsa: keeps the contract in 30 combinations", LIMITATION]
     assert lines[0] == "pass  alibi, kv, attend_self=true, kernel: 1 promises" and not list(here.iterdir())
 
 

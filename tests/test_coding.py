@@ -65,5 +65,5 @@ def test_weights_that_are_no_numbers_are_refused():
     with torch.no_grad():
         model.head.weight.fill_(math.nan)
     how = {"streams": 5, "symbols": bytes(range(256))}
-    with pytest.raises(ValueError, match="run: its weights give no probabilities"):
+    with pytest.raises(ValueError, match="run: its weights give logits that are not finite"):
         code_streams(Encoder(), b"some text" * 9, model=model, device=runtime.start(plan(*TINY).runtime), **how)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from bench import compress, decompress
-from bench.coded_file import CONDITIONS, MAGIC, pack, unpack
-from bench.coding import stream_lengths
+from bench.compress import CONDITIONS, MAGIC, pack, stream_lengths, unpack
 from harness.data import corpora
 from harness.record import checkpoint
 from tests.command import call
@@ -174,10 +173,10 @@ def test_what_is_damaged_is_refused(run, code):
 def test_what_decodes_to_something_else_is_not_written(run, code):
     header, payload = unpack(code.read_bytes(), key="file")
     code.write_bytes(pack(header, payload[:50] + bytes([payload[50] ^ 1]) + payload[51:]))  # with a checksum of its own
-    refused("what was decoded is not what was coded, its SHA-256 is", run, code)
+    refused("the SHA-256 of the decoded bytes is not that of the encoded", run, code)
     out = code.with_name("back")
     out.write_bytes(b"of before")
-    refused("what was decoded is not what was coded", run, code)
+    refused("the SHA-256 of the decoded bytes is not that", run, code)
     assert out.read_bytes() == b"of before"
 
 

@@ -9,7 +9,7 @@ import pytest
 from bench import turns
 from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
-from bench.turns import Entry, in_turn
+from bench.turns import Entry, time_in_turn
 from harness.record.cells import MIN_CALLS
 from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
@@ -78,9 +78,9 @@ def test_a_warm_stream_keeps_its_segment_and_what_a_file_has_is_not_measured_aga
     past = 128 - 33 / 2  # of 128 keys that a byte sees in a stream
     needed = 6 * (PRODUCTS + 2 * 2 * 32 * 128) - 4 * 2 * 32 * past  # a constant past has no gradients
     assert plain["flops"]["training_per_byte"] == pytest.approx(needed, rel=1e-12)
-    place = headings([plain, auto]).index("in evaluation")
+    place = headings([plain, auto]).index("evaluation backend")
     assert {row[place].text for row in cost_tables([plain, auto])[0].rows} == {"", auto["evaluation_backend"]}
-    assert "in evaluation" in ended.out and "in evaluation" not in headings([plain])
+    assert "evaluation backend" in ended.out and "evaluation backend" not in headings([plain])
 
 
 def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
@@ -89,7 +89,7 @@ def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
     assert 2 * compose_config(name="peers").rounds >= MIN_CALLS
     slow = Entry(name="slow", task=None, cell=Mock(call=lambda *_, **__: [25_000.0]))
     quick = Entry(name="quick", task=None, cell=Mock(call=lambda *_, **__: [1.0]))
-    in_turn([slow, quick], "train", rounds=5, seconds=0.1)
+    time_in_turn([slow, quick], "train", rounds=5, seconds=0.1)
     assert (len(slow.rounds["train"]), len(quick.rounds["train"])) == (3, 5)
 
 

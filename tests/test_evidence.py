@@ -8,7 +8,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from bench.evidence import RATE, Runner, cells, span_word, sweep_params
+from bench.evidence import LR_FACTOR, Runner, span_word, stage_cells, sweep_grid
 from tests.composing import compose_config, plan
 
 EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
@@ -22,7 +22,7 @@ def line(words, spans, *, status="finished") -> dict:
 
 
 def test_stages_have_the_cells_of_their_grids(tmp_path):
-    stages = {name: cells(grids, words=[], rows=tmp_path, replays=REPLAYS) for name, grids in STAGES.items()}
+    stages = {name: stage_cells(grids, words=[], rows=tmp_path, replays=REPLAYS) for name, grids in STAGES.items()}
     sizes = {"a": 63, "a2": 0, "a3": 12, "b": 24, "c": 18, "d": 52, "e": 24, "recall": 54, "today": 32, "long": 5}
     sizes |= {"skills": 102, "combinations": 13}
     assert {name: len(stage) for name, stage in stages.items()} == sizes
@@ -31,16 +31,16 @@ def test_stages_have_the_cells_of_their_grids(tmp_path):
     assert {cell.file.name for cell in stages["e"]} == {"front_page_10mb.jsonl"}
     for stage in stages.values():  # a run that waits for another's spans begins after it
         order = [cell.words for cell in stage]
-        assert all(order.index(cell.source) < order.index(cell.words) for cell in stage if cell.source)
+        assert all(order.index(cell.span_words) < order.index(cell.words) for cell in stage if cell.span_words)
 
 
 @pytest.mark.parametrize("name", ["rates", "front_page", "recall", "long"])
 def test_sweeps_and_stages_are_of_one_protocol_and_arithmetic(name, tmp_path):
-    words = [f"{key}={value}" for key, value in sweep_params(name).items()]
+    words = [f"{key}={value}" for key, value in sweep_grid(name).items()]
     jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
     typed = {frozenset(job) for job in jobs}
     every = [grid for grids in STAGES.values() for grid in grids]
-    staged = {frozenset(cell.words[1:]) for cell in cells(every, words=[], rows=tmp_path, replays=REPLAYS)}
+    staged = {frozenset(cell.words[1:]) for cell in stage_cells(every, words=[], rows=tmp_path, replays=REPLAYS)}
     assert typed <= staged, "what the sweep's command runs is what the driver runs"
     made = plan(f"sweep={name}", *jobs[-1])
     assert (made.runtime.precision, made.runtime.threads, made.eval.bytes) == ("float32", 1, None)
@@ -54,7 +54,7 @@ def rates_file(folder, scores: dict[str, dict[str, float | None]]) -> None:
     made = []
     for name, rates in scores.items():
         for rate, bits in rates.items():
-            cell = ["sweep=rates", "seed=100", f"variant={name}", f"{RATE}={rate}"]
+            cell = ["sweep=rates", "seed=100", f"variant={name}", f"{LR_FACTOR}={rate}"]
             summary = {"status": "finished" if bits else "diverged", "valid_bits_per_byte": bits}
             made.append(json.dumps({"cell": cell, "summary": summary}) + "\n")
     (folder / "rates.jsonl").write_text("".join(made))
@@ -64,14 +64,14 @@ def test_a_best_rate_at_an_end_is_tried_one_step_further_until_it_is_none(tmp_pa
     scores = {"mhsa": {"0.5": 3.0, "1": 2.9, "2": 2.8}, "local": {"0.5": 2.7, "1": 2.8, "2": None}}
     scores |= {"linear": {"0.5": 3.0, "1": 2.9, "2": 2.95}, "reformer": {"1": 3.0, "2": 2.9}}  # in between; not whole
     rates_file(tmp_path, scores)
-    left = cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
+    left = stage_cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
     first, ends = ("sweep=rates", "seed=100"), (("mhsa", "4"), ("local", "0.25"))
-    assert [cell.words for cell in left] == [(*first, f"variant={name}", f"{RATE}={rate}") for name, rate in ends]
+    assert [cell.words for cell in left] == [(*first, f"variant={name}", f"{LR_FACTOR}={rate}") for name, rate in ends]
     assert plan(*left[0].words).config["variant"]["lr_scale"] == {"muon": 4}
     scores["mhsa"]["4"], scores["local"]["0.25"] = 2.85, 2.6
     rates_file(tmp_path, scores)
-    (again,) = cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
-    assert again.words == (*first, "variant=local", f"{RATE}=0.125")
+    (again,) = stage_cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
+    assert again.words == (*first, "variant=local", f"{LR_FACTOR}=0.125")
 
 
 def test_spans_are_replayed_by_layer_or_as_their_mean():
@@ -86,13 +86,13 @@ def test_spans_are_replayed_by_layer_or_as_their_mean():
 
 def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path, monkeypatch):
     words = ("sweep=front_page", "seed=3", "variant=uniform_span")
-    every = cells(STAGES["d"], words=[], rows=tmp_path / "rows", replays=REPLAYS)
+    every = stage_cells(STAGES["d"], words=[], rows=tmp_path / "rows", replays=REPLAYS)
     (cell,) = [cell for cell in every if cell.words[:3] == words]
-    assert cell.mean and cell.source == ("sweep=front_page", "seed=3", "variant=adaptive_span")
-    cell = replace(cell, context=False)
+    assert cell.mean_span and cell.span_words == ("sweep=front_page", "seed=3", "variant=adaptive_span")
+    cell = replace(cell, score_context=False)
     runner, typed, code = Runner(outputs=tmp_path, path=f"{tmp_path}/corpus.xz"), [], 0
 
-    def child(*words):
+    def run_python(*words):
         typed.append(words)
         (folder := tmp_path / "front_page-3-uniform_span" / "latest").mkdir(parents=True, exist_ok=True)
         summary = {"status": "diverged" if code else "finished", "command": " ".join(words)}
@@ -100,7 +100,7 @@ def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path,
         (folder / "record.jsonl").write_text('{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid"}\n')
         return code
 
-    monkeypatch.setattr(runner, "child", child)
+    monkeypatch.setattr(runner, "run_python", run_python)
     with pytest.raises(ValueError, match="no row with spans"):
         runner.run(cell)
     cell.file.parent.mkdir()
@@ -110,13 +110,15 @@ def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path,
     code = 4  # the disk is full
     with pytest.raises(ValueError, match="ended with 4"):
         runner.run(cell)
-    assert cell.line(words) is None
+    assert cell.find_row(words) is None
     code = 3
     runner.run(cell)
     runner.run(cell)
     assert "variant.attention.span.spans=[[3.0,3.0]]" in typed[-1] and f"data.path={tmp_path}/corpus.xz" in typed[-1]
-    assert cell.line(words)["summary"]["status"] == "diverged"
-    assert "outputs=outputs data.path=corpus.xz" in cell.line(words)["summary"]["command"], "no path of this machine"
+    assert cell.find_row(words)["summary"]["status"] == "diverged"
+    assert "outputs=outputs data.path=corpus.xz" in cell.find_row(words)["summary"]["command"], (
+        "no path of this machine"
+    )
     assert str(tmp_path) not in cell.file.read_text()
-    assert cell.line(words)["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
+    assert cell.find_row(words)["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
     assert len(cell.file.read_text().splitlines()) == 3

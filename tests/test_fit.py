@@ -114,7 +114,7 @@ def test_on_a_gpu_attention_keeps_no_scores():
 
 @pytest.mark.parametrize(("limit", "least", "most"), [(99, 1, 0), (114, 3, 3), (12345, 2, 1750), (10**9, 1, 2**12)])
 def test_search_finds_the_last_that_fits(limit, least, most):
-    assert fit.most_streams(lambda streams: 93 + 7 * streams, limit_bytes=limit, least=least) == most
+    assert fit.most_streams(lambda streams: 93 + 7 * streams, limit_bytes=limit, min_streams=least) == most
 
 
 def test_memory_is_read_or_refused():

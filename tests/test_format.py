@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bench.report.frame import read
+from bench.report.frame import read_folders
 from harness.record import checkpoint
 from harness.record.rows import FORMAT, RECORD, SUMMARY
 from tests.bench_rows import cost_row, write_rows
@@ -41,6 +41,6 @@ def test_what_a_run_leaves_names_its_format_and_another_is_refused_by_one_messag
 
 def test_rows_of_another_format_are_refused_and_the_others_shown(tmp_path):
     write_rows(tmp_path, [cost_row(), cost_row() | {"format": FORMAT - 1}, cost_row() | {"format": FORMAT + 1}])
-    rows = read([tmp_path])
+    rows = read_folders([tmp_path])
     assert len(rows.of("cost")) == 1 and len(rows.refused) == 2
     assert re.search(f"line 2: {OLDER}", rows.refused[0]) and f"of format {FORMAT + 1}" in rows.refused[1]

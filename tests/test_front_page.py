@@ -62,8 +62,8 @@ def test_committed_pages_are_those_of_the_rows():
 
 
 def test_a_row_has_its_interval_reach_costs_and_place_among_compressors(folder, monkeypatch):
-    assert "`linear`" not in front_page.readme_table(folder), "README has the rows of front"
-    monkeypatch.setitem(front_page.VARIANTS, "front", ["mhsa", "adaptive_span", "linear"])
+    assert "`linear`" not in front_page.readme_table(folder), "README has the rows of `readme`"
+    monkeypatch.setitem(front_page.VARIANTS, "readme", ["mhsa", "adaptive_span", "linear"])
     rows = front_page.readme_table(folder).splitlines()[2:]
     names = [row.split("|")[1].strip() for row in rows]
     assert names == ["`adaptive_span`", "`mhsa`", "bzip2 -9", "`linear`", "xz -9e"]
@@ -85,14 +85,14 @@ def test_the_page_has_every_table_and_names_runs_without_a_score(folder):
         "| `linear` | 1 | 31 | 0.500 | 4.000 |",
         "| `linear` | failed |",
         "| `mhsa` | 0.1 |",
-        "**Learned spans beat one uniform window of the same mean**",
+        "**Learned spans are better than a uniform span of the same mean**",
     ):
         assert words in text, words
     assert "## A span of 4,096" not in text, "there are no such rows"
 
 
 def test_the_picture_and_a_page_without_markers(folder, tmp_path, monkeypatch):
-    assert front_page.picture(folder).startswith(b"\x89PNG")
+    assert front_page.figure_png(folder).startswith(b"\x89PNG")
     monkeypatch.setattr(front_page, "ROOT", tmp_path)
     (tmp_path / README).write_text("no markers")
     with pytest.raises(ValueError, match=f"{README}: must have the lines {BEGIN} and {END}"):

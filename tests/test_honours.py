@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.conformance import follows
+from bench.conformance import check_choices
 from harness.plan.build import plan_run
 from harness.plan.small import shrink
 from tests import toys
@@ -13,7 +13,7 @@ from variants.conformance import outcome
 from variants.contract import Honours, Position
 from variants.position import Alibi, Relative, Rotary
 
-SAME = "the same comes out of BOTH with {}, which honours say it follows"
+SAME = "the output of BOTH is the same with {}, which its honours declare"
 IGNORED = ("position=alibi,none", "model.cache=hidden,kv", "model.attend_self=false,true", "model.span=13,26,6")
 
 
@@ -76,14 +76,14 @@ def test_what_a_mechanism_does_not_follow_is_refused(cls, words, line):
         (toys.IgnoresPosition, (), [SAME.format("position=none,rotary")]),
         (toys.IgnoresCache, (), [SAME.format("model.cache=hidden,kv")]),
         (toys.IgnoresSpan, (), [SAME.format("model.span=13,26,6")]),
-        (toys.DeniesSpan, (), ["not the same comes out of BOTH with model.span=13,26,6, which honours deny"]),
+        (toys.DeniesSpan, (), ["the output of BOTH differs with model.span=13,26,6, which its honours exclude"]),
         (toys.WrappedBoasting, ("position=alibi",), [SAME.format(key) for key in IGNORED]),
         (Sums, ("position=none",), []),
     ],
 )
 def test_what_is_accepted_and_ignored_is_caught(cls, words, lines):
     both = "layers.0.toy, layers.1.toy"
-    breaks = list(follows(shrink(toy(cls, *words, "runtime.backend=plain"))))
+    breaks = list(check_choices(shrink(toy(cls, *words, "runtime.backend=plain"))))
     assert breaks == [line.replace("BOTH", both) for line in lines]
 
 
@@ -96,5 +96,5 @@ def test_what_is_accepted_and_ignored_is_caught(cls, words, lines):
 )
 def test_spans_that_keywords_give_are_held_to_neither(words):
     sizes = ("model.layers=2", "model.d_model=32", "model.heads=2", "model.span=13", "runtime.backend=plain")
-    breaks, compared = outcome(follows(plan_run(compose_config("data=recall", *words, *sizes))))
+    breaks, compared = outcome(check_choices(plan_run(compose_config("data=recall", *words, *sizes))))
     assert not breaks and "model.span (13, 26" in compared

@@ -50,7 +50,7 @@ def test_figures_of_a_run_or_of_a_text_of_ones_own_lie_in_its_folder(trained, tm
 
 def test_what_gives_no_map_is_named(trained, monkeypatch, capsys):
     monkeypatch.setattr("harness.model.LanguageModel.inspect", lambda *_: (None, {}))
-    assert inspected(trained) == [] and "layers.0.attention gives no map" in capsys.readouterr().out
+    assert inspected(trained) == [] and "layers.0.attention is not drawn" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import turns
-from bench.turns import times
+from bench.turns import time_calls
 from harness.count import memory
 from harness.count.memory import Peak, PeakMemory, gradient_bytes, optimizer_bytes, tensor_bytes
 from harness.device.machine import set_allocator
@@ -113,11 +113,11 @@ def test_calls_are_timed_alone_after_warm_up_until_the_time_is_over(monkeypatch)
         while late:
             clock.sleep(late.pop())
 
-    work = times(lambda: late.append(0.25), synchronise=synchronise, most_seconds=0)
+    work = time_calls(lambda: late.append(0.25), synchronise=synchronise, max_seconds=0)
     assert work == [250], "not what it did before"
     waits = [8, 8, 0, 0.25, 2]
-    each = times(
-        lambda: clock.sleep(waits.pop(0)), synchronise=synchronise, least_calls=3, most_seconds=0, warm_calls=2
+    each = time_calls(
+        lambda: clock.sleep(waits.pop(0)), synchronise=synchronise, min_calls=3, max_seconds=0, warmup_calls=2
     )
     assert not waits and each == [0, 250, 2000]
-    assert times(lambda: clock.sleep(0.25), synchronise=synchronise, most_seconds=0.9, warm_calls=1) == [250] * 4
+    assert time_calls(lambda: clock.sleep(0.25), synchronise=synchronise, max_seconds=0.9, warmup_calls=1) == [250] * 4

@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from bench.cost import dense_peak, utilisation
+from bench.cost import dense_peak_flops, utilisation
 from bench.report.columns import for_terminal
 from bench.report.tables_costs import cost_tables
 from tests.bench_rows import cost_row
@@ -31,7 +31,7 @@ def test_every_data_sheet_has_the_name_that_torch_reports():
     names = [name for entry in devices.values() for name in entry.reported_as]
     assert len(set(names)) == len(names)
     assert {key for key, entry in devices.items() if not entry.reported_as} == {"m4_max"}  # of which torch has no name
-    assert dense_peak("NVIDIA H200", "bfloat16") == 989e12 and dense_peak("NVIDIA H200", "float32") == 67e12
+    assert dense_peak_flops("NVIDIA H200", "bfloat16") == 989e12 and dense_peak_flops("NVIDIA H200", "float32") == 67e12
 
 
 def test_a_table_shows_it_where_a_peak_is_known():
@@ -39,8 +39,8 @@ def test_a_table_shows_it_where_a_peak_is_known():
     guessed = gpu_row(utilisation=share, backend="plain")
     guessed["flops"] = guessed["flops"] | {"flops_estimated_3x": ["layers.0.mine"]}
     table = for_terminal(cost_tables([gpu_row(utilisation=share), guessed])[0])
-    place = [column.heading for column in table.columns].index("of the peak, %")
+    place = [column.heading for column in table.columns].index("model FLOPs utilisation, %")
     assert [row[place].text for row in table.rows] == ["40.4", "~40.4"]
     assert any("989 TFLOP/s" in note for note in table.notes)
     (table,) = cost_tables([gpu_row(utilisation=None)])
-    assert "of the peak, %" not in [column.heading for column in table.columns]
+    assert "model FLOPs utilisation, %" not in [column.heading for column in table.columns]

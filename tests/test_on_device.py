@@ -4,8 +4,8 @@ what was proven there."""
 import pytest
 import torch
 
-from bench.cost_worker import Subject, Task
-from bench.peer_workers import Worker
+from bench.cost_worker import CostWorker, Task
+from bench.peer_workers import PeerWorker
 from harness.loop import select_backend
 from harness.plan.build import replan
 from harness.plan.small import contract_plan
@@ -91,10 +91,10 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
 
     monkeypatch.setattr(select_backend, "TESTED_DEVICES", ())
     monkeypatch.setattr(select_backend, "select", select)
-    facts = Subject(Task(config=made.config)).build()
+    facts = CostWorker(Task(config=made.config)).build()
     assert facts["backend"] == "fused" and facts["backend_choice"]["errors"] == {"fused": "1e-6"}
-    assert Worker(Task(config=made.config)).build()["backend"] == "fused"
+    assert PeerWorker(Task(config=made.config)).build()["backend"] == "fused"
     named = replan(made, runtime={"backend": "kernel"}).config
-    for refused in (Subject, Worker):
+    for refused in (CostWorker, PeerWorker):
         with pytest.raises(ValueError, match="kernel failed"):
             refused(Task(config=named))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bench.cost_worker import Task
-from bench.peer_workers import INSTALL, REFERENCE, TRANSFORMERS, ReferenceModel, Worker
-from bench.peers import row_of
+from bench.peer_workers import INSTALL, REFERENCE, TRANSFORMERS, PeerWorker, ReferenceModel
+from bench.peers import make_row
 from bench.turns import Entry, measure
 from harness.device.worker_process import WorkerError
 from tests.bench_rows import identity
@@ -23,7 +23,7 @@ QUICK = (*SMALL, "rounds=2", "seconds=0.01")
 
 def test_the_reference_model_has_the_closed_forms_parameters_and_is_causal():
     torch.manual_seed(0)
-    model = ReferenceModel(vocabulary=256, d_model=32, layers=2, heads=2, longest=16)
+    model = ReferenceModel(vocabulary=256, d_model=32, layers=2, heads=2, max_length=16)
     assert sum(p.numel() for p in model.parameters()) == 2 * 256 * 32 + 16 * 32 + 2 * (12 * 32**2 + 4 * 32) + 2 * 32
     tokens = torch.randint(256, (2, 16))
     later = tokens.clone()
@@ -40,11 +40,11 @@ def entry(name: str, *rounds: float, **changes) -> Entry:
 
 def test_speeds_are_compared_within_a_round():
     reference = entry(REFERENCE, 10.0, 10.0, 1.0)
-    row = row_of(entry("mine", 20.0, 5.0, 2.0), reference)
+    row = make_row(entry("mine", 20.0, 5.0, 2.0), reference)
     assert row["relative_to_reference"] == 0.5 and row["relative_range"] == [0.5, 2.0] and row["rounds"] == 3
-    assert row_of(reference, reference)["relative_to_reference"] == 1
+    assert make_row(reference, reference)["relative_to_reference"] == 1
     assert row["bytes_per_second"] == pytest.approx(16 / 0.005)
-    lost = row_of(entry("lost", status="failed", reason="x: not installed"), reference)
+    lost = make_row(entry("lost", status="failed", reason="x: not installed"), reference)
     assert (lost["status"], lost["rounds"], lost["relative_to_reference"]) == ("failed", 0, None)
 
 
@@ -63,7 +63,7 @@ def test_entries_take_turns_and_what_fails_is_asked_no_more(monkeypatch):
 
     monkeypatch.setattr("bench.turns.WorkerProcess", cell)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
-    assert measure(entries, worker=Worker, rounds=2, seconds=0.0) == entries
+    assert measure(entries, worker=PeerWorker, rounds=2, seconds=0.0) == entries
     assert [name for method, name in order if method == "times"] == ["a", "b", "b", "a"]
     assert entries[0].rounds["train"] == [[1.0], [2.0]]
     assert entries[2].reason == "x: not installed" and order.count(("train_memory", "lost")) == 0

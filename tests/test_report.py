@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bench.report.__main__ import all_tables, runs_csv
-from bench.report.frame import read
+from bench.report.frame import read_folders
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.table import Cell, Column, Table, to_csv
 from tests.bench_rows import PROTOCOL, cost_row, peer_row, write_rows, write_run, write_trial
@@ -23,7 +23,7 @@ JUNK = (None, True, -1, 0, 3, 10**40, 0.5, float("nan"), "", "text", "\ud800|*",
 
 
 def tables(folder: Path) -> dict[str, Table]:
-    rows = read([folder])
+    rows = read_folders([folder])
     assert not rows.refused
     return {table.name: table for table in all_tables(rows)}
 
@@ -65,7 +65,7 @@ def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
     made = tables(tmp_path)
     shown = [{*column(made[name], "variant")} - {"gzip", "bzip2", "xz"} for name in ("runs-1", "runs-2")]
     assert sorted(map(sorted, shown)) == [["adaptive_span"], ["mhsa"]]
-    assert "less the reference, bits" not in headings(made["runs-1"])
+    assert "minus the reference, bits" not in headings(made["runs-1"])
 
 
 NUMERICS = {"variant": 1, "shared": 1}
@@ -128,7 +128,7 @@ def test_differences_from_the_reference_are_of_equal_seeds_and_judged_together(t
         for seed, difference in enumerate(shifts):
             write_run(tmp_path, variant=variant, seed=seed, bits=2.0 + seed + difference, test_bits_per_byte=None)
     made = tables(tmp_path)["runs-1"]
-    cells = zip(*(column(made, name) for name in ("pairs", "less the reference, bits", "p", "verdict")), strict=True)
+    cells = zip(*(column(made, name) for name in ("pairs", "minus the reference, bits", "p", "verdict")), strict=True)
     shown = dict(zip(column(made, "variant"), cells, strict=True))
     assert made.caption.startswith("Differences are from mhsa on valid.")
     assert shown["local"] == ("3", "+0.1100 ± 0.0248", "0.0055", "worse") and shown["mhsa"] == ("",) * 4
@@ -160,7 +160,7 @@ def test_folders_are_searched_once_and_links_count_once(tmp_path):
     write_rows(tmp_path, [cost_row(length=2)], name="20261121-120000-cost")
     write_rows(tmp_path, [cost_row(length=1), peer_row()], name="20261120-120000-cost")
     (tmp_path / "latest").symlink_to(folder)
-    rows = read([tmp_path, folder, tmp_path / "latest"])
+    rows = read_folders([tmp_path, folder, tmp_path / "latest"])
     assert list(rows.frame["kind"]) == ["run", "cost", "peers", "cost"] and not rows.refused
     assert list(rows.of("cost")["length"]) == [1, 2] and rows.files == 3
 
@@ -171,7 +171,7 @@ def test_bad_lines_are_refused_and_the_good_ones_are_still_there(tmp_path):
     path = write_rows(tmp_path, [cost_row(), *bad, cost_row()])
     with path.open("a") as file:
         file.write('{"kind": "cost", \n' + "null\n" * 1000)
-    rows = read([tmp_path])
+    rows = read_folders([tmp_path])
     assert len(rows.of("cost")) == 2 and len(rows.refused) == 6
     words = ("no provenance: source missing", "kind is 'guess'", "length is 'long': it should be a valid number")
     for line, reason in enumerate(words, start=2):
@@ -179,7 +179,7 @@ def test_bad_lines_are_refused_and_the_good_ones_are_still_there(tmp_path):
     assert "line 6: not JSON" in rows.refused[3] and rows.refused[-1].endswith("999 more lines")
     for value in ("NaN", "1" + "0" * 5000, "true"):
         path.write_text(json.dumps(cost_row()).replace('"length": 512', f'"length": {value}'))
-        assert read([tmp_path]).frame.empty and len(read([tmp_path]).refused) == 1
+        assert read_folders([tmp_path]).frame.empty and len(read_folders([tmp_path]).refused) == 1
 
 
 def test_runs_that_are_unfinished_corrupt_mixed_or_untraced_are_named_and_not_shown(tmp_path):
@@ -193,7 +193,7 @@ def test_runs_that_are_unfinished_corrupt_mixed_or_untraced_are_named_and_not_sh
     (folders[5] / "record.jsonl").write_text("\n".join([*lines[:3], "{", *lines[4:]]))
     for name, check in zip(("linear", "local"), INCOMPARABLE_CHECKS, strict=True):
         change(write_run(tmp_path, variant=name), check=check)
-    rows = read([tmp_path])
+    rows = read_folders([tmp_path])
     assert [line.rpartition(": ")[2] for line in rows.unfinished] == ["no summary yet"]
     assert sorted(rows.of("run")["seed"]) == [0, 5] and len(rows.refused) == 7
     reasons = "\n".join(rows.refused)
@@ -215,7 +215,7 @@ def test_costs_have_percentiles_of_enough_calls_and_stand_apart_where_ground_or_
     assert sorted(shown) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(shown["cost-2"].rows) == 1
     assert column(shown["cost-1"], "step, ms") == ["2.00", "51.20"]
     assert column(shown["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
-    assert column(shown["peers-1"], "of the reference model") == ["1.000", "1.000"]
+    assert column(shown["peers-1"], "relative speed") == ["1.000", "1.000"]
 
 
 def mutated(random: Random, row: dict) -> dict:
@@ -253,7 +253,7 @@ def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed
         shared = {key: lines[0][key] for key in lines[0].keys() & summary.keys() - {"kind"}}
         (run / "summary.json").write_text(json.dumps(summary | shared))
     (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = read([folder])
+    shown = read_folders([folder])
     verbs = len(shown.frame) - len(shown.frame[shown.frame["kind"].isin(("run", "failed"))])
     assert verbs + sum(str(path) in reason for reason in shown.refused) == 6
     for table in all_tables(shown):

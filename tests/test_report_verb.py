@@ -55,4 +55,4 @@ def test_a_place_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
     assert main([str(tmp_path), "--out", str(tmp_path / "file" / "report")]) == 2
     assert main([str(tmp_path / "nowhere")]) == 2
     message = capsys.readouterr().err
-    assert "--out" in message and "nowhere: there is no such folder; looked for runs (record.jsonl)" in message
+    assert "--out" in message and "nowhere: must be a folder with runs (record.jsonl)" in message

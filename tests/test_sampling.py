@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from bench.cost_worker import learned_spans, shake_
+from bench.cost_worker import add_noise_, learned_spans
 from harness.loop.sampling import draw, generate, token_ids
 from tests.composing import TINY, plan, small
 
@@ -17,7 +17,7 @@ PROMPT = torch.randint(256, (29,), generator=torch.Generator().manual_seed(0))
 def network(variant: str, *words: str):
     torch.manual_seed(0)
     model = plan(f"variant={variant}", *TINY, "model.span=24", *small(variant), *words).make_model().double()
-    shake_(model)
+    add_noise_(model)
     for part in learned_spans(model):  # off the kinks of whole keys
         part.place_([keys + 0.5 for keys in part.metrics({})["span"].tolist()])
     return model.eval()

@@ -97,7 +97,6 @@ def test_no_module_and_no_room_is_in_a_circle():
     verbs = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
     across = {(one, other) for one in verbs for other in between[one] & verbs}
     assert len(verbs) > 5 and across == {("bench.decompress", "bench.compress")}  # one file, two commands
-    verbs |= {"bench.coded_file", "bench.coding"}  # names of it that tests import
     verbs |= {"bench.results_page"}  # tables of the front page
 
     def room_of(module: str) -> str:

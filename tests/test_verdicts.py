@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from bench.results_page import FEW, HOLDS, NOT, OPEN, judge, verdict_table
+from bench.results_page import FAILS, HOLDS, TOO_FEW, UNDECIDED, claims_table, judge
 
 FIRST = ("mhsa", "adaptive_span", "uniform_span", "replayed_spans", "all_attention_6", "product_key_memory")
 FIRST += ("mhsa_8_layers",)
@@ -11,7 +11,7 @@ FIRST += ("mhsa_8_layers",)
 
 def made_runs(bits: dict[str, list[float]]) -> pd.DataFrame:
     """A seed for each number; scores within a hundredth of each other are noise."""
-    same = {"state": 100, "flops": 1e6, "ground": "one protocol"}
+    same = {"state": 100, "flops": 1e6, "conditions": "one protocol"}
     scores = [(name, seed, score) for name, seeds in bits.items() for seed, score in enumerate(seeds)]
     return pd.DataFrame([{"variant": name, "seed": seed, "test": score} | same for name, seed, score in scores])
 
@@ -23,13 +23,15 @@ def verdicts(table: str) -> list[str]:
 def test_intervals_are_judged_by_where_they_lie():
     below, close = [-0.10, -0.11, -0.12], [-0.01, 0.0, 0.012]
     above = [-one for one in below]
-    assert [judge(one, must="less", margin=0.0)[0] for one in (below, close, above)] == [HOLDS, OPEN, NOT]
-    assert [judge(one, must="no more", margin=0.05)[0] for one in (below, close, above)] == [HOLDS, HOLDS, NOT]
-    assert [judge(one, must="the same", margin=0.05)[0] for one in (below, close, above)] == [NOT, HOLDS, NOT]
-    assert judge(close, must="the same", margin=0.02)[0] == OPEN
-    assert judge([0.0] * 3, must="less", margin=0.0)[0] == NOT, "equal costs are not less"
-    assert judge(below[:2], must="less", margin=0.0)[0] == judge([-1.0], must="less", margin=0.0)[0] == FEW
-    assert judge(below, must="less", margin=0.0)[1] == "-0.1100 ± 0.0248"  # 4.303 x 0.01 / sqrt(3)
+    assert [judge(one, expected="lower", margin=0.0)[0] for one in (below, close, above)] == [HOLDS, UNDECIDED, FAILS]
+    assert [judge(one, expected="lower", margin=0.05)[0] for one in (below, close, above)] == [HOLDS, HOLDS, FAILS]
+    assert [judge(one, expected="equal", margin=0.05)[0] for one in (below, close, above)] == [FAILS, HOLDS, FAILS]
+    assert judge(close, expected="equal", margin=0.02)[0] == UNDECIDED
+    assert judge([0.0] * 3, expected="lower", margin=0.0)[0] == FAILS, "equal costs are not less"
+    assert (
+        judge(below[:2], expected="lower", margin=0.0)[0] == judge([-1.0], expected="lower", margin=0.0)[0] == TOO_FEW
+    )
+    assert judge(below, expected="lower", margin=0.0)[1] == "-0.1100 ± 0.0248"  # 4.303 x 0.01 / sqrt(3)
 
 
 def test_a_claim_holds_where_all_of_its_parts_do():
@@ -37,18 +39,24 @@ def test_a_claim_holds_where_all_of_its_parts_do():
     bits |= {"uniform_span": [2.29, 2.33, 2.32], "replayed_spans": [2.2, 2.21, 2.22]}
     runs = made_runs(bits)
     runs.loc[runs["variant"] == "adaptive_span", "state"] = 50
-    table = verdict_table(runs)
-    assert verdicts(table) == [NOT, OPEN, NOT, HOLDS, HOLDS]  # adaptive spans have less state, but not fewer FLOPs
+    table = claims_table(runs)
+    assert verdicts(table) == [
+        FAILS,
+        UNDECIDED,
+        FAILS,
+        HOLDS,
+        HOLDS,
+    ]  # adaptive spans have less state, but not fewer FLOPs
     assert "| -50.0000 ± 0.0000 | holds |" in table
 
 
 def test_runs_without_a_score_are_counted_and_runs_of_two_protocols_make_no_table():
     runs = made_runs({name: [2.3, 2.31, 2.32, 2.33] for name in FIRST})
-    whole = verdict_table(runs)
-    assert "without a score" not in whole and FEW not in whole
+    whole = claims_table(runs)
+    assert "without a score" not in whole and TOO_FEW not in whole
     runs.loc[runs.index[-3:-1], "test"] = None  # of mhsa_8_layers
-    table = verdict_table(runs)
-    assert "| 2, 2 without a score |" in table and verdicts(table)[-1] == FEW
-    runs.loc[0, "ground"] = "another"
+    table = claims_table(runs)
+    assert "| 2, 2 without a score |" in table and verdicts(table)[-1] == TOO_FEW
+    runs.loc[0, "conditions"] = "another"
     with pytest.raises(ValueError, match="rows differ in data, protocol"):
-        verdict_table(runs)
+        claims_table(runs)

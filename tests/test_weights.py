@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.cost_worker import LEARNED, Subject, Task, learned_spans, place_spans, shake_
-from bench.peer_workers import INSTALL, PACKAGES, Worker, version
+from bench.cost_worker import LEARNED_SPANS, CostWorker, Task, add_noise_, learned_spans, place_spans
+from bench.peer_workers import INSTALL, PACKAGES, PeerWorker, version
 from harness.plan.build import Plan
 from tests.composing import plan, small
 from tests.needs import need
@@ -34,9 +34,9 @@ def task(variant: str, *words: str, **more) -> Task:
     return Task(config=made(variant, *words).config, **more)
 
 
-def subject(variant: str, *words: str) -> Subject:
+def subject(variant: str, *words: str) -> CostWorker:
     """What ``bench.cost`` measures."""
-    measured = Subject(task(variant, *words, spans="learned"))
+    measured = CostWorker(task(variant, *words, spans="learned"))
     measured.build()
     return measured
 
@@ -51,14 +51,14 @@ def test_every_parameter_gets_a_gradient_in_the_step_that_bench_cost_times(varia
 @pytest.mark.parametrize("name", PACKAGES)
 def test_and_in_that_of_a_peer(name):
     need(version(PACKAGES[name]), f"{PACKAGES[name]}: {INSTALL}")
-    measured = Worker(task("mhsa", peer=name))
+    measured = PeerWorker(task("mhsa", peer=name))
     measured.build()
     measured.train_memory()
     assert not without_gradient(measured.model, measured._train)
 
 
 def test_without_shaking_most_parameters_get_none(monkeypatch):
-    monkeypatch.setattr("bench.cost_worker.shake_", lambda model: None)
+    monkeypatch.setattr("bench.cost_worker.add_noise_", lambda model: None)
     measured = subject("adaptive_span")
     measured.train_memory()
     assert len(without_gradient(measured.model, measured._train)) > 20
@@ -69,13 +69,13 @@ def test_shaking_is_the_same_at_every_call_and_leaves_spans_alone(monkeypatch):
     models[1].load_state_dict(models[0].state_dict())
     before = [part.fraction.clone() for part in learned_spans(models[0])]
     for model in models:
-        shake_(model)
+        add_noise_(model)
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
     assert all(torch.equal(part.fraction, old) for part, old in zip(learned_spans(models[0]), before, strict=True))
     table = nn.Embedding(40, 8, _weight=torch.zeros(40, 8))
-    monkeypatch.setattr("bench.cost_worker.ONCE", 64)  # a large table is drawn in pieces
-    shake_(table)
+    monkeypatch.setattr("bench.cost_worker.NOISE_CHUNK", 64)  # a large table is drawn in pieces
+    add_noise_(table)
     assert 0.015 < table.weight.std() < 0.025 and (table.weight != 0).all()
 
 
@@ -87,6 +87,6 @@ def spans(model) -> list[list[float]]:
 def test_spans_stay_what_they_are_in_keys_and_lists_are_read_in_a_circle(layers, heads, span):
     model = made("adaptive_span", f"model.span={span}", f"model.layers={layers}", f"model.heads={heads}").make_model()
     place_spans(model, heads=heads)
-    for placed, asked in zip(spans(model), LEARNED * 2, strict=False):
+    for placed, asked in zip(spans(model), LEARNED_SPANS * 2, strict=False):
         assert placed == pytest.approx([min(span, asked[head % 4]) for head in range(heads)], abs=1e-3)
     assert not any(learned_spans(made(other).make_model()) for other in ("mhsa", "all_attention_fixed"))

@@ -63,5 +63,5 @@ def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) ->
     """Load the best weights of a run folder onto a ``device`` of torch. No code in the folder is executed. ``trust``
     names further modules from which its mechanisms may be imported. ValueError if the folder has no readable run."""
     opened = open_trained(Path(path), key="path", trust=list(trust))
-    about = opened.saved | {"protocol": opened.plan.protocol()}
+    about = opened.provenance | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)

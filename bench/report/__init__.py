@@ -1,1 +1,1 @@
-"""Report from rows: read, refuse, compare, tables, figures, page. Neither torch nor a server is needed."""
+"""Makes tables, figures and a page from rows, with neither torch nor a server."""

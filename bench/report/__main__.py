@@ -1,8 +1,8 @@
-"""Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
+"""Writes tables, figures and a page from rows: ``python -m bench.report [folders] [--out outputs/report]``.
 
-Reads run folders and rows of ``bench.cost`` and ``bench.peers``, sorts rows that compare into tables, and writes each
-as CSV, each figure as PNG and SVG, and all as one ``index.html`` that opens from disk; ``runs.csv`` has all numbers of
-every run. Rows that are not shown are named with the reason. Needs neither torch nor a server.
+It reads run folders and rows of ``bench.cost`` and ``bench.peers``. Rows that compare share a table. Each table becomes
+a CSV file, each figure a PNG and an SVG file, and all of them one ``index.html``, which can be opened from disk.
+``runs.csv`` has all numbers of every run. Rows that are not shown are listed with the reason.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from bench.report.columns import for_terminal
-from bench.report.frame import Rows, read
+from bench.report.frame import Rows, read_folders
 from bench.report.page import page_of
 from bench.report.tables import run_tables
 from bench.report.tables_costs import cost_tables, peer_tables
@@ -27,29 +27,29 @@ from harness.record.table import Table, escape_formula, one_line, print_table, t
 
 TITLE = "attention-windtunnel report"
 LIMITATIONS = (
-    "Limitations: models are small and budgets short beside the published ones, text is read as bytes, most often of "
-    "one corpus (English Wikipedia), and a result at one size says nothing of another; a row with n = 1 has no "
-    "interval; times on a CPU move with what else the machine does. docs/metrics.md and docs/statistics.md "
-    "have the rest."
+    "Limitations: models are small and budgets short compared to published ones. Text is read as bytes, mostly of one "
+    "corpus (English Wikipedia). A result at one size may not hold at another. A row with n = 1 has no interval. "
+    "Times on a CPU depend on other programs of the machine. docs/metrics.md and docs/statistics.md have more."
 )
 CONTENTS = "contents.txt"
-"""The files of a report, so that the next one in the folder can remove them."""
-BENCH_COMMANDS = {"cost": cost_tables, "peers": peer_tables}
+"""Lists the files of a report, so that a later report in the same folder can remove them."""
+COMMAND_TABLES = {"cost": cost_tables, "peers": peer_tables}
+"""The function that makes the tables of a command's rows."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit code: 0, or 2 for a user's mistake."""
+    """Return the exit code: 0, or that of an error, which is 2 for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.partition("\n")[0])
-    about = "folders of runs and rows, searched to the bottom"
+    about = "folders with runs and rows at any depth (default: outputs)"
     parser.add_argument("folders", nargs="*", default=["outputs"], help=about)
     parser.add_argument("--out", default="outputs/report", help="folder to write to (default: %(default)s)")
     options = parser.parse_args(words)
     command = shlex.join(["python", "-m", "bench.report", *(sys.argv[1:] if words is None else words)])
     try:
-        rows = read([*map(Path, options.folders)])
+        rows = read_folders([*map(Path, options.folders)])
         if rows.frame.empty:
-            raise ValueError("nothing to report; " + "; ".join(_left_out(rows)))
-        for line in [*write_report(rows, Path(options.out), command=command), *_left_out(rows)]:
+            raise ValueError("nothing to report; " + "; ".join(_omitted(rows)))
+        for line in [*write_report(rows, Path(options.out), command=command), *_omitted(rows)]:
             print(one_line(line))
     except (ValueError, OSError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
@@ -58,27 +58,29 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
-    """Write everything into the folder ``out``, print the tables of means, and yield each written path. ValueError
-    where ``out`` cannot be a folder, StorageFailure where a file cannot be written."""
-    from bench.report.figures import draw_all  # matplotlib, a second
+    """Write the report into the folder ``out``, print the tables of means, and yield the path of each file. ValueError
+    if ``out`` cannot be a folder, StorageFailure if a file cannot be written."""
+    from bench.report.figures import draw_all  # matplotlib takes a second to import
 
     try:
-        out.mkdir(parents=True, exist_ok=True)  # before the drawings, which take seconds
+        out.mkdir(parents=True, exist_ok=True)  # raises before the seconds that drawing takes
         tables, drawings = all_tables(rows), draw_all(rows)
         commands = [*dict.fromkeys(row["command"] for row in rows.frame["row"]), command]
-        content = {"tables": tables, "drawings": drawings, "notes": _notes(rows), "commands": commands}
+        parts = {"tables": tables, "drawings": drawings, "notes": _notes(rows), "commands": commands}
         files = {f"{table.name}.csv": to_csv(table) for table in tables}
-        files |= {"runs.csv": runs_csv(rows.of("run"))} if len(rows.of("run")) else {}
+        if len(rows.of("run")):
+            files["runs.csv"] = runs_csv(rows.of("run"))
         files |= {f"figures/{drawing.name}.png": drawing.png for drawing in drawings}
         files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
-        files["index.html"] = page_of(TITLE, **content)
+        files["index.html"] = page_of(TITLE, **parts)
         for table in tables:
             if table.name.startswith("runs-"):
                 print_table(replace(for_terminal(table), notes=()))
-        for name, text in files.items():  # JSON may have half a surrogate pair
-            write_atomically(out / name, text.encode("utf-8", "replace") if isinstance(text, str) else text)
+        for name, content in files.items():
+            # Text from JSON may have half a surrogate pair.
+            write_atomically(out / name, content.encode("utf-8", "replace") if isinstance(content, str) else content)
             yield f"{out / name}"
-        _forget_older(out, written=set(files))
+        _remove_older(out, written=set(files))
     except StorageFailure:
         raise
     except OSError as error:
@@ -86,40 +88,41 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 
 def all_tables(rows: Rows) -> list[Table]:
-    """Runs, picks, costs and peers, each by what may be compared."""
-    verbs = [table for kind, tables in BENCH_COMMANDS.items() for table in tables([*rows.of(kind).get("row", ())])]
-    return [*run_tables(rows), *tuning_tables(rows.frame), *verbs]
+    """The tables of runs, picks, costs and peers."""
+    costs, peers = (make([*rows.of(kind).get("row", ())]) for kind, make in COMMAND_TABLES.items())
+    return [*run_tables(rows), *tuning_tables(rows.frame), *costs, *peers]
 
 
 def runs_csv(runs: pd.DataFrame) -> str:
-    """All numbers and words of each run, unrounded."""
+    """A CSV of all numbers, unrounded, and all texts of each run."""
     runs = runs.dropna(axis=1, how="all")
     keys = [key for key in runs if runs[key].map(lambda value: isinstance(value, str | float)).any()]
     return runs[keys].map(lambda value: escape_formula(value) if isinstance(value, str) else value).to_csv(index=False)
 
 
 def _notes(rows: Rows) -> list[str]:
+    """What was read, what was omitted, and limitations."""
     kinds = rows.frame["kind"].value_counts()
-    read_rows = [pluralize(kinds["run"], "finished run")] if "run" in kinds else []
-    read_rows += [f"{pluralize(kinds[verb], 'row')} of bench.{verb}" for verb in BENCH_COMMANDS if verb in kinds]
-    notes = [f"Read from {pluralize(rows.files, 'file')}: {', '.join(read_rows)}."]
-    return [*notes, *(f"{line[0].upper()}{line[1:]}" for line in _left_out(rows)), LIMITATIONS]
+    counts = [pluralize(kinds["run"], "finished run")] if "run" in kinds else []
+    counts += [f"{pluralize(kinds[kind], 'row')} of bench.{kind}" for kind in COMMAND_TABLES if kind in kinds]
+    notes = [f"Read from {pluralize(rows.files, 'file')}: {', '.join(counts)}."]
+    return [*notes, *(f"{line[0].upper()}{line[1:]}" for line in _omitted(rows)), LIMITATIONS]
 
 
-def _left_out(rows: Rows) -> list[str]:
-    """Rows that are not shown, and why."""
-    kinds = {"failed, not shown": rows.failed, "not finished, not shown": rows.unfinished, "refused": rows.refused}
-    return [f"{kind}: {line}" for kind, lines in kinds.items() for line in lines]
+def _omitted(rows: Rows) -> list[str]:
+    """Rows that are not shown, and the reasons."""
+    reasons = {"failed, not shown": rows.failed, "not finished, not shown": rows.unfinished, "refused": rows.refused}
+    return [f"{reason}: {line}" for reason, lines in reasons.items() for line in lines]
 
 
-def _forget_older(out: Path, *, written: set[str]) -> None:
-    """Remove files of an earlier report that this one did not write."""
-    before = out / CONTENTS
-    for name in before.read_text(encoding="utf-8").splitlines() if before.exists() else []:
+def _remove_older(out: Path, *, written: set[str]) -> None:
+    """Remove the files of an earlier report that this one did not write, and list the files of this one."""
+    contents = out / CONTENTS
+    for name in contents.read_text(encoding="utf-8").splitlines() if contents.exists() else []:
         parts = Path(name).parts
         if name not in written and parts and ".." not in parts and not Path(name).is_absolute():
             (out / name).unlink(missing_ok=True)
-    write_atomically(before, "".join(f"{name}\n" for name in sorted(written)).encode("utf-8", "replace"))
+    write_atomically(contents, "".join(f"{name}\n" for name in sorted(written)).encode("utf-8", "replace"))
 
 
 if __name__ == "__main__":

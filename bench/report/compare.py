@@ -1,8 +1,8 @@
-"""Which rows stand in one table, how they are named, and words for captions.
+"""Decides which rows share a table, names them, and writes the texts of captions.
 
-Bits per byte compare where ``score_conditions`` of ``harness.record.comparison`` and the numbers of the shared code are
-equal; time and memory on equal ``cost_conditions`` and code. An *arm* is one variant, configuration and code, with any
-seed.
+Runs compare in bits per byte if ``score_conditions`` of ``harness.record.comparison`` and the numerics of the shared code are
+equal. Rows compare in time and memory if code and *ground* are equal; the ground is all that they depend on except
+code, such as device, threads and versions. An *arm* is one configuration of a variant with one code, over all seeds.
 """
 
 import json
@@ -27,51 +27,51 @@ from harness.record.comparison import (
 from harness.record.schema import BENCH_COMMANDS, flatten
 
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
-NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
-NOT_AN_ARM += ("purpose", "trial", "space")
-"""Keys of a configuration in which seeds of one arm may differ, or that a comparison holds equal."""
-NO_SETTING = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
-"""Keys that change no number: a row has ``numerics`` itself, and ``global_bytes`` of older rows is 0."""
+NOT_ARM_KEYS = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
+NOT_ARM_KEYS += ("purpose", "trial", "space")
+"""Keys of a configuration that tell no arms apart: seeds of an arm may differ in them, or a table holds them equal."""
+IGNORED_KEYS = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
+"""Keys that change no number. ``numerics`` is also a key of the row; ``global_bytes`` of older rows is 0."""
 ADDED_KEYS = {"check": True}
-"""Keys that older configurations lack, with their meaning there."""
+"""Values of keys that older configurations lack."""
 IDENTITY = ("backend", "evaluation_backend", "checkpoint", "device_kind")
-"""Keys of another arm, beside configuration and code."""
+"""Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"
-MOST_KEYS = 8
-IN_CAPTIONS = {"spans_from": "where learned spans are"}
+MAX_KEYS = 8
+KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
 
 
-def results(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
-    """Groups of runs that compare, numbered in the order in which their first runs ended, with the names of left-out
-    runs, whose seed chose a setting of their variant. Tuning runs are no results."""
-    tune = [row.get("purpose") == "tune" for row in runs["row"]]
-    chose = {*zip(runs[tune]["variant"], runs[tune]["seed"], strict=True)} if any(tune) else set()
+def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
+    """Groups of runs that compare: number, runs, and names of runs left out because their seed selected a setting of
+    their variant. Groups are numbered from 1 in the order in which their first runs ended."""
+    tuning = [row.get("purpose") == "tune" for row in runs["row"]]
+    selecting = {*zip(runs[tuning]["variant"], runs[tuning]["seed"], strict=True)} if any(tuning) else set()
     keys = [f"{score_conditions(row)} {shared_code_version(row)}" for row in runs["row"]]
-    for index, (_, same) in enumerate(runs.groupby(keys, sort=False) if keys else (), start=1):
-        clean = same[[pair not in chose for pair in zip(same["variant"], same["seed"], strict=True)]]
-        if len(clean):
-            yield index, clean, same["run"].drop(clean.index).tolist()
+    for index, (_, group) in enumerate(runs.groupby(keys, sort=False) if keys else (), start=1):
+        reported = group[[pair not in selecting for pair in zip(group["variant"], group["seed"], strict=True)]]
+        if len(reported):
+            yield index, reported, group["run"].drop(reported.index).tolist()
 
 
 def cost_ground(row: dict) -> str:
-    """Equal for runs whose times and memory stand together."""
+    """A text that is equal for rows whose times and memory compare."""
     return str((*cost_conditions(row), code_digest(row)))
 
 
 def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
-    """A configuration as flat keys and words, without keys that rows of one table share or in which seeds may differ;
-    of a target, the class's name."""
-    leaves = ADDED_KEYS | flatten({key: value for key, value in row["config"].items() if key not in NOT_AN_ARM})
-    chosen = {key: value for key, value in leaves.items() if key not in without and not NO_SETTING.match(key)}
-    return {k: str(v).rpartition(".")[2] if k.endswith("_target_") else _word(v) for k, v in chosen.items()}
+    """A configuration's settings as text by dotted key, without ``NOT_ARM_KEYS`` and the keys ``without``. A
+    ``_target_`` is shortened to its class's name."""
+    config = {key: value for key, value in row["config"].items() if key not in NOT_ARM_KEYS}
+    leaves = {k: v for k, v in (ADDED_KEYS | flatten(config)).items() if k not in without and not IGNORED_KEYS.match(k)}
+    return {k: str(v).rpartition(".")[2] if k.endswith("_target_") else _text(v) for k, v in leaves.items()}
 
 
 def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
-    """Rows of one table with ``settings``; ``arm``, the name of what differs by its seed only; and ``order``, the arm's
-    place among those of its variant. Sorted by variant, then by arm, then by seed.
+    """The rows of a table with three more columns, sorted by variant, arm and seed: ``settings``; ``arm``, the arm's
+    name, with the settings that tell it apart; and ``order``, its number among the arms of its variant.
 
     Args:
-        without: further keys of the configuration, as ``model.span``, or ``backend``, that one arm may have several of.
+        without: keys that tell no arms apart here, such as ``model.span`` or ``backend``.
     """
 
     def identity(row: dict) -> dict[str, str]:
@@ -79,47 +79,50 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
         code = {"source": row["source"]} if timed else code_version(row)
         code |= {"source": row["source"][:6]} if "source" in code else {}
         products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]
-        about = {name: row.get(name) for name in IDENTITY if name not in without} | {"products": products}
-        return {name: _word(value) for name, value in (about | code).items()}
+        facts = {name: row.get(name) for name in IDENTITY if name not in without} | {"products": products}
+        return {name: _text(value) for name, value in (facts | code).items()}
 
     settings = [settings_of(row, without=without) for row in frame["row"]]
-    both = [setting | identity(row) for setting, row in zip(settings, frame["row"], strict=True)]
-    identities = pd.DataFrame(both, index=frame.index).fillna(UNSET)
+    facts = [setting | identity(row) for setting, row in zip(settings, frame["row"], strict=True)]
+    identities = pd.DataFrame(facts, index=frame.index).fillna(UNSET)
     arms, order = pd.Series("", index=frame.index), pd.Series(0, index=frame.index)
-    for variant, same in identities.groupby(frame["variant"]):
-        differing = [key for key in same if key != "variant.name" and same[key].nunique() > 1]
-        first = {tuple(pd.factorize(same[key])[0]): key for key in reversed(differing)}  # of those that differ together
-        labels = pd.Series(variant, index=same.index)
-        for key in (key for key in differing if key in first.values()):
-            labels += f", {key.removesuffix('._target_').split('.')[-1]}=" + same[key]
-        arms[same.index] = labels
-        order[same.index] = arms[same.index].rank(method="dense").astype(int) - 1
+    for variant, group in identities.groupby(frame["variant"]):
+        differing = [key for key in group if key != "variant.name" and group[key].nunique() > 1]
+        # Of keys that tell the same rows apart, the first is enough.
+        key_of_partition = {tuple(pd.factorize(group[key])[0]): key for key in reversed(differing)}
+        names = pd.Series(variant, index=group.index)
+        for key in (key for key in differing if key in key_of_partition.values()):
+            names += f", {key.removesuffix('._target_').split('.')[-1]}=" + group[key]
+        arms[group.index] = names
+        order[group.index] = arms[group.index].rank(method="dense").astype(int) - 1
     frame = frame.assign(settings=settings, arm=arms, order=order)
     return frame.sort_values(["variant", "order", "seed"], kind="stable")
 
 
-def differences(arms: pd.DataFrame, *keys: str) -> str:
-    """Keys in which a table's rows differ: of their configurations, with all of a variant as one, and of the frame."""
+def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
+    """The settings and ``columns`` in which the rows differ, as text. All keys of a variant count as ``variant``."""
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
     names = ["variant" if key.startswith("variant.") else key for key in settings if settings[key].nunique() > 1]
-    names += [IN_CAPTIONS.get(key, key) for key in keys if key in arms and arms[key].nunique(dropna=False) > 1]
-    return join_words(dict.fromkeys(names), limit=MOST_KEYS)
+    names += [KEY_NAMES.get(key, key) for key in columns if key in arms and arms[key].nunique(dropna=False) > 1]
+    return join_words(dict.fromkeys(names), limit=MAX_KEYS)
 
 
 def commit_notes(frame: pd.DataFrame) -> list[str]:
-    """The commits of the rows, in the order in which they were measured."""
+    """A note on the commits of the rows, in the order of the rows; none if no row has a commit."""
     commits = [*dict.fromkeys(filter(None, map(short_commit, frame["row"])))]
-    return [f"Commit {join_words(commits)}."] * bool(commits)
+    return [f"Commit {join_words(commits)}."] if commits else []
 
 
-def _word(value: object) -> str:
+def _text(value: object) -> str:
     if value is None:
         return "none"
-    return value if isinstance(value, str) else f"{value:.10g}" if isinstance(value, float) else json.dumps(value)
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def data_words(rows: Iterable[dict]) -> str:
-    """The corpora that were read."""
+    """The names of the corpora that the rows read."""
     return "; ".join(sorted({data_label(row["data"]) for row in rows}))
 
 
@@ -130,30 +133,30 @@ def budget_words(budget: dict | None) -> str:
 
 
 def protocol_words(rows: Sequence[dict]) -> str:
-    """How bits per byte of rows that compare were scored."""
+    """How bits per byte of comparable rows were scored, as text."""
     protocol = rows[-1]["protocol"]
     spans, contexts = (sorted({row["protocol"][key] for row in rows}) for key in ("span", "context"))
-    span = spans[0] if len(spans) == 1 else f"of each row's own ({spans[0]} to {spans[-1]})"
-    part = f"the first {protocol['bytes']:,} bytes of a split" if protocol.get("bytes") else "every byte of a split"
-    chosen = protocol["selection_bytes"]
-    selection = f"the last {chosen:,} bytes of valid (at most half)" if chosen else "the second half of valid"
-    context = " to ".join(f"{n_bytes:,}" for n_bytes in dict.fromkeys((contexts[0], contexts[-1])))
+    span = spans[0] if len(spans) == 1 else f"{spans[0]} to {spans[-1]}, as each row's model has it"
+    scored = f"the first {protocol['bytes']:,} bytes of a split" if protocol.get("bytes") else "every byte of a split"
+    n_bytes = protocol["selection_bytes"]
+    selection = f"the last {n_bytes:,} bytes of valid (at most half)" if n_bytes else "the second half of valid"
+    context = " to ".join(f"{n:,}" for n in dict.fromkeys((contexts[0], contexts[-1])))
     return (
-        f"{part} scored once, {selection} choose the weights and are left out, streamed with carried state in "
-        f"{pluralize(protocol['streams'], 'stream')}, each after {context} bytes of "
-        f"unscored context, segment {protocol['segment']}, span {span}, vocabulary {protocol['vocabulary']}, newlines "
+        f"{scored} is scored once, except {selection}, which select the weights; "
+        f"{pluralize(protocol['streams'], 'stream')} with carried state, each after {context} unscored bytes, "
+        f"segment {protocol['segment']}, span {span}, vocabulary {protocol['vocabulary']}, newlines "
         f"{'dropped' if protocol['drop_newlines'] else 'kept'}"
     )
 
 
 def ground_words(row: dict) -> str:
-    """Everything beside the code that time and memory depend on."""
+    """The ground of a row as text."""
     machine, kind = row.get("machine") or {}, row["device_kind"]
     cores = f" on {pluralize(machine['cores'], 'core')}" if machine.get("cores") else ""
-    where = f"{row['device']} ({kind}), {pluralize(row['threads'], 'thread')}{cores}"
+    device = f"{row['device']} ({kind}), {pluralize(row['threads'], 'thread')}{cores}"
     if (row.get("processes") or 1) > 1:
-        where = f"{row['processes']} processes on {where} each"
-    words = [where, precision_word(row), "compiled" if row["compile"] else "not compiled"]
+        device = f"{row['processes']} processes on {device} each"
+    words = [device, precision_word(row), "compiled" if row["compile"] else "not compiled"]
     words += [f"{name} {version}" for name, version in row["versions"].items()]
     words += [machine.get("cpu")] if kind != "cpu" else []
     words += [row.get("instruction_set"), row.get("allocator") and f"freed memory: {row['allocator']}"]
@@ -161,17 +164,17 @@ def ground_words(row: dict) -> str:
 
 
 def precision_word(row: dict) -> str:
-    """``float32``, ``bfloat16``, or ``float32 with TF32``, whose products are of shorter factors."""
+    """``float32``, ``bfloat16``, or ``float32 with TF32``, which rounds the factors of matrix products."""
     return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
 
 
 def ground_differences(rows: Sequence[dict]) -> str:
-    """In what the grounds of some rows differ, for a note."""
+    """The keys in which the grounds of the rows differ, as text."""
     return join_words(key for key in ENVIRONMENT_KEYS if len({cost_condition(row, key) for row in rows}) > 1)
 
 
 def optimizer_words(optimizers: Sequence[dict] | None) -> str | None:
-    """``Muon 92%, AdamW 8%``: shares of the parameters."""
+    """``Muon 92%, AdamW 8%``: the share of the parameters that each optimizer updates; None without optimizers."""
     shares: dict[str, float] = {}
     for group in optimizers or []:
         shares[group["optimizer"]] = shares.get(group["optimizer"], 0.0) + group["share"]

@@ -1,8 +1,8 @@
-"""Style of all figures, and how they become files: report, front page, ``bench.inspect`` and ``bench.evaluate``.
+"""The style of all figures of ``bench``, and how they become files.
 
-Colours are Okabe and Ito's, for any colour vision, and every variant has a marker, for grey prints. In SVG, text is
-drawn as paths: it needs no font. Identifiers have a fixed salt, and there is no date: equal rows give equal files.
-matplotlib's object interface needs no window system and leaves no global state.
+Colours are Okabe and Ito's, which are told apart with any colour vision. Each variant also has a marker, for prints in
+grey. Equal rows give equal files: SVGs have text as paths, which need no font, identifiers with a fixed salt, and no
+date. Figures use matplotlib's object interface, which needs no window system and leaves no global state.
 """
 
 import io
@@ -26,37 +26,38 @@ STYLE = {
     "axes.titlesize": 10.5,
     "svg.fonttype": "path",
     "svg.hashsalt": "attention-windtunnel",
-    "text.parse_math": False,  # a $ in a name is a $
+    "text.parse_math": False,  # a $ in a name starts no formula
 }
-OTHERS = [(colour, marker) for marker in "Xp*h>d" for colour in ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")]
-LINES = ("-", "--", ":", "-.")
+LINE_STYLES = ("-", "--", ":", "-.")
+SPARE_COLOURS = ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")
+SPARE_STYLES = [(colour, marker) for marker in "Xp*h>d" for colour in SPARE_COLOURS]
+"""Colour and marker of variants that ``variants.yaml`` does not name."""
 FONT_POINTS = 8.5
-WIDE_RANGE = 8
-"""Ratio of largest to smallest value from which on an axis is logarithmic."""
+LOG_RATIO = 8  # of the largest to the smallest number, above which an axis is logarithmic
 
 
 def styled():
-    """A context in which figures are made and saved."""
+    """A context manager under which figures are made and saved in this style."""
     return rc_context(STYLE)
 
 
-def looks(variants: Iterable[str]) -> dict[str, dict]:
-    """Colour and marker of each; ours always look the same, others take what is left, in order of name."""
-    shipped = {name: (c, tuple(m) if isinstance(m, list) else m) for name, (c, m) in VARIANTS["looks"].items()}
-    others = enumerate(sorted(set(variants) - set(shipped)))
-    shipped |= {name: OTHERS[place % len(OTHERS)] for place, name in others}
-    return {name: {"color": colour, "marker": marker} for name, (colour, marker) in shipped.items()}
+def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
+    """Colour and marker of each variant: those of ``variants.yaml``, or spare ones in the order of the names."""
+    styles = {name: (c, tuple(m) if isinstance(m, list) else m) for name, (c, m) in VARIANTS["styles"].items()}
+    for index, name in enumerate(sorted(set(variants) - set(styles))):
+        styles[name] = SPARE_STYLES[index % len(SPARE_STYLES)]
+    return {name: {"color": colour, "marker": marker} for name, (colour, marker) in styles.items()}
 
 
 def panels(
     rows: int, columns: int, *, width: float, height: float, title: str, subtitle: str = ""
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``rows`` x ``columns`` axes, row by row, ``width`` x ``height`` inches, title and subtitle above."""
+    """A figure of ``width`` x ``height`` inches with title and subtitle, and its axes, row by row."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     renderer, top = FigureCanvasAgg(figure).get_renderer(), height - 0.08
-    for text, style in ((title, {"fontsize": 13, "color": INK}), (subtitle, {"fontsize": 9, "color": "0.35"})):
-        note = figure.text(0.5, top / height, text, ha="center", va="top", wrap=True, **style)
-        top -= note.get_window_extent(renderer).height / figure.dpi + 0.06 * bool(text)
+    for words, style in ((title, {"fontsize": 13, "color": INK}), (subtitle, {"fontsize": 9, "color": "0.35"})):
+        text = figure.text(0.5, top / height, words, ha="center", va="top", wrap=True, **style)
+        top -= text.get_window_extent(renderer).height / figure.dpi + 0.06 * bool(words)
     figure.get_layout_engine().set(rect=(0, 0, 1, top / height))
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax in axes:
@@ -66,8 +67,8 @@ def panels(
     return figure, axes
 
 
-def legend(ax: Axes) -> None:
-    """Names of an axes' lines to the right of it, in the order of their last points from the top."""
+def add_legend(ax: Axes) -> None:
+    """Add a legend to the right of the axes. Lines are in the order of their last points, from the top."""
     lines = [line for line in ax.get_lines() if not line.get_label().startswith("_") and len(line.get_ydata())]
     lines.sort(key=lambda line: -line.get_ydata()[-1])
     if lines:
@@ -75,36 +76,36 @@ def legend(ax: Axes) -> None:
         ax.legend(handles=lines, loc="center left", bbox_to_anchor=(1.02, 0.5), **style)
 
 
-def value_axis(axis, values: list[float], *, log: bool | None = None) -> None:
-    """An axis with plain numbers, logarithmic where values range far."""
-    low, high = min(values, default=1), max(values, default=1)
-    if low > 0 and (high > WIDE_RANGE * low if log is None else log):
+def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:
+    """Label an axis with plain numbers. If ``log`` is None, it is logarithmic for a ratio above ``LOG_RATIO``."""
+    low, high = min(numbers, default=1), max(numbers, default=1)
+    if low > 0 and (high > LOG_RATIO * low if log is None else log):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
         axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 50 * low else (1,), numticks=10))
         axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(plain_number))
 
 
-def plain_number(value: float, _position: int | None = None) -> str:
-    """``0.02``, ``512``, ``3 M``: short, and never a power of ten to be worked out."""
-    return f"{value:g}" if 1e-3 <= abs(value) < 1e4 or value == 0 else EngFormatter(sep=" ")(value)
+def plain_number(number: float, _position: int | None = None) -> str:
+    """``0.02``, ``512`` or ``3 M``: a short text without a power of ten."""
+    return f"{number:g}" if 1e-3 <= abs(number) < 1e4 or number == 0 else EngFormatter(sep=" ")(number)
 
 
-def finish(figure: Figure, *, name: str, title: str, caption: str) -> Drawing:
-    """Both files of a figure."""
+def drawing_of(figure: Figure, *, name: str, title: str, caption: str) -> Drawing:
+    """The figure as SVG and PNG."""
     svg = io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     return Drawing(name=name, title=title, caption=caption, svg=svg.getvalue(), png=png_of(figure))
 
 
 def png_of(figure: Figure) -> bytes:
-    """Equal figures give equal bytes."""
+    """The figure as PNG; equal figures give equal bytes."""
     png = io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
     return png.getvalue()
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG, whole or not at all."""
+    """Write a figure as PNG; an interrupted write leaves no file. Return the path."""
     write_atomically(path, png_of(figure))
     return path

@@ -1,4 +1,4 @@
-"""The report's figures: learning curves, trade-offs and cost by context; ``compare`` decides which rows share one."""
+"""The report's figures of rows that compare: learning curves, bits per byte against cost, and cost against context."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -7,150 +7,155 @@ import pandas as pd
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from bench.report import drawing
-from bench.report.compare import budget_words, cost_ground, data_words, precision_word, results, with_arms
-from bench.report.drawing import LINES, finish, legend, looks, plain_number, styled, value_axis
+from bench.report.compare import budget_words, comparable_runs, cost_ground, data_words, precision_word, with_arms
+from bench.report.drawing import LINE_STYLES, add_legend, drawing_of, plain_number, scale_axis, styled, variant_styles
 from bench.report.frame import Rows
-from bench.report.tables import bits_by_seed, compare, summed
+from bench.report.tables import add_differences, bits_by_seed, mean_rows
 from harness.record.cells import pluralize
 from harness.record.comparison import code_digest, cost_conditions
 from harness.record.table import Drawing
 
-COSTS = {
+RUN_COSTS = {
     "ideal FLOPs per byte (forward)": "flops_per_byte.ideal",
     "peak memory of training [MiB]": "memory.peak_bytes",
     "time of training [s]": "seconds",
 }
-"""Horizontal axes of trade-offs; all but the first depend on the machine."""
-MEASURES = {
+"""Column of the frame for each horizontal axis of a trade-off. All but the first depend on the machine."""
+CONTEXT_COSTS = {
     "training step [ms]": "time.train_ms.p50",
     "peak memory of training [MiB]": "memory.train_peak_bytes",
     "executed FLOPs per byte (forward)": "flops.executed_per_byte",
     "generation [ms per byte]": "time.generate_ms.p50",
 }
-OF_A_LINE = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
-"""Keys of the configuration in which the cells of one line differ, or that the drawing shows."""
-OUT, MIB = "out of memory", 2.0**20
-SETTLED = 0.2
-"""Fraction of the bytes before which a curve may leave the frame: the fall from 8 bits would flatten the rest."""
-MOST_POINTS = 200
-"""Of one curve, about: every step of a long run is in a record."""
+"""Column of the frame for each panel of cost against context."""
+LINE_KEYS = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
+"""Keys of the configuration that may differ between the points of one line, or that the figure shows."""
+OUT_OF_MEMORY, MIB = "out of memory", 2.0**20
+MAX_POINTS = 200  # of a curve, approximately
+FREE_SHARE = 0.2  # share of a curve at its beginning, a fall from 8 bits, that may lie outside the axes
 
 
 def draw_all(rows: Rows) -> list[Drawing]:
-    """Every figure that the rows allow; equal rows give equal files."""
+    """All figures for which there are rows. Equal rows give equal files."""
     with styled():
         drawings = []
-        for index, runs, _ in results(rows.of("run")):
+        for index, runs, _ in comparable_runs(rows.of("run")):
             arms = with_arms(runs)
             drawings += [*trade_off(arms, name=f"trade-off-{index}"), *curves(arms, name=f"curves-{index}")]
-        return [*drawings, *_of_costs(rows.of("cost"))]
+        return [*drawings, *_cost_drawings(rows.of("cost"))]
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte against FLOPs and, where all are of one ground, memory and time; with the seeds' range."""
-    rows = [row for row in summed(arms) if "valid_bits_per_byte" in row]
-    split, last = compare(rows)[1], arms["row"].iloc[-1]
-    alone = len({cost_ground(row) for row in arms["row"]}) == 1
-    shown = {label: key for label, key in COSTS.items() if all(key in row for row in rows)}
-    shown = {label: key for label, key in shown.items() if alone or "FLOPs" in label}
-    if not rows or not shown:
+    """Bits per byte with the range over seeds, against FLOPs, and on one ground also against memory and time."""
+    rows = [row for row in mean_rows(arms) if "valid_bits_per_byte" in row]
+    _, split = add_differences(rows)
+    last, one_ground = arms["row"].iloc[-1], arms["row"].map(cost_ground).nunique() == 1
+    costs = {label: key for label, key in RUN_COSTS.items() if one_ground or "FLOPs" in label}
+    costs = {label: key for label, key in costs.items() if all(key in row for row in rows)}
+    if not rows or not costs:
         return
-    look, machine = looks(row["variant"] for row in rows), _machine(last) if len(shown) > 1 else ""
-    size = {"width": 3.4 * len(shown) + 2.6, "height": max(4.2, 1.4 + 0.19 * len(rows))}
-    title, about = "Bits per byte against cost", f"{data_words(arms['row'])}\n{machine}".strip()
-    figure, axes = drawing.panels(1, len(shown), title=title, subtitle=about, **size)
-    for ax, (label, key) in zip(axes, shown.items(), strict=True):
+    styles = variant_styles(row["variant"] for row in rows)
+    size = {"width": 3.4 * len(costs) + 2.6, "height": max(4.2, 1.4 + 0.19 * len(rows))}
+    machine = _machine(last) if len(costs) > 1 else ""
+    title, subtitle = "Bits per byte against cost", f"{data_words(arms['row'])}\n{machine}".strip()
+    figure, axes = drawing.panels(1, len(costs), title=title, subtitle=subtitle, **size)
+    for ax, (label, key) in zip(axes, costs.items(), strict=True):
         divisor = MIB if "MiB" in label else 1.0
         for row in rows:
-            style, seeds, x = look[row["variant"]], bits_by_seed(row["runs"], split), row[key] / divisor
-            ax.vlines(x, seeds.min(), seeds.max(), color=style["color"], linewidth=1)
-            label_of = f"{row['arm']} (n={row['n']})"
-            ax.plot(x, seeds.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=label_of)
-        value_axis(ax.xaxis, [row[key] / divisor for row in rows])
+            style, bits, x = styles[row["variant"]], bits_by_seed(row["runs"], split), row[key] / divisor
+            ax.vlines(x, bits.min(), bits.max(), color=style["color"], linewidth=1)
+            arm = f"{row['arm']} (n={row['n']})"
+            ax.plot(x, bits.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=arm)
+        scale_axis(ax.xaxis, [row[key] / divisor for row in rows])
         ax.set(xlabel=label, ylabel=f"{split} bits per byte")
-    legend(axes[-1])
-    caption = "Lower and further left is better; upright lines are the seeds' range. "
-    yield finish(figure, name=name, title=title, caption=f"{caption}Budget: {budget_words(last['budget'])}.")
+    add_legend(axes[-1])
+    caption = "Lower and further left is better. Vertical lines are the range over seeds. "
+    yield drawing_of(figure, name=name, title=title, caption=f"{caption}Budget: {budget_words(last['budget'])}.")
 
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte while training, means over seeds, and of valid at the end, which may be of more bytes."""
+    """Bits per byte during training, and of valid at the end; means over seeds."""
     means = {arm: _mean_curve(runs["record"]) for arm, runs in arms.groupby("arm", sort=False)}
     means = {arm: curve for arm, curve in means.items() if len(curve)}
     if not means:
         return
-    look, levels = looks(arms["variant"]), []
+    styles, levels = variant_styles(arms["variant"]), []
     size = {"width": 8.5, "height": max(4.6, 1.6 + 0.17 * len(means))}
     figure, (ax,) = drawing.panels(1, 1, title="Learning curves", subtitle=data_words(arms["row"]), **size)
     for arm, curve in means.items():
         runs = arms[arms["arm"] == arm]
-        style, dashes = look[runs["variant"].iloc[0]], LINES[runs["order"].iloc[0] % len(LINES)]
-        ax.plot(curve.index, curve, **style, linestyle=dashes, linewidth=1.4, markersize=3, alpha=0.9, label=arm)
-        levels += [*curve[curve.index >= SETTLED * curve.index.max()]]
-        ends = runs.reindex(columns=["bytes_seen", "valid_bits_per_byte"]).mean().dropna()
-        if len(ends) == 2:
-            ax.plot(*ends, **style, linestyle="none", markersize=7, alpha=0.8, clip_on=False)
-            levels.append(ends.iloc[1])
+        style, line_style = styles[runs["variant"].iloc[0]], LINE_STYLES[runs["order"].iloc[0] % len(LINE_STYLES)]
+        ax.plot(curve.index, curve, **style, linestyle=line_style, linewidth=1.4, markersize=3, alpha=0.9, label=arm)
+        levels += [*curve[curve.index >= FREE_SHARE * curve.index.max()]]
+        end = runs.reindex(columns=["bytes_seen", "valid_bits_per_byte"]).mean().dropna()
+        if len(end) == 2:
+            ax.plot(*end, **style, linestyle="none", markersize=7, alpha=0.8, clip_on=False)
+            levels.append(end.iloc[1])
     margin = 0.05 * (max(levels) - min(levels)) or 0.1
     ax.set(xlabel="bytes seen", xlim=(0, None), ylabel="bits per byte")
     ax.set_ylim(min(levels) - margin, max(levels) + margin)
     ax.xaxis.set_major_formatter(EngFormatter(unit="B", sep=" "))
     ax.xaxis.set_major_locator(MaxNLocator(6))
-    legend(ax)
+    add_legend(ax)
     caption = (
-        "Bits per byte, means over seeds: of valid on the way, where a prefix of the split may be scored (of train, "
-        "where nothing was scored), and of valid at the end, a large mark. The first fifth may leave the frame."
+        "Mean bits per byte over seeds. Lines: of valid during training, where only the first bytes may be scored; "
+        "of train for runs without such scores. Large markers: of valid at the end. The first fifth of a line "
+        "may lie outside the axes."
     )
-    yield finish(figure, name=name, title="Learning curves", caption=caption)
+    yield drawing_of(figure, name=name, title="Learning curves", caption=caption)
 
 
 def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
-    """Mean bits per byte by bytes seen: of valid, or of train where a run has no others."""
+    """Mean bits per byte of valid by bytes seen; of train for runs that did not score valid during training."""
     rows = pd.DataFrame([row for record in records for row in record if not row.get("final")])
     rows = rows.reindex(columns=["kind", "bytes_seen", "bits_per_byte"]).dropna()
     kind = "valid" if (rows["kind"] == "valid").any() else "train"
     means = rows[rows["kind"] == kind].groupby("bytes_seen")["bits_per_byte"].mean()
-    return means.iloc[:: 1 + len(means) // MOST_POINTS]
+    return means.iloc[:: 1 + len(means) // MAX_POINTS]
 
 
-def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
-    """Cost against context; a figure for each ground, code, mode, streams and data, whose digest is in its name."""
+def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
+    """A figure for each ground, code, mode, number of streams and corpus, whose digest is in its name."""
 
-    def same(row: dict) -> str:
+    def figure_key(row: dict) -> str:
         return repr((cost_conditions(row), code_digest(row), row["mode"], row["streams"], row["data"]["sha256"]))
 
-    for key, rows in costs.groupby([same(row) for row in costs["row"]], sort=False) if len(costs) else ():
-        digits = hashlib.sha256(key.encode()).hexdigest()[:6]
-        yield _costs(rows, name=f"cost-{rows['row'].iloc[0]['mode']}-{digits}")
+    if not len(rows):
+        return
+    for key, group in rows.groupby([figure_key(row) for row in rows["row"]], sort=False):
+        digest = hashlib.sha256(key.encode()).hexdigest()[:6]
+        yield _cost_drawing(group, name=f"cost-{group['row'].iloc[0]['mode']}-{digest}")
 
 
-def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
-    first, look = rows["row"].iloc[0], looks(rows["variant"])
+def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
+    """Four costs against the length of context, a line for each arm and backend."""
+    first, styles = rows["row"].iloc[0], variant_styles(rows["variant"])
     spans_from = rows.get("spans_from", pd.Series(None, index=rows.index)).replace("learned", None)
-    ran = rows["backend"] + spans_from.map(lambda where: f", {where}" if isinstance(where, str) else "")
-    lines = pd.concat([with_arms(some, without=OF_A_LINE) for _, some in rows.groupby(ran)])
-    lines = lines.assign(ran=ran, line=lines["arm"] + ", " + ran)
-    dashes = {backend: LINES[place % len(LINES)] for place, backend in enumerate(sorted(set(ran)))}
+    labels = rows["backend"] + spans_from.map(lambda spans: f", {spans}" if isinstance(spans, str) else "")
+    points = pd.concat([with_arms(group, without=LINE_KEYS) for _, group in rows.groupby(labels)])
+    points = points.assign(label=labels, line=points["arm"] + ", " + labels)
+    line_styles = {key: LINE_STYLES[i % len(LINE_STYLES)] for i, key in enumerate(sorted(set(labels)))}
     title = f"Cost against length of context: {first['mode']}, {pluralize(first['streams'], 'stream')}"
-    size = {"width": 13.5, "height": max(8.2, 2.4 + 0.36 * lines["line"].nunique())}
+    size = {"width": 13.5, "height": max(8.2, 2.4 + 0.36 * points["line"].nunique())}
     figure, axes = drawing.panels(2, 2, title=title, subtitle=f"{_machine(first)}\n{data_words([first])}", **size)
-    for ax, (label, key) in zip(axes, MEASURES.items(), strict=True):
-        values = rows[key].dropna() if key in rows else pd.Series(dtype=float)
+    for ax, (label, key) in zip(axes, CONTEXT_COSTS.items(), strict=True):
+        costs = rows[key].dropna() if key in rows else pd.Series(dtype=float)
         divisor = MIB if "MiB" in label else 1.0
-        for line, cells in lines.groupby("line", sort=False):
-            style = look[cells["variant"].iloc[0]] | {"linestyle": dashes[cells["ran"].iloc[0]]}
-            middle = cells.groupby("length")[key].median().dropna() if key in cells else values[:0]
-            ax.plot(middle.index, middle / divisor, **style, linewidth=1.4, markersize=5, label=line)
-            lost = cells[cells["status"] == OUT]["length"]
-            ax.plot(lost, [0.97] * len(lost), "x", color=style["color"], transform=ax.get_xaxis_transform())
+        for line, group in points.groupby("line", sort=False):
+            style = styles[group["variant"].iloc[0]] | {"linestyle": line_styles[group["label"].iloc[0]]}
+            medians = group.groupby("length")[key].median().dropna() if key in group else costs[:0]
+            ax.plot(medians.index, medians / divisor, **style, linewidth=1.4, markersize=5, label=line)
+            lengths = group[group["status"] == OUT_OF_MEMORY]["length"]
+            ax.plot(lengths, [0.97] * len(lengths), "x", color=style["color"], transform=ax.get_xaxis_transform())
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(plain_number)
         ax.set(xlabel="length of context L [bytes]", ylabel=label)
-        value_axis(ax.yaxis, [*(values / divisor)], log=True)
-        legend(ax)
-    caption = "Medians against the length, both axes logarithmic; x at the upper edge: out of memory."
-    return finish(figure, name=name, title=title, caption=caption)
+        scale_axis(ax.yaxis, [*(costs / divisor)], log=True)
+        add_legend(ax)
+    caption = "Medians. Both axes are logarithmic. A cross at the upper edge means out of memory."
+    return drawing_of(figure, name=name, title=title, caption=caption)
 
 
 def _machine(row: dict) -> str:
-    return f"{row['device']}, {row['threads']} threads, {precision_word(row)}{', compiled' * row['compile']}"
+    compiled = ", compiled" if row["compile"] else ""
+    return f"{row['device']}, {row['threads']} threads, {precision_word(row)}{compiled}"

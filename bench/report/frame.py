@@ -1,5 +1,5 @@
-"""One tidy DataFrame: a row for each run folder (``record.jsonl``, ``summary.json``) and each row of ``bench.cost`` and
-``bench.peers``. Rows that cannot be read or traced, or have a wrong shape, are refused with the reason."""
+"""Reads run folders (``record.jsonl``, ``summary.json``) and rows of ``bench.cost`` and ``bench.peers`` into one
+DataFrame. Rows that cannot be read, have no provenance or have a wrong shape are refused with the reason."""
 
 import os
 import textwrap
@@ -26,27 +26,27 @@ from harness.record.rows import (
 )
 from harness.record.schema import BENCH_COMMANDS, flatten, is_number, schema_of_run_row, shorten, violation
 
-NOT_ENTERED = frozenset({"checkpoints", "wandb", "figures", ".git"})
-MOST_REASONS = 5
-"""Of one file."""
-LONGEST_ERROR = 300
-SAME_RUN = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
-TEXTS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
+SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
+MAX_REASONS, MAX_ERROR_LENGTH = 5, 300  # for one file
+SAME_RUN_KEYS = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
+"""Keys that are equal in record and summary of a run."""
+TEXT_KEYS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
+"""Keys of texts that become columns of the frame."""
 REACHED_BITS = 1.0
-"""Bits below which a copied letter counts as remembered; 4 without memory."""
+"""Bits below which a copied byte counts as recalled; a model without recall needs 4."""
 
 
 @dataclass(kw_only=True)
 class Rows:
-    """All good rows.
+    """The rows of a report.
 
     Attributes:
-        frame: runs in the order in which they ended, then rows of verbs by their folders' names. Numbers are columns of
-            floats by dotted keys. ``row`` is the whole row (of a run: provenance and summary), ``record`` a run's rows,
-            ``folder`` and ``read_from`` its place. ``kind`` is run, failed, cost or peers.
-        refused, unfinished, failed: ``path: why``, of rows that are not shown.
+        frame: runs in the order in which they ended, followed by rows of commands in the order of their folders' names.
+            Numbers are columns of floats, named by dotted keys. ``kind`` is run, failed, cost or peers. ``row`` is the
+            whole row; for a run, its provenance and summary. ``record`` has the rows of a run's record.
+        refused, unfinished, failed: ``path: reason`` of each row or run that is not shown.
         files: the number of files that were read.
-        test_scores: how often test was scored, by runs and ``bench.evaluate``, by SHA-256 of the data.
+        test_scores: how many times runs and ``bench.evaluate`` scored test, by SHA-256 of the data.
     """
 
     frame: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["kind", "row", "run"]))
@@ -60,20 +60,21 @@ class Rows:
         return self.frame[self.frame["kind"] == kind]
 
     def refuse(self, path: Path, *reasons: str) -> None:
-        more = [f"{len(reasons) - MOST_REASONS} more lines"] * (len(reasons) > MOST_REASONS)
-        self.refused += [f"{path}: {reason}" for reason in (*reasons[:MOST_REASONS], *more)]
+        """Add the reasons why rows of a file are refused."""
+        more = [f"{len(reasons) - MAX_REASONS} more lines"] if len(reasons) > MAX_REASONS else []
+        self.refused += [f"{path}: {reason}" for reason in (*reasons[:MAX_REASONS], *more)]
 
 
 def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
-    """Rows of verbs as a frame; of one verb at a time or of several."""
+    """The frame of rows of one or more commands."""
     return pd.DataFrame([_tidy(row, row["kind"]) for row in rows])
 
 
-def read(folders: Sequence[Path]) -> Rows:
-    """Read all rows in folders and below; ValueError for a missing folder, or without any file of rows."""
+def read_folders(folders: Sequence[Path]) -> Rows:
+    """Read all rows in the folders and below them; ValueError for a missing folder, or without any file of rows."""
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"{folder}: there is no such folder; looked for runs ({RECORD}) and rows ({ROWS}) in it")
+            raise ValueError(f"{folder}: must be a folder with runs ({RECORD}) or rows ({ROWS})")
     paths = {os.path.realpath(path): path for folder in folders for path in _files(folder)}.values()
     if not paths:
         names = ", ".join(map(str, folders))
@@ -84,7 +85,7 @@ def read(folders: Sequence[Path]) -> Rows:
             if path.name in (RECORD, SUMMARY):
                 runs += _read_run(path.parent, rows)
             else:
-                good, reasons = _lines(path, wrong=_wrong_on_line)
+                good, reasons = _read_lines(path, check=_command_row_error)
                 rows.refuse(path, *(reasons if good or reasons else ["no rows in it"]))
                 measured += [_tidy(row | {"read_from": str(path.parent)}, row["kind"]) for row in good]
         except OSError as error:
@@ -95,29 +96,29 @@ def read(folders: Sequence[Path]) -> Rows:
 
 
 def copies(row: dict) -> dict[int, float]:
-    """Mean bits of copied letters by the distance that they are copied from."""
+    """Mean bits of a copied byte by the distance that it is copied from, in bytes."""
     bits = row.get("valid_bits_per_copy") or {}
-    return {int(far): value for far, value in bits.items() if far.isdecimal() and is_number(value)}
+    return {int(key): value for key, value in bits.items() if key.isdecimal() and is_number(value)}
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files of rows, one for each run folder; links to folders are not followed, so ``latest`` does not count twice."""
-    for here, inner, names in os.walk(folder):
-        inner[:] = sorted(set(inner) - NOT_ENTERED)
+    """Files of rows, one for each run folder. Links to folders are not followed, because ``latest`` links to a run."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
         if RECORD in names or SUMMARY in names:
-            yield Path(here) / (RECORD if RECORD in names else SUMMARY)
-        yield from (Path(here) / n for n in names if n.endswith(".jsonl") and n not in (RECORD, EVALUATIONS))
+            yield Path(parent) / (RECORD if RECORD in names else SUMMARY)
+        yield from (Path(parent) / n for n in names if n.endswith(".jsonl") and n not in (RECORD, EVALUATIONS))
 
 
-def _tidy(row: dict, kind: str, **more) -> dict:
-    """A row of the frame: numbers by dotted keys, some texts, and columns made of them."""
+def _tidy(row: dict, kind: str, **columns) -> dict:
+    """A row of the frame: numbers by dotted keys, some texts, columns computed from them, and further ``columns``."""
     tidy = {"kind": kind, "row": row, "read_from": row.get("read_from")}
     for key, value in flatten({key: value for key, value in row.items() if key != "config"}).items():
         if is_number(value) or isinstance(value, bool | list):
             tidy[key] = float(len(value) if isinstance(value, list) else value)
-    tidy |= {key: row[key] for key in TEXTS if isinstance(row.get(key), str)}
-    scoring, step_ms = row.get("evaluation_backend"), tidy.get("time.train_ms.p50")
-    tidy |= {"in_evaluation": None if scoring == row["backend"] else scoring}
+    tidy |= {key: row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)}
+    evaluation_backend, step_ms = row.get("evaluation_backend"), tidy.get("time.train_ms.p50")
+    tidy["other_evaluation_backend"] = None if evaluation_backend == row["backend"] else evaluation_backend
     if kind in ("cost", "peers") and row["status"] != "measured":
         tidy.pop("bytes_per_second", None)
     elif kind == "cost" and step_ms:
@@ -126,33 +127,35 @@ def _tidy(row: dict, kind: str, **more) -> dict:
         tidy["share_percent"] = 100 * tidy["utilisation.share"]
     if kind == "run":
         tidy["optimizers"] = optimizer_words(row.get("optimizers"))
-        if far := copies(row):
-            tidy["reach"] = float(max((distance for distance, bits in far.items() if bits < REACHED_BITS), default=0))
+        if bits_by_distance := copies(row):
+            reached = [distance for distance, bits in bits_by_distance.items() if bits < REACHED_BITS]
+            tidy["reach"] = float(max(reached, default=0))
     elif kind == "peers":
         tidy["package_words"] = " ".join(filter(None, (row.get("package"), row.get("package_version")))) or None
         tidy["range_words"] = interval(row.get("relative_range")).text or None
-    return tidy | more
+    return tidy | columns
 
 
-def _lines(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
-    """Good rows of a file, and why the others are none; ``wrong`` says that of a row and its line's number."""
+def _read_lines(path: Path, *, check: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
+    """The accepted rows of a file, and the reasons why the other lines are refused. ``check`` gets a row and its line
+    number, and returns the reason of a refusal or None."""
     rows, reasons = [], []
     text = read_file(path, max_bytes=MAX_RECORD_BYTES).decode("utf-8", "replace")
-    for number, line in enumerate(text.splitlines(), start=1):
+    for line_number, line in enumerate(text.splitlines(), start=1):
         try:
             row = parse_object(line)
-            reason = wrong(row, number)
+            reason = check(row, line_number)
         except ValueError as error:
             reason = str(error)
         if reason:
-            reasons.append(f"line {number}: {reason}")
+            reasons.append(f"line {line_number}: {reason}")
         else:
             rows.append(row)
     return rows, reasons
 
 
-def _wrong_on_line(row: dict, line_number: int) -> str | None:
-    """Of a row of a verb."""
+def _command_row_error(row: dict, line_number: int) -> str | None:
+    """The reason why a row of a command is refused, or None."""
     if reason := refusal(row):
         return reason
     kind = row["kind"]
@@ -161,51 +164,55 @@ def _wrong_on_line(row: dict, line_number: int) -> str | None:
     return violation(row, schema=kind)
 
 
-def _wrong_summary(summary: object, provenance: dict | None) -> str | None:
-    """Why a summary is refused: its shape, another run than the record's, or a check that it did not pass."""
+def _run_row_error(row: dict, line_number: int) -> str | None:
+    """The reason why a row of a run's record is refused, or None. The first row must have provenance."""
+    return (refusal(row) if line_number == 1 else None) or violation(row, schema=schema_of_run_row(row))
+
+
+def _summary_error(summary: object, provenance: dict | None) -> str | None:
+    """The reason why a summary is refused, or None: a wrong shape, another run, or a check that was not passed."""
     failed = isinstance(summary, dict) and summary.get("status") in FAILED
     if reason := violation(summary, schema="failed" if failed else "summary"):
         return reason
-    if provenance is not None:  # null is what a failed run did not get to know
-        keys = [key for key in SAME_RUN if not failed or summary.get(key) is not None]
-        other = [key for key in keys if summary[key] != provenance.get(key)]
-        if other:
-            return f"not of the run in {RECORD}: {', '.join(other)} differ"
+    if provenance is not None:  # keys that a failed run did not reach are null
+        keys = [key for key in SAME_RUN_KEYS if not failed or summary.get(key) is not None]
+        differing = [key for key in keys if summary[key] != provenance.get(key)]
+        if differing:
+            return f"not of the run in {RECORD}: {', '.join(differing)} differ"
     return f"{summary['check']}: not compared" if summary.get("check") in INCOMPARABLE_CHECKS else None
 
 
 def _read_run(folder: Path, rows: Rows) -> list[tuple]:
-    """A run folder as ``[(age, row of the frame)]``, its summary with the good rows of its record; empty, with a reason
-    in ``rows``, where it is not shown."""
-
-    def wrong(row: dict, line_number: int) -> str | None:
-        return (refusal(row) if line_number == 1 else None) or violation(row, schema=schema_of_run_row(row))
-
+    """A run folder as ``[(time, row of the frame)]``, where time is that of its summary file. A run that is not shown
+    gives an empty list, and the reason is added to ``rows``."""
     path = folder / RECORD
-    record, reasons = _lines(path, wrong=wrong) if path.exists() else ([], [])
-    broken = bool(reasons) and reasons[0].startswith("line 1:")
-    traced = bool(record) and record[0].get("kind") == "provenance" and not broken
-    record, reasons = (record, reasons) if traced else ([], reasons[:1])  # without its provenance a run has no rows
+    record, reasons = _read_lines(path, check=_run_row_error) if path.exists() else ([], [])
+    first_refused = bool(reasons) and reasons[0].startswith("line 1:")
+    traced = bool(record) and record[0].get("kind") == "provenance" and not first_refused
+    if not traced:  # without its provenance, no row of the record is accepted
+        record, reasons = [], reasons[:1]
     summary, reason = try_read_object(folder / SUMMARY)
     if not traced and not (summary and summary.get("status") in FAILED):
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
     if summary is not None:
-        reason = _wrong_summary(summary, record[0] if traced else None)
+        reason = _summary_error(summary, record[0] if traced else None)
     rows.refuse(path, *reasons)
     rows.refuse(folder / SUMMARY, *filter(None, [reason]))
-    if traced and (folder / EVALUATIONS).exists():
-        later = _lines(folder / EVALUATIONS, wrong=lambda row, number: None)[0]
-        rows.test_scores[record[0]["data"]["sha256"]] += sum(row.get("split") == "test" for row in later)
-    age = (folder / SUMMARY).stat().st_mtime if summary is not None else 0.0
-    summary = {"status": "refused"} if reason else summary
-    if record:
-        rows.test_scores[record[0]["data"]["sha256"]] += sum(row["kind"] == "test" for row in record)
-    status, more = (summary or {}).get("status"), {"record": record, "folder": folder, "run": folder.name}
+    time = (folder / SUMMARY).stat().st_mtime if summary is not None else 0.0
+    if traced:
+        n_scores = sum(row["kind"] == "test" for row in record)
+        if (folder / EVALUATIONS).exists():
+            evaluations, _ = _read_lines(folder / EVALUATIONS, check=lambda row, line_number: None)
+            n_scores += sum(row.get("split") == "test" for row in evaluations)
+        rows.test_scores[record[0]["data"]["sha256"]] += n_scores
+    if reason:
+        return []
+    status, columns = (summary or {}).get("status"), {"record": record, "folder": folder, "run": folder.name}
     if status in FAILED:
         words = str(summary.get("error") or "no error was written down")
-        error = textwrap.shorten(words, LONGEST_ERROR, placeholder="...")
+        error = textwrap.shorten(words, MAX_ERROR_LENGTH, placeholder="...")
         rows.failed.append(f"{folder}: {error}")
-        return [(age, _tidy(record[0] | {"error": error}, "failed", **more))] if record else []
-    if record and status not in ("finished", "refused"):
+        return [(time, _tidy(record[0] | {"error": error}, "failed", **columns))] if traced else []
+    if traced and status != "finished":
         rows.unfinished.append(f"{folder}: {status or 'no summary yet'}")
-    return [(age, _tidy(record[0] | summary, "run", **more))] if record and status == "finished" else []
+    return [(time, _tidy(record[0] | summary, "run", **columns))] if traced and status == "finished" else []

@@ -1,6 +1,6 @@
 "use strict";
-// A click on a heading sorts its table, a second one turns the order. Numbers come first, then words such as "out of
-// memory", then empty cells, whatever the direction; the sort is stable.
+// A click on a heading sorts its table, and a second click reverses the order. In both orders, numbers come first, then
+// words such as "out of memory", then empty cells. The sort is stable.
 const collator = new Intl.Collator("en", { numeric: true });
 
 function keyOf(row, column) {

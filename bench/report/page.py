@@ -1,7 +1,7 @@
-"""Page: one HTML file with a report's tables and drawings, its style and script, to be opened from disk.
+"""The report's page: one HTML file with tables, drawings, style and script, which can be opened from disk.
 
-A content policy forbids all else, and text from rows, which may come from strangers' folders, is escaped everywhere.
-Without its script the page shows everything, unsorted.
+All text is escaped, because rows may come from strangers. A content security policy allows the page's own style, script
+and images only. Without the script, everything but sorting works.
 """
 
 import base64
@@ -15,18 +15,17 @@ from pathlib import Path
 from harness.record.table import Cell, Column, Drawing, Table
 
 HERE = Path(__file__).parent
-LONG = 32
-"""Characters from which on a cell's text is wrapped."""
+LONG = 32  # characters from which a cell's text is wrapped
 
 
 def page_of(
     title: str, *, tables: Sequence[Table], drawings: Sequence[Drawing], notes: Sequence[str], commands: Sequence[str]
 ) -> str:
-    """The page, equal for equal content; ``commands`` are those that made the rows."""
+    """The page's HTML, equal for equal arguments. ``commands`` are the command lines that made the rows."""
     style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    links = [f'<li><a href="#{_place(part.name)}">{escape(part.title)}</a></li>' for part in [*tables, *drawings]]
+    links = [f'<li><a href="#{_anchor(part.name)}">{escape(part.title)}</a></li>' for part in [*tables, *drawings]]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -57,18 +56,20 @@ def page_of(
 """
 
 
-def _place(name: str) -> str:
-    """Where a link to a table or drawing leads."""
+def _anchor(name: str) -> str:
+    """The id of the element of a table or drawing, for links."""
     return f"at-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', name)}"
 
 
 def _items(lines: Sequence[str]) -> str:
+    """A list item for each line."""
     return "".join(f"<li>{escape(line)}</li>\n" for line in lines)
 
 
 def _table(table: Table) -> str:
+    """A table with its caption, notes and explanations."""
     explained = [f"{column.heading}: {column.explanation}" for column in table.columns if column.explanation]
-    return f"""<article id="{_place(table.name)}" class="table">
+    return f"""<article id="{_anchor(table.name)}" class="table">
 <h2>{escape(table.title)}</h2>
 <p class="caption">{escape(table.caption)}</p>
 <div class="scroll" role="region" tabindex="0" aria-label="{escape(table.title)}">
@@ -85,6 +86,7 @@ def _table(table: Table) -> str:
 
 
 def _heading(column: Column) -> str:
+    """The heading of a column, a button that sorts the table."""
     number = ' class="number"' if column.numeric else ""
     return (
         f'<th scope="col"{number}><button title="{escape(column.explanation)}">{escape(column.heading)}</button></th>'
@@ -92,23 +94,24 @@ def _heading(column: Column) -> str:
 
 
 def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
-    """The first cell says what the row is."""
-    first, *others = (_cell(cell, column) for cell, column in zip(row, columns, strict=True))
-    return f'<tr><th scope="row"{first}</th>{"".join(f"<td{cell}</td>" for cell in others)}</tr>\n'
+    """A table row, whose first cell is its heading."""
+    first, *rest = (_cell(cell, column) for cell, column in zip(row, columns, strict=True))
+    return f'<tr><th scope="row"{first}</th>{"".join(f"<td{cell}</td>" for cell in rest)}</tr>\n'
 
 
 def _cell(cell: Cell, column: Column) -> str:
-    """What stands between a cell's tags, and the end of the first of them."""
-    kind = ' class="number"' if column.numeric else ' class="long"' if len(cell.text) >= LONG else ""
+    """The rest of a cell's opening tag after the element's name, and the cell's text."""
+    style = ' class="long"' if len(cell.text) >= LONG else ""
+    style = ' class="number"' if column.numeric else style
     measured = cell.value is not None and math.isfinite(cell.value)
-    value = f' data-value="{float(cell.value)!r}"' if measured else ""
-    return f"{kind}{value}>{escape(cell.text)}"
+    number = f' data-value="{float(cell.value)!r}"' if measured else ""
+    return f"{style}{number}>{escape(cell.text)}"
 
 
 def _drawing(drawing: Drawing) -> str:
-    """A drawing as an image, because the ids inside two SVGs are often equal."""
+    """A drawing with its caption. It is an image and not inline SVG, because ids inside two SVGs may be equal."""
     image = base64.b64encode(drawing.svg).decode()
-    return f"""<article id="{_place(drawing.name)}">
+    return f"""<article id="{_anchor(drawing.name)}">
 <h2>{escape(drawing.title)}</h2>
 <img src="data:image/svg+xml;base64,{image}" alt="{escape(drawing.title)}">
 <p class="caption">{escape(drawing.caption)}</p>

@@ -1,7 +1,7 @@
-"""Tuning sweeps: which trial each setting picks, on validation bits and tuning seeds alone.
+"""Tables of tuning sweeps: the trial that each setting picks, by validation bits on tuning seeds.
 
-A *setting* is a configuration without its space's keys and the seed; a *trial* is a point of that space, by number. The
-pick is the trial with the lowest mean over seeds, of those with a score of every seed. Test scores choose nothing.
+A *trial* is a numbered point of the search space. A *setting* is a configuration without the search space's keys and
+the seed. Its *pick* is the trial with the lowest mean, among those with a score of every tuning seed.
 """
 
 import json
@@ -15,12 +15,11 @@ from harness.record.comparison import score_conditions
 from harness.record.schema import flatten
 from harness.record.table import Table
 
-EDGE = 0.05
-"""Share of a key's range: picks nearer to an end are flagged."""
+EDGE = 0.05  # share of a hyperparameter's range; a pick that is closer to an end is flagged
 
 
 def tuning_tables(frame: pd.DataFrame) -> list[Table]:
-    """A table of picks for each sweep that has a finished run, the best setting first."""
+    """A table of picks for each tuning sweep with a finished trial, the best setting first."""
     runs = frame[frame["kind"].isin(("run", "failed"))]
     runs = runs.assign(trial=[*map(_trial_of, runs["row"])], bits=runs.get("valid_bits_per_byte"))
     runs = runs.dropna(subset=["trial"])
@@ -28,58 +27,61 @@ def tuning_tables(frame: pd.DataFrame) -> list[Table]:
         return []
     sweeps = [
         score_conditions(row | {"capped": {}}) for row in runs["row"]
-    ]  # a run that failed does not say what was capped
-    return [_table(same, index=index) for index, (_, same) in enumerate(runs.groupby(sweeps, sort=False), start=1)]
+    ]  # failed runs have no key ``capped``
+    groups = enumerate(runs.groupby(sweeps, sort=False), start=1)
+    return [_table(group, index=index) for index, (_, group) in groups]
 
 
 def _trial_of(row: dict) -> int | None:
-    """The number of the point that a run tries; None where it is no trial."""
+    """The number of the trial that a run belongs to; None for a run that is no trial."""
     trial, point = row["config"].get("trial"), row.get("point")
     numbered = isinstance(trial, int) and not isinstance(trial, bool) and isinstance(point, dict) and point
-    tunes = row.get("purpose") == "tune"
-    return trial if numbered and tunes and point.keys() <= flatten(row["config"]).keys() else None
+    tuning = row.get("purpose") == "tune"
+    return trial if numbered and tuning and point.keys() <= flatten(row["config"]).keys() else None
 
 
 def _setting(row: dict) -> str:
-    tuned = sorted(row["point"])
-    return json.dumps([row["config"].get("space"), tuned, row["variant"], settings_of(row, without=tuned)])
+    """A text that is equal for trials of one setting."""
+    searched = sorted(row["point"])
+    return json.dumps([row["config"].get("space"), searched, row["variant"], settings_of(row, without=searched)])
 
 
 def _table(runs: pd.DataFrame, *, index: int) -> Table:
-    keys = sorted({key for row in runs["row"] for key in row["point"]})
-    arms, last, rows = with_arms(runs, without=keys), runs["row"].iloc[-1], []
+    searched = sorted({key for row in runs["row"] for key in row["point"]})
+    arms, last, rows = with_arms(runs, without=searched), runs["row"].iloc[-1], []
     for _, trials in runs.groupby([*map(_setting, runs["row"])], sort=False):
-        ended = trials.assign(ended=trials["kind"] == "run").sort_values("ended", kind="stable")
-        trials = ended.drop_duplicates(["trial", "seed"], keep="last").sort_index()  # no failure hides a result
-        row = _picked(trials) | {key: trials[key].sum() for key in ("bytes_seen", "seconds") if key in trials}
-        rows.append(row | {"arm": arms.loc[trials.index[-1], "arm"]})
+        # Of several runs of a trial and seed, the last that finished counts; a failed one only if none did.
+        ordered = trials.assign(finished=trials["kind"] == "run").sort_values("finished", kind="stable")
+        trials = ordered.drop_duplicates(["trial", "seed"], keep="last").sort_index()
+        spent = {key: trials[key].sum() for key in ("bytes_seen", "seconds") if key in trials}
+        rows.append(_pick(trials) | spent | {"arm": arms.loc[trials.index[-1], "arm"]})
     rows.sort(key=lambda row: (row["picked"] == "none", row["valid_bits_per_byte"] or 0.0))
-    spent = {(row["trials"], row["seeds"]) for row in rows}
-    notes = commit_notes(runs) + ["The settings were not tuned alike: trials or seeds differ."] * (len(spent) > 1)
-    return make_table(
-        rows,
-        columns("picked"),
-        name=f"picked-{index}",
-        title=f"Picked trials: {last['data']['name']}, {budget_words(last['budget'])} a trial",
-        caption=f"The rows differ in: variant. Tuned in each: {join_words(keys)}.",
-        details=(f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial."),
-        notes=tuple(notes),
-    )
+    notes = commit_notes(runs)
+    if len({(row["trials"], row["seeds"]) for row in rows}) > 1:
+        notes.append("The settings were not tuned alike: numbers of trials or seeds differ.")
+    title = f"Picked trials: {last['data']['name']}, {budget_words(last['budget'])} a trial"
+    caption = f"The rows differ in: variant. Hyperparameters searched: {join_words(searched)}."
+    about = (f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial.")
+    texts = {"title": title, "caption": caption, "about": about, "notes": tuple(notes)}
+    return make_table(rows, columns("picked"), name=f"picked-{index}", **texts)
 
 
-def _picked(trials: pd.DataFrame) -> dict:
-    """The best trial of one setting as words to type, its mean over the seeds, and flags."""
-    tried, seeds = trials["trial"].nunique(), sorted({int(seed) for seed in trials["seed"]})
-    scores = trials.pivot(index="trial", columns="seed", values="bits").dropna().mean(axis=1)
-    lost = tried * len(seeds) - int(trials["bits"].notna().sum())
-    flags = [f"{pluralize(lost, 'run')} without a score"] * bool(lost)
-    row = {"trials": tried, "seeds": ", ".join(map(str, seeds)), "picked": "none", "valid_bits_per_byte": None}
-    if len(scores):
-        best = trials[trials["trial"] == scores.idxmin()]["row"].iloc[-1]
+def _pick(trials: pd.DataFrame) -> dict:
+    """The pick of one setting: its values as words to type, its mean over the seeds, and flags."""
+    n_trials, seeds = trials["trial"].nunique(), sorted({int(seed) for seed in trials["seed"]})
+    means = trials.pivot(index="trial", columns="seed", values="bits").dropna().mean(axis=1)
+    flags = []
+    if n_unscored := n_trials * len(seeds) - int(trials["bits"].notna().sum()):
+        flags.append(f"{pluralize(n_unscored, 'run')} without a score")
+    row = {"trials": n_trials, "seeds": ", ".join(map(str, seeds)), "picked": "none", "valid_bits_per_byte": None}
+    if len(means):
+        best = trials[trials["trial"] == means.idxmin()]["row"].iloc[-1]
         config, point = flatten(best["config"]), best["point"]
-        shown = {key: f"{config[key]:.10g}" if isinstance(config[key], float) else config[key] for key in sorted(point)}
-        row["picked"] = ", ".join(f"{key}={value}" for key, value in shown.items())
-        row["valid_bits_per_byte"] = float(scores.min())
-        ends = {key: "low" if unit < EDGE else "high" for key, unit in point.items() if not EDGE <= unit <= 1 - EDGE}
-        flags += [f"{end} end of {key}" for key, end in ends.items()]
+        values = {key: config[key] for key in sorted(point)}
+        texts = {key: f"{value:.10g}" if isinstance(value, float) else value for key, value in values.items()}
+        row["picked"] = ", ".join(f"{key}={value}" for key, value in texts.items())
+        row["valid_bits_per_byte"] = float(means.min())
+        for key, share in point.items():  # of the key's range
+            if not EDGE <= share <= 1 - EDGE:
+                flags.append(f"{'low' if share < EDGE else 'high'} end of {key}")
     return row | {"flags": "; ".join(flags) or "none"}

@@ -1,10 +1,10 @@
-"""Uncertainty of a difference of means: Student's t over pairs, in plain Python.
+"""Uncertainty of a mean of paired differences: Student's t interval and Holm's correction, in plain Python.
 
-For n differences d with mean m and standard deviation s (n - 1 in the denominator), the interval m +- t s / sqrt(n)
-holds the true mean in 95 of 100 repetitions, with t Student's 0.975 quantile for n - 1 degrees of freedom. A true
-difference smaller than t s / sqrt(n) could not have been seen. Differences of one table are judged together: Holm's
-steps keep the chance of any false verdict among them below 1 - 0.95, however they depend on each other. Student (W. S.
-Gosset), Biometrika 6 (1908); distribution: Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand. J. Statist. 6 (1979).
+For n differences with mean m and standard deviation s (n - 1 in the denominator), the interval is m +- t s / sqrt(n),
+with t the 0.975 quantile of Student's distribution for n - 1 degrees of freedom. It contains the true mean in 95 of 100
+repetitions. A true difference smaller than t s / sqrt(n) could not have been detected. Holm's procedure corrects the
+verdicts of one table: the probability that any of them is false is below 0.05, however they depend on each other.
+Student (W. S. Gosset), Biometrika 6 (1908); Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand. J. Statist. 6 (1979).
 """
 
 import math
@@ -16,13 +16,13 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """The mean of n paired differences.
+    """The mean of paired differences.
 
     Attributes:
-        n: number of pairs.
-        mean: of the differences.
-        half_width: of the interval around it, the smallest difference that could have been seen; None for one pair.
-        p: probability of a mean as far from 0, either side, if there is no difference; None for one pair.
+        n: the number of pairs.
+        mean: the mean of the differences.
+        half_width: half of the interval around the mean, or None for one pair.
+        p: probability of a mean at least as far from 0 without a true difference (two-sided), or None for one pair.
     """
 
     n: int
@@ -32,28 +32,31 @@ class Paired:
 
 
 def paired(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> Paired:
-    """The interval of the mean of ``differences``, one or more of them, each of two things that were matched."""
+    """The mean of one or more differences of matched pairs, with its interval."""
     n = len(differences)
     mean = math.fsum(differences) / n
     if n == 1:
         return Paired(n=1, mean=mean, half_width=None, p=None)
     error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1) / n)
-    t = abs(mean) / error if error else math.inf if mean else 0.0
+    t = math.inf if mean else 0.0
+    if error:
+        t = abs(mean) / error
     p = 2 * (1 - t_below(t, freedom=n - 1))
     return Paired(n=n, mean=mean, half_width=t_quantile((1 + confidence) / 2, freedom=n - 1) * error, p=p)
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """Each p corrected for all, in the order given: the smallest times n, the next times n - 1, never falling."""
+    """The p values after Holm's correction, in the same order: the smallest times n, the next times n - 1 and so on,
+    but none below a smaller one's and none above 1."""
     order, corrected, largest = sorted(range(len(probabilities)), key=probabilities.__getitem__), {}, 0.0
-    for rank, place in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * probabilities[place]))
-        corrected[place] = largest
-    return [corrected[place] for place in range(len(order))]
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * probabilities[index]))
+        corrected[index] = largest
+    return [corrected[index] for index in range(len(order))]
 
 
 def t_quantile(probability: float, *, freedom: int) -> float:
-    """The t below which Student's distribution with ``freedom`` degrees has ``probability``, from 0.5 to under 1."""
+    """The t at which the cumulative Student's distribution is ``probability``, at least 0.5 and below 1."""
     assert 0.5 <= probability < 1 and freedom >= 1
     low, high = 0.0, 1.0
     while t_below(high, freedom=freedom) < probability:
@@ -65,7 +68,7 @@ def t_quantile(probability: float, *, freedom: int) -> float:
 
 
 def t_below(t: float, *, freedom: int) -> float:
-    """Probability of a value below ``t`` >= 0: a finite sum of powers of the cosine, for whole degrees of freedom."""
+    """The cumulative Student's distribution at ``t`` >= 0: a finite sum, because ``freedom`` is an integer."""
     angle = math.atan(t / math.sqrt(freedom))
     odd, power, total = freedom % 2, 1.0, 0.0
     for term in range(freedom // 2):

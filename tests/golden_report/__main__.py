@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from bench.report.__main__ import all_tables
-from bench.report.frame import read
+from bench.report.frame import read_folders
 from tests.fixed_rows import text_of, write_fixed_rows
 
 HERE = Path(__file__).parent
@@ -13,5 +13,5 @@ with tempfile.TemporaryDirectory() as folder:
     write_fixed_rows(Path(folder))
     for old in HERE.glob("*.txt"):
         old.unlink()
-    for table in all_tables(read([Path(folder)])):
+    for table in all_tables(read_folders([Path(folder)])):
         (HERE / f"{table.name}.txt").write_text(text_of(table), encoding="utf-8")
