@@ -11,7 +11,7 @@ from pathlib import Path
 
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 
-from tests.needs import need
+from tests.requirements import require
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
@@ -23,7 +23,7 @@ FLAGS = (
 def chromium(folder: Path) -> Iterator[Chrome]:
     """A browser with a fresh profile; what is downloaded lands in ``folder/downloads``."""
     programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    need(all(programs), "no browser: Debian's packages chromium and chromium-driver are not installed")
+    require(all(programs), "no browser: Debian's packages chromium and chromium-driver are not installed")
     options = ChromeOptions()
     options.binary_location = programs[0]
     for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.needs import need
+from tests.requirements import require
 
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes run tests as there are cores
@@ -44,7 +44,7 @@ def sealed_off(tmp_path_factory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_from_one_server() -> Iterator[None]:
-    from tests.many import one_server  # what it imports takes seconds, which collecting need not wait for
+    from tests.rank_processes import one_server  # what it imports takes seconds, which collecting need not wait for
 
     with one_server():
         yield
@@ -52,7 +52,7 @@ def forked_from_one_server() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_places() -> Iterator[None]:
-    """A final score predicts few places again: 64 would be a third of a small run. ``tests/ahead.py`` has it for processes."""
+    """A final score is checked at 6 positions: 64 would take a third of a small run. See also ``server_preload.py``."""
     from harness.loop import scoring
 
     with pytest.MonkeyPatch.context() as patched:
@@ -74,7 +74,7 @@ def restored() -> Iterator[None]:
 @pytest.fixture
 def enwik8_4m() -> Path:
     """The first 4,000,000 bytes of enwik8, packed; a run without them skips, but CI must have them."""
-    need(ENWIK8_4M.exists(), "the corpus shared/data/enwik8_4m.xz does not lie beside this checkout")
+    require(ENWIK8_4M.exists(), "the corpus shared/data/enwik8_4m.xz does not lie beside this checkout")
     return ENWIK8_4M
 
 
@@ -89,4 +89,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cpu_kernel"):
         from variants.kernels import window_cpu
 
-        need(window_cpu.available() is None, f"the CPU's kernel cannot be had: {window_cpu.available()}")
+        require(window_cpu.available() is None, f"the CPU's kernel cannot be had: {window_cpu.available()}")

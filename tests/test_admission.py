@@ -8,24 +8,24 @@ import pytest
 from bench.shipped import listing
 from harness.loop import admission
 from harness.loop.admission import SHIPPED
-from tests.command import MADE, TINY, Ended, call, run_folders, train
-from tests.command import empty_folder as here  # noqa: F401 - a fixture
-from tests.composing import plan
+from tests.command_line import GENERATED, TINY, CommandOutcome, call, run_folders, train
+from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
+from tests.small_configs import plan
 from variants.conformance import Finding
 
-YAML = "toy: {{_target_: tests.sized_toys.{cls}, _partial_: true}}\nname: mine\nlayers: [toy]\nat: {{}}\ngroups: {{}}\n"
+YAML = "toy: {{_target_: tests.broken_at_run_size.{cls}, _partial_: true}}\nname: mine\nlayers: [toy]\nat: {{}}\ngroups: {{}}\n"
 SIZES = ("batch.segment=128", "eval.segment=128", "eval.bytes=600", "position=none")
-WORDS = ("-cd", "my_conf", "trust=[tests.sized_toys]", "variant=mine")
+WORDS = ("-cd", "my_conf", "trust=[tests.broken_at_run_size]", "variant=mine")
 
 
 def toy(here: Path, cls: str) -> tuple[str, ...]:  # noqa: F811
     """Words that train it in two seconds."""
     (here / "my_conf" / "variant").mkdir(parents=True, exist_ok=True)
     (here / "my_conf" / "variant" / "mine.yaml").write_text(YAML.format(cls=cls), encoding="utf-8")
-    return (*WORDS, *TINY, *MADE, *SIZES)
+    return (*WORDS, *TINY, *GENERATED, *SIZES)
 
 
-def check(*words: str) -> Ended:
+def check(*words: str) -> CommandOutcome:
     return call("bench/check.py", *words, "model.cache=kv", "model.attend_self=true")
 
 
@@ -89,7 +89,9 @@ def test_a_model_that_is_wrong_after_training_is_not_causal(here):  # noqa: F811
     rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
     assert summary["check"] == "not causal"
     assert [row["check"] for row in rows if row.get("final")] == ["not causal"] * 2 and rows[0]["check"] == "passed"
-    ended = call("bench/evaluate.py", f"run={run}", "split=test", "trust=[tests.sized_toys]", "runtime.device=cpu")
+    ended = call(
+        "bench/evaluate.py", f"run={run}", "split=test", "trust=[tests.broken_at_run_size]", "runtime.device=cpu"
+    )
     assert ended.code == 0 and "NOT CAUSAL" in ended.out, ended
     assert json.loads((run / "evaluations.jsonl").read_text())["check"] == "not causal"
 

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from harness.plan.instantiate import resolve
-from tests.command import MADE, run_folders, train
-from tests.command import empty_folder as here  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, run_folders, train
+from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
 from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, findings_of, model_of
 from variants.any_module import AnyModule
 from variants.contract import Honours, LayerContext, Position, Sublayer
@@ -76,7 +76,7 @@ def write_yaml(**keywords) -> None:
         Path("my_conf", folder, "mine.yaml").write_text(text, encoding="utf-8")
 
 
-MINE = ("-cd", "my_conf", *MADE, "variant=mine", "budget.steps=2")
+MINE = ("-cd", "my_conf", *GENERATED, "variant=mine", "budget.steps=2")
 TRUSTED = (*MINE, f"trust=[{NAME}]")
 
 

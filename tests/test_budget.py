@@ -5,7 +5,7 @@ import re
 import pytest
 
 from harness.optim.budget import Budget, Schedule, Spent
-from tests.composing import plan
+from tests.small_configs import plan
 
 
 @pytest.mark.parametrize("unit", ["bytes", "seconds", "steps", "flops"])

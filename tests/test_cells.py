@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.device.cell import Cell, CellError
-from tests.patience import wait_for
+from tests.timeouts import wait_for
 
 MIB = 2**20
 

@@ -11,9 +11,9 @@ from harness.count.ideal import excuses
 from harness.loop.admission import admission
 from harness.plan.build import Plan, plan_run
 from harness.plan.small import shrunk
-from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
-from tests.composing import compose_config
+from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
 from tests.promises import Gate
+from tests.small_configs import compose_config
 from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
 from variants.conformance import Finding, outcome
 from variants.conformance.fixture import Subject
@@ -45,7 +45,7 @@ def plan(*words: str) -> Plan:
 
 
 def toy(cls: type, *words: str) -> Plan:
-    """A plan of two layers of a class from here or from ``toys``."""
+    """A plan of two layers of a class of a test module."""
     node = f"+variant.toy={{_target_: {cls.__module__}.{cls.__name__}, _partial_: true}}"
     cfg = compose_config("data=recall", node, "variant.name=mine", "variant.layers=[toy]", *words)
     return plan_run(cfg, trusted=("tests",))
@@ -78,7 +78,7 @@ def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
     assert excuses(of(SaysSo).make_model())[0] == line and excuses(of(Gate).make_model()) == []
 
 
-def check(*words: str) -> Ended:
+def check(*words: str) -> CommandOutcome:
     return call("bench/check.py", *words)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.record import checkpoint
-from tests.runs import make_run
+from tests.small_runs import make_run
 
 
 def names(folder) -> list[str]:

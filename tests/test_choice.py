@@ -7,8 +7,8 @@ import torch
 
 from harness.device import random_state, runtime
 from harness.device.processes import ProcessGroup
-from tests.composing import plan
-from tests.runs import make_job, own_folder  # noqa: F401 - a fixture
+from tests.small_configs import plan
+from tests.small_runs import make_job, temporary_cwd  # noqa: F401 - a fixture
 
 AUTO = ("runtime.precision=auto", "runtime.compile=auto")
 TYPED = ("runtime.precision=float32", "runtime.compile=false")

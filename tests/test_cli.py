@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.command import MADE, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.patience import PATIENCE_SECONDS
+from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.timeouts import TIMEOUT_SECONDS
 
 ALPHABET = b"abcdefghijklmnopqrstuvwxyz " * 1000
 
@@ -47,7 +47,7 @@ MISTAKES = {
 @pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
 def test_a_mistake_is_one_message_and_leaves_nothing(here, words):
     flags = [word for word in words if "=" not in word and words[0] == "-cd"]
-    message = refused(here, *flags, *MADE, *(word for word in words if word not in flags))
+    message = refused(here, *flags, *GENERATED, *(word for word in words if word not in flags))
     for part in MISTAKES[words]:
         assert part in message
 
@@ -61,12 +61,12 @@ def test_a_mistake_in_files(here, tmp_path):
     assert f"data.sha256={wrong}" in refused(here, "data=file", f"data.path={path}", f"data.sha256='{wrong}'")
     (tmp_path / "conf" / "variant").mkdir(parents=True)
     (tmp_path / "conf" / "variant" / "mine.yaml").write_text("layers: [attention\nname: mine\n")
-    assert "mine.yaml" in refused(here, "-cd", str(tmp_path / "conf"), *MADE, "variant=mine")
+    assert "mine.yaml" in refused(here, "-cd", str(tmp_path / "conf"), *GENERATED, "variant=mine")
 
 
 def test_a_bug_keeps_its_trace_and_a_mistake_has_one_on_request(here, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    ended = train(*MADE, "model.heads=3")
+    ended = train(*GENERATED, "model.heads=3")
     assert ended.code == 2 and "Traceback" in ended.err and "error: model.heads=3" in ended.err
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
     monkeypatch.delenv("HYDRA_FULL_ERROR")
@@ -76,7 +76,7 @@ def test_a_bug_keeps_its_trace_and_a_mistake_has_one_on_request(here, monkeypatc
 
     monkeypatch.setattr("harness.loop.prepare.plan_run", broken)
     for flags in ((), ("-m", "seed=0,1")):
-        ended = train(*flags, *MADE)
+        ended = train(*flags, *GENERATED)
         assert ended.code == 1 and ended.err.count("Traceback") == 1 + bool(flags) and "in broken" in ended.err
         assert "Error executing job" not in ended.err and not list(here.iterdir())
 
@@ -138,7 +138,7 @@ assert not {{"torch", "numpy", "matplotlib", "wandb", "rich"}} & sys.modules.key
 assert len(sys.modules) < 700, len(sys.modules)  # Hydra and what it needs are 350
 """
     line = {"COMP_LINE": "python train.py variant=prod", "COMP_POINT": "1000"}
-    common = {"env": os.environ | line, "capture_output": True, "text": True, "timeout": PATIENCE_SECONDS}
+    common = {"env": os.environ | line, "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     ended = subprocess.run([sys.executable, "-c", code], cwd=here, check=False, **common)
     assert ended.returncode == 0 and "variant: " + ", ".join(VARIANTS) in ended.stdout, ended
     assert ended.stdout.split()[-1] == "variant=product_key_memory", ended

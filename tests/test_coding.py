@@ -9,7 +9,7 @@ import torch
 from bench.arithmetic import BITS, ESCAPE, TOTAL, Decoder, Encoder, frequencies
 from bench.compress import code_streams
 from harness.device import runtime
-from tests.composing import TINY, plan
+from tests.small_configs import TINY, plan
 
 
 def test_a_coder_gives_back_what_it_was_given_at_the_cost_of_its_frequencies():

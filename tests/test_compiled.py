@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from harness.device.compiled import MOST_GRAPHS
-from tests import runs
+from tests import small_runs
 from tests.attention_case import Case, starts
-from tests.runs import CARRY, MEMORY, make_job, make_run, own_folder, run_job, tensors, whole_run  # noqa: F401
+from tests.small_runs import CARRY, MEMORY, make_job, make_run, run_job, temporary_cwd, tensors, whole_run  # noqa: F401
 from variants.attention import Attention, AttentionSpan
 
 VARIANTS = {
@@ -73,7 +73,7 @@ def test_a_run_whose_spans_move_needs_few_graphs(words, monkeypatch):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     words += ("model.span=256", "runtime.backend=fused", "runtime.compile=true", "eval.windows=true")
-    job = make_job(*runs.VARIANTS["adaptive_span"], *CARRY, *words)
+    job = make_job(*small_runs.VARIANTS["adaptive_span"], *CARRY, *words)
     graphs, step, spans, random = [], job.step, set(), Random(0)
 
     def counted() -> None:

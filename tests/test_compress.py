@@ -12,9 +12,9 @@ from bench.coded_file import CONDITIONS, MAGIC, pack, unpack
 from bench.coding import stream_lengths
 from harness.data import corpora
 from harness.record import checkpoint
-from tests.command import call
-from tests.composing import compose_config
-from tests.runs import whole_run
+from tests.command_line import call
+from tests.small_configs import compose_config
+from tests.small_runs import whole_run
 
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 TEXT = b"One byte of each stream at a time, and the decoder does as the encoder did. " * 30

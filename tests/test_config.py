@@ -12,7 +12,7 @@ from harness.plan import settings
 from harness.plan.build import plan_run
 from harness.plan.instantiate import keywords, resolve
 from harness.plan.network import plan_layers
-from tests.composing import CONF, TINY, compose_config, one_step, plan, recall, small
+from tests.small_configs import CONF, TINY, compose_config, one_step, plan, recall, small
 from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))

@@ -11,9 +11,9 @@ from torch import nn
 
 from harness.model import LanguageModel
 from tests import promises as p
-from tests.broken import BROKEN, PLACE
+from tests.broken_promises import BROKEN, PLACE
+from tests.broken_sublayers import Delayed, DoubledPast, FloatAngles, Mapped, OfDistances, Stateless
 from tests.promises import Gate, Sums, findings_of, memory, model_of, toy
-from tests.toys import Delayed, DoubledPast, FloatAngles, Mapped, OfDistances, Stateless
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention

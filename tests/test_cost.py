@@ -11,8 +11,8 @@ from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
 from bench.turns import Entry, in_turn
 from harness.record.cells import LEAST_CALLS
-from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
-from tests.composing import compose_config
+from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
+from tests.small_configs import compose_config
 
 TINY = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.precision=float32")
 TINY += ("runtime.threads=1", "data.bytes=20000")
@@ -21,11 +21,11 @@ PRODUCTS = 12 * 32**2 * 2 + 32 * 256
 """Projections, feed-forward and head of TINY."""
 
 
-def cost(*words: str) -> Ended:
+def cost(*words: str) -> CommandOutcome:
     return call("bench/cost.py", *TINY, *QUICK, *words)
 
 
-def rows_of(ended: Ended) -> list[dict]:
+def rows_of(ended: CommandOutcome) -> list[dict]:
     assert ended.code == 0, ended.err
     path = Path(ended.out.rpartition("rows: ")[2].strip())
     return [json.loads(line) for line in path.read_text().splitlines()]

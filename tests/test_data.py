@@ -19,7 +19,7 @@ from harness.data import byte_counts, corpora, sources
 from harness.data.byte_counts import compressed_bits, order_bits
 from harness.data.corpora import KNOWN, NAMES, load
 from harness.data.sources import Known
-from tests.composing import CONF
+from tests.small_configs import CONF
 
 TEXT = b"".join(b"line %d of a small corpus\n" % n for n in range(400))
 SHA256 = hashlib.sha256(TEXT).hexdigest()

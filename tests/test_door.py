@@ -10,8 +10,8 @@ import torch
 
 import windtunnel
 from harness.data import corpora
-from tests.command import MADE, ROOT, run_folders, train
-from tests.runs import MEMORY
+from tests.command_line import GENERATED, ROOT, run_folders, train
+from tests.small_runs import MEMORY
 
 READERS = r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_newest|torch\.load)\("
 
@@ -21,7 +21,7 @@ def run(tmp_path_factory):
     """A run of learned spans with tied and shared matrices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("door"))
-        ended = train(*MADE, "variant=adaptive_span_memory", *MEMORY, "position=relative", "model.tied=true")
+        ended = train(*GENERATED, "variant=adaptive_span_memory", *MEMORY, "position=relative", "model.tied=true")
         assert ended.code == 0, ended
         yield run_folders(Path("outputs"))[0].resolve()
 

@@ -8,8 +8,8 @@ import pytest
 from bench import evaluate
 from harness.record import checkpoint
 from harness.record.folder import EVALUATIONS
-from tests.composing import compose_config
-from tests.runs import whole_run
+from tests.small_configs import compose_config
+from tests.small_runs import whole_run
 
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 RAMP = ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4")

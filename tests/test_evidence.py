@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from bench.evidence import RATE, Runner, cells, span_word, sweep_params
-from tests.composing import compose_config, plan
+from tests.small_configs import compose_config, plan
 
 EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
 STAGES, REPLAYS = EVIDENCE["stages"], EVIDENCE["replays"]

@@ -15,9 +15,9 @@ from harness.count.memory import PeakMemory, optimizer_bytes, tensor_bytes
 from harness.device import runtime
 from harness.loop.update import Update
 from harness.plan.build import Plan
-from tests.command import call, empty_folder  # noqa: F401 - a fixture
-from tests.composing import TINY, plan, small
-from tests.many import launch
+from tests.command_line import call, empty_folder  # noqa: F401 - a fixture
+from tests.rank_processes import launch
+from tests.small_configs import TINY, plan, small
 
 MIB = 2**20
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")

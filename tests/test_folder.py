@@ -13,8 +13,8 @@ from harness.record import checkpoint
 from harness.record.folder import Identity, RunFolder, config_hash
 from harness.record.rows import RECORD, SUMMARY
 from tests import bench_rows
-from tests.composing import plan
-from tests.runs import SMALL, make_job, own_folder, run_job, stop  # noqa: F401 - a fixture
+from tests.small_configs import plan
+from tests.small_runs import SMALL, make_job, run_job, stop, temporary_cwd  # noqa: F401 - a fixture
 from train import train
 
 IDENTITY = Identity(

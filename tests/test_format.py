@@ -12,13 +12,13 @@ from bench.report.frame import read
 from harness.record import checkpoint
 from harness.record.rows import FORMAT, RECORD, SUMMARY
 from tests.bench_rows import cost_row, write_rows
-from tests.command import MADE, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 
 OLDER = rf"it is of format {FORMAT - 1}, and this code reads format {FORMAT}"
 
 
 def test_what_a_run_leaves_names_its_format_and_another_is_refused_by_one_message(here):
-    train(*MADE)
+    train(*GENERATED)
     (folder,) = run_folders(here / "outputs")
     *lines, summary = (folder / RECORD).read_text().splitlines() + [(folder / SUMMARY).read_text()]
     assert json.loads(lines[0])["format"] == json.loads(summary)["format"] == FORMAT
@@ -32,7 +32,7 @@ def test_what_a_run_leaves_names_its_format_and_another_is_refused_by_one_messag
         del best["format"]
         checkpoint.save_best(old, best)
     small = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
-    for ended in (train(*MADE, "init_from.run=old"), call("bench/evaluate.py", "run=old", *small)):
+    for ended in (train(*GENERATED, "init_from.run=old"), call("bench/evaluate.py", "run=old", *small)):
         assert ended.code == 2 and len(ended.err.splitlines()) == 1, ended
         assert re.search(OLDER, ended.err), ended.err
     with pytest.raises(ValueError, match=OLDER):

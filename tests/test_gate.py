@@ -12,7 +12,7 @@ import torch
 from bench.conformance import findings
 from harness.plan.build import Plan
 from harness.plan.small import shrunk
-from tests.composing import CONF, plan
+from tests.small_configs import CONF, plan
 
 VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
 HIDDEN = ("model.cache=hidden", "model.attend_self=false")

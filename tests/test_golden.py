@@ -9,7 +9,7 @@ import pytest
 from tests import golden
 from tests.golden import BACKENDS, CASES, VARIANTS, differences, explained, measure, numerics, path_of, read
 from tests.golden import __main__ as command
-from tests.needs import need
+from tests.requirements import require
 from variants.kernels import window_cpu
 
 TELLING = "adaptive_span_far compressed_top_k linear_decay mhsa_relative performer product_key_memory reformer"
@@ -40,7 +40,7 @@ def test_numbers_are_golden(case):
     """Both backends in one test, which composes once; the kernel last, because it may not be here."""
     file = read(case)
     for backend in sorted(BACKENDS, reverse=True):
-        need(backend != "kernel" or window_cpu.available() is None, "the CPU's kernel is not available")
+        require(backend != "kernel" or window_cpu.available() is None, "the CPU's kernel is not available")
         numbers = measure(case, backend=backend)
         assert (numbers is not None) == (backend in file["executed_flops_per_byte"]), f"{case}: has it a {backend}?"
         moved = differences(file, numbers or {})

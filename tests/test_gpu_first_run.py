@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from harness.plan.build import plan_run
 from tests import gpu_rows
-from tests.command import ROOT
-from tests.composing import CONF, compose_config
+from tests.command_line import ROOT
+from tests.small_configs import CONF, compose_config
 
 STUB = """#!/bin/sh
 case "$*" in *device_count*) echo 2; exit;; esac

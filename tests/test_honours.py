@@ -5,9 +5,9 @@ import pytest
 from bench.conformance import follows
 from harness.plan.build import plan_run
 from harness.plan.small import shrunk
-from tests import toys
-from tests.composing import compose_config
+from tests import broken_sublayers as broken
 from tests.promises import Sums
+from tests.small_configs import compose_config
 from tests.test_check import toy
 from variants.conformance import outcome
 from variants.contract import Honours, Position
@@ -73,11 +73,11 @@ def test_what_a_mechanism_does_not_follow_is_refused(cls, words, line):
 @pytest.mark.parametrize(
     ("cls", "words", "lines"),
     [
-        (toys.IgnoresPosition, (), [SAME.format("position=none,rotary")]),
-        (toys.IgnoresCache, (), [SAME.format("model.cache=hidden,kv")]),
-        (toys.IgnoresSpan, (), [SAME.format("model.span=13,26,6")]),
-        (toys.DeniesSpan, (), ["not the same comes out of BOTH with model.span=13,26,6, which honours deny"]),
-        (toys.WrappedBoasting, ("position=alibi",), [SAME.format(key) for key in IGNORED]),
+        (broken.IgnoresPosition, (), [SAME.format("position=none,rotary")]),
+        (broken.IgnoresCache, (), [SAME.format("model.cache=hidden,kv")]),
+        (broken.IgnoresSpan, (), [SAME.format("model.span=13,26,6")]),
+        (broken.DeniesSpan, (), ["not the same comes out of BOTH with model.span=13,26,6, which honours deny"]),
+        (broken.WrappedBoasting, ("position=alibi",), [SAME.format(key) for key in IGNORED]),
         (Sums, ("position=none",), []),
     ],
 )

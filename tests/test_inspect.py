@@ -8,8 +8,8 @@ from matplotlib import image
 
 from bench import inspect
 from bench.inspect import reach
-from tests.composing import compose_config
-from tests.runs import whole_run
+from tests.small_configs import compose_config
+from tests.small_runs import whole_run
 
 MIXED = ("variant=adaptive_span", "sublayer@variant.attention=all_attention", "variant.attention.persistent.number=8")
 MIXED += ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4", "runtime.backend=plain")

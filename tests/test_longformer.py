@@ -5,7 +5,7 @@ import torch
 
 from harness.plan.small import shrunk
 from tests.attention_case import Case, assert_same, run
-from tests.composing import plan
+from tests.small_configs import plan
 from variants.longformer import Longformer, grown_dilation, grown_window
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from harness.device import machine, runtime
-from tests.command import ROOT
-from tests.composing import plan
-from tests.needs import need
+from tests.command_line import ROOT
+from tests.requirements import require
+from tests.small_configs import plan
 
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
 
@@ -47,7 +47,7 @@ def is_tuned(name: str, value: str) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux only")
 def test_a_process_waits_without_keeping_a_core_keeps_its_pages_and_does_without_engines():
     """OpenMP itself says what it has read. The engines of several processes take most of a second to import."""
-    need(hasattr(ctypes.CDLL(None), "mallopt"), "the C library has no mallopt")
+    require(hasattr(ctypes.CDLL(None), "mallopt"), "the C library has no mallopt")
     chosen = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     environment = {k: v for k, v in os.environ.items() if k not in chosen and not is_tuned(k, v)}
     environment |= {"OMP_DISPLAY_ENV": "VERBOSE"}

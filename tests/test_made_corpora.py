@@ -11,7 +11,7 @@ from harness.data.recall import DISTANCES, LETTERS, recall_floor, recall_stream
 from harness.data.skills import SKILLS
 from harness.data.synthetic_text import synthetic_text
 from harness.hashing import integer_hash
-from tests.composing import compose_config
+from tests.small_configs import compose_config
 
 
 def test_hash_is_splitmix64():

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from tests.attention_case import Case, Largest, assert_near, assert_same
-from tests.composing import TINY, plan, sized
+from tests.small_configs import TINY, plan, sized
 from variants.conformance import move
 from variants.conformance.fixture import leaves
 from variants.contract import Sublayer, cat_streams, map_state

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from harness.model import LanguageModel
 from tests.attention_case import matrices
-from tests.composing import plan
 from tests.reference.attention import attention
 from tests.reference.feed_forward import feed_forward
 from tests.reference.language_model import language_model
+from tests.small_configs import plan
 
 pytestmark = pytest.mark.numeric
 

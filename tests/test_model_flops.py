@@ -7,7 +7,7 @@ from bench.cost import dense_peak, utilisation
 from bench.report.columns import for_terminal
 from bench.report.tables_costs import cost_tables
 from tests.bench_rows import cost_row
-from tests.composing import CONF
+from tests.small_configs import CONF
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "device_kind": "cuda", "precision": "bfloat16"}
 

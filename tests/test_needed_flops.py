@@ -9,9 +9,9 @@ import torch
 from harness.count.flops import count_flops
 from harness.model import LanguageModel
 from tests.attention_case import DOUBLE, B, Case, D, covering
-from tests.composing import TINY, plan
 from tests.promises import Gate
-from tests.runs import CARRY, make_run, own_folder  # noqa: F401 - a fixture
+from tests.small_configs import TINY, plan
+from tests.small_runs import CARRY, make_run, temporary_cwd  # noqa: F401 - a fixture
 from variants.contract import LayerContext, NeededFlops, Sublayer
 from variants.feed_forward import FeedForward
 from variants.kernels.window import soft_mask

@@ -5,7 +5,7 @@ import torch
 
 from bench.conformance import fast_backend, findings
 from harness.plan.small import shrunk
-from tests.offered import Offered
+from tests.outside_attention import OutsideAttention
 from tests.test_check import toy
 from variants.kernels import window_cpu
 
@@ -19,14 +19,14 @@ from variants.kernels import window_cpu
     ],
 )
 def test_it_keeps_the_contract(words):
-    plan = shrunk(toy(Offered, *words))
+    plan = shrunk(toy(OutsideAttention, *words))
     assert words[-1] == f"runtime.backend={fast_backend(plan)}"
     assert [str(finding) for finding in findings(plan) if not finding.passed] == []
 
 
 @pytest.mark.cpu_kernel
 def test_without_a_compiler_it_takes_the_next(monkeypatch):
-    (_, sublayer), *_ = shrunk(toy(Offered, "position=alibi")).make_model().sublayers()
+    (_, sublayer), *_ = shrunk(toy(OutsideAttention, "position=alibi")).make_model().sublayers()
     assert sublayer.backend(torch.device("cpu"), training=True) == "kernel"
     monkeypatch.setattr(window_cpu, "available", lambda: "no C++ compiler")
     assert sublayer.backend(torch.device("cpu"), training=True) == "fused"

@@ -9,9 +9,9 @@ from bench.peer_workers import Worker
 from harness.loop import select_backend
 from harness.plan.build import varied
 from harness.plan.small import of_mechanism
-from tests.command import Ended, call
-from tests.command import empty_folder as here  # noqa: F401 - a fixture
-from tests.composing import TINY, plan
+from tests.command_line import CommandOutcome, call
+from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
+from tests.small_configs import TINY, plan
 from variants.conformance import Finding
 from variants.kernels import window
 
@@ -29,7 +29,7 @@ def contract_kept(monkeypatch):
     monkeypatch.setattr(select_backend.agreement, "__kwdefaults__", {"segments": (30, 31), "least": 1e-4})
 
 
-def check(*words: str) -> Ended:
+def check(*words: str) -> CommandOutcome:
     return call("bench/check.py", "-m", *QUICK, *PLACE, *words)
 
 

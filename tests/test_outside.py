@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import MADE, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 
 MIXER = """from torch import nn
 from variants.contract import Sublayer, SublayerOutput
@@ -66,7 +66,7 @@ def test_the_example_of_the_page_is_short_and_is_checked_and_trained(here, impor
     check, trained = (shlex.split(line)[1:] for line in commands.splitlines())
     checked = call("bench/check.py", *check[2:])
     assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
-    ended = train(*trained[1:], *MADE)
+    ended = train(*trained[1:], *GENERATED)
     assert ended.code == 0, ended
     (run,) = run_folders(here / "outputs")
     assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["status"] == "finished"
@@ -77,17 +77,17 @@ def test_a_file_that_one_of_ours_hides_is_refused(here, name):
     """``variant=performer`` of a folder with its own performer.yaml would be ours, and pass for theirs."""
     write(here, module="my_mixer", conf="my_conf")
     (here / "my_conf" / f"{name}.yaml").write_text("{}\n")
-    ended = train("-cd", "my_conf", *MADE, "variant=mhsa")
+    ended = train("-cd", "my_conf", *GENERATED, "variant=mhsa")
     assert ended.code == 2 and len(ended.err.splitlines()) == 1, ended
     assert f"{here / 'my_conf' / name}.yaml: is not read, because ours of this name comes first" in ended.err
-    assert train("-cd", str(ROOT / "conf"), *MADE, "--cfg", "job").code == 0  # ours, named twice
+    assert train("-cd", str(ROOT / "conf"), *GENERATED, "--cfg", "job").code == 0  # ours, named twice
 
 
 def test_a_file_that_is_not_trusted_is_not_imported(here, imports):
     write(here, module="my_mixer", conf="my_conf")
     (here / "my_mixer.py").write_text("raise SystemExit('it was imported')\n", encoding="utf-8")
     before = sorted(here.rglob("*"))
-    ended = train("-cd", "my_conf", *MADE, "variant=mine")
+    ended = train("-cd", "my_conf", *GENERATED, "variant=mine")
     assert ended.code == 2 and "my_mixer.Mixer" in ended.err and "trust=[" in ended.err
     assert len(ended.err.splitlines()) == 1 and sorted(here.rglob("*")) == before
 
@@ -97,7 +97,7 @@ def test_a_package_on_the_search_path_is_named_by_trust(here, imports):
     for package in ("my_pkg", "my_pkg/conf"):
         (here / package / "__init__.py").touch()
     sys.path.append(str(here))  # stands for an installed package
-    words = (*MADE, "hydra.searchpath=[pkg://my_pkg.conf]", "variant=mine")
+    words = (*GENERATED, "hydra.searchpath=[pkg://my_pkg.conf]", "variant=mine")
     ended = train(*words)
     assert ended.code == 2 and "my_pkg.mixer.Mixer: allowed are classes of" in ended.err
     ended = train(*words, "trust=[my_pkg]")

@@ -11,8 +11,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.plan.build import plan_run
-from tests.command import ROOT, call, empty_folder  # noqa: F401 - a fixture
-from tests.composing import CONF, compose_config
+from tests.command_line import ROOT, call, empty_folder  # noqa: F401 - a fixture
+from tests.small_configs import CONF, compose_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}

@@ -13,8 +13,8 @@ from bench.peers import row_of
 from bench.turns import Entry, measure
 from harness.device.cell import CellError
 from tests.bench_rows import identity
-from tests.command import call
-from tests.command import empty_folder as here  # noqa: F401 - a fixture
+from tests.command_line import call
+from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
 
 SMALL = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.precision=float32")
 SMALL += ("runtime.threads=1", "data=synthetic_text", "data.bytes=20000")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.attention_case import DOUBLE, assert_same, matrices
-from tests.composing import plan
 from tests.reference.perceiver_ar import Layer, perceiver_ar
+from tests.small_configs import plan
 from variants.conformance import move
 
 SIZES = (

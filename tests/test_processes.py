@@ -17,9 +17,9 @@ from harness.loop.run import Run
 from harness.loop.trainer import Trainer
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
-from tests.composing import plan
-from tests.many import launch
-from tests.runs import CARRY, DROPOUT, MEMORY, MOVING, SMALL, VARIANTS, after_step, make_job, make_run
+from tests.rank_processes import launch
+from tests.small_configs import plan
+from tests.small_runs import CARRY, DROPOUT, MEMORY, MOVING, SMALL, VARIANTS, after_step, make_job, make_run
 from train import train
 
 pytestmark = pytest.mark.numeric

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from harness.model import LanguageModel
 from harness.plan import settings
-from tests.composing import CONF, TINY, compose_config, plan
+from tests.small_configs import CONF, TINY, compose_config, plan
 from variants.adaptive_span import AdaptiveSpan
 from variants.position import Relative
 

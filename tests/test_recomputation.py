@@ -6,8 +6,8 @@ import torch
 from harness.count.flops import count_flops
 from harness.record.comparison import ground
 from tests.bench_rows import cost_row
-from tests.composing import plan
-from tests.runs import CARRY, DROPOUT, MEMORY, MOVING, make_run, own_folder  # noqa: F401 - a fixture
+from tests.small_configs import plan
+from tests.small_runs import CARRY, DROPOUT, MEMORY, MOVING, make_run, temporary_cwd  # noqa: F401 - a fixture
 from variants.attention import Attention
 from variants.conformance.fixture import leaves
 

@@ -10,7 +10,7 @@ from harness.record.closing_table import print_closing_table
 from harness.record.comparison import held_equal, numbers_of, shared_code
 from harness.record.rows import FORMAT, Record, read_rows, write_summary
 from harness.record.shapes import misfit, shapes
-from tests.runs import repeatable
+from tests.small_runs import repeatable
 
 
 def train_row(step):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.composing import TINY, plan
-from tests.runs import VARIANTS, make_job, make_run, own_folder, whole_run  # noqa: F401 - a fixture
+from tests.small_configs import TINY, plan
+from tests.small_runs import VARIANTS, make_job, make_run, temporary_cwd, whole_run  # noqa: F401 - a fixture
 from variants.attention import Attention
 
 SPANS = [[0.0, 5.5], [3.0, 16.0]]

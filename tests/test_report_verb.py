@@ -8,8 +8,8 @@ import pytest
 
 from bench.report.__main__ import main
 from tests.bench_rows import cost_row, peer_row, write_rows, write_run
-from tests.command import ROOT
-from tests.patience import PATIENCE_SECONDS
+from tests.command_line import ROOT
+from tests.timeouts import TIMEOUT_SECONDS
 
 CODE = "import sys; from bench.report.__main__ import main; code = main(sys.argv[1:]); "
 CODE += "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
@@ -20,7 +20,7 @@ def test_the_verb_writes_everything_without_torch_and_takes_away_what_is_no_long
     write_run(rows, variant="adaptive_span", valid_bits_per_copy={"64": 0.1})
     write_rows(rows, [cost_row(length=n) for n in (256, 512)] + [peer_row(), {"kind": "cost"}])
     words = [sys.executable, "-c", CODE, str(rows), "--out", str(out)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr
     drawn = {path.name.partition("-")[0] for path in (out / "figures").glob("*.png")}
     assert drawn == {"trade", "curves", "cost"}

@@ -6,7 +6,7 @@ import torch
 from harness.loop.run import Run
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
-from tests.runs import (
+from tests.small_runs import (
     CARRY,
     DROPOUT,
     MOVING,
@@ -14,10 +14,10 @@ from tests.runs import (
     crash,
     elsewhere,
     make_job,
-    own_folder,  # noqa: F401 - a fixture
     rows_of,
     run_job,
     stop,
+    temporary_cwd,  # noqa: F401 - a fixture
     whole_run,
 )
 

@@ -11,8 +11,8 @@ from harness.loop.trainer import Trainer
 from harness.loop.update import Update
 from harness.record import checkpoint
 from harness.record.shapes import misfit, shapes
-from tests.composing import plan
-from tests.runs import (
+from tests.small_configs import plan
+from tests.small_runs import (
     DROPOUT,
     MOVING,
     VARIANTS,
@@ -20,9 +20,9 @@ from tests.runs import (
     elsewhere,
     make_job,
     make_run,
-    own_folder,  # noqa: F401 - a fixture
     rows_of,
     run_job,
+    temporary_cwd,  # noqa: F401 - a fixture
     whole_run,
 )
 

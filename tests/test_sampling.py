@@ -7,7 +7,7 @@ import torch
 
 from bench.cost_worker import learned_spans, shake_
 from harness.loop.sampling import draw, numbers_of, sampled
-from tests.composing import TINY, plan, small
+from tests.small_configs import TINY, plan, small
 
 VARIANTS = ("adaptive_span_memory", "compressed")
 """Of every kind of carried state."""

@@ -5,7 +5,7 @@ import pytest
 
 from harness.record import checkpoint
 from tests.reference.scorer import bits_per_byte
-from tests.runs import VARIANTS, own_folder, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import VARIANTS, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 TRAINED = ("budget.steps=120", "optim.lr=0.01", "eval.streams=1", "eval.bytes=null", "eval.test=true")
 SIZES = {"heads": 2, "span": 16, "ramp": 4, "top_k": 4}

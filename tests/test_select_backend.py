@@ -12,8 +12,8 @@ from harness.loop import select_backend
 from harness.loop.select_backend import agreement, select, settled
 from harness.plan.build import Plan, plan_run
 from harness.record.rows import RECORD, read_rows
-from tests.composing import TINY, compose_config, plan
-from tests.runs import make_job, own_folder, run_job, stop  # noqa: F401 - a fixture
+from tests.small_configs import TINY, compose_config, plan
+from tests.small_runs import make_job, run_job, stop, temporary_cwd  # noqa: F401 - a fixture
 from variants.kernels import chunked
 
 GOOD = (True, "1e-6 of the gradient of x")
@@ -54,10 +54,10 @@ def asked(monkeypatch) -> list[str]:
 def offering(*offered: str, **runtime_keys: object) -> Plan:
     """A plan whose attention offers these."""
     config = OmegaConf.to_container(compose_config("variant=mhsa", "data=recall", *TINY), resolve=True)
-    target = {"_target_": "tests.candidates.Offering", "_partial_": True, "offered": list(offered)}
+    target = {"_target_": "tests.candidate_attention.Offering", "_partial_": True, "offered": list(offered)}
     config["variant"]["attention"] = target
     config["runtime"] |= runtime_keys
-    return plan_run(OmegaConf.create(config), trusted=("tests.candidates",))
+    return plan_run(OmegaConf.create(config), trusted=("tests.candidate_attention",))
 
 
 def chosen(made: Plan) -> dict | None:

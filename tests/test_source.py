@@ -8,7 +8,7 @@ import pytest
 
 from harness import source
 from harness.source import digest, mechanism_files
-from tests.command import ROOT
+from tests.command_line import ROOT
 
 CHECKOUT = {
     "train.py": "",

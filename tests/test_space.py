@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from harness.plan.build import plan_run
 from harness.plan.space import Choice, Interval
-from tests.composing import CONF, TINY, compose_config, plan
+from tests.small_configs import CONF, TINY, compose_config, plan
 
 TUNE = ("purpose=tune",)
 SPACE = {

@@ -20,9 +20,9 @@ from harness.optim import Muon
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
-from tests.many import launch
 from tests.promises import model_of
-from tests.runs import CARRY, SPARSE, VARIANTS, make_run
+from tests.rank_processes import launch
+from tests.small_runs import CARRY, SPARSE, VARIANTS, make_run
 from tests.test_processes import divided_run, trained
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.record import checkpoint
-from tests.runs import CARRY, DROPOUT, make_job, own_folder, rows_of, run_job, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import CARRY, DROPOUT, make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 # With a schedule that does not depend on the budget, a run that goes on is the one that had the larger budget from the start.
 WORDS = ("variant=mhsa", *CARRY, *DROPOUT, "optim=adagrad", "optim.schedule.warmup_steps=4", "eval.every=0")

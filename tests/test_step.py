@@ -17,7 +17,7 @@ from harness.loop.update import Update
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
-from tests.runs import MEMORY, VARIANTS, make_run, tensors
+from tests.small_runs import MEMORY, VARIANTS, make_run, tensors
 
 CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
 MOVING = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.3")

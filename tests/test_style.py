@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.patience import PATIENCE_SECONDS
+from tests.timeouts import TIMEOUT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("variants", "harness", "bench", "windtunnel")
@@ -117,7 +117,7 @@ def test_variants_can_be_imported_alone(tmp_path):
     shutil.copytree(ROOT / "variants", tmp_path / "variants")
     modules = ", ".join(modules_of(path) for path in (ROOT / "variants").rglob("[!_]*.py"))
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {modules}; assert 'harness' not in sys.modules"
-    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=PATIENCE_SECONDS)
+    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=TIMEOUT_SECONDS)
 
 
 def test_names_and_sizes():

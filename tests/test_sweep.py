@@ -15,10 +15,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from harness.device import runtime
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
-from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.composing import plan
-from tests.forked import exit_code, started
-from tests.runs import repeatable
+from tests.command_line import GENERATED, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.script_process import exit_code, started
+from tests.small_configs import plan
+from tests.small_runs import repeatable
 
 LONGER = ("budget.steps=12", "checkpoint.every_steps=2", "record.every_steps=2")
 """Long enough to be killed on the way."""
@@ -49,7 +49,7 @@ def test_finished_jobs_return_failed_ones_are_tried_again_and_others_run(here, m
         assert not failed or failed[0]() is None, "the failed job is kept in memory"
         return step(self)
 
-    words = (*MADE, "checkpoint.every_steps=1")
+    words = (*GENERATED, "checkpoint.every_steps=1")
     ended = train("-m", *words, "variant=mhsa,nonsense")
     assert ended.code == 2 and "error: variant=nonsense: there is no such choice" in ended.err and not ended.out
     assert not list(here.iterdir()), "nothing runs where a word does not compose"
@@ -101,7 +101,7 @@ runpy.run_path(SCRIPT, run_name="__main__")
 
 
 def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here):
-    words = ("-m", *TINY, *MADE, *LONGER, "variant=adaptive_span", "seed=0,1")
+    words = ("-m", *TINY, *GENERATED, *LONGER, "variant=adaptive_span", "seed=0,1")
     words += ("hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
     (here / "dying.py").write_text(DYING.replace("SCRIPT", repr(str(ROOT / "train.py"))))
     with started(here / "dying.py", *words, out=here / "printed") as process:
@@ -130,7 +130,7 @@ def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
 
     monkeypatch.setattr(Trainer, "step", step)
     words = ("model.dropout=0.1", "runtime.threads=null", "budget.steps=1")
-    assert train("-m", *MADE, "runtime.deterministic=false,true", *words).code == 0
-    assert train("-m", *MADE, "runtime.deterministic=true", *words, "outputs=alone").code == 0
+    assert train("-m", *GENERATED, "runtime.deterministic=false,true", *words).code == 0
+    assert train("-m", *GENERATED, "runtime.deterministic=true", *words, "outputs=alone").code == 0
     first, second, alone = seen[1::2]
     assert (first[:2], second[:2]) == ((usual, False), (usual, True)) and second == alone

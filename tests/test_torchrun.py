@@ -17,28 +17,28 @@ from harness.device.torchrun import Launch, check_launch, read_launch
 from harness.failures import ProcessLost, exit_code
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
-from tests import command
-from tests.many import ROOT, Dead, free_port, launch
-from tests.patience import PATIENCE_SECONDS
-from tests.runs import CARRY, DROPOUT, SMALL, after_step, make_job, own_folder  # noqa: F401 - a fixture
+from tests import command_line
+from tests.rank_processes import ROOT, ExitedWithoutAnswer, free_port, launch
+from tests.small_runs import CARRY, DROPOUT, SMALL, after_step, make_job, temporary_cwd  # noqa: F401 - a fixture
+from tests.timeouts import TIMEOUT_SECONDS
 from train import train
 
 FOURTH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 FOURTH |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 REFUSED = {
-    (*command.MADE, "batch.streams=3"): ("batch.streams=3", "2 processes", "multiples of 2"),
+    (*command_line.GENERATED, "batch.streams=3"): ("batch.streams=3", "2 processes", "multiples of 2"),
     ("data=file", "data.path=second"): ("data.path='second'",),
 }
 
 
-def commands(ports: list[int]) -> list[command.Ended]:
+def commands(ports: list[int]) -> list[command_line.CommandOutcome]:
     """What a user types, one after the other, each on a port of its own. For ``data=file`` the second process has another
     current folder, as on another machine: it lacks a file that the first one has."""
     ended, here = [], Path.cwd()
-    for port, words in zip(ports, [*REFUSED, command.MADE, command.MADE], strict=True):
+    for port, words in zip(ports, [*REFUSED, command_line.GENERATED, command_line.GENERATED], strict=True):
         os.environ["MASTER_PORT"] = str(port)
         os.chdir(here / "other" if "data=file" in words and os.environ["RANK"] == "1" else here)
-        ended.append(command.train(*words))
+        ended.append(command_line.train(*words))
         if dist.is_initialized():  # as at the end of a process
             dist.destroy_process_group()
     return ended
@@ -57,7 +57,7 @@ def test_all_processes_say_a_mistake_once_and_one_writes_and_speaks(here):
     assert "training: outputs" in first[0].out and "2 processes" in first[0].out
     assert first[0].out.count("bits per byte  ") == 1 and "finished before" in first[1].out
     assert not any(one.out or one.err for one in second)
-    (folder,) = command.run_folders(here / "outputs")
+    (folder,) = command_line.run_folders(here / "outputs")
     row = read_rows(folder / RECORD)[0]
     assert row["processes"] == 2 and row["command"].startswith("torchrun --nproc-per-node=2 ")
     assert not os.listdir("other")
@@ -84,7 +84,7 @@ def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
     port = str(free_port())
     for name, value in (FOURTH | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
-    ended = command.train("variant=mhsa", *SMALL)
+    ended = command_line.train("variant=mhsa", *SMALL)
     (line,) = ended.err.splitlines()
     assert ended.code == 6 and f"did not meet the others at 127.0.0.1:{port}" in line
     assert "timed out" in line and "GLOO_SOCKET_IFNAME" in line and not os.listdir(here)
@@ -113,7 +113,7 @@ def lost(how: str) -> tuple[int, int, str]:
 @pytest.mark.parametrize("how", ["ended", "silent"])
 def test_a_process_that_is_lost_ends_the_others(how):
     (code, steps, reason), second = launch(lost, how)
-    assert (code, steps) == (6, 3) and isinstance(second, Dead)
+    assert (code, steps) == (6, 3) and isinstance(second, ExitedWithoutAnswer)
     assert ("timed out" in reason.lower()) == (how == "silent"), "one that has ended is noticed, and not waited for"
     assert reason.startswith("process 0 of 2: another one has ended or is silent (")
     assert reason.endswith("; the same command goes on")
@@ -167,7 +167,7 @@ def test_torchrun_begins_again_after_a_kill_and_stops_all_with_one_checkpoint(he
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
                 os.kill(int(children[1]), signal.SIGKILL)
                 killed = True
-        shown += process.communicate(timeout=PATIENCE_SECONDS)[0]
+        shown += process.communicate(timeout=TIMEOUT_SECONDS)[0]
     lost = re.search(r"^error: process 0 of 2: another one has ended .*; the same command goes on$", shown, re.M)
     stopped = re.search(r"stopped at .*; the same command goes on: torchrun --nproc-per-node=2", shown)
     assert lost and stopped, shown

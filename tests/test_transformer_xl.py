@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.attention_case import Case, assert_same, run
-from tests.composing import TINY, plan
+from tests.small_configs import TINY, plan
 from variants.attention import Attention
 from variants.transformer_xl import TransformerXL
 

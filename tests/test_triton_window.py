@@ -14,7 +14,7 @@ import variants
 from tests import window_case
 from tests.attention_case import assert_near
 from tests.efficient_attention import heads_inside
-from tests.needs import need
+from tests.requirements import require
 from variants.kernels import operation, triton_window, window
 from variants.kernels.window import Inputs, Window
 
@@ -28,7 +28,7 @@ KERNEL = partial(operation.attend, "kernel")
 
 @pytest.fixture
 def triton_installed():
-    need(importlib.util.find_spec("triton"), "triton is not installed")
+    require(importlib.util.find_spec("triton"), "triton is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_parts_are_merged_before_they_are_rounded(small_blocks):
 @pytest.fixture
 def executed(monkeypatch):
     """FLOPs of the interpreter's products, which a test may clear."""
-    need(DEVICE == "cpu", "products can be watched in the interpreter only")
+    require(DEVICE == "cpu", "products can be watched in the interpreter only")
     from triton.runtime.interpreter import InterpreterBuilder
 
     flops, product = [], InterpreterBuilder.create_dot

@@ -7,9 +7,9 @@ import torch
 
 from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.units import gathered
-from tests.composing import CONF, sized
-from tests.many import launch
-from tests.runs import CARRY, own_folder  # noqa: F401 - a fixture
+from tests.rank_processes import launch
+from tests.small_configs import CONF, sized
+from tests.small_runs import CARRY, temporary_cwd  # noqa: F401 - a fixture
 from tests.test_processes import divided_run
 
 pytestmark = pytest.mark.faults

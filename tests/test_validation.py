@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.device.runtime import compile_clock
-from tests.runs import make_job, make_run, own_folder, rows_of, run_job, stop, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import make_job, make_run, rows_of, run_job, stop, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 
 def validations(job) -> list[dict]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.device.runtime import Runtime
 from harness.loop.update import Update
-from tests.runs import MOVING, VARIANTS, make_run
+from tests.small_runs import MOVING, VARIANTS, make_run
 
 WAYS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the CPU's kernel reads spans

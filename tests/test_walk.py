@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.loop import trainer
 from harness.record import rows
-from tests.command import MADE, ROOT, empty_folder, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, ROOT, empty_folder, train  # noqa: F401 - a fixture
 from variants.kernels import window_cpu
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def test_walks_are_those_of_the_page(here, monkeypatch):
     watch(window_cpu, "_call", "kernel")
     watch(trainer, "score_stream", "score")
     watch(rows.Record, "append", "row")
-    ended = train(*MADE, "variant=mhsa", "eval.every=0.5")
+    ended = train(*GENERATED, "variant=mhsa", "eval.every=0.5")
     assert ended.code == 0, ended
     steps = [
         stack for stack in stacks["kernel"] if "harness/loop/update.py" in stack and "harness/loop/run.py" in stack

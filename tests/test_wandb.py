@@ -18,12 +18,12 @@ from bench.dashboard import pattern_of, workspace
 from harness.plan.build import plan_run
 from harness.record.rows import read_rows
 from harness.record.wandb_run import WandbRun, numbers
-from tests import forked
-from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders  # noqa: F401 - a fixture
-from tests.composing import CONF, compose_config, plan
-from tests.patience import PATIENCE_SECONDS
+from tests import script_process
+from tests.command_line import GENERATED, ROOT, TINY, call, empty_folder, run_folders  # noqa: F401 - a fixture
+from tests.small_configs import CONF, compose_config, plan
+from tests.timeouts import TIMEOUT_SECONDS
 
-SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget.", "eval.every"))) + MADE
+SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget.", "eval.every"))) + GENERATED
 """A training of a second that keeps W&B."""
 
 
@@ -37,13 +37,13 @@ def offline_runs(tmp_path_factory) -> list[tuple[Path, dict]]:
     environment |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_ERROR_REPORTING": "false", "PYTHONPATH": str(ROOT)}
     words = (*SIZES, "variant=adaptive_span,product_key_memory", "budget.steps=12", "eval.every=0.4", "eval.test=true")
     words += ("record.every_steps=3", "record.wandb.tags=[mine]", "eval.windows=true")
-    ended = forked.run("train.py", "-m", *words, folder=folder, environment=environment)
+    ended = script_process.run("train.py", "-m", *words, folder=folder, environment=environment)
     assert ended.code == 0, ended
 
     def read(run: Path) -> dict:
         (file,) = (run / "wandb").glob("offline-run-*")
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(file)]
-        process = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL, "timeout": PATIENCE_SECONDS}
+        process = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL, "timeout": TIMEOUT_SECONDS}
         return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, **process).stdout)
 
     return [(run, read(run)) for run in run_folders(folder / "outputs")]

@@ -7,8 +7,8 @@ from torch import nn
 from bench.cost_worker import LEARNED, Subject, Task, learned_spans, place_spans, shake_
 from bench.peer_workers import INSTALL, PACKAGES, Worker, version
 from harness.plan.build import Plan
-from tests.composing import plan, small
-from tests.needs import need
+from tests.requirements import require
+from tests.small_configs import plan, small
 
 SMALL = ("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=64", "batch.streams=2", "batch.segment=64")
 SMALL += ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
@@ -50,7 +50,7 @@ def test_every_parameter_gets_a_gradient_in_the_step_that_bench_cost_times(varia
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_and_in_that_of_a_peer(name):
-    need(version(PACKAGES[name]), f"{PACKAGES[name]}: {INSTALL}")
+    require(version(PACKAGES[name]), f"{PACKAGES[name]}: {INSTALL}")
     measured = Worker(task("mhsa", peer=name))
     measured.build()
     measured.train_memory()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import MADE, ROOT, TINY
-from tests.patience import PATIENCE_SECONDS
+from tests.command_line import GENERATED, ROOT, TINY
+from tests.timeouts import TIMEOUT_SECONDS
 from windtunnel.__main__ import BENCH
 
 PARTS = ("windtunnel", "variants", "harness", "bench", "conf")
@@ -59,8 +59,8 @@ def test_it_trains_and_the_door_opens_in_an_empty_folder(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     (tmp_path / "empty").mkdir()
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", TYPED, "train", *TINY, *MADE]
-    started = {"cwd": tmp_path / "empty", "env": environment, "timeout": PATIENCE_SECONDS}
+    command = [sys.executable, "-c", TYPED, "train", *TINY, *GENERATED]
+    started = {"cwd": tmp_path / "empty", "env": environment, "timeout": TIMEOUT_SECONDS}
     ended = subprocess.run(command, **started, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     (row,) = (tmp_path / "empty" / "outputs" / "latest").glob("summary.json")

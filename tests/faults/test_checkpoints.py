@@ -12,7 +12,7 @@ import torch
 from bench.planning import read_run
 from harness.record import checkpoint
 from harness.record.rows import RECORD
-from tests.runs import crash, make_job, own_folder, rows_of, run_job, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import crash, make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 GIVEN = ("variant=mhsa", "budget.steps=13", "checkpoint.every_steps=3", "eval.test=false")
 NEWEST, BEFORE, BEST = (f"checkpoints/{name}.pt" for name in ("step-000000009", "step-000000006", "best"))

@@ -14,8 +14,8 @@ from harness.device.units import gathered
 from harness.failures import Diverged
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
-from tests.many import launch
-from tests.runs import CARRY, DROPOUT, MOVING, SPARSE, VARIANTS, make_job, make_run, own_folder, run_job  # noqa: F401
+from tests.rank_processes import launch
+from tests.small_runs import CARRY, DROPOUT, MOVING, SPARSE, VARIANTS, make_job, make_run, run_job, temporary_cwd  # noqa: F401
 from tests.test_processes import divided_run
 
 OPTIMIZERS = {

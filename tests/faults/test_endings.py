@@ -8,7 +8,7 @@ import torch
 from harness.compose import cli
 from harness.failures import Damaged, Diverged, OutOfMemory, ProcessLost, StorageFailure, kind_of
 from harness.loop.run import Run
-from tests.command import MADE, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, empty_folder, run_folders, train  # noqa: F401 - a fixture
 
 
 def summary_of(here) -> dict:
@@ -41,7 +41,7 @@ def test_a_run_ends_with_code_status_and_one_message(error, code, status, here, 
         raise error
 
     monkeypatch.setattr(Run, "step", fail)
-    ended = train(*MADE)
+    ended = train(*GENERATED)
     assert ended.code == code and summary_of(here)["status"] == status
     assert ("Traceback" in ended.err) == (code == 1)
     assert code == 1 or ended.err.count("error: ") == ended.err.count("\n") == 1
@@ -49,7 +49,7 @@ def test_a_run_ends_with_code_status_and_one_message(error, code, status, here, 
 
 def test_out_of_memory_says_what_to_lower_and_who_predicts(here, monkeypatch):
     monkeypatch.setattr(Run, "step", lambda self: torch.empty(2**60))
-    ended = train(*MADE, "runtime.threads=1")
+    ended = train(*GENERATED, "runtime.threads=1")
     assert ended.code == OutOfMemory.exit_code and "Traceback" not in ended.err
     words = ("batch.streams=2", "batch.segment=32", "model.span=32", "batch.accumulate=1", "runtime.checkpoint=layers")
     assert all(word in ended.err for word in (*words, "python -m bench.fit with the same words"))
@@ -62,7 +62,7 @@ def test_a_sweep_ends_with_the_highest_code_of_its_jobs(here, monkeypatch):
         raise next(errors)
 
     monkeypatch.setattr(Run, "step", fail)
-    ended = train("-m", *MADE, "seed=0,1,2")
+    ended = train("-m", *GENERATED, "seed=0,1,2")
     assert ended.code == 4 and "0 of 3 done" in ended.out
     copy = cli.portable(StorageFailure("outputs: no space left"))  # as a job sends it to its sweep
     assert copy.code == StorageFailure.exit_code and str(copy) == "outputs: no space left"

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.attention_case import assert_near
-from tests.command import ROOT
-from tests.faults import sanitize
-from tests.patience import PATIENCE_SECONDS
+from tests.command_line import ROOT
+from tests.faults import sanitizer_runs
 from tests.test_native import computed
+from tests.timeouts import TIMEOUT_SECONDS
 from variants.kernels import native
 
 pytestmark = [pytest.mark.cpu_kernel, pytest.mark.faults]
@@ -47,14 +47,14 @@ def test_narrower_vectors_give_the_same(march, tmp_path):
 
 def test_no_complaint_of_the_sanitizers():
     """A hundred cases, or as many as ``CASES`` in the environment says."""
-    march = [*filter(sanitize.runs, sanitize.INSTRUCTIONS)][-1]
-    assert sanitize.sanitized(march, cases=int(os.environ.get("CASES", "100")), seed=1).returncode == 0
+    march = [*filter(sanitizer_runs.runs, sanitizer_runs.INSTRUCTIONS)][-1]
+    assert sanitizer_runs.sanitized(march, cases=int(os.environ.get("CASES", "100")), seed=1).returncode == 0
 
 
-@pytest.mark.parametrize("fault", sanitize.FAULTS)
+@pytest.mark.parametrize("fault", sanitizer_runs.FAULTS)
 def test_a_planted_fault_is_found(fault):
-    march = next(filter(sanitize.runs, sanitize.INSTRUCTIONS))
-    ended = sanitize.sanitized(march, fault=fault, cases=20, seed=0, capture_output=True, text=True)
+    march = next(filter(sanitizer_runs.runs, sanitizer_runs.INSTRUCTIONS))
+    ended = sanitizer_runs.sanitized(march, fault=fault, cases=20, seed=0, capture_output=True, text=True)
     assert ended.returncode != 0 and fault in ended.stderr
 
 
@@ -71,6 +71,6 @@ def test_tiles_in_use_compile_without_a_device_and_spill_nothing(tmp_path, what,
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.triton_spills", *what.split()]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" 0 bytes spilled") == kernels

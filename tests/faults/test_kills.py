@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from harness.record.rows import RECORD, SUMMARY
-from tests.command import run_folders
-from tests.forked import exit_code, started
-from tests.runs import SMALL, own_folder  # noqa: F401 - a fixture
+from tests.command_line import run_folders
+from tests.script_process import exit_code, started
+from tests.small_runs import SMALL, temporary_cwd  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.faults
 

@@ -17,11 +17,11 @@ from harness.loop import prepare
 from harness.plan.build import Plan
 from harness.record.folder import read_provenance
 from harness.record.rows import CONFIG, EVALUATIONS, FORMAT, RECORD
-from tests.command import call
-from tests.composing import CONF
+from tests.command_line import call
 from tests.faults.test_checkpoints import resigned
 from tests.faults.test_user_folder import MIXER, PAYLOAD
-from tests.runs import make_job, own_folder, whole_run  # noqa: F401 - a fixture
+from tests.small_configs import CONF
+from tests.small_runs import make_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 RUN = "theirs"

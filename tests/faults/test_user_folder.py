@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from harness import source
-from tests.command import MADE, TINY, call, empty_folder, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, TINY, call, empty_folder, train  # noqa: F401 - a fixture
 
 TOUCH = {"_target_": "torch.utils.collect_env.run", "command": "touch PWNED"}
 """A callable that Hydra's own list of forbidden ones does not know."""
@@ -79,14 +79,14 @@ def stranger(here):
 @pytest.mark.parametrize("way", PLACED)
 def test_hydras_keys_and_trust_count_from_the_command_line_only(here, way):
     write(here, BESIDE | PLACED[way])
-    message = refused(here, "-cd", "conf", *MADE, "recipe=evil")
+    message = refused(here, "-cd", "conf", *GENERATED, "recipe=evil")
     assert "may be set on the command line only" in message or "space.trust" in message
 
 
 def test_a_primary_file_of_the_folder_names_no_package(here):
     (here / "stranger" / "__init__.py").write_text(PAYLOAD, encoding="utf-8")
     write(here, {"evil.yaml": "defaults: [train, _self_]\nhydra: {searchpath: ['pkg://stranger']}\n"})
-    assert "hydra.searchpath" in refused(here, "-cd", "conf", "-cn", "evil", *MADE)
+    assert "hydra.searchpath" in refused(here, "-cd", "conf", "-cn", "evil", *GENERATED)
 
 
 def test_what_a_user_needs_is_read(here, monkeypatch):
@@ -107,19 +107,19 @@ def test_no_module_of_ours_is_looked_for_beside_a_folder(here):
         (here / package / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
         node = {"_target_": f"{package.replace('/', '.')}.evil.Evil", "_partial_": True}
         write(here, {"sublayer/evil.yaml": yaml.safe_dump(node)})
-        message = refused(here, "-cd", "conf", *MADE, "sublayer@variant.feed_forward=evil")
+        message = refused(here, "-cd", "conf", *GENERATED, "sublayer@variant.feed_forward=evil")
         assert "cannot be imported" in message or "allowed are classes of" in message
 
 
 def test_the_folder_where_a_command_is_typed_is_not_searched_unasked(here, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert "model.heads=3" in refused(here, *MADE, "model.heads=3") and str(here) not in sys.path
-    assert "PYTHONPATH" in refused(here, *MADE, "trust=[nowhere]") and str(here) in sys.path
+    assert "model.heads=3" in refused(here, *GENERATED, "model.heads=3") and str(here) not in sys.path
+    assert "PYTHONPATH" in refused(here, *GENERATED, "trust=[nowhere]") and str(here) in sys.path
 
 
 def test_a_message_has_an_end(here):
     write(here, {"sublayer/evil.yaml": yaml.safe_dump({"_target_": "stranger." + "a" * 9_000, "_partial_": True})})
-    message = refused(here, "-cd", "conf", *MADE, "sublayer@variant.feed_forward=evil")
+    message = refused(here, "-cd", "conf", *GENERATED, "sublayer@variant.feed_forward=evil")
     assert len(message) < 4200 and "variant.feed_forward._target_=stranger" in message and "trust=[..]" in message
 
 

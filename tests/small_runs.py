@@ -20,7 +20,7 @@ from harness.loop.prepare import prepare
 from harness.loop.run import Run
 from harness.loop.trainer import Trainer
 from harness.record.rows import RECORD, SUMMARY, read_rows
-from tests.composing import CONF, compose_config, plan
+from tests.small_configs import CONF, compose_config, plan
 from train import train
 
 SMALL = (
@@ -49,7 +49,7 @@ class PowerFailure(Exception):
 
 
 @pytest.fixture(name="here", autouse=True)
-def own_folder(tmp_path, monkeypatch) -> Path:
+def temporary_cwd(tmp_path, monkeypatch) -> Path:
     """A current folder of one's own; ``outputs`` is below it, the same word for every run."""
     monkeypatch.chdir(tmp_path)
     return tmp_path

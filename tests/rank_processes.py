@@ -13,11 +13,18 @@ from pathlib import Path
 import pytest
 
 from harness.device import cell
-from tests.patience import PATIENCE_SECONDS
+from tests.timeouts import TIMEOUT_SECONDS
 from variants.kernels import product_search, window_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
-AHEAD = ("tests.runs", "tests.command", "tests.test_processes", "train", "torch._dynamo", "hydra._internal.hydra")
+AHEAD = (
+    "tests.small_runs",
+    "tests.command_line",
+    "tests.test_processes",
+    "train",
+    "torch._dynamo",
+    "hydra._internal.hydra",
+)
 AHEAD += ("harness.device.spread",)
 """Imported before a process is wanted, also what torch and Hydra would otherwise import at their first use."""
 
@@ -32,14 +39,14 @@ def one_server() -> Iterator[None]:
             ahead.setenv("PYTHONPATH", str(ROOT))  # for what is imported ahead
             start(server)
 
-    forkserver.set_forkserver_preload(["tests.many", *AHEAD, *cell.PRELOAD, "tests.ahead"])
+    forkserver.set_forkserver_preload(["tests.rank_processes", *AHEAD, *cell.PRELOAD, "tests.server_preload"])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(forkserver, "set_forkserver_preload", lambda names: None)
         patched.setattr(forkserver.ForkServer, "ensure_running", ensure_running)
         yield
 
 
-class Dead(Exception):
+class ExitedWithoutAnswer(Exception):
     """A process that ended without an answer; the argument is its exit code."""
 
 
@@ -51,7 +58,7 @@ def free_port() -> int:
 
 def launch(function: Callable, *arguments, number: int = 2) -> list:
     """``function(*arguments)`` in each of ``number`` processes, as torchrun starts them; what they return, by rank, or
-    ``Dead``. They have this process's environment and current folder."""
+    ``ExitedWithoutAnswer``. They have this process's environment and current folder."""
     window_cpu.available(), product_search.available()  # built once here and not by each
     context, started = multiprocessing.get_context("forkserver"), []
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
@@ -81,11 +88,11 @@ def _answer(pipe, environment: dict, folder: str, function: Callable, arguments:
 
 
 def _result(process, pipe):
-    assert pipe.poll(PATIENCE_SECONDS), "a process hangs"
+    assert pipe.poll(TIMEOUT_SECONDS), "a process hangs"
     try:
         whole, answer = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join()
-        return Dead(process.exitcode)
+        return ExitedWithoutAnswer(process.exitcode)
     assert whole, answer
     return answer

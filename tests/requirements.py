@@ -5,7 +5,7 @@ import os
 import pytest
 
 
-def need(present: object, reason: str) -> None:
+def require(present: object, reason: str) -> None:
     """Skip with the reason unless ``present``; in CI, fail."""
     if not present:
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)

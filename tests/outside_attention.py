@@ -9,7 +9,7 @@ from variants.contract import WAYS, Honours, LayerContext, SublayerOutput
 from variants.kernels.window import Window
 
 
-class Offered(backends.OnKernels):
+class OutsideAttention(backends.OnKernels):
     honours = Honours(position=WAYS.keys(), attend_self={True, False}, span=True)
 
     def __init__(self, context: LayerContext):

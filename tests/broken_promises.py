@@ -2,8 +2,8 @@
 
 import torch
 
+from tests import broken_sublayers as broken
 from tests import promises as p
-from tests import toys
 from tests.promises import Gate, Sums, parameter, toy
 from variants.contract import LIMITS, Inspection, NeededFlops, Sublayer
 
@@ -24,7 +24,7 @@ def gives(change, base: type = Gate, **members) -> type:
 
 def mapped(change) -> type:
     """Whose map is ``change(shares)``."""
-    return toy(toys.Mapped, changed=lambda self, shares: Inspection(change(shares)))
+    return toy(broken.Mapped, changed=lambda self, shares: Inspection(change(shares)))
 
 
 def with_vectors(self, shares):
@@ -100,8 +100,8 @@ FUTURES = {p.FUTURE_EVAL, p.FUTURE_TRAIN}
 ONE_ON = f"15 x 15 bytes .*, all from byte 1 on changed: {PLACE}"
 CUT = rf"eval, 3 x 15 bytes without a past cut at 1: {PLACE}"
 UNSEEN = r"eval: layers\.0\.part0 gives the same at byte {} changed, .* {}"
-quarter = toy(toys.OfDistances, reach=lambda self: 4 * len(self.weight) - 1)
-half_in_evaluation = toy(toys.OfDistances, halved=property(lambda self: not self.training))
+quarter = toy(broken.OfDistances, reach=lambda self: 4 * len(self.weight) - 1)
+half_in_evaluation = toy(broken.OfDistances, halved=property(lambda self: not self.training))
 in_part = hears(lambda self, x: 0.5 * x + 0.5 * x.detach())
 twice = toy(gives=lambda self, out, x, collect: out._replace(y=out.y * (2 if collect else 1)))
 forgetting = toy(gives=lambda self, out, x, collect: out._replace(state=x[:, -1].detach()))
@@ -121,30 +121,30 @@ BROKEN = {
     "Undeclared": (toy(Sums, honours=None, reach=Sublayer.reach), {p.REACH}, ".*: what sees a past declares honours and"),
     "Unsaid": (toy(Sums, reach=Sublayer.reach), {p.REACH, p.USED}, "NotImplementedError: Toy says what it honours"),
     "ShortReach": (toy(Sums, reach=lambda self: 9), {p.REACH}, ".*, beyond its reach of 9$"),
-    "ReachesThroughState": (toys.ReachesThroughState, {p.REACH, p.INFLUENCE}, ""),
-    "Wrapped": (toys.Wrapped, {p.REACH}, ""),
-    "OneBlock": (toy(toys.Delayed, period=1), {p.GRADIENT, p.INFLUENCE}, ""),
-    "BatchNormUndeclared": (toys.BatchNormUndeclared, {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES}, ""),
+    "ReachesThroughState": (broken.ReachesThroughState, {p.REACH, p.INFLUENCE}, ""),
+    "Wrapped": (broken.Wrapped, {p.REACH}, ""),
+    "OneBlock": (toy(broken.Delayed, period=1), {p.GRADIENT, p.INFLUENCE}, ""),
+    "BatchNormUndeclared": (broken.BatchNormUndeclared, {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES}, ""),
     "Mixes": (hears(lambda self, x: x + 1e-4 * x.mean(dim=0)), {p.STREAMS}, f"eval, stream 0 changed: {PLACE}"),
     "MixesInTraining": (hears(mean_in_training), {p.STREAMS, p.MODES}, f"train, stream 0 changed: {PLACE}"),
     "MixesBeyondEight": (mixing, {p.STREAMS}, f"eval, 17 streams at once: {PLACE}; train, .*"),
     "Forgets": (toy(Sums, reads=lambda self, state: None), {p.SEGMENTS}, CUT),
     "ForgetsInTraining": (toy(Sums, reads=lambda self, state: None if self.training else state), {p.SEGMENTS, p.MODES}, ""),
-    "ForgetsOneKey": (toys.ForgetsOneKey, {p.SEGMENTS}, ""),
+    "ForgetsOneKey": (broken.ForgetsOneKey, {p.SEGMENTS}, ""),
     "IgnoresThePast": (forgetting, {p.INFLUENCE}, r"eval, byte 2 changed: .* byte 3 did not"),
     # it is learned from hardly at all
     "FaintPast": (gives(lambda self, y, x: 1e-4 * y + self.gate(x).sigmoid() * self.value(x), Sums), {p.INFLUENCE}, ""),
-    "MapOfMore": (toy(toys.Mapped, changed=with_vectors), {p.MAP}, "layers.0.part0: what byte 0 takes .*: in all 2$"),
+    "MapOfMore": (toy(broken.Mapped, changed=with_vectors), {p.MAP}, "layers.0.part0: what byte 0 takes .*: in all 2$"),
     "MapOfSigns": (mapped(lambda shares: 2 * shares - shares.roll(1, dims=-1)), {p.MAP}, "[^;]*$"),
     "MapOfTheFuture": (mapped(lambda shares: shares.flip(-1)), {p.MAP}, ".* byte 0 takes 1 of byte 14, which it cannot see"),
     "MapOfTheBlind": (mapped(lambda shares: shares.tril(-1) / shares.tril(-1).sum(-1, keepdim=True)), {p.MAP}, ".*nan"),
     "MapWithoutHeads": (mapped(lambda shares: shares[:, 0]), {p.MAP}, r".*\[B, H, T, T\]"),
     "Attached": (toy(Sums, carry=lambda self, sums: sums), {p.DETACHED}, r"eval: a tensor \(3, 16\) of the state is not det"),
-    "StreamsLast": (toys.StreamsLast, {p.DETACHED, p.STREAMS}, ""),
-    "OverwritesState": (toys.OverwritesState, {p.WRITES, p.STREAMS}, ""),
+    "StreamsLast": (broken.StreamsLast, {p.DETACHED, p.STREAMS}, ""),
+    "OverwritesState": (broken.OverwritesState, {p.WRITES, p.STREAMS}, ""),
     "Counts": (hears(counts, also=begin_count), {p.WRITES}, r"eval: a forward changed layers\.0\.part0\.sublayer\.count"),
-    "Remembers": (toys.Remembers, None, rf"eval, the same forward again after another: {PLACE}"),
-    "SizedState": (toys.SizedState, {p.PROJECTION}, r"RuntimeError: .* \(eval, byte 1 to 5, toys.py line \d+\)"),
+    "Remembers": (broken.Remembers, None, rf"eval, the same forward again after another: {PLACE}"),
+    "SizedState": (broken.SizedState, {p.PROJECTION}, r"RuntimeError: .* \(eval, byte 1 to 5, broken_sublayers.py line \d+\)"),
     "Shrinks": (toy(project_=lambda self: self.value.weight.data.mul_(0.5)), {p.PROJECTION, p.SAVED}, ""),
     # a root of a parameter that nothing keeps positive, although there is a ``project_``
     "Illegal": (gives(lambda self, y, x: y * self.own.sqrt(), **clamped(None, 2)), {p.PROJECTION}, ""),
@@ -173,7 +173,7 @@ BROKEN = {
     "Exponentials": (gives(exponentials), {p.LARGE}, ""),
     "VanishesBackwards": (gives(vanishes_backwards), {p.LARGE}, ""),
     "Cautious": (toy(limits=LIMITS), {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES}, "limit segments is declared, but"),
-    "DoubledKeys": (toys.DoubledKeys, {p.DERIVATIVE}, r"train: along a direction of embedding\.weight the loss changes by"),
+    "DoubledKeys": (broken.DoubledKeys, {p.DERIVATIVE}, r"train: along a direction of embedding\.weight the loss changes by"),
     "ScaledBackwards": (in_part, {p.DERIVATIVE}, ""),
     "HalfInEvaluation": (half_in_evaluation, {p.MODES}, rf"train without dropout, against eval: {PLACE}"),
     "Noisy": (noisy, {p.MODES}, r"train: draws random numbers that are not dropout's.*"),

@@ -12,8 +12,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.command import ROOT, Ended
-from tests.patience import PATIENCE_SECONDS
+from tests.command_line import ROOT, CommandOutcome
+from tests.timeouts import TIMEOUT_SECONDS
 
 
 @contextmanager
@@ -38,17 +38,17 @@ def started(script: str | Path, *words: str, out: Path, err: Path | None = None,
         process.join()
 
 
-def run(script: str | Path, *words: str, folder: Path, environment: dict[str, str]) -> Ended:
+def run(script: str | Path, *words: str, folder: Path, environment: dict[str, str]) -> CommandOutcome:
     """``python SCRIPT WORDS`` to its end."""
     with TemporaryDirectory() as said:
         out, err = Path(said, "out"), Path(said, "err")
         with started(script, *words, out=out, err=err, folder=folder, environment=environment) as process:
-            return Ended(code=exit_code(process), out=out.read_text(), err=err.read_text())
+            return CommandOutcome(code=exit_code(process), out=out.read_text(), err=err.read_text())
 
 
 def exit_code(process: BaseProcess) -> int:
     """Of a process that ends by itself."""
-    process.join(PATIENCE_SECONDS)
+    process.join(TIMEOUT_SECONDS)
     assert process.exitcode is not None, "a process hangs"
     return process.exitcode
 

@@ -22,12 +22,12 @@ TINY = (
     "record.wandb.mode=disabled",
 )
 """A run of a second."""
-MADE = ("data=recall", "data.bytes=60000")
+GENERATED = ("data=recall", "data.bytes=60000")
 """A corpus that is made, not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class CommandOutcome:
     """How a command ended: exit code, standard output and standard error."""
 
     code: int
@@ -35,7 +35,7 @@ class Ended:
     err: str
 
 
-def call(script: str, *words: str) -> Ended:
+def call(script: str, *words: str) -> CommandOutcome:
     """``python SCRIPT WORDS`` from the current folder, in this process; ``script`` is relative to the repository."""
     source.forget()
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
@@ -51,10 +51,10 @@ def call(script: str, *words: str) -> Ended:
         GlobalHydra.instance().clear()
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-    return Ended(code=code, out=out.getvalue(), err=err.getvalue())
+    return CommandOutcome(code=code, out=out.getvalue(), err=err.getvalue())
 
 
-def train(*words: str) -> Ended:
+def train(*words: str) -> CommandOutcome:
     """``python train.py`` with a model and a budget so small that it ends in a second; flags come first in ``words``."""
     first = next((i for i, word in enumerate(words) if "=" in word), len(words))
     return call("train.py", *words[:first], *TINY, *words[first:])

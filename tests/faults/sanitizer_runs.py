@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tests.attention_case import DOUBLE, assert_same
-from tests.command import ROOT
+from tests.command_line import ROOT
 from tests.window_case import ADDED, Case, kernel
 from variants.adaptive_span import bucket
 from variants.kernels import native, product_search, window, window_cpu
@@ -43,7 +43,7 @@ def runs(march: str) -> bool:
 def sanitized(march: str, *, cases: int, seed: int, fault: str = "", **how) -> subprocess.CompletedProcess:
     """The end of a process in which the kernels are compiled for one instruction set, with the sanitizers."""
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
-    command = [sys.executable, "-m", "tests.faults.sanitize", str(cases), str(seed), fault]
+    command = [sys.executable, "-m", "tests.faults.sanitizer_runs", str(cases), str(seed), fault]
     with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
         # Leaks would be Python's; the compiler itself is not looked at.
         places = {"CXX": f"env -u LD_PRELOAD g++ {SANITIZERS}", native.MARCH: march, native.FOLDER: folder}

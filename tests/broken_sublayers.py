@@ -1,4 +1,4 @@
-"""Small sublayers that are wrong in more than a line: see ``tests/broken.py`` for the promises that they break."""
+"""Small sublayers that are wrong in more than a line: see ``tests/broken_promises.py`` for the promises that they break."""
 
 from dataclasses import replace
 

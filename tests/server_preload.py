@@ -5,8 +5,8 @@ import gc
 
 from harness import source
 from harness.loop import scoring
-from tests.composing import plan
-from tests.runs import MOVING, SMALL, _hydra
+from tests.small_configs import plan
+from tests.small_runs import MOVING, SMALL, _hydra
 
 scoring.PLACES = 6  # as in conftest.py
 _hydra()

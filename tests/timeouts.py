@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-PATIENCE_SECONDS = 300
+TIMEOUT_SECONDS = 300
 """Less than processes of one run wait for each other (``harness.device.processes.PATIENCE``): that long is a hang, too."""
 
 T = TypeVar("T")
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 def wait_for(look: Callable[[], T], what: str) -> T:
     """What ``look`` returns once that is true."""
-    end = time.monotonic() + PATIENCE_SECONDS
+    end = time.monotonic() + TIMEOUT_SECONDS
     while not (answer := look()):
         assert time.monotonic() < end, f"{what} has not come"
         time.sleep(0.02)
