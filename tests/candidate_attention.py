@@ -1,4 +1,4 @@
-"""Attention that offers candidates to be proven on any device: a right one, and some that are wrong in a way of their own."""
+"""Attention with one correct and two wrong backends, for the tests that select a backend on an untested device."""
 
 import ctypes
 
@@ -10,10 +10,10 @@ from variants.contract import LayerContext, SublayerOutput
 
 
 class Offering(Attention):
-    """Multi-head attention whose ``fused`` is right; the gradient of ``kernel`` is wrong, and ``chunked`` crashes.
+    """Multi-head attention: backend ``fused`` is correct, ``kernel`` has a wrong gradient, ``chunked`` crashes.
 
     Args:
-        offered: names, in order of preference.
+        offered: names of backends, in order of preference.
     """
 
     def __init__(self, context: LayerContext, *, offered: list):

@@ -1,4 +1,4 @@
-"""The command line in this process: what a user types, what comes back, and what is left behind; no second for imports."""
+"""Commands run inside the test process, which saves the seconds that a new process spends on imports."""
 
 import contextlib
 import io
@@ -21,9 +21,9 @@ TINY = (
     *("eval.every=0", "eval.windows=false", "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1"),
     "record.wandb.mode=disabled",
 )
-"""A run of a second."""
+"""Words of a training command that ends in a second."""
 GENERATED = ("data=recall", "data.bytes=60000")
-"""A corpus that is made, not read."""
+"""Words that choose a generated corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class CommandOutcome:
 
 
 def call(script: str, *words: str) -> CommandOutcome:
-    """``python SCRIPT WORDS`` from the current folder, in this process; ``script`` is relative to the repository."""
+    """Run ``python SCRIPT WORDS`` in this process. ``script`` is relative to the repository."""
     source.forget()
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -55,7 +55,7 @@ def call(script: str, *words: str) -> CommandOutcome:
 
 
 def train(*words: str) -> CommandOutcome:
-    """``python train.py`` with a model and a budget so small that it ends in a second; flags come first in ``words``."""
+    """Run ``python train.py`` with ``TINY`` and ``words``, in which flags come first."""
     first = next((i for i, word in enumerate(words) if "=" in word), len(words))
     return call("train.py", *words[:first], *TINY, *words[first:])
 
@@ -66,7 +66,7 @@ def run_folders(outputs: Path) -> list[Path]:
 
 @pytest.fixture(name="here")
 def empty_folder(tmp_path, monkeypatch) -> Path:
-    """An empty folder to type commands in, a cache of its own, and a network that refuses at once."""
+    """An empty current folder, with an empty cache and a network that refuses every connection."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

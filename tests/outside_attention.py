@@ -1,4 +1,4 @@
-"""An outsider's attention that has its kernels from here: ``variants/backends.py`` says what is offered."""
+"""An attention from outside the repository that uses our kernels through ``variants/backends.py`` only."""
 
 from einops import rearrange
 from torch import nn

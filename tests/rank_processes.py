@@ -1,4 +1,7 @@
-"""Processes for tests, started in a tenth of a second: forks of one that has imported everything and computed nothing."""
+"""The ranks of a distributed run, as forks of a server that has imported everything and computed nothing.
+
+A fork starts in a tenth of a second.
+"""
 
 import multiprocessing
 import os
@@ -20,23 +23,23 @@ ROOT = Path(__file__).resolve().parents[1]
 AHEAD = (
     "tests.small_runs",
     "tests.command_line",
-    "tests.test_processes",
+    "tests.test_distributed_training",
     "train",
     "torch._dynamo",
     "hydra._internal.hydra",
 )
 AHEAD += ("harness.device.spread",)
-"""Imported before a process is wanted, also what torch and Hydra would otherwise import at their first use."""
+"""Modules that the server imports. Some of them torch and Hydra would otherwise import at their first use."""
 
 
 @contextmanager
 def one_server() -> Iterator[None]:
-    """Whoever forks a process first, the server has imported what all tests need of it, cells of bench included."""
+    """Context in which one fork server serves all tests, with every module preloaded that any of them needs."""
     start = forkserver.ForkServer.ensure_running
 
     def ensure_running(server: forkserver.ForkServer) -> None:
-        with pytest.MonkeyPatch.context() as ahead:
-            ahead.setenv("PYTHONPATH", str(ROOT))  # for what is imported ahead
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("PYTHONPATH", str(ROOT))  # the server imports the preloaded modules by it
             start(server)
 
     forkserver.set_forkserver_preload(["tests.rank_processes", *AHEAD, *cell.PRELOAD, "tests.server_preload"])
@@ -47,7 +50,7 @@ def one_server() -> Iterator[None]:
 
 
 class ExitedWithoutAnswer(Exception):
-    """A process that ended without an answer; the argument is its exit code."""
+    """A process ended without an answer. The argument is its exit code."""
 
 
 def free_port() -> int:
@@ -56,21 +59,25 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(function: Callable, *arguments, number: int = 2) -> list:
-    """``function(*arguments)`` in each of ``number`` processes, as torchrun starts them; what they return, by rank, or
-    ``ExitedWithoutAnswer``. They have this process's environment and current folder."""
-    window_cpu.available(), product_search.available()  # built once here and not by each
+def launch(function: Callable, *arguments, world_size: int = 2) -> list:
+    """Call ``function(*arguments)`` in ``world_size`` processes with the variables that torchrun sets.
+
+    The processes have this process's environment and current folder.
+
+    Returns: by rank, what the function returns, or ``ExitedWithoutAnswer``.
+    """
+    window_cpu.available(), product_search.available()  # compile once, before the processes start
     context, started = multiprocessing.get_context("forkserver"), []
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
-    for rank in range(number):
-        pipe, end_of_child = context.Pipe(duplex=False)
-        environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(number)}
-        words = (end_of_child, environment, os.getcwd(), function, arguments)
-        started.append((context.Process(target=_answer, args=words), pipe))
-        started[-1][0].start()
-        end_of_child.close()
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    for rank in range(world_size):
+        pipe, child_pipe = context.Pipe(duplex=False)
+        environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+        process = context.Process(target=_answer, args=(child_pipe, environment, os.getcwd(), function, arguments))
+        process.start()
+        started.append((process, pipe))
+        child_pipe.close()
     try:
-        return [_result(process, pipe) for process, pipe in started]
+        return [_receive(process, pipe) for process, pipe in started]
     finally:
         for process, _ in started:
             process.kill()
@@ -78,21 +85,22 @@ def launch(function: Callable, *arguments, number: int = 2) -> list:
 
 
 def _answer(pipe, environment: dict, folder: str, function: Callable, arguments: tuple) -> None:
+    """Send whether the call succeeded, and what it returned or its traceback."""
     os.environ.update(environment)
     os.chdir(folder)
     try:
         answer = (True, function(*arguments))
     except BaseException:
         answer = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(answer))  # send() would share tensors with a process that has ended by then
+    pipe.send_bytes(pickle.dumps(answer))  # send() shares tensors' memory, which ends with this process
 
 
-def _result(process, pipe):
+def _receive(process, pipe):
     assert pipe.poll(TIMEOUT_SECONDS), "a process hangs"
     try:
-        whole, answer = pickle.loads(pipe.recv_bytes())
+        succeeded, answer = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join()
         return ExitedWithoutAnswer(process.exitcode)
-    assert whole, answer
+    assert succeeded, answer
     return answer

@@ -1,4 +1,4 @@
-"""What some tests need and not every machine has; the gate installs all of it, so there its absence is a failure."""
+"""Requirements of single tests that a machine may lack. CI installs all of them, so their absence there is a failure."""
 
 import os
 

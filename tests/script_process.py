@@ -1,5 +1,7 @@
-"""``python train.py`` in a process of its own that signals and kill -9 are for, in a tenth of its usual time: forked from
-one that has imported everything and computed nothing."""
+"""A script such as ``train.py`` in a separate process that a test can signal and kill.
+
+The process is forked from a server that has imported everything, so it starts in a tenth of the usual time.
+"""
 
 import multiprocessing
 import os
@@ -17,17 +19,26 @@ from tests.timeouts import TIMEOUT_SECONDS
 
 
 @contextmanager
-def started(script: str | Path, *words: str, out: Path, err: Path | None = None, **places) -> Iterator[BaseProcess]:
-    """``python SCRIPT WORDS`` as the leader of a session; at the end of the block it is gone, and what it started there.
+def started(
+    script: str | Path,
+    *words: str,
+    out: Path,
+    err: Path | None = None,
+    folder: Path | None = None,
+    environment: dict[str, str] | None = None,
+) -> Iterator[BaseProcess]:
+    """Run ``python SCRIPT WORDS`` as the leader of a session. At the end of the block it and its children are killed.
 
     Args:
         script: absolute, or relative to the repository.
-        out: the file for its standard output, and for its standard error unless that has one.
-        places: its ``folder`` and all of its ``environment``; otherwise those of this process.
+        out: the file for standard output.
+        err: the file for standard error; ``out`` by default.
+        folder: the current folder of the process; by default that of this process.
+        environment: all environment variables of the process; by default those of this process.
     """
     context = multiprocessing.get_context("forkserver")
-    places = {"folder": Path.cwd(), "environment": dict(os.environ)} | places
-    process = context.Process(target=_run, args=(ROOT / script, words, out, err or out), kwargs=places)
+    surroundings = {"folder": folder or Path.cwd(), "environment": environment or dict(os.environ)}
+    process = context.Process(target=_run, args=(ROOT / script, words, out, err or out), kwargs=surroundings)
     process.start()
     try:
         yield process
@@ -39,15 +50,15 @@ def started(script: str | Path, *words: str, out: Path, err: Path | None = None,
 
 
 def run(script: str | Path, *words: str, folder: Path, environment: dict[str, str]) -> CommandOutcome:
-    """``python SCRIPT WORDS`` to its end."""
-    with TemporaryDirectory() as said:
-        out, err = Path(said, "out"), Path(said, "err")
+    """Run ``python SCRIPT WORDS`` to its end."""
+    with TemporaryDirectory() as output:
+        out, err = Path(output, "out"), Path(output, "err")
         with started(script, *words, out=out, err=err, folder=folder, environment=environment) as process:
             return CommandOutcome(code=exit_code(process), out=out.read_text(), err=err.read_text())
 
 
 def exit_code(process: BaseProcess) -> int:
-    """Of a process that ends by itself."""
+    """Wait for a process to end by itself and return its exit code."""
     process.join(TIMEOUT_SECONDS)
     assert process.exitcode is not None, "a process hangs"
     return process.exitcode
@@ -57,11 +68,11 @@ def _run(
     script: Path, words: tuple[str, ...], out: Path, err: Path, *, folder: Path, environment: dict[str, str]
 ) -> None:
     os.setsid()
-    for number, path in ((1, out), (2, err)):
+    for descriptor, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, number)
+        os.dup2(file, descriptor)
         os.close(file)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, encoding="utf-8") for number in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, encoding="utf-8") for descriptor in (1, 2))
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -1,5 +1,7 @@
-"""Imported last by the server whose forks are the processes of tests: what every run composes is there before a fork, and a
-job's first collection need not look at what was imported."""
+"""Last module that the fork server imports: it composes a configuration and freezes the garbage collector.
+
+Test processes are forks of that server, so they inherit the composed configuration and the frozen objects.
+"""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Configurations for tests: composed from ``conf/`` as the command line does, and small enough for a step in no time."""
+"""Configurations for tests, composed from ``conf/`` as the command line composes them, and plans of small models."""
 
 import copy
 from functools import cache
@@ -30,7 +30,10 @@ TINY = (
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
-    """What ``python train.py`` would be given. Hydra composes each choice of files once, and sets the other words on a copy."""
+    """The configuration of a command with these overrides.
+
+    Hydra composes each choice of files once. The other overrides are set on a copy.
+    """
     parsed = {word: _parsed(word) for word in overrides}
     files = tuple(word for word, override in parsed.items() if _chooses_a_file(override))
     if len(parsed) < len(overrides):
@@ -51,7 +54,7 @@ READ = ConfigRepository.load_config
 
 
 def _load(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
-    """A copy of a file that was read before: reading takes as long as all else of a composition."""
+    """A copy of a cached configuration file. Reading files takes half of the time of a composition."""
     if config_path not in FILES:
         FILES[config_path] = READ(repository, config_path)
     if result := copy.copy(FILES[config_path]):
@@ -65,7 +68,7 @@ def _parsed(word: str) -> Override:
 
 
 def _chooses_a_file(override: Override) -> bool:
-    """Whether Hydra needs the word before it reads files; it refuses a list of choices there as well."""
+    """Whether Hydra needs the override before it reads files."""
     group = override.key_or_group
     return group in GROUPS or group.startswith("hydra") or override.package is not None or override.is_sweep_override()
 
@@ -76,33 +79,38 @@ def variant_file(variant: str) -> dict:
 
 
 def small(variant: str, *, slot: str | None = None) -> list[str]:
-    """Words with which a variant, or its sublayer in a ``slot``, fits ``TINY``: the keywords that its file has for that."""
+    """Overrides that shrink a variant to ``TINY``, as ``small`` in its file has them.
+
+    Args:
+        slot: name of the sublayer in the configuration, if not that of the variant's file.
+    """
     node = (variant_file(variant).get("small") or {}).items()
     return [
         f"variant.{slot or name}.{key}={'null' if value is None else value}"
-        for name, own in node
+        for name, keywords in node
         if name != "model"
-        for key, value in own.items()
+        for key, value in keywords.items()
     ]
 
 
 def sized(variant: str) -> list[str]:
-    """Words that choose a variant at the small sizes that its file names, those of the model as well."""
+    """Overrides that choose a variant and set the small sizes in its file, those of the model included."""
     sizes = (variant_file(variant).get("small") or {}).get("model") or {}
     return [f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes.items())]
 
 
 def plan(*overrides: str) -> Plan:
+    """The plan of ``python train.py`` with these overrides."""
     return plan_run(compose_config(*overrides))
 
 
 def recall() -> Corpus:
-    """A corpus that is made, not read."""
+    """A small generated corpus."""
     return corpora.load("recall", bytes=20_000)
 
 
 def one_step(plan: Plan, corpus: Corpus) -> dict:
-    """Build the run and take a training step on ``corpus``, whatever the plan's data are: a row of the record."""
+    """Build a run, take one training step on ``corpus`` and return the row of the record."""
     run = Trainer(plan, corpus, runtime.start(plan.runtime))
     run.step()
     return run.train_row()

@@ -1,4 +1,4 @@
-"""Whole runs for tests: composed, prepared and trained in this process by the very code of ``train.py``, in a second."""
+"""Small training runs, composed, prepared and trained in the test process by the code of ``train.py``."""
 
 import copy
 import json
@@ -45,35 +45,35 @@ CARRY = ("batch.carry=true",)
 
 
 class PowerFailure(Exception):
-    """In place of the end of the process."""
+    """Raised in place of ending the process."""
 
 
 @pytest.fixture(name="here", autouse=True)
 def temporary_cwd(tmp_path, monkeypatch) -> Path:
-    """A current folder of one's own; ``outputs`` is below it, the same word for every run."""
+    """An empty current folder, so that every run can use the same relative path ``outputs``."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def elsewhere(here: Path, monkeypatch) -> None:
-    """Another current folder, where ``outputs`` is empty."""
+    """Change to another folder, which has no ``outputs`` yet."""
     (here / "other").mkdir()
     monkeypatch.chdir(here / "other")
 
 
 def make_run(*overrides: str) -> Trainer:
-    """A run that stands before its first step, without a folder."""
+    """A trainer before its first step, without a run folder."""
     plan_ = plan(*SMALL, *overrides)
     return Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime))
 
 
 def tensors(state) -> list[torch.Tensor]:
-    """Those of a carried state."""
+    """All tensors of a carried state."""
     return [state] if isinstance(state, torch.Tensor) else [t for part in state or () for t in tensors(part)]
 
 
 def make_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
-    """What ``python train.py`` prepares, in the current folder."""
+    """The run that ``python train.py`` prepares in the current folder."""
     typed = copy.deepcopy(_hydra())
     typed.hydra.overrides.task = [*SMALL, *overrides]
     HydraConfig.instance().set_config(typed)
@@ -89,30 +89,30 @@ def _hydra() -> DictConfig:
 
 
 def run_job(job: Run) -> dict:
-    """Train to the end; returns the summary that was written."""
+    """Train to the end and return the written summary."""
     train(job)
     return json.loads((job.folder.path / SUMMARY).read_text())
 
 
 def whole_run(*overrides: str) -> tuple[Run, dict]:
-    """A job run to its end, and its summary."""
+    """Prepare a run and train it to the end. Returns the run and its summary."""
     job = make_job(*overrides)
     return job, run_job(job)
 
 
 def repeatable(row: dict) -> dict:
-    """The part of a row that the same seed, device and configuration give again, bit for bit."""
+    """The keys of a row that are equal bit for bit for the same seed, device and configuration."""
     return {key: value for key, value in row.items() if key not in ("clock", "memory")}
 
 
 def rows_of(job: Run) -> list[dict]:
-    """What the record must have bit for bit, less the commit: somebody may commit between two runs."""
+    """The rows of the record without times, memory and commit. All else must repeat bit for bit."""
     rows = [repeatable(row) for row in read_rows(job.folder.path / RECORD)]
     return [{key: value for key, value in row.items() if key != "commit"} for row in rows]
 
 
 def after_step(job: Run, step: int, do: Callable[[], None]) -> Run:
-    """Have ``do`` called right after the job's step of that number."""
+    """Call ``do`` right after step number ``step`` of the job."""
     inner = job.step
 
     def stepping() -> None:
@@ -125,7 +125,7 @@ def after_step(job: Run, step: int, do: Callable[[], None]) -> Run:
 
 
 def stop(job: Run, *, step: int) -> None:
-    """Train until SIGTERM comes during that step, and expect the exit that it asks for."""
+    """Train, send SIGTERM during that step, and assert the exit code of SIGTERM."""
     after_step(job, step, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         run_job(job)
@@ -133,7 +133,7 @@ def stop(job: Run, *, step: int) -> None:
 
 
 def crash(job: Run, *, step: int) -> None:
-    """Train until the process dies in that step, as it does when power fails: nothing is saved."""
+    """Train until that step, then stop as if power failed, so that nothing more is saved."""
 
     def die() -> None:
         raise PowerFailure

@@ -1,5 +1,5 @@
 """Adaptive span: its trimming, loss and numbers, and that moving spans compile nothing anew; persistent vectors: their scale and
-their share of the softmax. ``test_by_reference.py`` has values and gradients, also at both kinks of the mask."""
+their share of the softmax. ``test_attention_references.py`` has values and gradients, also at both kinks of the mask."""
 
 from functools import partial
 

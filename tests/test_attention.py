@@ -1,6 +1,6 @@
 """Attention beyond its reference: biases, the state that heads carry apart, its memory, bfloat16, and which backend it takes.
 
-``test_by_reference.py`` has its values and gradients.
+``test_attention_references.py`` has its values and gradients.
 """
 
 from unittest.mock import patch

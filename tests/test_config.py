@@ -40,7 +40,7 @@ def test_every_command_composes():
 
 
 SPACES = {f"variant/{path.stem}" for path in (CONF / "space").glob("*.yaml")}
-"""Variants that are tuned; ``test_gate.py`` plans the others as well, at the sizes that their files name."""
+"""Variants that are tuned; ``test_variant_contract.py`` plans the others as well, at the sizes that their files name."""
 ALONE = [file for file in FILES if file in SPACES or not file.startswith(("sublayer/", "space/", "sweep/", "variant/"))]
 
 

@@ -69,7 +69,7 @@ def test_predictions_are_what_is_measured(monkeypatch):
     with a fixed size the high-water mark is that of memory in use.
     """
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    measured = {case: launch(peak_bytes, words, number=1)[0] for case, words in CASES.items()}
+    measured = {case: launch(peak_bytes, words, world_size=1)[0] for case, words in CASES.items()}
     predicted = {case: predict(plan(*words))["predicted_peak_bytes"] for case, words in CASES.items()}
     assert min(measured.values()) > 50 * MIB
     assert predicted == pytest.approx(measured, rel=0.1)

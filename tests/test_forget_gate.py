@@ -1,4 +1,4 @@
-"""The forget gate (2503.02130): its limit, and far into a stream. ``test_by_reference.py`` has values and gradients."""
+"""The forget gate (2503.02130): its limit, and far into a stream. ``test_attention_references.py`` has values and gradients."""
 
 from functools import partial
 

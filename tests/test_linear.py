@@ -1,6 +1,6 @@
 """Attention by carried sums, linear and Performer's: their scales, memory and cost, and Performer's random directions.
 
-``test_by_reference.py`` has values and gradients.
+``test_attention_references.py`` has values and gradients.
 """
 
 import pytest

@@ -1,19 +1,19 @@
-"""How long a test waits for what must come: a guard against hanging, tens of times what a quiet machine takes."""
+"""Timeouts of tests: guards against hanging, tens of times longer than a quiet machine needs."""
 
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 TIMEOUT_SECONDS = 300
-"""Less than processes of one run wait for each other (``harness.device.processes.PATIENCE``): that long is a hang, too."""
+"""Shorter than the time for which processes of a run wait for each other."""
 
 T = TypeVar("T")
 
 
-def wait_for(look: Callable[[], T], what: str) -> T:
-    """What ``look`` returns once that is true."""
+def wait_for(condition: Callable[[], T], event: str) -> T:
+    """Wait until ``condition()`` is true and return its value. AssertionError names the ``event`` after the timeout."""
     end = time.monotonic() + TIMEOUT_SECONDS
-    while not (answer := look()):
-        assert time.monotonic() < end, f"{what} has not come"
+    while not (answer := condition()):
+        assert time.monotonic() < end, f"{event} did not happen"
         time.sleep(0.02)
     return answer

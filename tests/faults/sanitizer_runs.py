@@ -1,4 +1,4 @@
-"""Our C++ kernels under the address and undefined-behaviour sanitizers, over random shapes: ``test_kernels.py``.
+"""Our C++ kernels under the address and undefined-behaviour sanitizers, over random shapes: ``test_kernel_sanitizers.py``.
 
 Each instruction set is a process of its own, into which the sanitizers' library is loaded first. Memory that the kernels
 keep between calls is fresh in each, and full of NaN, so that nothing is read behind its end or before it was written;

@@ -1,7 +1,7 @@
-"""Gate: every variant of ours keeps the contract at the small sizes on which cost, fit and peers insist.
+"""Every shipped variant keeps the contract at the small sizes that ``bench.check`` uses.
 
-With the choices that are not its variant's, which ``test_by_reference.py`` compares in value and gradient, every mechanism does
-behind the marker; ``test_conformance.py`` has all pairs of choices for plain attention.
+Behind the marker ``faults``, mechanisms are also checked with choices other than their variant's defaults.
+``test_conformance.py`` checks all pairs of choices for plain attention.
 """
 
 import json
@@ -35,12 +35,13 @@ OTHER_CHOICES = {
 }
 OTHER = [pytest.param(*choices, marks=pytest.mark.faults) for choices in OTHER_CHOICES.items()]
 SAME = ("name", "numerics", "lr_scale", "groups", "small")
-"""What of a variant moves nothing that is checked."""
+"""Keys of a variant that cannot change the outcome of a check."""
 BROKEN: dict[str, list[str]] = {}
-"""Broken promises by what is checked: some variants differ in nothing but sizes that a small plan has not."""
+"""Broken promises by checked configuration: some variants differ only in sizes that a small plan overrides."""
 
 
 def broken(plan: Plan) -> list[str]:
+    """Broken promises of a plan, shrunk to small sizes."""
     small = shrunk(plan)
     variant = {name: node for name, node in small.config["variant"].items() if name not in SAME}
     key = json.dumps([variant, small.config["model"], small.config["position"]])
@@ -50,8 +51,8 @@ def broken(plan: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize(("variant", "words"), [*((variant, ()) for variant in VARIANTS), *OTHER], ids=str)
-def test_every_variant_may_be_measured(variant, words):
+def test_every_variant_keeps_the_contract(variant, words):
     settings = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
     random = torch.get_rng_state()
     assert broken(plan(f"variant={variant}", *settings, *words)) == []
-    assert torch.equal(torch.get_rng_state(), random), "the caller's random numbers"
+    assert torch.equal(torch.get_rng_state(), random), "the check changed the caller's random state"

@@ -16,7 +16,7 @@ from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
 from tests.rank_processes import launch
 from tests.small_runs import CARRY, DROPOUT, MOVING, SPARSE, VARIANTS, make_job, make_run, run_job, temporary_cwd  # noqa: F401
-from tests.test_processes import divided_run
+from tests.test_distributed_training import divided_run
 
 OPTIMIZERS = {
     "adamw": (*MOVING, "optim=adamw", "optim.clip=1.0", *DROPOUT),

@@ -10,7 +10,7 @@ from harness.device.units import gathered
 from tests.rank_processes import launch
 from tests.small_configs import CONF, sized
 from tests.small_runs import CARRY, temporary_cwd  # noqa: F401 - a fixture
-from tests.test_processes import divided_run
+from tests.test_distributed_training import divided_run
 
 pytestmark = pytest.mark.faults
 STEPS = 20

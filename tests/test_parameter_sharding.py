@@ -23,7 +23,7 @@ from harness.optim.parameter_groups import assign
 from tests.promises import model_of
 from tests.rank_processes import launch
 from tests.small_runs import CARRY, SPARSE, VARIANTS, make_run
-from tests.test_processes import divided_run, trained
+from tests.test_distributed_training import divided_run, trained
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 
 pytestmark = pytest.mark.numeric
@@ -160,7 +160,7 @@ def everything() -> dict:
 def ranks(tmp_path_factory) -> list[dict]:
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(tmp_path_factory.mktemp("three"))
-        return launch(everything, number=3)
+        return launch(everything, world_size=3)
 
 
 def same(results: dict, one: dict, *, within: float) -> None:

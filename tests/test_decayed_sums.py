@@ -1,6 +1,6 @@
 """Sums that decay as the input says: what they are equal to when it says nothing, and that extreme decays stay exact.
 
-``test_by_reference.py`` has values and gradients.
+``test_attention_references.py`` has values and gradients.
 """
 
 import pytest

@@ -18,8 +18,8 @@ from harness.plan.build import Plan
 from harness.record.folder import read_provenance
 from harness.record.rows import CONFIG, EVALUATIONS, FORMAT, RECORD
 from tests.command_line import call
-from tests.faults.test_checkpoints import resigned
-from tests.faults.test_user_folder import MIXER, PAYLOAD
+from tests.faults.test_damaged_checkpoints import resigned
+from tests.faults.test_user_config_folder import MIXER, PAYLOAD
 from tests.small_configs import CONF
 from tests.small_runs import make_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
@@ -65,7 +65,7 @@ def opened(run: Path, *, trust: Sequence[str] = ()) -> Plan:
 
 
 EVALUATE = ("bench/evaluate.py", f"run={RUN}", "eval.bytes=400", *CPU)
-"""One door stands for all: ``tests/test_door.py`` says that there is one way in."""
+"""One door stands for all: ``tests/test_python_api.py`` says that there is one way in."""
 
 
 def test_no_door_believes_the_folders_trust(run):
