@@ -1,4 +1,4 @@
-"""Sublayers that break a promise only at the sizes of a run: those of the checks are too small to show it."""
+"""Sublayers that break a promise at the sizes of a run, and not at the smaller sizes of the conformance suite."""
 
 import math
 
@@ -10,16 +10,16 @@ from variants.contract import Honours, SublayerOutput
 
 
 class NextInWholeBlocks(Gate):
-    """A byte in a whole block of 64 is given the next of its block."""
+    """A byte in a complete block of 64 sees the next byte of its block."""
 
-    def hears(self, x):
-        whole = x.shape[1] // 64 * 64
-        next_ones = x[:, :whole].unflatten(1, (-1, 64)).roll(-1, dims=2).flatten(1, 2)
-        return torch.cat([next_ones, x[:, whole:]], dim=1)
+    def transform_input(self, x):
+        complete = x.shape[1] // 64 * 64
+        shifted = x[:, :complete].unflatten(1, (-1, 64)).roll(-1, dims=2).flatten(1, 2)
+        return torch.cat([shifted, x[:, complete:]], dim=1)
 
 
 class ForgetsAShift(Gate):
-    """Means of all bytes so far, over a segment that is padded to a power of two: right to 300 bytes, then read too late."""
+    """Cumulative means over a segment padded to a power of two. Above 300 bytes they are read at shifted positions."""
 
     honours = Honours()
     limits = frozenset({"segments"})
@@ -27,30 +27,30 @@ class ForgetsAShift(Gate):
     def reach(self):
         return None
 
-    def gives(self, out, x, collect_stats):
+    def transform_output(self, out, x, collect_stats):
         length = x.shape[1]
         padded = 2 ** math.ceil(math.log2(length))
-        first = padded - length if length > 300 else 0
+        first = padded - length if length > 300 else 0  # the fault: the padding comes last, so 0 is right
         means = F.pad(x, (0, 0, 0, padded - length)).cumsum(1) / torch.arange(1, padded + 1)[:, None]
         return SublayerOutput(out.y + means[:, first : first + length].to(x.dtype))
 
 
 class MixesBeyondEight(Gate):
-    """Streams know of each other where they are more than eight."""
+    """In a batch of more than eight streams, each stream sees the mean of all."""
 
-    def hears(self, x):
+    def transform_input(self, x):
         return x + x.mean(0) if len(x) > 8 else x
 
 
 class LeaksInTwoHundred(Gate):
-    """Segments of exactly 200 bytes."""
+    """In segments of exactly 200 bytes, a byte sees the next."""
 
-    def hears(self, x):
+    def transform_input(self, x):
         return x.roll(-1, dims=1) if x.shape[1] == 200 else x
 
 
 class ShortWindow(Gate):
-    """Says that it sees 8 bytes, and sees 100 in longer segments."""
+    """Declares a reach of 8 bytes, and sees 100 in segments of more than 64."""
 
     honours = Honours()
     limits = frozenset({"segments"})
@@ -58,13 +58,13 @@ class ShortWindow(Gate):
     def reach(self):
         return 8
 
-    def gives(self, out, x, collect_stats):
+    def transform_output(self, out, x, collect_stats):
         width = 100 if x.shape[1] > 64 else 8
         return SublayerOutput(out.y + F.pad(x, (0, 0, width - 1, 0)).unfold(1, width, 1).mean(-1))
 
 
 class CutInBlocks(Gate):
-    """Remembers nothing across segments of more than 64 bytes, and has not said so."""
+    """Ignores the state before segments of more than 64 bytes, without declaring that limit."""
 
     honours = Honours()
 
@@ -78,8 +78,8 @@ class CutInBlocks(Gate):
 
 
 class LeaksWhenWide(Gate):
-    """Only a trained model of full width is wrong, where it is scored."""
+    """In evaluation of a model wider than 32, a byte sees the next."""
 
-    def hears(self, x):
+    def transform_input(self, x):
         leaks = x.shape[-1] > 32 and x.shape[1] > 8 and not self.training
         return 10 * x.roll(-1, dims=1) if leaks else x

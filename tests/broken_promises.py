@@ -1,4 +1,7 @@
-"""Every mechanism that breaks a promise of the contract: by name, its class, the promises, and the line of one of them."""
+"""Mechanisms that break promises of the contract.
+
+``BROKEN`` has for each name its class, the broken promises (None: not compared), and a pattern of one of the details.
+"""
 
 import torch
 
@@ -13,38 +16,40 @@ SCALE, TABLE = torch.nn.Parameter(torch.ones(())), torch.ones(16)
 
 
 def hears(change, base: type = Gate, **members) -> type:
-    """Whose input ``change(self, x)`` gives."""
-    return toy(base, hears=change, **members)
+    """A sublayer whose input is replaced by ``change(self, x)``."""
+    return toy(base, transform_input=change, **members)
 
 
 def gives(change, base: type = Gate, **members) -> type:
-    """Whose output is ``change(self, y, x)``."""
-    return toy(base, gives=lambda self, out, x, collect: out._replace(y=change(self, out.y, x)), **members)
+    """A sublayer whose output is replaced by ``change(self, y, x)``."""
+    return toy(base, transform_output=lambda self, out, x, collect: out._replace(y=change(self, out.y, x)), **members)
 
 
 def mapped(change) -> type:
-    """Whose map is ``change(shares)``."""
+    """A sublayer whose attention map is replaced by ``change(shares)``."""
     return toy(broken.Mapped, changed=lambda self, shares: Inspection(change(shares)))
 
 
 def with_vectors(self, shares):
-    """Beside learned vectors that it does not have, the rows are above 1."""
+    """A map that adds shares of learned vectors, which the sublayer does not have, so that its rows sum to more than 1."""
     vectors = shares[..., :3]
     return Inspection(shares, torch.zeros(vectors.shape, dtype=torch.int64), vectors)
 
 
 def counted(statistics) -> type:
-    """Whose statistics are ``statistics(y)``."""
-    return toy(gives=lambda self, out, x, collect: out._replace(stats=statistics(out.y) if collect else None))
+    """A sublayer that returns ``statistics(y)`` where statistics are collected."""
+    return toy(
+        transform_output=lambda self, out, x, collect: out._replace(stats=statistics(out.y) if collect else None)
+    )
 
 
 def costing(loss, **members) -> type:
-    """Whose auxiliary loss is ``loss(self)``."""
-    return toy(gives=lambda self, out, x, collect: out._replace(loss=loss(self)), **members)
+    """A sublayer with the auxiliary loss ``loss(self)``."""
+    return toy(transform_output=lambda self, out, x, collect: out._replace(loss=loss(self)), **members)
 
 
 def clamped(low: float | None, high: float) -> dict:
-    """One more parameter that is kept between two ends."""
+    """Members that add a parameter, clamped between two bounds."""
     return {"also": parameter(0.5), "project_": lambda self: self.own.data.clamp_(low, high)}
 
 
@@ -53,7 +58,7 @@ def share_scale(self):
 
 
 def draw_scale(self):
-    """It is in no state of the module."""
+    """A tensor that is not in the module's state."""
     self.scale = torch.randn(16)
 
 
@@ -71,7 +76,7 @@ def mean_in_training(self, x):
 
 
 def at_one_offset(self, x):
-    """The third byte of a block of eight sees the next."""
+    """The third byte of each block of eight sees the next byte."""
     return torch.where((torch.arange(x.shape[1]) % 8 == 2)[:, None], x.roll(-1, dims=1), x)
 
 
@@ -80,18 +85,18 @@ def nan_in_bfloat16(self, y, x):
 
 
 def one_type(self, y, x):
-    """Autocast gives bfloat16 to ``lerp`` beside float32."""
+    """Under autocast ``lerp`` receives both bfloat16 and float32."""
     return self.value(x).lerp(x, 0.5) * self.gate(x)
 
 
 def exponentials(self, y, x):
     """A logistic function whose exponential overflows."""
-    grown = (9 * self.value(x)).exp()
-    return self.gate(x).sigmoid() * grown / (1 + grown)
+    exponential = (9 * self.value(x)).exp()
+    return self.gate(x).sigmoid() * exponential / (1 + exponential)
 
 
 def vanishes_backwards(self, y, x):
-    """A finite value, of which the gradient is not."""
+    """A finite output with a gradient that is not finite."""
     value = 9 * self.value(x)
     return self.gate(x).sigmoid() * torch.where(value > 80, value, value.exp())
 
@@ -103,8 +108,8 @@ UNSEEN = r"eval: layers\.0\.part0 gives the same at byte {} changed, .* {}"
 quarter = toy(broken.OfDistances, reach=lambda self: 4 * len(self.weight) - 1)
 half_in_evaluation = toy(broken.OfDistances, halved=property(lambda self: not self.training))
 in_part = hears(lambda self, x: 0.5 * x + 0.5 * x.detach())
-twice = toy(gives=lambda self, out, x, collect: out._replace(y=out.y * (2 if collect else 1)))
-forgetting = toy(gives=lambda self, out, x, collect: out._replace(state=x[:, -1].detach()))
+twice = toy(transform_output=lambda self, out, x, collect: out._replace(y=out.y * (2 if collect else 1)))
+forgetting = toy(transform_output=lambda self, out, x, collect: out._replace(state=x[:, -1].detach()))
 peeking = hears(lambda self, x: x + 1e-4 * x.mean(dim=1, keepdim=True) if self.training else x)
 leaking = hears(lambda self, x: x if self.training else x + 1e-4 * x.roll(-1, dims=1))
 mixing = hears(lambda self, x: x + 1e-4 * x.mean(dim=0) if len(x) > 8 else x)
@@ -128,11 +133,11 @@ BROKEN = {
     "Mixes": (hears(lambda self, x: x + 1e-4 * x.mean(dim=0)), {p.STREAMS}, f"eval, stream 0 changed: {PLACE}"),
     "MixesInTraining": (hears(mean_in_training), {p.STREAMS, p.MODES}, f"train, stream 0 changed: {PLACE}"),
     "MixesBeyondEight": (mixing, {p.STREAMS}, f"eval, 17 streams at once: {PLACE}; train, .*"),
-    "Forgets": (toy(Sums, reads=lambda self, state: None), {p.SEGMENTS}, CUT),
-    "ForgetsInTraining": (toy(Sums, reads=lambda self, state: None if self.training else state), {p.SEGMENTS, p.MODES}, ""),
+    "Forgets": (toy(Sums, read_state=lambda self, state: None), {p.SEGMENTS}, CUT),
+    "ForgetsInTraining": (toy(Sums, read_state=lambda self, state: None if self.training else state), {p.SEGMENTS, p.MODES}, ""),
     "ForgetsOneKey": (broken.ForgetsOneKey, {p.SEGMENTS}, ""),
     "IgnoresThePast": (forgetting, {p.INFLUENCE}, r"eval, byte 2 changed: .* byte 3 did not"),
-    # it is learned from hardly at all
+    # its past has hardly any gradient
     "FaintPast": (gives(lambda self, y, x: 1e-4 * y + self.gate(x).sigmoid() * self.value(x), Sums), {p.INFLUENCE}, ""),
     "MapOfMore": (toy(broken.Mapped, changed=with_vectors), {p.MAP}, "layers.0.part0: what byte 0 takes .*: in all 2$"),
     "MapOfSigns": (mapped(lambda shares: 2 * shares - shares.roll(1, dims=-1)), {p.MAP}, "[^;]*$"),
@@ -146,10 +151,10 @@ BROKEN = {
     "Remembers": (broken.Remembers, None, rf"eval, the same forward again after another: {PLACE}"),
     "SizedState": (broken.SizedState, {p.PROJECTION}, r"RuntimeError: .* \(eval, byte 1 to 5, broken_sublayers.py line \d+\)"),
     "Shrinks": (toy(project_=lambda self: self.value.weight.data.mul_(0.5)), {p.PROJECTION, p.SAVED}, ""),
-    # a root of a parameter that nothing keeps positive, although there is a ``project_``
+    # a root of a parameter that ``project_`` should keep positive and does not
     "Illegal": (gives(lambda self, y, x: y * self.own.sqrt(), **clamped(None, 2)), {p.PROJECTION}, ""),
     "Dead": (toy(also=parameter([1.0, 1.0, 1.0])), {p.GRADIENT}, r".* likelihood gives layers\.0\.part0\.sublayer\.own no"),
-    # a span that costs something and does nothing
+    # a parameter that is in the auxiliary loss only
     "Regularised": (costing(lambda self: 0.1 * self.own if self.training else None, **clamped(0, 1)), {p.GRADIENT}, ""),
     "CutOff": (gives(lambda self, y, x: self.gate(x).sigmoid().detach() * self.value(x)), {p.GRADIENT, p.DERIVATIVE}, ""),
     "Shares": (gives(lambda self, y, x: y * self.own, also=share_scale), {p.APART}, ""),
@@ -168,7 +173,7 @@ BROKEN = {
     "OneNumber": (toy(**one_number), {p.FLOPS}, ""),
     "Invents": (toy(limits=frozenset({"anything"})), {p.KNOWN}, "anything is not one of causal_in_training, ideal_flops,"),
     "Overflows": (gives(lambda self, y, x: y * 1e50 * 1e-50), {p.LOGITS, p.FAR, p.BFLOAT16, p.LARGE}, ""),
-    # what a single byte does not have
+    # a division by zero for a segment of one byte
     "DividesByNone": (gives(lambda self, y, x: y / min(1, x.shape[1] - 1)), None, r"eval, a segment of 1: .* \(3 of 3 b"),
     "Exponentials": (gives(exponentials), {p.LARGE}, ""),
     "VanishesBackwards": (gives(vanishes_backwards), {p.LARGE}, ""),

@@ -1,4 +1,4 @@
-"""Small sublayers that are wrong in more than a line: see ``tests/broken_promises.py`` for the promises that they break."""
+"""Small sublayers with faults. ``tests/broken_promises.py`` lists the promises that they break."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from variants.product_key_memory import ProductKeyMemory
 
 
 class ReachesThroughState(Gate):
-    """Its reach is right in a segment: what it carries is older."""
+    """Its declared reach holds inside a segment, but its state is older than that."""
 
     honours = Honours()
     limits = frozenset({"segments"})
@@ -27,7 +27,7 @@ class ReachesThroughState(Gate):
 
 
 class Delayed(Gate):
-    """A byte sees what was made of the block before the one before its own: a step learns from whole blocks."""
+    """A byte sees the mean of the block two before its own, so a training step needs whole blocks for its gradient."""
 
     honours = Honours()
     period = 8
@@ -40,19 +40,21 @@ class Delayed(Gate):
         return 2 * 8 + 7
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
-        begun, waiting, seen = (x[:, :0], 0 * x[:, 0], 0 * x[:, 0]) if state is None else (t.to(x.dtype) for t in state)
-        added = []
-        for now in x.unbind(1):
-            added.append(seen)
-            begun = torch.cat([begun, now[:, None]], dim=1)
-            if begun.shape[1] == 8:
-                begun, waiting, seen = begun[:, :0], self.block(begun.mean(1)), waiting
-        state = (begun.detach(), waiting.detach(), seen.detach())
-        return SublayerOutput(super().forward(x).y + torch.stack(added, dim=1), state)
+        state = (x[:, :0], 0 * x[:, 0], 0 * x[:, 0]) if state is None else state
+        open_block, last_mean, visible_mean = (part.to(x.dtype) for part in state)
+        visible_means = []
+        for x_t in x.unbind(1):
+            visible_means.append(visible_mean)
+            open_block = torch.cat([open_block, x_t[:, None]], dim=1)
+            if open_block.shape[1] == 8:
+                visible_mean, last_mean = last_mean, self.block(open_block.mean(1))
+                open_block = open_block[:, :0]
+        state = (open_block.detach(), last_mean.detach(), visible_mean.detach())
+        return SublayerOutput(super().forward(x).y + torch.stack(visible_means, dim=1), state)
 
 
 def _ignoring(name: str, **choices: object) -> type[Attention]:
-    """Attention that takes these choices, whatever the run's are."""
+    """Attention that uses these choices instead of those of the run."""
 
     def __init__(self, context: LayerContext):
         Attention.__init__(self, replace(context, **choices))
@@ -72,7 +74,7 @@ class DeniesSpan(Attention):
 
 
 class Wrapped(Gate):
-    """A causal attention of one's own around which nothing was done: no state, no choice of the run."""
+    """torch's causal attention without a state, which follows no choice of the run."""
 
     limits = frozenset({"segments"})
 
@@ -80,7 +82,7 @@ class Wrapped(Gate):
         super().__init__(context)
         self.qkv = nn.Linear(context.d_model, 3 * context.d_model)
 
-    def hears(self, x):
+    def transform_input(self, x):
         return nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, dim=-1), is_causal=True)
 
 
@@ -92,11 +94,11 @@ class WrappedBoasting(Wrapped):
 
 
 class Mapped(Sums):
-    """Says what it looks at, right or changed."""
+    """Reports its attention map, which a subclass may change."""
 
     def inspect(self, x: Tensor) -> Inspection:
-        places = torch.arange(x.shape[1])
-        raw = (self.decay ** (places[:, None] - places).to(x.dtype)).tril()
+        positions = torch.arange(x.shape[1])
+        raw = (self.decay ** (positions[:, None] - positions).to(x.dtype)).tril()
         shares = (raw / raw.sum(-1, keepdim=True)).expand(len(x), 1, -1, -1)
         return self.changed(shares)
 
@@ -111,14 +113,14 @@ class BatchNormUndeclared(ProductKeyMemory):
 
 
 class ForgetsOneKey(Attention):
-    """A past of one key too few."""
+    """Carries one key too few."""
 
     def _carried(self, *arguments):
         return tuple(part[:, :, 1:] for part in super()._carried(*arguments))
 
 
 class StreamsLast(Sums):
-    """Dimension 0 of the state is width."""
+    """Dimension 0 of the state is the width; it should be the streams."""
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
         out = super().forward(x, None if state is None else state.T)
@@ -132,17 +134,17 @@ class OverwritesState(Sums):
 
 
 class Remembers(Gate):
-    """Keeps its state on the module, out of sight."""
+    """Keeps a state as an attribute of the module."""
 
     last = 0.0
 
-    def gives(self, out, x, collect_stats):
+    def transform_output(self, out, x, collect_stats):
         last, self.last = self.last, x.mean().item()
         return SublayerOutput(out.y + last)
 
 
 class SizedState(Sums):
-    """Its state is as wide as a parameter says, and an older one is not understood."""
+    """The width of its state follows a parameter, and a state of another width raises an error."""
 
     def __init__(self, context: LayerContext):
         super().__init__(context)
@@ -159,7 +161,7 @@ class SizedState(Sums):
 
 
 class DoubledKeys(Attention):
-    """Right values: the gradient of the segment's keys is doubled."""
+    """Attention with a doubled gradient of the segment's keys."""
 
     def project_qkv(self, *arguments):
         segment = super().project_qkv(*arguments)
@@ -167,7 +169,7 @@ class DoubledKeys(Attention):
 
 
 class DoubledPast(Attention):
-    """The same of keys that are projected again."""
+    """Attention with a doubled gradient of past keys that are projected again."""
 
     def reproject_past(self, *arguments):
         past = super().reproject_past(*arguments)
@@ -175,7 +177,7 @@ class DoubledPast(Attention):
 
 
 class OfDistances(Gate):
-    """A weight for each of the last bytes, half of them where ``halved``, nearest and farthest among these."""
+    """A learned weight for each of the last S bytes. With ``halved`` only every third of them has a weight."""
 
     honours = Honours()
     halved = False
@@ -188,16 +190,16 @@ class OfDistances(Gate):
         return len(self.weight) - 1
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
-        most = len(self.weight)
-        past = x.new_zeros(len(x), most - 1, x.shape[2]) if state is None else state.to(x.dtype)
+        span = len(self.weight)
+        past = x.new_zeros(len(x), span - 1, x.shape[2]) if state is None else state.to(x.dtype)
         past = torch.cat([past, x], dim=1)
-        windows = past.unfold(1, most, 1).flip(-1)  # [B, T, D, S], the nearest first
-        weight = self.weight * (torch.arange(most) % 3 == 1) if self.halved else self.weight
-        return SublayerOutput(super().forward(windows @ weight).y, past[:, past.shape[1] - most + 1 :].detach())
+        windows = past.unfold(1, span, 1).flip(-1)  # [B, T, D, S], the nearest first
+        weight = self.weight * (torch.arange(span) % 3 == 1) if self.halved else self.weight
+        return SublayerOutput(super().forward(windows @ weight).y, past[:, past.shape[1] - span + 1 :].detach())
 
 
 class FloatAngles(Rotary):
-    """Angles of absolute positions, in float32 always or in the type of the input."""
+    """Rotary angles of absolute positions, in float32 or, with ``follow``, in the type of the input."""
 
     def __init__(self, context: LayerContext, *, d_head: int, follow: bool = False):
         super().__init__(context, d_head=d_head)
@@ -205,9 +207,9 @@ class FloatAngles(Rotary):
 
     def rotate(self, x, start):
         dtype = x.dtype if self.follow else torch.float32
-        at = (start[:, None] + torch.arange(x.shape[2])).to(dtype)  # [B, T]
+        positions = (start[:, None] + torch.arange(x.shape[2])).to(dtype)  # [B, T]
         frequencies = 10000.0 ** (-torch.arange(0, self.d_head, 2, dtype=dtype) / self.d_head)
-        angle = (at[..., None] * frequencies)[:, None]
+        angle = (positions[..., None] * frequencies)[:, None]
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
@@ -216,7 +218,7 @@ class FloatAngles(Rotary):
 Stateless = toy(
     Sums,
     limits=frozenset({"segments"}),
-    reads=lambda self, state: None,
-    gives=lambda self, out, x, collect_stats: out._replace(state=None),
+    read_state=lambda self, state: None,
+    transform_output=lambda self, out, x, collect_stats: out._replace(state=None),
 )
-"""Carries nothing, and has said so."""
+"""Carries no state, as its limits declare."""

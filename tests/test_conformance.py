@@ -138,13 +138,13 @@ def test_angles_in_float32_that_drift_far_along_the_stream_are_caught(follow):
 
 def test_an_exception_is_reported_as_a_broken_promise():
     class Raises(Gate):
-        def hears(self, x):
+        def transform_input(self, x):
             if x.shape[1] == 1:
                 raise IndexError("too short")
             return x
 
     class Narrow(Gate):
-        def gives(self, out, x, collect_stats):
+        def transform_output(self, out, x, collect_stats):
             return SublayerOutput(out.y[..., :1])
 
     def unbuildable() -> nn.Module:
@@ -189,11 +189,14 @@ def test_streams_are_checked_for_mixing_at_the_batch_size_of_the_run():
     [
         (Sums, None),
         (
-            toy(Sums, gives=lambda self, out, x, collect: out._replace(y=out.y * (1 + 1e-7))),
+            toy(Sums, transform_output=lambda self, out, x, collect: out._replace(y=out.y * (1 + 1e-7))),
             r"eval: \S+ of .*, at most 1e-09; train: .*",
         ),
         (  # equal output, three quarters of the gradient
-            toy(Sums, gives=lambda self, out, x, collect: out._replace(y=0.75 * out.y + 0.25 * out.y.detach())),
+            toy(
+                Sums,
+                transform_output=lambda self, out, x, collect: out._replace(y=0.75 * out.y + 0.25 * out.y.detach()),
+            ),
             r"eval: \S+ of the gradient of .*",
         ),
     ],

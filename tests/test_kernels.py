@@ -1,5 +1,5 @@
 """Attention over windows: every backend of a CPU against the plain one, and torch's CUDA
-operations as the fused backend calls them, pretended on a CPU."""
+operations as the fused backend calls them, emulated on a CPU."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.count.flops import count_flops
 from tests.attention_case import DOUBLE, Largest, assert_near, assert_outcome, assert_same, gradients, outcome
-from tests.efficient_attention import backward, forward, pretended
+from tests.efficient_attention import backward, forward, emulated
 from tests.window_case import ATTEND, CASES, HEADS, LARGE, Case, packed, takes
 from variants.kernels import chunked, fused, operation, window
 from variants.kernels.window import Inputs, Persistent, Window
@@ -22,9 +22,9 @@ BACKENDS = pytest.mark.parametrize("backend", ["plain", "chunked", "fused", KERN
 
 @pytest.fixture(params=["cpu", "cuda"])
 def engine(request, monkeypatch):
-    """The kind of device whose operations the fused backend calls, CUDA's pretended on a CPU."""
+    """The kind of device whose operations the fused backend calls, CUDA's emulated on a CPU."""
     monkeypatch.setitem(fused.ENGINES, "cpu", fused.ENGINES[request.param])
-    with pretended() if request.param == "cuda" else nullcontext():
+    with emulated() if request.param == "cuda" else nullcontext():
         yield request.param
 
 
@@ -50,7 +50,7 @@ def test_every_backend_is_plain(case):
         if takes(backend, case):
             assert_plain(backend, case)
     if takes("fused", case):
-        with pytest.MonkeyPatch.context() as patched, pretended():
+        with pytest.MonkeyPatch.context() as patched, emulated():
             patched.setitem(fused.ENGINES, "cpu", fused.ENGINES["cuda"])
             assert_plain("fused", case)
 
@@ -232,7 +232,7 @@ def test_scores_of_a_chunk_at_a_time(added):
     case = replace(Case(T=1024, past=1024, max_keys=(200, 40), z=(150.0, 9.0), streams=1), **added)
     with Largest() as largest:
         case.call(chunked.attend, case.inputs()).sum().backward()
-    assert largest.numbers <= 2 * 128 * (128 + 200 + 8)
+    assert largest.elements <= 2 * 128 * (128 + 200 + 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -179,7 +179,7 @@ def test_memory_goes_by_the_segment(variant):
     for length in (200, 400):
         with Largest() as largest:
             layer(inputs(length)).y.sum().backward()
-        sizes.append(largest.numbers)
+        sizes.append(largest.elements)
     assert sizes[1] <= 2.1 * sizes[0]
 
 

@@ -1,8 +1,8 @@
-"""Our C++ kernels under the address and undefined-behaviour sanitizers, over random shapes: ``test_kernel_sanitizers.py``.
+"""Runs the C++ kernels with random shapes under the address and undefined-behaviour sanitizers.
 
-Each instruction set is a process of its own, into which the sanitizers' library is loaded first. Memory that the kernels
-keep between calls is fresh in each, and full of NaN, so that nothing is read behind its end or before it was written;
-values and gradients are compared with plain PyTorch's.
+Each instruction set has a process, which preloads the library of the sanitizers. The memory that kernels reuse between
+calls is allocated anew at each call and filled with NaN, so that reads beyond its end or before a write are detected.
+Values and gradients are compared with those of plain PyTorch. ``test_kernel_sanitizers.py`` starts the processes.
 """
 
 import os
@@ -21,55 +21,54 @@ from variants.adaptive_span import bucket
 from variants.kernels import native, product_search, window, window_cpu
 
 INSTRUCTIONS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512f"}
-"""A word for ``-march``, and the flag of a CPU that runs it."""
+"""For each value of ``-march`` the flag of CPUs that can run it."""
 SANITIZERS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 MEMORY = ("if ((long)own.size() < size) own.resize(size);", "std::vector<T>(size, T(NAN)).swap(own);")
-"""Memory that is kept between calls, as the source has it and as it is tested."""
+"""The line of the source that reuses memory between calls, and the line that replaces it in these runs."""
 FAULTS = {
     "AddressSanitizer: heap-buffer-overflow": MEMORY[1].replace("(size,", "(size - (size > 0),"),
     "runtime error: signed integer overflow": f"volatile int most = 2147483647; most = most + (size >= 0); {MEMORY[1]}",
 }
-"""What a sanitizer says, and what makes it say so in the place of ``MEMORY``. One number too few: what lies further behind may be
-memory that was freed."""
+"""For each message of a sanitizer the line with a fault that causes it, in place of ``MEMORY``."""
 EDGES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300)
-"""Sizes about those at which blocks, vectors, padding and chunks begin."""
+"""Sizes just below, at and above multiples of vectors, blocks and chunks."""
 
 
 def runs(march: str) -> bool:
-    """Whether this CPU has an instruction set."""
+    """Whether this CPU supports an instruction set."""
     return INSTRUCTIONS[march] in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
 def sanitized(march: str, *, cases: int, seed: int, fault: str = "", **how) -> subprocess.CompletedProcess:
-    """The end of a process in which the kernels are compiled for one instruction set, with the sanitizers."""
+    """Run ``fuzz`` in a process whose kernels are compiled with the sanitizers for one instruction set."""
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
     command = [sys.executable, "-m", "tests.faults.sanitizer_runs", str(cases), str(seed), fault]
     with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
-        # Leaks would be Python's; the compiler itself is not looked at.
+        # Leaks are not detected, because Python has some. The compiler runs without the sanitizers.
         places = {"CXX": f"env -u LD_PRELOAD g++ {SANITIZERS}", native.MARCH: march, native.FOLDER: folder}
         places |= {"LD_PRELOAD": library.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
         return subprocess.run(command, cwd=ROOT, env=os.environ | places, **how)
 
 
 def fuzz(*, cases: int, seed: int, memory: str) -> None:
-    """AssertionError, or the end of the process by a sanitizer, at the first case that is wrong; its number is printed."""
+    """Compare random cases. At the first wrong one print its number and raise AssertionError, or a sanitizer exits."""
     assert window_cpu.SOURCE.count(MEMORY[0]) == 1
     window_cpu.SOURCE = window_cpu.SOURCE.replace(MEMORY[0], memory)
     reasons = window_cpu.available(), product_search.available()
     assert reasons == (None, None), reasons
-    for number in range(cases):
-        draw = random.Random(f"{seed} {number}")
-        torch.manual_seed(number)
+    for case in range(cases):
+        draw = random.Random(f"{seed} {case}")
+        torch.manual_seed(case)
         torch.set_num_threads(draw.choice((1, 1, 2, 5)))
         try:
-            search(draw) if number % 5 == 0 else attend(draw)
+            search(draw) if case % 5 == 0 else attend(draw)
         except AssertionError:
-            print(f"case {number} of seed {seed}", file=sys.stderr)
+            print(f"case {case} of seed {seed}", file=sys.stderr)
             raise
 
 
 def attend(draw: random.Random) -> None:
-    """The attention over a window, with gradients of some of its tensors."""
+    """Compare attention over a window and the gradients of some inputs with the plain backend."""
     edges = EDGES if draw.random() < 0.1 else EDGES[:14]
     rows, span, ramp = *draw.choices(edges, k=2), draw.choice((1, 2, 5, 8, 32))
     sizes = {"T": rows, "past": draw.choice((0, *edges)), "shift": draw.randrange(2), "ramp": ramp}
@@ -81,23 +80,23 @@ def attend(draw: random.Random) -> None:
     sizes |= {"width": draw.choice((1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 33)), **draw.choice([*ADDED.values()])}
     case = Case(persistent=draw.choice((0, 0, 1, 3, 8, 40, 257)), dtype=draw.choice((DOUBLE, torch.float32)), **sizes)
     inputs = case.inputs()
-    wanted = [name for name, x in inputs.items() if x.requires_grad and draw.random() < 0.7] or ["q"]
-    inputs = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.items()}
-    same = {"named": {name: inputs[name] for name in wanted}, "tolerance": 1e-9 if case.dtype == DOUBLE else 5e-4}
-    assert_same(case.call(kernel, inputs), case.call(window.attend, inputs), **same)
+    leaves = [name for name, x in inputs.items() if x.requires_grad and draw.random() < 0.7] or ["q"]
+    inputs = {name: x.detach().requires_grad_(name in leaves) for name, x in inputs.items()}
+    named, tolerance = {name: inputs[name] for name in leaves}, 1e-9 if case.dtype == DOUBLE else 5e-4
+    assert_same(case.call(kernel, inputs), case.call(window.attend, inputs), named=named, tolerance=tolerance)
 
 
 def search(draw: random.Random) -> None:
-    """The search of a product-key memory, with ties."""
+    """Compare the search of a product-key memory, sometimes with ties, with a sort of all sums."""
     heads, queries, size = draw.choice((1, 2, 3)), draw.choice((1, 2, 5, 33)), draw.choice(EDGES)
     top_k, dtype = draw.randint(1, size), draw.choice((DOUBLE, torch.float32))
     scores = torch.randn(2 * heads, queries, size, dtype=dtype)
     scores = scores.round() if draw.random() < 0.3 else scores
     slots, sums = product_search.search(scores, top_k)
     first, second = scores.unflatten(0, (heads, 2)).unbind(1)  # [H, n, C]
-    every = (first[..., :, None] + second[..., None, :]).flatten(-2)
-    assert torch.equal(sums.sort(-1).values.transpose(0, 1), every.topk(top_k).values.sort(-1).values)
-    assert torch.equal(every.gather(-1, slots.transpose(0, 1)), sums.transpose(0, 1))
+    all_sums = (first[..., :, None] + second[..., None, :]).flatten(-2)
+    assert torch.equal(sums.sort(-1).values.transpose(0, 1), all_sums.topk(top_k).values.sort(-1).values)
+    assert torch.equal(all_sums.gather(-1, slots.transpose(0, 1)), sums.transpose(0, 1))
     assert all(len(set(row)) == top_k for row in slots.flatten(0, 1).tolist())
 
 
