@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.count.flops import count_flops
 from tests.attention_case import DOUBLE, Largest, assert_near, assert_outcome, assert_same, gradients, outcome
-from tests.efficient_attention import backward, forward, emulated
+from tests.efficient_attention import backward, emulated, forward
 from tests.window_case import ATTEND, CASES, HEADS, LARGE, Case, packed, takes
 from variants.kernels import chunked, fused, operation, window
 from variants.kernels.window import Inputs, Persistent, Window

@@ -1,4 +1,4 @@
-"""Divergence: a step whose loss or gradient is not finite changes nothing, and ends the run or is left out."""
+"""A step whose loss or gradient is not finite changes no weight, and the run ends as diverged."""
 
 import copy
 import json
@@ -26,23 +26,23 @@ OPTIMIZERS = {
 
 
 def everything(run: Trainer) -> dict:
-    """All that an update may change; all processes call it."""
+    """Copies of all tensors that an update may change, gathered from all processes."""
     optimizers = run.optimizers.state_dict()["groups"]
     tensors = {"model": run.model.state_dict(), "states": {k: o["state"] for k, o in optimizers.items()}}
     return copy.deepcopy(gathered(tensors))
 
 
-def same(one: object, other: object) -> bool:
+def equal_bits(a: object, b: object) -> bool:
     """Whether all tensors have the same bits, NaN and the sign of 0 included."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if not isinstance(one, Tensor):
-        return one == other
-    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_bits(a[key], b[key]) for key in a)
+    if not isinstance(a, Tensor):
+        return a == b
+    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (a, b)))
 
 
 def spoil(parameter: nn.Parameter, value: float = math.nan) -> torch.utils.hooks.RemovableHandle:
-    """Every gradient of this parameter has one entry that is not finite."""
+    """From here on, replace the last entry of every gradient of this parameter by ``value``."""
 
     def spoilt(gradient: Tensor) -> Tensor:
         gradient = gradient.coalesce() if gradient.is_sparse else gradient.clone()
@@ -63,65 +63,68 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     before, update = everything(run), run.optimizers.step
     hook = spoil(parameters[name], value)
     run.step()
-    assert same(before, everything(run))
+    assert equal_bits(before, everything(run))
     hook.remove()
 
-    def finite(*arguments: object, **keywords: object) -> None:
-        """The next step, which is given to the device before anybody looks."""
+    def next_update(*arguments: object, **keywords: object) -> None:
+        """The update of the next step, which the device receives before the host reads whether the last was finite."""
         update(*arguments, **keywords)
-        assert same(before, everything(run))
+        assert equal_bits(before, everything(run))
         spoil(parameters[name], value)
 
-    run.optimizers.step = finite
+    run.optimizers.step = next_update
     with pytest.raises(Diverged) as ended:
         run.step()
     rate = run.optimizers.lr * run.optimizers.schedule.factor(3.5 / 100, step=3)
     assert f"step 4 diverged at a learning rate of {rate:.3g}: " in str(ended.value)
-    assert same(before, everything(run))
+    assert equal_bits(before, everything(run))
 
 
-def in_the_loss(run: Trainer) -> None:
-    """A loss that is infinite though nothing in the network is."""
+def spoil_loss(run: Trainer) -> None:
+    """Make the auxiliary loss infinite; all else in the network stays finite."""
     run.model.layers[0]["attention"].sublayer.register_forward_hook(
         lambda module, inputs, out: out._replace(loss=torch.tensor(math.inf))
     )
 
 
-def in_the_weights(run: Trainer) -> None:
+def spoil_weights(run: Trainer) -> None:
     run.model.layers[1]["attention"].sublayer.query.weight.data[0, 0] = math.nan
 
 
-def in_the_head(run: Trainer) -> None:
+def spoil_head(run: Trainer) -> None:
     spoil(run.model.head.weight)
 
 
-LOOKS = (lambda run: run.evaluate(run.choosing(), pairs=9), Trainer.content, Trainer.train_row)
+READERS = (lambda run: run.evaluate(run.choosing(), pairs=9), Trainer.content, Trainer.train_row)
+"""Functions that score, save and record the state after a step."""
 
 
-@pytest.mark.parametrize("look", LOOKS)
-def test_nothing_is_recorded_scored_or_saved_of_such_a_step(look: Callable):
+@pytest.mark.parametrize("read", READERS)
+def test_a_diverged_step_is_neither_scored_nor_saved_nor_recorded(read: Callable):
     run = make_run("budget.steps=100")
-    spoil(run.model.head.weight)
+    spoil_head(run)
     run.step()
     with pytest.raises(Diverged, match="step 1 diverged"):
-        look(run)
+        read(run)
 
 
-@pytest.mark.parametrize("look", LOOKS[:2])
-def test_weights_that_are_not_finite_are_neither_scored_nor_saved(look: Callable):
-    """After an update that was finite by itself, and before the step that would find out."""
+@pytest.mark.parametrize("read", READERS[:2])
+def test_weights_that_are_not_finite_are_neither_scored_nor_saved(read: Callable):
     run = make_run("budget.steps=100")
     run.step()
-    in_the_weights(run)
+    spoil_weights(run)
     with pytest.raises(Diverged, match=r"an update left the parameter layers\.1\.attention\.sublayer\.query\.weight"):
-        look(run)
+        read(run)
 
 
-def in_one_of_two() -> list[tuple[str, bool, bool]]:
-    """Process 1 alone has a gradient, or nothing but a loss, that is not finite."""
+def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
+    """Runs in which only rank 1 has a gradient or a loss that is not finite.
+
+    Returns: for each run the error, whether the weights are unchanged, and whether another rank printed the error.
+    """
     endings = []
     with joined() as processes:
-        for words, fail in ((SPARSE, in_the_head), (("runtime.shard=full",), in_the_head), ((), in_the_loss)):
+        for words, fail in ((SPARSE, spoil_head), (("runtime.shard=full",), spoil_head), ((), spoil_loss)):
             run = divided_run(processes, *words)
             run.step()
             before = everything(run)
@@ -130,27 +133,27 @@ def in_one_of_two() -> list[tuple[str, bool, bool]]:
                     fail(run)
             with pytest.raises(Diverged) as ended:
                 run.step(), run.step()
-            silent = getattr(ended.value, "already_printed", False)
-            endings.append((str(ended.value), same(before, everything(run)), silent))
+            printed = getattr(ended.value, "already_printed", False)
+            endings.append((str(ended.value), equal_bits(before, everything(run)), printed))
     return endings
 
 
-def test_two_processes_agree(here):
-    for first, second in zip(*launch(in_one_of_two), strict=True):
+def test_all_ranks_end_when_one_of_them_diverges_and_one_prints_the_error(here):
+    for first, second in zip(*launch(diverge_in_rank_1), strict=True):
         assert first[1] and second[1] and (first[2], second[2]) == (False, True)
         assert "step 2 diverged" in first[0]
 
 
-def test_a_run_that_diverges_keeps_its_best_weights_and_last_checkpoint(here):
+def test_a_diverged_run_keeps_its_best_weights_and_last_checkpoint(here):
     job = make_job("checkpoint.every_steps=2", "budget.steps=20", "eval.every=0.2")
     step = job.step
 
-    def stepping() -> None:
+    def step_or_diverge() -> None:
         if job.trainer.spent.steps == 5:
-            spoil(job.trainer.model.head.weight)
+            spoil_head(job.trainer)
         step()
 
-    job.step = stepping
+    job.step = step_or_diverge
     with pytest.raises(Diverged):
         run_job(job)
     summary = json.loads((job.folder.path / "summary.json").read_text())

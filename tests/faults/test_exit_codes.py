@@ -1,4 +1,4 @@
-"""How a run ends: exit code, one message, and a status that says the same."""
+"""How a run ends: exit code, one error message, and the status in the summary."""
 
 import json
 
@@ -29,14 +29,14 @@ KINDS = [
 ]
 
 
-def test_codes_and_statuses_agree():
+def test_every_error_has_its_exit_code_and_status():
     for error, code, status in KINDS:
         kind = kind_of(error)
         assert (cli.exit_code([error]), kind.status if kind else "failed") == (code, status), error
 
 
 @pytest.mark.parametrize(("error", "code", "status"), [KINDS[0], KINDS[2]])
-def test_a_run_ends_with_code_status_and_one_message(error, code, status, here, monkeypatch):
+def test_a_failed_run_ends_with_its_exit_code_its_status_and_one_message(error, code, status, here, monkeypatch):
     def fail(*_: object) -> None:
         raise error
 
@@ -47,7 +47,7 @@ def test_a_run_ends_with_code_status_and_one_message(error, code, status, here, 
     assert code == 1 or ended.err.count("error: ") == ended.err.count("\n") == 1
 
 
-def test_out_of_memory_says_what_to_lower_and_who_predicts(here, monkeypatch):
+def test_out_of_memory_names_the_sizes_to_lower_and_bench_fit(here, monkeypatch):
     monkeypatch.setattr(Run, "step", lambda self: torch.empty(2**60))
     ended = train(*GENERATED, "runtime.threads=1")
     assert ended.code == OutOfMemory.exit_code and "Traceback" not in ended.err

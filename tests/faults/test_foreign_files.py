@@ -1,4 +1,4 @@
-"""A stranger's files beside one's own: skipped with one line each, never waited for, and without a trace."""
+"""Files of others among one's own outputs are skipped with one message each, without waiting or a traceback."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from harness.record.rows import RECORD, SUMMARY, look_at
 from tests.bench_rows import write_run
 
 DEEP = "[" * 200_000
-ODD = {
+CONTENTS = {
     "nested": '{"status": "finished", "x": ' + DEEP,
     "no text": b"\xff\x00garbage{",
     "huge": '{"status": "finished", "x": "' + "x" * 17_000_000 + '"}',
@@ -18,7 +18,7 @@ ODD = {
 
 
 def put(path: Path, kind: str) -> None:
-    """Something that is no regular file, or text."""
+    """Put a pipe, a link, a folder or a file with invalid content at ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -30,14 +30,14 @@ def put(path: Path, kind: str) -> None:
     elif kind == "loop":
         path.symlink_to(path.name)
     else:
-        path.write_bytes(ODD[kind] if isinstance(ODD[kind], bytes) else ODD[kind].encode())
+        path.write_bytes(CONTENTS[kind] if isinstance(CONTENTS[kind], bytes) else CONTENTS[kind].encode())
 
 
-KINDS = ("pipe", "zeros", "folder", "loop", *ODD)
+KINDS = ("pipe", "zeros", "folder", "loop", *CONTENTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_object_of_anybodys_is_read_or_refused_at_once(kind, tmp_path):
+def test_a_foreign_file_is_refused_at_once_with_a_short_reason(kind, tmp_path):
     put(tmp_path / SUMMARY, kind)
     for first_line in (False, True):
         rows, reason = look_at(tmp_path / SUMMARY, first_line=first_line)
@@ -46,7 +46,7 @@ def test_an_object_of_anybodys_is_read_or_refused_at_once(kind, tmp_path):
     assert look_at(tmp_path / "nothing") == (None, None)
 
 
-def test_a_report_waits_for_nobody(tmp_path):
+def test_a_report_waits_for_no_foreign_file_and_names_each(tmp_path):
     write_run(tmp_path / "good")
     for kind in ("pipe", "zeros", "folder", "loop"):
         for name in (RECORD, SUMMARY, "rows.jsonl", "evaluations.jsonl"):

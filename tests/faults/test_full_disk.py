@@ -1,5 +1,4 @@
-"""Storage that fails: every file that a run writes, on a full disk. One message with what is needed and what is left, a
-status that says so, nothing half-written, and the same command goes on."""
+"""A full disk while a run writes any of its files: one error message, no partial file, and the run can be resumed."""
 
 import errno
 import json
@@ -19,12 +18,12 @@ FULL = ("record.every_steps=1", "checkpoint.every_steps=2", "budget.steps=8", "e
 FILES = (LOCK, RECORD, SUMMARY, "step-")
 
 
-def left_behind(folder: Path) -> list[str]:
+def temporary_files(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("*") if path.name.endswith((".tmp", ".part"))]
 
 
 class Disk:
-    """Refuses to write to files whose path has a word, once ``after`` bytes are in them."""
+    """A disk on which files with a certain word in their name can receive only a limited number of bytes."""
 
     def __init__(self, monkeypatch):
         self._word, self._room, self._write = None, 0, cache.write_all
@@ -58,7 +57,7 @@ def undisturbed_rows(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_full_disk_at_any_file_is_one_message_and_the_same_command_goes_on(name, disk, undisturbed_rows, capsys):
+def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(name, disk, undisturbed_rows, capsys):
     job = make_job(*FULL)
     disk.fill(name, after=10)
     with pytest.raises(
@@ -67,14 +66,14 @@ def test_a_full_disk_at_any_file_is_one_message_and_the_same_command_goes_on(nam
         run_job(job)
     assert name in str(caught.value) and "\n" not in str(caught.value)
     folder = job.folder.path
-    assert not left_behind(folder)
+    assert not temporary_files(folder)
     if name == LOCK:
-        assert not folder.exists(), "nothing was begun"
-    elif name != SUMMARY:  # where the status itself cannot be written
+        assert not folder.exists(), "the run must not begin"
+    elif name != SUMMARY:  # without space for the summary there is no status
         summary = json.loads((folder / SUMMARY).read_text())
         assert summary["status"] == "storage" and "bytes are needed" in summary["error"]
     disk.fill(None)
     again = make_job(*FULL)
     assert run_job(again)["status"] == "finished"
     assert rows_of(again) == undisturbed_rows
-    assert not left_behind(folder)
+    assert not temporary_files(folder)

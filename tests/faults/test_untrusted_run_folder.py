@@ -1,5 +1,4 @@
-"""Files that others send run nothing, and nonsense in them is one message: run folders, opened by ``bench.evaluate``,
-``compress``, ``decompress`` and ``init_from.run``, and checkpoints."""
+"""Run folders and checkpoints that others send execute nothing, and invalid content in them is one error message."""
 
 import json
 import os
@@ -18,7 +17,7 @@ from harness.plan.build import Plan
 from harness.record.folder import read_provenance
 from harness.record.rows import CONFIG, EVALUATIONS, FORMAT, RECORD
 from tests.command_line import call
-from tests.faults.test_damaged_checkpoints import resigned
+from tests.faults.test_damaged_checkpoints import write_with_digest
 from tests.faults.test_user_config_folder import MIXER, PAYLOAD
 from tests.small_configs import CONF
 from tests.small_runs import make_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
@@ -28,20 +27,19 @@ RUN = "theirs"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """A finished run."""
+def finished_run(tmp_path_factory) -> Path:
     job, _ = whole_run("variant=mhsa", "budget.steps=2", f"outputs={tmp_path_factory.mktemp('runs')}")
     return job.folder.path
 
 
 @pytest.fixture
-def run(made, here) -> Path:
-    """A copy of it in the folder where commands are typed, as it was downloaded."""
-    return Path(shutil.copytree(made, here / RUN))
+def run(finished_run, here) -> Path:
+    """A copy of the finished run in the current folder, as if it was downloaded."""
+    return Path(shutil.copytree(finished_run, here / RUN))
 
 
 def configure(run: Path, **sections: object) -> None:
-    """Change sections of a run's configuration; a dictionary adds to what is there."""
+    """Replace sections of a run's configuration. A dictionary is merged into the existing section."""
     config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
     for name, value in sections.items():
         section = config.get(name)
@@ -50,7 +48,7 @@ def configure(run: Path, **sections: object) -> None:
 
 
 def refused(run: Path, script: str, *words: str) -> str:
-    """The message of a command that opens the folder, begins nothing and leaves it as it is."""
+    """The error message of a command that opens the folder, ends with exit code 2 and changes no file."""
     before = sorted(run.parent.rglob("*"))
     ended = call(script, *words)
     assert sorted(run.parent.rglob("*")) == before and ended.code == 2, ended
@@ -59,16 +57,16 @@ def refused(run: Path, script: str, *words: str) -> str:
 
 
 def opened(run: Path, *, trust: Sequence[str] = ()) -> Plan:
-    """What every command makes of the folder's configuration."""
+    """The plan that every command builds from the folder's configuration."""
     runtime = OmegaConf.load(CONF / "runtime" / "default.yaml")
     return plan_of_run(run, key="run", runtime=runtime, trust=list(trust))
 
 
 EVALUATE = ("bench/evaluate.py", f"run={RUN}", "eval.bytes=400", *CPU)
-"""One door stands for all: ``tests/test_python_api.py`` says that there is one way in."""
+"""One command suffices: ``tests/test_python_api.py`` tests that all open a folder by the same function."""
 
 
-def test_no_door_believes_the_folders_trust(run):
+def test_trust_in_the_configuration_of_a_run_folder_does_not_count(run):
     (run / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
     node = {"_target_": f"{RUN}.evil.Evil", "_partial_": True}
     configure(run, trust=[f"{RUN}.evil"], variant={"attention": node})
@@ -77,7 +75,7 @@ def test_no_door_believes_the_folders_trust(run):
 
 
 def hostile_configurations() -> dict[str, object]:
-    """Texts of a ``config.yaml``, or what changes in a good one."""
+    """The content of a ``config.yaml``, or sections to change in a valid one, by the name of the attack."""
     return {
         "a list in itself": "variant: &a [*a]\n",
         "deep": f"variant: {'[' * 1000}\n",
@@ -94,7 +92,7 @@ def hostile_configurations() -> dict[str, object]:
 
 
 @pytest.mark.parametrize("attack", hostile_configurations())
-def test_a_hostile_configuration_is_one_message(run, attack):
+def test_a_hostile_configuration_is_one_error_message(run, attack):
     hostile = hostile_configurations()[attack]
     if isinstance(hostile, dict):
         configure(run, **hostile)
@@ -106,7 +104,7 @@ def test_a_hostile_configuration_is_one_message(run, attack):
 
 
 @pytest.mark.parametrize("name", [CONFIG, RECORD])
-def test_what_is_no_file_is_not_waited_for(run, name):
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(run, name):
     (run / name).unlink()
     os.mkfifo(run / name)
     with pytest.raises(ValueError, match=f"{RUN}: {name}"):
@@ -124,7 +122,7 @@ WRONG = {"config.model": "tiny", "data": None, "optimizers": {}}
 
 
 @pytest.mark.parametrize("attack", [*RECORDS, *WRONG])
-def test_a_hostile_record_is_one_message(run, attack):
+def test_a_hostile_record_is_one_error_message(run, attack):
     if attack in RECORDS:
         (run / RECORD).write_bytes(RECORDS[attack])
     else:
@@ -139,7 +137,7 @@ def test_a_hostile_record_is_one_message(run, attack):
             read_provenance(run, key=key)
 
 
-def test_a_start_from_a_checkpoint_of_nonsense_is_one_message(run, monkeypatch):
+def test_init_from_a_checkpoint_with_invalid_values_is_one_error_message(run, monkeypatch):
     theirs, training = read_provenance(run, key="init_from.run"), make_job("variant=mhsa", "outputs=mine").trainer
     good = prepare.checkpoint.load(prepare.checkpoint.newest(run))
     contents = [{}, *(good | {"model": value} for value in ("text", None, {"a": 1}))]
@@ -153,34 +151,33 @@ def test_a_start_from_a_checkpoint_of_nonsense_is_one_message(run, monkeypatch):
             prepare.begin_from(training)
 
 
-class Touching:
-    """Something that a pickle calls when it is loaded."""
+class CalledOnLoad:
+    """An object whose pickle calls a function when it is loaded."""
 
     def __init__(self, call, *arguments):
-        self._made = call, arguments
+        self._reduced = call, arguments
 
     def __reduce__(self):
-        return self._made
+        return self._reduced
 
 
 CALLS = {"system": (os.system, "touch PWNED"), "getattr": (getattr, dict, "pop")}
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_checkpoints_pickle_calls_nothing(call, tmp_path, monkeypatch):
-    """Though its digest fits, as its sender can make it."""
+def test_loading_a_checkpoint_calls_no_function_of_its_pickle(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path, payload = tmp_path / "step-000000009.pt", Touching(*CALLS[call])
+    path, payload = tmp_path / "step-000000009.pt", CalledOnLoad(*CALLS[call])
     for content in (payload, {"format": 3, "model": payload}):
         torch.save(content, path)
-        resigned(path, path.read_bytes())
+        write_with_digest(path, path.read_bytes())
         with pytest.raises(prepare.checkpoint.Damaged, match="is no checkpoint of a run"):
             prepare.checkpoint.load(path)
     assert not Path("PWNED").exists()
 
 
 @pytest.mark.parametrize("name", [EVALUATIONS, "context.png"])
-def test_nothing_is_written_through_a_strangers_link(run, name):
+def test_a_bench_command_writes_through_no_link_in_the_folder(run, name):
     victim = run.parent / "mine.txt"
     victim.write_text("mine")
     (run / name).symlink_to(victim)
@@ -188,7 +185,7 @@ def test_nothing_is_written_through_a_strangers_link(run, name):
     assert victim.read_text() == "mine"
 
 
-def test_a_run_does_not_write_through_a_link_either(here):
+def test_a_training_run_writes_through_no_link_in_the_folder(here):
     job = make_job("variant=mhsa", "budget.steps=2")
     victim = here / "mine.txt"
     victim.write_text("mine")

@@ -1,5 +1,7 @@
-"""A ``-cd`` folder is read as its user wrote it, but ``hydra.*`` and ``trust`` are set on the command line only, so that the
-rule for ``_target_`` holds. What would have run leaves a file; it must not be there, and one message names the file."""
+"""A ``-cd`` folder is read as its user wrote it, but ``hydra.*`` and ``trust`` count on the command line only.
+
+The code that must not run would create the file PWNED.
+"""
 
 import os
 import subprocess
@@ -13,7 +15,7 @@ from harness import source
 from tests.command_line import GENERATED, TINY, call, empty_folder, train  # noqa: F401 - a fixture
 
 TOUCH = {"_target_": "torch.utils.collect_env.run", "command": "touch PWNED"}
-"""A callable that Hydra's own list of forbidden ones does not know."""
+"""A callable that Hydra does not forbid by itself."""
 PAYLOAD = "import pathlib\npathlib.Path('PWNED').touch()\n"
 MIXER = """from variants.contract import Sublayer, SublayerOutput
 
@@ -31,7 +33,7 @@ KEYS = {
     "params.callbacks": {"mode": "MULTIRUN", "sweeper": {"params": {"+hydra.callbacks.x": str(TOUCH)}}},
 }
 GLOBAL = "# @package _global_\n"
-PLACED = {
+ATTACKS = {
     **{name: {"recipe/evil.yaml": GLOBAL + yaml.safe_dump({"hydra": node})} for name, node in KEYS.items()},
     "by its package": {"recipe/evil.yaml": f"# @package hydra.callbacks\n{yaml.safe_dump({'x': TOUCH})}"},
     "by another's defaults": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{/recipe@hydra.callbacks: more}}]\n"},
@@ -44,7 +46,7 @@ PLACED = {
         "recipe/evil.yaml": f"{GLOBAL}purpose: tune\ntrial: 0\nspace: {{trust: {{choices: [[stranger], [stranger]]}}}}\n"
     },
 }
-BESIDE = {
+OTHER_FILES = {
     "recipe/more.yaml": yaml.safe_dump({"x": TOUCH}),
     "hydra/callbacks/more.yaml": yaml.safe_dump({"x": TOUCH}),
     "loose.yaml": GLOBAL + yaml.safe_dump({"hydra": KEYS["callbacks"]}),
@@ -58,10 +60,10 @@ def write(here: Path, files: dict[str, str]) -> None:
 
 
 def refused(here: Path, *words: str) -> str:
-    """The message of a command that must end before it begins, and leave everything as it is."""
+    """The error message of a command that must end with exit code 2 and change no file."""
     before = sorted(here.rglob("*"))
     ended = train(*words)
-    assert sorted(here.rglob("*")) == before, "something was done"
+    assert sorted(here.rglob("*")) == before, "the command changed files"
     assert ended.code == 2 and not ended.out and ended.err.count("error: ") == 1, ended
     assert len(ended.err.splitlines()) == 1, ended.err
     return ended.err
@@ -69,28 +71,28 @@ def refused(here: Path, *words: str) -> str:
 
 @pytest.fixture(autouse=True)
 def stranger(here):
-    """What would have run: a module, and a git, in the folder where the command is typed."""
+    """A Python module and a program named git in the current folder, neither of which may run."""
     (here / "stranger.py").write_text(PAYLOAD, encoding="utf-8")
     (here / "stranger").mkdir()
     (here / "stranger" / "git").write_text("#!/bin/sh\n/usr/bin/touch PWNED\n")
     (here / "stranger" / "git").chmod(0o755)
 
 
-@pytest.mark.parametrize("way", PLACED)
-def test_hydras_keys_and_trust_count_from_the_command_line_only(here, way):
-    write(here, BESIDE | PLACED[way])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_keys_of_hydra_and_trust_count_on_the_command_line_only(here, attack):
+    write(here, OTHER_FILES | ATTACKS[attack])
     message = refused(here, "-cd", "conf", *GENERATED, "recipe=evil")
     assert "may be set on the command line only" in message or "space.trust" in message
 
 
-def test_a_primary_file_of_the_folder_names_no_package(here):
+def test_a_primary_configuration_of_the_folder_cannot_extend_the_search_path(here):
     (here / "stranger" / "__init__.py").write_text(PAYLOAD, encoding="utf-8")
     write(here, {"evil.yaml": "defaults: [train, _self_]\nhydra: {searchpath: ['pkg://stranger']}\n"})
     assert "hydra.searchpath" in refused(here, "-cd", "conf", "-cn", "evil", *GENERATED)
 
 
-def test_what_a_user_needs_is_read(here, monkeypatch):
-    """A sweep, another key's value, a variable, a variant whose name is Hydra's; and what is typed."""
+def test_sweeps_interpolations_and_environment_variables_of_the_folder_are_read(here, monkeypatch):
+    """A variant may be named hydra, and keys of Hydra may be typed."""
     monkeypatch.setenv("MY_RATE", "0.125")
     params = f"{GLOBAL}hydra: {{mode: MULTIRUN, sweeper: {{params: {{seed: '0,1'}}}}}}\n"
     write(here, {"sweep/mine.yaml": params, "variant/hydra.yaml": "defaults: [mhsa]\nname: hydra\n"})
@@ -101,7 +103,7 @@ def test_what_a_user_needs_is_read(here, monkeypatch):
     assert "name: hydra" in ended.out and "lr: '0.125'" in ended.out and "- json" in ended.out
 
 
-def test_no_module_of_ours_is_looked_for_beside_a_folder(here):
+def test_a_folder_named_like_our_packages_does_not_extend_them(here):
     for package in ("harness", "harness/plan"):
         (here / package).mkdir(exist_ok=True)
         (here / package / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
@@ -111,13 +113,13 @@ def test_no_module_of_ours_is_looked_for_beside_a_folder(here):
         assert "cannot be imported" in message or "allowed are classes of" in message
 
 
-def test_the_folder_where_a_command_is_typed_is_not_searched_unasked(here, monkeypatch):
+def test_the_current_folder_is_searched_for_modules_only_with_trust(here, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert "model.heads=3" in refused(here, *GENERATED, "model.heads=3") and str(here) not in sys.path
     assert "PYTHONPATH" in refused(here, *GENERATED, "trust=[nowhere]") and str(here) in sys.path
 
 
-def test_a_message_has_an_end(here):
+def test_an_error_message_is_cut_to_a_maximal_length(here):
     write(here, {"sublayer/evil.yaml": yaml.safe_dump({"_target_": "stranger." + "a" * 9_000, "_partial_": True})})
     message = refused(here, "-cd", "conf", *GENERATED, "sublayer@variant.feed_forward=evil")
     assert len(message) < 4200 and "variant.feed_forward._target_=stranger" in message and "trust=[..]" in message
@@ -128,7 +130,7 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(folder), *words], env=environment, check=True, capture_output=True)
 
 
-def test_a_repository_around_ours_is_not_asked(here, monkeypatch):
+def test_git_is_not_asked_about_a_repository_that_surrounds_ours(here, monkeypatch):
     (here / "vendored").mkdir()
     git(here, "init", "-q")
     git(here, "-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-m", "x")
