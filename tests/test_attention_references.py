@@ -1,6 +1,6 @@
-"""Every mechanism that sees a past against the loops of its paper in float64: value and every gradient, on every backend.
+"""Compares every mechanism that sees a past with the reference loops in float64: output and every gradient.
 
-Choices meet in pairs. Lengths are odd, pasts shorter and longer than windows; D is not H K, and heads differ.
+Every pair of choices occurs, on every backend. Pasts are shorter and longer than windows, and heads differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,20 +49,20 @@ from variants.transformer_xl import TransformerXL
 
 pytestmark = pytest.mark.numeric
 
-KEPT = {"cache": ["kv", "hidden"], "attend_self": [True, False]}
+CACHES = {"cache": ["kv", "hidden"], "attend_self": [True, False]}
 LENGTHS = {"length": [1, 4, 7], "past": [0, 2, 9]}
 WHOLE_SPANS = {"length": 5, "past": 4, "span": 8, "heads": 9, "spans": "zero"}
 
 
 class Mechanism(NamedTuple):
-    """What is built and compared.
+    """A sublayer, its reference and the choices with which they are compared.
 
     Attributes:
-        make: of the sublayer, which takes the choices that are no fields of ``Case``; None for ``Attention``.
-        expected: its output by the reference, of the sublayer, ``Case``, the other choices, ``x`` and ``past``.
-        factors: choices whose values meet in pairs.
-        more: further choices.
-        moved: how far parameters are moved off their start.
+        make: constructor, called with the choices that are not fields of ``Case``; None for ``Attention``.
+        expected: the reference's output, a function of the sublayer, ``Case``, the other choices, ``x`` and ``past``.
+        factors: choices of which every pair of values is tested.
+        more: further choices to test.
+        moved: scale of the noise that is added to the initial parameters.
     """
 
     make: Callable[..., Sublayer] | None
@@ -74,9 +74,9 @@ class Mechanism(NamedTuple):
 
 
 def shared(sublayer: Sublayer, case: Case, past: Tensor) -> dict:
-    """What references ask for in the same words."""
-    same = {"attend_self": case.attend_self, "position": case.position, "past": past}
-    return matrices(sublayer) | same | {"past_is_constant": case.cache == "kv"}
+    """Keyword arguments that most references take."""
+    choices = {"attend_self": case.attend_self, "position": case.position, "past": past}
+    return matrices(sublayer) | choices | {"past_is_constant": case.cache == "kv"}
 
 
 def of_attention(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
@@ -84,8 +84,8 @@ def of_attention(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tenso
 
 
 def of_transformer_xl(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
-    place = sublayer.position
-    vectors = {"wr": place.project.weight, "u": place.to_keys, "v": place.to_distances}
+    position = sublayer.position
+    vectors = {"wr": position.project.weight, "u": position.to_keys, "v": position.to_distances}
     return transformer_xl(x, **vectors, **shared(sublayer, case, past), span=case.span)
 
 
@@ -115,8 +115,8 @@ def of_latent(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) 
 
 def of_gates(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
     decay, same = sublayer.decay, {"heads": case.heads, "attend_self": case.attend_self, "past": past}
-    of_decays = decay.up.weight if decay.down is None else decay.up.weight @ decay.down.weight
-    same |= matrices(sublayer) | {"wa": of_decays, "ba": decay.up.bias}
+    wa = decay.up.weight if decay.down is None else decay.up.weight @ decay.down.weight
+    same |= matrices(sublayer) | {"wa": wa, "ba": decay.up.bias}
     if isinstance(sublayer, GatedLinear):
         return gated_linear(x, **same)
     more = {"wg": sublayer.gate.weight, "wb": sublayer.strength.weight}
@@ -154,7 +154,7 @@ def of_reformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
     return reformer(x, **same, bucket_keys=choices["bucket_keys"])
 
 
-SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **KEPT}
+SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **CACHES}
 OF_ATTENTION = SHAPES | {
     "position": list(SCHEMES),
     "spans": ["fixed", "dynamic", "zero", "between"],
@@ -166,15 +166,15 @@ GATED = {"length": [1, 8, 11], "past": [0, 4], "attend_self": [True, False], "ch
 DELTA = GATED | {"decay": ["head", "channel"], "filter_bytes": [1, 3]}
 OF_PERFORMER = CARRIED | {"chunk": [2, 3, 64], "features": [1, 5, None], "heads": [1, 3], "d_head": [2, 3]}
 BLOCKS = {"ratio, window, span": [(3, 4, 13), (4, 2, 11), (1, 3, 8), (2, 5, 9), (5, 1, 12)]}
-BLOCKS |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 4)], "heads": [2], **KEPT, "position": list(SCHEMES)}
+BLOCKS |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 4)], "heads": [2], **CACHES, "position": list(SCHEMES)}
 BLOCKS |= {"compressor": ["mean", "linear", "softmax"], "top_k": [None, 1, 2]}
 CHUNKS = {"ratio": 4, "window": 6, "span": 21, "compressor": "linear", "top_k": None, "position": "rotary"}
 CHUNKS |= {"past": 10, "length": 37, "heads": 1}
 SPARSE = {"block, selected, window, span": [(3, 2, 4, 13), (4, 1, 2, 11), (1, 3, 8, 9), (5, 3, 1, 12), (2, 9, 3, 8)]}
 SPARSE |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 5)], "heads": [4], "kv_heads": [1, 2, 4]}
 SPARSE |= {"attend_self": [True, False], "position": ["none", "rotary"], "d_head": [2]}
-OF_LOCAL = KEPT | {"length": [1, 5, 12], "past": [0, 1, 4, 13], "position": list(SCHEMES), "block": [5]}
-DILATED = KEPT | {"windows": [(1,), (4,)], "dilation": [(1,), (2,), (3,)], "dilated_heads": [1, 3], "span": [12]}
+OF_LOCAL = CACHES | {"length": [1, 5, 12], "past": [0, 1, 4, 13], "position": list(SCHEMES), "block": [5]}
+DILATED = CACHES | {"windows": [(1,), (4,)], "dilation": [(1,), (2,), (3,)], "dilated_heads": [1, 3], "span": [12]}
 WINDOWS = DILATED | {"length": [1, 2, 7], "past": [0, 1, 4, 13], "position": list(SCHEMES)}
 LSH = {"buckets": 4, "rounds": 3, "bucket_keys": 2, "d_head": 4, "heads": 2, "length": 9, "past": 8}
 LSHS = [
@@ -220,36 +220,33 @@ MECHANISMS = {
 
 
 def choices_of(mechanism: Mechanism) -> list[dict]:
-    """Rows of ``covering``, in which a name may be of several choices, and ``more``."""
+    """All choices to test. A factor named "a, b" sets both choices a and b."""
     rows = covering(mechanism.factors, strength=2) if mechanism.factors else []
-    rows = [
-        {n: v for names, levels in row.items() for n, v in zip(*several(names, levels), strict=True)} for row in rows
-    ]
-    return [*rows, *mechanism.more]
+    return [*({name: x for n, v in row.items() for name, x in split(n, v)} for row in rows), *mechanism.more]
 
 
-def several(names: str, values: object) -> tuple[list, list]:
-    return (names.split(", "), list(values)) if ", " in names else ([names], [values])
+def split(names: str, values: object) -> list[tuple[str, object]]:
+    return list(zip(names.split(", "), values, strict=True)) if ", " in names else [(names, values)]
 
 
 def refused(name: str, row: dict, backend: str) -> bool:
-    """Whether a backend must say that it cannot compute this."""
+    """Whether a backend must refuse these choices."""
     relative = name == "transformer_xl" or row.get("position") == "relative"
     dynamic = row.get("spans") == "dynamic" and backend in ("fused", "kernel")
     return dynamic or (backend == "fused" and (relative or "key_bias" in row.get("parts", "")))
 
 
-def ended(row: dict) -> str:
-    return "-".join(f"{value}" for value in row.values())
-
-
 @pytest.mark.parametrize(
     ("name", "row"),
-    [pytest.param(name, row, id=f"{name}-{ended(row)}") for name, m in MECHANISMS.items() for row in choices_of(m)],
+    [
+        pytest.param(name, row, id="-".join(map(str, (name, *row.values()))))
+        for name, mechanism in MECHANISMS.items()
+        for row in choices_of(mechanism)
+    ],
 )
-def test_value_and_every_gradient(name, row, monkeypatch):
-    """Where a backend is impossible it says so."""
-    monkeypatch.setattr(carried_sums, "AT_ONCE", 2)  # two chunks in memory, and then a loop
+def test_output_and_every_gradient_equal_those_of_the_reference(name, row, monkeypatch):
+    """A backend that cannot compute the choices refuses them."""
+    monkeypatch.setattr(carried_sums, "AT_ONCE", 2)  # chunks in memory at once, so that the loop over chunks runs
     mechanism, fields = MECHANISMS[name], Case.__dataclass_fields__
     case = Case(backend="auto", **{key: value for key, value in row.items() if key in fields})
     choices = {key: value for key, value in row.items() if key not in fields}

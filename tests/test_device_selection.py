@@ -1,4 +1,4 @@
-"""Which device a word means, and what ``auto`` means on it: on devices that are made up."""
+"""Which device ``runtime.device`` selects and what ``auto`` means on it, with simulated GPUs."""
 
 import dataclasses
 
@@ -15,16 +15,16 @@ TYPED = ("runtime.precision=float32", "runtime.compile=false")
 
 
 def pretend(patch: pytest.MonkeyPatch, *, devices: int) -> list[int]:
-    """Let torch see so many GPUs, none of which computes. Returns the indices that are made the current device, as they come."""
+    """Let torch report GPUs that cannot compute. Returns a list of the indices that later become the current device."""
     chosen: list[int] = []
-    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a run there sets it for good, and rows depend on it
+    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a run would set it permanently
     patch.setattr(torch.cuda, "is_available", lambda: bool(devices))
     patch.setattr(torch.cuda, "device_count", lambda: devices)
     patch.setattr(torch.cuda, "set_device", chosen.append)
     return chosen
 
 
-def test_words_are_the_cpu_and_the_gpus_that_are_there(monkeypatch):
+def test_devices_are_the_cpu_and_the_existing_gpus(monkeypatch):
     pretend(monkeypatch, devices=2)
     assert runtime.named("auto") == runtime.named("cuda") == torch.device("cuda") and runtime.named("cuda:1").index == 1
     for wrong in ("tpu", "xpu", "cuda:2"):
@@ -38,7 +38,7 @@ def test_words_are_the_cpu_and_the_gpus_that_are_there(monkeypatch):
         runtime.named("cuda")
 
 
-def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
+def test_auto_is_refused_where_torch_cannot_use_an_existing_gpu(monkeypatch, tmp_path):
     pretend(monkeypatch, devices=0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(runtime, "NVIDIA", tmp_path)
@@ -51,7 +51,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch, tmp_path):
     assert runtime.named("auto").type == "cpu", "hidden on purpose"
 
 
-def test_what_compilation_lacks(monkeypatch, tmp_path):
+def test_a_requirement_of_compilation_that_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "find_spec", lambda name: object())
     monkeypatch.setattr(runtime.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("CXX", "c++")
@@ -65,7 +65,7 @@ def test_what_compilation_lacks(monkeypatch, tmp_path):
     assert runtime.lacks_to_compile() == "triton"
 
 
-def test_gpus_are_one_for_each_process(monkeypatch):
+def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
     chosen = pretend(monkeypatch, devices=2)
     second = ProcessGroup(rank=3, world_size=4, local_rank=1, local_world_size=2)
     for name in ("auto", "cuda"):
@@ -78,7 +78,7 @@ def test_gpus_are_one_for_each_process(monkeypatch):
         runtime.start(plan().runtime, processes=ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3))
 
 
-def test_bfloat16_is_what_a_device_multiplies_and_a_gpu_with_a_compiler_compiles(monkeypatch, capsys):
+def test_auto_is_bfloat16_where_the_device_multiplies_it_and_compiles_where_a_gpu_can(monkeypatch, capsys):
     for capabilities, expected in (({"amx_bf16": True}, True), ({"avx512_bf16": False, "avx512_f": True}, False)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
         assert runtime.multiplies_bfloat16(torch.device("cpu")) is expected
@@ -95,8 +95,8 @@ def test_bfloat16_is_what_a_device_multiplies_and_a_gpu_with_a_compiler_compiles
         assert ("Python.h is not here" in capsys.readouterr().out) == (lack is not None)
 
 
-def test_a_run_is_what_auto_means_here(here, monkeypatch):
-    """In its configuration: the same command finds it on such a machine, and begins another on one of another kind."""
+def test_the_value_of_auto_is_part_of_the_identity_of_a_run(here, monkeypatch):
+    """The same command finds its run again on a machine where ``auto`` means the same."""
     folders = set()
     for precision in ("float32", "bfloat16"):
         monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device, word=precision: word == "bfloat16")
@@ -108,7 +108,7 @@ def test_a_run_is_what_auto_means_here(here, monkeypatch):
     assert len(folders) == 2
 
 
-def test_tf32_is_for_cuda_where_it_is_asked_for(monkeypatch):
+def test_tf32_is_set_on_cuda_only_where_it_is_requested(monkeypatch):
     with pytest.raises(ValueError, match="runtime.tf32=true: runtime.device=cpu has no such products"):
         runtime.start(plan("runtime.device=cpu", "runtime.tf32=true").runtime)
     pretend(monkeypatch, devices=1)
@@ -121,9 +121,9 @@ def test_tf32_is_for_cuda_where_it_is_asked_for(monkeypatch):
     assert not off.tf32 and torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_gpus_generator_is_saved_once_it_is_used(monkeypatch):
+def test_the_random_state_of_a_gpu_is_saved_once_it_is_initialized(monkeypatch):
     generator = {"state": torch.tensor([1])}
-    assert random_state.random_state()["accelerator"] is None, "a process that has not used it has no state of it"
+    assert random_state.random_state()["accelerator"] is None, "an unused GPU has no random state"
     pretend(monkeypatch, devices=1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: generator["state"])

@@ -1,4 +1,4 @@
-"""Fresh processes that answer one question at a time: they answer, they die alone, and they say how."""
+"""``Cell``: an object in a new process whose methods are called one at a time, and how the process ends."""
 
 import os
 import signal
@@ -16,15 +16,15 @@ MIB = 2**20
 
 
 class Toy:
-    """What a cell makes in its process."""
+    """The object in the process."""
 
     def __init__(self, number: int):
         if number < 0:
             raise ValueError(f"number={number}: must be at least 0")
         self.number, self.tensors = number, []
 
-    def add(self, other: int, *, twice: bool = False) -> int:
-        self.number += other * (1 + twice)
+    def add(self, summand: int, *, twice: bool = False) -> int:
+        self.number += summand * (1 + twice)
         return self.number
 
     def place(self) -> tuple[int, str]:
@@ -34,8 +34,8 @@ class Toy:
         self.tensors.append(torch.ones(n_bytes, dtype=torch.uint8))
         return sum(map(len, self.tensors))
 
-    def die(self, number: int) -> None:
-        os.kill(os.getpid(), number)
+    def die(self, signal_number: int) -> None:
+        os.kill(os.getpid(), signal_number)
         time.sleep(10)
 
     def begin(self) -> int:
@@ -52,20 +52,20 @@ class Toy:
         raise KeyError("missing")
 
 
-def test_an_object_lives_between_questions_in_a_process_and_the_folder_of_its_own(tmp_path, monkeypatch):
+def test_an_object_keeps_its_state_between_calls_in_a_process_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Cell(Toy, 3) as one, Cell(Toy, 10) as other:
         assert one.ask("add", 1) == 4 and other.ask("add", 1) == 11
         assert one.ask("add", 2, twice=True) == 8 and one.ask("ask", 3) == 4, "a cell may ask another"
         (first, folder), (second, _) = one.ask("place"), other.ask("place")
         assert len({os.getpid(), first, second}) == 3 and Path(folder).samefile(tmp_path)
-        with pytest.raises(ValueError, match="number=-1: must be at least 0"):  # a user's mistake stays one
+        with pytest.raises(ValueError, match="number=-1: must be at least 0"):  # ValueError keeps its type
             Cell(Toy, -1).ask("place")
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
 
 
-def test_more_memory_than_the_limit_is_out_of_memory():
+def test_an_allocation_above_the_memory_limit_is_out_of_memory():
     with Cell(Toy, 0, memory_limit_bytes=200 * MIB) as cell:
         assert cell.ask("hold", 100 * MIB) == 100 * MIB
         with pytest.raises(CellError, match="allocate") as error:
@@ -77,17 +77,17 @@ def test_more_memory_than_the_limit_is_out_of_memory():
     ("question", "status", "reason"),
     [(("die", signal.SIGKILL), "out of memory", "SIGKILL"), (("break_",), "failed", "^KeyError: 'missing'$")],
 )
-def test_what_ends_a_cell_is_one_line(question, status, reason):
+def test_the_reason_for_the_end_of_a_process_is_one_line(question, status, reason):
     cell = Cell(Toy, 0)
     with pytest.raises(CellError, match=reason) as error:
         cell.ask(*question)
     assert error.value.status == status and not cell._process.is_alive()
 
 
-def test_a_process_that_hangs_is_killed_with_what_it_has_started():
+def test_a_hanging_process_is_killed_with_its_children():
     cell = Cell(Toy, 0)
     child = Path(f"/proc/{cell.ask('begin')}/cmdline")
     with pytest.raises(CellError, match="hung: not done after 0.5 s") as error:
         cell.ask("hang", limit_seconds=0.5)
     assert error.value.status == "failed" and not cell._process.is_alive()
-    wait_for(lambda: not child.exists() or not child.read_bytes(), "its end")
+    wait_for(lambda: not child.exists() or not child.read_bytes(), "the end of the child process")
