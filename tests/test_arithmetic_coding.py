@@ -1,4 +1,4 @@
-"""Arithmetic coding: what comes back, and what it costs; whole files are in ``test_compress.py``."""
+"""Arithmetic coding of symbols. ``test_compress.py`` codes whole files."""
 
 import math
 
@@ -12,14 +12,14 @@ from harness.device import runtime
 from tests.small_configs import TINY, plan
 
 
-def test_a_coder_gives_back_what_it_was_given_at_the_cost_of_its_frequencies():
+def test_symbols_are_decoded_and_the_code_has_the_length_of_their_information():
     draw = np.random.default_rng(0)
     weights = draw.dirichlet(np.full(257, 0.02), size=2000) * (TOTAL - 257)
     counts = 1 + weights.astype(np.int64)
     counts[:, -1] += TOTAL - counts.sum(axis=1)
     ends = counts.cumsum(axis=1)
     symbols = [int(draw.choice(257, p=row / TOTAL)) for row in counts]
-    symbols[::50] = [int(row.argmin()) for row in counts[::50]]  # what costs 24 bits
+    symbols[::50] = [int(row.argmin()) for row in counts[::50]]  # symbols that cost 24 bits
     encoder = Encoder()
     for row, symbol in zip(ends, symbols, strict=True):
         encoder.code(row, symbol)
@@ -31,8 +31,8 @@ def test_a_coder_gives_back_what_it_was_given_at_the_cost_of_its_frequencies():
     assert bits <= 8 * len(code) + 1e-6 and 8 * len(code) <= bits + 8 + 2000 * 2**-23
 
 
-def test_a_carry_runs_through_settled_bytes():
-    """Near the top of the interval all settled bytes are 255, until one symbol more makes them zeros."""
+def test_a_carry_propagates_through_bytes_of_255():
+    """Near the top of the interval all settled bytes are 255, until one more symbol turns them into zeros."""
     ends, last = np.array([1, TOTAL - 1, TOTAL]), 2
     for tail in ([1] * 40, [last] * 3, [0], [1, 0, last]):
         for lead in range(1, 12):
@@ -49,7 +49,7 @@ def test_a_carry_runs_through_settled_bytes():
 
 
 @pytest.mark.parametrize("escape", [0, ESCAPE])
-def test_frequencies_are_exact_in_sum_and_nothing_is_impossible(escape):
+def test_frequencies_have_the_exact_sum_and_none_is_zero(escape):
     torch.manual_seed(0)
     for scale in (0.0, 0.1, 5.0, 100.0, 1e4):
         probabilities = (scale * torch.randn(64, 205, dtype=torch.float64)).softmax(dim=1)
@@ -60,7 +60,7 @@ def test_frequencies_are_exact_in_sum_and_nothing_is_impossible(escape):
         assert ((counts[:, :-1] / TOTAL / probabilities)[likely] - 1).abs().max() < 0.02
 
 
-def test_weights_that_are_no_numbers_are_refused():
+def test_weights_of_nan_are_refused():
     model = plan(*TINY).make_model()
     with torch.no_grad():
         model.head.weight.fill_(math.nan)

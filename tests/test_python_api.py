@@ -1,4 +1,4 @@
-"""The Python door: the run's own model and score, what it looks at, and whose word counts."""
+"""``windtunnel.load``: a run's model with its score, its samples and its attention maps."""
 
 import json
 import re
@@ -18,7 +18,7 @@ READERS = r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_n
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of learned spans with tied and shared matrices."""
+    """The folder of a run with learned spans and tied and shared matrices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("door"))
         ended = train(*GENERATED, "variant=adaptive_span_memory", *MEMORY, "position=relative", "model.tied=true")
@@ -26,7 +26,7 @@ def run(tmp_path_factory):
         yield run_folders(Path("outputs"))[0].resolve()
 
 
-def test_a_model_has_its_runs_score_to_the_last_bit_also_from_three_files_of_its_folder(run, tmp_path):
+def test_a_loaded_model_has_the_exact_score_of_its_run_and_needs_three_files(run, tmp_path):
     for name in ("config.yaml", "record.jsonl", "checkpoints/best.pt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(run / name, tmp_path / name)
@@ -36,13 +36,13 @@ def test_a_model_has_its_runs_score_to_the_last_bit_also_from_three_files_of_its
     summary = json.loads((run / "summary.json").read_text())
     protocol, corpus = summary["protocol"], corpora.load("recall", bytes=60000)
     split = corpus.reported("valid", selection_bytes=protocol["selection_bytes"], limit=protocol["bytes"])
-    text = bytes(corpus.symbols[number] for number in split.tolist())
+    text = bytes(corpus.symbols[token] for token in split.tolist())
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
     torch.set_num_threads(1)
     assert [model.score(text, **cut) for model in models] == [summary["valid_bits_per_byte"]] * 2
 
 
-def test_attention_maps_are_the_models_own_and_mistakes_are_named(run, tmp_path):
+def test_attention_maps_are_causal_shares_and_mistakes_are_named(run, tmp_path):
     model = windtunnel.load(run)
     maps = model.attention(b"0123456789" * 4)
     assert set(maps) == {"layers.0.attention", "layers.1.attention"}
@@ -55,7 +55,7 @@ def test_attention_maps_are_the_models_own_and_mistakes_are_named(run, tmp_path)
         windtunnel.load(tmp_path)
 
 
-def test_what_the_readme_types(run, monkeypatch, capsys):
+def test_the_python_example_of_the_readme_runs(run, monkeypatch, capsys):
     (lines,) = re.findall(
         r"^```python\n(import windtunnel.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )
@@ -65,9 +65,10 @@ def test_what_the_readme_types(run, monkeypatch, capsys):
     assert "adaptive_span_memory recall" in capsys.readouterr().out
 
 
-def test_every_door_goes_through_one_function_that_believes_nothing():
+def test_all_commands_open_a_run_folder_by_the_same_function():
     code = {path.stem: path.read_text() for part in ("bench", "windtunnel") for path in (ROOT / part).rglob("*.py")}
     assert [name for name, text in code.items() if re.search(READERS, text)] == ["planning"]
-    asks = {path.stem for path in (ROOT / "conf").glob("*.yaml") if re.search(r"^run:", path.read_text(), re.M)}
-    asks |= {"model"}
-    assert not [name for name in asks - {"decompress"} if "open_trained(" not in code[name]]  # one file with compress
+    openers = {path.stem for path in (ROOT / "conf").glob("*.yaml") if re.search(r"^run:", path.read_text(), re.M)}
+    openers |= {"model"}
+    openers -= {"decompress"}  # implemented by compress.py
+    assert not [name for name in openers if "open_trained(" not in code[name]]
