@@ -1,5 +1,7 @@
 """``bench.fit``: its prediction against the measured peak, closed forms, the search for streams, and the command."""
 
+import ctypes
+import os
 import re
 import sys
 from collections.abc import Iterator
