@@ -1,6 +1,6 @@
-"""Sums that decay as the input says: what they are equal to when it says nothing, and that extreme decays stay exact.
+"""Gated linear attention and the gated delta rule: their initial decays, and the exactness of extreme decays.
 
-``test_attention_references.py`` has values and gradients.
+``test_attention_references.py`` compares values and gradients.
 """
 
 import pytest
@@ -16,7 +16,7 @@ from variants.linear import LinearAttention
 pytestmark = pytest.mark.numeric
 
 
-def test_decays_begin_as_those_of_linear_attention_with_alibi():
+def test_initial_decays_equal_those_of_linear_attention_with_alibi():
     case = Case(length=21, past=9, position="alibi", heads=4)
     linear, gated = case.build(LinearAttention, chunk=4), case.build(GatedLinear, chunk=5)
     gated.load_state_dict(linear.state_dict() | gated.decay.state_dict(prefix="decay."))
@@ -29,7 +29,7 @@ def test_decays_begin_as_those_of_linear_attention_with_alibi():
 
 
 def drawn(*, length: int = 40, channels: int = 1) -> tuple[torch.Tensor, ...]:
-    """Queries, keys of length 1, values ``[2, 2, T, 3]``, logarithms of decays ``[2, 2, T, channels]``, strengths."""
+    """Queries, keys of norm 1, values ``[2, 2, T, 3]``, logarithms of decays ``[2, 2, T, channels]``, strengths."""
     random = torch.Generator().manual_seed(0)
     q, k, v, g, b = torch.randn(5, 2, 2, length, 3, dtype=DOUBLE, generator=random)
     return q, torch.nn.functional.normalize(k, dim=-1), v, -g[..., :channels].abs(), b[..., :1].sigmoid()
@@ -37,8 +37,8 @@ def drawn(*, length: int = 40, channels: int = 1) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_decays_from_nothing_to_all_stay_finite_and_exact_in_float32(channels, delta):
-    """Some bytes forget everything before them, others nothing."""
+def test_decays_between_zero_and_one_stay_finite_and_exact_in_float32(channels, delta):
+    """Some bytes forget all that precedes them, others forget nothing."""
     q, k, v, _, strength = drawn()
     rule = {"strength": strength} if delta else {}
     decay = torch.tensor([0.0, -1e-4, -3.0, -200.0], dtype=DOUBLE)
@@ -53,7 +53,7 @@ def test_decays_from_nothing_to_all_stay_finite_and_exact_in_float32(channels, d
 
 
 @pytest.mark.parametrize("make", [GatedLinear, GatedDelta])
-def test_sums_are_float32_under_autocast(make):
+def test_carried_sums_are_float32_under_autocast(make):
     layer, x = Case(length=9).build(make).float(), Case(length=9).whole().float()
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x)

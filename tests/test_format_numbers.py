@@ -1,4 +1,4 @@
-"""Format numbers: what was written under other names is refused by one message."""
+"""Rows and checkpoints of another format number are refused with one message."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests.command_line import GENERATED, call, empty_folder, run_folders, train
 OLDER = rf"it is of format {FORMAT - 1}, and this code reads format {FORMAT}"
 
 
-def test_what_a_run_leaves_names_its_format_and_another_is_refused_by_one_message(here):
+def test_runs_write_their_format_and_runs_of_another_format_are_refused(here):
     train(*GENERATED)
     (folder,) = run_folders(here / "outputs")
     *lines, summary = (folder / RECORD).read_text().splitlines() + [(folder / SUMMARY).read_text()]
@@ -39,7 +39,7 @@ def test_what_a_run_leaves_names_its_format_and_another_is_refused_by_one_messag
         checkpoint.load_best(old)
 
 
-def test_rows_of_another_format_are_refused_and_the_others_shown(tmp_path):
+def test_a_report_refuses_rows_of_another_format_and_shows_the_rest(tmp_path):
     write_rows(tmp_path, [cost_row(), cost_row() | {"format": FORMAT - 1}, cost_row() | {"format": FORMAT + 1}])
     rows = read([tmp_path])
     assert len(rows.of("cost")) == 1 and len(rows.refused) == 2

@@ -1,4 +1,4 @@
-"""Corpora that are made: frozen for all machines; recall's copies and its floor, and text that is like text."""
+"""Generated corpora: pinned bytes, the copies and the floor of recall, answers of the skills, and synthetic text."""
 
 import hashlib
 import math
@@ -14,7 +14,7 @@ from harness.hashing import integer_hash
 from tests.small_configs import compose_config
 
 
-def test_hash_is_splitmix64():
+def test_the_integer_hash_is_splitmix64():
     # First output of the reference generator from state 0, then chained keys and broadcasting.
     assert int(integer_hash(0)[0]) == 0xE220A8397B1DCDAF
     assert int(integer_hash(-1)[0]) == int(integer_hash(2**64 - 1)[0])
@@ -35,7 +35,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize(("name", "make"), [("recall", recall_stream), ("synthetic_text", synthetic_text)])
-def test_streams_are_frozen_and_every_prefix_is_one(name, make):
+def test_streams_are_pinned_and_a_shorter_stream_is_a_prefix(name, make):
     digest, first = FROZEN[name]
     assert load(name).sha256 == digest
     stream = make(1000)
@@ -46,12 +46,12 @@ def test_streams_are_frozen_and_every_prefix_is_one(name, make):
 
 
 def source_of(stream: bytes, at: int, distances) -> int:
-    """Where the small letter at ``at`` was copied from, by the definition, or -1."""
+    """Position from which the small letter at ``at`` was copied, by the definition. It may be negative."""
     return at - distances[(stream[at - 1] - ord("A")) % len(distances)]
 
 
 @pytest.mark.parametrize("distances", [DISTANCES, (1, 6, 400)])
-def test_copies_are_there_and_told_apart_by_distance(distances):
+def test_letters_are_copied_from_the_distance_that_the_capital_names(distances):
     stream = bytes(recall_stream(20_000, distances=distances))
     assert set(stream[::2]) <= set(b"ABCDEFGHIJKLMNOP")
     assert set(stream[1::2]) <= set(b"abcdefghijklmnop")
@@ -59,23 +59,20 @@ def test_copies_are_there_and_told_apart_by_distance(distances):
         source = source_of(stream, at, distances)
         assert source < 0 or stream[at : at + 1].upper() == stream[source : source + 1].upper()
     corpus = load("recall", bytes=20_000, vocabulary=32, distances=list(distances))
-    begin, part = (
-        len(corpus.splits["train"]) + 1,
-        corpus.splits["valid"][1:],
-    )  # begins with a small letter, its capital not there
+    begin, part = len(corpus.splits["train"]) + 1, corpus.splits["valid"][1:]  # begins with a small letter
     copied = corpus.answered(part)
     assert tuple(copied) == tuple(map(str, distances)) and all(len(where) == len(part) - 1 for where in copied.values())
     for at in range(len(part) - 1):
-        place = begin + 1 + at
+        position = begin + 1 + at
         sources = [int(distance) for distance, where in copied.items() if where[at]]
-        assert sources == ([] if place % 2 == 0 else [place - source_of(stream, place, distances)])
+        assert sources == ([] if position % 2 == 0 else [position - source_of(stream, position, distances)])
     assert load("synthetic_text", bytes=20_000).answered(part) == {}
     capitals = np.bincount(recall_stream(320_000)[::2])[ord("A") :]
     assert len(capitals) == LETTERS and abs(capitals - 10_000).max() < 5 * math.sqrt(10_000)
 
 
 @pytest.mark.parametrize("n_bytes", [3, 1000, 1001])
-def test_oracle_pays_the_floor_and_not_less(n_bytes):
+def test_an_oracle_scores_the_floor_of_recall(n_bytes):
     stream = bytes(recall_stream(n_bytes + 100, distances=[2, 40]))
     for begin in (0, 1):
         scored = range(begin + 1, begin + n_bytes)
@@ -88,7 +85,7 @@ def test_oracle_pays_the_floor_and_not_less(n_bytes):
 
 
 def oracle(name: str, stream: bytes) -> list[float]:
-    """Bits of each byte for one that knows the rules, who reads the stream from its beginning."""
+    """Bits of each byte for a predictor that knows the rules and reads the stream from its beginning."""
     bits, memory, body, order, length = [], {}, "", [], 0
     for at, letter in enumerate(map(chr, stream)):
         before = chr(stream[at - 1]) if at else ""
@@ -122,7 +119,7 @@ def oracle(name: str, stream: bytes) -> list[float]:
 
 
 @pytest.mark.parametrize("name", SKILLS)
-def test_answers_of_skills_follow_and_the_floor_is_the_oracles(name):
+def test_answers_of_skills_are_predictable_and_the_floor_is_the_score_of_an_oracle(name):
     stream = SKILLS[name].stream(20_000)
     assert hashlib.sha256(stream).hexdigest().startswith(SKILL_DIGESTS[name])
     assert np.array_equal(SKILLS[name].stream(999), stream[:999])
@@ -138,7 +135,7 @@ def test_answers_of_skills_follow_and_the_floor_is_the_oracles(name):
     assert 0.1 < np.mean(sum(where.numpy() for where in answers.values())) < 0.4, "and they do not overlap"
 
 
-def test_answers_are_divided_by_distance_and_length():
+def test_answers_are_grouped_by_distance_or_length():
     queries = np.frombuffer(b"A1B2a1C3b2", np.uint8)
     first = next(iter(SKILLS["multi_query_recall"].answers(queries).values()))
     assert np.flatnonzero(first).tolist() == [5, 9]
@@ -147,7 +144,7 @@ def test_answers_are_divided_by_distance_and_length():
     assert at == {"2": [7, 8, 9, 10, 11], "4": [], "8": [], "16": []}
 
 
-def test_synthetic_text_is_near_text_and_costs_are_measured_on_it():
+def test_synthetic_text_has_the_entropy_of_text_and_cost_commands_use_it():
     stream = synthetic_text()
     share = np.bincount(stream) / len(stream)
     assert abs(-(share[share > 0] * np.log2(share[share > 0])).sum() - 5.059) < 0.4  # of the first 10^6 bytes of enwik8

@@ -1,4 +1,4 @@
-"""Which folder a run has, what makes it another run, and what is refused."""
+"""The folder of a run: what identifies the run, which folders are returned or resumed, and locking."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ IDENTITY = Identity(
 
 
 def written(outputs: Path, identity: Identity, *, finished: bool) -> Path:
-    """A run folder as a run of this identity leaves it."""
+    """Write the folder of a run of this identity."""
     path = outputs / identity.name
     path.mkdir(parents=True)
     row = {"kind": "provenance", "config_hash": identity.config, "data": {"sha256": identity.data}}
@@ -37,30 +37,30 @@ def written(outputs: Path, identity: Identity, *, finished: bool) -> Path:
     return path
 
 
-def test_the_hash_covers_what_can_change_a_number_and_nothing_else():
+def test_the_hash_covers_exactly_the_keys_that_can_change_a_number():
     config = plan(*SMALL).config
 
-    def hash_of(place: str, value: object) -> str:
+    def hash_of(path: str, value: object) -> str:
         node = changed = copy.deepcopy(config)
-        *above, key = place.split(".")
-        for name in above:
+        *sections, key = path.split(".")
+        for name in sections:
             node = node[name]
-        assert key in node, place
+        assert key in node, path
         node[key] = value
         return config_hash(changed, pinned=PINNED)
 
-    same = {"outputs": "there", "force": True, "record.every_steps": 7, "checkpoint.keep": 5, "data.fallback": None}
-    hashes = {hash_of(place, value) for place, value in (same | {"seed": config["seed"]}).items()}
-    other = {"seed": 1, "model.span": 17, "optim.lr": 0.1, "batch.streams": 3, "eval.bytes": 300, "data.seed": 1}
-    other |= {"check": False, "runtime.precision": "bfloat16", "runtime.threads": 2, "budget.steps": 9}
-    other |= {"variant.name": "another"}
-    assert len(hashes) == 1 and len(hashes | {hash_of(*pair) for pair in other.items()}) == len(other) + 1
-    for name, equal in (("enwik8_4m", True), ("text8", False)):  # of text8 no digest is known, and so its place counts
+    ignored = {"outputs": "there", "force": True, "record.every_steps": 7, "checkpoint.keep": 5, "data.fallback": None}
+    hashes = {hash_of(path, value) for path, value in (ignored | {"seed": config["seed"]}).items()}
+    covered = {"seed": 1, "model.span": 17, "optim.lr": 0.1, "batch.streams": 3, "eval.bytes": 300, "data.seed": 1}
+    covered |= {"check": False, "runtime.precision": "bfloat16", "runtime.threads": 2, "budget.steps": 9}
+    covered |= {"variant.name": "another"}
+    assert len(hashes) == 1 and len(hashes | {hash_of(*pair) for pair in covered.items()}) == len(covered) + 1
+    for name, equal in (("enwik8_4m", True), ("text8", False)):  # text8 has no pinned digest, so its path counts
         config["data"]["name"] = name
         assert (hash_of("data.path", "a.xz") == hash_of("data.path", "b/a.xz")) == equal
 
 
-def test_finished_unfinished_and_forced(tmp_path):
+def test_a_finished_summary_or_the_newest_checkpoint_is_read_unless_forced(tmp_path):
     empty = RunFolder(tmp_path, IDENTITY)
     assert empty.summary is None and empty.checkpoint is None
     assert not empty.path.exists()
@@ -74,39 +74,38 @@ def test_finished_unfinished_and_forced(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["source", "data", "device", "precision"])
-def test_other_code_data_machine_or_precision_is_another_run(tmp_path, field):
+def test_other_code_data_device_or_precision_is_another_run(tmp_path, field):
     path = written(tmp_path, IDENTITY, finished=True)
     another = RunFolder(tmp_path, replace(IDENTITY, **{field: "x"}))
     assert another.summary is None and another.path != path
 
 
-def test_a_run_that_another_process_finished_meanwhile_is_returned(capsys):
-    """It was found unfinished, and was brought further while this process built its model, or waited for a GPU."""
+def test_a_run_that_another_process_has_finished_since_it_was_prepared_is_returned(capsys):
     words = ("budget.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=1")
     begun, later = make_job(*words), make_job(*words)
     stop(make_job(*words), step=2)
     summary = run_job(begun)
     assert "resuming at " in capsys.readouterr().out
-    made = (begun.folder.path / SUMMARY).stat().st_mtime_ns
+    written_ns = (begun.folder.path / SUMMARY).stat().st_mtime_ns
     assert train(later) == summary["valid_bits_per_byte"] and "finished before: " in capsys.readouterr().out
-    assert (begun.folder.path / SUMMARY).stat().st_mtime_ns == made, "a finished run was trained again"
+    assert (begun.folder.path / SUMMARY).stat().st_mtime_ns == written_ns, "a finished run was trained again"
 
 
 @pytest.mark.parametrize("name", [SUMMARY, RECORD])
 @pytest.mark.parametrize("content", ["[]", "{"])
-def test_files_that_are_not_ours_are_no_runs(tmp_path, name, content):
+def test_a_folder_with_invalid_files_counts_as_no_finished_run(tmp_path, name, content):
     path = written(tmp_path, IDENTITY, finished=False)
     (path / name).write_text(content)
     assert RunFolder(tmp_path, IDENTITY).summary is None
 
 
-def test_a_folder_has_one_process_at_a_time_and_an_unwritable_place_is_named(tmp_path):
-    held, second = RunFolder(tmp_path, IDENTITY), RunFolder(tmp_path, IDENTITY)
-    held.hold()
+def test_a_folder_is_locked_by_one_process_and_an_unwritable_folder_is_refused(tmp_path):
+    first, second = RunFolder(tmp_path, IDENTITY), RunFolder(tmp_path, IDENTITY)
+    first.hold()
     assert os.readlink(tmp_path / "latest") == IDENTITY.name
     with pytest.raises(ValueError, match=f"{IDENTITY.name} is held by process {os.getpid()} on "):
         second.hold()
-    held.release()
+    first.release()
     second.hold()
     second.release()
     (tmp_path / "file").write_text("")
