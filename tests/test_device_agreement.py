@@ -1,5 +1,4 @@
-"""``bench.check`` on a device: what agrees passes, what cannot run is refused, a wrong number fails; and whoever measures takes
-what was proven there."""
+"""``bench.check agree=true``: backends are compared with float64 on a device, and bench commands follow the selection."""
 
 import pytest
 import torch
@@ -22,8 +21,8 @@ PLACE = ("position=rotary", "model.cache=kv", "model.attend_self=true")
 
 
 @pytest.fixture(autouse=True)
-def contract_kept(monkeypatch):
-    """The contract is not what is tested; a part of a training step is enough."""
+def quick_checks(monkeypatch):
+    """Checks of the contract that pass at once, and short segments for the comparison."""
     monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
     monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
     monkeypatch.setattr(select_backend.agreement, "__kwdefaults__", {"segments": (30, 31), "least": 1e-4})
@@ -33,7 +32,7 @@ def check(*words: str) -> CommandOutcome:
     return call("bench/check.py", "-m", *QUICK, *PLACE, *words)
 
 
-def test_variants_agree_and_what_cannot_run_is_refused(here):  # noqa: F811
+def test_backends_agree_and_a_backend_that_cannot_run_is_refused(here):  # noqa: F811
     ended = check("agree=true", "variant=adaptive_span", "runtime.backend=plain,kernel")
     assert ended.code == 0, ended.out + ended.err
     lines = [line for line in ended.out.splitlines() if "agrees" in line]
@@ -49,12 +48,12 @@ def test_variants_agree_and_what_cannot_run_is_refused(here):  # noqa: F811
     ("precision", "wrong", "words"),
     [("float32", "gradient", "query.weight, at most 0.0001"), ("bfloat16", "value", "at most 0.0")],
 )
-def test_a_wrong_number_fails(here, monkeypatch, precision, wrong, words):  # noqa: F811
-    """Of which plain in float64 and, in bfloat16, on the host is right: twice its error may be made."""
+def test_a_wrong_output_or_gradient_fails(here, monkeypatch, precision, wrong, words):  # noqa: F811
+    """float64 is right. In bfloat16 the host is right as well, and twice its error is allowed."""
     inner, calls = window.attend, []
 
     def attend(q, k, v, *arguments, **keywords):
-        exact = q.dtype == torch.float64 or len(calls) >= 2  # a layer, 2 segments: then it is the host's turn
+        exact = q.dtype == torch.float64 or len(calls) >= 2  # after 2 segments on the device comes the host
         calls.extend([] if q.dtype == torch.float64 else [q])
         y = inner(q.detach() if not exact and wrong == "gradient" else q, k, v, *arguments, **keywords)
         return y * 1.1 if wrong == "value" and not exact else y
@@ -67,25 +66,24 @@ def test_a_wrong_number_fails(here, monkeypatch, precision, wrong, words):  # no
     assert words in line
 
 
-def test_a_device_that_is_not_there_is_a_mistake_and_on_a_cpu_nothing_is_compared_unasked(here):  # noqa: F811
+def test_a_missing_device_is_refused_and_a_cpu_is_compared_on_request_only(here):  # noqa: F811
     ended = call("bench/check.py", "variant=mhsa", "runtime.device=cuda:99")
     assert ended.code == 2 and "runtime.device=cuda:99: " in ended.err and not ended.out
     assert "agrees" not in check("variant=mhsa", "runtime.backend=plain").out
 
 
-def test_the_contract_of_what_runs_elsewhere_is_checked_in_plain_pytorch():
-    wanted = plan("variant=mhsa", "runtime.device=cuda", "runtime.backend=kernel", "runtime.precision=bfloat16")
-    made = of_mechanism(wanted, "cuda").runtime
-    assert (made.backend, made.device, made.precision) == ("plain", "cpu", "float32")
-    assert of_mechanism(wanted, "cpu") is wanted
+def test_the_contract_of_a_run_on_a_gpu_is_checked_on_the_cpu_in_plain_pytorch():
+    gpu_plan = plan("variant=mhsa", "runtime.device=cuda", "runtime.backend=kernel", "runtime.precision=bfloat16")
+    checked = of_mechanism(gpu_plan, "cuda").runtime
+    assert (checked.backend, checked.device, checked.precision) == ("plain", "cpu", "float32")
+    assert of_mechanism(gpu_plan, "cpu") is gpu_plan
 
 
-def test_what_is_measured_obeys_the_proof(monkeypatch):
-    """Both verbs' workers take what was settled, and refuse what was asked for by name and fails."""
+def test_cost_and_peers_measure_the_selected_backend_and_refuse_one_that_fails(monkeypatch):
     made = plan("variant=mhsa", *SMALL)
 
-    def select(wanted, where):
-        if wanted.runtime.backend != "auto":
+    def select(run_plan, where):
+        if run_plan.runtime.backend != "auto":
             raise ValueError("runtime.backend=kernel: kernel failed")
         return {"backend": "fused", "errors": {"fused": "1e-6"}}
 
@@ -95,6 +93,6 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
     assert facts["backend"] == "fused" and facts["backend_choice"]["errors"] == {"fused": "1e-6"}
     assert Worker(Task(config=made.config)).build()["backend"] == "fused"
     named = varied(made, runtime={"backend": "kernel"}).config
-    for refused in (Subject, Worker):
+    for worker in (Subject, Worker):
         with pytest.raises(ValueError, match="kernel failed"):
-            refused(Task(config=named))
+            worker(Task(config=named))

@@ -1,4 +1,4 @@
-"""Kernels offered to outsiders: a file that uses nothing but what ``variants/backends.py`` says keeps the contract on them."""
+"""An attention from outside that uses our kernels through ``variants/backends.py`` keeps the contract on each backend."""
 
 import pytest
 import torch
@@ -18,14 +18,14 @@ from variants.kernels import window_cpu
         pytest.param(("position=relative", "runtime.backend=kernel"), marks=pytest.mark.cpu_kernel),
     ],
 )
-def test_it_keeps_the_contract(words):
+def test_an_outside_attention_keeps_the_contract(words):
     plan = shrunk(toy(OutsideAttention, *words))
     assert words[-1] == f"runtime.backend={fast_backend(plan)}"
     assert [str(finding) for finding in findings(plan) if not finding.passed] == []
 
 
 @pytest.mark.cpu_kernel
-def test_without_a_compiler_it_takes_the_next(monkeypatch):
+def test_without_a_compiler_an_outside_attention_takes_the_next_backend(monkeypatch):
     (_, sublayer), *_ = shrunk(toy(OutsideAttention, "position=alibi")).make_model().sublayers()
     assert sublayer.backend(torch.device("cpu"), training=True) == "kernel"
     monkeypatch.setattr(window_cpu, "available", lambda: "no C++ compiler")
