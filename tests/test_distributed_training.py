@@ -1,4 +1,4 @@
-"""Several processes of one run: they train, score and resume as one would."""
+"""A run of two processes trains, scores and resumes as one process does."""
 
 import hashlib
 import os
@@ -30,14 +30,14 @@ DIVIDED += ("optim=adamw", "batch.accumulate=2", "model.head_zero_init=false", f
 SHARDED = ("variant=adaptive_span_memory", *MEMORY, "variant.memory.sparse=true", *MOVING[1:], "runtime.shard=full")
 SHARDED += ("+variant.groups.values.optimizer={_target_:harness.optim.ClippedAdagrad,_partial_:true}",)
 RESUMED = {
-    "replicated": (*MOVING, *CARRY, *DROPOUT, "eval.streams=1"),  # the second process has nothing to score
+    "replicated": (*MOVING, *CARRY, *DROPOUT, "eval.streams=1"),  # rank 1 has nothing to score
     "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),  # rows by Muon, AdamW; columns by Adagrad
 }
 COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.every=0", "eval.test=false")
 
 
 def with_muon_in(run: Trainer, name: str) -> Trainer:
-    """The run without bfloat16, which Muon has where the processor multiplies it in AMX tiles."""
+    """Set the precision of Muon's products, which by default depends on the CPU."""
     for group in (g for optimizer in run.optimizers.optimizers.values() for g in optimizer.param_groups):
         if "precision" in group:
             group["precision"] = name
@@ -45,8 +45,7 @@ def with_muon_in(run: Trainer, name: str) -> Trainer:
 
 
 def divided_run(processes: ProcessGroup, *overrides: str, precision: str = "float32") -> Trainer:
-    """Spread; in float64 exact enough to compare: in float32 optimizers follow rounding, which every CPU does in its
-    own way."""
+    """A trainer whose parameters are replicated or sharded. float64 makes runs comparable despite rounding."""
     plan_ = plan(*SMALL, *overrides)
     run = Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
     run.model.to(getattr(torch, precision))
@@ -55,7 +54,7 @@ def divided_run(processes: ProcessGroup, *overrides: str, precision: str = "floa
 
 
 def exact_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
-    """A job in float64, also where torch has divided the parameters by the time that it is prepared."""
+    """A run in float64. The default dtype is set because the parameters may be sharded after the preparation."""
     torch.set_default_dtype(torch.float64)
     try:
         job = make_job(*overrides, processes=processes)
@@ -66,13 +65,13 @@ def exact_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
 
 
 def digest(run: Trainer) -> str:
-    """Of the whole parameters; all processes call it."""
+    """SHA-256 of all parameters, gathered from all processes."""
     weights = gathered(run.model.state_dict()).values()
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights)).hexdigest()
 
 
 def trained(run: Trainer) -> dict:
-    """Bits of every step, a digest of the parameters after each, and where it all ends."""
+    """Train to the end. Returns the score and a digest of the parameters of every step, and the final values."""
     bits, digests = [], []
     while not run.finished:
         run.step()
@@ -90,10 +89,10 @@ def trained(run: Trainer) -> dict:
     }
 
 
-def ended(make: partial, *, stop_at: int | None = None, signalled: int = 1) -> tuple[int, int, str]:
-    """Train a job to its end, or to a step in which one process alone receives SIGTERM: exit code, steps, digest."""
+def run_to_end(make: partial, *, stop_at: int | None = None) -> tuple[int, int, str]:
+    """Train a job to its end, or to a step in which only rank 1 receives SIGTERM. Returns exit code, steps and digest."""
     job, processes, code = make(), make.keywords["processes"], 0
-    if stop_at and processes.rank == signalled:
+    if stop_at and processes.rank == 1:
         after_step(job, stop_at, lambda: signal.raise_signal(signal.SIGTERM))
     try:
         train(job)
@@ -102,44 +101,43 @@ def ended(make: partial, *, stop_at: int | None = None, signalled: int = 1) -> t
     return code, job.trainer.spent.steps, digest(job.trainer)
 
 
-def inside(folder: str) -> None:
-    """In a folder that all processes share."""
+def change_folder(folder: str) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
 
 
 def trained_and_resumed() -> dict:
-    """What ``trained`` says; and how a whole run, one that was stopped, and its resumption end."""
+    """The values of ``trained``, and by name how an undisturbed run, a stopped run and its resumption end."""
     here, results = Path.cwd(), {}
     with joined() as processes:
         results["trained"] = trained(divided_run(processes, *DIVIDED, precision="float64"))
         for name, words in RESUMED.items():
             make = partial(make_job, *words, *COMMON, processes=processes)
             for folder, stops in (("whole", [None]), ("stopped", [2, None])):
-                inside(here / name / folder)
-                results[name, folder] = [ended(make, stop_at=step) for step in stops]
+                change_folder(here / name / folder)
+                results[name, folder] = [run_to_end(make, stop_at=step) for step in stops]
     return results
 
 
 def record(folder: Path) -> list[dict]:
-    """What must be the same bit for bit."""
+    """The rows of the record without times and commit."""
     (path,) = [path for path in folder.glob(f"outputs/*/{RECORD}") if not path.parent.is_symlink()]
     return [{key: value for key, value in row.items() if key not in ("clock", "commit")} for row in read_rows(path)]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def shared_folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("two")
 
 
 @pytest.fixture(scope="module")
-def two(place) -> list[dict]:
+def two(shared_folder) -> list[dict]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(place)
+        patched.chdir(shared_folder)
         return launch(trained_and_resumed)
 
 
-def test_two_processes_train_as_one(two):
+def test_two_processes_train_as_one_does(two):
     first, second = (results["trained"] for results in two)
     one = trained(divided_run(SINGLE, *DIVIDED, "batch.accumulate=1", precision="float64"))
     assert first["digests"] == second["digests"] and len(set(first["digests"])) == STEPS
@@ -153,25 +151,25 @@ def test_two_processes_train_as_one(two):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_processes_that_were_stopped_go_on_bit_for_bit(two, place, name):
+def test_stopped_processes_resume_bit_for_bit(two, shared_folder, name):
     for results in two:
         (whole,), (stopped, resumed) = results[name, "whole"], results[name, "stopped"]
         assert stopped[0] == 128 + signal.SIGTERM and stopped[1] < STEPS
         assert resumed == whole == two[0][name, "whole"][0] and whole[:2] == (0, STEPS)
-    rows = record(place / name / "whole")
-    assert rows == record(place / name / "stopped") and rows[0]["processes"] == 2
+    rows = record(shared_folder / name / "whole")
+    assert rows == record(shared_folder / name / "stopped") and rows[0]["processes"] == 2
     assert [row["kind"] for row in rows[-2:]] == ["valid", "valid"]
 
 
-def test_one_process_reads_the_checkpoint_of_two(two, place):
+def test_one_process_reads_the_checkpoint_of_two(two, shared_folder):
     name = "sharded, with a table"
-    (folder,) = [path for path in (place / name / "whole" / "outputs").iterdir() if not path.is_symlink()]
+    (folder,) = [path for path in (shared_folder / name / "whole" / "outputs").iterdir() if not path.is_symlink()]
     run = make_run(*RESUMED[name], *COMMON)
     run.restore(checkpoint.load(checkpoint.newest(folder)))
     assert (run.spent.steps, len(run.state[0])) == (4, 4) and digest(run) == two[0][name, "whole"][0][2]
 
 
-def test_what_cannot_be_divided_is_refused():
+def test_batches_and_norms_that_cannot_be_divided_among_processes_are_refused():
     refused = {
         ("batch.streams=4", "batch.accumulate=3"): "batch.accumulate=3: each of 2 processes has 2 of batch.streams=4",
         ("batch.streams=5",): "batch.streams=5: 2 processes .* multiples of 2",

@@ -1,4 +1,4 @@
-"""README and docs: every command composes, every link leads to a file, README's YAML is a variant."""
+"""README and docs: every command composes, every link has a target, and the YAML of README is a variant."""
 
 import re
 import shlex
@@ -20,8 +20,8 @@ STARTS = ("python", "torchrun", ".venv/bin/python")
 
 
 def commands() -> dict[tuple[str, ...], str]:
-    """Of all pages, each once with the last page that has it: the words after Python, without options of torchrun."""
-    made = {}
+    """The words after Python of every command on the pages, and the last page that has the command."""
+    pages = {}
     for page, text in TEXTS.items():
         blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         inline = re.findall(r"`(python[^`]*)`", text)
@@ -29,15 +29,15 @@ def commands() -> dict[tuple[str, ...], str]:
         for part in (part for line in lines for part in line.split("&&")):
             words = shlex.split(part, comments=True)
             if words and words[0] in STARTS and "..." not in words[-1]:
-                made[tuple(words[1:])] = page
-    return made
+                pages[tuple(words[1:])] = page
+    return pages
 
 
 def jobs(words: list[str]) -> list[list[str]]:
     return [list(job) for job in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]]
 
 
-def test_every_command_composes():
+def test_every_command_on_the_pages_composes():
     planned, verbs = set(), set()
     for words, page in commands().items():
         overrides = [word for word in words if re.match(r"\+*[\w@./]+=", word) and not word.startswith("hydra")]
@@ -59,7 +59,7 @@ def test_every_command_composes():
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_links_lead_somewhere(page):
+def test_every_link_has_a_target(page):
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", TEXTS[page]):
         path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
         assert path.exists(), f"{page}: {target}"
@@ -69,7 +69,7 @@ def test_links_lead_somewhere(page):
             assert anchor in slugs, f"{page}: {target}#{anchor}"
 
 
-def test_readmes_yaml_is_a_variant(here):
+def test_the_yaml_of_readme_is_a_variant(here):
     block = "".join(re.findall(r"^```yaml\n(.*?)^```$", TEXTS["README.md"], re.MULTILINE | re.DOTALL))
     for name, text in re.findall(r"^# (my_conf/\S+)\n(.*?)(?=^# my_conf/|\Z)", block, re.MULTILINE | re.DOTALL):
         Path(name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A variant from outside: one file and a few lines of YAML, or a package, trained and checked with no edit here."""
+"""A variant from outside the repository, as a file or a package with a few lines of YAML, is trained and checked."""
 
 import json
 import re
@@ -14,10 +14,10 @@ MIXER = """from torch import nn
 from variants.contract import Sublayer, SublayerOutput
 
 class Mixer(Sublayer):
-    def __init__(self, place, *, width: int = 16):
+    def __init__(self, context, *, width: int = 16):
         super().__init__()
-        self.gate, self.into = nn.Linear(place.d_model, width), nn.Linear(place.d_model, width)
-        self.out = nn.Linear(width, place.d_model)
+        self.gate, self.into = nn.Linear(context.d_model, width), nn.Linear(context.d_model, width)
+        self.out = nn.Linear(width, context.d_model)
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
         return SublayerOutput(self.out(self.gate(x).sigmoid() * self.into(x)))
@@ -31,7 +31,7 @@ layers: [mixer]
 
 
 def write(folder: Path, *, module: str, conf: str) -> None:
-    """What a user has: a module, and ``conf`` with its sublayer and its variant."""
+    """Write a user's module, and a folder ``conf`` with its sublayer and its variant."""
     files = {
         Path(*module.split(".")).with_suffix(".py"): MIXER,
         Path(conf, "sublayer", "my_mixer.yaml"): SUBLAYER.format(module=module),
@@ -44,7 +44,7 @@ def write(folder: Path, *, module: str, conf: str) -> None:
 
 @pytest.fixture(name="imports")
 def forgotten_imports(monkeypatch):
-    """Modules that a test imports are forgotten after it."""
+    """Undo the imports of a test."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -57,7 +57,7 @@ PAGE = (ROOT / "docs" / "adding_a_variant.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
 
-def test_the_example_of_the_page_is_short_and_is_checked_and_trained(here, imports, monkeypatch):
+def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(here, imports, monkeypatch):
     assert sum(len(text.splitlines()) for text in FILES.values()) <= 40 and len(FILES) == 3
     for path, text in FILES.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -73,17 +73,17 @@ def test_the_example_of_the_page_is_short_and_is_checked_and_trained(here, impor
 
 
 @pytest.mark.parametrize("name", ["variant/mhsa", "train"])
-def test_a_file_that_one_of_ours_hides_is_refused(here, name):
-    """``variant=performer`` of a folder with its own performer.yaml would be ours, and pass for theirs."""
+def test_a_users_file_with_the_name_of_one_of_ours_is_refused(here, name):
+    """Our file would be read in place of the user's."""
     write(here, module="my_mixer", conf="my_conf")
     (here / "my_conf" / f"{name}.yaml").write_text("{}\n")
     ended = train("-cd", "my_conf", *GENERATED, "variant=mhsa")
     assert ended.code == 2 and len(ended.err.splitlines()) == 1, ended
     assert f"{here / 'my_conf' / name}.yaml: is not read, because ours of this name comes first" in ended.err
-    assert train("-cd", str(ROOT / "conf"), *GENERATED, "--cfg", "job").code == 0  # ours, named twice
+    assert train("-cd", str(ROOT / "conf"), *GENERATED, "--cfg", "job").code == 0  # our own folder is allowed
 
 
-def test_a_file_that_is_not_trusted_is_not_imported(here, imports):
+def test_a_module_without_trust_is_not_imported(here, imports):
     write(here, module="my_mixer", conf="my_conf")
     (here / "my_mixer.py").write_text("raise SystemExit('it was imported')\n", encoding="utf-8")
     before = sorted(here.rglob("*"))
@@ -92,7 +92,7 @@ def test_a_file_that_is_not_trusted_is_not_imported(here, imports):
     assert len(ended.err.splitlines()) == 1 and sorted(here.rglob("*")) == before
 
 
-def test_a_package_on_the_search_path_is_named_by_trust(here, imports):
+def test_a_package_on_the_search_path_needs_trust(here, imports):
     write(here, module="my_pkg.mixer", conf="my_pkg/conf")
     for package in ("my_pkg", "my_pkg/conf"):
         (here / package / "__init__.py").touch()
