@@ -195,8 +195,8 @@ def test_a_fault_that_only_heads_of_different_widths_show_is_caught(monkeypatch)
 class Phased(Gate):
     """A sublayer whose period is a keyword."""
 
-    def __init__(self, place, *, block: int = 64):
-        super().__init__(place)
+    def __init__(self, context, *, block: int = 64):
+        super().__init__(context)
         self.period = block
 
 
@@ -250,17 +250,17 @@ def test_a_small_plan_keeps_every_type_of_layer(words, layers):
 class Grouped(Gate):
     """A sublayer whose number of groups must divide the heads."""
 
-    def __init__(self, place, *, groups: int = 4):
-        super().__init__(place)
-        if place.heads % groups:
-            raise ValueError(f"groups={groups}: must divide model.heads={place.heads}")
+    def __init__(self, context, *, groups: int = 4):
+        super().__init__(context)
+        if context.heads % groups:
+            raise ValueError(f"groups={groups}: must divide model.heads={context.heads}")
 
 
 class Blocked(Gate):
-    def __init__(self, place, *, block: int = 4):
-        super().__init__(place)
-        if place.span % block:
-            raise ValueError(f"model.span={place.span}: must be a multiple of {block}")
+    def __init__(self, context, *, block: int = 4):
+        super().__init__(context)
+        if context.span % block:
+            raise ValueError(f"model.span={context.span}: must be a multiple of {block}")
 
 
 @pytest.mark.parametrize(("cls", "sizes"), [(Grouped, (4, 64, 13)), (Blocked, (2, 32, 64))])

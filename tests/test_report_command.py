@@ -1,4 +1,4 @@
-"""The verb ``bench.report``: what it writes, what it removes, and the mistakes that it refuses."""
+"""The command ``bench.report``: the files that it writes and removes, and the mistakes that it refuses."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ CODE = "import sys; from bench.report.__main__ import main; code = main(sys.argv
 CODE += "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
 
 
-def test_the_verb_writes_everything_without_torch_and_takes_away_what_is_no_longer_true(tmp_path, capsys):
+def test_the_command_writes_all_files_without_torch_and_removes_outdated_ones(tmp_path, capsys):
     rows, out = tmp_path / "rows", tmp_path / "report"
     write_run(rows, variant="adaptive_span", valid_bits_per_copy={"64": 0.1})
     write_rows(rows, [cost_row(length=n) for n in (256, 512)] + [peer_row(), {"kind": "cost"}])
@@ -42,14 +42,14 @@ def test_the_verb_writes_everything_without_torch_and_takes_away_what_is_no_long
 
 
 @pytest.mark.parametrize("content", [None, "garbage"])
-def test_nothing_to_show_is_a_mistake_with_a_reason(tmp_path, capsys, content):
+def test_a_folder_without_rows_is_refused(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "rows.jsonl").write_text(content)
     assert main([str(tmp_path), "--out", str(tmp_path / "report")]) == 2
     assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "report").exists()
 
 
-def test_a_place_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
+def test_an_unwritable_output_folder_and_a_missing_input_folder_are_refused(tmp_path, capsys):
     write_run(tmp_path)
     (tmp_path / "file").write_text("")
     assert main([str(tmp_path), "--out", str(tmp_path / "file" / "report")]) == 2

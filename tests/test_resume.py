@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or finished, and the same command again."""
+"""A run that was stopped or crashed is resumed by the same command."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch, capsys):
+def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, here, monkeypatch, capsys):
     words = RESUMED[name] if "FLOPs" in name else (*RESUMED[name], "budget.steps=13")
     whole, summary = whole_run(*words)
     elsewhere(here, monkeypatch)
@@ -58,7 +58,7 @@ def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch, capsy
         assert len(set(spans(resumed))) > 1
 
 
-def test_a_crash_goes_back_to_the_last_checkpoint(here, monkeypatch):
+def test_a_crashed_run_resumes_from_its_last_checkpoint(here, monkeypatch):
     words = (*MOVING, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
     whole, _ = whole_run(*words)
     elsewhere(here, monkeypatch)

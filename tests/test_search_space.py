@@ -1,4 +1,4 @@
-"""Spaces of trials: points that are the same for ever, equal trials for each mechanism, and what is refused."""
+"""Search spaces of hyperparameters: pinned points, recorded trials, and invalid spaces."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ SPACE = {
 }
 
 
-def tried(space: dict, trial: int, *words: str, typed: tuple[str, ...] = ()):
+def plan_trial(space: dict, trial: int, *words: str, typed: tuple[str, ...] = ()):
     cfg = compose_config(*TINY, *TUNE, *words, f"trial={trial}")
     cfg.space = space
     return plan_run(cfg, typed=typed)
@@ -30,38 +30,38 @@ def values(made) -> dict:
     return {key: OmegaConf.select(OmegaConf.create(made.config), key) for key in sorted(keys)}
 
 
-def test_the_first_points_are_the_same_for_ever():
-    """A committed row names its trial: another torch, order of keys or number of trials must not move it."""
+def test_the_first_points_are_pinned():
+    """Committed rows name their trials, so a point must not depend on the version of torch or the order of keys."""
     for space in (SPACE, dict(reversed(SPACE.items()))):
-        points = [values(tried(space, trial)) for trial in range(3)]
+        points = [values(plan_trial(space, trial)) for trial in range(3)]
         assert points == [
             {"model.dropout": 0.2376, "model.heads": 2, "model.layers": 2, "optim.lr": 0.004243},
             {"model.dropout": 0.4053, "model.heads": 2, "model.layers": 3, "optim.lr": 0.05583},
             {"model.dropout": 0.2859, "model.heads": 4, "model.layers": 1, "optim.lr": 0.0013},
         ]
-    assert tried(SPACE, 0).point == pytest.approx(
+    assert plan_trial(SPACE, 0).point == pytest.approx(
         {"model.dropout": 0.475107, "model.heads": 0.5, "model.layers": 0.5, "optim.lr": 0.313852}, abs=1e-6
     )
 
 
-def test_values_lie_between_the_ends_and_reach_them():
+def test_intervals_and_choices_are_covered_from_end_to_end():
     log, linear = Interval(low=1e-4, high=1.0, scale="log"), Interval(low=-1.0, high=1.0, scale="linear")
     assert [log.at(unit)[0] for unit in (0.0, 0.25, 0.5)] == [1e-4, 1e-3, 1e-2] and linear.at(0.75) == (0.5, 0.75)
-    drawn = Counter(Choice(choices=["a", "b", "c"]).at(step / 999) for step in range(999))
-    assert drawn == dict.fromkeys((("a", 0.0), ("b", 0.5), ("c", 1.0)), 333)
+    counts = Counter(Choice(choices=["a", "b", "c"]).at(step / 999) for step in range(999))
+    assert counts == dict.fromkeys((("a", 0.0), ("b", 0.5), ("c", 1.0)), 333)
     assert log.at(1 / 3)[0] == 0.002154, "four digits, so that it can be typed"
 
 
-def test_comparisons_have_five_seeds_and_adamw():
+def test_sweeps_that_compare_variants_have_five_seeds_and_adamw():
     for sweep in ("variants", "spans", "slots"):
         assert OmegaConf.load(CONF / "sweep" / f"{sweep}.yaml").hydra.sweeper.params.seed == "0,1,2,3,4"
         made = plan(f"sweep={sweep}")
         assert made.optim["default"].func.__name__ == "AdamW" and made.optim["matrices"] is None
         assert made.purpose == "result"
-    assert plan("sweep=variants", "optim=muon").optim["matrices"] is not None, "what is typed wins"
+    assert plan("sweep=variants", "optim=muon").optim["matrices"] is not None, "a typed override wins"
 
 
-def test_a_trial_is_recorded_and_read_back_as_the_same_run():
+def test_a_trial_is_recorded_and_planned_again_as_the_same_run():
     made = plan("variant=adaptive_span", *TINY, *TUNE, "trial=3")
     assert made.config["trial"] == 3 and values(made)["optim.lr"] == made.config["optim"]["lr"]
     again = plan_run(OmegaConf.create(json.loads(json.dumps(made.config))))
@@ -80,17 +80,17 @@ def test_a_trial_is_recorded_and_read_back_as_the_same_run():
         (None, "trial=0: there is no space for it"),
     ],
 )
-def test_a_space_that_is_none_is_refused(space, message):
+def test_an_invalid_or_missing_space_is_refused(space, message):
     with pytest.raises(ValueError) as caught:
-        tried(space, 0)
+        plan_trial(space, 0)
     assert str(caught.value).startswith(message)
 
 
-def test_what_a_trial_gives_is_not_typed_beside_it():
+def test_keys_of_a_trial_may_not_be_typed_and_its_number_and_purpose_are_checked():
     with pytest.raises(ValueError, match=r"^optim\.lr: is given by trial=0"):
-        tried(SPACE, 0, "optim.lr=0.5", typed=("optim.lr", "seed"))
+        plan_trial(SPACE, 0, "optim.lr=0.5", typed=("optim.lr", "seed"))
     with pytest.raises(ValueError, match=r"^purpose=result: a trial chooses"):
-        tried(SPACE, 0, "purpose=result")
+        plan_trial(SPACE, 0, "purpose=result")
     for trial in (2**16, True):
         with pytest.raises(ValueError, match=rf"^trial={trial}: allowed are null and integers"):
-            tried(SPACE, trial)
+            plan_trial(SPACE, trial)

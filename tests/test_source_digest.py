@@ -1,5 +1,4 @@
-"""The digest of the code that runs: the harness, what a run's mechanism can import, and the user's modules, as this process
-read them."""
+"""The digest of the source: the harness, the modules that the variant's mechanisms can import, and trusted modules."""
 
 import inspect
 from pathlib import Path
@@ -66,7 +65,7 @@ CONFIG = {"variant": {"attention": {"_partial_": True, "parts": [{"_target_": "v
 
 @pytest.fixture(autouse=True)
 def new_process():
-    """What a process remembers is forgotten, now and afterwards."""
+    """Clear the cache of read files before and after each test."""
     source.forget()
     yield
     source.forget()
@@ -87,37 +86,39 @@ def write(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_byte_of_a_file_that_counts_is_another_source_and_of_no_other(checkout, case):
+def test_the_digest_depends_on_exactly_the_files_that_a_run_can_import(checkout, case):
     assert {name for name, _ in mechanism_files(CONFIG)} == WINDOW
-    asked, counting = CASES[case]
-    before = digest(CONFIG, **asked)
+    arguments, counting = CASES[case]
+    before = digest(CONFIG, **arguments)
     for name in CHECKOUT:
         text = (checkout / name).read_text()
         write(checkout / name, f"{text}\n# edited")
-        assert digest(CONFIG, **asked) == before, "a process remembers what it read"
+        assert digest(CONFIG, **arguments) == before, "a process remembers what it read"
         source.forget()
-        assert (digest(CONFIG, **asked) != before) == (name in counting), name
+        assert (digest(CONFIG, **arguments) != before) == (name in counting), name
         write(checkout / name, text)
         source.forget()
-        assert digest(CONFIG, **asked) == before
+        assert digest(CONFIG, **arguments) == before
     for name in ("variants/__pycache__/window.pyc", "variants/.window.py.swp", "bench/.cost.py.swp", "variants/new.py"):
         write(checkout / name, "new")
     source.forget()
-    assert digest(CONFIG, **asked) == before
+    assert digest(CONFIG, **arguments) == before
 
 
-def test_modules_and_places_that_are_odd(checkout, monkeypatch, tmp_path_factory):
-    before, other = digest(CONFIG, measuring=True), tmp_path_factory.mktemp("zz")
+def test_the_digest_is_that_of_a_copied_checkout_and_ignores_installed_packages(
+    checkout, monkeypatch, tmp_path_factory
+):
+    before, copied = digest(CONFIG, measuring=True), tmp_path_factory.mktemp("copied")
     for name in reversed(CHECKOUT):
-        write(other / name, (checkout / name).read_text())
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(source, "ROOT", other)
+        write(copied / name, (checkout / name).read_text())
+    with monkeypatch.context() as patched:
+        patched.setattr(source, "ROOT", copied)
         assert digest(CONFIG, measuring=True) == before
     with pytest.raises(ValueError, match="trust=nowhere_at_all"):
         digest({}, trust=("nowhere_at_all",))
     write(checkout / "users/broken.py", "def (\n")
     assert digest({}, trust=("broken",)) != digest({})
-    # What lies beside an installed file is not followed: else all of torch would be read.
+    # Imports of installed files are not followed, otherwise all of torch would be read.
     monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(checkout / "users"))
     before = digest({}, trust=("mine",))
     source.forget()
@@ -125,8 +126,8 @@ def test_modules_and_places_that_are_odd(checkout, monkeypatch, tmp_path_factory
     assert digest({}, trust=("mine",)) == before
 
 
-def test_what_every_variant_loads_is_in_its_closure():
-    """Imports of every mechanism are static: no module of ``variants/`` is named in a text."""
+def test_mechanisms_have_static_imports_only():
+    """A dynamic import would hide a file from the digest."""
     for path in (ROOT / "variants").rglob("*.py"):
         text = path.read_text()
         assert "conformance" in path.parts or not ("import_module" in text or "__import__" in text), path
