@@ -1,4 +1,4 @@
-"""``docs/architecture.md``: the files that a batch passes on its way to the kernel, and a score on its way to its row."""
+"""``docs/architecture.md``: the files through which a batch reaches the kernel, and a score reaches its row."""
 
 import re
 import traceback
@@ -12,20 +12,20 @@ from variants.kernels import window_cpu
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def walked(title: str) -> list[str]:
-    """Files of a walk of the page, in order."""
+def files_on_page(title: str) -> list[str]:
+    """The files in the block under a title of the page, in order."""
     block = re.search(rf"^## {title}\n.*?^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
     return [line.split()[0] for line in block.splitlines() if not line.startswith(" ")]
 
 
-def files() -> list[str]:
-    """Of this call's stack, ours, from the outermost."""
+def files_on_stack() -> list[str]:
+    """The product's files on the call stack, from the outermost."""
     paths = (frame.filename for frame in traceback.extract_stack())
     ours = (path.removeprefix(f"{ROOT}/") for path in paths if path.startswith(f"{ROOT}/") and ".venv" not in path)
     return list(dict.fromkeys(path for path in ours if not path.startswith("tests/")))
 
 
-def test_walks_are_those_of_the_page(here, monkeypatch):
+def test_the_page_names_the_files_of_the_call_stacks(here, monkeypatch):
     stacks: dict[str, list[list[str]]] = {"kernel": [], "score": [], "row": []}
 
     def watch(module, name: str, label: str) -> None:
@@ -33,7 +33,7 @@ def test_walks_are_those_of_the_page(here, monkeypatch):
         file = Path(function.__code__.co_filename).relative_to(ROOT).as_posix()
 
         def watched(*args, **kwargs):
-            stacks[label].append([*files(), file])
+            stacks[label].append([*files_on_stack(), file])
             return function(*args, **kwargs)
 
         monkeypatch.setattr(module, name, watched)
@@ -46,7 +46,7 @@ def test_walks_are_those_of_the_page(here, monkeypatch):
     steps = [
         stack for stack in stacks["kernel"] if "harness/loop/update.py" in stack and "harness/loop/run.py" in stack
     ]
-    assert list(dict.fromkeys(steps[0])) == walked("A batch") and len(walked("A batch")) <= 14
-    row = [path for path in walked("A number") if path.startswith(("harness/loop", "harness/record/rows"))]
+    assert list(dict.fromkeys(steps[0])) == files_on_page("A batch") and len(files_on_page("A batch")) <= 14
+    row = [path for path in files_on_page("A number") if path.startswith(("harness/loop", "harness/record/rows"))]
     visited = {path for stack in stacks["score"] + stacks["row"] for path in stack}
     assert visited - {"train.py", "harness/compose/cli.py"} == {*row} and len(row) <= 5

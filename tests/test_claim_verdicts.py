@@ -1,4 +1,4 @@
-"""What an interval says of a claim, and which runs it is of."""
+"""Verdicts on the claims of the results page: intervals, claims of several parts, and runs without a score."""
 
 import pandas as pd
 import pytest
@@ -10,7 +10,7 @@ FIRST += ("mhsa_8_layers",)
 
 
 def made_runs(bits: dict[str, list[float]]) -> pd.DataFrame:
-    """A seed for each number; scores within a hundredth of each other are noise."""
+    """Runs with these scores, one seed for each number."""
     same = {"state": 100, "flops": 1e6, "ground": "one protocol"}
     scores = [(name, seed, score) for name, seeds in bits.items() for seed, score in enumerate(seeds)]
     return pd.DataFrame([{"variant": name, "seed": seed, "test": score} | same for name, seed, score in scores])
@@ -20,19 +20,22 @@ def verdicts(table: str) -> list[str]:
     return [line.strip("| ").split("|")[-1].strip("* ") for line in table.splitlines() if line.startswith("| **")]
 
 
-def test_intervals_are_judged_by_where_they_lie():
+def test_an_interval_decides_whether_a_claim_holds():
     below, close = [-0.10, -0.11, -0.12], [-0.01, 0.0, 0.012]
-    above = [-one for one in below]
-    assert [judge(one, must="less", margin=0.0)[0] for one in (below, close, above)] == [HOLDS, OPEN, NOT]
-    assert [judge(one, must="no more", margin=0.05)[0] for one in (below, close, above)] == [HOLDS, HOLDS, NOT]
-    assert [judge(one, must="the same", margin=0.05)[0] for one in (below, close, above)] == [NOT, HOLDS, NOT]
+    above = [-difference for difference in below]
+    for must, margin, verdicts_of in (
+        ("less", 0.0, [HOLDS, OPEN, NOT]),
+        ("no more", 0.05, [HOLDS, HOLDS, NOT]),
+        ("the same", 0.05, [NOT, HOLDS, NOT]),
+    ):
+        assert [judge(case, must=must, margin=margin)[0] for case in (below, close, above)] == verdicts_of
     assert judge(close, must="the same", margin=0.02)[0] == OPEN
     assert judge([0.0] * 3, must="less", margin=0.0)[0] == NOT, "equal costs are not less"
     assert judge(below[:2], must="less", margin=0.0)[0] == judge([-1.0], must="less", margin=0.0)[0] == FEW
     assert judge(below, must="less", margin=0.0)[1] == "-0.1100 ± 0.0248"  # 4.303 x 0.01 / sqrt(3)
 
 
-def test_a_claim_holds_where_all_of_its_parts_do():
+def test_a_claim_holds_if_all_of_its_parts_hold():
     bits = {name: [2.3, 2.31, 2.32] for name in FIRST} | {"mhsa_8_layers": [2.4, 2.42, 2.43]}
     bits |= {"uniform_span": [2.29, 2.33, 2.32], "replayed_spans": [2.2, 2.21, 2.22]}
     runs = made_runs(bits)
@@ -42,11 +45,11 @@ def test_a_claim_holds_where_all_of_its_parts_do():
     assert "| -50.0000 ± 0.0000 | holds |" in table
 
 
-def test_runs_without_a_score_are_counted_and_runs_of_two_protocols_make_no_table():
+def test_runs_without_a_score_are_counted_and_runs_of_two_protocols_are_refused():
     runs = made_runs({name: [2.3, 2.31, 2.32, 2.33] for name in FIRST})
-    whole = verdict_table(runs)
-    assert "without a score" not in whole and FEW not in whole
-    runs.loc[runs.index[-3:-1], "test"] = None  # of mhsa_8_layers
+    complete = verdict_table(runs)
+    assert "without a score" not in complete and FEW not in complete
+    runs.loc[runs.index[-3:-1], "test"] = None  # two runs of mhsa_8_layers
     table = verdict_table(runs)
     assert "| 2, 2 without a score |" in table and verdicts(table)[-1] == FEW
     runs.loc[0, "ground"] = "another"

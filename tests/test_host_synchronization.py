@@ -1,4 +1,4 @@
-"""What a step waits for, on a stand-in: every way from a tensor to a number of the host counts, as it would on a GPU."""
+"""When the host waits for the device: reads of tensors and synchronizations are counted on a CPU as on a GPU."""
 
 import math
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from harness.loop.update import Update
 from tests.small_runs import MOVING, VARIANTS, make_run
 
 WAYS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
-DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the CPU's kernel reads spans
+DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the CPU kernel reads spans
 
 
 @pytest.fixture(name="waits")
 def counted(monkeypatch) -> list[str]:
-    """What the host waited for so far, by name."""
+    """The names of the calls for which the host has waited so far."""
     names: list[str] = []
 
     def counting(name: str, inner: Callable) -> Callable:
@@ -30,7 +30,7 @@ def counted(monkeypatch) -> list[str]:
     for name in WAYS:
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
     monkeypatch.setattr(Runtime, "synchronise", counting("synchronise", Runtime.synchronise))
-    monkeypatch.setattr(Runtime, "to_host", lambda self, number: lambda: 0.0)  # asked later: the test after the next
+    monkeypatch.setattr(Runtime, "to_host", lambda self, number: lambda: 0.0)  # not counted: the host reads it later
     return names
 
 
@@ -42,9 +42,9 @@ def counted(monkeypatch) -> list[str]:
         (("budget.steps=null", "budget.seconds=100"), ["synchronise"]),
     ],
 )
-def test_a_step_waits_once_and_only_for_learned_spans_or_a_budget_of_seconds(words, expected, waits):
+def test_a_step_waits_only_for_learned_spans_or_a_budget_of_seconds(words, expected, waits):
     run = make_run("budget.steps=100", *words)
-    run.step()  # optimizers make their state
+    run.step()  # optimizers create their state
     for _ in range(3):
         waits.clear()
         run.step()
@@ -54,32 +54,31 @@ def test_a_step_waits_once_and_only_for_learned_spans_or_a_budget_of_seconds(wor
     assert waits.count("synchronise") == ("seconds" not in words[-1])
 
 
-def test_batches_set_out_before_a_step_and_it_is_asked_how_it_ended_when_the_next_one_was_given(monkeypatch):
-    run, order, taken = make_run("budget.steps=100"), [], []
+def test_the_next_batch_is_sent_before_a_step_and_the_outcome_is_read_after_the_next_step(monkeypatch):
+    run, order, batches = make_run("budget.steps=100"), [], []
     batch, update = run.stream.batch, Update.__call__
 
-    def updating(self: Update, inputs: Tensor, *rest: object, **keywords: object):
-        order.append(("given", run.spent.steps))
-        taken.append(inputs)
+    def recorded_update(self: Update, inputs: Tensor, *rest: object, **keywords: object):
+        order.append(("update", run.spent.steps))
+        batches.append(inputs)
         return update(self, inputs, *rest, **keywords)
 
     def to_host(self: Runtime, number: Tensor) -> Callable[[], None]:
-        return lambda step=run.spent.steps: order.append(("asked", step))
+        return lambda step=run.spent.steps: order.append(("read", step))
 
-    monkeypatch.setattr(run.stream, "batch", lambda at, part: order.append(("sent", at)) or batch(at, part=part))
-    monkeypatch.setattr(Update, "__call__", updating)
+    monkeypatch.setattr(run.stream, "batch", lambda at, part: order.append(("send", at)) or batch(at, part=part))
+    monkeypatch.setattr(Update, "__call__", recorded_update)
     monkeypatch.setattr(Runtime, "to_host", to_host)
     for _ in range(3):
         run.step()
-    words = "sent 0, sent 1, given 0, sent 2, given 1, asked 0, sent 3, given 2, asked 1"
-    assert ", ".join(f"{what} {step}" for what, step in order) == words
-    assert all(torch.equal(inputs, batch(at)[0]) for at, inputs in enumerate(taken))
+    words = "send 0, send 1, update 0, send 2, update 1, read 0, send 3, update 2, read 1"
+    assert ", ".join(f"{call} {step}" for call, step in order) == words
+    assert all(torch.equal(inputs, batch(at)[0]) for at, inputs in enumerate(batches))
     run.train_row()
-    assert order[9:] == [("asked", 2)]
+    assert order[9:] == [("read", 2)]
 
 
-def test_seconds_are_whole_whenever_they_are_read(monkeypatch):
-    """The device's work is waited for, and counted, by whoever reads the seconds; what comes between steps is not."""
+def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_steps(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
@@ -92,33 +91,33 @@ def test_seconds_are_whole_whenever_they_are_read(monkeypatch):
     run.step()
     assert run.place()["clock"]["seconds"] == 5.0
     now[0] += 100.0
-    assert run.place()["clock"]["seconds"] == 5.0, "nothing was given to the device since"
+    assert run.place()["clock"]["seconds"] == 5.0, "the device had no work since"
     run.step()
     assert run.content()["spent"]["seconds"] == 10.0
     run.step()
     run.evaluate(run.choosing(), pairs=10)
-    assert run.place()["clock"]["seconds"] == 15.0, "scoring is no training"
+    assert run.place()["clock"]["seconds"] == 15.0, "scoring must not count as training"
     run.step()
     assert run.place()["clock"]["bytes_per_second"] == run.spent.bytes / 20.0
 
 
-def test_the_mean_loss_is_of_all_steps_since_the_last_row(monkeypatch):
-    run, each, update = make_run("budget.steps=100"), [], Update.__call__
+def test_the_loss_of_a_row_is_the_mean_of_all_steps_since_the_last_row(monkeypatch):
+    run, losses, update = make_run("budget.steps=100"), [], Update.__call__
 
-    def updating(*args: object, **keywords: object):
+    def recorded_update(*args: object, **keywords: object):
         nats, state = update(*args, **keywords)
-        each.append(nats.item())
+        losses.append(nats.item())
         return nats, state
 
-    monkeypatch.setattr(Update, "__call__", updating)
+    monkeypatch.setattr(Update, "__call__", recorded_update)
     for _ in range(3):
         run.step()
-    assert run.content()["nats"] == sum(each)
-    assert run.train_row()["bits_per_byte"] == sum(each) / 3 / math.log(2)
+    assert run.content()["nats"] == sum(losses)
+    assert run.train_row()["bits_per_byte"] == sum(losses) / 3 / math.log(2)
 
 
-def test_batches_travel_as_bytes_and_nobody_waits(monkeypatch):
-    """To a made-up accelerator, whose copies are what is said to torch."""
+def test_batches_are_sent_as_bytes_from_pinned_memory_without_waiting(monkeypatch):
+    """A device of type xpu stands for an accelerator; the calls of torch are recorded."""
     copies, pinned, inner, device = [], [], Tensor.to, torch.device("xpu:0")
 
     def to(self: Tensor, *where: object, **how: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs that begin from another run: its weights, or everything."""
+"""``init_from``: runs that begin with the weights of another run, or restore everything."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from harness.record import checkpoint
 from tests.small_runs import CARRY, DROPOUT, make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
-# With a schedule that does not depend on the budget, a run that goes on is the one that had the larger budget from the start.
+# The schedule does not depend on the budget, so a continued run equals a run with the larger budget from the start.
 WORDS = ("variant=mhsa", *CARRY, *DROPOUT, "optim=adagrad", "optim.schedule.warmup_steps=4", "eval.every=0")
 
 
@@ -23,7 +23,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return checkpoint.load(checkpoint.newest(path))["model"]
 
 
-def test_everything_is_the_run_that_had_the_larger_budget_from_the_start(six_steps):
+def test_restoring_everything_equals_a_run_with_the_larger_budget_from_the_start(six_steps):
     whole, summary = whole_run(*WORDS, "budget.steps=10")
     extended = make_job(*WORDS, "budget.steps=10", f"init_from.run={six_steps}", "init_from.restore=everything")
     trainer = extended.trainer
@@ -37,7 +37,7 @@ def test_everything_is_the_run_that_had_the_larger_budget_from_the_start(six_ste
     assert rows_of(extended)[0]["kind"] == "provenance"
 
 
-def test_weights_begin_a_new_schedule(six_steps):
+def test_restoring_weights_begins_a_new_schedule(six_steps):
     run = make_job(
         *WORDS, "budget.steps=4", "optim.lr=0.001", f"init_from.run={six_steps}", "model.dropout=0.2"
     ).trainer
@@ -50,7 +50,7 @@ def test_weights_begin_a_new_schedule(six_steps):
     ("overrides", "words"),
     [
         (("model.d_model=24",), "model is another one, embedding.weight is .256, 16. of torch.float32 there"),
-        (("model.heads=4",), "init_from.run=.*model.heads was 2, is 4"),  # shapes alone do not tell
+        (("model.heads=4",), "init_from.run=.*model.heads was 2, is 4"),  # the shapes are equal
         (("position=alibi",), "init_from.run=.*position._target_ was variants.position.Rotary, is"),
         (("init_from.restore=everything", "batch.streams=2"), "init_from.run=.*batch.streams was 4, is 2"),
         (("init_from.restore=everything", "data.bytes=30000"), "init_from.run=.*data.sha256 was"),
@@ -60,14 +60,14 @@ def test_weights_begin_a_new_schedule(six_steps):
         (("init_from.restore=half",), "init_from.restore=half: allowed are weights, everything"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_leaves_nothing(six_steps, overrides, words):
+def test_a_run_that_does_not_match_is_refused_and_leaves_no_folder(six_steps, overrides, words):
     overrides = [word.format(latest=six_steps.parent / "latest") for word in overrides]
     with pytest.raises(ValueError, match=words):
         make_job(*WORDS, "budget.steps=8", f"init_from.run={six_steps}", *overrides)
     assert not Path("outputs").exists()
 
 
-def test_a_run_to_start_from_counts_by_its_checkpoint_not_by_its_path():
+def test_the_checkpoint_of_init_from_identifies_a_run_and_its_path_does_not():
     start, _ = whole_run("budget.steps=2", "outputs=first")
     words = ("budget.steps=4", f"init_from.run={start.folder.path}")
     name = make_job(*words).folder.path.name

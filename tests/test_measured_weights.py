@@ -1,4 +1,4 @@
-"""Weights that are measured: shaken, so that no gradient is zero, the same at every call; spans at lists of keys."""
+"""Weights of measured models: noise makes every gradient nonzero, and learned spans are set to fixed lengths."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def made(variant: str, *words: str) -> Plan:
 
 
 def without_gradient(model: nn.Module, step) -> list[str]:
-    """Parameters that got none, or one of zeros, in one training step."""
+    """Parameters whose gradient in one training step is missing or zero."""
     moved = set()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(
@@ -35,21 +35,21 @@ def task(variant: str, *words: str, **more) -> Task:
 
 
 def subject(variant: str, *words: str) -> Subject:
-    """What ``bench.cost`` measures."""
+    """A worker of ``bench.cost`` with its model."""
     measured = Subject(task(variant, *words, spans="learned"))
     measured.build()
     return measured
 
 
 @pytest.mark.parametrize("variant", ["all_attention", "product_key_memory"])
-def test_every_parameter_gets_a_gradient_in_the_step_that_bench_cost_times(variant):
+def test_every_parameter_has_a_gradient_in_the_step_that_bench_cost_measures(variant):
     measured = subject(variant)
     measured.train_memory()
     assert not without_gradient(measured.model, lambda: measured.times("train", seconds=0))
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_and_in_that_of_a_peer(name):
+def test_every_parameter_has_a_gradient_in_the_step_that_bench_peers_measures(name):
     require(version(PACKAGES[name]), f"{PACKAGES[name]}: {INSTALL}")
     measured = Worker(task("mhsa", peer=name))
     measured.build()
@@ -57,14 +57,14 @@ def test_and_in_that_of_a_peer(name):
     assert not without_gradient(measured.model, measured._train)
 
 
-def test_without_shaking_most_parameters_get_none(monkeypatch):
+def test_without_noise_many_parameters_have_no_gradient(monkeypatch):
     monkeypatch.setattr("bench.cost_worker.shake_", lambda model: None)
     measured = subject("adaptive_span")
     measured.train_memory()
     assert len(without_gradient(measured.model, measured._train)) > 20
 
 
-def test_shaking_is_the_same_at_every_call_and_leaves_spans_alone(monkeypatch):
+def test_the_noise_is_the_same_at_every_call_and_does_not_change_spans(monkeypatch):
     models = [made("all_attention").make_model() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     before = [part.fraction.clone() for part in learned_spans(models[0])]
@@ -84,9 +84,9 @@ def spans(model) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("layers", "heads", "span"), [(4, 4, 64), (6, 2, 512)])
-def test_spans_stay_what_they_are_in_keys_and_lists_are_read_in_a_circle(layers, heads, span):
+def test_spans_are_set_to_the_lists_of_lengths_which_repeat_over_layers_and_heads(layers, heads, span):
     model = made("adaptive_span", f"model.span={span}", f"model.layers={layers}", f"model.heads={heads}").make_model()
     place_spans(model, heads=heads)
-    for placed, asked in zip(spans(model), LEARNED * 2, strict=False):
-        assert placed == pytest.approx([min(span, asked[head % 4]) for head in range(heads)], abs=1e-3)
-    assert not any(learned_spans(made(other).make_model()) for other in ("mhsa", "all_attention_fixed"))
+    for lengths, expected in zip(spans(model), LEARNED * 2, strict=False):
+        assert lengths == pytest.approx([min(span, expected[head % 4]) for head in range(heads)], abs=1e-3)
+    assert not any(learned_spans(made(variant).make_model()) for variant in ("mhsa", "all_attention_fixed"))

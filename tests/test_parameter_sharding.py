@@ -1,5 +1,7 @@
-"""Parameters of three processes, replicated or divided: gradients are averaged during the backward pass, what FSDP
-cannot shard stays a plain tensor, of tables each has some columns, and scores are those of one process."""
+"""Three processes with replicated or sharded parameters: averaged gradients, sharded tables, and scores.
+
+Parameters that FSDP cannot shard stay plain tensors, and each process has some columns of a table.
+"""
 
 import re
 from functools import partial
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.numeric
 
 STEPS = 4
 TABLES = (*CARRY, "runtime.shard=full", "batch.streams=6", "model.head_zero_init=false", f"budget.steps={STEPS}")
-TABLES += ("model.d_model=20", "eval.streams=2")  # 7, 7 and 6 columns; the third process has nothing to score
+TABLES += ("model.d_model=20", "eval.streams=2")  # 7, 7 and 6 columns; rank 2 has nothing to score
 TWO_LAYERS = ("variant.layers=[attention,memory]", "variant.at={}")
 CASES = {
     "dense, relu": (
@@ -45,8 +47,11 @@ CASES = {
 
 
 class Outsider(Sublayer):
-    """It knows nothing of processes: a matrix is looked at in three places outside of its forward pass, one is shared
-    by all layers, one belongs to nobody, and a table has sparse gradients."""
+    """A sublayer written for one process, with a parameter of each type that FSDP cannot shard.
+
+    ``looked_at`` is read outside of the forward pass, ``shared`` belongs to all layers, ``forgotten`` is unused, and
+    ``table`` has sparse gradients.
+    """
 
     def __init__(self, context: LayerContext):
         super().__init__()
@@ -73,8 +78,7 @@ class Outsider(Sublayer):
 
 
 def outsiders_steps(processes: ProcessGroup, shard: str) -> dict:
-    """Muon, AdamW, clips of all and of a group, an update split in parts, and rows that three processes cannot share
-    alike."""
+    """Train ``Outsider`` with Muon, AdamW, clipping and accumulation. Some matrices have rows that 3 does not divide."""
     torch.manual_seed(0)
     model = model_of(Outsider)().double()
     groups = assign(
@@ -124,12 +128,12 @@ def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
 
 
 def scores(processes: ProcessGroup) -> dict:
-    """By three processes of 1 and of 7 streams, and of windows; and what each process has for itself."""
+    """Scores of 1 stream, of 7 streams and of windows, and the random numbers and streams of each process."""
     run = divided_run(processes, *VARIANTS["product_key_memory"], "batch.streams=6", precision="float64")
     split = run.corpus.splits["valid"][:200]
     by_streams = partial(score_stream, run.model, split, runtime=run.runtime, segment=7, collect_stats=True)
     return {
-        "nats": [by_streams(streams=number).nats for number in (1, 7)],
+        "nats": [by_streams(streams=streams).nats for streams in (1, 7)],
         "stats": by_streams(streams=7).stats,
         "windows": score_windows(run.model, run.corpus.splits["valid"], runtime=run.runtime, batch=1).nats,
         "draws": torch.rand(2).tolist(),
@@ -138,7 +142,7 @@ def scores(processes: ProcessGroup) -> dict:
 
 
 def averaged(processes: ProcessGroup) -> list[Tensor | None]:
-    """Gradients of which the second process has none: dense, sparse, and nobody's."""
+    """Averages of a dense and a sparse gradient that rank 1 lacks, and of a gradient that all lack."""
     parameters = [nn.Parameter(torch.zeros(3, 2)) for _ in range(3)]
     if processes.rank != 1:
         parameters[0].grad = torch.full((3, 2), 3.0)
@@ -163,35 +167,36 @@ def ranks(tmp_path_factory) -> list[dict]:
         return launch(everything, world_size=3)
 
 
-def same(results: dict, one: dict, *, within: float) -> None:
-    assert results["metrics"] == pytest.approx(one["metrics"], abs=within) and results["flops"] == one["flops"]
-    torch.testing.assert_close(results["model"], one["model"], rtol=0, atol=within)
-    for name, group in one["state"].items():
+def assert_same(results: dict, expected: dict, *, within: float) -> None:
+    assert results["flops"] == expected["flops"]
+    assert results["metrics"] == pytest.approx(expected["metrics"], abs=within)
+    torch.testing.assert_close(results["model"], expected["model"], rtol=0, atol=within)
+    for name, group in expected["state"].items():
         torch.testing.assert_close(results["state"][name]["state"], group["state"], rtol=0, atol=within)
 
 
 @pytest.mark.parametrize("shard", ["none", "full"])
-def test_an_outsiders_mechanism_trains_as_in_one_process(ranks, shard):
+def test_a_mechanism_written_for_one_process_trains_as_in_one_process(ranks, shard):
     one, (first, second, third) = outsiders_steps(SINGLE, shard), (rank[shard] for rank in ranks)
     for results in (first, third):
         assert results["plain"] and not results["divided"]
-        same(results, one, within=1e-6)
+        assert_same(results, one, within=1e-6)
     assert all(map(torch.equal, first["model"].values(), second["model"].values()))
     assert first["bytes"] == one["bytes"] if shard == "none" else first["bytes"] < 0.7 * one["bytes"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_columns_are_those_of_one_process(ranks, name):
+def test_tables_divided_by_columns_train_as_in_one_process(ranks, name):
     one = tables_steps(SINGLE, CASES[name])
     assert [rank[name]["shapes"][0] for rank in ranks] == [(64, 7), (64, 7), (64, 6)]
     for results in (rank[name] for rank in ranks):
         assert not results["averaged"] and len(results["shapes"]) == len(one["shapes"])
         assert results["bits"] == pytest.approx(one["bits"], abs=1e-12)
         torch.testing.assert_close(results["nats"], one["nats"], rtol=0, atol=2e-6)  # nats are kept in float32
-        same(results, one, within=1e-9)
+        assert_same(results, one, within=1e-9)
 
 
-def test_three_processes_score_and_draw(ranks):
+def test_three_processes_score_as_one_and_have_random_numbers_and_streams_of_their_own(ranks):
     first, one = ranks[0]["scores"], scores(SINGLE)
     for key in ("nats", "windows", "stats"):
         torch.testing.assert_close(first[key], one[key], rtol=1e-6, atol=2e-6)  # nats are kept in float32
@@ -200,13 +205,13 @@ def test_three_processes_score_and_draw(ranks):
     assert torch.equal(torch.cat([rank["scores"]["streams"] for rank in ranks]), one["streams"])
 
 
-def test_gradients_are_averaged_where_some_have_none(ranks):
+def test_gradients_are_averaged_where_a_process_has_none(ranks):
     for dense, rows, nothing in (rank["averaged"] for rank in ranks):
         assert dense.tolist() == [[2, 2]] * 3 and nothing is None
         torch.testing.assert_close(rows, torch.tensor([[1.0, 1.0], [0.0, 0.0], [1 / 3, 1 / 3]]))
 
 
-def test_what_cannot_be_in_a_unit_is_found():
+def test_parameters_that_fsdp_cannot_shard_are_detected():
     model = model_of(Outsider)()
     before, random = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
     whole = unsharded_parameters(model)
@@ -217,7 +222,7 @@ def test_what_cannot_be_in_a_unit_is_found():
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_a_table_of_too_few_columns_is_refused():
+def test_a_table_with_fewer_columns_than_heads_and_processes_need_is_refused():
     model = make_run(*VARIANTS["product_key_memory"], "model.d_model=4", "model.heads=1").model
     few = ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3)
     with pytest.raises(ValueError, match=re.escape("a table of 4 columns cannot be divided among 3 processes")):

@@ -1,4 +1,4 @@
-"""Every variant, divided between two processes: the steps of one, resumed bit for bit."""
+"""Every variant, sharded between two processes, trains as in one process and resumes bit for bit."""
 
 import copy
 
@@ -25,10 +25,10 @@ CASES |= {
 
 
 def trained(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
-    """Bits of all steps and the weights at the end; again from the content in the middle."""
+    """Scores of all steps and the final weights of a run, and of the same run resumed from the middle."""
     results, middle, first = {}, None, []
     try:
-        for name in ("whole", "again"):
+        for name in ("whole", "resumed"):
             run, bits = divided_run(processes, *COMMON, *words, precision="float64"), []
             if middle:
                 run.restore(middle)
@@ -49,12 +49,12 @@ def trained_by_all(words: tuple[str, ...]) -> dict:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_are_those_of_one_process(name, here):
+def test_a_sharded_variant_trains_as_in_one_process_and_resumes_bit_for_bit(name, here):
     first, second = launch(trained_by_all, CASES[name])
     if "refused" in first:
         assert "processes would see a part" in first["refused"]
         return
     bits, weights = trained(SINGLE, CASES[name])["whole"]
-    assert first["whole"][0] == second["whole"][0] == first["again"][0] == pytest.approx(bits, abs=1e-11)
-    torch.testing.assert_close(first["again"][1], first["whole"][1], rtol=0, atol=0)
+    assert first["whole"][0] == second["whole"][0] == first["resumed"][0] == pytest.approx(bits, abs=1e-11)
+    torch.testing.assert_close(first["resumed"][1], first["whole"][1], rtol=0, atol=0)
     torch.testing.assert_close(first["whole"][1], weights, rtol=0, atol=1e-11)

@@ -1,4 +1,4 @@
-"""A training step, whole or in parts, and the scoring of a split against loops that feed one byte at a time."""
+"""Training steps with accumulation, carried state and bfloat16, and scoring compared with loops over single bytes."""
 
 import math
 from dataclasses import replace
@@ -27,19 +27,19 @@ LEARNS = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_zer
 def test_accumulation_equals_the_unsplit_step():
     whole, split = (make_run(*MOVING, *LEARNS, f"batch.accumulate={parts}") for parts in (1, 3))
     for run in (whole, split):
-        run.model.double()  # so that a rounding error has no direction for Adam to follow
+        run.model.double()  # Adam amplifies the rounding errors of float32
         for _ in range(3):
             run.step()
-    for (name, one), other in zip(whole.model.named_parameters(), split.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, expected), actual in zip(whole.model.named_parameters(), split.model.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
     assert whole.train_row()["bits_per_byte"] == pytest.approx(split.train_row()["bits_per_byte"], abs=1e-12)
     assert len(tensors(whole.state)) > 1 and len(whole.state[0]) == 4
-    for one, other in zip(tensors(whole.state), tensors(split.state), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+    for expected, actual in zip(tensors(whole.state), tensors(split.state), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_auxiliary_losses_are_in_the_gradient_and_never_in_the_number(parts):
+def test_auxiliary_losses_are_in_the_gradient_but_not_in_the_score(parts):
     weight, heads, span, lr = 0.01, 2, 16, 0.5
     words = (*MOVING, "model.head_zero_init=false")
     runs = [make_run(*words, f"variant.attention.span.loss_weight={w}") for w in (0.0, weight)]
@@ -58,7 +58,7 @@ def test_auxiliary_losses_are_in_the_gradient_and_never_in_the_number(parts):
     torch.testing.assert_close(fractions[0] - fractions[1], expected, rtol=0, atol=1e-6)
 
 
-def test_a_step_sees_the_state_that_is_carried():
+def test_a_step_uses_the_carried_state():
     run = make_run("model.head_zero_init=false", "variant.attention.zero_init=false", "batch.accumulate=3")
     first, second = run.stream.batch(0), run.stream.batch(1)
     state = run.model(first[0]).state
@@ -69,7 +69,7 @@ def test_a_step_sees_the_state_that_is_carried():
     assert after[0].tolist() == [32] * 4
 
 
-def test_parameters_are_back_in_their_range_after_every_step():
+def test_parameters_are_projected_after_every_step():
     run = make_run("variant=adaptive_span", "variant.attention.span.loss_weight=10", "model.span=256", "optim.lr=0.1")
     spans = run.model.layers[0]["attention"].sublayer.span
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_parameters_are_back_in_their_range_after_every_step():
     assert spans.fraction.tolist() == [0.0, 0.0] and spans.max_keys == (64, 64)
 
 
-def test_bfloat16_is_finite_and_keeps_float32_parameters():
+def test_bfloat16_training_is_finite_and_close_to_float32_with_parameters_in_float32():
     high, low = (make_run(*MOVING, *LEARNS, f"runtime.precision={precision}") for precision in ("float32", "bfloat16"))
     bits = []
     for run in (high, low):
@@ -99,7 +99,7 @@ def test_bfloat16_is_finite_and_keeps_float32_parameters():
 
 @pytest.fixture(scope="module")
 def model():
-    """A model that says something different everywhere, in float64."""
+    """A model in float64 with noise added to its parameters, so that its outputs differ at every byte."""
     run = make_run("variant=product_key_memory", *MEMORY, "model.head_zero_init=false", "model.span=6")
     with torch.no_grad():
         for parameter in run.model.double().parameters():
@@ -107,13 +107,13 @@ def model():
     return run.model.eval()
 
 
-def some_bytes(number: int) -> Tensor:
-    return torch.randint(256, (number,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+def random_bytes(n_bytes: int) -> Tensor:
+    return torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
 
 
 @torch.no_grad()
 def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
-    """Nats of pairs ``first`` to ``end - 1``, each byte in a forward pass of its own, from a cold start."""
+    """Nats of pairs ``first`` to ``end - 1``, by a forward pass for each byte that starts without a state."""
     nats, state = [], None
     for pair in range(first, end):
         out = model(split[pair].long().view(1, 1), state)
@@ -123,9 +123,9 @@ def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("streams", "context", "segment"), [(3, 0, 64), (3, 11, 7), (4, 11, 1)])
-def test_stream_is_every_stream_byte_by_byte_after_its_context(model, streams, context, segment):
-    """Of 101 pairs: streams of 33 and 34, or of 25 and 26."""
-    split, expected = some_bytes(102), []
+def test_the_score_of_streams_equals_that_of_single_bytes_after_their_context(model, streams, context, segment):
+    """The 101 pairs are divided into streams of 33 and 34, or of 25 and 26."""
+    split, expected = random_bytes(102), []
     before = whole_context(context, n_pairs=101, streams=streams, segment=segment)
     assert before == (0 if context == 0 else -(-context // segment) * segment)
     for first, end in score_streams(101, streams, context=before):
@@ -136,19 +136,19 @@ def test_stream_is_every_stream_byte_by_byte_after_its_context(model, streams, c
     assert score.bits_per_byte == pytest.approx(sum(expected) / math.log(2) / 101, abs=1e-6)
 
 
-def test_statistics_are_of_the_scored_bytes_alone(model):
-    # Of 100 pairs; in the last case after 12 of context: all but the first stream's 12 are counted once.
-    for streams, segment, context, number in ((4, 64, 0, 100), (4, 7, 0, 100), (3, 64, 0, 102), (4, 6, 12, 88)):
+def test_statistics_are_collected_on_the_scored_bytes_only(model):
+    # There are 100 pairs. In the last case the first 12 bytes are the context of no other stream and are not counted.
+    for streams, segment, context, count in ((4, 64, 0, 100), (4, 7, 0, 100), (3, 64, 0, 102), (4, 6, 12, 88)):
         cut = {"streams": streams, "segment": segment, "context": context}
-        score = score_stream(model, some_bytes(101), runtime=CPU, collect_stats=True, **cut)
-        assert len(score.nats) == 100 and score.stats["layers.0.memory"]["bytes"] == number
-        assert score.stats["layers.0.memory"]["usage_count"].sum() == number * 2 * 4
-    assert not score_stream(model, some_bytes(101), runtime=CPU, streams=4, segment=9).stats
+        score = score_stream(model, random_bytes(101), runtime=CPU, collect_stats=True, **cut)
+        assert len(score.nats) == 100 and score.stats["layers.0.memory"]["bytes"] == count
+        assert score.stats["layers.0.memory"]["usage_count"].sum() == count * 2 * 4
+    assert not score_stream(model, random_bytes(101), runtime=CPU, streams=4, segment=9).stats
 
 
 @torch.no_grad()
-def test_windows_are_each_window_alone(model):
-    split, expected = some_bytes(1900), torch.full((1899,), torch.nan, dtype=torch.float64)
+def test_the_score_of_windows_equals_that_of_single_windows(model):
+    split, expected = random_bytes(1900), torch.full((1899,), torch.nan, dtype=torch.float64)
     for first in (0, 512, 1024):
         last = min(first + 1024, 1899)
         logits = model(split[None, first:last].long()).logits[0]
@@ -159,8 +159,8 @@ def test_windows_are_each_window_alone(model):
         torch.testing.assert_close(nats.double(), expected, rtol=0, atol=1e-5)
 
 
-def test_context_by_place(model):
-    split = some_bytes(48)  # 47 pairs: three whole windows, and one of 11
+def test_the_context_curve_is_the_score_by_position_in_a_window(model):
+    split = random_bytes(48)  # 47 pairs: three windows of 12 and one of 11
     naive = [byte_by_byte(model, split, first=first, end=min(first + 12, 47)) for first in (0, 12, 24, 36)]
     curve = score_context(model, split, runtime=CPU, longest=12, segment=5, batch=3)
     edges = [(1, 1), (2, 2), (3, 4), (5, 8), (9, 12)]
@@ -172,7 +172,7 @@ def test_context_by_place(model):
     assert [(point["from_bytes"], point["to_bytes"]) for point in short] == [(1, 1), (2, 2), (3, 4), (5, 5)]
 
 
-def test_a_trained_model_stays_above_the_floor_of_recall():
+def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_is_not_causal():
     words = ("data.distances=[3]", "batch.streams=8", "batch.segment=64", "optim.lr=0.01", "budget.steps=80")
     run = make_run(*VARIANTS["adaptive_span"], *words, "model.d_model=32", "model.span=8", "data.bytes=30000")
     while not run.finished:

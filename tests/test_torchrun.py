@@ -1,4 +1,4 @@
-"""Several processes at the command line: one message, one writer, and an end for all when one of them ends."""
+"""Runs of several processes at the command line: one prints and writes, and all end when one of them ends."""
 
 import os
 import re
@@ -32,8 +32,10 @@ REFUSED = {
 
 
 def commands(ports: list[int]) -> list[command_line.CommandOutcome]:
-    """What a user types, one after the other, each on a port of its own. For ``data=file`` the second process has another
-    current folder, as on another machine: it lacks a file that the first one has."""
+    """Run the commands one after the other, each on a port of its own.
+
+    For ``data=file`` rank 1 has another current folder, in which the file does not exist, as on another machine.
+    """
     ended, here = [], Path.cwd()
     for port, words in zip(ports, [*REFUSED, command_line.GENERATED, command_line.GENERATED], strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -44,26 +46,26 @@ def commands(ports: list[int]) -> list[command_line.CommandOutcome]:
     return ended
 
 
-def test_all_processes_say_a_mistake_once_and_one_writes_and_speaks(here):
+def test_a_mistake_is_printed_once_and_only_one_process_prints_and_writes(here):
     Path("second").write_bytes(bytes(range(256)) * 100)
     Path("other").mkdir()
     ranks = launch(commands, [free_port() for _ in (*REFUSED, 1, 2)])
     for expected, *ended in zip(REFUSED.values(), *ranks, strict=False):
-        (line,) = [line for one in ended for line in one.err.splitlines()]
-        assert [one.code for one in ended] == [2, 2] and not any(one.out for one in ended)
+        (line,) = [line for outcome in ended for line in outcome.err.splitlines()]
+        assert [outcome.code for outcome in ended] == [2, 2] and not any(outcome.out for outcome in ended)
         assert line.startswith("error: ") and all(part in line for part in expected), line
     first, second = (ended[len(REFUSED) :] for ended in ranks)
-    assert [one.code for one in (*first, *second)] == [0, 0, 0, 0], (first, second)
+    assert [outcome.code for outcome in (*first, *second)] == [0, 0, 0, 0], (first, second)
     assert "training: outputs" in first[0].out and "2 processes" in first[0].out
     assert first[0].out.count("bits per byte  ") == 1 and "finished before" in first[1].out
-    assert not any(one.out or one.err for one in second)
+    assert not any(outcome.out or outcome.err for outcome in second)
     (folder,) = command_line.run_folders(here / "outputs")
     row = read_rows(folder / RECORD)[0]
     assert row["processes"] == 2 and row["command"].startswith("torchrun --nproc-per-node=2 ")
     assert not os.listdir("other")
 
 
-def test_bench_and_sweeps_know_that_they_are_several():
+def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_checked():
     several = Launch(1, 4, 1, 2)
     assert several.words == ("torchrun", "--nnodes=2", "--nproc-per-node=2") and Launch().words == ("python",)
     for many, arguments in ((False, ("variant=mhsa",)), (True, ("--multirun",)), (True, ("hydra.mode=MULTIRUN",))):
@@ -72,14 +74,14 @@ def test_bench_and_sweeps_know_that_they_are_several():
         check_launch(arguments, many=many, launch=Launch())
     check_launch(("variant=mhsa", "optim.lr=-m"), many=True, launch=several)
     assert read_launch(FOURTH) == (3, 4, 1, 2)
-    for alone in ({"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1"}):
-        assert read_launch(alone) == Launch()
+    for single in ({"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1"}):
+        assert read_launch(single) == Launch()
     for wrong in ({"WORLD_SIZE": "four"}, {"MASTER_PORT": ""}):
         with pytest.raises(ValueError, match="=".join(*wrong.items())):
             read_launch(FOURTH | wrong)
 
 
-def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
+def test_a_process_that_cannot_connect_to_the_others_prints_the_address_in_one_line(here, monkeypatch):
     monkeypatch.setattr(processes, "PATIENCE", timedelta(seconds=0.5))
     port = str(free_port())
     for name, value in (FOURTH | {"MASTER_PORT": port}).items():
@@ -90,9 +92,11 @@ def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
     assert "timed out" in line and "GLOO_SOCKET_IFNAME" in line and not os.listdir(here)
 
 
-def lost(how: str) -> tuple[int, int, str]:
-    """The second process ends, or stands still with its connections open, in its third step; the exit code that the
-    first has of it, its steps, and why."""
+def lose_rank_1(how: str) -> tuple[int, int, str]:
+    """Train until rank 1 ends, or stops with its connections open, in its third step.
+
+    Returns: the exit code of rank 0, its steps, and its error.
+    """
     processes.TIMEOUT = timedelta(seconds=6)
 
     def stand_still() -> None:
@@ -111,17 +115,18 @@ def lost(how: str) -> tuple[int, int, str]:
 
 
 @pytest.mark.parametrize("how", ["ended", "silent"])
-def test_a_process_that_is_lost_ends_the_others(how):
-    (code, steps, reason), second = launch(lost, how)
+def test_a_lost_process_ends_the_others(how):
+    (code, steps, reason), second = launch(lose_rank_1, how)
     assert (code, steps) == (6, 3) and isinstance(second, ExitedWithoutAnswer)
-    assert ("timed out" in reason.lower()) == (how == "silent"), "one that has ended is noticed, and not waited for"
+    assert ("timed out" in reason.lower()) == (how == "silent"), (
+        "the end of a process must be noticed without a timeout"
+    )
     assert reason.startswith("process 0 of 2: another one has ended or is silent (")
     assert reason.endswith("; the same command goes on")
 
 
-def failure() -> tuple[str, bool, int]:
-    """How a run fails whose first process cannot write a checkpoint: the error, whether another said it, and the
-    steps."""
+def fail_to_save() -> tuple[str, bool, int]:
+    """Train until rank 0 cannot write a checkpoint. Returns the error, whether another rank printed it, and the steps."""
 
     def fail(*_, **__) -> None:
         raise OSError("the disk is full")
@@ -136,16 +141,15 @@ def failure() -> tuple[str, bool, int]:
             return f"{type(error).__name__}: {error}", printed, job.trainer.spent.steps
 
 
-def test_a_failure_of_all_is_said_by_one():
-    assert launch(failure) == [
+def test_a_failure_of_one_process_ends_all_and_is_printed_once():
+    assert launch(fail_to_save) == [
         ("OSError: the disk is full", False, 3),
         ("RuntimeError: process 0 of this run has failed", True, 3),
     ]
 
 
 @pytest.mark.faults
-def test_torchrun_begins_again_after_a_kill_and_stops_all_with_one_checkpoint(here):
-    """The real thing; torchrun passes SIGTERM on to its processes."""
+def test_torchrun_restarts_after_a_kill_and_passes_sigterm_on_to_its_processes(here):
     words = ("variant=mhsa", "budget.steps=100000", "eval.every=0.0001", "checkpoint.every_steps=5", *CARRY, *DROPOUT)
     words += ("runtime.shard=full",)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
