@@ -1,7 +1,4 @@
-"""How the tests of mechanisms build a sublayer, feed it, and compare it with its reference.
-
-Everything is float64. Widths and lengths are odd, and D is not H K, so that a confusion of axes shows.
-"""
+"""Sublayers in float64 and their references. Sizes are odd and D is not H K, so that a confusion of axes shows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -230,10 +227,7 @@ class Largest(TorchDispatchMode):
 
 
 def covering(factors: dict[str, list], *, strength: int) -> list[dict]:
-    """Choices in which every combination of values of ``strength`` factors occurs: a covering array by greedy search.
-
-    The same factors give the same choices.
-    """
+    """A covering array, found greedily: every combination of values of ``strength`` factors occurs in some row."""
     random, names, rows = Random(0), list(factors), []
     missing = {
         tuple(zip(chosen, values, strict=True))

@@ -1,7 +1,4 @@
-"""The ranks of a distributed run, as forks of a server that has imported everything and computed nothing.
-
-A fork starts in a tenth of a second.
-"""
+"""The ranks of a distributed run, as forks of a server that has imported everything and computed nothing."""
 
 import multiprocessing
 import os
@@ -60,9 +57,7 @@ def free_port() -> int:
 
 
 def launch(function: Callable, *arguments, world_size: int = 2) -> list:
-    """Call ``function(*arguments)`` in ``world_size`` processes with the variables that torchrun sets.
-
-    The processes have this process's environment and current folder.
+    """Call ``function(*arguments)`` in processes with the environment variables of torchrun.
 
     Returns: by rank, what the function returns, or ``ExitedWithoutAnswer``.
     """

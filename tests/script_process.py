@@ -1,7 +1,4 @@
-"""A script such as ``train.py`` in a separate process that a test can signal and kill.
-
-The process is forked from a server that has imported everything, so it starts in a tenth of the usual time.
-"""
+"""A script such as ``train.py`` in a process that a test can signal and kill, forked to save the time of imports."""
 
 import multiprocessing
 import os

@@ -1,7 +1,4 @@
-"""Last module that the fork server imports: it composes a configuration and freezes the garbage collector.
-
-Test processes are forks of that server, so they inherit the composed configuration and the frozen objects.
-"""
+"""Last module that the fork server imports, so that its forks inherit a composed configuration and frozen objects."""
 
 import gc
 

@@ -30,10 +30,7 @@ TINY = (
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
-    """The configuration of a command with these overrides.
-
-    Hydra composes each choice of files once. The other overrides are set on a copy.
-    """
+    """The configuration of a command. Hydra composes each choice of files once; other overrides are set on a copy."""
     parsed = {word: _parsed(word) for word in overrides}
     files = tuple(word for word, override in parsed.items() if _chooses_a_file(override))
     if len(parsed) < len(overrides):

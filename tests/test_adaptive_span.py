@@ -1,7 +1,4 @@
-"""Adaptive spans: trimming, loss and metrics. Persistent vectors: initial scale and share of the softmax.
-
-``test_attention_references.py`` compares values and gradients, also at both kinks of the soft mask.
-"""
+"""Adaptive spans and persistent vectors: trimming, loss, metrics and initial values, besides their references."""
 
 from functools import partial
 

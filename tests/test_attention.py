@@ -1,7 +1,4 @@
-"""Attention: biases, the state of each head and its memory, bfloat16, and the selection of a backend.
-
-``test_attention_references.py`` compares values and gradients.
-"""
+"""Attention besides its reference: biases, carried states, bfloat16, and the selection of a backend."""
 
 from unittest.mock import patch
 

@@ -1,7 +1,4 @@
-"""``Sublayer.inspect``: the reported attention weights reproduce the output of every backend.
-
-The conformance suite checks that the rows of a map are shares and causal.
-"""
+"""``Sublayer.inspect``: the reported attention weights reproduce the output of every backend."""
 
 import pytest
 import torch

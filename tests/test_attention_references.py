@@ -1,7 +1,4 @@
-"""Compares every mechanism that sees a past with the reference loops in float64: output and every gradient.
-
-Every pair of choices occurs, on every backend. Pasts are shorter and longer than windows, and heads differ.
-"""
+"""Every mechanism that sees a past has the output and gradients of its reference loops, for every pair of choices."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

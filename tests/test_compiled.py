@@ -1,8 +1,4 @@
-"""Compiled steps with carried state have the gradients of uncompiled steps, in few graphs.
-
-Most tests run the captured graphs with the backend ``eager``, because what new versions of torch break is the capture.
-Behind the marker ``faults`` one test generates code.
-"""
+"""Compiled steps have the gradients of uncompiled ones, in few graphs, which mostly run by torch's backend eager."""
 
 from functools import partial
 from random import Random

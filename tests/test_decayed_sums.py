@@ -1,7 +1,4 @@
-"""Gated linear attention and the gated delta rule: their initial decays, and the exactness of extreme decays.
-
-``test_attention_references.py`` compares values and gradients.
-"""
+"""Gated linear attention and the gated delta rule besides their references: initial decays and extreme decays."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""The forget gate (2503.02130): the limit of open gates, and positions far along a stream.
-
-``test_attention_references.py`` compares values and gradients.
-"""
+"""The forget gate (2503.02130) besides its reference: the limit of open gates, and positions far along a stream."""
 
 from functools import partial
 

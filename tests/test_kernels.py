@@ -1,7 +1,4 @@
-"""Attention over windows: every CPU backend is compared with the plain one, and the fused backend also as on CUDA.
-
-``efficient_attention.py`` emulates torch's CUDA operations.
-"""
+"""Every CPU backend of attention over windows equals the plain one; the fused backend is also emulated as on CUDA."""
 
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""Linear attention and Performer: numerical range, causality in every bit, and Performer's random features.
-
-``test_attention_references.py`` compares values and gradients.
-"""
+"""Linear attention and Performer besides their references: numerical range, causality, and random features."""
 
 import pytest
 import torch

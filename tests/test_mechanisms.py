@@ -1,8 +1,4 @@
-"""Properties of all mechanisms that neither their references nor the conformance suite check.
-
-They compile to one graph, stay exact in float32 along a stream, never read values of tensors on the host, apply dropout
-without a change of the mean, need memory linear in the segment, and refuse invalid sizes by name.
-"""
+"""Properties of all mechanisms: one compiled graph, exact states, no host reads, dropout, memory, and refused sizes."""
 
 import pytest
 import torch

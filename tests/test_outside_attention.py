@@ -1,13 +1,11 @@
 """An attention from outside that uses our kernels through ``variants/backends.py`` keeps the contract on each backend."""
 
 import pytest
-import torch
 
 from bench.conformance import fast_backend, findings
 from harness.plan.small import shrunk
 from tests.outside_attention import OutsideAttention
 from tests.test_check import toy
-from variants.kernels import window_cpu
 
 
 @pytest.mark.numeric
@@ -22,11 +20,3 @@ def test_an_outside_attention_keeps_the_contract(words):
     plan = shrunk(toy(OutsideAttention, *words))
     assert words[-1] == f"runtime.backend={fast_backend(plan)}"
     assert [str(finding) for finding in findings(plan) if not finding.passed] == []
-
-
-@pytest.mark.cpu_kernel
-def test_without_a_compiler_an_outside_attention_takes_the_next_backend(monkeypatch):
-    (_, sublayer), *_ = shrunk(toy(OutsideAttention, "position=alibi")).make_model().sublayers()
-    assert sublayer.backend(torch.device("cpu"), training=True) == "kernel"
-    monkeypatch.setattr(window_cpu, "available", lambda: "no C++ compiler")
-    assert sublayer.backend(torch.device("cpu"), training=True) == "fused"

@@ -1,7 +1,4 @@
-"""Three processes with replicated or sharded parameters: averaged gradients, sharded tables, and scores.
-
-Parameters that FSDP cannot shard stay plain tensors, and each process has some columns of a table.
-"""
+"""Three processes with replicated or sharded parameters: averaged gradients, tables divided by columns, and scores."""
 
 import re
 from functools import partial

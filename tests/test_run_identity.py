@@ -60,19 +60,6 @@ def test_the_hash_covers_exactly_the_keys_that_can_change_a_number():
         assert (hash_of("data.path", "a.xz") == hash_of("data.path", "b/a.xz")) == equal
 
 
-def test_a_finished_summary_or_the_newest_checkpoint_is_read_unless_forced(tmp_path):
-    empty = RunFolder(tmp_path, IDENTITY)
-    assert empty.summary is None and empty.checkpoint is None
-    assert not empty.path.exists()
-    written(tmp_path, IDENTITY, finished=True)
-    assert RunFolder(tmp_path, IDENTITY).summary["valid_bits_per_byte"] == 2.5
-    assert RunFolder(tmp_path, IDENTITY, force=True).summary is None
-    other = replace(IDENTITY, config="b" * 64)
-    written(tmp_path, other, finished=False)
-    assert RunFolder(tmp_path, other).checkpoint.name == "step-000000004.pt"
-    assert RunFolder(tmp_path, other, force=True).checkpoint is None
-
-
 @pytest.mark.parametrize("field", ["source", "data", "device", "precision"])
 def test_other_code_data_device_or_precision_is_another_run(tmp_path, field):
     path = written(tmp_path, IDENTITY, finished=True)

@@ -1,8 +1,4 @@
-"""Every shipped variant keeps the contract at the small sizes that ``bench.check`` uses.
-
-Behind the marker ``faults``, mechanisms are also checked with choices other than their variant's defaults.
-``test_conformance.py`` checks all pairs of choices for plain attention.
-"""
+"""Every shipped variant keeps the contract at small sizes; behind the marker ``faults``, also with other choices."""
 
 import json
 

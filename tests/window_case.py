@@ -194,11 +194,7 @@ ATTEND["fused"] = partial(operation.attend, "fused")
 
 
 def takes(backend: str, case: Case) -> bool:
-    """Whether a backend can compute the case.
-
-    Plain and chunked can compute all. The others refuse dropout and spans or biases for each query; fused also refuses
-    vectors and key biases.
-    """
+    """Whether a backend can compute the case."""
     of_query = case.z == "query" or case.bias == "query" or case.dropout > 0
     added = case.vectors or case.key_bias
     return backend in ("plain", "chunked") or not (of_query or (backend == "fused" and added))

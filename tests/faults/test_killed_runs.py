@@ -1,7 +1,4 @@
-"""A run or sweep that is killed at any moment: the same command resumes it, and the record is as if undisturbed.
-
-A moment is an operation on a file below ``outputs`` or the middle of a write, so moments do not depend on a clock.
-"""
+"""Runs and sweeps that are killed at any operation on a file or in the middle of a write are resumed exactly."""
 
 import json
 import os

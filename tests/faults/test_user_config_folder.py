@@ -1,7 +1,4 @@
-"""A ``-cd`` folder is read as its user wrote it, but ``hydra.*`` and ``trust`` count on the command line only.
-
-The code that must not run would create the file PWNED.
-"""
+"""A ``-cd`` folder cannot set ``hydra.*`` or ``trust``, which could run code: attacks would create the file PWNED."""
 
 import os
 import subprocess
