@@ -179,13 +179,6 @@ def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, reason,
         assert attention.backends(GPU, training=True) == ("kernel", "fused", "chunked", "plain")
 
 
-def test_invalid_sizes_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"model\.heads=3 must divide model\.d_model=5"):
-        Attention(Case().context())
-    with pytest.raises(ValueError, match=r"kv_heads=2: must divide model\.heads=3"):
-        Case(kv_heads=2).build()
-
-
 @pytest.mark.cpu_kernel
 def test_heads_that_share_keys_carry_one_past_as_long_as_the_longest_needs():
     case = Case(length=400, span=300, heads=4, kv_heads=2, spans="zero", position="rotary", backend="kernel")

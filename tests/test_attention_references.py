@@ -208,7 +208,7 @@ MECHANISMS = {
     "gated_linear": Mechanism(GatedLinear, of_gates, GATED, moved=1.0),
     "gated_delta": Mechanism(GatedDelta, of_gates, DELTA, moved=1.0),
     "performer": Mechanism(Performer, of_features, OF_PERFORMER, moved=0.5),
-    "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel"), moved=0.3),
+    "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel", "fused"), moved=0.3),
     "nsa": Mechanism(NativeSparse, of_native_sparse, SPARSE, backends=("auto", "plain"), moved=0.5),
     "local": Mechanism(LocalAttention, of_local, OF_LOCAL, backends=ALL),
     "longformer": Mechanism(Longformer, of_longformer, WINDOWS, backends=("plain", "auto", "chunked", "fused")),
@@ -230,7 +230,7 @@ def refused(name: str, row: dict, backend: str) -> bool:
     """Whether a backend must refuse these choices."""
     relative = name == "transformer_xl" or row.get("position") == "relative"
     dynamic = row.get("spans") == "dynamic" and backend in ("fused", "kernel")
-    return dynamic or (backend == "fused" and (relative or "key_bias" in row.get("parts", "")))
+    return dynamic or (backend == "fused" and (relative or name == "linformer" or "key_bias" in row.get("parts", "")))
 
 
 @pytest.mark.parametrize(

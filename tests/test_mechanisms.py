@@ -7,6 +7,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.attention_case import Case, Largest, assert_near, assert_same
 from tests.small_configs import TINY, plan, sized
+from variants.attention import Attention
 from variants.conformance import move
 from variants.conformance.fixture import leaves
 from variants.contract import Sublayer, cat_streams, map_state
@@ -184,6 +185,7 @@ def test_memory_grows_linearly_with_the_segment(variant):
 
 
 REFUSED = [
+    (Attention, {"kv_heads": 2}, "kv_heads=2: must divide model.heads=3"),
     (LinearAttention, {"chunk": 0}, "chunk=0: allowed are numbers from 1"),
     (Differential, {}, "model.heads=3: must be even"),
     (Latent, {"latent": 0}, "latent=0: allowed are numbers from 1, or null for 2 d_head"),
