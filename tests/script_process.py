@@ -24,14 +24,9 @@ def started(
     folder: Path | None = None,
     environment: dict[str, str] | None = None,
 ) -> Iterator[BaseProcess]:
-    """Run ``python SCRIPT WORDS`` as the leader of a session. At the end of the block it and its children are killed.
+    """Run ``python SCRIPT WORDS`` as the leader of a session, which is killed with its children at the end of the block.
 
-    Args:
-        script: absolute, or relative to the repository.
-        out: the file for standard output.
-        err: the file for standard error; ``out`` by default.
-        folder: the current folder of the process; by default that of this process.
-        environment: all environment variables of the process; by default those of this process.
+    ``out`` and ``err`` are the files of its output. By default it has the folder and environment of this process.
     """
     context = multiprocessing.get_context("forkserver")
     surroundings = {"folder": folder or Path.cwd(), "environment": environment or dict(os.environ)}

@@ -102,7 +102,6 @@ def plan(*overrides: str) -> Plan:
 
 
 def recall() -> Corpus:
-    """A small generated corpus."""
     return corpora.load("recall", bytes=20_000)
 
 

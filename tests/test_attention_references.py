@@ -233,14 +233,10 @@ def refused(name: str, row: dict, backend: str) -> bool:
     return dynamic or (backend == "fused" and (relative or name == "linformer" or "key_bias" in row.get("parts", "")))
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        pytest.param(name, row, id="-".join(map(str, (name, *row.values()))))
-        for name, mechanism in MECHANISMS.items()
-        for row in choices_of(mechanism)
-    ],
-)
+CASES = [(name, row) for name, mechanism in MECHANISMS.items() for row in choices_of(mechanism)]
+
+
+@pytest.mark.parametrize(("name", "row"), CASES, ids=["-".join(map(str, (name, *row.values()))) for name, row in CASES])
 def test_output_and_every_gradient_equal_those_of_the_reference(name, row, monkeypatch):
     """A backend that cannot compute the choices refuses them."""
     monkeypatch.setattr(carried_sums, "AT_ONCE", 2)  # chunks in memory at once, so that the loop over chunks runs

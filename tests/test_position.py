@@ -64,8 +64,6 @@ def test_relative_tables_are_shared_by_the_network_or_not_and_differ_by_run_and_
 
 
 def test_invalid_values_are_refused_by_key():
-    with pytest.raises(ValueError, match=r"position=rotary needs an even head width.*not 5"):
-        Rotary(context(), d_head=5)
     with pytest.raises(ValueError, match=r"position\.share=heads: allowed are network, layer"):
         Relative(context(), d_head=4, share="heads")
 

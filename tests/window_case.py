@@ -193,8 +193,7 @@ ATTEND = {"plain": window.attend, "chunked": chunked.attend, "kernel": kernel}
 ATTEND["fused"] = partial(operation.attend, "fused")
 
 
-def takes(backend: str, case: Case) -> bool:
-    """Whether a backend can compute the case."""
+def can_compute(backend: str, case: Case) -> bool:
     of_query = case.z == "query" or case.bias == "query" or case.dropout > 0
     added = case.vectors or case.key_bias
     return backend in ("plain", "chunked") or not (of_query or (backend == "fused" and added))
