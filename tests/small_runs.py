@@ -55,7 +55,7 @@ def temporary_cwd(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def elsewhere(here: Path, monkeypatch) -> None:
+def change_folder(here: Path, monkeypatch) -> None:
     """Change to another folder, which has no ``outputs`` yet."""
     (here / "other").mkdir()
     monkeypatch.chdir(here / "other")

@@ -50,7 +50,7 @@ def test_a_sweep_has_the_cells_protocol_and_precision_of_its_stage(name, tmp_pat
 
 
 def rates_file(folder, scores: dict[str, dict[str, float | None]]) -> None:
-    """Made-up lines of the sweep of rates; a run without a score diverged."""
+    """Write fictitious lines of the sweep of learning rates. A run without a score has diverged."""
     made = []
     for name, rates in scores.items():
         for rate, bits in rates.items():

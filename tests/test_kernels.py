@@ -199,7 +199,7 @@ SEPARATE = ("one byte that sees nothing", "uneven heads, out of order", "spans o
 def arguments_of(case: Case) -> tuple[Inputs, Window, frozenset[str]]:
     """Inputs and window of a backend's forward and backward, and the names of inputs with a gradient."""
     inputs = {name: x.detach() for name, x in case.inputs().items()}
-    return Inputs(**inputs), case.hard(), frozenset(inputs) - {"bias"}
+    return Inputs(**inputs), case.hard_window(), frozenset(inputs) - {"bias"}
 
 
 @pytest.mark.parametrize("name", SEPARATE)
@@ -237,7 +237,7 @@ def test_the_fused_backend_runs_on_tensors_without_data(name, dtype, monkeypatch
     """It reads no value of a tensor and mixes no tensors of the CPU with those of the device."""
     monkeypatch.setitem(fused.ENGINES, "meta", fused.ENGINES["cuda"])
     meta = {field: x.detach().to("meta", dtype) for field, x in CASES[name].inputs().items()}
-    inputs, seen, wanted = Inputs(**meta), CASES[name].hard(), frozenset(meta) - {"bias"}
+    inputs, seen, wanted = Inputs(**meta), CASES[name].hard_window(), frozenset(meta) - {"bias"}
     y, saved = fused.forward(inputs, seen)
     gradients = fused.backward(torch.ones_like(y), y, saved, inputs, seen, wanted)
     for field, tensor in [("q", y), *gradients.items()]:
@@ -286,11 +286,13 @@ def test_the_shortcut_for_plain_causal_attention_is_exact_and_taken_for_nothing_
     for changes in ({}, {"T": 1}, {"width": 12}):
         case = replace(TRIANGLE, **changes)
         inputs = case.inputs()
-        assert fused.is_triangle(case.hard(), Inputs(**inputs))
+        assert fused.is_triangle(case.hard_window(), Inputs(**inputs))
         assert_same(fused.triangle(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs)
     for changes in (*NOT_TRIANGLES, {"persistent": 2}):
         case = replace(TRIANGLE, **changes)
-        assert not fused.is_triangle(case.hard()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())), changes
+        assert not fused.is_triangle(case.hard_window()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())), (
+            changes
+        )
     assert not fused.is_triangle(Window((40, 37), ramp=4), Inputs(**TRIANGLE.inputs())), "a ramp makes the mask soft"
 
 
@@ -315,7 +317,7 @@ def test_rows_with_strided_elements_give_the_same_output():
 
 
 def test_the_flop_counter_counts_the_operation():
-    inputs, seen = replace(SOFT, persistent=0).inputs(), SOFT.hard()
+    inputs, seen = replace(SOFT, persistent=0).inputs(), SOFT.hard_window()
     loss = lambda q, k, v, z: operation.attend("fused", q, k, v, seen._replace(z=z)).square().sum()  # noqa: E731
     counted = count_flops(lambda: loss(**inputs).backward(), gradients=True).total
     assert counted == sum(fused.executed_flops(Inputs(**inputs), seen, frozenset(inputs)))

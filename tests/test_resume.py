@@ -11,8 +11,8 @@ from tests.small_runs import (
     DROPOUT,
     MOVING,
     VARIANTS,
+    change_folder,
     crash,
-    elsewhere,
     make_job,
     rows_of,
     run_job,
@@ -41,7 +41,7 @@ RESUMED = {
 def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, here, monkeypatch, capsys):
     words = RESUMED[name] if "FLOPs" in name else (*RESUMED[name], "budget.steps=13")
     whole, summary = whole_run(*words)
-    elsewhere(here, monkeypatch)
+    change_folder(here, monkeypatch)
     capsys.readouterr()
     stop(make_job(*words), step=5)  # between two train rows, and after a validation that made best.pt
     assert "the same command goes on" in capsys.readouterr().out.splitlines()[-1]
@@ -61,7 +61,7 @@ def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, here,
 def test_a_crashed_run_resumes_from_its_last_checkpoint(here, monkeypatch):
     words = (*MOVING, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
     whole, _ = whole_run(*words)
-    elsewhere(here, monkeypatch)
+    change_folder(here, monkeypatch)
     crash(make_job(*words), step=11)
     folder = make_job(*words).folder.path / checkpoint.FOLDER
     assert sorted(path.name for path in folder.iterdir()) == ["best.pt", "step-000000006.pt", "step-000000009.pt"]

@@ -17,7 +17,7 @@ from tests.small_runs import (
     MOVING,
     VARIANTS,
     after_step,
-    elsewhere,
+    change_folder,
     make_job,
     make_run,
     rows_of,
@@ -30,7 +30,7 @@ from tests.small_runs import (
 def test_the_same_configuration_gives_the_same_record(here, monkeypatch):
     words = (*VARIANTS["product_key_memory"], *DROPOUT, "budget.steps=8")
     first, first_summary = whole_run(*words)
-    elsewhere(here, monkeypatch)
+    change_folder(here, monkeypatch)
     second, second_summary = whole_run(*words)
     assert first.folder.path.resolve() != second.folder.path.resolve() and rows_of(first) == rows_of(second)
     assert [row["kind"] for row in rows_of(first)][-3:] == ["valid", "valid", "test"]

@@ -170,8 +170,11 @@ def executed(monkeypatch):
 def test_backward_can_omit_the_past_and_the_executed_flops_are_those_of_the_products(small_blocks, executed, packed):
     spans = {"max_keys": (10, 39), "z": (3.5, 33.0)}
     case = Case(T=18, past=21, **spans, persistent=5, vectors=True, key_bias=True, streams=2, dropout=0.3)
-    inputs, seen = Inputs(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE)), case.hard()
-    inputs = window_case.in_a_row(inputs, seen) if packed else inputs
+    inputs, seen = (
+        Inputs(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE)),
+        case.hard_window(),
+    )
+    inputs = window_case.packed_inputs(inputs, seen) if packed else inputs
     g, wanted = torch.randn(inputs.q.shape, generator=torch.Generator().manual_seed(2)), frozenset(case.inputs())
     y, saved = triton_window.forward(inputs, seen)
     assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted)[0]

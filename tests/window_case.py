@@ -30,13 +30,13 @@ def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The same backend called with the visible keys of all heads concatenated."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, key_bias: Tensor | None = None, **added) -> Tensor:
-        row = in_a_row(Inputs(q, k, v, key_bias=key_bias), seen)
+        row = packed_inputs(Inputs(q, k, v, key_bias=key_bias), seen)
         return attend(q, row.k, row.v, seen, key_bias=row.key_bias, lengths=row.lengths, **added)
 
     return call
 
 
-def in_a_row(inputs: Inputs, seen: Window) -> Inputs:
+def packed_inputs(inputs: Inputs, seen: Window) -> Inputs:
     """Inputs whose keys, values and key biases have the heads' visible keys one head after the other."""
     counts = [min(inputs.k.shape[2], n - 1 + seen.shift + inputs.q.shape[2]) for n in seen.max_keys]
     of_keys = {n: x for n in ("k", "v", "key_bias") if (x := getattr(inputs, n)) is not None}
@@ -108,9 +108,9 @@ class Case:
         if fields.extra_q is not None:
             added["persistent"] = Persistent(fields.extra_q, fields.extra_k, fields.extra_v)
         seed = torch.tensor(2**40 + 5, device=fields.q.device)
-        return attend(fields.q, fields.k, fields.v, self.hard()._replace(z=fields.z), **added, seed=seed)
+        return attend(fields.q, fields.k, fields.v, self.hard_window()._replace(z=fields.z), **added, seed=seed)
 
-    def hard(self) -> Window:
+    def hard_window(self) -> Window:
         """The window without spans, as ``forward`` and ``backward`` of a backend take it."""
         return Window(self.max_keys, self.shift, ramp=self.ramp if self.z else 0)
 
