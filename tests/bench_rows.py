@@ -77,12 +77,7 @@ def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-c
 def write_run(
     outputs: Path, *, variant: str = "mhsa", seed: int = 0, bits: float = 2.4, config: dict | None = None, **changes
 ) -> Path:
-    """The folder of a finished run, with ``record.jsonl`` and ``summary.json``.
-
-    Args:
-        bits: the final score on the validation split; that on the test split is 0.03 higher.
-        changes: keys of the summary.
-    """
+    """The folder of a finished run. ``bits`` is its score on validation, and ``changes`` are keys of the summary."""
     provenance = identity("provenance", variant=variant, seed=seed, config=config) | {"parameters": PARAMETERS}
     provenance |= {"command": f"python train.py variant={variant} seed={seed}", "budget": {"bytes": 2_000_000}}
     optimizer = {"name": "default", "optimizer": "AdamW", "lr": 0.003, "parameters": 855_680, "share": 1.0}
@@ -126,11 +121,9 @@ def write_trial(
     trial: int | None = None,
     **changes,
 ) -> Path:
-    """The folder of a trial of a search of learning rates from 0.0001 to 0.1.
+    """The folder of a trial of a search of learning rates. With ``trial`` None it is a run with purpose=result.
 
-    Args:
-        trial: number of the trial; None for a run with purpose=result at that rate.
-        changes: keys of the summary, or ``point``, the coordinates of the trial by key of the search space.
+    ``changes`` are keys of the summary, or ``point``, the coordinates of the trial by key of the search space.
     """
     point = changes.pop("point", {"optim.lr": 0.5})
     scores = {"valid_bits_per_byte": bits, "purpose": "result" if trial is None else "tune"}

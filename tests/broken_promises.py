@@ -31,7 +31,7 @@ def mapped(change) -> type:
 
 
 def with_vectors(self, shares):
-    """A map that adds shares of learned vectors, which the sublayer does not have, so that its rows sum to more than 1."""
+    """A map with additional shares of learned vectors that do not exist, so that its rows sum to more than 1."""
     vectors = shares[..., :3]
     return Inspection(shares, torch.zeros(vectors.shape, dtype=torch.int64), vectors)
 

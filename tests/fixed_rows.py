@@ -28,7 +28,7 @@ def change(folder: Path, **changes) -> Path:
 
 
 def write_fixed_rows(folder: Path) -> None:
-    """Write all rows into sub-folders of ``folder``. Modification times of the summaries follow the order of writing."""
+    """Write all rows into sub-folders of ``folder``. Modification times of summaries follow the order of writing."""
     run_folders = []
     for place, (variant, bits) in enumerate((("mhsa", 2.4), ("adaptive_span", 2.36), ("all_attention", 2.41))):
         for seed in range(3):

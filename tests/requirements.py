@@ -1,4 +1,4 @@
-"""Requirements of single tests that a machine may lack. CI installs all of them, so their absence there is a failure."""
+"""Requirements of tests that a machine may lack. CI installs all of them, so their absence there is a failure."""
 
 import os
 

@@ -24,7 +24,7 @@ def started(
     folder: Path | None = None,
     environment: dict[str, str] | None = None,
 ) -> Iterator[BaseProcess]:
-    """Run ``python SCRIPT WORDS`` as the leader of a session, which is killed with its children at the end of the block.
+    """Run ``python SCRIPT WORDS`` as the leader of a session, which is killed at the end of the block.
 
     ``out`` and ``err`` are the files of its output. By default it has the folder and environment of this process.
     """

@@ -1,4 +1,4 @@
-"""A mechanism that breaks the contract at the sizes of a run is refused or marked, before training and after scoring."""
+"""A mechanism that breaks the contract at the sizes of a run is refused before training or marked after scoring."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every file under ``conf/`` composes and builds. A mistake is refused with its key, its value and the allowed values."""
+"""Every file under ``conf/`` composes and builds. A mistake is refused with key, value and allowed values."""
 
 import math
 

@@ -73,7 +73,7 @@ def test_optional_parts_of_attention_keep_all_promises(attention, scheme, cache,
 
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_a_window_of_one_key_keeps_all_promises_but_that_of_gradients(attend_self):
-    """The span has no gradient, because the key is visible at every span. Persistent vectors give queries a gradient."""
+    """The span has no gradient, because the key is always visible. Persistent vectors give the queries a gradient."""
     attention = partial(Attention, span=partial(AdaptiveSpan, ramp=32), persistent=partial(PersistentKV, number=3))
     make = model_of(attention, scheme=Rotary, span=1, layers=1, attend_self=attend_self)
     assert_keeps(make, span=1, but=(p.GRADIENT,))

@@ -1,4 +1,4 @@
-"""``bench.check agree=true``: backends are compared with float64 on a device, and bench commands follow the selection."""
+"""``bench.check agree=true`` compares backends with float64 on a device, and bench commands follow the selection."""
 
 import pytest
 import torch

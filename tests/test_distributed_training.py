@@ -90,7 +90,7 @@ def trained(run: Trainer) -> dict:
 
 
 def run_to_end(make: partial, *, stop_at: int | None = None) -> tuple[int, int, str]:
-    """Train a job to its end, or to a step in which only rank 1 receives SIGTERM. Returns exit code, steps and digest."""
+    """Train to the end, or to a step in which only rank 1 receives SIGTERM. Returns exit code, steps and digest."""
     job, processes, code = make(), make.keywords["processes"], 0
     if stop_at and processes.rank == 1:
         after_step(job, stop_at, lambda: signal.raise_signal(signal.SIGTERM))

@@ -18,7 +18,7 @@ case "$*" in *device_count*) echo 2; exit;; esac
 echo "$(basename "$0") $*" >>calls
 [ "$(wc -l <calls)" -ne "$FAIL_AT" ]
 """
-"""Writes the command to ``calls`` instead of running it, and fails at call number ``FAIL_AT``. There are two devices."""
+"""Writes the command to ``calls`` instead of running it, and fails at call ``FAIL_AT``. There are two devices."""
 
 
 def run_script(folder: Path, *, fail_at: int) -> tuple[int, list[str]]:

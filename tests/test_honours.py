@@ -1,4 +1,4 @@
-"""``honours``: choices that a mechanism does not follow are refused, and those that it follows must change its output."""
+"""``honours``: choices that a mechanism does not follow are refused, and others must change its output."""
 
 import pytest
 

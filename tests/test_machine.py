@@ -18,7 +18,6 @@ from tests.small_configs import plan
 
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
 
-
 CHILD = """
 import json, sys, bench, train
 assert "torch" not in sys.modules

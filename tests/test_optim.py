@@ -117,7 +117,7 @@ def test_invalid_groups_are_refused_by_key(message):
 
 
 def sgd_step(*, clip, groups=None, sparse=False, fraction=0.0, schedule=None, scale=1.0):
-    """Take an SGD step with learning rate 1 and gradients of ``scale``. Returns by how much each parameter decreased."""
+    """Take an SGD step with learning rate 1 and gradients of ``scale``. Returns the decrease of each parameter."""
     model = Toy(sparse=sparse).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     assigned = assign(model, default=torch.optim.SGD, groups=groups)

@@ -75,7 +75,7 @@ class Outsider(Sublayer):
 
 
 def outsiders_steps(processes: ProcessGroup, shard: str) -> dict:
-    """Train ``Outsider`` with Muon, AdamW, clipping and accumulation. Some matrices have rows that 3 does not divide."""
+    """Train ``Outsider`` with Muon, AdamW, clipping and accumulation. 3 does not divide the rows of some matrices."""
     torch.manual_seed(0)
     model = model_of(Outsider)().double()
     groups = assign(

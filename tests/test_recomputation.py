@@ -1,4 +1,4 @@
-"""``runtime.checkpoint=layers`` gives the same loss, gradients, state and statistics with more FLOPs and less memory."""
+"""``runtime.checkpoint=layers`` changes no loss, gradient, state or statistic, and needs more FLOPs and less memory."""
 
 import pytest
 import torch

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.faults
 STEPS = 20
 COMMON = ("runtime.shard=full", "batch.streams=4", "model.head_zero_init=false", f"budget.steps={STEPS}", *CARRY)
 
-
 CASES = {path.stem: (*sized(path.stem), "optim=adamw") for path in sorted((CONF / "variant").glob("*.yaml"))}
 CASES |= {
     "accumulated": ("variant=mhsa", "batch.accumulate=2", "runtime.checkpoint=layers", "optim=adamw"),

@@ -1,4 +1,4 @@
-"""``_target_`` in a configuration: which classes it may name, and which keywords and values their constructors accept."""
+"""``_target_`` in a configuration: the classes that it may name, and the keywords and values that they accept."""
 
 import functools
 import re

@@ -126,7 +126,7 @@ def test_a_lost_process_ends_the_others(how):
 
 
 def fail_to_save() -> tuple[str, bool, int]:
-    """Train until rank 0 cannot write a checkpoint. Returns the error, whether another rank printed it, and the steps."""
+    """Train until rank 0 cannot write a checkpoint. Returns the error, whether another rank printed, and the steps."""
 
     def fail(*_, **__) -> None:
         raise OSError("the disk is full")

@@ -118,7 +118,7 @@ def test_weights_that_are_not_finite_are_neither_scored_nor_saved(read: Callable
 
 
 def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
-    """For runs that diverge in rank 1: the error, whether the weights are unchanged, and whether another rank printed."""
+    """For runs that diverge in rank 1: the error, whether weights are unchanged, and whether another rank printed."""
     endings = []
     with joined() as processes:
         for words, fail in ((SPARSE, spoil_head), (("runtime.shard=full",), spoil_head), ((), spoil_loss)):

@@ -1,4 +1,4 @@
-"""The biases of a forget gate (2503.02130): b_t = -(log f_1 + .. + log f_t), f_t = sigmoid(w_f . x_t + b_f) for each head."""
+"""Biases of forget gates (2503.02130): b_t = -(log f_1 + .. + log f_t), f_t = sigmoid(w_f . x_t + b_f) in each head."""
 
 import torch
 from torch import Tensor

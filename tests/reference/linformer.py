@@ -6,8 +6,8 @@
 The query at index t, whose nearest visible key has the distance x = 0 and the index t - shift, sees
 
 - the window: the keys x = 0 .. w - 1;
-- summaries: of complete blocks j, (j + 1) r <= t, whose first byte has a distance w <= x < S. A summary has the distance
-  and the position of the last byte of its block. With ``top_k`` only the k with the largest index
+- summaries: of complete blocks j, (j + 1) r <= t, whose first byte has a distance w <= x < S. A summary has the
+  distance and the position of the last byte of its block. With ``top_k`` only the k with the largest index
   I_tj = a_t . C mean_i k_{jr+i} / sqrt(I) are visible, and I_tj is added to the scores of all heads.
 
 One softmax runs over all of them. Past keys and values have no gradient. With ``cache: hidden`` they are computed again
@@ -42,8 +42,8 @@ def linformer(
     """Outputs ``[B, T, D]`` for ``x [B, T, D]``. The streams begin with ``past [B, P, D]``.
 
     Args:
-        weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]``; of
-            ``softmax``, ``content [H, K]`` and ``places [H, r]``; with ``top_k``, ``index_query [I, D]`` and
+        weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]``;
+            of ``softmax``, ``content [H, K]`` and ``places [H, r]``; with ``top_k``, ``index_query [I, D]`` and
             ``index_key [I, H K]``; with relative positions, ``table [S, K]``.
         position: as ``score`` has it.
     """

@@ -2,8 +2,8 @@
 
     o_t = sum_j exp(s_tj) W_v x_j / sum_j exp(s_tj),   j from M floor(t / M) up to t, or up to t - 1
 
-for each head, then y_t = W_o [o_1; ...; o_H]. The last j is t - 1 if a query does not attend to itself. t counts from the
-start of the stream. A query that sees no key has o = 0.
+for each head, then y_t = W_o [o_1; ...; o_H]. The last j is t - 1 if a query does not attend to itself. t counts from
+the start of the stream. A query that sees no key has o = 0.
 """
 
 import torch

@@ -3,11 +3,11 @@
 The nearest visible key of the query of head h at index t has the index e = t - shift. g = floor(h G / H) is the head of
 its keys. The branches c are attention over
 
-- compressed: summaries of the blocks j inside of the S keys up to e, s_j = sum_i a_i k_{jl+i}, u_j = sum_i a_i v_{jl+i},
-  a = softmax_i(c_g . k_{jl+i} / sqrt(K) + b_g,i), where l is the length of a block. A summary has the position of the
-  last byte of its block;
-- selected: the bytes up to e in the block of e and in n - 1 further blocks, those whose weights in the compressed branch,
-  summed over the heads of g, are largest;
+- compressed: summaries of the blocks j, of length l, inside of the S keys up to e, s_j = sum_i a_i k_{jl+i},
+  u_j = sum_i a_i v_{jl+i}, a = softmax_i(c_g . k_{jl+i} / sqrt(K) + b_g,i). A summary has the position of the last
+  byte of its block;
+- selected: the bytes up to e in the block of e and in n - 1 further blocks, those whose weights in the compressed
+  branch, summed over the heads of g, are largest;
 - window: the w nearest keys, which have projections of their own.
 
     y_t = W_o concat_h sum_c sigmoid(W_c,h x_t + b_c,h) o_c,h
@@ -41,8 +41,9 @@ def native_sparse(
     """Outputs ``[B, T, D]`` for ``x [B, T, D]``. The streams begin with ``past [B, P, D]``.
 
     Args:
-        weights: ``query [H K, D]``, ``key``, ``value`` ``[G K, D]`` of the window, ``far [2 G K, D]`` of blocks, ``output
-            [D, H K]``, ``content [G, K]`` and ``places [G, l]`` of summaries, ``gates [3 H, D]`` and ``gate_bias [3 H]``.
+        weights: ``query [H K, D]``, ``key``, ``value`` ``[G K, D]`` of the window, ``far [2 G K, D]`` of blocks,
+            ``output [D, H K]``, ``content [G, K]`` and ``places [G, l]`` of summaries, ``gates [3 H, D]`` and
+            ``gate_bias [3 H]``.
     """
     before, shift, width = past.shape[1], 0 if attend_self else 1, weights["query"].shape[0] // heads
     group, y = heads // kv_heads, torch.zeros_like(x)

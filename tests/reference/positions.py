@@ -6,8 +6,8 @@
     alibi       s = q . k / sqrt(K) - slope_h x              2108.12409, section 3
     sinusoidal  added to the input, so the score is "none"   1706.03762, section 3.5
 
-t and r are the stream positions of query and key. x is the distance of a visible key from the nearest visible key, which
-is at the query's own position if it attends to itself, else at the position before.
+t and r are the stream positions of query and key. x is the distance of a visible key from the nearest visible key,
+which is at the query's own position if it attends to itself, else at the position before.
 """
 
 import math

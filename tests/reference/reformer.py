@@ -5,9 +5,9 @@
     P_ir   = the last w of {j < i : i - j <= farthest, h_r(q_j) = h_r(q_i)}
     o_i    = sum of exp(s_ij) v_j / sum of exp(s_ij)   over the union of P_ir over the rounds r
 
-s_ij is the score of the position scheme. A query whose sets are all empty has o_i = v_i if it may attend to itself, else
-0. Where we depart: in the paper P is a chunk of the sorted keys, which depends on later bytes, and the weight of a key is
-divided by the number of rounds that find it.
+s_ij is the score of the position scheme. A query whose sets are all empty has o_i = v_i if it may attend to itself,
+else 0. Where we depart: in the paper P is a chunk of the sorted keys, which depends on later bytes, and the weight of
+a key is divided by the number of rounds that find it.
 """
 
 import torch
