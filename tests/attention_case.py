@@ -1,7 +1,4 @@
-"""One sublayer beside its reference: how the tests of mechanisms build, feed and compare the two.
-
-Everything is float64, widths and lengths are odd, and D is not H K, so that an axis taken for another shows.
-"""
+"""Sublayers in float64 and their references. Sizes are odd and D is not H K, so that a confusion of axes shows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,16 +27,17 @@ B, D = 2, 5
 DOUBLE = torch.float64
 SCHEMES = {"none": NoPosition, "rotary": Rotary, "relative": Relative, "alibi": Alibi}
 HIDDEN = 0.8
-"""A first input above which the cases' bytes are no keys."""
+"""Bytes whose first input is above this threshold are not keys, in cases with ``key_bias``."""
 FRACTIONS = {"zero": 0.0, "whole": 0.25, "between": 0.37, "all": 1.0}
-"""What the first head's span begins at, as a fraction of S; the next head has the next, so heads differ."""
+"""Initial span of the first head as a fraction of S. Each further head takes the next value, so that heads differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A sublayer and what it is fed: ``past`` bytes, then ``length`` bytes.
+    """The choices of a sublayer, and the lengths of its input: ``past`` bytes, then ``length`` bytes.
 
-    ``span`` is fixed, dynamic, or a key of FRACTIONS: an adaptive span that begins there.
+    ``spans`` is "fixed", "dynamic", or a key of ``FRACTIONS`` for an adaptive span with that initial value.
+    ``parts`` names some of qk_norm, gate, sink and key_bias.
     """
 
     length: int = 5
@@ -56,7 +54,7 @@ class Case:
     backend: str = "plain"
     dropout: float = 0.0
     kv_heads: int | None = None
-    parts: str = ""  # of qk_norm, gate, sink and key_bias, some
+    parts: str = ""
 
     def context(self, **changes) -> LayerContext:
         names = ("heads", "span", "attend_self", "cache", "backend", "dropout")
@@ -65,10 +63,10 @@ class Case:
         return LayerContext(**{"d_model": D, "layer": 0, "n_layers": 1, "scheme": scheme} | keywords | changes)
 
     def build(self, make: Callable[..., Sublayer] | None = None, *, moved: float = 0.0, **keywords) -> Sublayer:
-        """A sublayer in training mode whose weights depend on nothing but the seed: ``Attention`` unless ``make`` says another.
+        """A sublayer in training mode with seeded weights: ``Attention``, or what ``make`` returns.
 
         Args:
-            moved: how far parameters are moved off their start, where zeros would hide what is behind them.
+            moved: scale of the noise that is added to the initial parameters, because zeros could hide errors.
         """
         torch.manual_seed(0)
         if make is not None:
@@ -103,30 +101,31 @@ class Case:
         return x[:, : self.past], x[:, self.past :].clone().requires_grad_()
 
     def whole(self) -> Tensor:
-        """Past and segment in one, without a gradient."""
+        """Past and segment in one tensor, detached."""
         return torch.cat(self.stream(), dim=1).detach()
 
 
 def set_fractions(attention: Attention, fractions: list[float]) -> None:
+    """Set the learned spans of the heads to fractions of S."""
     with torch.no_grad():
         attention.span.fraction.copy_(torch.tensor(fractions, dtype=DOUBLE))
     attention.project_()
     set_shapes(attention)
 
 
-def starts(at: int) -> Tensor:
-    """Stream positions of ``at`` bytes into two streams that began elsewhere: relative schemes must not mind."""
-    return torch.tensor([at, at + 1003])
+def starts(position: int) -> Tensor:
+    """Stream positions of two streams with different offsets, which relative schemes must not distinguish."""
+    return torch.tensor([position, position + 1003])
 
 
 def run(attention: Sublayer, x: Tensor, past: Tensor) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x``, with the state that ``past`` left."""
+    """Outputs ``[B, T, D]`` for ``x``, with the state after ``past``."""
     state: State = attention(past, None, starts(0)).state if past.shape[1] else None
     return attention(x, state, starts(past.shape[1])).y
 
 
 def reference_mask(attention: Attention) -> Mask | None:
-    """The soft mask as the reference has it."""
+    """The soft mask of the reference for this sublayer's spans, or None."""
     spans = attention.span
     if isinstance(spans, AdaptiveSpan):
         return adaptive_mask(spans.fraction, span=spans.span, ramp=spans.ramp)
@@ -136,7 +135,7 @@ def reference_mask(attention: Attention) -> Mask | None:
 
 
 class Hiding(ForgetGate):
-    """A forget gate, and bytes that are no keys."""
+    """A forget gate that also hides some bytes from all queries."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         b = super().forward(x)[0]
@@ -144,7 +143,7 @@ class Hiding(ForgetGate):
 
 
 def reference_biases(attention: Attention, x: Tensor, past: Tensor) -> dict[str, Tensor]:
-    """Biases as the reference has them."""
+    """Keyword arguments of the reference for the biases of keys."""
     if attention.key_bias is None:
         return {}
     stream, gate = torch.cat([past, x], dim=1), attention.key_bias.gate
@@ -155,13 +154,13 @@ def reference_biases(attention: Attention, x: Tensor, past: Tensor) -> dict[str,
 
 
 def matrices(attention: nn.Module) -> dict[str, Tensor]:
-    """Its projections by the names that references have for them."""
+    """The weights of the projections as wq, wk, wv and wo, the names that references use."""
     names = ("query", "key", "value", "output")
     return {f"w{name[0]}": getattr(attention, name).weight for name in names if hasattr(attention, name)}
 
 
 def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str) -> Tensor:
-    """What the papers say ``run`` gives, by loops. Past keys and values of ``cache: kv`` are constants."""
+    """The output of ``run`` by the reference loops. With ``cache: kv`` past keys and values are constants."""
     vectors = attention.persistent
     keys, values = persistent_vectors(vectors.key, value_parameters=vectors.value) if vectors else (None, None)
     return reference(
@@ -185,50 +184,50 @@ def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str
 
 
 def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Gradients of a fixed random projection of ``y``; zeros where an input does not matter."""
+    """Gradients of a fixed random projection of ``y``. They are zeros for an input that ``y`` does not depend on."""
     upstream = torch.randn(y.shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(2)).to(y.dtype)
     return list(torch.autograd.grad(y, inputs, upstream, retain_graph=True, materialize_grads=True))
 
 
-def assert_near(one: Tensor, expected: Tensor, *, tolerance: float = 1e-10, what: str = "value") -> None:
-    """Equal to ``tolerance`` of the largest entry, or of 1 where entries are smaller."""
-    assert one.shape == expected.shape, what
+def assert_near(actual: Tensor, expected: Tensor, *, tolerance: float = 1e-10, what: str = "value") -> None:
+    """Assert equality up to ``tolerance`` times the largest expected entry, or times 1 if entries are smaller."""
+    assert actual.shape == expected.shape, what
     scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
-    torch.testing.assert_close(one, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{what}: {m}")
 
 
 def outcome(y: Tensor, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The value, and the gradient with respect to every one of ``named``."""
+    """The value of ``y`` and its gradients with respect to the tensors in ``named``, by name."""
     names = [f"gradient of {name}" for name in named]
     return {"value": y, **dict(zip(names, gradients(y, list(named.values())), strict=True))}
 
 
-def assert_outcome(one: dict[str, Tensor], other: dict[str, Tensor], *, tolerance: float = 1e-10) -> None:
-    assert one.keys() == other.keys()
-    for name, x in one.items():
-        assert_near(x, other[name], tolerance=tolerance, what=name)
+def assert_outcome(actual: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-10) -> None:
+    assert actual.keys() == expected.keys()
+    for name, x in actual.items():
+        assert_near(x, expected[name], tolerance=tolerance, what=name)
 
 
-def assert_same(one: Tensor, other: Tensor, *, named: dict[str, Tensor], tolerance: float = 1e-10) -> None:
-    """Equal values and equal gradients with respect to every one of ``named``."""
-    assert_outcome(outcome(one, named), outcome(other, named), tolerance=tolerance)
+def assert_same(actual: Tensor, expected: Tensor, *, named: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    """Assert equal values and equal gradients with respect to the tensors in ``named``."""
+    assert_outcome(outcome(actual, named), outcome(expected, named), tolerance=tolerance)
 
 
 class Largest(TorchDispatchMode):
-    """Numbers in the largest tensor that an operation makes."""
+    """Records ``elements``, the size of the largest tensor that an operation returns."""
 
     def __init__(self):
         super().__init__()
-        self.numbers = 0
+        self.elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(made) if isinstance(x, Tensor))])
-        return made
+        outputs = function(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(outputs) if isinstance(x, Tensor))])
+        return outputs
 
 
 def covering(factors: dict[str, list], *, strength: int) -> list[dict]:
-    """Choices in which every ``strength`` values of different factors occur together, by greedy search; no chance."""
+    """A covering array, found greedily: every combination of values of ``strength`` factors occurs in some row."""
     random, names, rows = Random(0), list(factors), []
     missing = {
         tuple(zip(chosen, values, strict=True))

@@ -1,4 +1,4 @@
-"""Rows as the verbs of bench write them, made up for the tests of the report; real ones have the same keys."""
+"""Fictitious rows of the bench commands and of runs, with the keys of real rows, for tests of the report."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ COMPRESSORS = {"valid": {"gzip": 3.04, "bzip2": 2.58, "xz": 2.71}, "test": {"gzi
 
 
 def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = None) -> dict:
-    """Provenance that every row has."""
+    """The provenance keys of a row."""
     config = config or {"variant": {"name": variant}, "model": {"d_model": 128, "layers": 4, "heads": 4}}
     row = {"kind": kind, "format": FORMAT, "variant": variant, "seed": seed, "config": config}
     row |= {"command": f"python -m bench.{kind} variant={variant}", "config_hash": f"{variant}-config"}
@@ -30,19 +30,19 @@ def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = No
 
 
 def times(middle_ms: float) -> dict:
-    """20/50/80 percentiles of n calls, in milliseconds."""
+    """The 20th, 50th and 80th percentiles of n calls, in milliseconds."""
     return {"p20": middle_ms * 0.95, "p50": middle_ms, "p80": middle_ms * 1.1, "n": 12}
 
 
 def cost_row(
     *, variant: str = "mhsa", length: int = 512, backend: str = "fused", mode: str = "cold", **changes
 ) -> dict:
-    """One cell of ``bench.cost``: growth of the plain backend is quadratic in ``length``, of the others linear."""
+    """A row of ``bench.cost``. Times grow quadratically with ``length`` for the plain backend, else linearly."""
     plain, spans = backend == "plain", {"mean": 40.0, "min": 32.0, "max": 64.0}
     step_ms, learned = length / 10 * (length / 256 if plain else 1), variant == "adaptive_span"
     row = identity("cost", variant=variant) | {"mode": mode, "length": length, "segment": length, "span": length}
     row |= {"streams": 1, "backend": backend, "allocator": "keep", "spans_from": "learned" if learned else None}
-    row |= {"status": "measured", "reason": None, "interleaved": True}  # or out of memory: what follows is None
+    row |= {"status": "measured", "reason": None, "interleaved": True}  # after "out of memory", the keys below are None
     row |= {"parameters": PARAMETERS, "spans": spans if learned else None}
     row["flops"] = {"executed_per_byte": 2.9e6, "ideal_per_byte": 2.7e6, "training_per_byte": 7.5e6}
     row["flops"] |= {"flops_estimated_3x": [], "step": 3 * 2.9e6 * length}
@@ -50,16 +50,16 @@ def cost_row(
     peak = int(3e7 + (4e2 * length**2 if plain else 3e5 * length / 10))
     row["memory"] = KEPT | {"state_bytes": 2 * 4 * 128 * 4 * length}
     row["memory"] |= {"train_peak_bytes": peak, "inference_peak_bytes": int(1e7 + 1e4 * length)}
-    # A step is of streams x segment bytes, an evaluation one forward of as many, generation one byte of one stream.
+    # A step and an evaluation take streams x segment bytes; generation takes one byte of one stream.
     row["time"] = {"train_ms": times(step_ms), "evaluate_ms": times(step_ms / 3), "generate_ms": times(2.0)}
     return row | changes
 
 
 def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.0, **changes) -> dict:
-    """One peer of ``bench.peers``."""
+    """A row of ``bench.peers``."""
     row = identity("peers", variant=name) | {"name": name, "package": "x-transformers", "package_version": "2.31.10"}
     row |= {"job": "language model", "streams": 8, "segment": 256, "backend": "plain", "allocator": "keep"}
-    row |= {"status": "measured", "reason": None}  # or failed, and why
+    row |= {"status": "measured", "reason": None}  # or "failed" with a reason
     row |= {"parameters": {"total": 3_000_000, "touched": 3_000_000}, "bytes_per_second": tokens_per_second}
     row |= {"time": {"train_ms": times(8 * 256 / tokens_per_second * 1000)}}
     row |= {"memory": {"train_peak_bytes": 2 * 10**8, "approximate": True}}
@@ -67,7 +67,7 @@ def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.
 
 
 def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-cost") -> Path:
-    """``rows.jsonl`` in a folder of its own, as ``RowFile`` writes it."""
+    """Write ``rows.jsonl`` into the sub-folder ``name``, as ``RowFile`` does."""
     path = folder / name / "rows.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -77,23 +77,23 @@ def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-c
 def write_run(
     outputs: Path, *, variant: str = "mhsa", seed: int = 0, bits: float = 2.4, config: dict | None = None, **changes
 ) -> Path:
-    """A finished run's folder: ``record.jsonl`` and ``summary.json`` as ``train.py`` leaves them."""
-    same = identity("provenance", variant=variant, seed=seed, config=config) | {"parameters": PARAMETERS}
-    same |= {"command": f"python train.py variant={variant} seed={seed}", "budget": {"bytes": 2_000_000}}
+    """The folder of a finished run. ``bits`` is its score on validation, and ``changes`` are keys of the summary."""
+    provenance = identity("provenance", variant=variant, seed=seed, config=config) | {"parameters": PARAMETERS}
+    provenance |= {"command": f"python train.py variant={variant} seed={seed}", "budget": {"bytes": 2_000_000}}
     optimizer = {"name": "default", "optimizer": "AdamW", "lr": 0.003, "parameters": 855_680, "share": 1.0}
-    same |= {"config_hash": f"{variant}-{seed}", "optimizers": [optimizer]}
-    rows = [same]
+    provenance |= {"config_hash": f"{variant}-{seed}", "optimizers": [optimizer]}
+    rows = [provenance]
     for step in range(1, 21):
-        place = {"bytes_seen": step * 100_000, "step": step, "epochs": step / 36, "fraction": step / 20}
-        now, clock = bits + 2.0 / step, {"seconds": step * 8.0, "bytes_per_second": 12_500.0}
+        progress = {"bytes_seen": step * 100_000, "step": step, "epochs": step / 36, "fraction": step / 20}
+        score, clock = bits + 2.0 / step, {"seconds": step * 8.0, "bytes_per_second": 12_500.0}
         spent = {"training_flops": step * 8e11, "clock": clock}
-        rows.append({"kind": "train", **place, "bits_per_byte": now + 0.05, "metrics": {}, **spent})
+        rows.append({"kind": "train", **progress, "bits_per_byte": score + 0.05, "metrics": {}, **spent})
         if step % 4 == 0:
-            scored = {"bits_per_byte": now, "capped_bytes": 100_000, "metrics": METRICS.get(variant, {})}
-            rows.append({"kind": "valid", **place, **scored})
+            scored = {"bits_per_byte": score, "capped_bytes": 100_000, "metrics": METRICS.get(variant, {})}
+            rows.append({"kind": "valid", **progress, **scored})
     final = {"final": True, "bits_per_byte": bits, "capped_bytes": None}
     rows += [{"kind": split, **final} for split in ("valid", "test")]
-    summary = {key: value for key, value in same.items() if key not in ("kind", "config")}
+    summary = {key: value for key, value in provenance.items() if key not in ("kind", "config")}
     summary |= {"status": "finished", "bytes_seen": 2_000_000, "epochs": 0.56, "steps": 20, "seconds": 160.0}
     summary |= {"bytes_per_second": 12_500.0, "best_bytes_seen": 2_000_000, "capped": {}, "compressors": COMPRESSORS}
     summary |= {"valid_bits_per_byte": bits, "test_bits_per_byte": bits + 0.03}
@@ -121,8 +121,10 @@ def write_trial(
     trial: int | None = None,
     **changes,
 ) -> Path:
-    """Trial number ``trial`` of a sweep of learning rates from 0.0001 to 0.1, or a result at that rate; ``point`` may be
-    among the ``changes``, the keys of its space."""
+    """The folder of a trial of a search of learning rates. With ``trial`` None it is a run with purpose=result.
+
+    ``changes`` are keys of the summary, or ``point``, the coordinates of the trial by key of the search space.
+    """
     point = changes.pop("point", {"optim.lr": 0.5})
     scores = {"valid_bits_per_byte": bits, "purpose": "result" if trial is None else "tune"}
     none = {"point": point, "test_bits_per_byte": None, "test_windows_bits_per_byte": None}
@@ -142,7 +144,7 @@ def write_trial(
 def write_failed(
     outputs: Path, *, error: object, rate: float = 0.1, variant: str = "mhsa", seed: int = 100, trial: int = 9
 ) -> Path:
-    """What a trial leaves that ended with an error: its provenance, and a summary that knows little."""
+    """The folder of a trial that failed: the record has only the provenance, the summary only a few keys."""
     folder = write_trial(outputs, variant=variant, rate=rate, seed=seed, bits=9.0, trial=trial)
     first = (folder / "record.jsonl").read_text().splitlines()[0]
     (folder / "record.jsonl").write_text(first + "\n")

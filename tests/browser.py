@@ -1,7 +1,4 @@
-"""A real browser for the tests of pages: Debian's Chromium without a window, driven by selenium, with a profile of its own.
-
-Where Chromium is not installed the tests skip with the reason, except in CI, where they fail.
-"""
+"""Headless Chromium of Debian, driven by selenium. Without it, tests skip with a reason; in CI they fail."""
 
 import json
 import shutil
@@ -11,7 +8,7 @@ from pathlib import Path
 
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 
-from tests.needs import need
+from tests.requirements import require
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
@@ -21,9 +18,9 @@ FLAGS = (
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Chrome]:
-    """A browser with a fresh profile; what is downloaded lands in ``folder/downloads``."""
+    """A browser with a fresh profile, which downloads to ``folder/downloads``."""
     programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    need(all(programs), "no browser: Debian's packages chromium and chromium-driver are not installed")
+    require(all(programs), "no browser: Debian's packages chromium and chromium-driver are not installed")
     options = ChromeOptions()
     options.binary_location = programs[0]
     for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
@@ -38,18 +35,18 @@ def chromium(folder: Path) -> Iterator[Chrome]:
 
 
 def resize(driver: Chrome, width: int, height: int = 900) -> None:
-    """Width and height of the page's own area in CSS pixels; a window cannot be as narrow as a phone."""
+    """Set the size of the viewport in CSS pixels. A window could not be as narrow as a phone."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def console(driver: Chrome) -> list[str]:
-    """What the console said since the last call."""
+    """Messages of the console since the last call."""
     return [entry["message"] for entry in driver.get_log("browser")]
 
 
 def requests(driver: Chrome) -> list[str]:
-    """Addresses that pages asked for since the last call; not the browser's own pages."""
+    """Addresses that pages requested since the last call, without those of the browser's internal pages."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
-    return [found["request"]["url"] for found in sent if not found["documentURL"].startswith("chrome")]
+    return [params["request"]["url"] for params in sent if not params["documentURL"].startswith("chrome")]

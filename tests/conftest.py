@@ -1,4 +1,4 @@
-"""What all tests share: few threads, patience, no W&B of the user's, caches of their own, and the corpus beside the checkout."""
+"""Fixtures and settings of all tests: one thread, no deadlines, no W&B, temporary caches, and the corpus."""
 
 import fcntl
 import gc
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.needs import need
+from tests.requirements import require
 
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes run tests as there are cores
@@ -22,21 +22,21 @@ ENWIK8_4M = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / 
 
 @pytest.fixture(scope="session", autouse=True)
 def sealed_off(tmp_path_factory) -> Iterator[None]:
-    """No W&B. What is compiled is so once for all processes of these tests, and not kept in the user's caches."""
+    """No W&B, and temporary caches. All test processes share one cache of compiled code."""
     base = tmp_path_factory.getbasetemp()
-    together = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(base / "cache"))
-        patched.setenv("WINDTUNNEL_KERNELS", str(together / "kernels"))
+        patched.setenv("WINDTUNNEL_KERNELS", str(shared / "kernels"))
         for name in [name for name in os.environ if name.startswith("WANDB_")]:
             patched.delenv(name)
         patched.setenv("WANDB_MODE", "disabled")
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-            patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(together / "torchinductor"))
-        if together != base:
+            patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared / "torchinductor"))
+        if shared != base:
             from variants.kernels import product_search, window_cpu
 
-            with open(together / "compiling", "w") as lock:  # the first process compiles, and the others wait
+            with open(shared / "compiling", "w") as lock:  # the first process compiles, and the others wait
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 window_cpu.available(), product_search.available()
         yield
@@ -44,15 +44,15 @@ def sealed_off(tmp_path_factory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_from_one_server() -> Iterator[None]:
-    from tests.many import one_server  # what it imports takes seconds, which collecting need not wait for
+    from tests.rank_processes import one_server  # imports for seconds, which would delay collection
 
     with one_server():
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def few_places() -> Iterator[None]:
-    """A final score predicts few places again: 64 would be a third of a small run. ``tests/ahead.py`` has it for processes."""
+def few_causality_checks() -> Iterator[None]:
+    """A final score is checked at 6 positions: 64 would take a third of a small run. See also ``server_preload.py``."""
     from harness.loop import scoring
 
     with pytest.MonkeyPatch.context() as patched:
@@ -62,7 +62,7 @@ def few_places() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """What a run sets for its whole process is as before at the end."""
+    """Restore the settings that a run changes for the whole process."""
     import torch
 
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -73,14 +73,14 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture
 def enwik8_4m() -> Path:
-    """The first 4,000,000 bytes of enwik8, packed; a run without them skips, but CI must have them."""
-    need(ENWIK8_4M.exists(), "the corpus shared/data/enwik8_4m.xz does not lie beside this checkout")
+    """The compressed first 4,000,000 bytes of enwik8. Without the file a test skips; CI must have it."""
+    require(ENWIK8_4M.exists(), "the corpus ../shared/data/enwik8_4m.xz does not exist")
     return ENWIK8_4M
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_was_imported_is_no_garbage() -> None:
-    """Every job begins with a collection, which need not look at all that tests import."""
+def frozen_garbage_collector() -> None:
+    """Exclude imported objects from the garbage collection with which every job begins."""
     gc.collect()
     gc.freeze()
 
@@ -89,4 +89,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cpu_kernel"):
         from variants.kernels import window_cpu
 
-        need(window_cpu.available() is None, f"the CPU's kernel cannot be had: {window_cpu.available()}")
+        require(window_cpu.available() is None, f"the CPU kernel is not available: {window_cpu.available()}")

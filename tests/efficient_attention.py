@@ -1,14 +1,14 @@
-"""torch's memory-efficient attention for CUDA, pretended on a CPU: the same operations, arguments, layouts and refusals.
+"""torch's memory-efficient attention for CUDA, emulated on a CPU with the same arguments, layouts and errors.
 
-What is refused or filled with NaN here is what the kernels read, cut or take for granted without a word, from torch 2.13's
+The emulation raises an error for what the CUDA kernels assume without checking, according to torch 2.13's
 ``mem_eff_attention/kernel_forward.h``, ``kernel_backward.h`` and ``attention_backward.cu``:
 
-- widths, strides and addresses are multiples of 16 bytes, the last stride is 1, masks have the type of the queries and four
-  whole dimensions;
-- the log-sum-exp is float32 and padded with inf to a multiple of 32 queries;
-- the backward takes it for granted that a query's outputs of all heads lie one behind the other, whatever the strides say.
+- Widths, strides and addresses are multiples of 16 bytes, and the last stride is 1.
+- Masks have the dtype of the queries and four dimensions without broadcasting.
+- The log-sum-exp is float32 and padded with inf to a multiple of 32 queries.
+- The backward assumes that the outputs of all heads of a query are contiguous, whatever the strides say.
 
-Only that float64 is taken, so that gradients can be compared to the last digits, is not so.
+Unlike the CUDA kernels, the emulation accepts float64, so that gradients can be compared exactly.
 """
 
 from collections.abc import Iterator
@@ -22,18 +22,18 @@ PADDED_QUERIES = 32
 
 
 def refuse_unaligned(name: str, x: Tensor) -> None:
-    """Strides and address in multiples of 16 bytes, as both kernels want them for two-byte numbers."""
-    wanted = 8
+    """RuntimeError unless strides and address are multiples of 8 elements: 16 bytes of a two-byte dtype."""
+    alignment = 8
     if x.stride(-1) != 1:
         raise RuntimeError(f"{name} must be contiguous in the last dimension")
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if size > 1 and stride % wanted:
-            raise RuntimeError(f"{name} is not correctly aligned: a stride is {stride}, not a multiple of {wanted}")
-    if x.storage_offset() % wanted:
+        if size > 1 and stride % alignment:
+            raise RuntimeError(f"{name} is not correctly aligned: a stride is {stride}, not a multiple of {alignment}")
+    if x.storage_offset() % alignment:
         raise RuntimeError(f"{name} is not correctly aligned: it begins at {x.storage_offset()}")
 
 
-def checked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+def check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     for name, x in {"query": query, "key": key, "value": value}.items():
         refuse_unaligned(name, x)
         if x.shape[-1] % 8:
@@ -47,26 +47,27 @@ def checked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> N
         if mask.shape != (*query.shape[:3], key.shape[2]):
             raise RuntimeError(f"attn_bias: wrong shape {tuple(mask.shape)}")
         if (mask == -torch.inf).all(-1).any():
-            raise RuntimeError("a query sees nothing: what comes of it depends on torch's version")
+            raise RuntimeError("a query sees no key: the output then depends on torch's version")
 
 
-def island(x: Tensor) -> torch.dtype:
+def softmax_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which the kernels compute scores and softmax."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    raw = (query.to(island(query)) @ key.to(island(key)).mT) * scale
+    raw = (query.to(softmax_dtype(query)) @ key.to(softmax_dtype(key)).mT) * scale
     return raw if mask is None else raw + mask.to(raw.dtype)
 
 
 def heads_inside(x: Tensor) -> Tensor:
-    """The same ``[B, H, T, K]``, laid out as the kernels write it: ``[B, T, H, K]``."""
+    """A copy of ``x [B, H, T, K]`` with the memory layout ``[B, T, H, K]`` that the kernels write."""
     return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype).copy_(x)
 
 
 def forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
-    assert compute_log_sumexp and not dropout_p and not is_causal, "not pretended"
-    checked(query, key, value, attn_bias)
+    assert compute_log_sumexp and not dropout_p and not is_causal, "not emulated"
+    check_arguments(query, key, value, attn_bias)
     raw = scores(query, key, attn_bias, query.shape[-1] ** -0.5 if scale is None else scale)
     lse = raw.logsumexp(-1)
     y = torch.exp(raw - lse[..., None]) @ value.to(raw.dtype)
@@ -93,18 +94,18 @@ def backward(
     *,
     scale=None,
 ):
-    assert not dropout_p and not is_causal and list(grad_input_mask) == [True, True, True, False], "not pretended"
-    checked(query, key, value, attn_bias)
+    assert not dropout_p and not is_causal and list(grad_input_mask) == [True, True, True, False], "not emulated"
+    check_arguments(query, key, value, attn_bias)
     streams, heads, rows, width = out.shape
     refuse_unaligned("out", out)
     if rows > 1 and out.stride(2) != heads * width:
-        raise RuntimeError("out is read at a wrong place: a query's heads must lie one behind the other")
-    if logsumexp.dtype != island(query) or logsumexp.stride(-1) != 1:
-        raise RuntimeError("the log-sum-exp must be float32, with the queries side by side")
+        raise RuntimeError("out must have contiguous heads for each query")
+    if logsumexp.dtype != softmax_dtype(query) or logsumexp.stride(-1) != 1:
+        raise RuntimeError("the log-sum-exp must be float32 and contiguous in the queries")
     if (heads > 1 and logsumexp.stride(1) % 8) or (streams > 1 and logsumexp.stride(0) % 8):
         raise RuntimeError("LSE is not correctly aligned")
     if logsumexp.shape[2] % PADDED_QUERIES or not (logsumexp[..., rows:] == torch.inf).all():
-        raise RuntimeError(f"the log-sum-exp is read to a multiple of {PADDED_QUERIES} queries")
+        raise RuntimeError(f"the log-sum-exp must be padded with inf to a multiple of {PADDED_QUERIES} queries")
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     weights = torch.exp(scores(query, key, attn_bias, factor) - logsumexp[..., :rows, None])
     g, y = grad_out_.to(weights.dtype), out.to(weights.dtype)
@@ -115,8 +116,8 @@ def backward(
 
 
 @contextmanager
-def pretended() -> Iterator[None]:
-    """Both operations exist on a CPU inside."""
+def emulated() -> Iterator[None]:
+    """Context in which both CUDA operations exist on a CPU."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
         library.impl("_scaled_dot_product_efficient_attention_backward", backward, "CPU")

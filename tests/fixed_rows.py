@@ -1,4 +1,4 @@
-"""The fixed rows whose tables ``tests/golden_report`` has: runs, trials and rows of verbs, all made up."""
+"""The fictitious runs, trials and bench rows from which the tables of ``tests/golden_report`` are made."""
 
 import json
 import os
@@ -11,15 +11,15 @@ COPY = {"eval": {"copy": True}}
 
 
 def text_of(table: Table) -> str:
-    """All that stands in a table, a line a row."""
+    """All text of a table, one line for each row."""
     rows = [[column.heading for column in table.columns], *([cell.text for cell in row] for row in table.rows)]
-    explained = [f"{column.heading}: {column.explanation}" for column in table.columns]
-    lines = [table.title, table.caption, *map(" | ".join, rows), *table.notes, *table.details, *explained]
+    explanations = [f"{column.heading}: {column.explanation}" for column in table.columns]
+    lines = [table.title, table.caption, *map(" | ".join, rows), *table.notes, *table.details, *explanations]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def change(folder: Path, **changes) -> Path:
-    """Change provenance and summary of a run alike."""
+    """Change the same keys in a run's provenance and summary."""
     record, summary = folder / "record.jsonl", folder / "summary.json"
     first, *others = record.read_text().splitlines()
     record.write_text("\n".join([json.dumps(json.loads(first) | changes), *others]) + "\n")
@@ -28,8 +28,8 @@ def change(folder: Path, **changes) -> Path:
 
 
 def write_fixed_rows(folder: Path) -> None:
-    """All of them, in sub-folders; run folders get times of change in the order in which they were written."""
-    places = []
+    """Write all rows into sub-folders of ``folder``. Modification times of summaries follow the order of writing."""
+    run_folders = []
     for place, (variant, bits) in enumerate((("mhsa", 2.4), ("adaptive_span", 2.36), ("all_attention", 2.41))):
         for seed in range(3):
             wave = ((seed * 7 + place * 5) % 11) / 1000
@@ -37,32 +37,34 @@ def write_fixed_rows(folder: Path) -> None:
             parameters = {"total": total, "touched": total - 32_640}
             changes = {"parameters": parameters, "bytes_per_second": 12_500.0 - 100 * seed}
             run = write_run(folder / "plain", variant=variant, seed=seed, bits=bits + wave, **changes)
-            places.append(change(run, parameters=parameters))
-    places.append(write_run(folder / "plain", variant="linformer", seed=0, bits=2.5))
-    places.append(write_run(folder / "plain", variant="local", seed=0, bits=2.45, valid_bits_per_byte=None))
+            run_folders.append(change(run, parameters=parameters))
+    run_folders.append(write_run(folder / "plain", variant="linformer", seed=0, bits=2.5))
+    run_folders.append(write_run(folder / "plain", variant="local", seed=0, bits=2.45, valid_bits_per_byte=None))
     for span in (128, 256):
         config = {"variant": {"name": "mhsa"}, "model": {"d_model": 64, "layers": 2, "heads": 2, "span": span}}
         run = write_run(folder / "plain", variant="mhsa", seed=0, bits=2.6 - span / 1000, config=config)
-        places.append(change(run, source="aa" * 32))
+        run_folders.append(change(run, source="aa" * 32))
     for variant, reach in (("mhsa", 0.2), ("linear", 3.9)):
         for seed in (0, 1):
             copies = {"64": reach / 10, "256": reach, "1024": min(4.0, 3 * reach) + seed / 100}
             run = write_run(folder / "recall", variant=variant, seed=seed, bits=3.0, valid_bits_per_copy=copies)
             data = {"name": "recall", "bytes": 1_000_000, "sha256": "12" * 32}
-            places.append(change(run, data=data, capped={"valid": 10_000, "test": 10_000}))
+            run_folders.append(change(run, data=data, capped={"valid": 10_000, "test": 10_000}))
     for place, changes in enumerate(({}, {"threads": 4}, {"threads": 4, "allocator": "return"})):
         run = write_run(folder / "grounds", variant=("mhsa", "local", "mhsa")[place], seed=place, bits=2.2 + place / 10)
-        places.append(change(run, budget={"bytes": 9_000_000}, **changes))
+        run_folders.append(change(run, budget={"bytes": 9_000_000}, **changes))
     for variant in ("mhsa", "adaptive_span"):
         for trial, rate in enumerate((0.001, 0.003, 0.01)):
             for seed in (100, 101):
                 bits = 2.5 + abs(rate - 0.003) * 10 + seed / 1e5
                 about = {"variant": variant, "point": {"optim.lr": (0.3, 0.5, 0.99)[trial]}}
-                places.append(write_trial(folder / "trials", rate=rate, seed=seed, bits=bits, trial=trial, **about))
-    places.append(write_failed(folder / "trials", error="out of memory", seed=100, trial=3))
+                run_folders.append(
+                    write_trial(folder / "trials", rate=rate, seed=seed, bits=bits, trial=trial, **about)
+                )
+    run_folders.append(write_failed(folder / "trials", error="out of memory", seed=100, trial=3))
     for seed in (0, 1, 101):
-        places.append(write_trial(folder / "trials", rate=0.003, seed=seed, bits=2.45 + seed / 1e3))
-    for place, run in enumerate(places):
+        run_folders.append(write_trial(folder / "trials", rate=0.003, seed=seed, bits=2.45 + seed / 1e3))
+    for place, run in enumerate(run_folders):
         os.utime(run / "summary.json", (1.8e9 + place, 1.8e9 + place))
     costs = [cost_row(variant=v, length=n) for v in ("mhsa", "adaptive_span") for n in (256, 512, 1024)]
     costs += [cost_row(length=n, backend="plain") for n in (256, 512)]

@@ -1,4 +1,4 @@
-"""Checks the rows of ``tests/gpu_first_run.sh``: ``python -m tests.gpu_rows FOLDER DEVICE``."""
+"""Checks the rows that ``tests/gpu_first_run.sh`` wrote: ``python -m tests.gpu_rows FOLDER DEVICE``."""
 
 import json
 import re
@@ -9,11 +9,11 @@ from pathlib import Path
 from harness.record.rows import read_rows
 
 MOST_GRAPHS = 8
-"""Compilations of one function after which dynamo gives up."""
+"""Compilations of one function after which dynamo runs it eagerly."""
 
 
 def check(folder: Path, *, device: str) -> None:
-    """Print a line for each comparison, and raise AssertionError at the first that does not hold."""
+    """Print a line for each comparison. AssertionError at the first one that fails."""
     runs = {}
     for name in ("compiled", "again", "eager"):
         runs[name] = json.loads((folder / name / "latest" / "summary.json").read_text())
@@ -31,7 +31,7 @@ def check(folder: Path, *, device: str) -> None:
     measured = runs["eager"]["memory"]["peak_bytes"]
     print(f"peak memory: {measured:,} bytes, predicted {predicted:,.0f}")
     if device == "cuda":
-        assert speeds["compiled"] > speeds["eager"], "compilation does not pay"
+        assert speeds["compiled"] > speeds["eager"], "compilation does not pay: the eager run is faster"
         assert 0.67 < measured / predicted < 1.5, "bench.fit is far from the measured peak"
     for row in read_rows(folder / "cost.jsonl"):
         assert row["status"] == "measured", row["reason"]

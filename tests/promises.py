@@ -1,4 +1,4 @@
-"""Names of the contract's promises, models of small sublayers, and two that keep all promises."""
+"""Names of the contract's promises, and small sublayers and models with which tests check them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,7 +58,7 @@ def model_of(
     heads: int = 2,
     **context,
 ) -> Callable[[], LanguageModel]:
-    """Makes a model of width 16 whose layers have these sublayers."""
+    """A function that makes a model of width 16 whose layers have these sublayers."""
 
     def make() -> LanguageModel:
         pool = {}
@@ -78,7 +78,7 @@ def findings_of(make: Callable[[], nn.Module]) -> dict[str, Finding]:
 
 
 class Gate(Sublayer):
-    """An outsider in ten lines: no state, ``SublayerOutput(y)`` only; what it hears and gives may be broken."""
+    """A minimal sublayer without a state, which keeps all promises. Subclasses break it by overriding a method."""
 
     def __init__(self, context: LayerContext):
         super().__init__()
@@ -88,18 +88,18 @@ class Gate(Sublayer):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        x = self.hears(x)
-        return self.gives(SublayerOutput(self.gate(x).sigmoid() * self.value(x)), x, collect_stats)
+        x = self.transform_input(x)
+        return self.transform_output(SublayerOutput(self.gate(x).sigmoid() * self.value(x)), x, collect_stats)
 
-    def hears(self, x: Tensor) -> Tensor:
+    def transform_input(self, x: Tensor) -> Tensor:
         return x
 
-    def gives(self, out: SublayerOutput, x: Tensor, collect_stats: bool) -> SublayerOutput:
+    def transform_output(self, out: SublayerOutput, x: Tensor, collect_stats: bool) -> SublayerOutput:
         return out
 
 
 class Sums(Gate):
-    """Half of what there was is remembered: a mechanism with state and without attention."""
+    """A recurrent sum that halves at every byte: a mechanism with a state, which keeps all promises."""
 
     honours = Honours()
     decay = 0.5
@@ -107,24 +107,25 @@ class Sums(Gate):
     def reach(self) -> int | None:
         return None
 
-    def reads(self, state: State) -> State:
+    def read_state(self, state: State) -> State:
         return state
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
-        state = self.reads(state)
-        total, sums = x.new_zeros(len(x), x.shape[2]) if state is None else state.to(x.dtype), []
-        for now in self.value(x).unbind(1):
-            total = self.decay * total + now
+        state = self.read_state(state)
+        total = x.new_zeros(len(x), x.shape[2]) if state is None else state.to(x.dtype)
+        sums = []
+        for v_t in self.value(x).unbind(1):
+            total = self.decay * total + v_t
             sums.append(total)
         out = SublayerOutput(self.gate(x).sigmoid() * torch.stack(sums, dim=1), self.carry(total))
-        return self.gives(out, x, collect_stats)
+        return self.transform_output(out, x, collect_stats)
 
     def carry(self, total: Tensor) -> Tensor:
         return total.detach()
 
 
 def toy(base: type[Sublayer] = Gate, *, also: Callable[[Sublayer], object] | None = None, **members) -> type[Sublayer]:
-    """A class of this base with other members; ``also`` ends its constructor."""
+    """A subclass with other members. ``also(self)`` runs at the end of its constructor."""
 
     def __init__(self, context: LayerContext):
         base.__init__(self, context)
@@ -134,5 +135,5 @@ def toy(base: type[Sublayer] = Gate, *, also: Callable[[Sublayer], object] | Non
 
 
 def parameter(value: object) -> Callable[[Sublayer], None]:
-    """For ``toy``'s ``also``: one more parameter, ``own``."""
+    """A function for ``also`` of ``toy`` that registers a parameter ``own``."""
     return lambda self: self.register_parameter("own", nn.Parameter(torch.tensor(value)))

@@ -1,4 +1,4 @@
-"""Inputs and comparison for tests of the references."""
+"""Inputs and comparisons for tests of the references."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-10}
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Standard normal numbers, the same for the same shape and seed; a leaf that wants its gradient."""
+    """Seeded standard normal numbers, a leaf that requires its gradient."""
     generator = torch.Generator().manual_seed(seed * 7919 + sum(n * 31**i for i, n in enumerate(shape)))
     return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
@@ -19,9 +19,9 @@ def stream() -> Tensor:
     return normal(B, T, D)
 
 
-def assert_same(one: Tensor, other: Tensor, *, inputs: list[Tensor]) -> None:
-    """Equal values, and equal gradients of a fixed random projection with respect to every input."""
-    torch.testing.assert_close(one, other, **EXACT)
-    upstream = normal(*one.shape, seed=99).detach()
-    gradients = [torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (one, other)]
+def assert_same(actual: Tensor, expected: Tensor, *, inputs: list[Tensor]) -> None:
+    """Assert equal values, and equal gradients of a fixed random projection with respect to every input."""
+    torch.testing.assert_close(actual, expected, **EXACT)
+    upstream = normal(*actual.shape, seed=99).detach()
+    gradients = [torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (actual, expected)]
     torch.testing.assert_close(*gradients, **EXACT)

@@ -1,5 +1,4 @@
-"""Adaptive span: its trimming, loss and numbers, and that moving spans compile nothing anew; persistent vectors: their scale and
-their share of the softmax. ``test_by_reference.py`` has values and gradients, also at both kinks of the mask."""
+"""Adaptive spans and persistent vectors: trimming, loss, metrics and initial values, besides their references."""
 
 from functools import partial
 
@@ -17,7 +16,7 @@ from variants.contract import set_shapes
 pytestmark = pytest.mark.numeric
 
 
-def test_bucket_by_hand():
+def test_bucket_rounds_up_to_the_listed_sizes():
     sizes = {1: 64, 64: 64, 65: 128, 128: 128, 192: 192, 193: 256, 256: 256, 257: 384, 384: 384, 385: 512, 512: 512}
     sizes |= {513: 768, 769: 1024, 1024: 1024, 1025: 1536, 8192: 8192}
     assert {n: bucket(n) for n in sizes} == sizes
@@ -25,8 +24,10 @@ def test_bucket_by_hand():
 
 @pytest.mark.parametrize(("backend", "position"), [("plain", "none"), ("fused", "alibi")])
 def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
-    """Ramps end just before, on and after key 64, the first that a bucket of 64 leaves out. It has weight 0 and still a
-    gradient: the key at x = z + R is worth its own bucket."""
+    """The ramps end just before, on and after key 64, the first key outside of a bucket of 64.
+
+    The key at x = z + R has weight 0 but a gradient, so the bucket must include it.
+    """
     case = Case(length=3, past=75, span=200, ramp=16, spans="zero", position=position, backend=backend, persistent=2)
     attention, (past, x) = case.build(), case.stream()
     set_fractions(attention, [47.5 / 200, 48 / 200, 48.5 / 200])
@@ -37,14 +38,14 @@ def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
     attention.span.set_keys((200, 200, 200))
     assert_same(trimmed, run(attention, x, past), named=named)
     expected = gradients(trimmed, [attention.span.fraction])[0]
-    attention.span.set_keys((64, 64, 128))  # one key fewer: the value is the same, the gradient is not
-    short = run(attention, x, past)
-    assert_near(short, trimmed)
-    if backend == "fused":  # the plain backend trims all heads alike
-        assert (gradients(short, [attention.span.fraction])[0] - expected)[1].abs() > 1e-6
+    attention.span.set_keys((64, 64, 128))  # one key fewer: equal output, another gradient
+    y = run(attention, x, past)
+    assert_near(y, trimmed)
+    if backend == "fused":  # the plain backend trims all heads to the same width
+        assert (gradients(y, [attention.span.fraction])[0] - expected)[1].abs() > 1e-6
 
 
-def test_initial_spans_and_columns():
+def test_initial_and_projected_spans_and_their_columns():
     def adaptive(**keywords) -> AdaptiveSpan:
         return AdaptiveSpan(Case(heads=4, span=512).context(), **keywords)
 
@@ -61,7 +62,7 @@ def test_initial_spans_and_columns():
     assert dynamic(torch.zeros(1, 1, D)).flatten().tolist() == pytest.approx([17.9862] * 3, abs=1e-3)
 
 
-def test_wrong_sizes_are_refused():
+def test_invalid_sizes_are_refused_by_name():
     for make, words, message in (
         (AdaptiveSpan, {"ramp": 0}, r"span\.ramp=0: the ramp is at least 1"),
         (AdaptiveSpan, {"initial": 1.5}, r"span\.initial=1\.5: allowed are fractions .* 0 to 1"),
@@ -73,7 +74,7 @@ def test_wrong_sizes_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["whole", "dynamic"])
-def test_loss_is_the_weighted_mean_span(kind):
+def test_auxiliary_loss_is_the_weighted_mean_span_in_training_only(kind):
     case = Case(spans=kind, heads=3, span=8)
     attention, (_, x) = case.build(), case.stream()
     attention.span.loss_weight, spans = 0.01, attention.span
@@ -89,7 +90,7 @@ def test_loss_is_the_weighted_mean_span(kind):
 
 
 def metrics_of(attention: Attention, x: torch.Tensor, *, cut: int) -> dict:
-    """Of two segments."""
+    """Metrics over two segments, cut at byte ``cut``."""
     first = attention(x[:, :cut], None, starts(0), collect_stats=True)
     second = attention(x[:, cut:], first.state, starts(cut), collect_stats=True)
     return attention.metrics({name: first.stats[name] + second.stats[name] for name in first.stats})
@@ -98,22 +99,22 @@ def metrics_of(attention: Attention, x: torch.Tensor, *, cut: int) -> dict:
 def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
     attention = Case(spans="zero", span=8, heads=4).build()  # R = 3
     set_fractions(attention, [0.0, 0.25, 0.5, 1.0])
-    shown = attention.metrics({})
-    assert shown["span"].tolist() == [0, 2, 4, 8] and shown["span_with_ramp"].tolist() == [3, 5, 7, 8]
+    metrics = attention.metrics({})
+    assert metrics["span"].tolist() == [0, 2, 4, 8] and metrics["span_with_ramp"].tolist() == [3, 5, 7, 8]
     case = Case(spans="dynamic", span=8, heads=3, length=7)
     attention, (_, x) = case.build(), case.stream()
-    gate, shown = attention.span.gate, metrics_of(attention, x, cut=2)
+    gate, metrics = attention.span.gate, metrics_of(attention, x, cut=2)
     expected = 8 * dynamic_fractions(x, vectors=gate.weight, biases=gate.bias).mean(dim=(0, 1))
-    assert_near(shown["span"], expected)
-    assert_near(shown["span_with_ramp"], (expected + 3).clamp(max=8))
+    assert_near(metrics["span"], expected)
+    assert_near(metrics["span_with_ramp"], (expected + 3).clamp(max=8))
     assert attention.metrics({}) == {}
 
 
 # Persistent vectors
 
 
-def test_vectors_start_with_unit_variance_and_keys_may_start_nearer_to_zero():
-    """Parameters that are smaller by sqrt(K) and sqrt(N)."""
+def test_persistent_vectors_start_with_unit_variance_and_keys_with_that_of_key_std():
+    """The parameters are smaller by sqrt(K) for keys and sqrt(N) for values."""
     torch.manual_seed(0)
     for std in (1.0, 0.3):
         vectors = PersistentKV(Case(heads=8).context(), d_head=16, number=400, key_std=std)
@@ -123,8 +124,7 @@ def test_vectors_start_with_unit_variance_and_keys_may_start_nearer_to_zero():
 
 @pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 @pytest.mark.parametrize("spans", ["fixed", "between"])
-def test_persistent_mass_by_direct_computation(backend, spans):
-    """The share of the softmax that persistent vectors take, over two segments."""
+def test_persistent_mass_is_the_mean_share_of_the_softmax(backend, spans):
     case = Case(length=9, span=8, spans=spans, attend_self=False, persistent=3, backend=backend)
     attention, (_, x) = case.build().eval(), case.stream()
     q, k = (part(x).unflatten(-1, (case.heads, -1)).transpose(1, 2) for part in (attention.query, attention.key))
@@ -133,8 +133,8 @@ def test_persistent_mass_by_direct_computation(backend, spans):
     context = torch.zeros_like(extra)
     z = attention.span(x) if spans != "fixed" else torch.full((case.heads,), 100.0)
     for t in range(9):
-        for number in range(min(t, 8)):
-            mask = ((z + 3 - number) / 3).clamp(0, 1)
-            context[:, :, t] += mask * (q[:, :, t] * k[:, :, t - 1 - number]).sum(-1).exp()
+        for distance in range(min(t, 8)):
+            mask = ((z + 3 - distance) / 3).clamp(0, 1)
+            context[:, :, t] += mask * (q[:, :, t] * k[:, :, t - 1 - distance]).sum(-1).exp()
     expected = (extra / (extra + context)).mean(dim=(0, 2)).detach()
     assert_near(metrics_of(attention, x, cut=4)["persistent_mass"], expected)

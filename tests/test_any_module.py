@@ -1,4 +1,4 @@
-"""Any module of a package as a variant, by YAML alone: a package that this test writes stands for an installed one."""
+"""Any torch module of an installed package as a sublayer, by YAML alone. The fixture ``layers`` installs a package."""
 
 import json
 import re
@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from harness.plan.instantiate import resolve
-from tests.command import MADE, run_folders, train
-from tests.command import empty_folder as here  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, run_folders, train
+from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
 from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, findings_of, model_of
 from variants.any_module import AnyModule
 from variants.contract import Honours, LayerContext, Position, Sublayer
@@ -22,7 +22,7 @@ from torch.nn import Linear
 
 
 class Mean(nn.Module):
-    \"\"\"The mean of the bytes so far, or of all: [B, T, D] to [B, T, D].\"\"\"
+    \"\"\"The mean of the bytes so far or, if not causal, of all bytes: [B, T, D] to [B, T, D].\"\"\"
 
     def __init__(self, dim, *, width: int = 16, causal=True, out_dim=None, several: bool = False, table=None):
         super().__init__()
@@ -37,7 +37,7 @@ class Mean(nn.Module):
 
 
 class Window(nn.Module):
-    \"\"\"The sum of the last bytes, with or without a byte itself.\"\"\"
+    \"\"\"The sum of the last bytes, with or without the byte itself.\"\"\"
 
     def __init__(self, dim, window: int = 4, itself: bool = True):
         super().__init__()
@@ -56,7 +56,7 @@ NAME = "someones_layers"
 
 @pytest.fixture(name="layers")
 def installed(tmp_path, monkeypatch):
-    """The package, imported from where Python finds it; forgotten afterwards."""
+    """A function that imports the package. The import is undone after the test."""
     (tmp_path / "installed" / NAME).mkdir(parents=True)
     (tmp_path / "installed" / NAME / "__init__.py").write_text(PACKAGE, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
@@ -65,7 +65,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def write_yaml(**keywords) -> None:
-    """What a user writes into ``my_conf`` of the current folder."""
+    """Write a sublayer and a variant into ``my_conf`` of the current folder."""
     sublayer = "_target_: variants.any_module.AnyModule\n_partial_: true\nhonours: {}\nlimits: [segments]\nmodule:\n"
     sublayer += f"  _target_: {NAME}.Mean\n  dim: ${{model.d_model}}\n"
     sublayer += "".join(f"  {name}: {json.dumps(value)}\n" for name, value in keywords.items())
@@ -76,12 +76,12 @@ def write_yaml(**keywords) -> None:
         Path("my_conf", folder, "mine.yaml").write_text(text, encoding="utf-8")
 
 
-MINE = ("-cd", "my_conf", *MADE, "variant=mine", "budget.steps=2")
-TRUSTED = (*MINE, f"trust=[{NAME}]")
+WORDS = ("-cd", "my_conf", *GENERATED, "variant=mine", "budget.steps=2")
+TRUSTED = (*WORDS, f"trust=[{NAME}]")
 
 
-def made(node: object, *, trust: tuple[str, ...] = (NAME,)):
-    """The adapter as it is configured."""
+def resolve_adapter(node: object, *, trust: tuple[str, ...] = (NAME,)):
+    """The adapter configured with this module."""
     adapter = {"_target_": "variants.any_module.AnyModule", "_partial_": True, "honours": {}, "module": node}
     return resolve(adapter, key="variant.mixer", base=Sublayer, trust=trust)
 
@@ -90,7 +90,7 @@ def node(target: str = f"{NAME}.Mean", **keywords) -> dict:
     return {"_target_": target, "dim": 16, **keywords}
 
 
-def test_a_package_trains_by_yaml_alone(here, layers):  # noqa: F811
+def test_a_module_of_a_package_trains_by_yaml_alone(here, layers):  # noqa: F811
     write_yaml(width=24, several=True)
     ended = train(*TRUSTED, "batch.carry=true")
     assert ended.code == 0, ended
@@ -98,7 +98,7 @@ def test_a_package_trains_by_yaml_alone(here, layers):  # noqa: F811
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["steps"], summary["memory"]["state_bytes"]) == ("finished", 2, 8)
     assert summary["parameters"]["by_sublayer"]["layers.1.mixer"] == (32 + 1) * 24 + (24 + 1) * 32
-    # Only matrices are known, so it is charged for what they take, thrice, and the number says so.
+    # Only the FLOPs of its matrices are known: a step is estimated as three forwards, and marked as an estimate.
     assert summary["flops_estimated_3x"] == ["layers.0.mixer", "layers.1.mixer"] and "about" in ended.out
     assert summary["flops_per_byte"]["ideal"] == 2 * (2 * 2 * 32 * 24 + 32 * 256)
 
@@ -108,7 +108,7 @@ def test_a_package_trains_by_yaml_alone(here, layers):  # noqa: F811
     [
         (
             {},
-            MINE,
+            WORDS,
             rf"mixer\.module\._target_={NAME}\.Mean: allowed are classes of modules that the command line names",
         ),
         ({"widht": 3}, TRUSTED, r"mixer\.module\.widht=3: no such key; allowed are dim, width, causal, out_dim"),
@@ -120,7 +120,7 @@ def test_a_mistake_ends_with_2_and_leaves_nothing(here, layers, keywords, words,
     ended = train(*words)
     assert ended.code == 2 and re.search(message, ended.err), ended.err
     assert len(ended.err.splitlines()) == 1 and not (here / "outputs").exists()
-    assert words is TRUSTED or NAME not in sys.modules, "what nobody trusts is not imported"
+    assert words is TRUSTED or NAME not in sys.modules, "a package without trust must not be imported"
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,14 @@ def test_a_mistake_ends_with_2_and_leaves_nothing(here, layers, keywords, words,
         (node(table={"deep": [{"_target_": f"{NAME}.exploding"}]}), "must be plain values without _target_"),
     ],
 )
-def test_modules_are_taken_where_they_are_asked_for_and_from_the_trusted_alone(layers, target, message):
+def test_a_module_is_accepted_only_under_the_key_module_and_from_trusted_packages(layers, target, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        made(target)
+        resolve_adapter(target)
     module = node(_partial_=True)
     part = {"_target_": "variants.attention.Attention", "_partial_": True, "persistent": module}
-    for place in (module, part):
+    for sublayer in (module, part):
         with pytest.raises(ValueError, match=r"_target_=someones_layers\.Mean: must be a class derived from variants"):
-            resolve(place, key="variant.mixer", base=Sublayer, trust=(NAME,))
+            resolve(sublayer, key="variant.mixer", base=Sublayer, trust=(NAME,))
 
 
 def adapted(**keywords) -> AnyModule:
@@ -158,30 +158,30 @@ def adapted(**keywords) -> AnyModule:
         ({"module": partial(nn.MultiheadAttention, 16, 2)}, r"module=.*: its forward takes other .*argument: 'key'\)"),
     ],
 )
-def test_promises_are_refused_by_name_where_they_cannot_be(layers, promise, message):
+def test_an_impossible_declaration_is_refused_by_its_key(layers, promise, message):
     with pytest.raises(ValueError, match=message):
         adapted(**{"module": partial(layers().Window, dim=16)} | promise)
 
 
-def test_promises_are_what_the_yaml_says(layers):
+def test_the_declarations_in_the_yaml_become_those_of_the_sublayer(layers):
     window = partial(layers().Window, dim=16, window=3)
     plain = adapted(module=window, limits=("segments", "streams_apart"))
     assert plain.honours == Honours() and plain.reach() is None and plain.limits == {"segments", "streams_apart"}
     assert (plain.module.window, plain.module.itself) == (3, True)
-    follows = adapted(module=window, honours={"attend_self": "itself", "span": "window"}, reach=7, period=4)
-    assert follows.honours == Honours(attend_self={True, False}, span=True)
-    assert (follows.reach(), follows.period, follows.module.window, follows.module.itself) == (7, 4, 8, False)
+    adapter = adapted(module=window, honours={"attend_self": "itself", "span": "window"}, reach=7, period=4)
+    assert adapter.honours == Honours(attend_self={True, False}, span=True)
+    assert (adapter.reach(), adapter.period, adapter.module.window, adapter.module.itself) == (7, 4, 8, False)
     plain.set_span(9)
     with pytest.raises(ValueError, match=r"eval\.span=9: .*Window keeps the span that it was built with, 8"):
-        follows.set_span(9)
-    alone = adapted(module=nn.Identity, honours=None)
-    assert alone.honours is None and alone.reach() == 0
+        adapter.set_span(9)
+    bytewise = adapted(module=nn.Identity, honours=None)
+    assert bytewise.honours is None and bytewise.reach() == 0
 
 
 @pytest.mark.parametrize(
     ("limits", "keywords", "broken"),
     [(("segments",), {}, set()), ((), {}, {SEGMENTS}), (("segments",), {"causal": False}, {FUTURE_EVAL, FUTURE_TRAIN})],
 )
-def test_the_check_holds_a_module_to_what_is_said_of_it(layers, limits, keywords, broken):
-    verdicts = findings_of(model_of(partial(made(node(**keywords)), limits=limits)))
-    assert {promise for promise, finding in verdicts.items() if not finding.passed} == broken
+def test_the_conformance_suite_checks_the_declarations_of_a_module(layers, limits, keywords, broken):
+    findings = findings_of(model_of(partial(resolve_adapter(node(**keywords)), limits=limits)))
+    assert {promise for promise, finding in findings.items() if not finding.passed} == broken

@@ -1,7 +1,4 @@
-"""Attention beyond its reference: biases, the state that heads carry apart, its memory, bfloat16, and which backend it takes.
-
-``test_by_reference.py`` has its values and gradients.
-"""
+"""Attention besides its reference: biases, carried states, bfloat16, and the selection of a backend."""
 
 from unittest.mock import patch
 
@@ -32,7 +29,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("k
 
 
 @BACKENDS
-def test_with_biases_and_an_open_span_it_is_torchs(backend):
+def test_with_biases_and_an_unlimited_span_it_equals_torchs_multihead_attention(backend):
     torch.manual_seed(0)
     context = LayerContext(d_model=6, layer=0, n_layers=1, heads=3, span=11, backend=backend, scheme=NoPosition)
     ours = Attention(context, bias=True).to(DOUBLE)
@@ -47,30 +44,30 @@ def test_with_biases_and_an_open_span_it_is_torchs(backend):
     expected = theirs(x, x, x, attn_mask=future, need_weights=False)[0]
     assert_same(y, expected, named={"x": x} | dict(ours.output.named_parameters()))
     for kind in ("weight", "bias"):
-        mine = torch.cat(gradients(y, [getattr(part, kind) for part in (ours.query, ours.key, ours.value)]))
-        assert_near(mine, gradients(expected, [getattr(theirs, f"in_proj_{kind}")])[0])
+        actual = torch.cat(gradients(y, [getattr(part, kind) for part in (ours.query, ours.key, ours.value)]))
+        assert_near(actual, gradients(expected, [getattr(theirs, f"in_proj_{kind}")])[0])
 
 
 def lengths(state) -> list[int]:
-    """Past keys of each head."""
+    """Number of past keys of each head."""
     assert [k.shape for k in state[0]] == [v.shape for v in state[1]]
     return [k.shape[2] for k in state[0]]
 
 
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("attend_self", [True, False])
-def test_on_the_cpus_kernel_every_head_carries_a_past_as_long_as_it_may_look(attend_self):
+def test_with_the_cpu_kernel_each_head_carries_only_the_keys_that_it_can_reach(attend_self):
     case = Case(length=400, span=300, heads=4, spans="zero", position="rotary", attend_self=attend_self)
     attention, (_, x) = case.build(), case.stream()
     whole = attention(x, None, starts(0)).state
     assert whole[0].shape[2] == 299 + (not attend_self)
     attention.wanted_backend = "kernel"
     state = attention(x, None, starts(0)).state
-    assert attention.span.max_keys == (64, 128, 128, 300)  # and a bucket more, where a step may lead
+    assert attention.span.max_keys == (64, 128, 128, 300)  # carried: one bucket more, which a step may reach
     assert lengths(state) == [n - 1 + (not attend_self) for n in (128, 192, 192, 300)]
     assert lengths(attention(x[:, :5], None, starts(0)).state) == [5] * 4
     more = torch.randn(B, 7, D, dtype=DOUBLE)
-    for fractions in (None, [0.3, 0.4, 0.4, 1.0]):  # into the next bucket
+    for fractions in (None, [0.3, 0.4, 0.4, 1.0]):  # the second list grows spans into the next bucket
         if fractions:
             set_fractions(attention, fractions)
             assert attention.span.max_keys == (128, 128, 128, 300)
@@ -80,14 +77,14 @@ def test_on_the_cpus_kernel_every_head_carries_a_past_as_long_as_it_may_look(att
             attention.wanted_backend = backend
             with patch.object(operation, "attend", wraps=operation.attend) as call:
                 out = attention(more, carried, starts(400), collect_stats=True)
-            assert call.call_count == (backend == "fused")  # one for all heads
+            assert call.call_count == (backend == "fused")  # one call for all heads
             assert_near(out.y, expected)
             assert not any(k.requires_grad for k in out.state[0])
 
 
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
-def test_a_past_of_any_length_is_accepted(cache):
-    """A longer one is cut to the window, a shorter one is a shorter past, an empty one is none."""
+def test_a_state_of_another_length_is_accepted(cache):
+    """A longer past is cut to the window, and an empty past equals no state."""
     long, short = (Case(length=3, past=20, span=span, cache=cache, position="rotary") for span in (15, 6))
     past, x = long.stream()
     from_long, from_short = (case.build()(past, None, starts(0)).state for case in (long, short))
@@ -103,8 +100,8 @@ def test_a_past_of_any_length_is_accepted(cache):
 
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("spans", ["fixed", "between"])
-def test_bfloat16_autocast_is_close_to_float32(spans):
-    """All paths, in value and gradient; the state it carries is bfloat16, and softmax and spans are not."""
+def test_under_bfloat16_autocast_every_backend_is_close_to_float32(spans):
+    """The carried state is bfloat16; softmax and spans are computed in float32."""
     case = Case(length=40, heads=4, d_head=8, span=64, spans=spans, position="rotary", persistent=5)
     attention, x = case.build().float(), case.stream()[1].detach().float().requires_grad_()
     moved = [x, *attention.parameters()]
@@ -114,15 +111,14 @@ def test_bfloat16_autocast_is_close_to_float32(spans):
             out = attention(x)
         assert out.state[0].dtype == torch.bfloat16
         assert_near(out.y.float(), expected, tolerance=0.02)
-        for mine, theirs in zip(gradients(out.y, moved), gradients(expected, moved), strict=True):
-            assert (mine - theirs).norm() <= 0.03 * theirs.norm()
+        for low, exact in zip(gradients(out.y, moved), gradients(expected, moved), strict=True):
+            assert (low - exact).norm() <= 0.03 * exact.norm()
 
 
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 @pytest.mark.parametrize("span", [20, 300])
-def test_a_state_keeps_little_more_in_memory_than_it_shows(span, cache):
-    """Windows of 20 keys after 200 bytes, and of 300 after 400: no view of something larger."""
+def test_a_carried_state_is_no_view_of_a_much_larger_tensor(span, cache):
     for backend, spans in (("plain", "fixed"), ("chunked", "zero"), ("fused", "zero"), ("kernel", "zero")):
         case = Case(length=200, span=span, ramp=2, cache=cache, backend=backend, spans=spans)
         attention, (_, x), state = case.build(), case.stream(), None
@@ -133,28 +129,27 @@ def test_a_state_keeps_little_more_in_memory_than_it_shows(span, cache):
 
 
 @pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
-def test_under_autocast_inputs_are_carried_as_they_are_projected(backend):
-    """In half the memory, and the next segment has the same values as with all the bits."""
+def test_under_autocast_the_hidden_cache_is_bfloat16_without_a_change_of_the_output(backend):
     case = Case(length=20, span=30, cache="hidden", backend=backend)
     attention, x = case.build().float(), case.stream()[1].detach().float()
     with torch.autocast("cpu", torch.bfloat16):
         state = attention(x, None, starts(0)).state
-        one, other = (attention(x, old, starts(20)).y for old in (state, x[:, -state.shape[1] :]))
-    assert state.dtype == torch.bfloat16 and torch.equal(one, other)
+        from_state, from_float32 = (attention(x, past, starts(20)).y for past in (state, x[:, -state.shape[1] :]))
+    assert state.dtype == torch.bfloat16 and torch.equal(from_state, from_float32)
 
 
-# Which backend is taken
+# Selection of the backend
 
 CPU, GPU, MAC = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 CANNOT = "nothing that works"
-ASKED = [
+SELECTED = [
     ({}, CPU, None, "kernel"),
     ({"dropout": 0.5}, CPU, None, "plain"),
     ({"backend": "plain"}, CPU, None, "plain"),
     ({"spans": "dynamic"}, CPU, None, "plain"),
     ({}, CPU, CANNOT, "fused"),
     ({"position": "relative"}, CPU, CANNOT, "plain"),
-    ({}, GPU, None, "chunked"),  # until one of the others was proven there
+    ({}, GPU, None, "chunked"),  # before another backend has been tested on the device
     ({"backend": "kernel"}, GPU, None, "kernel"),
     ({"backend": "fused"}, GPU, None, "fused"),
     ({"backend": "fused", "dropout": 0.5}, CPU, None, r"fused.*model\.dropout=0\.5.*allowed are auto, plain, chunked"),
@@ -168,31 +163,24 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize(("choices", "device", "reason", "answer"), ASKED, ids=lambda value: str(value)[:40])
-def test_the_backend_that_is_taken_or_why_it_is_impossible(choices, device, reason, answer, monkeypatch):
-    """``reason``: what the kernels say where they cannot run."""
+@pytest.mark.parametrize(("choices", "device", "reason", "expected"), SELECTED, ids=lambda value: str(value)[:40])
+def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, reason, expected, monkeypatch):
+    """``reason`` is why the kernels are not available, or None."""
     monkeypatch.setattr(window_cpu, "available", lambda: reason)
     monkeypatch.setattr(triton_window, "available", lambda device, width: reason)
     attention = Case(**{"backend": "auto"} | choices).build()
-    if answer in ("plain", "chunked", "fused", "kernel"):
-        assert attention.backend(device, training=True) == answer
-        assert answer != "plain" or "dropout" not in choices or attention.backend(device, training=False) == "kernel"
+    if expected in ("plain", "chunked", "fused", "kernel"):
+        assert attention.backend(device, training=True) == expected
+        assert expected != "plain" or "dropout" not in choices or attention.backend(device, training=False) == "kernel"
     else:
-        with pytest.raises(ValueError, match=answer):
+        with pytest.raises(ValueError, match=expected):
             attention.backend(device, training=True)
     if (device, reason) == (GPU, None):
         assert attention.backends(GPU, training=True) == ("kernel", "fused", "chunked", "plain")
 
 
-def test_bad_input_names_its_key():
-    with pytest.raises(ValueError, match=r"model\.heads=3 must divide model\.d_model=5"):
-        Attention(Case().context())
-    with pytest.raises(ValueError, match=r"kv_heads=2: must divide model\.heads=3"):
-        Case(kv_heads=2).build()
-
-
 @pytest.mark.cpu_kernel
-def test_heads_that_share_keys_carry_the_longest_past_of_theirs_once():
+def test_heads_that_share_keys_carry_one_past_as_long_as_the_longest_needs():
     case = Case(length=400, span=300, heads=4, kv_heads=2, spans="zero", position="rotary", backend="kernel")
     attention, (_, x) = case.build(), case.stream()
     state = attention(x, None, starts(0)).state

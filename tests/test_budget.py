@@ -5,7 +5,7 @@ import re
 import pytest
 
 from harness.optim.budget import Budget, Schedule, Spent
-from tests.composing import plan
+from tests.small_configs import plan
 
 
 @pytest.mark.parametrize("unit", ["bytes", "seconds", "steps", "flops"])
@@ -21,7 +21,7 @@ WRONG += ("optim.schedule.warmup_fraction=1.5", "optim.schedule.decay=exp", "opt
 WRONG += ("optim.matrices.optimizer.momentum=1.0", "optim.matrices.optimizer.precision=float16")
 
 
-def test_impossible_budgets_and_rates_are_refused_by_key():
+def test_invalid_budgets_and_learning_rates_are_refused_by_key():
     for word in WRONG:
         with pytest.raises(ValueError, match=f"{re.escape(word)}: (must be|allowed are) ."):
             plan(word)
@@ -29,7 +29,7 @@ def test_impossible_budgets_and_rates_are_refused_by_key():
         plan("budget.seconds=5", "budget.steps=3")
 
 
-def test_warmup_by_steps_and_by_fraction_takes_the_lower():
+def test_of_warmups_by_steps_and_by_fraction_the_lower_factor_counts():
     assert [Schedule().factor(f, step=s) for f, s in [(0.0, 0), (0.5, 10), (1.0, 20)]] == [1.0, 1.0, 1.0]
     schedule = Schedule(warmup_steps=32000)  # the span paper's
     assert schedule.factor(0.0, step=0) == 1 / 32000
@@ -48,7 +48,7 @@ def test_decay_begins_late_and_ends_at_the_floor(decay):
     assert shares == pytest.approx([1.0, 1.0, 0.55, 0.1, 0.1])
 
 
-def test_linear_and_cosine_differ_away_from_the_middle_and_warmup_multiplies():
+def test_the_decays_are_linear_and_cosine_and_are_multiplied_by_the_warmup():
     assert Schedule(decay="linear").factor(0.25, step=0) == 0.75
     assert Schedule(decay="cosine").factor(0.25, step=0) == pytest.approx(0.8535533905932737)
     assert Schedule(warmup_fraction=0.5, decay="linear").factor(0.25, step=0) == 0.5 * 0.75

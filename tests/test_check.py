@@ -1,4 +1,4 @@
-"""``bench.check``: every combination, and the gate before anything is measured."""
+"""``bench.check``: the checked combinations, the check of FLOPs, and the small sizes at which variants are checked."""
 
 import itertools
 import re
@@ -11,10 +11,10 @@ from harness.count.ideal import excuses
 from harness.loop.admission import admission
 from harness.plan.build import Plan, plan_run
 from harness.plan.small import shrink
-from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
-from tests.composing import compose_config
+from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
 from tests.promises import Gate
-from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
+from tests.small_configs import compose_config
+from tests.test_outside_variant import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
 from variants.conformance import Finding, outcome
 from variants.conformance.fixture import Subject
 from variants.contract import NeededFlops
@@ -45,14 +45,13 @@ def plan(*words: str) -> Plan:
 
 
 def toy(cls: type, *words: str) -> Plan:
-    """A plan of two layers of a class from here or from ``toys``."""
+    """A plan of two layers with a sublayer class of a test module."""
     node = f"+variant.toy={{_target_: {cls.__module__}.{cls.__name__}, _partial_: true}}"
     cfg = compose_config("data=recall", node, "variant.name=mine", "variant.layers=[toy]", *words)
     return plan_run(cfg, trusted=("tests",))
 
 
-def test_more_flops_than_are_executed_are_caught():
-    """Ideal and needed ones."""
+def test_ideal_or_needed_flops_above_the_executed_ones_are_caught():
     small = shrink(toy(Boasts))
     ideal, needed = (finding for finding in findings(small) if not finding.passed)
     assert ideal == compare_flops(small) and needed.promise == NEEDED_FLOPS
@@ -63,8 +62,8 @@ def test_more_flops_than_are_executed_are_caught():
     assert outcome(needed_at_most_executed(shrink(toy(Gate)))) == ([], "not declared by layers.0.toy, layers.1.toy")
 
 
-def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
-    """A feed-forward beside it is most of the layer."""
+def test_ideal_flops_far_below_the_executed_ones_are_caught_or_excused_by_a_limit():
+    """The layer also has a feed-forward sublayer, which must not hide them."""
     with_feed_forward = ("+variant.feed_forward={_target_: variants.feed_forward.FeedForward, _partial_: true}",)
 
     def of(cls: type) -> Plan:
@@ -78,29 +77,29 @@ def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
     assert excuses(of(SaysSo).make_model())[0] == line and excuses(of(Gate).make_model()) == []
 
 
-def check(*words: str) -> Ended:
+def check(*words: str) -> CommandOutcome:
     return call("bench/check.py", *words)
 
 
 @pytest.fixture
 def quick(monkeypatch) -> list[Plan]:
-    """Plans that were to be checked; each keeps its one promise."""
-    asked = []
+    """A check that passes every plan at once, and the list of the plans."""
+    plans = []
 
     def passes(plan: Plan) -> list[Finding]:
-        asked.append(plan)
+        plans.append(plan)
         return [Finding("a promise", True, "kept")]
 
     monkeypatch.setattr("bench.conformance.findings", passes)
     monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
-    return asked
+    return plans
 
 
 def combination(plan: Plan) -> tuple:
     return plan.scheme.func.__name__, plan.model.cache, plan.model.attend_self, plan.runtime.backend
 
 
-def test_every_combination_is_checked(here, quick):
+def test_every_combination_of_choices_is_checked(here, quick):
     ended = check("variant=mhsa")
     checked = [combination(plan) for plan in quick]
     factors = (("Alibi", "NoPosition", "Relative", "Rotary", "Sinusoidal"), ("kv", "hidden"), (True, False))
@@ -123,12 +122,12 @@ def test_every_combination_is_checked(here, quick):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_is_given_is_not_varied(here, quick, words, expected):
+def test_choices_on_the_command_line_are_not_varied(here, quick, words, expected):
     assert check(*words).code == 0
     assert {combination(plan) for plan in quick} == expected
 
 
-def test_what_is_refused_is_said_and_is_no_pass(here, quick):
+def test_a_refused_combination_is_listed_and_does_not_count_as_passed(here, quick):
     words = ("variant=dynamic_span", "position=rotary", *ONE[1:], "runtime.backend=fused")
     ended = check(*words)
     assert ended.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in ended.err
@@ -143,7 +142,7 @@ POSITION = "from variants.position import Alibi\n\nclass Steep(Alibi):\n    pass
 STEEP = "_target_: my_mixer.Steep\n_partial_: true\n"
 
 
-def test_schemes_of_outsiders_are_checked(here, quick, imports):
+def test_position_schemes_of_the_user_are_checked_as_well(here, quick, imports):
     write(here, module="my_mixer", conf="my_conf")
     (here / "my_mixer.py").write_text(f"{MIXER}\n{POSITION}", encoding="utf-8")
     (here / "my_conf" / "position").mkdir()
@@ -156,8 +155,7 @@ def test_schemes_of_outsiders_are_checked(here, quick, imports):
 LEAK = ("self.into(x)", "self.into(x if self.training else x.roll(-1, 1))")
 
 
-def test_a_break_is_shown_with_byte_and_mode(here, imports, monkeypatch):
-    """And the other job of the sweep still runs."""
+def test_a_broken_promise_is_shown_with_byte_and_mode_and_the_next_job_still_runs(here, imports, monkeypatch):
     monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
     write(here, module="my_mixer", conf="my_conf")
     (here / "my_mixer.py").write_text(MIXER.replace(*LEAK), encoding="utf-8")
@@ -172,13 +170,13 @@ def test_a_break_is_shown_with_byte_and_mode(here, imports, monkeypatch):
     assert re.match(r"mine: \d promises broken; it keeps the contract in 0 of 1 combination$", lines[-2])
 
 
-# The gate.
+# Backends
 
 FAST = {"fused": operation, "kernel": window_cpu}
 
 
 @pytest.mark.parametrize("backend", ["fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
-def test_a_broken_fast_backend_is_found(monkeypatch, backend):
+def test_a_wrong_fast_backend_is_caught(monkeypatch, backend):
     right = FAST[backend].attend
     monkeypatch.setattr(FAST[backend], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
     finding = backends_agree(shrink(plan("variant=adaptive_span", f"runtime.backend={backend}")), backend)
@@ -186,8 +184,7 @@ def test_a_broken_fast_backend_is_found(monkeypatch, backend):
     assert re.match(r"span 78, eval: \S+ of .*, at most 1e-09", finding.detail)
 
 
-def test_heads_of_different_widths_are_compared(monkeypatch):
-    """A break that only runs of equal heads have: the first are forgotten."""
+def test_a_fault_that_only_heads_of_different_widths_show_is_caught(monkeypatch):
     right = fused.runs
     monkeypatch.setattr(fused, "runs", lambda max_keys: list(right(max_keys))[-1:])
     small = shrink(plan("variant=adaptive_span", "runtime.backend=fused"))
@@ -196,17 +193,17 @@ def test_heads_of_different_widths_are_compared(monkeypatch):
 
 
 class Phased(Gate):
-    """Repeats after blocks of a width."""
+    """A sublayer whose period is a keyword."""
 
-    def __init__(self, place, *, block: int = 64):
-        super().__init__(place)
+    def __init__(self, context, *, block: int = 64):
+        super().__init__(context)
         self.period = block
 
 
 SMALL = "+variant.small={toy:{block:4},model:{span:12}}"
 
 
-def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
+def test_a_variant_is_checked_at_the_small_sizes_of_its_file_unless_sizes_are_typed(here, quick):
     small = shrink(toy(Phased, SMALL))
     assert small.model.span == 12 and [s.period for _, s in small.make_model().sublayers()] == [4, 4]
     assert Subject(small.make_model, small.model.span, 256).length == 29
@@ -228,7 +225,7 @@ def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
         ("[4]", r"variant\.small=\[4\]: must be a mapping or null"),
     ],
 )
-def test_small_sizes_that_mean_nothing_are_refused(small, line):
+def test_small_sizes_with_unknown_keys_are_refused(small, line):
     with pytest.raises(ValueError, match=line):
         shrink(toy(Phased, f"+variant.small={small}"))
 
@@ -244,35 +241,35 @@ def test_small_sizes_that_mean_nothing_are_refused(small, line):
     ],
     ids=lambda value: " ".join(value) if isinstance(value[0], str) else None,
 )
-def test_a_small_plan_has_every_kind_of_layer(words, layers):
+def test_a_small_plan_keeps_every_type_of_layer(words, layers):
     small = shrink(plan(*words))
     assert [list(layer) for layer in small.layers] == layers
     assert (small.model.d_model, small.model.heads, small.model.span) == (32, 2, 13)
 
 
 class Grouped(Gate):
-    """Its number of groups must divide the heads."""
+    """A sublayer whose number of groups must divide the heads."""
 
-    def __init__(self, place, *, groups: int = 4):
-        super().__init__(place)
-        if place.heads % groups:
-            raise ValueError(f"groups={groups}: must divide model.heads={place.heads}")
+    def __init__(self, context, *, groups: int = 4):
+        super().__init__(context)
+        if context.heads % groups:
+            raise ValueError(f"groups={groups}: must divide model.heads={context.heads}")
 
 
 class Blocked(Gate):
-    def __init__(self, place, *, block: int = 4):
-        super().__init__(place)
-        if place.span % block:
-            raise ValueError(f"model.span={place.span}: must be a multiple of {block}")
+    def __init__(self, context, *, block: int = 4):
+        super().__init__(context)
+        if context.span % block:
+            raise ValueError(f"model.span={context.span}: must be a multiple of {block}")
 
 
 @pytest.mark.parametrize(("cls", "sizes"), [(Grouped, (4, 64, 13)), (Blocked, (2, 32, 64))])
-def test_a_variant_that_takes_no_small_sizes_is_checked_at_larger_ones(cls, sizes):
+def test_a_variant_that_refuses_the_small_sizes_is_checked_at_larger_ones(cls, sizes):
     small = shrink(toy(cls))
     assert (small.model.heads, small.model.d_model, small.model.span) == sizes
     assert shrink(toy(Blocked, "+variant.toy.block=256")).model.span == 512
 
 
-def test_a_variant_that_never_fits_is_refused():
+def test_a_variant_that_fits_no_size_is_refused():
     with pytest.raises(ValueError, match="variant=mine: .*ValueError: variant.toy.groups=3"):
         admission(toy(Grouped, "+variant.toy.groups=3"))

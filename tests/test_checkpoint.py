@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not at all, the newest few, and the best beside them."""
+"""Checkpoints on disk: atomic writes, the newest few and the best, and their content."""
 
 import os
 import random
@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from harness.record import checkpoint
-from tests.runs import make_run
+from tests.small_runs import make_run
 
 
 def names(folder) -> list[str]:
     return sorted(path.name for path in (folder / checkpoint.FOLDER).iterdir())
 
 
-def test_the_newest_are_kept_beside_the_best(tmp_path):
+def test_the_newest_checkpoints_and_the_best_weights_stay(tmp_path):
     assert checkpoint.newest(tmp_path) is None
     checkpoint.save_best(tmp_path, {"bytes": 1})
     for step in (3, 20, 100):
@@ -26,22 +26,22 @@ def test_the_newest_are_kept_beside_the_best(tmp_path):
     assert checkpoint.load(tmp_path / checkpoint.FOLDER / checkpoint.BEST) == {"bytes": 1}
 
 
-def assert_same(one, other) -> None:
-    """Equal bit for bit, tensors and all."""
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        for part, counterpart in zip(one, other, strict=True):
-            assert_same(part, counterpart)
+def assert_equal_bits(actual, expected) -> None:
+    """Assert that nested values have the same types and bits."""
+    assert type(actual) is type(expected)
+    if isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            assert_equal_bits(actual[key], expected[key])
+    elif isinstance(actual, list | tuple):
+        for pair in zip(actual, expected, strict=True):
+            assert_equal_bits(*pair)
     else:
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert torch.equal(actual, expected) if isinstance(actual, torch.Tensor) else actual == expected
 
 
 @pytest.mark.parametrize("broken", ["save", "fsync", "replace"])
-def test_what_fails_half_way_leaves_the_older_one(tmp_path, monkeypatch, broken):
+def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch, broken):
     whole = checkpoint.save(tmp_path, {"step": 1}, step=1, keep=1)
     checkpoint.save_best(tmp_path, {"bytes": 1})
 
@@ -59,15 +59,15 @@ def test_what_fails_half_way_leaves_the_older_one(tmp_path, monkeypatch, broken)
     assert checkpoint.load(tmp_path / checkpoint.FOLDER / checkpoint.BEST) == {"bytes": 1}
 
 
-def test_content_comes_back_as_it_was_and_runs_nothing(tmp_path):
+def test_a_checkpoint_of_plain_values_restores_a_run_exactly(tmp_path):
     run = make_run("batch.carry=true", "model.dropout=0.1")
     for _ in range(3):
         run.step()
     content = run.checkpoint_content() | {"rows": 7}
-    again = checkpoint.load(checkpoint.save(tmp_path, content, step=3, keep=1))  # torch's loader of plain values only
-    assert again.keys() == content.keys() and again["rows"] == 7
-    assert again["spent"] == vars(run.spent) and again["random"]["python"] == random.getstate()
-    assert torch.equal(again["state"][0], run.state[0]) and isinstance(again["state"][1], tuple)
+    loaded = checkpoint.load(checkpoint.save(tmp_path, content, step=3, keep=1))  # loads plain values only
+    assert loaded.keys() == content.keys() and loaded["rows"] == 7
+    assert loaded["spent"] == vars(run.spent) and loaded["random"]["python"] == random.getstate()
+    assert torch.equal(loaded["state"][0], run.state[0]) and isinstance(loaded["state"][1], tuple)
     restored_run = make_run("batch.carry=true", "model.dropout=0.1")
-    restored_run.restore(again)
-    assert_same(restored_run.checkpoint_content() | {"rows": 7}, content)
+    restored_run.restore(loaded)
+    assert_equal_bits(restored_run.checkpoint_content() | {"rows": 7}, content)

@@ -1,6 +1,5 @@
-"""The command line as a user meets it: mistakes, the fallback corpus, and the same command again."""
+"""``python train.py`` at the command line: mistakes, the fallback corpus, and a repeated command."""
 
-import fcntl
 import json
 import os
 import subprocess
@@ -8,14 +7,14 @@ import sys
 
 import pytest
 
-from tests.command import MADE, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.patience import PATIENCE_SECONDS
+from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.timeouts import TIMEOUT_SECONDS
 
 ALPHABET = b"abcdefghijklmnopqrstuvwxyz " * 1000
 
 
 def refused(here, *words) -> str:
-    """The one message of a command that ends with exit code 2, before training, and leaves nothing behind."""
+    """The only message of a command that ends with exit code 2 before training and leaves no file."""
     before = sorted(here.rglob("*"))
     ended = train(*words)
     lines = [line for line in ended.err.splitlines() if not line.startswith("data: downloading ")]
@@ -26,14 +25,13 @@ def refused(here, *words) -> str:
     return lines[0]
 
 
-# Mistakes: what was typed, and what the message must name: the key, the value, and what is allowed.
-# test_config has those that the plan finds.
+# Mistakes with parts of the message. test_config.py has the mistakes that the plan detects.
 
 VARIANTS = sorted(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
 MISTAKES = {
     ("variant=nonsense",): ("variant=nonsense", *VARIANTS),
     ("sweep=wandb_grid",): ("wandb sweep conf/sweep/wandb_grid.yaml",),
-    ("model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
+    ("model.widht=3",): ("model.widht=3", "d_model", "default_bytes", "heads"),
     ("recip=none",): ("recip=none", "recipe", "budget", "variant"),
     ("variant=mhsa,all_attention",): ("variant=mhsa,all_attention", "--multirun"),
     ("data.bytes=200", "batch.streams=8", "batch.carry=true"): ("batch.streams=8", "180", "longer corpus"),
@@ -45,14 +43,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
-def test_a_mistake_is_one_message_and_leaves_nothing(here, words):
+def test_a_mistake_is_one_error_message_and_leaves_no_file(here, words):
     flags = [word for word in words if "=" not in word and words[0] == "-cd"]
-    message = refused(here, *flags, *MADE, *(word for word in words if word not in flags))
+    message = refused(here, *flags, *GENERATED, *(word for word in words if word not in flags))
     for part in MISTAKES[words]:
         assert part in message
 
 
-def test_a_mistake_in_files(here, tmp_path):
+def test_a_mistake_about_files_names_the_key_or_the_file(here, tmp_path):
     ended = call("bench/evaluate.py")
     assert (ended.code, ended.err) == (2, "error: run: Missing mandatory value: run\n") and not list(here.iterdir())
     path, wrong = tmp_path / "whole.txt", "0" * 64
@@ -61,12 +59,12 @@ def test_a_mistake_in_files(here, tmp_path):
     assert f"data.sha256={wrong}" in refused(here, "data=file", f"data.path={path}", f"data.sha256='{wrong}'")
     (tmp_path / "conf" / "variant").mkdir(parents=True)
     (tmp_path / "conf" / "variant" / "mine.yaml").write_text("layers: [attention\nname: mine\n")
-    assert "mine.yaml" in refused(here, "-cd", str(tmp_path / "conf"), *MADE, "variant=mine")
+    assert "mine.yaml" in refused(here, "-cd", str(tmp_path / "conf"), *GENERATED, "variant=mine")
 
 
-def test_a_bug_keeps_its_trace_and_a_mistake_has_one_on_request(here, monkeypatch):
+def test_a_bug_has_a_traceback_and_a_mistake_only_on_request(here, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    ended = train(*MADE, "model.heads=3")
+    ended = train(*GENERATED, "model.heads=3")
     assert ended.code == 2 and "Traceback" in ended.err and "error: model.heads=3" in ended.err
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
     monkeypatch.delenv("HYDRA_FULL_ERROR")
@@ -76,27 +74,27 @@ def test_a_bug_keeps_its_trace_and_a_mistake_has_one_on_request(here, monkeypatc
 
     monkeypatch.setattr("harness.loop.prepare.plan_run", broken)
     for flags in ((), ("-m", "seed=0,1")):
-        ended = train(*flags, *MADE)
+        ended = train(*flags, *GENERATED)
         assert ended.code == 1 and ended.err.count("Traceback") == 1 + bool(flags) and "in broken" in ended.err
         assert "Error executing job" not in ended.err and not list(here.iterdir())
 
 
-def test_without_network_the_fallback_is_read_and_labelled(here):
+def test_without_network_the_fallback_corpus_is_read_and_labelled(here):
     ended = train()
-    (loud,) = [line for line in ended.err.splitlines() if "ENWIK8 IS NOT HERE" in line]
-    assert "READING STDLIB INSTEAD" in loud and "data.path=FILE" in loud
+    (warning,) = [line for line in ended.err.splitlines() if "ENWIK8 IS NOT HERE" in line]
+    assert "READING STDLIB INSTEAD" in warning and "data.path=FILE" in warning
     (run,) = run_folders(here / "outputs")
-    read = json.loads((run / "summary.json").read_text())["data"]
-    assert (read["name"], read["fallback_for"]) == ("stdlib", "enwik8")
-    assert f"{read['bytes']:,} bytes, sha256 {read['sha256']}" in loud
-    label = f"stdlib (fallback for enwik8), {read['bytes']:,} bytes, sha256 {read['sha256'][:12]}"
+    corpus = json.loads((run / "summary.json").read_text())["data"]
+    assert (corpus["name"], corpus["fallback_for"]) == ("stdlib", "enwik8")
+    assert f"{corpus['bytes']:,} bytes, sha256 {corpus['sha256']}" in warning
+    label = f"stdlib (fallback for enwik8), {corpus['bytes']:,} bytes, sha256 {corpus['sha256'][:12]}"
     assert ended.code == 0 and label in ended.out
-    for words in (("-m", "variant=mhsa"), ("recipe=adaptive_span_12",)):  # it would spoil a table
+    for words in (("-m", "variant=mhsa"), ("recipe=adaptive_span_12",)):  # sweeps and recipes refuse the fallback
         message = refused(here, *words)
         assert "data=enwik8" in message and "data.path=FILE" in message and "harness.data enwik8" in message
 
 
-def test_a_finished_run_is_returned_until_it_is_forced_and_one_process_holds_it(here, tmp_path):
+def test_a_finished_run_is_repeated_only_by_force(here, tmp_path):
     words = ("data=file", f"data.path={tmp_path / 'text'}")
     (tmp_path / "text").write_bytes(ALPHABET)
     first, again = train(*words), train(*words)
@@ -105,14 +103,7 @@ def test_a_finished_run_is_returned_until_it_is_forced_and_one_process_holds_it(
     assert f"finished before: outputs/{run.name} (force=true" in again.out and "training:" not in again.out
     result = [line for line in first.out.splitlines() if line.startswith("this run")]
     assert result and result == [line for line in again.out.splitlines() if line.startswith("this run")]
-    with (run / "lock").open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate()
-        lock.write("process 12 on somewhere")
-        lock.flush()
-        before = (run / "record.jsonl").read_bytes()
-        assert f"{run.name} is locked by process 12 on somewhere" in refused(here, *words, "force=true")
-        assert (run / "record.jsonl").read_bytes() == before
+
     (run / "evaluations.jsonl").write_text("of the run that was\n")
     forced = train(*words, "force=true")
     assert forced.code == 0 and f"training: outputs/{run.name}" in forced.out
@@ -121,8 +112,7 @@ def test_a_finished_run_is_returned_until_it_is_forced_and_one_process_holds_it(
     assert not (run / "evaluations.jsonl").exists()
 
 
-def test_help_and_completion_import_little(here):
-    """Torch alone would be a thousand modules more, and two seconds."""
+def test_help_and_completion_do_not_import_torch(here):
     code = f"""
 import os, runpy, sys
 from hydra.core.global_hydra import GlobalHydra
@@ -138,7 +128,7 @@ assert not {{"torch", "numpy", "matplotlib", "wandb", "rich"}} & sys.modules.key
 assert len(sys.modules) < 700, len(sys.modules)  # Hydra and what it needs are 350
 """
     line = {"COMP_LINE": "python train.py variant=prod", "COMP_POINT": "1000"}
-    common = {"env": os.environ | line, "capture_output": True, "text": True, "timeout": PATIENCE_SECONDS}
+    common = {"env": os.environ | line, "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     ended = subprocess.run([sys.executable, "-c", code], cwd=here, check=False, **common)
     assert ended.returncode == 0 and "variant: " + ", ".join(VARIANTS) in ended.stdout, ended
     assert ended.stdout.split()[-1] == "variant=product_key_memory", ended

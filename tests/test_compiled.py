@@ -1,8 +1,4 @@
-"""Variants compiled: steps with carried state give every gradient of the uncompiled ones.
-
-What breaks from one version of torch to the next is how Python is followed, so the graphs are run as they are (backend
-``eager``); behind the marker one test generates code.
-"""
+"""Compiled steps have the gradients of uncompiled ones, in few graphs, which mostly run by torch's backend eager."""
 
 from functools import partial
 from random import Random
@@ -11,9 +7,9 @@ import pytest
 import torch
 
 from harness.device.compiled import MAX_GRAPHS
-from tests import runs
+from tests import small_runs
 from tests.attention_case import Case, starts
-from tests.runs import CARRY, MEMORY, make_job, make_run, own_folder, run_job, tensors, whole_run  # noqa: F401
+from tests.small_runs import CARRY, MEMORY, make_job, make_run, run_job, temporary_cwd, tensors, whole_run  # noqa: F401
 from variants.attention import Attention, AttentionSpan
 
 VARIANTS = {
@@ -38,15 +34,15 @@ def test_a_compiled_variant_has_the_gradients_and_scores_of_the_uncompiled_one(v
         gradients[compiled] = {name: p.grad for name, p in run.model.named_parameters()}
         assert run.backend == run.evaluation_backend == ("plain, compiled" if compiled else "plain")
         scores[compiled] = run.evaluate(run.reported_split("valid")[:191])
-    for name, gradient in gradients[False].items():
-        other = gradients[True][name]
-        assert other is not None and torch.allclose(other, gradient, rtol=1e-3, atol=1e-5), name
+    for name, expected in gradients[False].items():
+        actual = gradients[True][name]
+        assert actual is not None and torch.allclose(actual, expected, rtol=1e-3, atol=1e-5), name
     torch.testing.assert_close(scores[True].nats, scores[False].nats, rtol=0, atol=1e-4)
     assert scores[True].stats.keys() == scores[False].stats.keys()
 
 
-def test_the_whole_model_is_one_graph_where_attention_is_one_operation(monkeypatch):
-    """Steps with carried state, the past growing: losses and states are the uncompiled ones', and nothing breaks the graph."""
+def test_with_the_fused_backend_the_whole_model_is_one_graph(monkeypatch):
+    """Losses and states equal those of uncompiled steps while the carried past grows."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
     words = ("variant=all_attention", *SMALL, "position=rotary", "runtime.backend=fused")
     bits, shapes = {}, {}
@@ -67,16 +63,16 @@ HIDDEN = pytest.param(("model.layers=3", "budget.steps=400", "model.cache=hidden
 
 
 @pytest.mark.parametrize("words", [("model.layers=1", "budget.steps=24"), SEVERAL, HIDDEN])
-def test_a_run_whose_spans_move_needs_few_graphs(words, monkeypatch):
-    """Training with carried state, validations, scoring and windows; spans that were never there before make no new graph."""
+def test_a_run_needs_few_graphs_though_its_spans_change(words, monkeypatch):
+    """The run trains with carried state, validates and scores, and takes random spans at every step."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     words += ("model.span=256", "runtime.backend=fused", "runtime.compile=true", "eval.windows=true")
-    job = make_job(*runs.VARIANTS["adaptive_span"], *CARRY, *words)
+    job = make_job(*small_runs.VARIANTS["adaptive_span"], *CARRY, *words)
     graphs, step, spans, random = [], job.step, set(), Random(0)
 
-    def counted() -> None:
+    def step_with_random_spans() -> None:
         for _, sublayer in job.trainer.model.sublayers():
             if isinstance(sublayer, Attention):
                 sublayer.span.place_([random.randint(1, 256) for _ in range(2)])
@@ -84,7 +80,7 @@ def test_a_run_whose_spans_move_needs_few_graphs(words, monkeypatch):
         step()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
-    job.step = counted
+    job.step = step_with_random_spans
     summary = run_job(job)
     assert len(spans) > MAX_GRAPHS and summary["backend"] == summary["evaluation_backend"] == "fused, compiled"
     assert graphs[-1] == graphs[len(graphs) // 2]
@@ -92,7 +88,7 @@ def test_a_run_whose_spans_move_needs_few_graphs(words, monkeypatch):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_a_run_that_needs_more_graphs_goes_on_and_says_so(monkeypatch, capsys):
+def test_a_run_that_needs_too_many_graphs_continues_uncompiled_with_a_message(monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr("harness.device.compiled.MAX_GRAPHS", 1)
     torch.compiler.reset()
@@ -102,28 +98,28 @@ def test_a_run_that_needs_more_graphs_goes_on_and_says_so(monkeypatch, capsys):
 
 
 @pytest.mark.faults
-def test_generated_code_makes_the_eager_step():
-    from torch._inductor import config as inductor  # it takes a second
+def test_generated_code_takes_the_same_step_as_eager_code():
+    from torch._inductor import config as inductor  # a slow import
 
     words = ("variant=adaptive_span", "variant.layers=[attention]", *SMALL)
     eager, compiled = (make_run(*words, f"runtime.compile={on}") for on in ("false", "true"))
-    known_cpu = {"cpp.vec_isa_ok": True, "cpp.simdlen": 256}  # or the compiler tries out all kinds of CPU first
-    with inductor.patch(known_cpu):
+    instruction_set = {"cpp.vec_isa_ok": True, "cpp.simdlen": 256}  # saves the search for the CPU's instruction set
+    with inductor.patch(instruction_set):
         eager.step(), compiled.step()
-    for (name, one), other in zip(eager.model.named_parameters(), compiled.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, x), y in zip(eager.model.named_parameters(), compiled.model.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
     assert eager.train_row()["bits_per_byte"] == pytest.approx(compiled.train_row()["bits_per_byte"], abs=1e-4)
 
 
 class ShortSpan(AttentionSpan):
-    """An outsider's: three keys with a hard edge, wherever the span ends."""
+    """A span of three keys with a hard edge, whatever the model's span is."""
 
     def __init__(self, context):
         super().__init__(context)
         self.set_keys((3,) * context.heads)
 
 
-def test_a_hard_window_shorter_than_the_span_stays_so():
+def test_a_hard_window_shorter_than_the_span_compiles_to_one_graph():
     case = Case(length=20, span=32, backend="fused")
     attention = Attention(case.context(), d_head=8, span=ShortSpan).eval()
     x, graphs = torch.randn(2, 20, attention.query.in_features), []

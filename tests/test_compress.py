@@ -1,4 +1,4 @@
-"""``python -m bench.compress`` and ``bench.decompress``: what is written, what comes back, and what is refused by name."""
+"""``python -m bench.compress`` and ``bench.decompress``: files come back, and other conditions are refused by name."""
 
 import math
 import re
@@ -11,9 +11,9 @@ from bench import compress, decompress
 from bench.compress import CONDITIONS, MAGIC, pack, stream_lengths, unpack
 from harness.data import corpora
 from harness.record import checkpoint
-from tests.command import call
-from tests.composing import compose_config
-from tests.runs import whole_run
+from tests.command_line import call
+from tests.small_configs import compose_config
+from tests.small_runs import whole_run
 
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 TEXT = b"One byte of each stream at a time, and the decoder does as the encoder did. " * 30
@@ -22,82 +22,81 @@ LAST = r"(\d+\.\d{4}) bits per byte by the file, (\d+\.\d{4}) by the score under
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A finished run; its corpus has 32 letters, and its vocabulary as many."""
-    own = ("budget.steps=6", "data.vocabulary=32", "model.head_zero_init=false")
-    return whole_run(*own, f"outputs={tmp_path_factory.mktemp('runs')}")[0].folder.path
+    """The folder of a finished run with a vocabulary of the 32 letters of its corpus."""
+    words = ("budget.steps=6", "data.vocabulary=32", "model.head_zero_init=false")
+    return whole_run(*words, f"outputs={tmp_path_factory.mktemp('runs')}")[0].folder.path
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory) -> Path:
-    """A run of another seed, of all bytes."""
-    own = ("budget.steps=2", "seed=1")
-    return whole_run(*own, f"outputs={tmp_path_factory.mktemp('others')}")[0].folder.path
+def byte_run(tmp_path_factory) -> Path:
+    """The folder of a run of another seed with a vocabulary of all bytes."""
+    words = ("budget.steps=2", "seed=1")
+    return whole_run(*words, f"outputs={tmp_path_factory.mktemp('others')}")[0].folder.path
 
 
-def done(verb, *words: str) -> None:
-    """What the command does, in this process."""
-    verb.main.__wrapped__(compose_config(*CPU, *words, name=verb.__name__.removeprefix("bench.")))
+def run_command(module, *words: str) -> None:
+    """Run a command of bench in this process."""
+    module.main.__wrapped__(compose_config(*CPU, *words, name=module.__name__.removeprefix("bench.")))
 
 
-def coded(run: Path, folder: Path, content: bytes, *words: str) -> Path:
-    """The code of a file with this content, on disk."""
+def encode(run: Path, folder: Path, content: bytes, *words: str) -> Path:
+    """Compress a file with this content. Returns the path of the code."""
     (folder / "plain").write_bytes(content)
-    done(compress, f"run={run}", f"file={folder / 'plain'}", f"out={folder / 'code'}", *words)
+    run_command(compress, f"run={run}", f"file={folder / 'plain'}", f"out={folder / 'code'}", *words)
     return folder / "code"
 
 
-def back(run: Path, code: Path, *words: str) -> bytes:
+def decode(run: Path, code: Path, *words: str) -> bytes:
     out = code.with_name("back")
-    done(decompress, f"run={run}", f"file={code}", f"out={out}", *words)
+    run_command(decompress, f"run={run}", f"file={code}", f"out={out}", *words)
     return out.read_bytes()
 
 
-def refused(match: str, run: Path, code: Path, *words: str) -> None:
-    """A mistake by name, and nothing is written."""
+def assert_refused(match: str, run: Path, code: Path, *words: str) -> None:
+    """Assert that decoding is refused with a message and writes no file."""
     before = sorted(code.parent.iterdir())
     with pytest.raises(ValueError, match=match):
-        back(run, code, *words)
+        decode(run, code, *words)
     assert sorted(code.parent.iterdir()) == before
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"aA" * 500, TEXT], ids=["empty", "one", "letters", "others"])
-@pytest.mark.parametrize("which", ["run", "other"])
-def test_a_file_comes_back(request, tmp_path, which, content, capsys):
-    folder = request.getfixturevalue(which)
-    code = coded(folder, tmp_path, content, "streams=40")
-    said = capsys.readouterr().out
-    assert back(folder, code) == content
-    assert f"{len(content):,} bytes in, {code.stat().st_size:,} bytes out" in said
+@pytest.mark.parametrize("fixture", ["run", "byte_run"])
+def test_a_compressed_file_comes_back(request, tmp_path, fixture, content, capsys):
+    folder = request.getfixturevalue(fixture)
+    code = encode(folder, tmp_path, content, "streams=40")
+    printed = capsys.readouterr().out
+    assert decode(folder, code) == content
+    assert f"{len(content):,} bytes in, {code.stat().st_size:,} bytes out" in printed
     if len(content) < 2:
-        assert said.endswith("no byte was predicted, so there is no score to compare with\n")
+        assert printed.endswith("no byte was predicted, so there is no score to compare with\n")
         return
-    by_file, by_score, difference = map(float, re.search(LAST, said).groups())
+    by_file, by_score, difference = map(float, re.search(LAST, printed).groups())
     assert by_file == pytest.approx(8 * code.stat().st_size / len(content), abs=1e-4)
     assert difference == pytest.approx(100 * (by_file / by_score - 1), abs=0.02)
 
 
-def test_the_code_of_a_split_is_as_long_as_its_score_claims(run, tmp_path, capsys):
-    """The payload: a header of some hundred bytes is much beside a thousand."""
-    done(compress, f"run={run}", "split=test", f"out={tmp_path / 'code'}", "streams=20")
-    said = capsys.readouterr().out
+def test_the_payload_of_a_split_is_as_long_as_its_score_predicts(run, tmp_path, capsys):
+    run_command(compress, f"run={run}", "split=test", f"out={tmp_path / 'code'}", "streams=20")
+    printed = capsys.readouterr().out
     split = corpora.load("recall", bytes=20000, distances=[3, 5]).splits["test"].numpy().tobytes()
-    assert back(run, tmp_path / "code") == split and "0 escaped" in said
+    assert decode(run, tmp_path / "code") == split and "0 escaped" in printed
     _, payload = unpack((tmp_path / "code").read_bytes(), key="file")
-    predicted, claimed = len(split) - 20, float(re.search(LAST, said)[2])
-    assert 8 * len(payload) == pytest.approx(claimed * predicted + 8 * 20, rel=0.005)
+    predicted, bits = len(split) - 20, float(re.search(LAST, printed)[2])
+    assert 8 * len(payload) == pytest.approx(bits * predicted + 8 * 20, rel=0.005)
 
 
-def test_streams_have_a_length_of_ours_unless_said(run, tmp_path, capsys, monkeypatch):
+def test_streams_have_a_default_length(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compress, "STREAM_BYTES", 64)
-    code = coded(run, tmp_path, b"a" * 129)
+    code = encode(run, tmp_path, b"a" * 129)
     assert unpack(code.read_bytes(), key="file")[0]["streams"] == 3
     assert "3 streams of at most 43 bytes" in capsys.readouterr().out
 
 
-def test_a_header_is_short_and_says_all(run, tmp_path, monkeypatch):
-    usual = {"GOMP_SPINCOUNT": "10000"}  # what else is set makes it longer
-    monkeypatch.setattr("harness.device.machine.environment", lambda: usual)
-    code = coded(run, tmp_path, TEXT, "streams=40").read_bytes()
+def test_a_header_is_short_and_has_all_conditions(run, tmp_path, monkeypatch):
+    variables = {"GOMP_SPINCOUNT": "10000"}  # further variables would make the header longer
+    monkeypatch.setattr("harness.device.machine.environment", lambda: variables)
+    code = encode(run, tmp_path, TEXT, "streams=40").read_bytes()
     header, payload = unpack(code, key="file")
     assert code.startswith(MAGIC) and len(code) - len(payload) < 150
     assert {name: header[name] for name in ("bytes", "streams", "threads", "precision", "device_kind")} == {
@@ -109,7 +108,7 @@ def test_a_header_is_short_and_says_all(run, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def text_code(run, tmp_path_factory) -> bytes:
-    return coded(run, tmp_path_factory.mktemp("text"), TEXT, "streams=200").read_bytes()
+    return encode(run, tmp_path_factory.mktemp("text"), TEXT, "streams=200").read_bytes()
 
 
 @pytest.fixture
@@ -127,56 +126,56 @@ def code(text_code, tmp_path) -> Path:
         (("runtime.deterministic=false",), r"runtime\.deterministic=false: allowed is true"),
     ],
 )
-def test_another_way_to_compute_is_refused(run, code, words, message):
-    refused(message, run, code, *words)
+def test_decoding_with_other_settings_is_refused(run, code, words, message):
+    assert_refused(message, run, code, *words)
 
 
-def test_other_weights_are_refused(run, other, code, tmp_path):
-    refused(r"these differ: weights \(", other, code)
+def test_decoding_with_other_weights_is_refused(run, byte_run, code, tmp_path):
+    assert_refused(r"these differ: weights \(", byte_run, code)
     copied = tmp_path / "copied"
     copied.mkdir()
     for path in (p for p in run.rglob("*") if p.is_file()):
         (copied / path.relative_to(run)).parent.mkdir(parents=True, exist_ok=True)
         (copied / path.relative_to(run)).write_bytes(path.read_bytes())
-    assert back(copied, code) == TEXT
+    assert decode(copied, code) == TEXT
     code.with_name("back").unlink()
     best = checkpoint.load_best(copied)
     best["model"]["head.weight"][0, 0] += 1e-6
     checkpoint.save_best(copied, best)
-    refused(r"these differ: weights \(", copied, code)
+    assert_refused(r"these differ: weights \(", copied, code)
     (copied / "config.yaml").write_text((run / "config.yaml").read_text().replace("span: 16", "span: 15"))
     checkpoint.save_best(copied, checkpoint.load_best(run))
-    refused(r"these differ: weights \(", copied, code)
+    assert_refused(r"these differ: weights \(", copied, code)
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_each_condition_is_refused_by_its_name(run, code, name):
+def test_each_differing_condition_is_refused_by_its_name(run, code, name):
     header, payload = unpack(code.read_bytes(), key="file")
     code.write_bytes(pack(header | {name: "another"}, payload))
-    refused(rf"these differ: {name} \(then another, now ", run, code)
+    assert_refused(rf"these differ: {name} \(then another, now ", run, code)
 
 
-def test_what_is_damaged_is_refused(run, code):
+def test_a_damaged_code_is_refused(run, code):
     whole = code.read_bytes()
     end = len(whole) - len(unpack(whole, key="file")[1])
     for content in (b"", whole[:3], b"PK\3\4" + whole[4:], TEXT):
         code.write_bytes(content)
-        refused(r"is no file of this format \(AWT1\)", run, code)
+        assert_refused(r"is no file of this format \(AWT1\)", run, code)
     for content in (whole[:5], whole[:20], whole[:end], whole[:-1], whole + b"\0"):
         code.write_bytes(content)
-        refused("is damaged or cut off", run, code)
-    for place in (4, 5, 7, end // 2, end - 1, end, (end + len(whole)) // 2, len(whole) - 1):
-        code.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        refused("is damaged or cut off", run, code)
+        assert_refused("is damaged or cut off", run, code)
+    for at in (4, 5, 7, end // 2, end - 1, end, (end + len(whole)) // 2, len(whole) - 1):
+        code.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        assert_refused("is damaged or cut off", run, code)
 
 
-def test_what_decodes_to_something_else_is_not_written(run, code):
+def test_a_file_that_decodes_to_other_bytes_is_not_written(run, code):
     header, payload = unpack(code.read_bytes(), key="file")
-    code.write_bytes(pack(header, payload[:50] + bytes([payload[50] ^ 1]) + payload[51:]))  # with a checksum of its own
-    refused("the SHA-256 of the decoded bytes is not that of the encoded", run, code)
+    code.write_bytes(pack(header, payload[:50] + bytes([payload[50] ^ 1]) + payload[51:]))  # a valid checksum
+    assert_refused("the SHA-256 of the decoded bytes is not that of the encoded", run, code)
     out = code.with_name("back")
     out.write_bytes(b"of before")
-    refused("the SHA-256 of the decoded bytes is not that", run, code)
+    assert_refused("the SHA-256 of the decoded bytes is not that", run, code)
     assert out.read_bytes() == b"of before"
 
 
@@ -195,15 +194,15 @@ def test_what_decodes_to_something_else_is_not_written(run, code):
         (("file=plain", "runtime.deterministic=false"), r"runtime\.deterministic=false: allowed is true"),
     ],
 )
-def test_a_mistake_writes_nothing(run, tmp_path, monkeypatch, words, message):
+def test_a_mistake_is_refused_and_writes_no_file(run, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     Path("plain").write_bytes(b"ab")
     with pytest.raises(ValueError, match=message):
-        done(compress, f"run={run}", "out=code", *words)
+        run_command(compress, f"run={run}", "out=code", *words)
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
-def test_the_commands_end_with_2(run, code, monkeypatch):
+def test_both_commands_end_with_exit_code_2_after_a_mistake(run, code, monkeypatch):
     monkeypatch.chdir(code.parent)
     for script, words in (("compress", ("file=nowhere", "out=b")), ("decompress", ("file=nowhere", "out=b"))):
         ended = call(f"bench/{script}.py", f"run={run}", *words, *CPU)

@@ -1,5 +1,4 @@
-"""The conformance suite: our sublayers pass it, small outsiders pass it, and every broken promise is caught by its check, with a
-line that names byte, mode, place and size."""
+"""The conformance suite passes our sublayers and small ones from outside, and catches every broken promise."""
 
 import re
 from collections.abc import Callable
@@ -11,9 +10,9 @@ from torch import nn
 
 from harness.model import LanguageModel
 from tests import promises as p
-from tests.broken import BROKEN, PLACE
+from tests.broken_promises import BROKEN, PLACE
+from tests.broken_sublayers import Delayed, DoubledPast, FloatAngles, Mapped, OfDistances, Stateless
 from tests.promises import Gate, Sums, findings_of, memory, model_of, toy
-from tests.toys import Delayed, DoubledPast, FloatAngles, Mapped, OfDistances, Stateless
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention
@@ -34,13 +33,14 @@ normed = partial(Attention, qk_norm=True, sink=True)
 
 
 def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8, but: tuple[str, ...] = ()) -> list[Finding]:
+    """Assert that a model keeps all promises except those in ``but``."""
     findings = list(check(make, span=span, vocabulary=31))
     assert [str(f) for f in findings if f.passed == (f.promise in but)] == []
     assert [finding.promise for finding in findings] == [promise for promise, _, _ in CHECKS]
     return findings
 
 
-# Pairs of cache and attend_self; schemes, spans, persistent vectors, dropout and path take turns. Variants: ``test_gate.py``.
+# All pairs of cache and attend_self. The other choices take turns. ``test_variant_contract.py`` checks the variants.
 @pytest.mark.parametrize(
     "scheme, cache, attend_self, spans, persistent, dropout, backend",
     [
@@ -52,7 +52,7 @@ def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8, but: tuple[str
         (Sinusoidal, "hidden", True, dynamic, None, 0.0, "plain"),
     ],
 )
-def test_attention(scheme, cache, attend_self, spans, persistent, dropout, backend):
+def test_attention_keeps_all_promises(scheme, cache, attend_self, spans, persistent, dropout, backend):
     attention = partial(Attention, span=spans, persistent=persistent)
     common = {"cache": cache, "attend_self": attend_self, "dropout": dropout, "backend": backend}
     assert_keeps(model_of(attention, scheme=scheme, layers=2 if persistent else 1, **common))
@@ -66,24 +66,21 @@ def test_attention(scheme, cache, attend_self, spans, persistent, dropout, backe
         (partial(shared_keys, key_bias=ForgetGate, persistent=vectors), Rotary, "hidden", adaptive, 0.1),
     ],
 )
-def test_parts_of_attention(attention, scheme, cache, spans, dropout):
+def test_optional_parts_of_attention_keep_all_promises(attention, scheme, cache, spans, dropout):
     make = model_of(partial(attention, span=spans), scheme=scheme, cache=cache, dropout=dropout, layers=1)
     assert_keeps(make)
 
 
 @pytest.mark.parametrize("attend_self", [True, False])
-def test_window_of_one(attend_self):
-    """The window is narrower than any cut, and the ramp is wider than the window.
-
-    With vectors beside it: the weight of a single key is 1 and moves nothing. Nor does its span: it is seen at any.
-    """
+def test_a_window_of_one_key_keeps_all_promises_but_that_of_gradients(attend_self):
+    """The span has no gradient, because the key is always visible. Persistent vectors give the queries a gradient."""
     attention = partial(Attention, span=partial(AdaptiveSpan, ramp=32), persistent=partial(PersistentKV, number=3))
     make = model_of(attention, scheme=Rotary, span=1, layers=1, attend_self=attend_self)
     assert_keeps(make, span=1, but=(p.GRADIENT,))
 
 
-def test_trimmed_spans():
-    """Heads of different widths, and a past that is shorter than the span: columns come in steps of 64."""
+def test_spans_trimmed_to_different_widths_keep_all_promises():
+    """The columns of a head come in steps of 64, and the carried past is shorter than the maximal span."""
     attention = partial(Attention, span=partial(AdaptiveSpan, ramp=4, initial=0.45))
     make = model_of(attention, scheme=Rotary, layers=1, span=140)
     torch.manual_seed(4)
@@ -97,51 +94,51 @@ def test_trimmed_spans():
         (Attention, partial(memory, sparse=True)),
     ],
 )
-def test_tables_keep_all_promises(sublayers):
+def test_product_key_memories_keep_all_promises(sublayers):
     assert_keeps(model_of(*sublayers, scheme=Rotary, layers=1))
 
 
-def test_limits_of_batch_norm_are_declared_and_real():
+def test_batch_norm_breaks_exactly_the_promises_that_its_declared_limits_name():
     findings = assert_keeps(model_of(Attention, partial(memory, query_norm="batch"), layers=1, dropout=0.1))
     real = {finding.promise for finding in findings if "is declared and real" in finding.detail}
     assert real == {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES}
 
 
 @pytest.mark.parametrize("outsider", [Gate, Sums, Stateless, Delayed, OfDistances, Mapped])
-def test_outsiders_keep_all_promises(outsider):
+def test_small_sublayers_from_outside_keep_all_promises(outsider):
     assert_keeps(model_of(outsider, layers=1))
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_promise_is_caught(name):
-    """By its checks and no others, with a line that says how."""
+    """Exactly the expected checks fail, and a detail describes the failure."""
     broken, promises, line = BROKEN[name]
     details = {f.promise: f.detail for f in findings_of(model_of(broken, layers=1, span=5)).values() if not f.passed}
     assert promises is None or details.keys() == promises, details
     assert any(re.match(line, detail) for detail in details.values()), details
 
 
-def test_every_check_catches_something():
+def test_every_check_catches_a_broken_sublayer():
     assert set().union(*(promises or () for _, promises, _ in BROKEN.values())) == {promise for promise, _, _ in CHECKS}
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_drift_of_float32_angles_is_caught(follow):
+def test_angles_in_float32_that_drift_far_along_the_stream_are_caught(follow):
     make = model_of(Attention, scheme=partial(FloatAngles, follow=follow), layers=1, span=5)
     (broken,) = [finding for finding in findings_of(make).values() if not finding.passed]
     assert broken.promise == p.FAR
     assert re.match(r"eval, float32: .* the median" if follow else rf"eval, float64: {PLACE}", broken.detail), broken
 
 
-def test_an_exception_is_a_finding():
+def test_an_exception_is_reported_as_a_broken_promise():
     class Raises(Gate):
-        def hears(self, x):
+        def transform_input(self, x):
             if x.shape[1] == 1:
                 raise IndexError("too short")
             return x
 
     class Narrow(Gate):
-        def gives(self, out, x, collect_stats):
+        def transform_output(self, out, x, collect_stats):
             return SublayerOutput(out.y[..., :1])
 
     def unbuildable() -> nn.Module:
@@ -167,14 +164,14 @@ def test_a_model_that_ignores_its_input_is_caught():
     assert not findings_of(make)[p.INFLUENCE].passed
 
 
-def test_the_past_is_projected_again_with_its_gradient():
-    """A past of states alone shows it, and no cache but one."""
+def test_a_wrong_gradient_of_the_reprojected_past_is_caught_with_the_hidden_cache_only():
+    """The cache of keys and values does not project the past again."""
     for cache, broken in (("kv", []), ("hidden", [p.DERIVATIVE])):
         findings = findings_of(model_of(DoubledPast, layers=1, span=5, cache=cache))
         assert [finding.promise for finding in findings.values() if not finding.passed] == broken
 
 
-def test_batches_are_as_large_as_the_runs():
+def test_streams_are_checked_for_mixing_at_the_batch_size_of_the_run():
     mixing = model_of(BROKEN["MixesBeyondEight"][0])
     by_batch = {n: next(check(mixing, span=5, vocabulary=31, checks=CHECKS[-1:], streams=(n,))) for n in (8, 9)}
     assert by_batch[8].passed and not by_batch[9].passed and "9 streams at once" in by_batch[9].detail
@@ -186,16 +183,19 @@ def test_batches_are_as_large_as_the_runs():
     [
         (Sums, None),
         (
-            toy(Sums, gives=lambda self, out, x, collect: out._replace(y=out.y * (1 + 1e-7))),
+            toy(Sums, transform_output=lambda self, out, x, collect: out._replace(y=out.y * (1 + 1e-7))),
             r"eval: \S+ of .*, at most 1e-09; train: .*",
         ),
-        (  # the same value, three quarters of the gradient
-            toy(Sums, gives=lambda self, out, x, collect: out._replace(y=0.75 * out.y + 0.25 * out.y.detach())),
+        (  # equal output, three quarters of the gradient
+            toy(
+                Sums,
+                transform_output=lambda self, out, x, collect: out._replace(y=0.75 * out.y + 0.25 * out.y.detach()),
+            ),
             r"eval: \S+ of the gradient of .*",
         ),
     ],
 )
-def test_two_paths_are_compared_in_value_and_gradient(fast, line):
+def test_two_backends_are_compared_in_output_and_gradient(fast, line):
     finding = finding_of("equal", equal_backends, *(Subject(model_of(one, layers=1), 5, 31) for one in (fast, Sums)))
     assert finding.passed == (line is None)
     assert line is None or re.match(line, finding.detail), finding

@@ -1,4 +1,4 @@
-"""``python -m bench.cost``: rows that can be traced, and costs that grow where they must."""
+"""``python -m bench.cost``: the provenance of its rows and the costs that they state."""
 
 import json
 from pathlib import Path
@@ -11,21 +11,21 @@ from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
 from bench.turns import Entry, time_in_turn
 from harness.record.cells import MIN_CALLS
-from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
-from tests.composing import compose_config
+from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
+from tests.small_configs import compose_config
 
 TINY = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.precision=float32")
 TINY += ("runtime.threads=1", "data.bytes=20000")
 QUICK = ("rounds=1", "seconds=0.01")
 PRODUCTS = 12 * 32**2 * 2 + 32 * 256
-"""Projections, feed-forward and head of TINY."""
+"""Weights of the projections, the feed-forwards and the head of TINY."""
 
 
-def cost(*words: str) -> Ended:
+def cost(*words: str) -> CommandOutcome:
     return call("bench/cost.py", *TINY, *QUICK, *words)
 
 
-def rows_of(ended: Ended) -> list[dict]:
+def rows_of(ended: CommandOutcome) -> list[dict]:
     assert ended.code == 0, ended.err
     path = Path(ended.out.rpartition("rows: ")[2].strip())
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -35,7 +35,7 @@ def headings(rows: list[dict]) -> list[str]:
     return [column.heading for column in cost_tables(rows)[0].columns]
 
 
-def test_every_cell_has_a_row_that_can_stand_alone_with_its_costs(here):
+def test_every_combination_has_a_complete_row_with_its_costs(here):
     words = ("variants=[mhsa,adaptive_span]", "lengths=[256]", "backends=[auto]")
     cold = {(row["variant"], row["spans_from"]): row for row in rows_of(cost(*words))}
     assert [*cold] == [("mhsa", None), ("adaptive_span", "learned")]
@@ -44,7 +44,7 @@ def test_every_cell_has_a_row_that_can_stand_alone_with_its_costs(here):
         assert row["span"] == row["segment"] == row["length"] == row["config"]["model"]["span"] == 256
         assert row["config"]["runtime"]["backend"] == "auto" and row["allocator"] == "keep"
         assert row["data"]["name"] == "synthetic_text" and row["data"]["bytes"] == 20_000
-        assert row["utilisation"] is None  # of a CPU no peak is known
+        assert row["utilisation"] is None  # there is no data sheet of the CPU
         flops, memory = row["flops"], row["memory"]
         assert 0 < flops["ideal_per_byte"] <= flops["executed_per_byte"]
         assert flops["ideal_per_byte"] < flops["training_per_byte"] <= flops["step"] / 256
@@ -61,8 +61,8 @@ def test_every_cell_has_a_row_that_can_stand_alone_with_its_costs(here):
     assert learned["flops"]["ideal_per_byte"] < fixed["flops"]["ideal_per_byte"]
 
 
-def test_a_warm_stream_keeps_its_segment_and_what_a_file_has_is_not_measured_again(here, monkeypatch):
-    """With dropout both cells train on the plain path, because the kernel has none; what is scored and counted differs."""
+def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(here, monkeypatch):
+    """The kernel has no dropout, so both rows train on the plain backend, but evaluate on different ones."""
     words = ("mode=stream", "batch.segment=32", "streams=2", "model.dropout=0.1", "memory_limit_gib=8", "rows=r.jsonl")
     words += ("lengths=[128]", "backends=[plain,auto]")
     ended = cost(*words)
@@ -75,16 +75,16 @@ def test_a_warm_stream_keeps_its_segment_and_what_a_file_has_is_not_measured_aga
     assert plain["evaluation_backend"] == "plain" != auto["evaluation_backend"]
     assert auto["flops"]["executed_per_byte"] < plain["flops"]["executed_per_byte"]
     assert plain["memory"]["train_peak_bytes"] > plain["memory"]["inference_peak_bytes"] > 0
-    past = 128 - 33 / 2  # of 128 keys that a byte sees in a stream
+    past = 128 - 33 / 2  # mean number of past keys among the 128 that a byte sees
     needed = 6 * (PRODUCTS + 2 * 2 * 32 * 128) - 4 * 2 * 32 * past  # a constant past has no gradients
     assert plain["flops"]["training_per_byte"] == pytest.approx(needed, rel=1e-12)
-    place = headings([plain, auto]).index("evaluation backend")
-    assert {row[place].text for row in cost_tables([plain, auto])[0].rows} == {"", auto["evaluation_backend"]}
+    column = headings([plain, auto]).index("evaluation backend")
+    assert {row[column].text for row in cost_tables([plain, auto])[0].rows} == {"", auto["evaluation_backend"]}
     assert "evaluation backend" in ended.out and "evaluation backend" not in headings([plain])
 
 
-def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
-    """By default: each round takes a call of ``bench.cost``, and two of ``bench.peers``, each with keys of its own."""
+def test_by_default_a_quantity_is_timed_twenty_times_or_for_a_minute():
+    """A round has at least one call of ``bench.cost`` and two of ``bench.peers``."""
     assert compose_config(name="cost").rounds >= MIN_CALLS
     assert 2 * compose_config(name="peers").rounds >= MIN_CALLS
     slow = Entry(name="slow", task=None, cell=Mock(call=lambda *_, **__: [25_000.0]))
@@ -93,7 +93,7 @@ def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
     assert (len(slow.rounds["train"]), len(quick.rounds["train"])) == (3, 5)
 
 
-def test_out_of_memory_is_a_row(here):
+def test_out_of_memory_gives_a_row_with_that_status(here):
     (row,) = rows_of(cost("lengths=[1024]", "backends=[plain]", "memory_limit_gib=0.05"))
     assert row["status"] == "out of memory" and "allocate" in row["reason"]
     assert row["time"]["train_ms"] is None and refusal(row) is None
@@ -106,7 +106,7 @@ def test_out_of_memory_is_a_row(here):
         (("variants=[mhsa,nope]",), ("variant=nope", "adaptive_span")),
     ],
 )
-def test_mistakes_are_refused_and_leave_nothing(here, words, parts):
+def test_mistakes_are_refused_and_leave_no_file(here, words, parts):
     ended = cost(*words)
     assert ended.code == 2
     assert all(part in ended.err for part in parts), ended.err

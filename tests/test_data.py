@@ -1,4 +1,4 @@
-"""What a run reads: the right bytes, the right digest, the right name, and a clear word when it cannot."""
+"""Corpora: their bytes, digests and names, and the errors for files that cannot be read."""
 
 import bz2
 import gzip
@@ -19,7 +19,7 @@ from harness.data import byte_counts, corpora, sources
 from harness.data.byte_counts import compressed_bits, order_bits
 from harness.data.corpora import NAMES, PUBLISHED, load
 from harness.data.sources import PublishedCorpus
-from tests.composing import CONF
+from tests.small_configs import CONF
 
 TEXT = b"".join(b"line %d of a small corpus\n" % n for n in range(400))
 SHA256 = hashlib.sha256(TEXT).hexdigest()
@@ -27,16 +27,16 @@ SHA256 = hashlib.sha256(TEXT).hexdigest()
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """A user's cache of this test's own."""
+    """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "attention-windtunnel"
 
 
-def whole(corpus) -> bytes:
+def all_bytes(corpus) -> bytes:
     return b"".join(corpus.splits[name].numpy().tobytes() for name in ("train", "valid", "test"))
 
 
-def written(folder: Path, name: str, data: bytes) -> str:
+def write(folder: Path, name: str, data: bytes) -> str:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -54,7 +54,7 @@ def zipped(*files: bytes) -> bytes:
 PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zip": zipped}
 
 
-def test_configs_have_the_keys_of_load_and_only_those():
+def test_data_files_have_exactly_the_keys_of_load():
     for name in NAMES:
         node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / f"{name}.yaml"))
         assert list(node) == list(inspect.signature(load).parameters)
@@ -62,55 +62,54 @@ def test_configs_have_the_keys_of_load_and_only_those():
         assert node["fallback"] == ("stdlib" if name == "enwik8" else None)
 
 
-def test_plain_file(tmp_path, monkeypatch):
-    path = written(tmp_path, "small.txt", TEXT)
+def test_a_plain_file_is_read_split_and_never_changed(tmp_path, monkeypatch):
+    path = write(tmp_path, "small.txt", TEXT)
     corpus = load("file", path=path)
-    assert whole(corpus) == TEXT
-    assert corpus.provenance() == {"name": "file:small.txt", "bytes": len(TEXT), "sha256": SHA256}
+    assert all_bytes(corpus) == TEXT
     assert corpus.provenance() == {"name": "file:small.txt", "bytes": len(TEXT), "sha256": SHA256}
     assert (corpus.vocabulary, corpus.floor, corpus.fallback_from) == (256, None, None)
     monkeypatch.setattr(sources, "LARGE_BYTES", 1000)
-    load("file", path=path).splits["train"][0] = 0  # mapped: a private copy of the page, and the file itself stays
+    load("file", path=path).splits["train"][0] = 0  # writes to a private copy of the mapped page
     assert Path(path).read_bytes() == TEXT
-    path = written(tmp_path, "thousand", bytes(range(250)) * 4)
+    path = write(tmp_path, "thousand", bytes(range(250)) * 4)
     assert [len(s) for s in load("file", path=path).splits.values()] == [900, 50, 50]
     assert [len(s) for s in load("file", path=path, split=[0.5, 0.3, 0.2]).splits.values()] == [500, 300, 200]
 
 
-def test_folder_in_sorted_order_without_dot_files(tmp_path):
+def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path):
     folder = tmp_path / "corpus"
     # "a-b" sorts before "a/z" as a string: "-" is below "/".
     for name, data in {"b": b"4" * 90, "a/z": b"3" * 90, "a-b": b"1" * 90, "a.zip": zipped(b"2" * 90)}.items():
-        written(folder, name, data)
-    written(folder, ".git/object", b"x")
-    assert whole(load("file", path=str(folder))) == b"1" * 90 + b"2" * 90 + b"3" * 90 + b"4" * 90
+        write(folder, name, data)
+    write(folder, ".git/object", b"x")
+    assert all_bytes(load("file", path=str(folder))) == b"1" * 90 + b"2" * 90 + b"3" * 90 + b"4" * 90
     (folder / "c").symlink_to("nowhere")
     with pytest.raises(ValueError, match=r"data\.path=.*not a regular file"):
         load("file", path=str(folder))
 
 
 @pytest.mark.parametrize(("suffix", "pack"), PACK.items())
-def test_a_compressed_file_is_the_same_corpus_or_refused(tmp_path, monkeypatch, suffix, pack):
+def test_a_compressed_file_is_unpacked_and_refused_if_damaged_or_too_large(tmp_path, monkeypatch, suffix, pack):
     packed = pack(TEXT)
-    assert whole(load("file", path=written(tmp_path, f"small.{suffix}", packed))) == TEXT
+    assert all_bytes(load("file", path=write(tmp_path, f"small.{suffix}", packed))) == TEXT
     middle = len(packed) // 2
     flipped = packed[:middle] + bytes([packed[middle] ^ 255]) + packed[middle + 1 :]
     for damaged in (packed[:-40], flipped):
         with pytest.raises(ValueError, match=r"data\.path=.* cannot be read, perhaps truncated or damaged"):
-            load("file", path=written(tmp_path, f"damaged.{suffix}", damaged))
+            load("file", path=write(tmp_path, f"damaged.{suffix}", damaged))
     monkeypatch.setattr(sources, "LARGE_BYTES", 10_000)
-    bomb = written(tmp_path, f"bomb.{suffix}", pack(bytes(3_000_000)))
+    bomb = write(tmp_path, f"bomb.{suffix}", pack(bytes(3_000_000)))
     with pytest.raises(ValueError, match="more than 200 times its size; use an unpacked file"):
         load("file", path=bomb)
 
 
-def test_bad_paths(tmp_path):
+def test_paths_without_a_readable_corpus_are_refused_with_a_reason(tmp_path):
     (tmp_path / "empty").mkdir()
     refused = {
         str(tmp_path / "nowhere"): "no such file or folder",
         str(tmp_path / "empty"): "no files",
-        written(tmp_path, "empty.zip", zipped(b"")): "is empty",
-        written(tmp_path, "two.zip", zipped(TEXT, TEXT)): "the archive has 2 files",
+        write(tmp_path, "empty.zip", zipped(b"")): "is empty",
+        write(tmp_path, "two.zip", zipped(TEXT, TEXT)): "the archive has 2 files",
         "~nobody-at-all/x": "cannot be read",
     }
     for path, reason in refused.items():
@@ -134,13 +133,13 @@ def test_bad_paths(tmp_path):
         ("data.distances", {"name": "recall", "distances": [1000], "bytes": 1000}),
     ],
 )
-def test_bad_keys_are_named(key, keywords):
+def test_invalid_values_are_refused_by_key(key, keywords):
     with pytest.raises(ValueError, match=key.replace(".", r"\.")):
         load(**keywords)
 
 
-def test_a_known_corpus_must_be_that_corpus(tmp_path, monkeypatch):
-    path = written(tmp_path, "small", TEXT)
+def test_a_file_in_place_of_a_known_corpus_must_have_its_bytes(tmp_path, monkeypatch):
+    path = write(tmp_path, "small", TEXT)
     assert load("file", path=path, sha256=SHA256.upper()).sha256 == SHA256
     with pytest.raises(ValueError, match=rf"data\.sha256={'0' * 64}.*{SHA256}"):
         load("file", path=path, sha256="0" * 64)
@@ -148,48 +147,48 @@ def test_a_known_corpus_must_be_that_corpus(tmp_path, monkeypatch):
     monkeypatch.setitem(
         PUBLISHED, "enwik8", PublishedCorpus(url="http://127.0.0.1:9/", n_bytes=len(TEXT), sha256=SHA256)
     )
-    corpus = load("enwik8", path=written(tmp_path, "copy.zip", zipped(TEXT)), fallback="stdlib")
+    corpus = load("enwik8", path=write(tmp_path, "copy.zip", zipped(TEXT)), fallback="stdlib")
     assert (corpus.name, corpus.fallback_from, corpus.n_bytes) == ("enwik8", None, len(TEXT))
     with pytest.raises(ValueError, match=r"data\.path=.*has 9,\d+ bytes, not 10,\d+"):
-        load("enwik8", path=written(tmp_path, "short", TEXT[:-1000]), fallback="stdlib")
+        load("enwik8", path=write(tmp_path, "short", TEXT[:-1000]), fallback="stdlib")
     with pytest.raises(ValueError, match=rf"data\.path=.*{hashlib.sha256(TEXT[::-1]).hexdigest()}.*{SHA256}"):
-        load("enwik8", path=written(tmp_path, "reversed", TEXT[::-1]), fallback="stdlib")
+        load("enwik8", path=write(tmp_path, "reversed", TEXT[::-1]), fallback="stdlib")
     letters = PUBLISHED["text8"].alphabet
     monkeypatch.setitem(PUBLISHED, "text8", PublishedCorpus(url="http://127.0.0.1:9/", n_bytes=2700, alphabet=letters))
-    corpus = load("text8", path=written(tmp_path, "text8", letters * 100), vocabulary=27)
-    assert whole(corpus)[:27] == bytes(range(27))
+    corpus = load("text8", path=write(tmp_path, "text8", letters * 100), vocabulary=27)
+    assert all_bytes(corpus)[:27] == bytes(range(27))
     with pytest.raises(ValueError, match=r"data\.path=.*belong.*\[10\]"):
-        load("text8", path=written(tmp_path, "lines", letters * 99 + b"a line\nand another           "[:27]))
+        load("text8", path=write(tmp_path, "lines", letters * 99 + b"a line\nand another           "[:27]))
 
 
-def test_vocabulary_numbers_values_in_order_and_newlines_are_dropped_after_cutting(tmp_path):
+def test_a_vocabulary_maps_byte_values_in_order_and_newlines_are_dropped_after_splitting(tmp_path):
     data = bytes([200, 10, 65, 10, 0, 65]) * 50
-    path = written(tmp_path, "few", data)
+    path = write(tmp_path, "few", data)
     corpus = load("file", path=path, vocabulary=4)
-    assert whole(corpus) == bytes([3, 1, 2, 1, 0, 2]) * 50
+    assert all_bytes(corpus) == bytes([3, 1, 2, 1, 0, 2]) * 50
     assert (corpus.vocabulary, corpus.symbols) == (4, bytes([0, 10, 65, 200]))
     dropped = load("file", path=path, vocabulary=3, drop_newlines=True)
-    assert whole(dropped) == bytes([2, 1, 0, 1]) * 50
+    assert all_bytes(dropped) == bytes([2, 1, 0, 1]) * 50
     assert (dropped.n_bytes, dropped.sha256, dropped.symbols) == (len(data), corpus.sha256, bytes([0, 65, 200]))
     with pytest.raises(ValueError, match=r"data\.vocabulary=3: the corpus has 4"):
         load("file", path=path, vocabulary=3)
-    bare = written(tmp_path, "bare", b"x" * 960 + b"\n" * 40)
+    bare = write(tmp_path, "bare", b"x" * 960 + b"\n" * 40)
     with pytest.raises(ValueError, match=r"data\.drop_newlines"):
         load("file", path=bare, split=[0.9, 0.06, 0.04], drop_newlines=True)
 
 
 @pytest.mark.filterwarnings("error")  # about memory that torch may not write
-def test_stdlib_is_real_source_and_the_same_each_time():
+def test_stdlib_is_the_source_of_python_without_generated_files_and_tests():
     corpus = load("stdlib")
-    text, folder = whole(corpus), Path(sysconfig.get_path("stdlib"))
+    text, folder = all_bytes(corpus), Path(sysconfig.get_path("stdlib"))
     assert corpus.sha256 == load("stdlib").sha256 and corpus.n_bytes > 3_000_000
     assert Path(inspect.getsourcefile(gzip)).read_bytes() in text
-    left_out = [*folder.glob("_sysconfigdata*.py"), *folder.glob("config-*/*.py"), *folder.glob("json/test*/*.py")]
-    assert left_out
-    assert not any(file.read_bytes() in text for file in left_out if file.stat().st_size > 100)
+    excluded = [*folder.glob("_sysconfigdata*.py"), *folder.glob("config-*/*.py"), *folder.glob("json/test*/*.py")]
+    assert excluded
+    assert not any(file.read_bytes() in text for file in excluded if file.stat().st_size > 100)
 
 
-def test_compressors_are_remembered_by_content(tmp_path, cache, monkeypatch):
+def test_compressed_sizes_are_cached_by_content(tmp_path, cache, monkeypatch):
     split = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
     train = split[:5000]
     bits = compressed_bits(split, train=train)
@@ -200,30 +199,30 @@ def test_compressors_are_remembered_by_content(tmp_path, cache, monkeypatch):
     }
     counted = order_bits(train.numpy(), split.numpy())
     assert bits == pytest.approx({name: 8 * n / len(TEXT) for name, n in expected.items()} | counted)
-    (remembered,) = (cache / "compressed").iterdir()
+    (cache_file,) = (cache / "compressed").iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(byte_counts.lzma, "compress", None)
         assert compressed_bits(split, train=train) == bits
-        for other in ({"split": split[1:], "train": train}, {"split": split, "train": train[1:]}):
+        for arguments in ({"split": split[1:], "train": train}, {"split": split, "train": train[1:]}):
             with pytest.raises(TypeError):
-                compressed_bits(**other)
-    remembered.write_bytes(b"{half a fi")
+                compressed_bits(**arguments)
+    cache_file.write_bytes(b"{half a fi")
     assert compressed_bits(split, train=train) == bits
-    monkeypatch.setenv("XDG_CACHE_HOME", written(tmp_path, "a_file_not_a_folder", b""))
+    monkeypatch.setenv("XDG_CACHE_HOME", write(tmp_path, "a_file_not_a_folder", b""))
     assert compressed_bits(split, train=train) == bits
 
 
 def witten_bell(train: bytes, context: bytes, byte: int) -> float:
-    """The probability of a byte after a context, by the formula and nothing else."""
+    """The probability of a byte after a context by Witten-Bell smoothing, counted naively."""
     lower = witten_bell(train, context[1:], byte) if context else 1 / 256
-    places = [at for at in range(len(context), len(train)) if train[at - len(context) : at] == context]
-    followers = [train[at] for at in places]
-    kinds = len(set(followers))
-    return (followers.count(byte) + kinds * lower) / (len(followers) + kinds) if followers else lower
+    positions = [at for at in range(len(context), len(train)) if train[at - len(context) : at] == context]
+    followers = [train[at] for at in positions]
+    types = len(set(followers))
+    return (followers.count(byte) + types * lower) / (len(followers) + types) if followers else lower
 
 
 @pytest.mark.parametrize("train", [b"abracadabra" * 3 + bytes(range(250, 256)), bytes(np.arange(90) ** 2 % 5 + 60)])
-def test_byte_counts_are_those_of_the_formula(train):
+def test_scores_of_byte_counts_are_those_of_witten_bell_smoothing(train):
     scored = b"abrakadabra abcd" + bytes(np.arange(40) ** 3 % 7 + 60) + b"\xff\xfe\x00"
     bits = order_bits(np.frombuffer(train, np.uint8), np.frombuffer(scored, np.uint8))
     assert list(bits) == ["order-2", "order-3", "order-5"]
@@ -234,28 +233,28 @@ def test_byte_counts_are_those_of_the_formula(train):
     assert order_bits(np.frombuffer(train[:5], np.uint8), np.frombuffer(scored, np.uint8)) == {}
 
 
-def test_the_part_of_enwik8_is_the_same_from_its_file_and_from_a_longer_one(tmp_path, monkeypatch, cache):
-    """Published corpora in small: ``long``, and ``part``, its first 1,000 bytes."""
+def test_a_corpus_that_is_the_first_bytes_of_another_is_read_from_either_file(tmp_path, monkeypatch, cache):
+    """The corpora here are ``long`` and ``part``, its first 1,000 bytes."""
     digest = hashlib.sha256(TEXT[:1000]).hexdigest()
     monkeypatch.setitem(PUBLISHED, "long", PublishedCorpus(url="nowhere", n_bytes=len(TEXT), sha256=SHA256))
     monkeypatch.setitem(PUBLISHED, "part", PublishedCorpus(url="nowhere", n_bytes=1000, sha256=digest, part_of="long"))
     monkeypatch.setattr(corpora, "NAMES", (*NAMES, "long", "part"))
-    written(cache, "long", TEXT)
-    alone, longer = (written(tmp_path, f"{name}.txt", TEXT[:n]) for name, n in (("alone", 1000), ("longer", None)))
-    ways = [{"name": "part"}, {"name": "part", "path": alone}, {"name": "part", "path": longer}]
-    ways += [{"name": "file", "path": alone}, {"name": "long", "path": longer, "first_bytes": 1000}]
+    write(cache, "long", TEXT)
+    part, longer = (write(tmp_path, f"{name}.txt", TEXT[:n]) for name, n in (("part", 1000), ("longer", None)))
+    ways = [{"name": "part"}, {"name": "part", "path": part}, {"name": "part", "path": longer}]
+    ways += [{"name": "file", "path": part}, {"name": "long", "path": longer, "first_bytes": 1000}]
     for keywords in ways:
         corpus = load(**keywords, split=[0.85, 0.05, 0.1])
-        assert whole(corpus) == TEXT[:1000]
+        assert all_bytes(corpus) == TEXT[:1000]
         assert corpus.provenance() == {"name": "part", "bytes": 1000, "sha256": digest}
     with pytest.raises(ValueError, match=r"data\.path=.* is not part: it has 999 bytes, not 1,000"):
-        load("part", path=written(tmp_path, "short", TEXT[:999]))
+        load("part", path=write(tmp_path, "short", TEXT[:999]))
     with pytest.raises(ValueError, match=r"data\.first_bytes=1001: allowed are at most the 1000"):
         load("part", first_bytes=1001)
     assert load("long", first_bytes=500).name == "long, first 500 bytes"
 
 
-def test_enwik8_4m_has_its_own_shares(enwik8_4m):
+def test_enwik8_4m_has_its_digest_its_splits_and_its_compressed_sizes(enwik8_4m):
     node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / "enwik8_4m.yaml"))
     corpus = load(**node | {"path": str(enwik8_4m)})
     assert corpus.sha256 == "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"

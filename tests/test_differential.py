@@ -1,4 +1,4 @@
-"""Differential attention beyond its reference: the limit in which both maps of a pair are one."""
+"""Differential attention: the limit of equal attention maps, and its FLOPs."""
 
 import torch
 
@@ -7,8 +7,7 @@ from tests.attention_case import B, Case, assert_near
 from variants.differential import Differential
 
 
-def test_of_two_equal_maps_a_share_is_left_of_attention():
-    """With the second query and key of each pair as the first: 1 - lambda of what ``mhsa`` gives."""
+def test_with_equal_maps_it_is_attention_times_one_minus_lambda():
     case = Case(length=9, past=4, heads=4, position="rotary")
     attention, pairs = case.build(), case.build(Differential)
     with torch.no_grad():
@@ -19,17 +18,17 @@ def test_of_two_equal_maps_a_share_is_left_of_attention():
     attention.join = pairs.join = lambda y: y
     past, x = case.stream()
     q1, k1, q2, k2 = pairs.factors
-    share = (q1 @ k1).exp() - (q2 @ k2).exp() + 0.2  # of the first layer
+    share = (q1 @ k1).exp() - (q2 @ k2).exp() + 0.2  # lambda; 0.2 is the initial value of the first layer
     outputs = [layer(x, layer(past, None).state, torch.tensor([4, 4])).y for layer in (pairs, attention)]
     assert_near(outputs[0], (1 - share) * outputs[1])
 
 
-def test_flops_are_those_that_are_executed_but_for_scores_computed_twice():
-    """Of a single byte behind a whole window of 5 keys."""
+def test_needed_flops_are_the_executed_ones_less_the_scores_computed_twice():
+    """The input is a single byte after a full window of 5 keys."""
     case = Case(length=1, past=4, heads=4, span=5)
     pairs, (past, x) = case.build(Differential).eval(), case.stream()
     state = pairs(past).state
     executed = count_flops(lambda: pairs(x, state)).total / B
     assert executed - 4 * 2 * 5 * 2 == pairs.ideal_flops() == pairs.needed_flops(1, carried=4).forward
-    again = pairs.needed_flops(1, carried=4).backward - 2 * pairs.ideal_flops()
-    assert again == -4 * 4 * 6 * 2, "a past key and both values of a head, 4 of them for each head, are constants"
+    less = 2 * pairs.ideal_flops() - pairs.needed_flops(1, carried=4).backward
+    assert less == 4 * 4 * 6 * 2, "4 past keys and both their values have no gradient, in each of 4 heads"

@@ -1,4 +1,4 @@
-"""Fetching enwik8, against a server on this machine: resumed, locked, checked, given up in time, replaced loudly."""
+"""The download of enwik8 from a local server: resuming, locking, checking, giving up, and the fallback corpus."""
 
 import hashlib
 import io
@@ -30,7 +30,7 @@ def archive(content: bytes) -> bytes:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``body``; ``breaks_after`` bytes of an answer the connection drops; ``ranges`` says whether it resumes."""
+    """Serves ``body``. After ``breaks_after`` bytes the connection breaks. Requests for a range need ``ranges``."""
 
     daemon_threads = True
     body = archive(TEXT)
@@ -39,7 +39,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.asked: list[str | None] = []
+        self.requested_ranges: list[str | None] = []
         self.url = f"http://127.0.0.1:{self.server_port}/enwik8.zip"
 
 
@@ -47,10 +47,11 @@ class Answer(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self):
-        wanted = self.headers["Range"]
-        self.server.asked.append(wanted)
+        range_header = self.headers["Range"]
+        self.server.requested_ranges.append(range_header)
         time.sleep(self.server.delay_s)
-        first = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1]) if wanted and self.server.ranges else 0
+        resumes = range_header and self.server.ranges
+        first = int(re.fullmatch(r"bytes=(\d+)-", range_header)[1]) if resumes else 0
         body, total = self.server.body[first:], len(self.server.body)
         self.send_response(416 if first >= total else 206 if first else 200)
         if first:
@@ -80,7 +81,7 @@ def server(monkeypatch):
         running.shutdown()
 
 
-def test_downloaded_once_and_checked(server, cache, capsys):
+def test_a_corpus_is_downloaded_once_and_checked(server, cache, capsys):
     corpus = corpora.load("enwik8")
     assert (corpus.name, corpus.n_bytes, corpus.fallback_from) == ("enwik8", len(TEXT), None)
     assert (cache / "enwik8").read_bytes() == TEXT
@@ -88,14 +89,14 @@ def test_downloaded_once_and_checked(server, cache, capsys):
     assert main(["enwik8"]) == 0
     digest = hashlib.sha256(TEXT).hexdigest()
     assert capsys.readouterr().out == f"{cache / 'enwik8'}\n{len(TEXT):,} bytes, sha256 {digest}\n"
-    assert server.asked == [None]
+    assert server.requested_ranges == [None]
     assert sorted(file.name for file in cache.iterdir()) == ["enwik8", "enwik8.lock"]
     (cache / "enwik8").write_bytes(TEXT[::-1])
     with pytest.raises(ValueError, match="remove it"):
         corpora.load("enwik8", fallback="stdlib")
 
 
-ATTEMPTED = {
+INTERRUPTED = {
     "an earlier attempt": (1234, {}, ["bytes=1234-"]),
     "a dropped connection": (0, {"breaks_after": 9000}, [None, "bytes=9000-", "bytes=18000-", "bytes=27000-"]),
     "no ranges": (5000, {"ranges": False}, ["bytes=5000-"]),
@@ -103,19 +104,19 @@ ATTEMPTED = {
 }
 
 
-@pytest.mark.parametrize("case", ATTEMPTED)
-def test_a_download_goes_on_from_what_is_there(server, cache, case):
-    have, behaviour, asked = ATTEMPTED[case]
+@pytest.mark.parametrize("case", INTERRUPTED)
+def test_a_download_resumes_from_the_partial_file(server, cache, case):
+    have, behaviour, requested_ranges = INTERRUPTED[case]
     for name, value in behaviour.items():
         setattr(server, name, value)
     cache.mkdir()
     if have:
         (cache / "enwik8.zip.part").write_bytes(b"x" * have if case == "no ranges" else (server.body + b"more")[:have])
     assert fetch("enwik8").read_bytes() == TEXT
-    assert server.asked == asked
+    assert server.requested_ranges == requested_ranges
 
 
-def test_a_connection_that_always_breaks_is_given_up_and_the_part_kept(server, cache):
+def test_a_download_that_breaks_too_often_is_an_error_and_the_partial_file_stays(server, cache):
     server.breaks_after = 100
     with pytest.raises(OSError, match=f"broke {MAX_ATTEMPTS} times"):
         fetch("enwik8")
@@ -127,7 +128,7 @@ WRONG = {"bytes": archive(TEXT[::-1]), "no zip": b"<html>please log in</html>", 
 
 
 @pytest.mark.parametrize("body", WRONG.values(), ids=WRONG)
-def test_wrong_content_is_refused_and_not_kept(server, cache, body):
+def test_wrong_content_is_refused_and_removed(server, cache, body):
     server.body = body
     with pytest.raises(ValueError, match="is not enwik8") as error:
         corpora.load("enwik8")
@@ -142,15 +143,18 @@ def test_parallel_jobs_download_once(server, capsys):
     with ThreadPoolExecutor(6) as jobs:
         paths = list(jobs.map(fetch, ["enwik8"] * 6))
     assert all(path.read_bytes() == TEXT for path in paths)
-    assert server.asked == [None] and "waiting" in capsys.readouterr().err
+    assert server.requested_ranges == [None] and "waiting" in capsys.readouterr().err
 
 
-def test_fallback_is_loud_and_labelled_and_without_it_there_is_an_error(server, monkeypatch, tmp_path, capsys):
+def test_the_fallback_corpus_is_announced_and_labelled_and_without_it_a_failed_download_is_an_error(
+    server, monkeypatch, tmp_path, capsys
+):
     (tmp_path / "a_file").write_bytes(b"")
     with monkeypatch.context() as unwritable:
         unwritable.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
-        assert corpora.load("enwik8", fallback="stdlib").fallback_from == "enwik8" and server.asked == []
-    with socket.create_server(("127.0.0.1", 0)) as free:  # a port that nobody listens on
+        assert corpora.load("enwik8", fallback="stdlib").fallback_from == "enwik8"
+        assert server.requested_ranges == []
+    with socket.create_server(("127.0.0.1", 0)) as free:  # a port on which no server listens
         port = free.getsockname()[1]
     monkeypatch.setitem(
         PUBLISHED, "enwik8", PublishedCorpus(url=f"http://127.0.0.1:{port}/enwik8.zip", n_bytes=len(TEXT))

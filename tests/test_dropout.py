@@ -1,4 +1,4 @@
-"""Dropout from counters: the same weights for any tile, as many as the rate says, and plain attention takes them."""
+"""Dropout from a counter-based generator: pinned numbers, statistics, and its use by plain attention."""
 
 import torch
 from torch import Tensor
@@ -10,39 +10,40 @@ PINNED = [4062030576, 2427499623, 1513036796, 93295047, 2092645796, 1060211399, 
 
 
 def rows_of(seed: int | Tensor, *, streams, heads, queries) -> Tensor:
-    at = {"streams": streams, "heads": heads, "queries": queries}
-    return dropout.rows(torch.as_tensor(seed), **{name: torch.tensor(list(places)) for name, places in at.items()})
+    indices = {"streams": streams, "heads": heads, "queries": queries}
+    return dropout.rows(torch.as_tensor(seed), **{name: torch.tensor(list(of)) for name, of in indices.items()})
 
 
-def stays(seed: int, *, streams=2, heads=3, size=128, rate=0.3) -> Tensor:
+def keep_mask(seed: int, *, streams=2, heads=3, size=128, rate=0.3) -> Tensor:
+    """A mask ``[streams, heads, size, size]`` of the weights that dropout keeps."""
     rows = rows_of(seed, streams=range(streams), heads=range(heads), queries=range(size))
     return dropout.keep(rows, torch.arange(size), rate)
 
 
-def test_numbers_are_pinned_for_other_languages():
+def test_numbers_are_pinned_for_implementations_in_other_languages():
     rows = rows_of(0x0123456789ABCDEF, streams=[0, 7], heads=[0, 3], queries=[0, 511])
     assert dropout.mix(torch.tensor([0, 1, dropout.WORD])).tolist() == [0, 1753845952, 1734902346]
     assert rows.flatten().tolist() == PINNED
 
 
-def test_the_rate_holds_everywhere_neighbours_are_uncorrelated_and_a_seed_says_all():
-    stay = stays(5, rate=0.4, streams=4, heads=4, size=256).double()
+def test_masks_have_the_rate_along_every_axis_no_correlation_and_depend_on_the_seed_only():
+    stay = keep_mask(5, rate=0.4, streams=4, heads=4, size=256).double()
     for dims in ((0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 2, 3)):
         share = stay.mean(dims)
         assert (share - 0.6).abs().max() < 5 * (0.4 * 0.6 * share.numel() / stay.numel()) ** 0.5
-    stay = stays(9, rate=0.5, heads=2, size=512).double() - 0.5
+    stay = keep_mask(9, rate=0.5, heads=2, size=512).double() - 0.5
     for dim in range(4):
         n = stay.shape[dim] - 1
         product = (stay.narrow(dim, 0, n) * stay.narrow(dim, 1, n)).mean() * 4
         assert product.abs() < 5 / (stay.numel() / 2) ** 0.5
-    assert torch.equal(stays(1), stays(1))
-    assert not torch.equal(stays(1), stays(2)) and not torch.equal(stays(1), stays(1 + 2**32))
-    for h in range(3):  # alone as together
-        assert torch.equal(stays(11 + h, heads=1), stays(11)[:, h : h + 1])
+    assert torch.equal(keep_mask(1), keep_mask(1))
+    assert not torch.equal(keep_mask(1), keep_mask(2)) and not torch.equal(keep_mask(1), keep_mask(1 + 2**32))
+    for h in range(3):  # the mask of a head does not depend on the other heads
+        assert torch.equal(keep_mask(11 + h, heads=1), keep_mask(11)[:, h : h + 1])
 
 
-def test_plain_attention_drops_what_was_drawn():
-    """Values that are one-hot give back the weights: those that stay are the whole ones over 1 - rate."""
+def test_plain_attention_applies_the_mask_and_divides_by_one_minus_the_rate():
+    """With one-hot values the output is the attention weights."""
     torch.manual_seed(0)
     rows, keys, n, rate, shift = 5, 9, 3, 0.4, 1
     q, k = torch.randn(2, 2, rows, 4).double(), torch.randn(2, 2, keys, 4).double()
@@ -52,6 +53,6 @@ def test_plain_attention_drops_what_was_drawn():
     y = window.attend(*inputs, persistent=persistent, dropout=rate, seed=seed)
     drawn_rows = rows_of(seed, streams=range(2), heads=range(2), queries=range(rows))
     for t in range(rows):
-        numbers = [keys - rows + t - shift - j for j in range(keys)] + [dropout.PERSISTENT + i for i in range(n)]
-        stay = dropout.keep(drawn_rows[:, :, t : t + 1], torch.tensor(numbers), rate)[:, :, 0]
+        columns = [keys - rows + t - shift - j for j in range(keys)] + [dropout.PERSISTENT + i for i in range(n)]
+        stay = dropout.keep(drawn_rows[:, :, t : t + 1], torch.tensor(columns), rate)[:, :, 0]
         assert torch.allclose(y[:, :, t], whole[:, :, t] * stay / (1 - rate))

@@ -1,4 +1,4 @@
-"""``python -m bench.evaluate``: a checkpoint's number under another protocol, and the run's own under its own."""
+"""``python -m bench.evaluate``: the score of a checkpoint under the protocol of its run and under others."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from bench import evaluate
 from harness.record import checkpoint
 from harness.record.folder import EVALUATIONS
-from tests.composing import compose_config
-from tests.runs import whole_run
+from tests.small_configs import compose_config
+from tests.small_runs import whole_run
 
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 RAMP = ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4")
@@ -18,14 +18,14 @@ SPANS = ("variant=adaptive_span", *RAMP, "variant.attention.span.loss_weight=0",
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, dict]:
-    """A finished run with learned spans of about 8 of 16 keys, and its summary."""
+    """The folder and the summary of a run whose learned spans are about 8 of 16 keys."""
     words = ("budget.steps=6", f"outputs={tmp_path_factory.mktemp('runs')}", "eval.windows=true")
     job, summary = whole_run(*SPANS, *words)
     return job.folder.path, summary
 
 
 def evaluated(run: Path, *overrides: str) -> dict:
-    """What the command does, in this process; returns the row that it appended."""
+    """Run the command in this process. Returns the row that it appended."""
     evaluate.main.__wrapped__(compose_config(f"run={run}", *CPU, *overrides, name="evaluate"))
     return json.loads((run / EVALUATIONS).read_text().splitlines()[-1])
 
@@ -35,7 +35,7 @@ def spans(row: dict) -> list[float]:
 
 
 @pytest.mark.parametrize("split", ["valid", "test"])
-def test_the_runs_protocol_gives_the_runs_number(trained, split, capsys):
+def test_the_protocol_of_the_run_reproduces_its_score(trained, split, capsys):
     run, summary = trained
     row = evaluated(run, f"split={split}", "eval.bytes=400")
     assert row["bits_per_byte"] == summary[f"{split}_bits_per_byte"]
@@ -49,7 +49,7 @@ def test_the_runs_protocol_gives_the_runs_number(trained, split, capsys):
 
 
 @pytest.mark.numeric
-def test_each_call_appends_one_row_with_its_protocol(trained, capsys):
+def test_each_call_appends_a_row_with_its_protocol(trained, capsys):
     run, _ = trained
     before = len((run / EVALUATIONS).read_text().splitlines()) if (run / EVALUATIONS).exists() else 0
     words = (("eval.streams=1", "eval.segment=7"), ("eval.context=0",), ("eval.context=0", "eval.segment=16"))
@@ -59,21 +59,23 @@ def test_each_call_appends_one_row_with_its_protocol(trained, capsys):
     protocol |= {"vocabulary": 256, "drop_newlines": False, "split": [0.9, 0.05, 0.05]}
     assert whole["protocol"] == protocol and other["protocol"] == protocol | {"streams": 1, "segment": 7}
     assert whole["bytes"] == other["bytes"] == 999 and whole["split"] == "test"
-    assert "*" not in capsys.readouterr().out  # nothing was capped
+    assert "*" not in capsys.readouterr().out  # the mark of a capped split
     assert whole["bits_per_byte"] != other["bits_per_byte"]
-    assert whole["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=0.02)  # two cold starts less
+    assert whole["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=0.02)  # two cold starts fewer
     assert cold[0]["bits_per_byte"] == pytest.approx(cold[1]["bits_per_byte"], abs=1e-6)
     assert cold[0]["protocol"] == protocol | {"context": 0} and cold[0]["bits_per_byte"] != whole["bits_per_byte"]
 
 
 @pytest.mark.numeric
-def test_another_span_keeps_learned_spans_in_keys(trained):
+def test_another_span_keeps_the_learned_spans_as_numbers_of_keys(trained):
     run, summary = trained
     same = evaluated(run, "eval.bytes=400")
     assert all(4 < span < 12 for span in spans(same)) and summary["protocol"]["span"] == 16
     wider = evaluated(run, "eval.bytes=400", "eval.span=40")
     assert spans(wider) == pytest.approx(spans(same), abs=1e-4) and wider["protocol"]["span"] == 40
-    assert wider["bits_per_byte"] == pytest.approx(same["bits_per_byte"], abs=1e-5)  # no head needs more than it has
+    assert wider["bits_per_byte"] == pytest.approx(
+        same["bits_per_byte"], abs=1e-5
+    )  # the learned spans are shorter than both
     narrower = evaluated(run, "eval.bytes=400", "eval.span=3")
     assert spans(narrower) == [3.0] * 4 and narrower["bits_per_byte"] != same["bits_per_byte"]
 
@@ -86,7 +88,7 @@ def test_another_span_keeps_learned_spans_in_keys(trained):
         ("eval.bytes=-5", "eval.bytes=-5: must be greater than or equal to 2"),
     ],
 )
-def test_bad_input_appends_nothing(trained, override, words):
+def test_invalid_values_are_refused_and_append_no_row(trained, override, words):
     run, _ = trained
     before = (run / EVALUATIONS).read_text() if (run / EVALUATIONS).exists() else None
     with pytest.raises(ValueError, match=words):
@@ -94,7 +96,7 @@ def test_bad_input_appends_nothing(trained, override, words):
     assert before == ((run / EVALUATIONS).read_text() if (run / EVALUATIONS).exists() else None)
 
 
-def test_no_run_folder_other_weights_and_the_end_of_positions(tmp_path):
+def test_folders_without_a_run_changed_weights_and_spans_beyond_the_positions_are_refused(tmp_path):
     with pytest.raises(ValueError, match="run=.*: must be a run folder"):
         evaluated(tmp_path)
     job, _ = whole_run("position=relative", "budget.steps=2", f"outputs={tmp_path}")

@@ -1,4 +1,4 @@
-"""The driver of the front page's runs: which cells a stage has, what is skipped, and whose spans are replayed."""
+"""``bench.evidence``, the driver of the front page's runs: the cells of each stage, and the replay of learned spans."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from bench.evidence import LR_FACTOR, Runner, span_word, stage_cells, sweep_grid
-from tests.composing import compose_config, plan
+from tests.small_configs import compose_config, plan
 
 EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
 STAGES, REPLAYS = EVIDENCE["stages"], EVIDENCE["replays"]
@@ -21,7 +21,7 @@ def line(words, spans, *, status="finished") -> dict:
     return {"cell": words, "summary": {"status": status, "valid_metrics": metrics}}
 
 
-def test_stages_have_the_cells_of_their_grids(tmp_path):
+def test_every_stage_has_the_cells_of_its_grids(tmp_path):
     stages = {name: stage_cells(grids, words=[], rows=tmp_path, replays=REPLAYS) for name, grids in STAGES.items()}
     sizes = {"a": 63, "a2": 0, "a3": 12, "b": 24, "c": 18, "d": 52, "e": 24, "recall": 54, "today": 32, "long": 5}
     sizes |= {"skills": 102, "combinations": 13}
@@ -29,13 +29,13 @@ def test_stages_have_the_cells_of_their_grids(tmp_path):
     assert all(len({cell.words for cell in stage}) == len(stage) for stage in stages.values())
     assert not {cell.words for cell in stages["d"]} & {cell.words for cell in (*stages["b"], *stages["c"])}
     assert {cell.file.name for cell in stages["e"]} == {"front_page_10mb.jsonl"}
-    for stage in stages.values():  # a run that waits for another's spans begins after it
+    for stage in stages.values():  # a run that replays spans comes after the run that learns them
         order = [cell.words for cell in stage]
         assert all(order.index(cell.span_words) < order.index(cell.words) for cell in stage if cell.span_words)
 
 
 @pytest.mark.parametrize("name", ["rates", "front_page", "recall", "long"])
-def test_sweeps_and_stages_are_of_one_protocol_and_arithmetic(name, tmp_path):
+def test_a_sweep_has_the_cells_protocol_and_precision_of_its_stage(name, tmp_path):
     words = [f"{key}={value}" for key, value in sweep_grid(name).items()]
     jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
     typed = {frozenset(job) for job in jobs}
@@ -50,7 +50,7 @@ def test_sweeps_and_stages_are_of_one_protocol_and_arithmetic(name, tmp_path):
 
 
 def rates_file(folder, scores: dict[str, dict[str, float | None]]) -> None:
-    """Made-up lines of the sweep of rates; a run without a score diverged."""
+    """Write fictitious lines of the sweep of learning rates. A run without a score has diverged."""
     made = []
     for name, rates in scores.items():
         for rate, bits in rates.items():
@@ -60,7 +60,7 @@ def rates_file(folder, scores: dict[str, dict[str, float | None]]) -> None:
     (folder / "rates.jsonl").write_text("".join(made))
 
 
-def test_a_best_rate_at_an_end_is_tried_one_step_further_until_it_is_none(tmp_path):
+def test_a_best_rate_at_an_end_of_the_range_extends_the_range_by_a_step(tmp_path):
     scores = {"mhsa": {"0.5": 3.0, "1": 2.9, "2": 2.8}, "local": {"0.5": 2.7, "1": 2.8, "2": None}}
     scores |= {"linear": {"0.5": 3.0, "1": 2.9, "2": 2.95}, "reformer": {"1": 3.0, "2": 2.9}}  # in between; not whole
     rates_file(tmp_path, scores)
@@ -74,7 +74,7 @@ def test_a_best_rate_at_an_end_is_tried_one_step_further_until_it_is_none(tmp_pa
     assert again.words == (*first, "variant=local", f"{LR_FACTOR}=0.125")
 
 
-def test_spans_are_replayed_by_layer_or_as_their_mean():
+def test_spans_are_replayed_for_each_layer_or_as_their_mean():
     spans = [[0.0, 3.00004]] + [[4.0, 5.0]] * 10  # of 11 layers: as text, layer 10 would come before layer 2
     word = span_word(line([], spans), mean=False)
     assert json.loads(word.partition("=")[2]) == [[0.0, 3.0], *spans[1:]]
@@ -84,7 +84,7 @@ def test_spans_are_replayed_by_layer_or_as_their_mean():
             span_word(nothing, mean=True)
 
 
-def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path, monkeypatch):
+def test_a_replay_uses_the_spans_of_its_seed_and_a_completed_run_gets_a_line(tmp_path, monkeypatch):
     words = ("sweep=front_page", "seed=3", "variant=uniform_span")
     every = stage_cells(STAGES["d"], words=[], rows=tmp_path / "rows", replays=REPLAYS)
     (cell,) = [cell for cell in every if cell.words[:3] == words]

@@ -1,4 +1,4 @@
-"""The feed-forward block against its reference, its start, dropout and sizes; and our RMSNorm, which is torch's."""
+"""The feed-forward sublayer: its reference, initial values, dropout and sizes. RMSNorm is compared with torch's."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def random_x() -> Tensor:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "relu2", "swiglu"])
-def test_value_and_every_gradient(activation, bias):
+def test_output_and_every_gradient_equal_those_of_the_reference(activation, bias):
     block, x = build(activation=activation, bias=bias), random_x()
     up, down = block.enter, block.leave
     biases = {"up_bias": up.bias, "down_bias": down.bias}
@@ -33,7 +33,7 @@ def test_value_and_every_gradient(activation, bias):
     assert_same(block(x).y, expected, named={"x": x} | dict(block.named_parameters()), tolerance=1e-12)
 
 
-def test_width_flops_and_a_start_at_zero_that_still_learns():
+def test_width_flops_and_the_zero_initialization():
     assert build(hidden=None).leave.weight.shape == (6, 24)
     assert build().ideal_flops() == 2 * (6 * 5 + 5 * 6)
     gated = build(activation="swiglu")
@@ -44,7 +44,7 @@ def test_width_flops_and_a_start_at_zero_that_still_learns():
     assert (y == 0).all() and block.leave.weight.grad.any() and block.enter.weight.any()
 
 
-def test_dropout_is_of_the_activations_and_follows_the_generator():
+def test_dropout_applies_to_the_activations_and_follows_torchs_generator():
     block, x, inner = build(dropout=0.5, hidden=40), random_x(), []
     block.leave.register_forward_pre_hook(lambda _, inputs: inner.append(inputs[0]))
     torch.manual_seed(3)
@@ -59,7 +59,7 @@ def test_dropout_is_of_the_activations_and_follows_the_generator():
     assert 0.2 < (inner[0][plain > 0] == 0).double().mean() < 0.8
 
 
-def test_bad_input_names_the_key_and_the_allowed():
+def test_invalid_values_are_refused_with_the_key_and_the_allowed_values():
     with pytest.raises(ValueError, match="activation=tanh: allowed are relu, gelu, relu2, swiglu"):
         build(activation="tanh")
     with pytest.raises(ValueError, match="hidden=0: allowed are numbers from 1, or null"):
@@ -67,7 +67,7 @@ def test_bad_input_names_the_key_and_the_allowed():
 
 
 @pytest.mark.parametrize(("shape", "eps"), [((3, 5, 8), None), ((1, 1, 7), 1e-3)])
-def test_rms_norm_is_torchs(shape, eps):
+def test_rms_norm_equals_torchs(shape, eps):
     torch.manual_seed(0)
     ours, theirs = RMSNorm(shape[-1], eps=eps).double(), nn.RMSNorm(shape[-1], eps=eps).double()
     ours.weight.data.normal_()
@@ -76,9 +76,9 @@ def test_rms_norm_is_torchs(shape, eps):
     assert_same(ours(x), theirs(x), named={"x": x, "weight": ours.weight})
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         low = x.detach().to(dtype)
-        mine, their = RMSNorm(shape[-1])(low), nn.RMSNorm(shape[-1])(low)
-        assert mine.dtype == their.dtype
-        torch.testing.assert_close(mine, their, rtol=tolerance, atol=1e-5)
-    nothing = torch.zeros(2, 4, requires_grad=True)
-    RMSNorm(4)(nothing).sum().backward()
-    assert nothing.grad.isfinite().all()
+        actual, expected = RMSNorm(shape[-1])(low), nn.RMSNorm(shape[-1])(low)
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=1e-5)
+    zeros = torch.zeros(2, 4, requires_grad=True)
+    RMSNorm(4)(zeros).sum().backward()
+    assert zeros.grad.isfinite().all()

@@ -1,4 +1,4 @@
-"""``bench.fit``: predictions against what a fresh process measures, closed forms, the search, and the command."""
+"""``bench.fit``: its prediction against the measured peak, closed forms, the search for streams, and the command."""
 
 import ctypes
 import os
@@ -15,9 +15,9 @@ from harness.count.memory import PeakMemory, optimizer_bytes, tensor_bytes
 from harness.device import runtime
 from harness.loop.update import Update
 from harness.plan.build import Plan
-from tests.command import call, empty_folder  # noqa: F401 - a fixture
-from tests.composing import TINY, plan, small
-from tests.many import launch
+from tests.command_line import call, empty_folder  # noqa: F401 - a fixture
+from tests.rank_processes import launch
+from tests.small_configs import TINY, plan, small
 
 MIB = 2**20
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
@@ -27,21 +27,23 @@ MMAP_THRESHOLD = -3
 
 
 def peak_bytes(words: tuple[str, ...]) -> int:
-    """Of a second step, in a process that computed nothing yet; glibc reads the variable too late for a forked one."""
+    """Peak memory of the second training step, in a process that has computed nothing yet."""
+    # glibc reads the variable at the start of the server, before the test sets it.
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
     made = plan(*words)
-    list(steps(made, 1, streams=1))  # loads what libraries need
+    list(steps(made, 1, streams=1))  # libraries allocate memory at their first use
     meter = PeakMemory(torch.device("cpu"))
-    for number, _ in enumerate(steps(made, 2, streams=made.batch.streams)):
-        if number == 1:
+    for step, _ in enumerate(steps(made, 2, streams=made.batch.streams)):
+        if step == 1:
             meter.reset()
     return meter.read().bytes
 
 
-def steps(made: Plan, number: int, *, streams: int) -> Iterator[None]:
+def steps(made: Plan, n_steps: int, *, streams: int) -> Iterator[None]:
+    """Take training steps on random bytes. Yields before each of them."""
     model, batch, state = made.make_model(), made.batch, None
     update = Update(model, made.make_optimizers(model), runtime.start(made.runtime))
-    for _ in range(number):
+    for _ in range(n_steps):
         yield
         inputs, targets = (torch.randint(256, (streams, batch.segment)) for _ in range(2))
         state = update(inputs, targets, state, fraction=0.5)[1]
@@ -58,24 +60,20 @@ CASES = {
         *("batch.carry=true", "runtime.checkpoint=layers", "optim=adamw", "model.d_model=256"),
     ),
 }
-"""A step takes little more than the 50 MiB next to which an allocator's own blocks are small."""
+"""Runs whose step needs somewhat more than 50 MiB, so that the overhead of the allocator is small."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark can be lowered on Linux only")
-def test_predictions_are_what_is_measured(monkeypatch):
-    """Peaks of a training step in warm state, each in a process of its own.
-
-    glibc raises the size from which on freed blocks go back to the system, and keeps up to 60% more than is in use;
-    with a fixed size the high-water mark is that of memory in use.
-    """
+def test_the_prediction_is_within_10_percent_of_the_measured_peak(monkeypatch):
+    """By default glibc may hold 60% more memory than is in use. A fixed threshold makes it return freed blocks."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    measured = {case: launch(peak_bytes, words, number=1)[0] for case, words in CASES.items()}
+    measured = {case: launch(peak_bytes, words, world_size=1)[0] for case, words in CASES.items()}
     predicted = {case: predict(plan(*words))["predicted_peak_bytes"] for case, words in CASES.items()}
     assert min(measured.values()) > 50 * MIB
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
-def test_split_has_the_closed_forms():
+def test_the_parts_of_the_prediction_have_their_closed_forms():
     made = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
     split, model = predict(made)["split"], made.make_model()
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
@@ -86,12 +84,12 @@ def test_split_has_the_closed_forms():
     optimizers.step(0.5)
     assert len(optimizers.optimizers) > 1
     assert split["optimizer"] == optimizer_bytes(optimizers.optimizers.values())
-    # Two layers' keys and values of a full past (15) for two streams, where these are, inputs and targets; views may keep more.
-    shown, batch = 2 * 2 * (2 * 15 * 32 * 4), 2 * 2 * 16 * 8
-    assert shown <= split["state"] - batch - 2 * 8 <= shown * 4 / 3
+    # Keys and values of 15 past bytes in two layers and two streams. Views may keep a third more in memory.
+    past, batch = 2 * 2 * (2 * 15 * 32 * 4), 2 * 2 * 16 * 8
+    assert past <= split["state"] - batch - 2 * 8 <= past * 4 / 3
 
 
-def test_learned_spans_are_projected():
+def test_the_predicted_state_follows_the_learned_spans():
     words = ("variant=adaptive_span", "model.layers=1", "model.span=512", "batch.carry=true", "batch.segment=64")
     starts = [plan(*ON_CPU, *TINY, *words, f"variant.attention.span.initial={share}") for share in (0.02, 1)]
     short, long = (predict(start)["split"]["state"] for start in starts)
@@ -99,25 +97,25 @@ def test_learned_spans_are_projected():
 
 
 @pytest.mark.parametrize("variant", ["dynamic_span", "product_key_memory"])
-def test_what_depends_on_values_is_predicted_for_a_gpu(variant):
+def test_variants_whose_shapes_depend_on_values_are_predicted_for_a_gpu(variant):
     words = ("runtime.device=cuda", "runtime.checkpoint=layers")
     assert predict(plan(f"variant={variant}", *small(variant), *TINY[:-3], *words))["predicted_peak_bytes"] > 0
 
 
-def test_on_a_gpu_attention_keeps_no_scores():
+def test_on_a_gpu_the_default_backend_saves_no_scores():
     sizes = ("model.dropout=0.1", "batch.segment=256", "model.span=256", "batch.streams=8", "runtime.device=cuda")
     plain, auto = (predict(plan(*TINY[:-3], *sizes, *words)) for words in (["runtime.backend=plain"], []))
     assert (plain["backend"], auto["backend"]) == ("plain", "chunked")
-    scores = 2 * 8 * 2 * 256 * 256 * 2  # of two layers, 8 streams and 2 heads, in bfloat16
+    scores = 2 * 8 * 2 * 256 * 256 * 2  # in two layers, 8 streams and 2 heads, in bfloat16
     assert plain["split"]["activations"] - auto["split"]["activations"] > scores
 
 
 @pytest.mark.parametrize(("limit", "least", "most"), [(99, 1, 0), (114, 3, 3), (12345, 2, 1750), (10**9, 1, 2**12)])
-def test_search_finds_the_last_that_fits(limit, least, most):
+def test_the_search_returns_the_largest_number_of_streams_that_fits(limit, least, most):
     assert fit.most_streams(lambda streams: 93 + 7 * streams, limit_bytes=limit, min_streams=least) == most
 
 
-def test_memory_is_read_or_refused():
+def test_device_memory_is_parsed_or_refused():
     sizes = {"24GiB": 24 * 2**30, "80GB": 80 * 10**9, "1.5 gib": 3 * 2**29, 4096: 4096}
     assert {text: fit.parse_memory(text) for text in sizes} == sizes
     for text in ("24GX", "-1GB", True, "1e400"):
@@ -129,7 +127,7 @@ def run_fit(*words: str):
     return call("bench/fit.py", "data.bytes=20000", *TINY[:-2], "model.layers=1", *words)
 
 
-def test_the_command_prints_a_table(here):
+def test_the_command_prints_the_parts_of_the_peak(here):
     ended = run_fit("device_memory=1MiB", "runtime.backend=plain", "runtime.device=cpu")
     assert ended.code == 0, ended.err
     table = dict(re.split(r"  +", line.strip())[:2] for line in ended.out.splitlines() if "  " in line.strip())

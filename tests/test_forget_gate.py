@@ -1,4 +1,4 @@
-"""The forget gate (2503.02130): its limit, and far into a stream. ``test_by_reference.py`` has values and gradients."""
+"""The forget gate (2503.02130) besides its reference: the limit of open gates, and positions far along a stream."""
 
 from functools import partial
 
@@ -14,36 +14,37 @@ pytestmark = pytest.mark.numeric
 
 
 @BACKENDS
-def test_a_gate_of_one_forgets_nothing(backend):
+def test_open_gates_give_plain_attention(backend):
     case = Case(past=6, position="rotary", backend=backend)
     mhsa, (past, x) = case.build(), case.stream()
     gated = case.build(partial(Attention, key_bias=partial(ForgetGate, initial=100.0)))
-    weights = {name: (one, gated.get_parameter(name)) for name, one in mhsa.named_parameters()}
-    assert all(torch.equal(*pair) for pair in weights.values())
-    y, gated.wanted_backend = run(mhsa, x, past), backend
-    named = {"x": x} | {name: pair[1] for name, pair in weights.items()}
-    expected = dict(zip(named, torch.autograd.grad(y.square().sum(), [x, *mhsa.parameters()]), strict=True))
-    faded = run(gated, x, past)
-    gradients = torch.autograd.grad(faded.square().sum(), list(named.values()))
-    assert_near(faded, y, tolerance=1e-14)
-    for (name, one), other in zip(expected.items(), gradients, strict=True):
-        assert_near(other, one, tolerance=1e-12, what=name)
+    named = {"x": x} | {name: gated.get_parameter(name) for name, _ in mhsa.named_parameters()}
+    assert all(torch.equal(parameter, named[name]) for name, parameter in mhsa.named_parameters())
+    expected_y, gated.wanted_backend = run(mhsa, x, past), backend
+    expected = torch.autograd.grad(expected_y.square().sum(), [x, *mhsa.parameters()])
+    y = run(gated, x, past)
+    assert_near(y, expected_y, tolerance=1e-14)
+    gradients = torch.autograd.grad(y.square().sum(), list(named.values()))
+    for name, gradient, expected_gradient in zip(named, gradients, expected, strict=True):
+        assert_near(gradient, expected_gradient, tolerance=1e-12, what=name)
 
 
 @BACKENDS
-def test_at_byte_a_million_it_is_the_loop_over_its_reach(backend):
-    """Biases are carried as they count from the last byte, so a state has nothing of what is older than its keys: 700
-    bytes leave the state that the last 256, the reach, leave. These, put before byte 10^6, stand for all of the stream."""
+def test_at_position_a_million_it_equals_the_reference_over_its_reach(backend):
+    """Carried biases count from the last byte, so a state after 700 bytes equals that after the last 256, its reach.
+
+    The reference therefore needs only the 256 bytes before position 10^6.
+    """
     case = Case(length=5, past=256, span=257, position="rotary", backend=backend)
     attention, (past, x) = case.build(partial(Attention, key_bias=ForgetGate)), case.stream()
     exact = by_reference(attention, x=x, past=past, position="rotary").detach()
-    attention, (past, x), at = attention.float(), (one.detach().float() for one in (past, x)), torch.tensor([10**6] * 2)
-    long, state = torch.cat([torch.randn(2, 444, D), past], dim=1), None
+    attention, past, x, at = attention.float(), past.float(), x.detach().float(), torch.tensor([10**6] * 2)
+    stream, state = torch.cat([torch.randn(2, 444, D), past], dim=1), None
     for begin in range(0, 700, 70):
-        state = attention(long[:, begin : begin + 70], state, at - 700 + begin).state
+        state = attention(stream[:, begin : begin + 70], state, at - 700 + begin).state
     direct = attention(past, None, at - 256).state
-    for one, other in zip(state, direct, strict=True):
-        assert_near(one, other, tolerance=2e-6)
+    for part, expected in zip(state, direct, strict=True):
+        assert_near(part, expected, tolerance=2e-6)
     assert state[2].shape == (2, 3, 256) and not state[2][..., -1].any()
     assert_near(attention(x, direct, at).y.double(), exact, tolerance=1e-5)
     errors = []

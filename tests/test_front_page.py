@@ -1,4 +1,4 @@
-"""README's table, its picture and docs/results.md are those of the committed rows, and of nothing else."""
+"""The table and picture of README and docs/results.md are made from the committed rows."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def line(variant: str, seed: int, test: float, *, status="finished", check="ship
 
 @pytest.fixture
 def folder(tmp_path):
-    """Rows of three mechanisms, of which one has leaked and one has diverged once."""
+    """Rows of three mechanisms. One run is not causal and one has diverged."""
 
     def write(name: str, lines: list[dict]) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
@@ -49,7 +49,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_committed_pages_are_those_of_the_rows():
+def test_the_committed_pages_are_up_to_date():
     for name, block in (
         (README, front_page.readme_table(ROOT / RESULTS)),
         (PAGE, results_page.sections(ROOT / RESULTS)),
@@ -61,7 +61,7 @@ def test_committed_pages_are_those_of_the_rows():
     assert not CLAIM.findall((ROOT / README).read_text(encoding="utf-8")), "a claim of speed needs its row"
 
 
-def test_a_row_has_its_interval_reach_costs_and_place_among_compressors(folder, monkeypatch):
+def test_the_table_has_intervals_reach_costs_and_compressors_in_order_of_score(folder, monkeypatch):
     assert "`linear`" not in front_page.readme_table(folder), "README has the rows of `readme`"
     monkeypatch.setitem(front_page.VARIANTS, "readme", ["mhsa", "adaptive_span", "linear"])
     rows = front_page.readme_table(folder).splitlines()[2:]
@@ -74,7 +74,7 @@ def test_a_row_has_its_interval_reach_costs_and_place_among_compressors(folder, 
     assert "| 2.4500 (n=1) | +0.1500 (n=1) | 31 |" in rows[3], "leaked and diverged runs have no score"
 
 
-def test_the_page_has_every_table_and_names_runs_without_a_score(folder):
+def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder):
     text = results_page.sections(folder)
     for words in (
         "selective_copying, all | state_tracking, 2 | state_tracking, 16 |",
@@ -91,7 +91,7 @@ def test_the_page_has_every_table_and_names_runs_without_a_score(folder):
     assert "## A span of 4,096" not in text, "there are no such rows"
 
 
-def test_the_picture_and_a_page_without_markers(folder, tmp_path, monkeypatch):
+def test_the_picture_is_drawn_and_a_page_without_markers_is_refused(folder, tmp_path, monkeypatch):
     assert front_page.figure_png(folder).startswith(b"\x89PNG")
     monkeypatch.setattr(front_page, "ROOT", tmp_path)
     (tmp_path / README).write_text("no markers")

@@ -1,4 +1,4 @@
-"""No number moves by accident: every shipped variant computes what its golden file says, by plain PyTorch and by the kernel."""
+"""Every shipped variant computes the numbers in its golden file, with the plain backend and with the kernel."""
 
 import os
 import subprocess
@@ -9,15 +9,15 @@ import pytest
 from tests import golden
 from tests.golden import BACKENDS, CASES, VARIANTS, differences, explained, measure, numerics, path_of, read
 from tests.golden import __main__ as command
-from tests.needs import need
+from tests.requirements import require
 from variants.kernels import window_cpu
 
 TELLING = "adaptive_span_far compressed_top_k linear_decay mhsa_relative performer product_key_memory reformer"
-"""Cases that have all kinds of arithmetic between them; the others combine these."""
+"""Cases that cover all types of arithmetic. The others are combinations of them."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_variant_has_a_golden_file_of_its_numerics(case):
+def test_every_case_has_a_golden_file_with_the_current_numerics(case):
     assert path_of(case).exists(), (
         f"tests/golden/{case}.json is missing: raise or set numerics, run python -m tests.golden"
     )
@@ -31,36 +31,35 @@ def test_every_variant_has_a_golden_file_of_its_numerics(case):
     assert file.get("tolerance", golden.TOLERANCE) == golden.TOLERANCE or file["why"]
 
 
-def test_no_golden_file_is_of_nothing():
+def test_every_golden_file_has_a_case():
     assert {path.stem for path in golden.FOLDER.glob("*.json")} == set(CASES) >= set(VARIANTS)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_numbers_are_golden(case):
-    """Both backends in one test, which composes once; the kernel last, because it may not be here."""
+def test_both_backends_compute_the_golden_numbers(case):
     file = read(case)
-    for backend in sorted(BACKENDS, reverse=True):
-        need(backend != "kernel" or window_cpu.available() is None, "the CPU's kernel is not available")
+    for backend in sorted(BACKENDS, reverse=True):  # the kernel last, because it may not be available
+        require(backend != "kernel" or window_cpu.available() is None, "the CPU's kernel is not available")
         numbers = measure(case, backend=backend)
         assert (numbers is not None) == (backend in file["executed_flops_per_byte"]), f"{case}: has it a {backend}?"
         moved = differences(file, numbers or {})
         assert not moved, explained(case, moved)
 
 
-def test_numbers_are_golden_by_the_plainest_instructions_as_well():
-    """Of a child process: torch and MKL read the variables when they begin."""
-    plainest = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"}
+def test_the_golden_numbers_do_not_depend_on_the_instruction_set():
+    """A child process is needed because torch and MKL read the variables when they start."""
+    variables = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"}
     child = subprocess.run(
         [sys.executable, "-m", "tests.golden", "check", "plain", *TELLING.split()],
         cwd=golden.FOLDER.parents[1],
-        env=os.environ | plainest,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
     )
     assert child.returncode == 0, child.stdout + child.stderr
 
 
-def test_who_moves_a_number_is_told_file_key_both_numbers_and_what_to_do(monkeypatch, tmp_path, capsys):
+def test_a_changed_number_is_reported_with_file_key_both_numbers_and_instructions(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(golden, "FOLDER", tmp_path)
     monkeypatch.setattr(command, "measure", lambda case, *, backend: _measured(backend, loss=2.0))
     assert command.main(["mhsa"]) == 0 and not differences(read("mhsa"), _measured("plain", loss=2.0 + 1e-9))

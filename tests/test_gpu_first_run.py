@@ -1,4 +1,4 @@
-"""``tests/gpu_first_run.sh``: its commands compose for a GPU, it stops at the first that fails, and it compares rows."""
+"""``tests/gpu_first_run.sh``: its commands compose for a GPU, it stops at the first failure, and it compares rows."""
 
 import json
 import os
@@ -10,19 +10,19 @@ from omegaconf import OmegaConf
 
 from harness.plan.build import plan_run
 from tests import gpu_rows
-from tests.command import ROOT
-from tests.composing import CONF, compose_config
+from tests.command_line import ROOT
+from tests.small_configs import CONF, compose_config
 
 STUB = """#!/bin/sh
 case "$*" in *device_count*) echo 2; exit;; esac
 echo "$(basename "$0") $*" >>calls
 [ "$(wc -l <calls)" -ne "$FAIL_AT" ]
 """
-"""Notes the command in place of running it, and fails at its turn; there are two devices."""
+"""Writes the command to ``calls`` instead of running it, and fails at call ``FAIL_AT``. There are two devices."""
 
 
 def run_script(folder: Path, *, fail_at: int) -> tuple[int, list[str]]:
-    """Exit code, and the commands that were called."""
+    """Exit code of the script and the commands that it called."""
     folder.mkdir()
     for name in ("nvidia-smi", "c++", "python", "torchrun"):
         (folder / name).write_text(STUB)
@@ -33,14 +33,14 @@ def run_script(folder: Path, *, fail_at: int) -> tuple[int, list[str]]:
     return code, (folder / "calls").read_text().splitlines()
 
 
-def test_it_stops_at_the_first_command_that_fails(tmp_path):
+def test_the_script_stops_at_the_first_command_that_fails(tmp_path):
     code, commands = run_script(tmp_path / "all", fail_at=0)
     assert code == 0 and len(commands) == 13
     for turn in range(1, len(commands) + 1):
         assert run_script(tmp_path / str(turn), fail_at=turn) == (1, commands[:turn])
 
 
-def test_its_commands_compose_for_a_gpu(tmp_path):
+def test_the_commands_of_the_script_compose_for_a_gpu(tmp_path):
     _, commands = run_script(tmp_path / "all", fail_at=0)
     verbs = []
     for words in (command.split() for command in commands):
@@ -54,7 +54,7 @@ def test_its_commands_compose_for_a_gpu(tmp_path):
     assert verbs == ["check", "fit", "train", "train", "train", "cost", "train"]
 
 
-def test_sweeps_on_a_gpu_have_every_variant_with_a_kernel():
+def test_the_sweeps_for_a_gpu_have_every_variant_but_the_controls():
     lists = [OmegaConf.load(CONF / "sweep" / f"{name}.yaml").hydra.sweeper.params for name in ("smoke", "leaderboard")]
     assert lists[0].variant == lists[1].variant
     controls = {"all_attention_6", "all_attention_10", "linear_decay", "mhsa_8_layers", "mhsa_alibi", "performer_decay"}
@@ -66,7 +66,7 @@ def test_sweeps_on_a_gpu_have_every_variant_with_a_kernel():
 
 @pytest.fixture
 def rows(tmp_path):
-    """Rows of a first run on which every check holds; returns a function that changes one."""
+    """A function that writes the rows of a successful first run, in which arguments can change one row."""
     summary = {"valid_bits_per_byte": 3.0, "bytes_per_second": 200.0, "memory": {"peak_bytes": 100 * 2**20}}
 
     def write(name: str = "", **changes: object) -> Path:

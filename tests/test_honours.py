@@ -1,13 +1,13 @@
-"""What a mechanism follows of a run's choices: the rest is refused by name, and what it accepts must change what it gives."""
+"""``honours``: choices that a mechanism does not follow are refused, and others must change its output."""
 
 import pytest
 
 from bench.conformance import check_choices
 from harness.plan.build import plan_run
 from harness.plan.small import shrink
-from tests import toys
-from tests.composing import compose_config
+from tests import broken_sublayers as broken
 from tests.promises import Sums
+from tests.small_configs import compose_config
 from tests.test_check import toy
 from variants.conformance import outcome
 from variants.contract import Honours, Position
@@ -18,7 +18,7 @@ IGNORED = ("position=alibi,none", "model.cache=hidden,kv", "model.attend_self=fa
 
 
 class Slopes(Alibi):
-    """From outside: nothing overridden, everything inherited."""
+    """A subclass that overrides no method."""
 
 
 class TurnsAndAdds(Rotary):
@@ -35,7 +35,7 @@ class Decays(Sums):
     honours = Honours(position={"decay"}, attend_self={True, False})
 
 
-def test_what_a_scheme_does_is_in_the_methods_that_it_has():
+def test_the_ways_of_a_position_scheme_follow_from_the_methods_that_it_overrides():
     schemes = {Embeds: set(), Rotary: {"rotate"}, Relative: {"vectors"}, Slopes: {"decay"}}
     schemes |= {TurnsAndAdds: {"rotate", "bias"}}
     assert {scheme: scheme.ways() for scheme in schemes} == schemes
@@ -63,7 +63,7 @@ def positioned(scheme: type) -> tuple[str, ...]:
         ),
     ],
 )
-def test_what_a_mechanism_does_not_follow_is_refused(cls, words, line):
+def test_a_choice_that_a_mechanism_does_not_follow_is_refused(cls, words, line):
     with pytest.raises(ValueError, match=line):
         toy(cls, *words).make_model()
     for followed in (("position=alibi", "model.attend_self=false"), positioned(Slopes), positioned(Embeds)):
@@ -73,15 +73,15 @@ def test_what_a_mechanism_does_not_follow_is_refused(cls, words, line):
 @pytest.mark.parametrize(
     ("cls", "words", "lines"),
     [
-        (toys.IgnoresPosition, (), [SAME.format("position=none,rotary")]),
-        (toys.IgnoresCache, (), [SAME.format("model.cache=hidden,kv")]),
-        (toys.IgnoresSpan, (), [SAME.format("model.span=13,26,6")]),
-        (toys.DeniesSpan, (), ["the output of BOTH differs with model.span=13,26,6, which its honours exclude"]),
-        (toys.WrappedBoasting, ("position=alibi",), [SAME.format(key) for key in IGNORED]),
+        (broken.IgnoresPosition, (), [SAME.format("position=none,rotary")]),
+        (broken.IgnoresCache, (), [SAME.format("model.cache=hidden,kv")]),
+        (broken.IgnoresSpan, (), [SAME.format("model.span=13,26,6")]),
+        (broken.DeniesSpan, (), ["the output of BOTH differs with model.span=13,26,6, which its honours exclude"]),
+        (broken.WrappedBoasting, ("position=alibi",), [SAME.format(key) for key in IGNORED]),
         (Sums, ("position=none",), []),
     ],
 )
-def test_what_is_accepted_and_ignored_is_caught(cls, words, lines):
+def test_a_choice_that_is_declared_and_ignored_is_caught(cls, words, lines):
     both = "layers.0.toy, layers.1.toy"
     breaks = list(check_choices(shrink(toy(cls, *words, "runtime.backend=plain"))))
     assert breaks == [line.replace("BOTH", both) for line in lines]
@@ -94,7 +94,7 @@ def test_what_is_accepted_and_ignored_is_caught(cls, words, lines):
         ("variant=longformer", "variant.attention.windows=[4,9]"),
     ],
 )
-def test_spans_that_keywords_give_are_held_to_neither(words):
+def test_spans_set_by_keywords_may_follow_the_span_of_the_model_or_not(words):
     sizes = ("model.layers=2", "model.d_model=32", "model.heads=2", "model.span=13", "runtime.backend=plain")
     breaks, compared = outcome(check_choices(plan_run(compose_config("data=recall", *words, *sizes))))
     assert not breaks and "model.span (13, 26" in compared

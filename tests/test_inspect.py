@@ -1,4 +1,4 @@
-"""``python -m bench.inspect``: figures of what a trained run looks at, how far heads look, and what is refused."""
+"""``python -m bench.inspect``: figures of attention maps and spans of a trained run, and the reach of heads."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from matplotlib import image
 
 from bench import inspect
 from bench.inspect import reach
-from tests.composing import compose_config
-from tests.runs import whole_run
+from tests.small_configs import compose_config
+from tests.small_runs import whole_run
 
 MIXED = ("variant=adaptive_span", "sublayer@variant.attention=all_attention", "variant.attention.persistent.number=8")
 MIXED += ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4", "runtime.backend=plain")
@@ -18,12 +18,12 @@ FIGURES = ["inspect_attention.png", "inspect_spans.png"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A run of learned spans and persistent vectors, of two steps."""
+    """The folder of a run of two steps with learned spans and persistent vectors."""
     return whole_run(*MIXED, "budget.steps=2", f"outputs={tmp_path_factory.mktemp('runs')}")[0].folder.path
 
 
 def inspected(run: Path, *words: str) -> list[str]:
-    """What the command does, in this process; the figures that it leaves."""
+    """Run the command in this process. Returns the names of the figures that it wrote."""
     machine = ("runtime.device=cpu", "runtime.threads=1", "runtime.backend=plain", "bytes=24")
     for name in FIGURES:
         (run / name).unlink(missing_ok=True)
@@ -31,7 +31,7 @@ def inspected(run: Path, *words: str) -> list[str]:
     return sorted(path.name for path in run.glob("inspect_*.png"))
 
 
-def test_figures_of_a_run_or_of_a_text_of_ones_own_lie_in_its_folder(trained, tmp_path, monkeypatch):
+def test_figures_are_written_for_the_corpus_of_the_run_or_a_text_file(trained, tmp_path, monkeypatch):
     assert inspected(trained) == FIGURES
     for name in FIGURES:
         pixels = image.imread(trained / name)
@@ -48,7 +48,7 @@ def test_figures_of_a_run_or_of_a_text_of_ones_own_lie_in_its_folder(trained, tm
     }
 
 
-def test_what_gives_no_map_is_named(trained, monkeypatch, capsys):
+def test_a_sublayer_without_an_attention_map_is_named(trained, monkeypatch, capsys):
     monkeypatch.setattr("harness.model.LanguageModel.inspect", lambda *_: (None, {}))
     assert inspected(trained) == [] and "layers.0.attention is not drawn" in capsys.readouterr().out
 
@@ -61,19 +61,19 @@ def test_what_gives_no_map_is_named(trained, monkeypatch, capsys):
         (("bytes=60", f"text={'ab' * 500}"), "bytes=60: allowed is 40 or less"),
     ],
 )
-def test_mistakes_are_named(trained, monkeypatch, words, message):
+def test_mistakes_are_refused_by_key(trained, monkeypatch, words, message):
     monkeypatch.setattr(inspect, "MAX_CELLS", 4 * 40**2)
     with pytest.raises(ValueError, match=message):
         inspected(trained, *words)
     assert not list(trained.glob("inspect_*.png"))
 
 
-def test_reach_is_the_distance_within_which_the_mass_lies():
+def test_reach_is_the_distance_that_contains_a_fraction_of_the_mass():
     maps = np.zeros((3, 8, 8))
     for query in range(8):
         maps[0, query, query] = 1.0  # itself
         maps[1, query, max(0, query - 3)] = 1.0
-        maps[2, query, : query + 1] = 1 / (query + 1)  # all alike
+        maps[2, query, : query + 1] = 1 / (query + 1)  # uniform over all visible keys
     assert reach(maps, 0.5)[:2].tolist() == [0, 3] and reach(maps, 0.9)[:2].tolist() == [0, 3]
     distances = [distance for query in range(4, 8) for distance in range(query + 1) for _ in range(840 // (query + 1))]
     assert reach(maps, 0.5)[2] == pytest.approx(np.median(distances), abs=1)

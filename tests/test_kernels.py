@@ -1,5 +1,4 @@
-"""Attention over windows: every backend of a CPU against the plain one, and torch's CUDA
-operations as the fused backend calls them, pretended on a CPU."""
+"""Every CPU backend of attention over windows equals the plain one; the fused backend is also emulated as on CUDA."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from harness.count.flops import count_flops
 from tests.attention_case import DOUBLE, Largest, assert_near, assert_outcome, assert_same, gradients, outcome
-from tests.efficient_attention import backward, forward, pretended
-from tests.window_case import ATTEND, CASES, HEADS, LARGE, Case, packed, takes
+from tests.efficient_attention import backward, emulated, forward
+from tests.window_case import ATTEND, CASES, HEADS, LARGE, Case, can_compute, packed
 from variants.kernels import chunked, fused, operation, window
 from variants.kernels.window import Inputs, Persistent, Window
 
@@ -22,9 +21,9 @@ BACKENDS = pytest.mark.parametrize("backend", ["plain", "chunked", "fused", KERN
 
 @pytest.fixture(params=["cpu", "cuda"])
 def engine(request, monkeypatch):
-    """The kind of device whose operations the fused backend calls, CUDA's pretended on a CPU."""
+    """The device type whose operations the fused backend calls. Those of CUDA are emulated."""
     monkeypatch.setitem(fused.ENGINES, "cpu", fused.ENGINES[request.param])
-    with pretended() if request.param == "cuda" else nullcontext():
+    with emulated() if request.param == "cuda" else nullcontext():
         yield request.param
 
 
@@ -33,7 +32,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def assert_plain(backend: str, case: Case) -> None:
-    """Heads of unequal windows also packed."""
+    """Assert equality with the plain backend. Heads of unequal windows are also called with packed keys."""
     inputs, attend = case.inputs(), ATTEND[backend]
     named = {name: x for name, x in inputs.items() if x.requires_grad}
     expected = outcome(case.call(window.attend, inputs), named)
@@ -44,13 +43,12 @@ def assert_plain(backend: str, case: Case) -> None:
 
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_every_backend_is_plain(case):
-    """Value and every gradient; fused also as it calls torch on CUDA."""
+def test_output_and_every_gradient_of_each_backend_equal_those_of_plain(case):
     for backend in ATTEND.keys() - {"plain"}:
-        if takes(backend, case):
+        if can_compute(backend, case):
             assert_plain(backend, case)
-    if takes("fused", case):
-        with pytest.MonkeyPatch.context() as patched, pretended():
+    if can_compute("fused", case):
+        with pytest.MonkeyPatch.context() as patched, emulated():
             patched.setitem(fused.ENGINES, "cpu", fused.ENGINES["cuda"])
             assert_plain("fused", case)
 
@@ -60,23 +58,23 @@ LONG = Case(T=1900, max_keys=(64,), streams=1, vectors=True, persistent=8)
 
 
 @pytest.mark.parametrize("backend", ["chunked", "fused"])
-def test_sums_over_parts_are_rounded_once(backend):
-    """In bfloat16 value and gradients are hardly farther from float64 than those of plain attention, however many parts."""
+def test_in_bfloat16_errors_do_not_grow_with_the_number_of_parts(backend):
+    """Errors of the output and gradients against float64 are little larger than those of plain attention."""
     case, factor = (WIDE, 2) if backend == "fused" else (LONG, 1.3)
     exact, outcomes = case.inputs(), []
     exact["q"].data /= case.width**0.5 if backend == "fused" else 1
     for attend, dtype in ((window.attend, DOUBLE), (window.attend, torch.bfloat16), (ATTEND[backend], torch.bfloat16)):
-        fine = torch.float32 if dtype != DOUBLE else DOUBLE
-        inputs = {n: x.detach().to(fine if n in ("z", "bias") else dtype) for n, x in exact.items()}
+        span_dtype = torch.float32 if dtype != DOUBLE else DOUBLE
+        inputs = {n: x.detach().to(span_dtype if n in ("z", "bias") else dtype) for n, x in exact.items()}
         moved = [x.requires_grad_() for n, x in inputs.items() if n != "bias"]
         y = case.call(attend, inputs)
         outcomes.append([x.double() for x in (y, *gradients(y, moved))])
-    for exactly, plain, mine in zip(*outcomes, strict=True):
-        assert (mine - exactly).norm() <= factor * (plain - exactly).norm()
+    for expected, plain, actual in zip(*outcomes, strict=True):
+        assert (actual - expected).norm() <= factor * (plain - expected).norm()
 
 
-def test_parts_are_merged_before_they_are_rounded(engine):
-    """Values of 1 in the context and of -1 beside it, all weights equal: (n - N) / (n + N), in which much cancels."""
+def test_context_and_persistent_vectors_are_merged_before_they_are_rounded(engine):
+    """With equal weights, values 1 in the context and -1 in the persistent vectors, the output is (n - N) / (n + N)."""
     case = Case(T=100, max_keys=(100,), persistent=33, width=8, dtype=torch.bfloat16, streams=1)
     inputs = {name: torch.zeros_like(x) for name, x in case.inputs().items()}
     inputs |= {"v": torch.ones_like(inputs["v"]), "extra_v": -torch.ones_like(inputs["extra_v"])}
@@ -85,8 +83,7 @@ def test_parts_are_merged_before_they_are_rounded(engine):
 
 
 @BACKENDS
-def test_trimmed_columns_are_all_that_matter(backend):
-    """Keys beyond z + R change nothing, the gradient of z included; and those beyond the window are not read."""
+def test_keys_beyond_the_ramp_change_nothing_and_keys_beyond_the_window_are_not_read(backend):
     trimmed = Case(T=129, past=40, persistent=1, **HEADS["long"])
     whole, inputs = replace(trimmed, max_keys=(290,) * 4), trimmed.inputs()
     assert_same(trimmed.call(ATTEND[backend], inputs), whole.call(ATTEND[backend], inputs), named=inputs)
@@ -99,9 +96,9 @@ def test_trimmed_columns_are_all_that_matter(backend):
 
 
 @BACKENDS
-def test_a_sink_of_minus_infinity_is_none_and_a_huge_one_takes_all(backend):
+def test_a_sink_of_minus_infinity_has_no_effect_and_a_huge_one_takes_all_weight(backend):
     case = Case(T=9, past=4, shift=1, max_keys=(6, 3), persistent=2, sink=True)
-    for start, persistent in ((0, 2), (4, 0)):  # with nothing before it, a query sees nothing
+    for start, persistent in ((0, 2), (4, 0)):
         case = replace(case, past=start, persistent=persistent)
         inputs = case.inputs()
         none = {"sink": torch.full((2,), -torch.inf, dtype=DOUBLE)}
@@ -109,9 +106,9 @@ def test_a_sink_of_minus_infinity_is_none_and_a_huge_one_takes_all(backend):
         y = case.call(ATTEND[backend], inputs | none)
         assert torch.equal(y, case.call(ATTEND[backend], without))
         moved = [*without.values(), sink := (-none["sink"]).neg().requires_grad_()]
-        *mine, dsink = gradients(case.call(ATTEND[backend], inputs | {"sink": sink}), moved)
+        *actual, dsink = gradients(case.call(ATTEND[backend], inputs | {"sink": sink}), moved)
         expected = gradients(case.call(ATTEND[backend], without), [*without.values()])
-        assert all(map(torch.equal, mine, expected)) and not dsink.any()
+        assert all(map(torch.equal, actual, expected)) and not dsink.any()
         huge = torch.tensor([1e4, 1e4], dtype=DOUBLE).requires_grad_()
         y = case.call(ATTEND[backend], inputs | {"sink": huge})
         assert not y.any() and all(x.isfinite().all() for x in gradients(y, [*without.values(), huge]))
@@ -128,8 +125,8 @@ def test_huge_scores_do_not_overflow(backend):
 
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("soft", [False, True])
-def test_edges_at_every_place_of_a_chunk(soft):
-    """The kernel takes keys by 256: heads whose windows and ramps end before, at and behind every place around that."""
+def test_windows_and_ramps_may_end_at_any_position_of_a_chunk(soft):
+    """The kernel processes keys in chunks of 256. The heads end at consecutive positions around a chunk's end."""
     heads, rows, past, ramp = 48, 19, 420, 5
     spans = range(230, 230 + heads)
     q, k, v = (normal(1, heads, n, 3, seed=seed) for seed, n in enumerate((rows, rows + past, rows + past)))
@@ -146,8 +143,8 @@ def test_edges_at_every_place_of_a_chunk(soft):
 
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("rows, span, ramp", [(264, 263, 4), (272, 263, 4), (1024, 519, 32)])
-def test_a_ramp_that_begins_where_a_chunk_ends_has_its_gradient(rows, span, ramp):
-    """At a whole z the column x = z has weight 1 and is on the ramp."""
+def test_a_ramp_that_begins_at_the_end_of_a_chunk_has_a_gradient(rows, span, ramp):
+    """At an integer z the column x = z has weight 1 and lies on the ramp."""
     q, k, v = (normal(1, 1, rows, 4, seed=seed) for seed in range(3))
     z = torch.tensor([span], dtype=DOUBLE, requires_grad=True)
     seen = Window((span + ramp + 1,), z=z, ramp=ramp)
@@ -156,8 +153,7 @@ def test_a_ramp_that_begins_where_a_chunk_ends_has_its_gradient(rows, span, ramp
 
 @BACKENDS
 @pytest.mark.parametrize("gap", [60.0, 400.0])
-def test_a_key_of_weight_zero_may_have_the_largest_score(backend, gap):
-    """At the far end of the ramp a key has weight 0 and moves the span alone: its gradient is bounded, and is no NaN."""
+def test_a_key_of_weight_zero_with_the_largest_score_gives_a_finite_gradient_of_the_span(backend, gap):
     q, k, v = (normal(1, 1, 6, 4, seed=seed).detach().repeat(2, 1, 1, 1) for seed in range(3))
     rewards = torch.tensor([3.0, -1.0])[:, None, None, None]  # two streams move the span in opposite directions
     k[:, :, 0] += gap * q[:, :, 3] / q[0, 0, 3].square().sum()
@@ -169,13 +165,13 @@ def test_a_key_of_weight_zero_may_have_the_largest_score(backend, gap):
 
     *low, dz = moved(torch.float32, ATTEND[backend])
     *exact, exact_dz = moved(DOUBLE, window.attend)
-    for one, other in zip(low, exact, strict=True):
-        assert_near(one.double(), other, tolerance=2e-5)
+    for actual, expected in zip(low, exact, strict=True):
+        assert_near(actual.double(), expected, tolerance=2e-5)
     assert dz.sign() == exact_dz.sign() and (gap > 80 or abs(dz / exact_dz - 1) < 1e-4)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, z: Tensor, ramp: int) -> Tensor:
-    """Attention by torch.clamp and autograd over all keys: rows see themselves and everything before."""
+    """Causal attention over all keys with a soft mask, by torch.clamp and autograd."""
     t = torch.arange(q.shape[2])
     x = t[:, None] - t
     weights = torch.clamp((ramp + z[:, None, None] - x) / ramp, 0, 1) * (x >= 0) * (q @ k.mT).exp()
@@ -185,30 +181,30 @@ def dense(q: Tensor, k: Tensor, v: Tensor, z: Tensor, ramp: int) -> Tensor:
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ramp", [1, 3, 32])
-def test_gradient_of_spans_at_kinks_is_that_of_clamp(backend, ramp, dtype):
-    """At every whole z, and one rounding beside it: what matters is on which side z + R is when it is rounded."""
+def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_clamp(backend, ramp, dtype):
+    """Spans are integers and their floating-point neighbours, for which the rounded z + R decides on the side."""
     whole = torch.tensor([0, 1, 2, 5, 9, 20, 39], dtype=dtype)
     rounded = torch.cat([torch.nextafter(whole, whole + 1), torch.nextafter(whole[1:], whole[1:] - 1)])
     z = torch.cat([whole, rounded]).requires_grad_()
     q, k, v = (normal(1, len(z), 40, 4, seed=n).to(dtype) for n in range(3))
-    (mine,) = gradients(ATTEND[backend](q, k, v, Window((40,) * len(z), z=z, ramp=ramp)), [z])
-    assert_near(mine, gradients(dense(q, k, v, z, ramp), [z])[0], tolerance=1e-11 if dtype == DOUBLE else 2e-5)
+    (dz,) = gradients(ATTEND[backend](q, k, v, Window((40,) * len(z), z=z, ramp=ramp)), [z])
+    assert_near(dz, gradients(dense(q, k, v, z, ramp), [z])[0], tolerance=1e-11 if dtype == DOUBLE else 2e-5)
 
 
-# Forward and backward apart
+# Forward and backward called separately
 
 SEPARATE = ("one byte that sees nothing", "uneven heads, out of order", "spans out of order", "bias", "all")
 
 
 def arguments_of(case: Case) -> tuple[Inputs, Window, frozenset[str]]:
-    """What a backend's forward and backward take, and what may have a gradient."""
+    """Inputs and window of a backend's forward and backward, and the names of inputs with a gradient."""
     inputs = {name: x.detach() for name, x in case.inputs().items()}
-    return Inputs(**inputs), case.hard(), frozenset(inputs) - {"bias"}
+    return Inputs(**inputs), case.hard_window(), frozenset(inputs) - {"bias"}
 
 
 @pytest.mark.parametrize("name", SEPARATE)
-def test_the_segments_gradients_alone_and_executed_flops(engine, name, monkeypatch):
-    """As ``backward`` is called inside an operation, where autograd records nothing, and what both say that they execute."""
+def test_backward_can_omit_the_past_and_executed_flops_are_counted(engine, name, monkeypatch):
+    """Inference mode stands for the inside of an operation, where autograd records nothing."""
     case = CASES[name]
     inputs, seen, wanted = arguments_of(case)
     with torch.inference_mode():
@@ -219,7 +215,7 @@ def test_the_segments_gradients_alone_and_executed_flops(engine, name, monkeypat
     assert whole.keys() == wanted and segment.keys() == set("qkv")
     for field, gradient in segment.items():
         assert_near(gradient, whole[field][:, :, 0 if field == "q" else case.past :])
-    if engine == "cpu":  # CUDA's heads are padded
+    if engine == "cpu":  # on CUDA the widths of heads are padded
         calls = lambda: fused.forward(inputs, seen), lambda: fused.backward(g, y, saved, inputs, seen, wanted)
         assert tuple(count_flops(call).total for call in calls) == fused.executed_flops(inputs, seen, wanted)
     monkeypatch.setattr(fused, "_span_gradient", None)
@@ -227,45 +223,44 @@ def test_the_segments_gradients_alone_and_executed_flops(engine, name, monkeypat
 
 
 @pytest.mark.parametrize("added", [{"vectors": True}, {"persistent": 8, "dropout": 0.1}])
-def test_scores_of_a_chunk_at_a_time(added):
-    """Nothing is as large as all scores, which are over 2 x 1024 x 2048."""
+def test_the_chunked_backend_never_stores_all_scores(added):
+    """All scores would be 2 x 1024 x 2048 numbers."""
     case = replace(Case(T=1024, past=1024, max_keys=(200, 40), z=(150.0, 9.0), streams=1), **added)
     with Largest() as largest:
         case.call(chunked.attend, case.inputs()).sum().backward()
-    assert largest.numbers <= 2 * 128 * (128 + 200 + 8)
+    assert largest.elements <= 2 * 128 * (128 + 200 + 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["all", "uneven width"])
-def test_on_tensors_without_data(name, dtype, monkeypatch):
-    """As on a GPU: no tensor that is made on a CPU meets them, and no value is waited for."""
+def test_the_fused_backend_runs_on_tensors_without_data(name, dtype, monkeypatch):
+    """It reads no value of a tensor and mixes no tensors of the CPU with those of the device."""
     monkeypatch.setitem(fused.ENGINES, "meta", fused.ENGINES["cuda"])
-    lost = {field: x.detach().to("meta", dtype) for field, x in CASES[name].inputs().items()}
-    inputs, seen, wanted = Inputs(**lost), CASES[name].hard(), frozenset(lost) - {"bias"}
+    meta = {field: x.detach().to("meta", dtype) for field, x in CASES[name].inputs().items()}
+    inputs, seen, wanted = Inputs(**meta), CASES[name].hard_window(), frozenset(meta) - {"bias"}
     y, saved = fused.forward(inputs, seen)
-    made = {"q": y}, fused.backward(torch.ones_like(y), y, saved, inputs, seen, wanted)
-    for field, tensor in (item for results in made for item in results.items()):
-        assert (tensor.shape, tensor.dtype, tensor.device.type) == (lost[field].shape, dtype, "meta"), field
+    gradients = fused.backward(torch.ones_like(y), y, saved, inputs, seen, wanted)
+    for field, tensor in [("q", y), *gradients.items()]:
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == (meta[field].shape, dtype, "meta"), field
 
 
-def test_the_pretended_operations_give_what_torch_says_of_them():
-    """Shapes and types of all results, by the functions that describe the real ones to the compiler."""
+def test_the_emulated_operations_have_the_shapes_and_dtypes_of_torchs_meta_functions():
     rows, width = 33, 96
     q, k, v = (torch.randn(2, 3, n, width) for n in (rows, 40, 40))
     mask, operations = torch.zeros(2, 3, rows, 40), torch.ops.aten
     results = forward(q, k, v, mask, True, scale=1.0)
-    lost = [x.to("meta") for x in (q, k, v, mask)]
-    real = operations._scaled_dot_product_efficient_attention(*lost, True, scale=1.0)
+    meta = [x.to("meta") for x in (q, k, v, mask)]
+    real = operations._scaled_dot_product_efficient_attention(*meta, True, scale=1.0)
     assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in real]
     assert results[0].stride() == real[0].stride()
     same = (0.0, [True, True, True, False])
     backwards = backward(q, q, k, v, mask, *results, *same, scale=1.0)[:3]
     saved = [x.to("meta") for x in results]
-    real = operations._scaled_dot_product_efficient_attention_backward(lost[0], *lost, *saved, *same, scale=1.0)
+    real = operations._scaled_dot_product_efficient_attention_backward(meta[0], *meta, *saved, *same, scale=1.0)
     assert [(x.shape, x.dtype, x.stride()) for x in backwards] == [(x.shape, x.dtype, x.stride()) for x in real[:3]]
 
 
-def test_where_fused_cannot_run(monkeypatch):
+def test_the_fused_backend_names_why_it_cannot_run(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert fused.obstacle(cpu) is fused.obstacle(cuda) is None
     assert fused.obstacle(torch.device("mps")) == "runtime.device=mps"
@@ -274,47 +269,55 @@ def test_where_fused_cannot_run(monkeypatch):
     assert fused.obstacle(cuda) == "torch for ROCm"
 
 
-# The whole triangle by torch's own attention
+# Plain causal attention by torch's own operation
 
-NONE = [{"past": 3}, {"shift": 1}, {"max_keys": (40, 36)}, {"z": (40.0, 40.0)}, {"bias": "column"}, {"vectors": True}]
+NOT_TRIANGLES = [
+    {"past": 3},
+    {"shift": 1},
+    {"max_keys": (40, 36)},
+    {"z": (40.0, 40.0)},
+    {"bias": "column"},
+    {"vectors": True},
+]
 TRIANGLE = Case(T=37, max_keys=(40, 37))
 
 
-def test_the_triangle_is_plain_and_nothing_else_is_one():
+def test_the_shortcut_for_plain_causal_attention_is_exact_and_taken_for_nothing_else():
     for changes in ({}, {"T": 1}, {"width": 12}):
         case = replace(TRIANGLE, **changes)
         inputs = case.inputs()
-        assert fused.is_triangle(case.hard(), Inputs(**inputs))
+        assert fused.is_triangle(case.hard_window(), Inputs(**inputs))
         assert_same(fused.triangle(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs)
-    for changes in (*NONE, {"persistent": 2}):
+    for changes in (*NOT_TRIANGLES, {"persistent": 2}):
         case = replace(TRIANGLE, **changes)
-        assert not fused.is_triangle(case.hard()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())), changes
-    assert not fused.is_triangle(Window((40, 37), ramp=4), Inputs(**TRIANGLE.inputs())), "a ramp alone says soft"
+        assert not fused.is_triangle(case.hard_window()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())), (
+            changes
+        )
+    assert not fused.is_triangle(Window((40, 37), ramp=4), Inputs(**TRIANGLE.inputs())), "a ramp makes the mask soft"
 
 
-# As one operation of torch's
+# The registered torch operation
 
 SOFT = Case(T=5, past=7, max_keys=(11, 6), z=(8.0, 1.5), ramp=3, persistent=3, dtype=torch.float32)
 
 
-def test_torch_finds_the_operation_well_made():
-    """Schema, fake tensors, autograd registration, and that it traces with symbolic shapes."""
+def test_the_operation_passes_torchs_opcheck():
     inputs, max_keys = SOFT.inputs(), list(SOFT.max_keys)
     for limits in (None, torch.tensor(max_keys)):
         arguments = ("fused", " ".join(inputs), list(inputs.values()), max_keys, limits, 0, SOFT.ramp, 0.0)
         torch.library.opcheck(torch.ops.windtunnel.attention_forward.default, arguments)
 
 
-def test_a_layout_that_a_graph_chose_changes_nothing():
-    """Elements of a row that lie apart: torch's flash attention for CPUs reads them as if they did not."""
+def test_rows_with_strided_elements_give_the_same_output():
+    """torch's flash attention for CPUs would read such rows as if they were contiguous."""
     inputs = [normal(1, 2, 5, 8, seed=n).detach().float() for n in range(3)]
     turned = [x.mT.contiguous().mT for x in inputs]
     assert turned[0].stride(-1) != 1
     assert torch.equal(ATTEND["fused"](*turned, Window((5, 5))), ATTEND["fused"](*inputs, Window((5, 5))))
 
 
-def test_flops_of_the_operation_are_counted():
-    inputs, seen = replace(SOFT, persistent=0).inputs(), SOFT.hard()
+def test_the_flop_counter_counts_the_operation():
+    inputs, seen = replace(SOFT, persistent=0).inputs(), SOFT.hard_window()
     loss = lambda q, k, v, z: operation.attend("fused", q, k, v, seen._replace(z=z)).square().sum()  # noqa: E731
     counted = count_flops(lambda: loss(**inputs).backward(), gradients=True).total
     assert counted == sum(fused.executed_flops(Inputs(**inputs), seen, frozenset(inputs)))

@@ -1,4 +1,4 @@
-"""Latent attention beyond its reference: as wide as the input it is ``mhsa``, and what it carries is small."""
+"""Latent attention: the limit of a latent as wide as the input, the size of the state, and FLOPs."""
 
 import torch
 
@@ -7,8 +7,8 @@ from tests.attention_case import B, Case, D, assert_near
 from variants.latent import Latent
 
 
-def test_a_latent_that_is_the_input_is_attention_whose_past_is_projected_again():
-    """Without what heads share of the key; inputs whose mean square is that of a normed latent."""
+def test_with_the_input_as_latent_it_equals_attention_with_the_hidden_cache():
+    """The shared rotary key is zero, and inputs have mean square 1, so that the norm of the latent changes nothing."""
     case = Case(length=9, past=4, cache="hidden")
     attention, latent = case.build(), case.build(Latent, latent=D, d_position=2)
     with torch.no_grad():
@@ -24,8 +24,8 @@ def test_a_latent_that_is_the_input_is_attention_whose_past_is_projected_again()
     assert_near(*outputs)
 
 
-def test_a_byte_of_the_past_is_one_latent_and_one_key():
-    """mhsa carries 2 H K numbers of it."""
+def test_each_past_byte_is_carried_as_one_latent_and_one_rotary_key():
+    """Multi-head attention carries 2 H K numbers for each past byte."""
     case = Case(length=20, heads=4, d_head=6, position="rotary", span=8)
     states = [layer(case.stream()[1]).state for layer in (case.build(Latent), case.build())]
     assert states[0].shape == (2, 7, 12 + 2) and sum(part[0, :, 0].numel() for part in states[1]) == 2 * 4 * 6
@@ -33,8 +33,8 @@ def test_a_byte_of_the_past_is_one_latent_and_one_key():
     assert states == [2 * 7 * 14, 2 * 7 * 48]
 
 
-def test_flops_are_those_that_are_executed_but_for_values_filled_up():
-    """Of a single byte behind a whole window of 5 keys, whose latents are made into keys and values again."""
+def test_needed_flops_are_the_executed_ones_less_the_padding_of_values():
+    """The input is a single byte after a full window of 5 keys."""
     case = Case(length=1, past=4, span=5)
     latent, (past, x) = case.build(Latent, latent=3, d_position=2).eval(), case.stream()
     state, needed = latent(past).state, latent.needed_flops(1, carried=4)

@@ -1,7 +1,4 @@
-"""Attention by carried sums, linear and Performer's: their scales, memory and cost, and Performer's random directions.
-
-``test_by_reference.py`` has values and gradients.
-"""
+"""Linear attention and Performer besides their references: numerical range, causality, and random features."""
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ pytestmark = pytest.mark.numeric
 
 
 def performer_of(case: Case, *, size: float = 1.0, **keywords) -> Performer:
-    """Queries and keys ``size`` times as long as they start."""
+    """A Performer whose queries and keys are ``size`` times their initial length."""
     performer = case.build(Performer, **keywords)
     with torch.no_grad():
         performer.query.weight *= size
@@ -22,8 +19,8 @@ def performer_of(case: Case, *, size: float = 1.0, **keywords) -> Performer:
     return performer
 
 
-def test_features_far_below_zero_do_not_round_to_nothing_and_sums_are_float32_under_autocast():
-    """elu(x) + 1 in float32, added up, is 0 from -17 on."""
+def test_features_of_very_negative_inputs_do_not_round_to_zero_and_sums_are_float32_under_autocast():
+    """In float32, elu(x) + 1 computed as a sum is 0 for x below -17."""
     case = Case(length=40)
     attention = case.build(LinearAttention, bias=True, chunk=8)
     with torch.no_grad():
@@ -38,8 +35,7 @@ def test_features_far_below_zero_do_not_round_to_nothing_and_sums_are_float32_un
 
 
 @pytest.mark.parametrize("position", ["none", "alibi"])
-def test_many_features_come_near_to_softmax_attention(position):
-    """The error falls as 1 / sqrt(m)."""
+def test_performer_approximates_softmax_attention_with_an_error_of_one_over_sqrt_features(position):
     case = Case(length=20, position=position, span=32, d_head=4, heads=2)
     x, exact, errors = case.stream()[1].detach(), case.build(), []
     for features in (32, 2048):
@@ -47,10 +43,10 @@ def test_many_features_come_near_to_softmax_attention(position):
         exact.load_state_dict(dict(performer.named_parameters()), strict=False)
         expected = exact(x).y
         errors.append((performer(x).y - expected).norm() / expected.norm())
-    assert errors[1] < 0.04 and 3 < errors[0] / errors[1] < 30  # 8, give or take
+    assert errors[1] < 0.04 and 3 < errors[0] / errors[1] < 30  # expected: 8
 
 
-def test_directions_are_orthogonal_in_blocks_as_long_as_normal_vectors_and_saved_for_each_head():
+def test_random_directions_are_blockwise_orthogonal_with_norms_of_normal_vectors_and_are_saved():
     torch.manual_seed(0)
     rows = orthogonal_rows(1000, 16)
     block = rows[16:32]
@@ -66,8 +62,8 @@ def test_directions_are_orthogonal_in_blocks_as_long_as_normal_vectors_and_saved
 
 
 @pytest.mark.parametrize(("position", "size"), [("none", 30.0), ("alibi", 1.0)])
-def test_scales_that_grow_along_the_stream_neither_overflow_nor_vanish(position, size):
-    """Keys that grow a hundredfold and shrink again, in float32 as in float64, whole and cut."""
+def test_keys_that_grow_and_shrink_along_the_stream_neither_overflow_nor_vanish(position, size):
+    """float32 is close to float64, in one segment and in several."""
     case = Case(length=60, position=position, d_head=4, heads=2)
     x = case.stream()[1].detach()
     x = x * torch.linspace(-2, 2, 60, dtype=DOUBLE).abs().neg().exp()[:, None] * 7
@@ -83,8 +79,8 @@ def test_scales_that_grow_along_the_stream_neither_overflow_nor_vanish(position,
         assert_near(y, outputs[0], tolerance=3e-3 if size > 1 else 1e-5)
 
 
-def test_what_comes_later_changes_no_bit():
-    """A maximum that knows the future would round earlier weights to nothing beside a key like this."""
+def test_a_later_byte_changes_no_bit_of_earlier_outputs():
+    """A stabilizing maximum over the whole segment would change the rounding of earlier outputs."""
     case = Case(length=12, d_head=4, heads=2)
     performer, x = case.build(Performer, chunk=8).float(), case.stream()[1].detach().float()
     changed = x.clone()

@@ -1,4 +1,4 @@
-"""Linformer beyond its reference: what it must equal, which summaries are read, and spans that change."""
+"""Linformer: the limit without summaries, changing spans, initial weights, selection of summaries and metrics."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,6 @@ import torch
 
 from tests.attention_case import Case, assert_near, starts
 from variants.blocks import highest
-from variants.kernels import window_cpu
 from variants.linformer import Linformer
 
 BACKENDS = pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
@@ -16,7 +15,7 @@ numeric = pytest.mark.numeric
 
 @dataclass(frozen=True, kw_only=True)
 class Summarised(Case):
-    """``Case``, of which the sublayer has summaries."""
+    """``Case`` with the choices of Linformer."""
 
     ratio: int = 3
     window: int = 4
@@ -27,7 +26,7 @@ class Summarised(Case):
     top_k: int | None = None
     d_index: int = 3
 
-    def made(self, *, moved: float = 0.3) -> Linformer:
+    def build_linformer(self, *, moved: float = 0.3) -> Linformer:
         names = ("ratio", "window", "compressor", "share", "top_k", "d_index")
         return self.build(Linformer, moved=moved, **{name: getattr(self, name) for name in names})
 
@@ -41,9 +40,9 @@ class Summarised(Case):
 
 @numeric
 @BACKENDS
-def test_without_summaries_it_is_a_window_and_spans_may_change_between_segments(backend):
+def test_without_summaries_it_equals_windowed_attention_and_the_span_may_change_between_segments(backend):
     case = Summarised(length=30, position="rotary", backend=backend)
-    sublayer, x = case.made(), case.whole()
+    sublayer, x = case.build_linformer(), case.whole()
     wide = sublayer(x[:, :20], None, starts(0))
     sublayer.set_span(4)
     attention = case.window_alone(sublayer, span=4)
@@ -51,26 +50,26 @@ def test_without_summaries_it_is_a_window_and_spans_may_change_between_segments(
     assert_near(sublayer(x, None, starts(0)).y, expected)
     narrow = sublayer(x[:, 20:25], wide.state, starts(20))
     assert_near(narrow.y, expected[:, 20:25])
-    sublayer.set_span(13)  # summaries from before are gone, and those of bytes since are made
+    sublayer.set_span(13)  # older summaries are lost, and new summaries are computed from there on
     again = sublayer(x[:, 25:], narrow.state, starts(25)).y
     fresh = sublayer(x[:, 21:], None, starts(21)).y  # block 7 began at byte 21; a window of four reaches back to 22
     assert_near(again[:, :1], fresh[:, 4:5])
-    sublayer.set_span(2)  # less than a block: a byte alone meets no summary, not even one that it does not see
+    sublayer.set_span(2)  # less than a block, so there is never a summary
     attention.set_span(2)
-    one = sublayer(x[:, :1], None, starts(0))
-    two = sublayer(x[:, 1:2], one.state, starts(1))
-    assert_near(torch.cat([one.y, two.y], dim=1), attention(x[:, :2], None, starts(0)).y)
+    first = sublayer(x[:, :1], None, starts(0))
+    second = sublayer(x[:, 1:2], first.state, starts(1))
+    assert_near(torch.cat([first.y, second.y], dim=1), attention(x[:, :2], None, starts(0)).y)
     with pytest.raises(ValueError, match=r"eval\.span=0: allowed are 1 to"):
         sublayer.set_span(0)
 
 
 @numeric
-def test_every_compressor_begins_as_the_mean_and_weights_are_shared_as_asked():
+def test_every_compressor_starts_as_the_mean_and_its_weights_are_shared_as_configured():
     case = Summarised(length=30, ratio=4, position="rotary")
-    mean = replace(case, compressor="mean").made(moved=0.0)
+    mean = replace(case, compressor="mean").build_linformer(moved=0.0)
     shapes = {"none": (2, 2, 4), "heads": (2, 1, 4), "key_value": (1, 1, 4), "layers": (1, 1, 4)}
     for compressor, share in [("softmax", "none"), *(("linear", share) for share in shapes)]:
-        other = replace(case, compressor=compressor, share=share).made(moved=0.0)
+        other = replace(case, compressor=compressor, share=share).build_linformer(moved=0.0)
         other.load_state_dict(mean.state_dict(), strict=False)
         assert_near(other(case.whole()).y, mean(case.whole()).y)
         if compressor == "linear":
@@ -81,20 +80,20 @@ def test_every_compressor_begins_as_the_mean_and_weights_are_shared_as_asked():
 
 
 @pytest.mark.parametrize("number", [1, 3, 9])
-def test_of_equal_summaries_the_first_are_read(number):
+def test_of_summaries_with_equal_scores_the_first_are_selected(number):
     scores = torch.randn(200, 9, generator=torch.Generator().manual_seed(number)).round()
     scores[:50, 4], scores[50:100, :7] = -torch.inf, -torch.inf
     first = scores.sort(dim=-1, descending=True, stable=True).indices[:, :number]
     assert torch.equal(highest(scores, number), torch.zeros(200, 9, dtype=torch.bool).scatter(-1, first, True))
     scores[:, 5] = torch.nan
-    assert highest(scores, number)[:, 5].all()  # so that it shows
+    assert highest(scores, number)[:, 5].all(), "a score of NaN must be selected, so that it is noticed"
 
 
 @BACKENDS
-def test_summary_mass_is_the_share_of_attention(backend):
+def test_summary_mass_is_the_mean_attention_to_summaries(backend):
     case = Summarised(length=30, backend=backend)
-    sublayer, x = case.made(), case.whole()
-    torch.nn.init.zeros_(sublayer.query.weight)  # all keys alike
+    sublayer, x = case.build_linformer(), case.whole()
+    torch.nn.init.zeros_(sublayer.query.weight)  # equal attention to all keys
     first = sublayer(x[:, :11], collect_stats=True)
     second = sublayer(x[:, 11:], first.state, collect_stats=True)
     stats = {name: first.stats[name] + second.stats[name] for name in first.stats}
@@ -104,12 +103,5 @@ def test_summary_mass_is_the_share_of_attention(backend):
     assert sublayer.metrics({}) == {}
 
 
-def test_a_backend_that_cannot_run_is_refused_and_auto_takes_another(monkeypatch):
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(window_cpu, "available", lambda: None)
-    auto, kernel, fused = (Summarised(backend=backend, dropout=0.5).made() for backend in ("auto", "kernel", "fused"))
-    assert auto.backend(cpu, training=True) == "plain" and auto.backend(cpu, training=False) == "kernel"
-    assert auto.backends(gpu, training=False) == ("plain",)
-    for asked, device, training in ((kernel, gpu, False), (kernel, cpu, True), (fused, cpu, False)):
-        with pytest.raises(ValueError, match=r"runtime\.backend=\w+ cannot run .*: allowed are auto, (kernel, )?plain"):
-            asked.backend(device, training=training)
+def test_on_a_gpu_the_plain_backend_is_the_only_one():
+    assert Summarised().build_linformer().backends(torch.device("cuda"), training=False) == ("plain",)

@@ -1,4 +1,4 @@
-"""Local attention beyond its reference: streams at phases of their own, long blocks, and states of other blocks."""
+"""Local attention: streams at different phases of a block, long blocks, and states of other block sizes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from variants.local import LocalAttention
 
 BACKENDS = ["plain", "chunked", "fused"] + ([] if window_cpu.available() else ["kernel"])
 PASTS = [0, 1, 4, 5, 13]
-"""Bytes behind each stream: no two at the same phase but those at 0, and some have several blocks behind them."""
+"""Past bytes of each stream, at different phases of a block; some streams have seen several blocks."""
 CASES = covering({"position": ["none", "rotary", "relative", "alibi"], "cache": ["kv", "hidden"]}, strength=1)
 
 
@@ -26,7 +26,7 @@ def inputs(*shape: int, seed: int = 1) -> Tensor:
 
 @pytest.fixture(params=[True, False], ids=["host", "device"])
 def phases(request, monkeypatch):
-    """Phases that the host can read, and ones that it cannot, as on a GPU."""
+    """Phases that the host can read, and phases that it cannot read, as on a GPU."""
     monkeypatch.setattr("variants.local.host_knows", lambda count: request.param)
 
 
@@ -34,10 +34,10 @@ def phases(request, monkeypatch):
 @pytest.mark.usefixtures("phases")
 @pytest.mark.parametrize("length", [2, 13])
 @pytest.mark.parametrize("choices", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_the_sums_of_the_paper_where_streams_stand_at_phases_of_their_own(choices, length):
+def test_streams_at_different_phases_equal_the_reference(choices, length):
     attention, x = build(**choices), inputs(len(PASTS), length)
     pasts = [inputs(n, seed=10 + n).detach() for n in PASTS]
-    # Of a stream that has nothing behind it yet, the state is that of one whole block.
+    # A stream without a past has the state after one complete block, which is no longer visible.
     fed = [past if len(past) else inputs(5, seed=9).detach() for past in pasts]
     began = (torch.tensor([n - len(past)]) for n, past in zip(PASTS, fed, strict=True))
     state = cat_streams([attention(past[None], None, start).state for past, start in zip(fed, began, strict=True)])
@@ -52,8 +52,8 @@ def test_the_sums_of_the_paper_where_streams_stand_at_phases_of_their_own(choice
 
 @pytest.mark.numeric
 @pytest.mark.usefixtures("phases")
-def test_long_blocks_in_pieces():
-    """300 rows of a block are more than any backend takes at once, cold and 7 bytes into a block: it is plain attention."""
+def test_a_block_longer_than_a_backend_processes_at_once_equals_plain_attention():
+    """The segment starts a block of 300 bytes, or begins 7 bytes into it."""
     case = Case(span=300, position="alibi")
     attention, mhsa = case.build(LocalAttention, block=300), case.build()
     mhsa.load_state_dict(attention.state_dict())
@@ -70,15 +70,15 @@ def test_long_blocks_in_pieces():
             assert_outcome(moved(attention), expected)
 
 
-def test_a_state_of_other_blocks_is_taken_and_blocks_follow_the_span_unless_they_are_given():
+def test_a_state_of_another_block_size_is_accepted_and_by_default_blocks_follow_the_span():
     x = inputs(2, 9).detach()
-    for made, taken in ((5, 8), (8, 5), (8, 1)):
-        one, other = build(block=made), build(block=taken)
-        other.load_state_dict(one.state_dict())
-        state = one(x).state  # in a block of 5 four bytes are open, of 8 one
-        begun = state[0][0].item() % taken
-        expected = other(torch.cat([x[:, 9 - begun :], x[:, :6]], dim=1)).y[:, begun:]
-        assert_near(other(x[:, :6], state, torch.tensor([9, 9])).y, expected)
+    for block, next_block in ((5, 8), (8, 5), (8, 1)):
+        first, second = build(block=block), build(block=next_block)
+        second.load_state_dict(first.state_dict())
+        state = first(x).state  # 4 bytes of a block of 5 are visible, or 1 of a block of 8
+        visible = state[0][0].item() % next_block
+        expected = second(torch.cat([x[:, 9 - visible :], x[:, :6]], dim=1)).y[:, visible:]
+        assert_near(second(x[:, :6], state, torch.tensor([9, 9])).y, expected)
     attention, follows = build(), build(block=None)
     attention.set_span(6)
     with pytest.raises(ValueError, match=r"eval\.span=4: allowed are integers from 5"):

@@ -1,23 +1,23 @@
-"""Longformer beyond its reference: where it is plain attention, its windows by depth, and the pairs that it needs."""
+"""Longformer: the limit of plain attention, and windows and dilations by depth."""
 
 import pytest
 import torch
 
 from harness.plan.small import shrink
 from tests.attention_case import Case, assert_same, run
-from tests.composing import plan
+from tests.small_configs import plan
 from variants.longformer import Longformer, grown_dilation, grown_window
 
 
 def build(window: int = 4, step: int = 3, *, dilated: int = 2, **of_case) -> Longformer:
-    """A layer whose last ``dilated`` of three heads have a step."""
+    """A layer of three heads, of which the last ``dilated`` have the dilation ``step``."""
     sizes = {"windows": (window,), "dilation": (step,), "dilated_heads": dilated}
     return Case(**{"heads": 3, "span": 12} | of_case).build(Longformer, **sizes)
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
-def test_undilated_windows_of_all_are_plain_attention(cache):
+def test_undilated_windows_of_the_whole_span_equal_plain_attention(cache):
     case = Case(heads=3, span=12, position="rotary", cache=cache, past=15, length=13)
     plain, layer = case.build(), build(12, 1, position="rotary", cache=cache)
     plain.load_state_dict(layer.state_dict())
@@ -31,10 +31,10 @@ def test_undilated_windows_of_all_are_plain_attention(cache):
 
 
 @pytest.mark.numeric
-def test_windows_and_dilation_by_depth():
+def test_default_windows_and_dilations_grow_with_depth():
     assert [grown_window(512, layer=i, n_layers=4) for i in range(4)] == [32, 64, 128, 256]
     assert [grown_window(13, layer=i, n_layers=2) for i in range(2)] == [2, 6]
-    small = [0] * 6 + [1, 1, 2, 2, 3, 3]  # gaps of the paper's models of 12 and of 30 layers
+    small = [0] * 6 + [1, 1, 2, 2, 3, 3]  # dilations less 1 in the paper's models of 12 and of 30 layers
     assert [grown_dilation(layer=i, n_layers=12) - 1 for i in range(12)] == small
     large = [0] * 15 + [1] * 5 + [2] * 5 + [3] * 5
     assert [grown_dilation(layer=i, n_layers=30) - 1 for i in range(30)] == large
@@ -51,7 +51,7 @@ def test_windows_and_dilation_by_depth():
         assert fixed.span.visible_keys == keys
 
 
-def test_lists_for_each_layer_are_cut_for_a_small_model_of_other_layers():
+def test_lists_with_an_entry_for_each_layer_are_shortened_for_a_small_model():
     words = ("variant.attention.windows=[32,85,170,256]", "variant.attention.dilation=[1,1,2,3]")
     model = shrink(plan("variant=longformer", *words)).make_model()
     assert model(torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()

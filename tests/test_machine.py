@@ -1,4 +1,4 @@
-"""What a run takes from the machine it is on, and what it says of it: threads, environment, compiled graphs, memory."""
+"""Settings and description of the machine: OpenMP, allocator, environment, CPU and GPU names, compiled graphs."""
 
 import ctypes
 import json
@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from harness.device import machine, runtime
-from tests.command import ROOT
-from tests.composing import plan
-from tests.needs import need
+from tests.command_line import ROOT
+from tests.requirements import require
+from tests.small_configs import plan
 
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
-
 
 CHILD = """
 import json, sys, bench, train
@@ -27,7 +26,7 @@ from harness.device.machine import set_allocator
 def faults(setting):
     assert set_allocator(setting) == setting
     counts = []
-    for _ in range(3):  # a system that takes idle pages back adds to some of them
+    for _ in range(3):  # the minimum counts, because the system may reclaim idle pages
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(5):
             torch.ones(2**24).sum().item()  # 64 MiB, freed at once
@@ -45,9 +44,9 @@ def is_tuned(name: str, value: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux only")
-def test_a_process_waits_without_keeping_a_core_keeps_its_pages_and_does_without_engines():
-    """OpenMP itself says what it has read. The engines of several processes take most of a second to import."""
-    need(hasattr(ctypes.CDLL(None), "mallopt"), "the C library has no mallopt")
+def test_a_process_sets_openmp_and_the_allocator_and_imports_no_distributed_engine():
+    """OpenMP prints the settings that it has read."""
+    require(hasattr(ctypes.CDLL(None), "mallopt"), "the C library has no mallopt")
     chosen = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     environment = {k: v for k, v in os.environ.items() if k not in chosen and not is_tuned(k, v)}
     environment |= {"OMP_DISPLAY_ENV": "VERBOSE"}
@@ -60,7 +59,7 @@ def test_a_process_waits_without_keeping_a_core_keeps_its_pages_and_does_without
     subprocess.run(command, cwd=ROOT, env=environment | {"OMP_WAIT_POLICY": "passive"}, check=True)
 
 
-def test_what_changes_a_time_is_in_every_row(monkeypatch):
+def test_environment_variables_that_change_times_are_in_every_row(monkeypatch):
     ignored = {"OMP_NUM_THREADS": "3", "WANDB_API_KEY": "secret", "MALLOCS": "no library", "CUDA_HOME": "/anywhere"}
     inside = {"MALLOC_MMAP_MAX_": "0", "OMP_WAIT_POLICY": "passive", "WINDTUNNEL_MARCH": "native"}
     before = machine.environment()
@@ -73,14 +72,14 @@ def test_what_changes_a_time_is_in_every_row(monkeypatch):
     assert described["machine"] == {"cpu": machine.cpu_name(), "cores": os.cpu_count()}
 
 
-def test_cpus_of_one_name_are_told_apart(monkeypatch, tmp_path):
+def test_the_name_of_a_cpu_has_its_family_model_and_stepping(monkeypatch, tmp_path):
     cloud = "processor\t: 0\ncpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) Processor\nstepping\t: 8\n"
     (tmp_path / "cpuinfo").write_text(f"{cloud}\nprocessor\t: 1\nmodel\t\t: 999\n")
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     assert machine.cpu_name.__wrapped__() == "Intel(R) Xeon(R) Processor (family 6 model 143 stepping 8)"
 
 
-def test_a_gpus_name_and_driver_are_in_every_row(monkeypatch, tmp_path):
+def test_the_name_and_driver_of_a_gpu_are_in_every_row(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "NVIDIA_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
@@ -92,7 +91,7 @@ def test_a_gpus_name_and_driver_are_in_every_row(monkeypatch, tmp_path):
     assert described["versions"]["cudnn"] == "91002"
 
 
-def test_compiled_graphs_lie_apart_for_each_kind_of_machine(monkeypatch, tmp_path):
+def test_each_type_of_machine_has_a_cache_folder_of_compiled_graphs(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def folder(owner: object = torch, **differs: object) -> Path:
@@ -102,14 +101,14 @@ def test_compiled_graphs_lie_apart_for_each_kind_of_machine(monkeypatch, tmp_pat
             machine.set_graph_folder()
             return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
-    here = folder()
+    default = folder()
     others = [
         folder(torch.backends.cpu, get_cpu_capability="ANOTHER"),
         folder(get_num_threads=99),
         folder(torch.cpu, get_capabilities=dict(torch.cpu.get_capabilities()) | {"amx_tile": "another"}),
     ]
-    assert len({here, *others}) == 4 and {path.parent for path in (here, *others)} == {tmp_path}
-    assert folder() == here, "also after others, and in a process that was started by this one"
+    assert len({default, *others}) == 4 and {path.parent for path in (default, *others)} == {tmp_path}
+    assert folder() == default, "the folder must not depend on earlier calls"
 
 
 @pytest.mark.parametrize(
@@ -120,9 +119,9 @@ def test_compiled_graphs_lie_apart_for_each_kind_of_machine(monkeypatch, tmp_pat
         ("LD_PRELOAD", "/usr/lib/libjemalloc.so.2", None),
     ],
 )
-def test_what_the_user_has_chosen_stays(monkeypatch, name, value, effective):
-    for other in [other for other, its in os.environ.items() if is_tuned(other, its)]:
-        monkeypatch.delenv(other)
+def test_allocator_settings_of_the_user_are_not_changed(monkeypatch, name, value, effective):
+    for variable in [variable for variable, text in os.environ.items() if is_tuned(variable, text)]:
+        monkeypatch.delenv(variable)
     library = Mock()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     monkeypatch.setenv(name, value)

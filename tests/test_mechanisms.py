@@ -1,6 +1,4 @@
-"""What holds of every mechanism beyond its reference and the contract's suite: compiled it is one graph, a long stream makes no
-larger state and stays exact, streams of a batch stand anywhere, nothing looks at values, dropout keeps the mean, and what it
-cannot follow is refused by name."""
+"""Properties of all mechanisms: one compiled graph, exact states, no host reads, dropout, memory, and refused sizes."""
 
 import pytest
 import torch
@@ -8,7 +6,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from tests.attention_case import Case, Largest, assert_near, assert_same
-from tests.composing import TINY, plan, sized
+from tests.small_configs import TINY, plan, sized
+from variants.attention import Attention
 from variants.conformance import move
 from variants.conformance.fixture import leaves
 from variants.contract import Sublayer, cat_streams, map_state
@@ -27,19 +26,20 @@ CPU = torch.device("cpu")
 
 
 def mechanism(variant: str, *words: str) -> Sublayer:
-    """The last sublayer that sees a past, at the small sizes that the variant's file names, in float64, off its start."""
+    """The last sublayer that sees a past, in float64, with noise added to its initial parameters."""
     torch.manual_seed(0)
     model = plan(*TINY, *sized(variant), "data=recall", *words).make_model()
-    sees = [sublayer for _, sublayer in model.sublayers() if sublayer.honours is not None]
-    return move(sees[-1].double())
+    with_past = [sublayer for _, sublayer in model.sublayers() if sublayer.honours is not None]
+    return move(with_past[-1].double())
 
 
 def inputs(length: int, *, streams: int = STREAMS) -> Tensor:
     return torch.randn(streams, length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def at(place: int, *, streams: int = STREAMS) -> Tensor:
-    return torch.full((streams,), place)
+def at(position: int, *, streams: int = STREAMS) -> Tensor:
+    """The same stream position for every stream."""
+    return torch.full((streams,), position)
 
 
 GRAPHS = ["local runtime.backend=fused", "gated_delta model.attend_self=false"]
@@ -52,18 +52,17 @@ MORE_GRAPHS = (
 
 
 @pytest.mark.parametrize("words", [*GRAPHS, *(pytest.param(words, marks=pytest.mark.faults) for words in MORE_GRAPHS)])
-def test_compiled_it_is_one_graph(words):
-    """Value, every gradient and the state that is carried, of two segments behind a past."""
+def test_a_mechanism_compiles_to_one_graph_with_the_same_output_gradients_and_state(words):
     layer, x = mechanism(*words.split()), inputs(60)
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     state = layer(x[:, :20], None, at(0)).state
-    for place in (20, 40):
-        segment = x[:, place : place + 20].clone().requires_grad_()
-        one, expected = (layer_of(segment, state, at(place)) for layer_of in (compiled, layer))
-        assert_same(one.y, expected.y, named={"x": segment} | dict(layer.named_parameters()))
-        for mine, theirs in zip(leaves(layer.trim(one.state)), leaves(expected.state), strict=True):
-            assert_near(mine.double(), theirs.double())
+    for position in (20, 40):
+        segment = x[:, position : position + 20].clone().requires_grad_()
+        actual, expected = (forward(segment, state, at(position)) for forward in (compiled, layer))
+        assert_same(actual.y, expected.y, named={"x": segment} | dict(layer.named_parameters()))
+        for part, expected_part in zip(leaves(layer.trim(actual.state)), leaves(expected.state), strict=True):
+            assert_near(part.double(), expected_part.double())
         state = expected.state
     torch.compiler.reset()
 
@@ -78,16 +77,15 @@ STEADY = (
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("words", STEADY)
-def test_a_state_does_not_grow_and_float32_stays_near(words):
-    """Over a thousand bytes in segments of 125, and then single bytes, far along. Where a rounded score chooses keys otherwise,
-    only single bytes are off."""
+def test_far_along_a_stream_the_state_does_not_grow_and_float32_stays_close_to_float64(words):
+    """Where rounded scores select other keys, only a few bytes differ."""
     layers = {dtype: mechanism(*words.split()).to(dtype) for dtype in (torch.float64, torch.float32)}
-    lengths, place = [125] * 8 + [1] * 8, 10**7
+    lengths, position = [125] * 8 + [1] * 8, 10**7
     states, shapes, off = dict.fromkeys(layers), [], []
     with torch.no_grad():
         for piece in inputs(sum(lengths)).split(lengths, 1):
-            outs = {dtype: layer(piece.to(dtype), states[dtype], at(place)) for dtype, layer in layers.items()}
-            states, place = {dtype: out.state for dtype, out in outs.items()}, place + piece.shape[1]
+            outs = {dtype: layer(piece.to(dtype), states[dtype], at(position)) for dtype, layer in layers.items()}
+            states, position = {dtype: out.state for dtype, out in outs.items()}, position + piece.shape[1]
             shapes.append([part.shape for part in leaves(states[torch.float64])])
             off.append((outs[torch.float32].y.double() - outs[torch.float64].y).abs().amax(-1))
     assert all(shape == shapes[0] for shape in shapes)
@@ -102,11 +100,15 @@ def test_a_state_does_not_grow_and_float32_stays_near(words):
 
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    "words", ["compressed runtime.backend=plain position=rotary", "compressed_top_k position=alibi model.cache=hidden"]
+    ("words", "ages"),
+    [
+        ("compressed runtime.backend=plain position=rotary", [1, 5, 24, 25, 60]),
+        ("compressed_top_k position=alibi model.cache=hidden", [1, 5, 24, 25, 60]),
+        ("nsa position=rotary", [50, 53, 58]),  # its states have equal shapes only after a full window
+    ],
 )
-def test_streams_of_a_batch_may_be_at_any_phase_and_of_any_age(words):
+def test_streams_of_a_batch_may_be_at_any_phase_of_a_block(words, ages):
     layer, x = mechanism(*words.split()), inputs(90, streams=1)
-    ages = [1, 5, 24, 25, 60]
     state = cat_streams([layer(x[:, :age], None, at(0, streams=1)).state for age in ages])
     start, pieces = torch.tensor(ages), []
     for length in (1, 20, 4):
@@ -129,8 +131,8 @@ def test_streams_of_a_batch_may_be_at_any_phase_and_of_any_age(words):
         "gated_delta_channel",
     ],
 )
-def test_nothing_looks_at_values(words):
-    """Forward and backward of tensors that have none, which any look at a value would end."""
+def test_no_tensor_is_read_on_the_host(words):
+    """Fake tensors have no values, so that reading one would raise an error."""
     layer = mechanism(*words.split())
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(STREAMS, 40, WIDTH, dtype=torch.float64)
@@ -146,21 +148,20 @@ def test_nothing_looks_at_values(words):
         *(("local", "chunked"), ("longformer", "chunked")),
     ],
 )
-def test_dropout_keeps_the_mean_follows_the_seed_and_is_for_training(variant, backend):
-    """Where a stream begins, and behind a past; and it tells an earlier byte nothing of a later."""
+def test_dropout_in_training_keeps_the_mean_follows_the_seed_and_is_causal(variant, backend):
     words = ("model.dropout=0.5", f"runtime.backend={backend}")
-    layer, still = mechanism(variant, *words), mechanism(variant, words[1])
+    layer, without_dropout = mechanism(variant, *words), mechanism(variant, words[1])
     for past, length in ((0, 12), (20, 9)):
         x = inputs(45, streams=1)[:, : past + length]
         state = layer.eval()(x[:, :past], None, at(0, streams=1)).state if past else None
-        expected, y = (one.eval()(x[:, past:], state, at(past, streams=1)).y for one in (still, layer))
+        expected, y = (module.eval()(x[:, past:], state, at(past, streams=1)).y for module in (without_dropout, layer))
         assert_near(y, expected)
 
         def drawn(x: Tensor, seed: int, *, streams: int = 1, state=state, past=past) -> Tensor:
             torch.manual_seed(seed)
-            many = map_state(lambda part: part.expand(streams, *part.shape[1:]), state)
+            states = map_state(lambda part: part.expand(streams, *part.shape[1:]), state)
             with torch.no_grad():
-                return layer.train()(x[:, past:].expand(streams, -1, -1), many, at(past, streams=streams)).y
+                return layer.train()(x[:, past:].expand(streams, -1, -1), states, at(past, streams=streams)).y
 
         off = (drawn(x, 3, streams=2000).mean(0) - expected[0]).detach()
         assert off.abs().max() < 0.1 * expected.abs().max() and off.norm() < 0.1 * expected.norm()
@@ -173,17 +174,18 @@ def test_dropout_keeps_the_mean_follows_the_seed_and_is_for_training(variant, ba
 @pytest.mark.parametrize(
     "variant", ["linear", "performer", "gated_linear", "gated_delta", "gated_delta_channel", "reformer"]
 )
-def test_memory_goes_by_the_segment(variant):
-    """Forward and backward make nothing that has a number for each pair of places."""
+def test_memory_grows_linearly_with_the_segment(variant):
+    """No tensor of the forward or backward has an element for each pair of positions."""
     layer, sizes = mechanism(variant, "model.span=1000"), []
     for length in (200, 400):
         with Largest() as largest:
             layer(inputs(length)).y.sum().backward()
-        sizes.append(largest.numbers)
+        sizes.append(largest.elements)
     assert sizes[1] <= 2.1 * sizes[0]
 
 
 REFUSED = [
+    (Attention, {"kv_heads": 2}, "kv_heads=2: must divide model.heads=3"),
     (LinearAttention, {"chunk": 0}, "chunk=0: allowed are numbers from 1"),
     (Differential, {}, "model.heads=3: must be even"),
     (Latent, {"latent": 0}, "latent=0: allowed are numbers from 1, or null for 2 d_head"),
@@ -200,7 +202,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "choices", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_a_wrong_size_is_refused_by_name(make, choices, message):
+def test_an_invalid_size_is_refused_by_name(make, choices, message):
     keywords = {"d_head": 2} | choices
     context = Case(attend_self=keywords.pop("attend_self", True)).context()
     with pytest.raises(ValueError, match=message):
@@ -219,6 +221,6 @@ def test_a_wrong_size_is_refused_by_name(make, choices, message):
         ),
     ],
 )
-def test_a_choice_that_it_cannot_follow_is_refused_by_name(words, message):
+def test_a_choice_that_a_variant_cannot_follow_is_refused_by_name(words, message):
     with pytest.raises(ValueError, match=message):
         plan(*TINY, *words.split()).make_model()

@@ -1,4 +1,4 @@
-"""Successors of the product-key memory: against brute force, and what they have in common with it."""
+"""MemoryPlus and Experts, the successors of the product-key memory: references, sharing of values, and metrics."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.numeric
 
 @pytest.mark.parametrize("make", [MemoryPlus, Experts])
 @pytest.mark.parametrize("activation", ["softmax", "relu"])
-def test_value_and_every_gradient(make, activation):
+def test_output_and_every_gradient_equal_those_of_the_reference(make, activation):
     torch.manual_seed(0)
     memory, x = make(Case().context(), **SIZES, activation=activation).to(DOUBLE), random_x()
     for parameter in memory.norm.parameters():
@@ -33,14 +33,14 @@ def test_value_and_every_gradient(make, activation):
         assert_near(actual, reference, tolerance=1e-11)
 
 
-def test_layers_share_values_and_nothing_else_unless_asked():
+def test_layers_share_values_by_default_but_no_keys():
     context = Case().context()
     first, second = (MemoryPlus(context, **SIZES) for _ in range(2))
     assert first.values is second.values and first.keys is not second.keys
     assert MemoryPlus(context, **SIZES, share="layer").values is not first.values
 
 
-def test_metrics_of_experts_are_finite_where_they_give_less_than_nothing():
+def test_metrics_of_experts_are_finite_though_weights_may_be_negative():
     torch.manual_seed(0)
     memory = Experts(Case().context(), **SIZES).to(DOUBLE)
     stats = memory(random_x(), collect_stats=True).stats

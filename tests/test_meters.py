@@ -1,4 +1,4 @@
-"""The meters of memory and seconds against closed forms, known allocations and sleeps."""
+"""The meters of memory and time, compared with closed forms, known allocations and a simulated clock."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from tests.test_flops import D, build, feed_forward, memory_table
 CPU, MIB = torch.device("cpu"), 2**20
 
 
-def test_bytes_of_tensors():
+def test_bytes_of_dense_and_sparse_tensors():
     a = torch.zeros(3, 4)
     assert tensor_bytes([a, a, torch.zeros(2, dtype=torch.int64), torch.zeros(5, dtype=torch.bfloat16)]) == 48 + 16 + 10
     sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1, 3]]), torch.ones(3, 7), (1000, 7), check_invariants=True)
@@ -33,11 +33,11 @@ def test_bytes_of_parameters_gradients_and_optimizers():
     others = [p for p in model.parameters() if p is not values]
     optimizers = [torch.optim.AdamW(others), torch.optim.SparseAdam([values])]
     assert optimizer_bytes(optimizers) == 0
-    streams, segment, reads = 2, 3, 2 * 4  # heads times top_k
+    streams, segment, slots = 2, 3, 2 * 4  # heads times top_k
     model(torch.zeros(streams, segment, dtype=torch.int64)).logits.square().sum().backward()
-    read = values.grad._nnz()  # each row once, however often it was read
-    assert read == len(values.grad.coalesce().values()) <= streams * segment * reads
-    assert gradient_bytes(model.parameters()) == 4 * (count - values.numel()) + read * (8 + 4 * D)
+    rows = values.grad._nnz()  # each row counts once
+    assert rows == len(values.grad.coalesce().values()) <= streams * segment * slots
+    assert gradient_bytes(model.parameters()) == 4 * (count - values.numel()) + rows * (8 + 4 * D)
 
     for optimizer in optimizers:
         optimizer.step()
@@ -49,34 +49,34 @@ def allocate(mib: int) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not memory.CLEAR.exists(), reason="the high-water mark can be lowered on Linux only")
-def test_peak_of_a_known_allocation_and_reset_keeps_the_baseline():
+def test_the_peak_is_that_of_the_allocations_and_a_reset_keeps_what_is_allocated():
     meter = PeakMemory(CPU)
     first = allocate(50)
     allocate(200)  # freed at once; the peak stays
     peak = meter.read()
     assert peak.approximate and peak.bytes == pytest.approx(250 * MIB, rel=0.1)
     second = allocate(50)
-    small = [torch.ones(MIB // 16) for _ in range(800)]  # 200 MiB in blocks that glibc would keep for itself
-    last = torch.ones(8)  # above them in the heap, so that its end cannot fall by itself
+    small = [torch.ones(MIB // 16) for _ in range(800)]  # 200 MiB in blocks that glibc does not return by itself
+    last = torch.ones(8)  # at the end of the heap, which therefore cannot shrink
     del small
     meter.reset()
     assert meter.read().bytes == pytest.approx(100 * MIB, rel=0.1)
     del first, second, last
 
 
-def test_the_peak_where_the_mark_cannot_be_read_or_lowered(monkeypatch, tmp_path):
-    set_allocator("return")  # an earlier test's run may have kept memory, which would be taken first
-    PeakMemory(CPU)  # lowers the mark
+def test_the_peak_where_the_high_water_mark_cannot_be_read_or_lowered(monkeypatch, tmp_path):
+    set_allocator("return")  # memory that an earlier test freed would be used first
+    PeakMemory(CPU)  # lowers the high-water mark
     for name in ("STATUS", "CLEAR"):
         monkeypatch.setattr(memory, name, tmp_path / "none" / name)
     meter = PeakMemory(CPU)
     allocate(200)
-    for _ in range(2):  # it only rises
+    for _ in range(2):  # without a reset the peak only rises
         assert meter.read().bytes == pytest.approx(200 * MIB, rel=0.1)
         meter.reset()
 
 
-def test_on_a_gpu_what_is_reserved_stands_beside_what_is_allocated(monkeypatch):
+def test_on_a_gpu_reserved_and_allocated_memory_are_both_measured(monkeypatch):
     counted = {"allocated_bytes.all.peak": 250, "reserved_bytes.all.peak": 400}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: counted)
     monkeypatch.setattr(
@@ -93,7 +93,7 @@ def test_on_a_gpu_what_is_reserved_stands_beside_what_is_allocated(monkeypatch):
 
 
 class Clock:
-    """A clock that goes on where somebody sleeps by it, and nowhere else: the machine may be as slow as it is."""
+    """A simulated clock that advances only in ``sleep``, so that the speed of the machine does not matter."""
 
     def __init__(self):
         self.seconds = 1000.0
@@ -105,16 +105,16 @@ class Clock:
         self.seconds += seconds
 
 
-def test_calls_are_timed_alone_after_warm_up_until_the_time_is_over(monkeypatch):
-    clock, late = Clock(), [0.5]  # seconds of work that the device has been given
+def test_calls_are_timed_one_by_one_after_the_warm_up_until_the_time_is_over(monkeypatch):
+    clock, pending = Clock(), [0.5]  # seconds of work that the device has not done yet
     monkeypatch.setattr(turns, "time", clock)
 
     def synchronise() -> None:
-        while late:
-            clock.sleep(late.pop())
+        while pending:
+            clock.sleep(pending.pop())
 
-    work = time_calls(lambda: late.append(0.25), synchronise=synchronise, max_seconds=0)
-    assert work == [250], "not what it did before"
+    work = time_calls(lambda: pending.append(0.25), synchronise=synchronise, max_seconds=0)
+    assert work == [250], "work from before the call must not count"
     waits = [8, 8, 0, 0.25, 2]
     each = time_calls(
         lambda: clock.sleep(waits.pop(0)), synchronise=synchronise, min_calls=3, max_seconds=0, warmup_calls=2

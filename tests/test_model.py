@@ -1,4 +1,4 @@
-"""The language model as a whole against tests/reference, and how it counts its parameters."""
+"""The language model: its reference, its initial output, its parameter counts, and dropout of the embedding."""
 
 from functools import partial
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 from harness.model import LanguageModel
 from tests.attention_case import matrices
-from tests.composing import plan
 from tests.reference.attention import attention
 from tests.reference.feed_forward import feed_forward
 from tests.reference.language_model import language_model
+from tests.small_configs import plan
 
 pytestmark = pytest.mark.numeric
 
@@ -40,7 +40,7 @@ def build(*overrides: str, seed: int = 0) -> LanguageModel:
 
 
 def randomised(model: LanguageModel) -> LanguageModel:
-    """In float64, with every parameter off its initial value, where much is zero."""
+    """The model in float64 with noise added to its initial parameters, many of which are zero."""
     model.double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,7 +50,7 @@ def randomised(model: LanguageModel) -> LanguageModel:
 
 
 def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement: str, tied: bool, start: int) -> Tensor:
-    """The same logits by tests/reference, from the very parameters of ``model``."""
+    """The logits of tests/reference with the parameters of ``model``."""
     score = "none" if position == "sinusoidal" else position
     same = {"heads": H, "span": S, "attend_self": True, "position": score, "start": start}
     sublayers, norms = [], []
@@ -61,8 +61,8 @@ def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement:
             if "query.weight" in w:
                 sublayers.append(partial(attention, **matrices(residual.sublayer), **same))
             else:
-                own = {"up": w["enter.weight"], "down": w["leave.weight"], "activation": "relu"}
-                sublayers.append(partial(feed_forward, **own, up_bias=w["enter.bias"], down_bias=w["leave.bias"]))
+                weights = {"up": w["enter.weight"], "down": w["leave.weight"], "activation": "relu"}
+                sublayers.append(partial(feed_forward, **weights, up_bias=w["enter.bias"], down_bias=w["leave.bias"]))
     return language_model(
         tokens,
         embedding=model.embedding.weight * model.scale,
@@ -87,33 +87,33 @@ def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement:
         ("none", "pre", False, ("model.cache=hidden",)),
     ],
 )
-def test_value_and_every_gradient(position, placement, tied, more):
+def test_logits_and_every_gradient_equal_those_of_the_reference(position, placement, tied, more):
     after = str(placement == "post").lower()
-    given = (f"position={position}", f"model.norm_after={after}", f"model.tied={str(tied).lower()}")
-    model = randomised(build(*FEED, *given, *more))
+    choices = (f"position={position}", f"model.norm_after={after}", f"model.tied={str(tied).lower()}")
+    model = randomised(build(*FEED, *choices, *more))
     tokens = torch.randint(V, (2, 7), generator=torch.Generator().manual_seed(1))
-    start = 9  # a stream that comes from somewhere, with nothing of it in sight
+    start = 9  # a position inside a stream, of which no past is carried
     states = tuple(None for _ in model.sublayers())
-    ours = model(tokens, (torch.full((2,), start), states)).logits
-    theirs = reference(model, tokens, position=position, placement=placement, tied=tied, start=start)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
-    upstream = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    actual = model(tokens, (torch.full((2,), start), states)).logits
+    expected = reference(model, tokens, position=position, placement=placement, tied=tied, start=start)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+    upstream = torch.randn(actual.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     parameters = dict(model.named_parameters())
-    gradients = [torch.autograd.grad(y, list(parameters.values()), upstream) for y in (ours, theirs)]
-    for name, one, other in zip(parameters, *gradients, strict=True):
-        assert one.abs().max() > 0, name
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+    gradients = [torch.autograd.grad(y, list(parameters.values()), upstream) for y in (actual, expected)]
+    for name, x, y in zip(parameters, *gradients, strict=True):
+        assert x.abs().max() > 0, name
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_starts_at_the_uniform_distribution():
+def test_the_initial_output_is_the_uniform_distribution():
     assert torch.equal(build()(torch.zeros(1, 3, dtype=torch.int64)).logits, torch.zeros(1, 3, V))
     assert build("model.head_zero_init=false")(torch.zeros(1, 3, dtype=torch.int64)).logits.any()
 
 
-HERE_AND_THERE = "+variant.at={1: [attention, memory]}"  # beside the one of the variant, which is layer 0
 WHOLE = LAYERS * (ATTENTION + FEED_FORWARD) + 5 * NORM
 READ = MEMORY_ALONE + MEMORY_HEADS * K * D
-SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network", HERE_AND_THERE)
+TWO_MEMORIES = "+variant.at={1: [attention, memory]}"  # layer 0 has a memory by default
+SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network", TWO_MEMORIES)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,11 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
             {"layers.0.attention": ATTENTION, "layers.1.feed_forward": FEED_FORWARD, "norms": 5 * NORM, "head": V * D},
             WHOLE + V * D + D,
         ),
-        ((*FEED, "model.tied=true"), {"embedding": V * D, "head": 0}, WHOLE + V * D),  # the byte's row is the head's
+        (
+            (*FEED, "model.tied=true"),
+            {"embedding": V * D, "head": 0},
+            WHOLE + V * D,
+        ),  # the embedding is part of the head
         (
             (*FEED, "position=relative"),
             {"layers.0.attention": ATTENTION + RELATIVE, "layers.1.attention": ATTENTION},
@@ -135,14 +139,14 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
             {"layers.1.attention": ATTENTION + 2 * 5 * D, "norms": 3 * NORM},
             LAYERS * (ATTENTION + 2 * 5 * D) + 3 * NORM + V * D + D,
         ),
-        (  # two layers read rows of their own from one table
+        (  # two layers that share a table
             SHARED,
             {"layers.0.memory": MEMORY_ALONE + TABLE, "layers.1.memory": MEMORY_ALONE},
             WHOLE - 2 * FEED_FORWARD + 2 * READ + V * D + D,
         ),
     ],
 )
-def test_parameters_by_sublayer_and_those_that_a_byte_touches(overrides, counts, touched):
+def test_parameters_are_counted_by_sublayer_and_as_touched_by_a_byte(overrides, counts, touched):
     model = build(*overrides)
     by_sublayer, total = model.parameters_by_sublayer(), sum(p.numel() for p in model.parameters())
     assert {name: by_sublayer[name] for name in counts} == counts
@@ -150,9 +154,9 @@ def test_parameters_by_sublayer_and_those_that_a_byte_touches(overrides, counts,
     assert model.touched_parameters() == touched
 
 
-def test_embedding_dropout_is_reproducible_and_in_training_only():
-    given = ("model.embedding_dropout=0.5", "model.head_zero_init=false")
-    model, plain = build(*given), build("model.head_zero_init=false")
+def test_embedding_dropout_follows_the_seed_and_is_in_training_only():
+    model = build("model.embedding_dropout=0.5", "model.head_zero_init=false")
+    plain = build("model.head_zero_init=false")
     tokens = torch.arange(24).view(2, 12)
 
     def logits(model, *, seed: int, training: bool) -> Tensor:
@@ -162,9 +166,9 @@ def test_embedding_dropout_is_reproducible_and_in_training_only():
     assert torch.equal(logits(model, seed=1, training=True), logits(model, seed=1, training=True))
     assert not torch.equal(logits(model, seed=1, training=True), logits(model, seed=2, training=True))
     assert torch.equal(logits(model, seed=1, training=False), logits(plain, seed=2, training=False))
-    stats = []
-    model.layers[0]["attention"].register_forward_pre_hook(lambda module, given: stats.append(given[0]))
+    inputs = []
+    model.layers[0]["attention"].register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
     logits(model, seed=1, training=True)
-    whole = model.embedding(tokens)
-    assert torch.equal(stats[0][stats[0] != 0], 2 * whole[stats[0] != 0])
-    assert 0.3 < (stats[0] == 0).double().mean() < 0.7
+    embedded, stays = model.embedding(tokens), inputs[0] != 0
+    assert torch.equal(inputs[0][stays], 2 * embedded[stays])
+    assert 0.3 < stays.double().mean() < 0.7

@@ -1,4 +1,4 @@
-"""C++ that is compiled where it runs: found again in the cache, and a reason in words where it cannot be had."""
+"""C++ kernels compiled on the machine: the cache, reasons why they are not available, threads, and edge cases."""
 
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ def libraries(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache").iterdir())
 
 
-def test_it_is_compiled_once_for_each_source(source, tmp_path, monkeypatch):
+def test_a_library_is_compiled_once_for_each_source_cpu_and_instruction_set(source, tmp_path, monkeypatch):
     assert native.load("seven", source).seven() == 7
     (built,) = libraries(tmp_path)
     before = built.stat().st_mtime_ns
@@ -44,7 +44,7 @@ def test_it_is_compiled_once_for_each_source(source, tmp_path, monkeypatch):
         assert len(libraries(tmp_path)) == 4
 
 
-def test_why_there_is_none_is_said(source, tmp_path, monkeypatch):
+def test_a_failed_compilation_returns_the_reason(source, tmp_path, monkeypatch):
     assert "error" in native.load("seven", "seven\n")
     assert libraries(tmp_path) == []
     with monkeypatch.context() as patch:
@@ -61,12 +61,12 @@ def test_why_there_is_none_is_said(source, tmp_path, monkeypatch):
     assert "cannot be built" in native.load("seven", source)
 
 
-def test_processes_that_build_at_once_do_not_meet(source, tmp_path):
-    def built_here() -> None:
-        """Without Python's end, which would wait for threads that a forked process does not have."""
+def test_several_processes_may_build_a_library_at_once(source, tmp_path):
+    def build() -> None:
+        # sys.exit would wait for threads that a forked process does not have.
         os._exit(0 if native.load("seven", source).seven() == 7 else 1)
 
-    processes = [multiprocessing.get_context("fork").Process(target=built_here) for _ in range(3)]
+    processes = [multiprocessing.get_context("fork").Process(target=build) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
@@ -75,7 +75,7 @@ def test_processes_that_build_at_once_do_not_meet(source, tmp_path):
 
 
 def computed(threads: int) -> list[torch.Tensor]:
-    """Values and gradients of the kernels at ugly shapes in both precisions."""
+    """Outputs and gradients of the kernels at awkward shapes in both precisions."""
     results = []
     torch.set_num_threads(threads)
     for dtype in (torch.float32, torch.float64):
@@ -90,18 +90,18 @@ def computed(threads: int) -> list[torch.Tensor]:
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("threads", [3, 64])
-def test_threads_change_no_bit(threads):
-    """As with OMP_NUM_THREADS: also more threads than there are cores, heads or rows."""
+def test_the_number_of_threads_changes_no_bit(threads):
+    """64 threads are more than there are cores, heads or rows."""
     assert all(map(torch.equal, computed(1), computed(threads)))
 
 
-def test_the_gradient_of_keys_that_nobody_meets_is_zero_from_the_first_call_on():
-    """In a new thread, where the kernel has no memory yet; what it does not write is not a number."""
-    x, made = torch.ones(1, 1, 1, 4, requires_grad=True), []
+def test_keys_that_no_query_sees_have_a_gradient_of_zero():
+    """A new thread has no memory of earlier calls, and memory that the kernel does not write is NaN."""
+    x, gradients_of_x = torch.ones(1, 1, 1, 4, requires_grad=True), []
 
     def first_call() -> None:
         y = window_cpu.attend(x, x, x, Window((3,), 1))
-        made.extend(torch.autograd.grad(y.sum(), [x]))
+        gradients_of_x.extend(torch.autograd.grad(y.sum(), [x]))
 
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # torch.empty is then full of NaN
@@ -111,13 +111,13 @@ def test_the_gradient_of_keys_that_nobody_meets_is_zero_from_the_first_call_on()
         thread.join()
     finally:
         torch.use_deterministic_algorithms(before)
-    assert made[0].tolist() == [[[[0.0] * 4]]]
+    assert gradients_of_x[0].tolist() == [[[[0.0] * 4]]]
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("where", ["key", "query", "value"])
-def test_what_is_no_number_stays_none(where):
+def test_nan_in_an_input_gives_nan_in_the_output(where):
     inputs = {name: torch.randn(1, 1, 20, 4) for name in ("query", "key", "value")}
     inputs[where][:, :, 9] = torch.nan
     bad = window_cpu.attend(*inputs.values(), Window((5,))).isnan().all(-1)[0, 0]
-    assert bad[9 : 10 if where == "query" else 14].all()  # others of a block may have met it too, with weight 0
+    assert bad[9 : 10 if where == "query" else 14].all()  # other rows of the block may be NaN as well

@@ -1,4 +1,4 @@
-"""What a training step needs, in FLOPs: by loops over pairs, by what is executed where nothing is spared, and of models."""
+"""FLOPs that a training step needs, compared with loops over pairs and with executed FLOPs, and charged to runs."""
 
 import math
 from itertools import pairwise
@@ -9,9 +9,9 @@ import torch
 from harness.count.flops import count_flops
 from harness.model import LanguageModel
 from tests.attention_case import DOUBLE, B, Case, D, covering
-from tests.composing import TINY, plan
 from tests.promises import Gate
-from tests.runs import CARRY, make_run, own_folder  # noqa: F401 - a fixture
+from tests.small_configs import TINY, plan
+from tests.small_runs import CARRY, make_run, temporary_cwd  # noqa: F401 - a fixture
 from variants.contract import LayerContext, NeededFlops, Sublayer
 from variants.feed_forward import FeedForward
 from variants.kernels.window import soft_mask
@@ -32,17 +32,17 @@ CASES = {
 }
 
 
-def seen_by(attention, head: int) -> list[int]:
-    """Distances x at which a key has a weight, by the mask itself."""
+def visible_distances(attention, head: int) -> list[int]:
+    """Distances x at which a key has a weight above 0, by the mask."""
     span = attention.span
     if (z := span(torch.zeros(1, 1, D, dtype=DOUBLE))) is None:
         return list(range(span.span))
-    mask = soft_mask(z.flatten()[head], span.ramp, span.span)  # a dynamic span's at an input of zeros
+    mask = soft_mask(z.flatten()[head], span.ramp, span.span)  # dynamic spans are those of zero inputs
     return [x for x, weight in enumerate(mask.tolist()) if weight > 0]
 
 
 def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[int, int]:
-    """Forward and backward FLOPs of one segment, product by product; the first key of the segment is number 0."""
+    """Forward and backward FLOPs of one segment, product by product. Key 0 is the first of the segment."""
     width, hidden = attention.d_head, attention.cache == "hidden"
     forward = backward = 0
     for name in (*attention.maps, "output"):
@@ -51,70 +51,71 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
     if hasattr(attention.span, "gate"):
         gate = segment * 2 * attention.span.gate.weight.numel()
         forward, backward = forward + gate, backward + 2 * gate
-    of_bias = 0 if attention.key_bias is None else 2 * D  # of a head and byte
-    forward, backward = (total + segment * attention.heads * of_bias * n for total, n in ((forward, 1), (backward, 2)))
-    inputs = set()
+    of_bias = 0 if attention.key_bias is None else 2 * D  # for each head and byte
+    forward += segment * attention.heads * of_bias
+    backward += 2 * segment * attention.heads * of_bias
+    past_keys = set()
     for head in range(attention.heads):
-        distances = seen_by(attention, head)
+        distances = visible_distances(attention, head)
         for t in range(segment):
             for x in distances:
                 key = t - attention.shift - x
                 if key < -carried:
                     continue
                 forward += 2 * width + 2 * width  # score, weighted value
-                backward += 2 * width + 2 * width  # of the weight, of the query
+                backward += 2 * width + 2 * width  # gradients of the weight and the query
                 if key >= 0 or hidden:
-                    backward += 2 * width + 2 * width  # of the key, of the value
-                if relative:  # the score's vector: it, and the query through it
+                    backward += 2 * width + 2 * width  # gradients of the key and the value
+                if relative:  # gradients of the position vector and of the query
                     forward, backward = forward + 2 * width, backward + 2 * width + 2 * width
                 if key < 0:
-                    inputs.add((head * attention.kv_heads // attention.heads, key))
+                    past_keys.add((head * attention.kv_heads // attention.heads, key))
             if attention.persistent is not None:
                 for _ in range(attention.persistent.number):
                     forward, backward = forward + 4 * width, backward + 8 * width
-    if hidden:  # a key and a value of each past input, and the gradients of their matrices
-        again = len(inputs) * (2 * (2 * D * width) + of_bias * attention.heads // attention.kv_heads)
-        forward, backward = forward + again, backward + again
+    if hidden:  # past inputs are projected again, and the matrices have gradients
+        projections = len(past_keys) * (2 * (2 * D * width) + of_bias * attention.heads // attention.kv_heads)
+        forward, backward = forward + projections, backward + projections
     return forward, backward
 
 
 @pytest.mark.parametrize("sizes", covering(CASES, strength=2), ids=lambda sizes: "-".join(map(str, sizes.values())))
-def test_attention_by_loops(sizes):
+def test_needed_flops_of_attention_equal_those_of_loops(sizes):
     attention = Case(**sizes).build()
     needed = attention.needed_flops(sizes["length"], carried=sizes["past"])
     lengths = {"segment": sizes["length"], "carried": sizes["past"]}
     forward, backward = by_loops(attention, relative=sizes["position"] == "relative", **lengths)
     assert needed.forward * sizes["length"] == pytest.approx(forward, rel=1e-12)
     assert needed.backward * sizes["length"] == pytest.approx(backward, rel=1e-12)
-    for carried in (sizes["span"] + 1, 10**6):  # a warm byte needs the ideal forward; past inputs are projected again
+    for carried in (sizes["span"] + 1, 10**6):  # with a full past and the cache of keys and values
         if sizes["cache"] == "kv":
             assert attention.needed_flops(1, carried=carried).forward == pytest.approx(attention.ideal_flops(), abs=0.5)
 
 
 def executed(sublayer: Sublayer, x: torch.Tensor, state=None, start=None) -> tuple[int, int]:
-    """Forward and backward FLOPs per byte of a step, of a sublayer whose input has a gradient."""
+    """Executed forward and backward FLOPs per byte of a sublayer whose input has a gradient."""
     forward = count_flops(lambda: sublayer(x, state, start)).total
     whole = count_flops(lambda: sublayer(x, state, start).y.sum().backward(), gradients=True).total
     return forward / x[..., 0].numel(), (whole - forward) / x[..., 0].numel()
 
 
-def test_what_keeps_no_past_by_what_is_executed():
+def test_needed_flops_of_sublayers_without_a_past_equal_the_executed_ones():
     context = LayerContext(d_model=D, layer=0, n_layers=1, heads=1, span=4, scheme=Rotary)
     x = torch.randn(B, 3, D, requires_grad=True)
     for activation in ("relu", "swiglu"):
         block = FeedForward(context, hidden=7, activation=activation, bias=True, zero_init=False)
         assert executed(block, x) == block.needed_flops(3, carried=5)
     sizes = {"half_keys": 6, "heads": 2, "d_query": 4, "query_norm": "none", "share": "layer", "sparse": False}
-    memory = ProductKeyMemory(context, top_k=6, activation="relu", **sizes)  # every half-key may be chosen
+    memory = ProductKeyMemory(context, top_k=6, activation="relu", **sizes)  # all half-keys may be selected
     forward, backward = executed(memory, x)
-    additions = 3 * 2 * 6  # into rows of half-keys' scores and of the table
+    additions = 3 * 2 * 6  # of gradients into rows of scores and of the table
     assert (forward, backward - additions) == memory.needed_flops(3, carried=0)
     few = ProductKeyMemory(context, top_k=2, activation="relu", **sizes).needed_flops(3, carried=0)
     assert few.forward == 2 * 2 * (D * 4 + 6 * 4 + 2 * D)
-    assert few.backward == 2 * 2 * 2 * (D * 4 + 2 * 4 + 2 * D)  # two chosen half-keys of each set
+    assert few.backward == 2 * 2 * 2 * (D * 4 + 2 * 4 + 2 * D)  # two selected half-keys of each set
 
 
-def test_who_does_not_say_is_charged_three_forwards_and_named():
+def test_a_sublayer_without_needed_flops_is_charged_three_forwards_and_named():
     context = LayerContext(d_model=D, layer=0, n_layers=1, heads=1, span=4, scheme=Rotary)
     model = LanguageModel([{"gate": Gate, "again": Gate}], lambda layer: context, vocabulary=11)
     assert model.flops_estimated_3x() == ["layers.0.gate", "layers.0.again"]
@@ -124,7 +125,7 @@ def test_who_does_not_say_is_charged_three_forwards_and_named():
 
 
 def charged(run) -> list[int]:
-    """FLOPs of each step of a run of eight steps."""
+    """FLOPs charged for each of the first eight steps of a run."""
     spent = [0]
     for _ in range(8):
         run.step()
@@ -132,16 +133,16 @@ def charged(run) -> list[int]:
     return [after - before for before, after in pairwise(spent)]
 
 
-def test_windows_that_start_cold_are_charged_for_the_keys_that_they_see():
+def test_segments_without_a_carried_state_are_charged_for_their_visible_keys():
     layers, width, span, vocabulary = 2, 16, 16, 256
     products = 2 * 12 * width**2 * layers + 2 * width * vocabulary  # projections, feed-forward, head
     step = 3 * 64 * (products + layers * 4 * width * (span + 1) / 2)
     run = make_run("variant=mhsa", f"budget.flops={7.2 * step}")
     assert charged(run) == [step] * 8 and run.finished
-    assert math.ceil(7.2 * step / (3 * 64 * run.model.ideal_flops())) == 7, "as many as warm streams would be given"
+    assert math.ceil(7.2 * step / (3 * 64 * run.model.ideal_flops())) == 7, "the steps with a full past in that budget"
 
 
-def test_streams_are_charged_for_what_they_carry():
+def test_streams_are_charged_for_their_carried_keys():
     run = make_run("variant=mhsa", *CARRY, "data.bytes=600", "eval.bytes=null", "model.span=40", "budget.steps=100")
     needed = [run.model.needed_flops(16, carried=carried) for carried in (0, 16, 32, 48)]
     cold, *growing, full = (round(64 * of.training) for of in needed)

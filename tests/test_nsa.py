@@ -1,4 +1,4 @@
-"""Native sparse attention beyond its reference: what it is where it reads everything, phases, and what reads what."""
+"""Native sparse attention: limits of single branches, changing spans, reported gates, and FLOPs."""
 
 from dataclasses import replace
 
@@ -7,14 +7,13 @@ import torch
 
 from harness.count.flops import count_flops
 from tests.attention_case import B, Case, assert_near, starts
-from variants.contract import cat_streams
 from variants.nsa import BRANCHES, NativeSparse
 
 CASE = Case(length=40, heads=4, position="rotary", span=13)
 
 
-def gated(layer: NativeSparse, branch: str) -> NativeSparse:
-    """With one branch alone."""
+def single_branch(layer: NativeSparse, branch: str) -> NativeSparse:
+    """The layer with the gates of all other branches closed."""
     with torch.no_grad():
         layer.branch_gates.weight.zero_()
         layer.branch_gates.bias.view(3, -1)[:] = -1e4
@@ -25,39 +24,27 @@ def gated(layer: NativeSparse, branch: str) -> NativeSparse:
 @pytest.mark.numeric
 @pytest.mark.parametrize("attend_self", [True, False])
 @pytest.mark.parametrize(("span", "chosen"), [(13, {"block": 1, "selected": 13}), (40, {"block": 4, "selected": 10})])
-def test_the_selected_branch_of_all_blocks_is_attention(span, chosen, attend_self, monkeypatch):
-    """Queries are taken by fives."""
-    monkeypatch.setattr("variants.nsa.QUERIES", 5)
+def test_selecting_all_blocks_equals_attention(span, chosen, attend_self, monkeypatch):
+    monkeypatch.setattr("variants.nsa.QUERIES", 5)  # queries processed at once
     case = replace(CASE, span=span, attend_self=attend_self)
-    layer, attention = gated(case.build(NativeSparse, moved=0.3, **chosen), "selected"), case.build()
+    layer, attention = single_branch(case.build(NativeSparse, moved=0.3, **chosen), "selected"), case.build()
     attention.query, attention.output = layer.query, layer.output
     with torch.no_grad():
-        for own, part in zip((attention.key, attention.value), layer.far.weight.chunk(2), strict=True):
-            own.weight.copy_(part)
+        for linear, weight in zip((attention.key, attention.value), layer.far.weight.chunk(2), strict=True):
+            linear.weight.copy_(weight)
     assert_near(layer(case.whole()).y, attention(case.whole()).y)
 
 
 @pytest.mark.numeric
-def test_the_window_alone_is_attention_over_it():
-    layer, attention = gated(CASE.build(NativeSparse, moved=0.3, block=3, window=5), "window"), CASE.build()
+def test_the_window_branch_equals_attention_over_the_window():
+    layer, attention = single_branch(CASE.build(NativeSparse, moved=0.3, block=3, window=5), "window"), CASE.build()
     attention.load_state_dict(layer.state_dict(), strict=False)
     attention.set_span(5)
     assert_near(layer(CASE.whole()).y, attention(CASE.whole()).y)
 
 
 @pytest.mark.numeric
-def test_streams_of_a_batch_may_be_at_any_phase():
-    layer = CASE.build(NativeSparse, moved=0.5, block=5, selected=2, window=4)
-    x, ages = CASE.whole()[:1], [20, 22, 24]
-    state = cat_streams([layer(x[:, :age]).state for age in ages])
-    y = layer(torch.cat([x[:, age : age + 9] for age in ages]), state, torch.tensor(ages)).y
-    for row, age in zip(y, ages, strict=True):
-        assert_near(row, layer(x).y[0, age : age + 9])
-
-
-@pytest.mark.numeric
-def test_spans_may_change_between_segments():
-    """A narrow one sees no more than its keys; a wide one what there is."""
+def test_the_span_may_change_between_segments():
     layer, x = CASE.build(NativeSparse, moved=0.5, block=4, selected=2), CASE.whole()
     first = layer(x[:, :20], None, starts(0))
     layer.set_span(6)
@@ -68,14 +55,14 @@ def test_spans_may_change_between_segments():
     assert_near(after, layer(x[:, 20:], None, starts(20)).y[:, 4:5])
 
 
-def test_gates_are_reported():
+def test_mean_gates_of_the_branches_are_reported():
     layer = CASE.build(NativeSparse, block=4, selected=2)
     stats = layer(CASE.whole(), collect_stats=True).stats
     assert all(layer.metrics(stats)[name].shape == (4,) for name in BRANCHES) and layer.metrics({}) == {}
 
 
-def test_flops_are_those_of_the_keys_that_are_read():
-    """Of single bytes at every phase; what a block has beyond the query is read for nothing."""
+def test_ideal_flops_are_slightly_below_the_executed_ones():
+    """A block may have bytes beyond the query, for which products are executed and not needed."""
     layer = CASE.build(NativeSparse, block=4, selected=2, window=5, kv_heads=1).eval()
     with torch.no_grad():
         states = [layer(CASE.whole()[:, :length]).state for length in (20, 21, 22, 23)]

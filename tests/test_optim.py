@@ -1,4 +1,4 @@
-"""Groups, clips, rates and exact resume of a run's optimizers."""
+"""The optimizers of a run: parameter groups, clipping, learning rates and exact resuming."""
 
 import io
 from functools import partial
@@ -20,7 +20,7 @@ MATRICES = {"optimizer": MUON, "lr_scale": 5.0}
 
 
 class Toy(nn.Module):
-    """Embedding, two layers that share one table of values, head: every kind of parameter that the rules know."""
+    """A model with every type of parameter that the rules distinguish; its two layers share a table of values."""
 
     def __init__(self, *, sparse: bool = False):
         super().__init__()
@@ -52,7 +52,7 @@ def names(groups):
     return {group.name: sorted(group.parameters) for group in groups}
 
 
-def test_the_rest_goes_by_rule():
+def test_parameters_without_a_group_are_assigned_by_rules():
     groups = assign(Toy(), default=ADAMW, matrices=MATRICES)
     layers = [f"layers.{i}.{name}" for i in (0, 1) for name in ("mix.bias", "norm.bias", "norm.weight")]
     assert names(groups) == {
@@ -70,7 +70,7 @@ def test_the_rest_goes_by_rule():
         assign(frozen, default=ADAMW, groups={"spans": {"match": "span"}})
 
 
-def test_tables_of_vectors_have_no_weight_decay_unless_their_group_says():
+def test_tables_of_vectors_have_no_weight_decay_unless_their_group_sets_it():
     model = Toy()
     model.layers[0].register_parameter("table", nn.Parameter(torch.ones(4, 8)))
     (default,) = assign(model, default=ADAMW)
@@ -83,7 +83,7 @@ def test_tables_of_vectors_have_no_weight_decay_unless_their_group_says():
     assert "embedding.weight" in default.undecayed and sorted(matrices.parameters) == ["layers.0.mix.weight"]
 
 
-def test_a_groups_pattern_reaches_shared_parameters_by_any_name():
+def test_a_pattern_matches_a_shared_parameter_by_any_of_its_names():
     spans = {"match": ["span", "*.norm.weight"], "optimizer": partial(ClippedAdagrad, clip=1.0)}
     nodes = {"values": {"match": "layers.1.memory.weight", "lr_scale": 0.5, "weight_decay": 0.0}, "spans": spans}
     groups = assign(Toy(), default=ADAMW, groups=nodes)
@@ -111,13 +111,13 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("message", IMPOSSIBLE)
-def test_impossible_groups_are_refused_by_key(message):
+def test_invalid_groups_are_refused_by_key(message):
     with pytest.raises(ValueError, match=message):
         Optimizers(assign(Toy(), default=ADAMW, groups=IMPOSSIBLE[message]), lr=1, schedule=Schedule())
 
 
 def sgd_step(*, clip, groups=None, sparse=False, fraction=0.0, schedule=None, scale=1.0):
-    """One SGD update at rate 1 of a float64 toy whose gradient is ``scale`` everywhere; each parameter's movement."""
+    """Take an SGD step with learning rate 1 and gradients of ``scale``. Returns the decrease of each parameter."""
     model = Toy(sparse=sparse).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     assigned = assign(model, default=torch.optim.SGD, groups=groups)
@@ -126,8 +126,9 @@ def sgd_step(*, clip, groups=None, sparse=False, fraction=0.0, schedule=None, sc
         parameter.grad = torch.full_like(parameter, scale)
     if sparse:
         values = torch.full((2, 8), scale, dtype=torch.float64)
-        twice = torch.sparse_coo_tensor(torch.tensor([[3, 3]]), values, (12, 8), check_invariants=True)
-        model.layers[0]["memory"].weight.grad = twice
+        rows = torch.tensor([[3, 3]])  # the same row twice
+        gradient = torch.sparse_coo_tensor(rows, values, (12, 8), check_invariants=True)
+        model.layers[0]["memory"].weight.grad = gradient
     optimizers.step(fraction)
     return {name: before[name] - p.detach() for name, p in model.named_parameters()}
 
@@ -136,7 +137,7 @@ def joint_norm(moves):
     return torch.cat([move.flatten() for move in moves]).norm().item()
 
 
-def test_the_runs_clip_spares_groups_with_their_own():
+def test_the_clip_of_the_run_excludes_groups_with_a_clip_of_their_own():
     moves = sgd_step(clip=0.5, groups={"spans": {"match": "span", "clip": 0.25}, "heads": {"match": "head.*"}})
     assert joint_norm([moves.pop("span")]) == pytest.approx(0.25)
     assert joint_norm(moves.values()) == pytest.approx(0.5)
@@ -145,15 +146,15 @@ def test_the_runs_clip_spares_groups_with_their_own():
     assert all(torch.allclose(move, torch.full_like(move, 0.125)) for move in moves.values())
 
 
-def test_sparse_gradients_are_clipped_apart_on_coalesced_rows():
+def test_sparse_gradients_are_clipped_separately_and_coalesced():
     moves = sgd_step(clip=0.5, sparse=True)
     table = moves.pop("layers.0.memory.weight")
     assert torch.count_nonzero(table) == 8
-    assert joint_norm([table]) == pytest.approx(0.5), "the row came twice with ones"
+    assert joint_norm([table]) == pytest.approx(0.5)
     assert joint_norm(moves.values()) == pytest.approx(0.5)
 
 
-def test_rates_are_base_times_scale_times_schedule():
+def test_learning_rates_are_the_base_times_scale_times_schedule():
     groups = {"spans": {"match": "span", "lr_scale": 4.0}, "heads": {"match": "head.*", "schedule": "constant"}}
     moves = sgd_step(clip=None, groups=groups, fraction=0.75, schedule=Schedule(decay="linear"))
     for name, move in {"span": 1.0, "head.weight": 1.0, "embedding.weight": 0.25}.items():
@@ -167,7 +168,7 @@ def test_rates_are_base_times_scale_times_schedule():
         (False, torch.optim.SparseAdam, r"variant\.groups\.values\.optimizer=SparseAdam.*is dense"),
     ],
 )
-def test_the_wrong_optimizer_for_a_gradients_layout_is_refused(sparse, optimizer, message):
+def test_an_optimizer_for_the_other_gradient_layout_is_refused(sparse, optimizer, message):
     model, groups = Toy(sparse=sparse), {"values": {"match": "*.memory.weight", "optimizer": optimizer}}
     optimizers = Optimizers(assign(model, default=ADAMW, groups=groups), lr=0.01, schedule=Schedule())
     with pytest.raises(ValueError, match=message):
@@ -178,7 +179,7 @@ SPARSE = {"values": {"match": "*.memory.weight", "optimizer": torch.optim.Sparse
 
 
 @pytest.mark.parametrize("default", [partial(torch.optim.AdamW, fused=True), partial(ClippedAdagrad, clip=0.03)])
-def test_resume_is_exact(default):
+def test_resumed_optimizers_continue_exactly(default):
     def make():
         model = Toy(sparse=True)
         assigned = assign(model, default=default, matrices=MATRICES, groups=SPARSE)

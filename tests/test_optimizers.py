@@ -1,4 +1,4 @@
-"""Adagrad and Muon against a hand-written loop and torch's own."""
+"""Adagrad is compared with a loop, and Muon with torch's Muon."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.numeric
 
 
 def adagrad_reference(weights, gradients, *, lr, clip, eps):
-    """The published update, one number at a time, in float64."""
+    """The published update in float64, by loops over numbers."""
     totals = [[0.0] * len(weight) for weight in weights]
     for tensors in gradients:
         for weight, total, gradient in zip(weights, totals, tensors, strict=True):
@@ -24,7 +24,7 @@ def adagrad_reference(weights, gradients, *, lr, clip, eps):
 
 
 @pytest.mark.parametrize("clip", [0.03, 1e9])
-def test_adagrad_is_the_papers(clip):
+def test_adagrad_equals_the_loop(clip):
     torch.manual_seed(1)
     start = [torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
     history = [[torch.randn(5).double() * s, torch.randn(3).double() * 0.01] for s in (1.0, 0.02, 3.0, 0.0)]
@@ -45,7 +45,7 @@ def test_adagrad_is_the_papers(clip):
         torch.testing.assert_close(parameter.detach(), torch.tensor(value, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-def test_adagrad_takes_sparse_gradients_with_repeated_rows():
+def test_adagrad_accepts_sparse_gradients_with_repeated_rows():
     dense, sparse = (nn.Parameter(torch.ones(6, 2, dtype=torch.float64)) for _ in range(2))
     optimizers = [ClippedAdagrad([dense], lr=0.1, clip=0.5), ClippedAdagrad([sparse], lr=0.1, clip=0.5)]
     for rows in ([1, 4, 1], [4, 5, 5]):
@@ -67,8 +67,8 @@ def test_adagrad_takes_sparse_gradients_with_repeated_rows():
         ("auto", torch.float64, 1e-12),
     ],
 )
-def test_muon_is_torchs(precision, dtype, tolerance, monkeypatch):
-    """Torch's own multiplies in bfloat16 only: where ours does not, it is kept from rounding."""
+def test_muon_equals_torchs(precision, dtype, tolerance, monkeypatch):
+    """torch's Muon multiplies in bfloat16 only. For other precisions the test disables its conversion."""
     if precision != "bfloat16":
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     torch.manual_seed(5)
@@ -92,9 +92,9 @@ def test_muon_is_torchs(precision, dtype, tolerance, monkeypatch):
 
 
 @pytest.mark.parametrize("amx", [False, True])
-def test_muon_multiplies_as_the_key_says_and_float64_in_float64_on_every_machine(amx, monkeypatch):
+def test_the_precision_of_muons_products_follows_the_key_and_auto_the_cpu(amx, monkeypatch):
     monkeypatch.setattr("harness.optim.muon._has_amx", lambda: amx)
     likes = [torch.zeros(1, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
-    usual = torch.bfloat16 if amx else torch.float32
-    assert [product_dtype("auto", like=like) for like in likes] == [torch.float64, usual, usual]
+    auto = torch.bfloat16 if amx else torch.float32
+    assert [product_dtype("auto", like=like) for like in likes] == [torch.float64, auto, auto]
     assert [product_dtype(name, like=likes[1]) for name in ("float32", "bfloat16")] == [torch.float32, torch.bfloat16]

@@ -1,4 +1,4 @@
-"""``python -m bench.peers``: the reference model, turns and ratios, and what a user sees."""
+"""``python -m bench.peers``: the reference model, the order of measurements, ratios, and the printed table."""
 
 import json
 from collections import defaultdict
@@ -13,15 +13,15 @@ from bench.peers import make_row
 from bench.turns import Entry, measure
 from harness.device.worker_process import WorkerError
 from tests.bench_rows import identity
-from tests.command import call
-from tests.command import empty_folder as here  # noqa: F401 - a fixture
+from tests.command_line import call
+from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
 
 SMALL = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.precision=float32")
 SMALL += ("runtime.threads=1", "data=synthetic_text", "data.bytes=20000")
 QUICK = (*SMALL, "rounds=2", "seconds=0.01")
 
 
-def test_the_reference_model_has_the_closed_forms_parameters_and_is_causal():
+def test_the_reference_model_has_the_expected_number_of_parameters_and_is_causal():
     torch.manual_seed(0)
     model = ReferenceModel(vocabulary=256, d_model=32, layers=2, heads=2, max_length=16)
     assert sum(p.numel() for p in model.parameters()) == 2 * 256 * 32 + 16 * 32 + 2 * (12 * 32**2 + 4 * 32) + 2 * 32
@@ -38,7 +38,7 @@ def entry(name: str, *rounds: float, **changes) -> Entry:
     return Entry(name=name, task=Task(config={}), facts=row, rounds=defaultdict(list, steps), **changes)
 
 
-def test_speeds_are_compared_within_a_round():
+def test_speeds_are_compared_within_each_round():
     reference = entry(REFERENCE, 10.0, 10.0, 1.0)
     row = make_row(entry("mine", 20.0, 5.0, 2.0), reference)
     assert row["relative_to_reference"] == 0.5 and row["relative_range"] == [0.5, 2.0] and row["rounds"] == 3
@@ -48,7 +48,7 @@ def test_speeds_are_compared_within_a_round():
     assert (lost["status"], lost["rounds"], lost["relative_to_reference"]) == ("failed", 0, None)
 
 
-def test_entries_take_turns_and_what_fails_is_asked_no_more(monkeypatch):
+def test_entries_take_turns_and_a_failed_entry_is_not_measured_again(monkeypatch):
     order, clocks = [], {"a": iter((1.0, 2.0)), "b": iter((3.0, 4.0))}
 
     def cell(worker, name, *, memory_limit_bytes):
@@ -59,7 +59,7 @@ def test_entries_take_turns_and_what_fails_is_asked_no_more(monkeypatch):
             answers = {"identity": identity("peers", variant=name), "build": {"backend": "plain"}}
             return [next(clocks[name])] if method == "times" else answers.get(method)
 
-        return MagicMock(call=ask, __enter__=lambda made: made)
+        return MagicMock(call=ask, __enter__=lambda self: self)
 
     monkeypatch.setattr("bench.turns.WorkerProcess", cell)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
@@ -69,7 +69,7 @@ def test_entries_take_turns_and_what_fails_is_asked_no_more(monkeypatch):
     assert entries[2].reason == "x: not installed" and order.count(("train_memory", "lost")) == 0
 
 
-def test_a_table_from_the_command_line(here):  # noqa: F811
+def test_the_command_measures_all_peers_and_prints_a_table(here):  # noqa: F811
     words = ("context=16", "variants=[adaptive_span]", *QUICK, "batch.streams=2", "rows=rows.jsonl")
     ended = call("bench/peers.py", *words)
     assert ended.code == 0, ended

@@ -1,11 +1,11 @@
-"""Perceiver AR: the configured model is the paper's, and far bytes reach a latent through the first layer alone."""
+"""Perceiver AR: the configured model equals the reference, and bytes influence exactly the expected latents."""
 
 import pytest
 import torch
 
 from tests.attention_case import DOUBLE, assert_same, matrices
-from tests.composing import plan
 from tests.reference.perceiver_ar import Layer, perceiver_ar
+from tests.small_configs import plan
 from variants.conformance import move
 
 SIZES = (
@@ -35,9 +35,8 @@ def layers_of(model: torch.nn.Module) -> list[Layer]:
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("backend", ["plain", "auto"])
-def test_the_model_of_the_paper(backend):
-    """Three blocks of 4 latents and a piece, where the last inputs of the first layer's window are out of sight: a byte is seen
-    through the first layer 8 bytes on, and from there to the end of the block in which that ends."""
+def test_the_model_equals_the_reference_and_a_byte_influences_latents_up_to_the_end_of_a_block(backend):
+    """Through the window of the first layer a byte reaches 8 bytes, and from there the end of their block."""
     model = build(f"runtime.backend={backend}")
     tokens = torch.randint(7, (2, 14), generator=torch.Generator().manual_seed(4))
     named = {name: p for name, p in model.named_parameters() if not name.startswith("head")}

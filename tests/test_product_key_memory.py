@@ -1,4 +1,4 @@
-"""Product-key memory: against its brute-force reference, its search, its sharing and its statistics."""
+"""Product-key memory: the brute-force reference, the search, sharing of values, and statistics."""
 
 import math
 
@@ -26,7 +26,7 @@ def build(context: LayerContext | None = None, seed: int | None = 0, **changes) 
     if seed is not None:
         torch.manual_seed(seed)
     memory = ProductKeyMemory(context or Case().context(), **SIZES | CHOICES | changes).to(DOUBLE)
-    for parameter in memory.norm.parameters():  # not at 1 and 0, where a mistake in their use would not show
+    for parameter in memory.norm.parameters():  # the initial 1 and 0 would hide mistakes
         torch.nn.init.normal_(parameter, mean=0.5)
     return memory
 
@@ -39,8 +39,8 @@ NORMS = [{"query_norm": n, "activation": a} for n in ("layer", "batch", "none") 
 
 
 @pytest.mark.parametrize("changes", [*NORMS, {"top_k": 1, "activation": "relu"}, {"sparse": True}], ids=str)
-@pytest.mark.parametrize("at_once", [2**20, 4 * 2 * 3 * 7])  # all bytes at a time; four, and then the two that are left
-def test_value_and_every_gradient(monkeypatch, changes, at_once):
+@pytest.mark.parametrize("at_once", [2**20, 4 * 2 * 3 * 7])  # all bytes at once, or four and then two
+def test_output_and_every_gradient_equal_those_of_the_reference(monkeypatch, changes, at_once):
     monkeypatch.setattr("variants.product_key_memory.SCORES_AT_ONCE", at_once)
     memory, x = build(**changes), random_x()
     kind = {torch.nn.LayerNorm: "layer", torch.nn.BatchNorm1d: "batch"}.get(type(memory.norm))
@@ -50,23 +50,23 @@ def test_value_and_every_gradient(monkeypatch, changes, at_once):
     expected = reference(x, **weights, top_k=memory.top_k, activation=memory.activation)
     assert_near(out.y, expected, tolerance=1e-12)
     inputs = [x, *memory.parameters()]
-    for mine, theirs in zip(gradients(out.y, inputs), gradients(expected, inputs), strict=True):
-        assert theirs.abs().max() > 1e-6  # rounding alone would not be a gradient
-        assert_near(mine.to_dense(), theirs, tolerance=1e-11)
-    (of_values,) = gradients(out.y, [memory.values])
+    for actual, reference_gradient in zip(gradients(out.y, inputs), gradients(expected, inputs), strict=True):
+        assert reference_gradient.abs().max() > 1e-6, "no gradient but rounding"
+        assert_near(actual.to_dense(), reference_gradient, tolerance=1e-11)
+    (dvalues,) = gradients(out.y, [memory.values])
     unread = out.stats["usage_count"] == 0
-    assert of_values.is_sparse == memory.sparse and not of_values.to_dense()[unread].any(), "a row that no byte reads"
+    assert dvalues.is_sparse == memory.sparse and not dvalues.to_dense()[unread].any(), "an unread row has a gradient"
 
 
 def best_of_all(first: Tensor, second: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of all slots, of the best of them, and these, of equals the lowest first."""
-    every = (first[..., :, None] + second[..., None, :]).flatten(-2)
-    return every, *(part[..., :top_k] for part in every.sort(descending=True, stable=True))
+    """Scores of all slots, the best scores, and the best slots. Of equal scores the lowest slot comes first."""
+    scores = (first[..., :, None] + second[..., None, :]).flatten(-2)
+    return scores, *(part[..., :top_k] for part in scores.sort(descending=True, stable=True))
 
 
 @given(half_keys=st.integers(1, 9), share=st.floats(0, 1), ties=st.booleans(), seed=st.integers(0, 999))
 @settings(max_examples=40, deadline=None)
-def test_pruned_search_is_exact(half_keys, share, ties, seed):
+def test_the_pruned_search_finds_the_best_slots(half_keys, share, ties, seed):
     top_k = 1 + round(share * (half_keys**2 - 1))
     halves = torch.randn(2, 2, 3, half_keys, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
     halves = halves.round() if ties else halves
@@ -78,23 +78,23 @@ def test_pruned_search_is_exact(half_keys, share, ties, seed):
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("half_keys", [1, 2, 7, 16, 33, 130])
-def test_the_kernels_search_is_exact(dtype, half_keys):
+def test_the_search_of_the_cpu_kernel_finds_the_best_slots(dtype, half_keys):
     for seed, top_k in enumerate({1, 1 + half_keys // 3, half_keys} for _ in range(2)):
         for k in top_k:
             scores = torch.randn(4, 5, half_keys, dtype=dtype, generator=torch.Generator().manual_seed(seed))
             if seed:
-                scores = scores.round()  # many are equal
+                scores = scores.round()  # many equal scores
                 scores[:, 0, 0], scores[:, 1, -1] = -torch.inf, torch.inf
             slots, sums = product_search.search(scores, k)
             halves = scores.unflatten(0, (2, 2)).transpose(1, 2).unbind(2)  # of [H, n, C]
-            every, best, lowest = (part.transpose(0, 1) for part in best_of_all(*halves, k))
-            assert torch.equal(sums, every.gather(-1, slots))
+            all_sums, best, lowest = (part.transpose(0, 1) for part in best_of_all(*halves, k))
+            assert torch.equal(sums, all_sums.gather(-1, slots))
             assert torch.equal(sums.sort(descending=True).values, best)
-            finite = best[..., -1].isfinite()  # sums of -inf are equal whatever is added
+            finite = best[..., -1].isfinite()  # all sums with -inf are equal
             assert torch.equal(slots.sort().values[finite], lowest.sort().values[finite])
 
 
-def test_low_precision_chooses_the_slots_that_float32_chooses():
+def test_under_bfloat16_autocast_the_slots_are_those_of_float32():
     torch.manual_seed(0)
     query, keys = torch.randn(50, 4, 8, requires_grad=True), torch.randn(4, 30, 8, requires_grad=True)
     outcomes = []
@@ -110,7 +110,7 @@ def test_low_precision_chooses_the_slots_that_float32_chooses():
         assert sorted(zip(i.tolist(), j.tolist(), strict=True)) == [(0, 0), runner_up]
 
 
-def test_initial_scale_and_few_candidates():
+def test_initial_scales_and_the_number_of_candidate_pairs():
     memory = build(Case().context(d_model=100), half_keys=40, d_query=16)
     assert math.isclose(memory.values.std().item(), 0.1, rel_tol=0.02)
     assert memory.keys.abs().max() <= 8**-0.5
@@ -120,7 +120,7 @@ def test_initial_scale_and_few_candidates():
     assert candidate_pairs(top_k=32, half_keys=512).shape == (2, 119)
 
 
-def test_sharing_of_values():
+def test_layers_share_values_only_where_it_is_configured():
     context = Case().context(pool={})
     first, second = (build(context, seed=None, share="network") for _ in range(2))
     assert first.values is second.values and first.keys is not second.keys
@@ -129,7 +129,7 @@ def test_sharing_of_values():
     assert build(context).values is not first.values
 
 
-def test_usage_by_hand():
+def test_usage_and_divergence_equal_numbers_worked_out_by_hand():
     memory = build(half_keys=2, top_k=2, heads=1)
     slots, weights = torch.tensor([[0, 1], [0, 3]]), torch.tensor([[0.75, 0.25], [1.0, 0.0]])
     stats = memory.usage(slots, weights)
@@ -144,7 +144,7 @@ def test_usage_by_hand():
     assert "kl_weighted_nats" not in memory.metrics(memory.usage(slots, torch.zeros(2, 2)))
 
 
-def test_flops_and_parameters_that_a_byte_reads():
+def test_ideal_flops_and_unread_parameters_have_their_closed_forms():
     memory = build()
     assert memory.ideal_flops() == 2 * (5 * 18 + 3 * 7 * 6 + 3 * 5 * 5)
     assert unread_parameters(memory) == (7 * 7 - 3 * 5) * 5
@@ -152,31 +152,31 @@ def test_flops_and_parameters_that_a_byte_reads():
 
 
 def test_no_shape_depends_on_the_data():
-    """On the meta device there is no data: a shape taken from it, or a number read from it, raises."""
+    """Tensors on the meta device have no values, so that reading one would raise an error."""
     memory = build().to("meta")
     memory(torch.zeros(B, T, D, device="meta", dtype=DOUBLE), collect_stats=True).y.sum().backward()
     assert memory.values.grad.shape == (49, D)
 
 
 @pytest.mark.parametrize(("sparse", "compiled"), [(False, True), (True, True), (True, False)])
-def test_float32_equals_float64(sparse, compiled):
-    """PyTorch reads the table by other code in float32, and only that code has the fault that compiling must avoid."""
+def test_gradients_in_float32_equal_those_in_float64(sparse, compiled):
+    """Only PyTorch's float32 code for reading a table has a fault that compilation must avoid."""
     exact, memory = build(sparse=sparse), build(sparse=sparse).float()
     module = torch.compile(memory, fullgraph=not sparse, backend="aot_eager") if compiled else memory
     x, both = random_x(), []
-    for part, run in ((memory, module), (exact, exact)):
+    for part, forward in ((memory, module), (exact, exact)):
         leaf = x.detach().to(part.values.dtype).requires_grad_()
-        both.append(torch.autograd.grad(run(leaf).y.square().sum(), [leaf, *part.parameters()]))
-    for mine, other in zip(*both, strict=True):
-        assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine.to_dense().double(), other.to_dense(), rtol=1e-4, atol=1e-5)
+        both.append(torch.autograd.grad(forward(leaf).y.square().sum(), [leaf, *part.parameters()]))
+    for actual, expected in zip(*both, strict=True):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual.to_dense().double(), expected.to_dense(), rtol=1e-4, atol=1e-5)
 
 
 WRONG = "top_k=8 top_k=0 top_k=1 half_keys=0 heads=0 d_query=5 query_norm=rms activation=gelu share=head"
 
 
 @pytest.mark.parametrize(("key", "value"), [word.split("=") for word in WRONG.split()])
-def test_bad_input_names_the_key_and_the_allowed(key, value):
+def test_invalid_values_are_refused_with_the_key_and_the_allowed_values(key, value):
     with pytest.raises(ValueError, match=f"{key}={value}.*allowed are") as error:
         build(**{key: int(value) if value.isdigit() else value})
     assert key != "top_k" or "half_keys=7" in str(error.value)

@@ -1,4 +1,4 @@
-"""Recipes are the published runs: their flags, their numbers of parameters, and nothing that a default could move."""
+"""Recipes reproduce published runs: their flags, their numbers of parameters, and independence of our defaults."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from harness.model import LanguageModel
 from harness.plan import settings
-from tests.composing import CONF, TINY, compose_config, plan
+from tests.small_configs import CONF, TINY, compose_config, plan
 from variants.adaptive_span import AdaptiveSpan
 from variants.position import Relative
 
@@ -28,17 +28,17 @@ SPANS = {  # experiments/*.sh of facebookresearch/adaptive-span: flags in this o
     "adaptive_span_12": ((12, 512, 8, 8192, 512, 0.3, 5e-7, 600_000, 32_000, 1), 2048),
     "adaptive_span_24": ((24, 768, 8, 8192, 512, 0.4, 5e-7, 150_000, 32_000, 2), 4096),
 }
-PERSISTENT = {  # the same, then the number of persistent vectors
+PERSISTENT = {  # the same flags, then the number of persistent vectors
     "all_attention_18": ((18, 512, 8, 8192, 512, 0.3, 1e-7, 450_000, 32_000, 2), 1024),
     "all_attention_36": ((36, 512, 8, 8192, 512, 0.4, 1e-7, 200_000, 32_000, 2), 2048),
 }
 MILLIONS = {"adaptive_span_8": "6.5", "adaptive_span_12": "38.54", "adaptive_span_24": "208.9"}
 MILLIONS |= {"all_attention_18": "38.50", "all_attention_36": "114.02"}
-"""As printed or derived from the papers."""
+"""Millions of parameters, as printed in or derived from the papers."""
 
 
 class Unset(TorchFunctionMode):
-    """Parameters are allocated and not filled: memory that is never written costs nothing, and numbers are not looked at."""
+    """Leaves parameters uninitialized, because pages of memory that are never written cost nothing."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
@@ -57,26 +57,26 @@ def count(tensors: Iterator[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def of_language_model(d: int, vocabulary: int) -> int:
-    """Embedding and head, untied, the head with a bias."""
+def embedding_and_head(d: int, vocabulary: int) -> int:
+    """Parameters of an embedding and an untied head with a bias."""
     return 2 * vocabulary * d + vocabulary
 
 
 @pytest.mark.parametrize("name", SPANS | PERSISTENT)
-def test_models_have_the_papers_parameters(name):
+def test_models_have_the_number_of_parameters_of_the_papers(name):
     (layers, d, heads, span, *_), width = (SPANS | PERSISTENT)[name]
     layer = 4 * d**2 + 2 * d * width + heads + (width + d + 2 * 2 * d if name in SPANS else 2 * d)
-    expected = layers * layer + of_language_model(d, V) + span * (d // heads)
+    expected = layers * layer + embedding_and_head(d, V) + span * (d // heads)
     assert count(build(name).parameters()) == expected
     digits = len(MILLIONS[name].partition(".")[2])
     assert f"{expected / 1e6:.{digits}f}" == MILLIONS[name]
 
 
-def test_product_key_memory_has_the_parameters_of_its_parts():
+def test_the_product_key_memory_model_has_the_parameters_of_its_parts():
     layers, d, hidden, half_keys, top_k, heads, d_query = 12, 512, 2048, 512, 32, 4, 256
     attention, norm, feed_forward = 4 * d**2, 2 * d, 2 * d * hidden + hidden + d
     memory = (d + 1) * heads * d_query + 2 * d_query + heads * half_keys * d_query
-    rest = layers * (attention + 2 * norm) + (layers - 1) * feed_forward + norm + of_language_model(d, V)
+    rest = layers * (attention + 2 * norm) + (layers - 1) * feed_forward + norm + embedding_and_head(d, V)
     model = build("product_key_memory_12")
     assert count(model.parameters()) == memory + rest + half_keys**2 * d == 171_183_309
     assert model.touched_parameters() == memory + rest + heads * top_k * d - (V - 1) * d == 36_926_669
@@ -84,7 +84,7 @@ def test_product_key_memory_has_the_parameters_of_its_parts():
 
 
 @pytest.mark.parametrize("name", SPANS | PERSISTENT)
-def test_flags_are_those_of_the_scripts_and_the_model_the_papers(name):
+def test_flags_equal_those_of_the_published_scripts(name):
     cfg = compose_config(f"recipe={name}")
     flags, width = (SPANS | PERSISTENT)[name]
     assert tuple(OmegaConf.select(cfg, key) for key in FLAGS) == flags
@@ -112,7 +112,7 @@ def test_flags_are_those_of_the_scripts_and_the_model_the_papers(name):
 
 
 def stated(name: str) -> set[str]:
-    """Keys that a recipe's files set, with those of the files it is made of."""
+    """Keys that the file of a recipe and the files that it includes set."""
     node = OmegaConf.to_container(OmegaConf.load(CONF / "recipe" / f"{name}.yaml"))
     parents = [entry for entry in node.pop("defaults", []) if isinstance(entry, str)]
     keys = {f"{section}.{key}" for section, part in node.items() for key in part}
@@ -120,13 +120,13 @@ def stated(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_no_default_of_the_model_can_move_a_recipe_and_it_reads_enwik8(name):
-    read = plan(f"recipe={name}").data
-    assert (read["name"], read["fallback"], read["vocabulary"], read["drop_newlines"]) == ("enwik8", None, V, False)
-    wanted = {f"model.{key}" for key in settings.ModelSettings.__dataclass_fields__} - {"model.default_bytes"}
-    wanted |= {f"batch.{key}" for key in settings.BatchSettings.__dataclass_fields__}
-    wanted |= {"data.fallback", "data.vocabulary", "data.drop_newlines", "data.split", "eval.bytes", "budget.steps"}
-    assert wanted <= stated(name)
+def test_a_recipe_sets_all_keys_that_its_result_depends_on_and_reads_enwik8(name):
+    data = plan(f"recipe={name}").data
+    assert (data["name"], data["fallback"], data["vocabulary"], data["drop_newlines"]) == ("enwik8", None, V, False)
+    required = {f"model.{key}" for key in settings.ModelSettings.__dataclass_fields__} - {"model.default_bytes"}
+    required |= {f"batch.{key}" for key in settings.BatchSettings.__dataclass_fields__}
+    required |= {"data.fallback", "data.vocabulary", "data.drop_newlines", "data.split", "eval.bytes", "budget.steps"}
+    assert required <= stated(name)
 
 
 def flat(node: dict, prefix: str = "") -> dict[str, object]:
@@ -137,7 +137,7 @@ def flat(node: dict, prefix: str = "") -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("name", "steps"), list(zip(FINETUNES, (20_000, 30_000, 10_000), strict=True)))
-def test_the_end_of_a_run_is_more_steps_at_a_tenth_of_the_rate(name, steps):
+def test_a_finetune_recipe_adds_steps_at_a_tenth_of_the_learning_rate(name, steps):
     recipes = (name.removesuffix("_finetune"), name)
     before, after = (flat(OmegaConf.to_container(compose_config(f"recipe={recipe}"))) for recipe in recipes)
     assert {key: value for key, value in after.items() if before[key] != value} == {
@@ -149,7 +149,7 @@ def test_the_end_of_a_run_is_more_steps_at_a_tenth_of_the_rate(name, steps):
         plan(f"recipe={name}")
 
 
-def test_product_key_memory_trains_its_values_apart():
+def test_the_product_key_memory_recipe_trains_values_with_a_group_of_their_own():
     tiny = (*TINY, "variant.memory.half_keys=8", "variant.memory.top_k=4")
     made = plan("recipe=product_key_memory_12", *tiny)
     optimizers = made.make_optimizers(made.make_model())

@@ -1,4 +1,4 @@
-"""``runtime.checkpoint=layers``: the same loss, gradients, state and statistics as without, for more FLOPs and less memory."""
+"""``runtime.checkpoint=layers`` changes no loss, gradient, state or statistic, and needs more FLOPs and less memory."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from harness.count.flops import count_flops
 from harness.record.comparison import cost_conditions
 from tests.bench_rows import cost_row
-from tests.composing import plan
-from tests.runs import CARRY, DROPOUT, MEMORY, MOVING, make_run, own_folder  # noqa: F401 - a fixture
+from tests.small_configs import plan
+from tests.small_runs import CARRY, DROPOUT, MEMORY, MOVING, make_run, temporary_cwd  # noqa: F401 - a fixture
 from variants.attention import Attention
 from variants.conformance.fixture import leaves
 
@@ -21,7 +21,7 @@ CASES = {
 
 
 def after_two_steps(*words: str, compiled: bool = False):
-    """A run in float64 with the gradients of its second step, and that step's loss and state."""
+    """A run in float64 after two steps, with the gradients of the second step."""
     torch.manual_seed(7)
     run = make_run("optim=adamw", "model.head_zero_init=false", *words)
     run.model.double()
@@ -35,30 +35,30 @@ def after_two_steps(*words: str, compiled: bool = False):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_loss_and_every_gradient(case, monkeypatch):
+def test_recomputation_changes_no_loss_gradient_or_state(case, monkeypatch):
     calls, inner = [], Attention.forward
     monkeypatch.setattr(Attention, "forward", lambda self, *a, **k: calls.append(self) or inner(self, *a, **k))
     plain = after_two_steps(*CASES[case])
     first, again = len(calls), after_two_steps(*CASES[case], "runtime.checkpoint=layers")
     assert len(calls) - first == 2 * first, "each layer is computed once more in every backward pass"
     assert again.train_row()["bits_per_byte"] == plain.train_row()["bits_per_byte"]
-    for (name, one), other in zip(plain.model.named_parameters(), again.model.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-14)
-        assert torch.equal(one, other), name
+    for (name, expected), actual in zip(plain.model.named_parameters(), again.model.parameters(), strict=True):
+        assert (expected.grad is None) == (actual.grad is None), name
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-14)
+        assert torch.equal(expected, actual), name
     assert all(map(torch.equal, leaves(plain.state), leaves(again.state)))
 
 
-def test_compiled_it_is_the_same(monkeypatch):
+def test_recomputation_changes_no_gradient_of_a_compiled_model(monkeypatch):
     monkeypatch.setattr("harness.device.runtime.Runtime.forward", lambda self, model: model)
     torch.compiler.reset()
     words = (*MOVING, *CARRY, "runtime.checkpoint=layers")
     plain, compiled = (after_two_steps(*words, compiled=compiled) for compiled in (False, True))
-    for one, other in zip(plain.model.parameters(), compiled.model.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-5)
+    for expected, actual in zip(plain.model.parameters(), compiled.model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_statistics_come_out_once():
+def test_recomputation_does_not_count_statistics_twice():
     models = [make_run(*MOVING, *CARRY, f"runtime.checkpoint={how}").model for how in ("none", "layers")]
     tokens, collected = torch.randint(256, (2, 16)), []
     for model in models:
@@ -72,8 +72,7 @@ def test_statistics_come_out_once():
     assert all(torch.equal(value, collected[1][name]) for name, value in collected[0].items())
 
 
-def test_flops_have_the_second_forward_and_memory_is_less():
-    """Numbers that the backward pass finds saved: of a layer its input alone."""
+def test_recomputation_executes_a_second_forward_and_saves_only_the_inputs_of_layers():
     flops, needed, saved = {}, {}, {}
     for how in ("none", "layers"):
         run, sizes = make_run("variant=mhsa", "runtime.backend=plain", f"runtime.checkpoint={how}"), []
@@ -85,7 +84,7 @@ def test_flops_have_the_second_forward_and_memory_is_less():
         with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()), lambda x: x):
             run.model.train()(torch.zeros(4, 64, dtype=torch.int64))
         saved[how] = sum(sizes)
-    # A layer's last product has no reader in the backward pass, and the head is in no layer.
+    # The last product of a layer is not needed in the backward pass, and the head is in no layer.
     last = [layer["feed_forward"].sublayer.leave.weight.numel() for layer in run.model.layers]
     once = 2 * inputs.numel() * (run.model.head.weight.numel() + sum(last))
     assert flops["layers"] - flops["none"] == forward - once
@@ -93,8 +92,8 @@ def test_flops_have_the_second_forward_and_memory_is_less():
     assert saved["layers"] < saved["none"] / 4
 
 
-def test_times_and_memory_of_both_do_not_pool_and_a_word_that_is_none_is_refused():
-    one, other, unsaid = cost_row(recomputation="none"), cost_row(recomputation="layers"), cost_row()
-    assert cost_conditions(one) == cost_conditions(unsaid) != cost_conditions(other)
+def test_rows_with_and_without_recomputation_do_not_pool_and_other_values_are_refused():
+    without, recomputed, default = cost_row(recomputation="none"), cost_row(recomputation="layers"), cost_row()
+    assert cost_conditions(without) == cost_conditions(default) != cost_conditions(recomputed)
     with pytest.raises(ValueError, match="runtime.checkpoint=blocks: allowed are none, layers"):
         plan("runtime.checkpoint=blocks")

@@ -1,4 +1,4 @@
-"""The record of a run: rows, summary, which of them compare, closing table. W&B has its own file."""
+"""The record of a run: rows, summary, closing table, and which rows compare. ``test_wandb.py`` tests W&B."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from harness.record.closing_table import print_closing_table
 from harness.record.comparison import code_version, score_conditions, shared_code_version
 from harness.record.rows import FORMAT, Record, read_rows, write_summary
 from harness.record.schema import violation
-from tests.runs import repeatable
+from tests.small_runs import repeatable
 
 
 def train_row(step):
     return {"kind": "train", "step": step, "bits_per_byte": 2 + 1 / (step + 3), "clock": {"seconds": step * 0.1}}
 
 
-def test_a_resumed_record_is_the_uninterrupted_one(tmp_path):
+def test_a_resumed_record_equals_an_uninterrupted_one(tmp_path):
     (tmp_path / "whole").mkdir()
     (tmp_path / "resumed").mkdir()
     with Record(tmp_path / "whole") as record:
@@ -43,7 +43,7 @@ def test_a_resumed_record_is_the_uninterrupted_one(tmp_path):
     assert record.path.read_bytes() == b""
 
 
-def test_rows_are_strict_json_and_keep_every_bit(tmp_path):
+def test_rows_are_strict_json_with_exact_numbers(tmp_path):
     row = {"kind": "train", "loss": math.nan, "exact": 0.1 + 0.2, "path": tmp_path, "pair": (1, True)}
     row |= {"metrics": {"layers.0.attention.span": [1.5, math.inf]}, "text": "line\nbreak \r \u2028 \ud800"}
     with Record(tmp_path) as record:
@@ -79,7 +79,7 @@ def make_summary(**changes):
     return summary | changes
 
 
-def test_closing_table_has_the_numbers_and_marks(capsys):
+def test_the_closing_table_has_the_numbers_of_the_summary_and_marks_capped_ones(capsys):
     print_closing_table(make_summary())
     text = capsys.readouterr().out
     words = ("2.3913*", "2.4123\n", "2.5211*", "3.0400*", "2.5800*", "2.7100*", "3.0550\n", "858,112", "858,000")
@@ -92,9 +92,9 @@ def test_closing_table_has_the_numbers_and_marks(capsys):
     assert "*" not in whole and "first" not in whole and "compiling" not in whole
 
 
-def comparable(one, other):
-    code = code_version if one["variant"] == other["variant"] else shared_code_version
-    return score_conditions(one) == score_conditions(other) and code(one) == code(other)
+def comparable(a, b):
+    code = code_version if a["variant"] == b["variant"] else shared_code_version
+    return score_conditions(a) == score_conditions(b) and code(a) == code(b)
 
 
 PINNED = {"numerics": {"variant": 1, "shared": 1}, "tree": "tree", "commit": "ab" * 20}
@@ -110,42 +110,42 @@ OTHER = {"source": "bb", "tree": "other"}
         (OTHER | {"variant": "mhsa", "numerics": {"variant": 7, "shared": 1}}, True),
         (OTHER | {"variant": "mhsa", "numerics": {"variant": 1, "shared": 2}}, False),
         ({"source": "bb", "budget": {"seconds": 9}}, False),
-        ({"source": "bb", "variant": "mhsa", "budget": {"seconds": 9}}, True),  # one tree
+        ({"source": "bb", "variant": "mhsa", "budget": {"seconds": 9}}, True),  # the same source tree
         (OTHER | {"variant": "mhsa", "budget": {"seconds": 9}}, False),
-        ({"device": "Another CPU", "budget": {"seconds": 9}}, False),  # seconds elsewhere are another budget
-        ({"processes": 1, "budget": {"seconds": 9}}, True),  # what older rows do not say
+        ({"device": "Another CPU", "budget": {"seconds": 9}}, False),  # seconds on another CPU are another budget
+        ({"processes": 1, "budget": {"seconds": 9}}, True),  # the default of older rows
         ({"purpose": "tune"}, False),
         ({"budget": {"steps": 7}}, False),
         ({"data": {"sha256": "f" * 64}}, False),
         ({"capped": {}}, False),
         ({"capped": {"valid": 65_536, "test": 65_536}}, True),  # whether or not test was scored
         ({"protocol": {"streams": 8, "split": [0.8, 0.1, 0.1]}}, False),
-        ({"protocol": {"streams": 8, "split": [0.9, 0.05, 0.05]}}, True),  # the default, which older rows do not say
+        ({"protocol": {"streams": 8, "split": [0.9, 0.05, 0.05]}}, True),  # the default of older rows
         ({"protocol": {"streams": 8, "span": 9}}, False),
     ],
 )
-def test_whether_two_rows_compare(changes, same):
-    one = make_summary(**PINNED, protocol={"streams": 8})
-    one |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}
-    other = one | changes
-    assert comparable(one, other) == comparable(other, one) == same
+def test_rows_compare_unless_numerics_data_budget_or_protocol_differ(changes, same):
+    a = make_summary(**PINNED, protocol={"streams": 8})
+    a |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}
+    b = a | changes
+    assert comparable(a, b) == comparable(b, a) == same
 
 
-def test_a_models_own_span_is_a_setting_that_compares():
+def test_rows_of_models_with_different_spans_compare_if_each_is_scored_with_its_span():
     rows = [make_summary(protocol={"span": span}, config={"model": {"span": span}}) for span in (16, 32)]
     assert comparable(*rows) and not comparable(rows[0], make_summary(protocol={"span": 32}))
 
 
-def test_a_summary_is_whole_and_a_misfit_is_named_by_its_key(tmp_path):
+def test_a_summary_is_written_atomically_and_an_invalid_value_is_named_by_its_key(tmp_path):
     write_summary(tmp_path, summary=make_summary())
     path = write_summary(tmp_path, summary=make_summary(valid_bits_per_byte=math.nan))
     summary = json.loads(path.read_text())
     assert summary["valid_bits_per_byte"] is None
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
     wrong = {"seed": "0", "memory": {"peak_bytes": -1}, "valid_metrics": {"x.span": ["long"]}, "purpose": "play"}
-    places = {"seed": "seed is '0'", "memory": "memory.peak_bytes is -1", "valid_metrics": "valid_metrics.x.span"}
+    reasons = {"seed": "seed is '0'", "memory": "memory.peak_bytes is -1", "valid_metrics": "valid_metrics.x.span"}
     for key, value in wrong.items():
-        place = places.get(key, "purpose is 'play'")
-        assert violation(summary | {key: value}, schema="summary").startswith(place)
+        reason = reasons.get(key, "purpose is 'play'")
+        assert violation(summary | {key: value}, schema="summary").startswith(reason)
     del summary["variant"]
     assert violation(summary, schema="summary") == "variant is missing"

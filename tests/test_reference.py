@@ -1,6 +1,4 @@
-"""The references themselves, against facts that were not written by the same hand: torch's own layers, closed forms,
-numbers that can be worked out on paper. What is checked here may then judge the product.
-"""
+"""The references are compared with torch's layers, closed forms and numbers worked out by hand."""
 
 import math
 
@@ -20,45 +18,49 @@ pytestmark = pytest.mark.numeric
 X, WEIGHTS = normal(B, T, D), {name: normal(D, D, seed=i + 1) for i, name in enumerate(("wq", "wk", "wv", "wo"))}
 LEARNED = [X, *WEIGHTS.values()]
 SAME = WEIGHTS | {"heads": H, "span": S, "attend_self": True}
-NUMBERS = torch.arange(T)[:, None] - torch.arange(T)
-"""x of every (query, key) ``[T, T]``, negative where the key is not in the past."""
-HARD = torch.zeros(T, T, dtype=torch.float64).masked_fill((NUMBERS < 0) | (NUMBERS >= S), -math.inf)
+DISTANCES = torch.arange(T)[:, None] - torch.arange(T)
+"""Distance x of every query and key ``[T, T]``, negative where the key is later than the query."""
+HARD = torch.zeros(T, T, dtype=torch.float64).masked_fill((DISTANCES < 0) | (DISTANCES >= S), -math.inf)
 """0 on the S visible keys of a query, minus infinity elsewhere."""
 
 
 def projected(*names: str) -> list[Tensor]:
-    """``[B, H, T, K]``."""
+    """Projections of X for each head, ``[B, H, T, K]``."""
     return [(X @ WEIGHTS[name].T).unflatten(-1, (H, -1)).transpose(1, 2) for name in names]
 
 
 def by_torch(bias: Tensor, *, more_keys: Tensor | None = None, more_values: Tensor | None = None) -> Tensor:
-    """The same attention by torch, ``bias [.., T, keys]`` added to scaled scores; keys and values ``[H, N, K]`` beside."""
+    """The same attention by torch with ``bias [.., T, keys]`` added to the scores.
+
+    Args:
+        more_keys, more_values: ``[H, N, K]``, appended to keys and values.
+    """
     q, k, v = projected("wq", "wk", "wv")
     if more_keys is not None:
         k, v = (torch.cat([one, more.expand(B, *more.shape)], 2) for one, more in ((k, more_keys), (v, more_values)))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2) @ WEIGHTS["wo"].T
 
 
-def test_attention_is_torch_multihead_attention():
+def test_attention_equals_torchs_multihead_attention():
     layer = nn.MultiheadAttention(D, H, bias=False, batch_first=True, dtype=torch.float64)
     inside = torch.cat([WEIGHTS[name] for name in ("wq", "wk", "wv")])
     parameters = {"in_proj_weight": inside, "out_proj.weight": WEIGHTS["wo"]}
     causal = {"attn_mask": torch.ones(T, T, dtype=torch.bool).triu(1), "need_weights": False}
-    theirs, _ = torch.func.functional_call(layer, parameters, (X, X, X), causal)
-    assert_same(attention(X, **SAME | {"span": T}), theirs, inputs=LEARNED)
+    expected, _ = torch.func.functional_call(layer, parameters, (X, X, X), causal)
+    assert_same(attention(X, **SAME | {"span": T}), expected, inputs=LEARNED)
 
 
-def test_alibi_and_relative_are_biases_on_scaled_scores():
+def test_alibi_and_relative_positions_are_biases_of_scaled_scores():
     slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)  # two heads
-    theirs = by_torch(HARD - slopes[:, None, None] * NUMBERS)
-    assert_same(attention(X, **SAME, position="alibi"), theirs, inputs=LEARNED)
+    expected = by_torch(HARD - slopes[:, None, None] * DISTANCES)
+    assert_same(attention(X, **SAME, position="alibi"), expected, inputs=LEARNED)
     table, (q,) = normal(S, K), projected("wq")
-    columns = NUMBERS.clamp(0, S - 1).expand(B, H, T, T)
-    theirs = by_torch(HARD + (q @ table.T / math.sqrt(K)).gather(-1, columns))
-    assert_same(attention(X, **SAME, position="relative", table=table), theirs, inputs=[*LEARNED, table])
+    columns = DISTANCES.clamp(0, S - 1).expand(B, H, T, T)
+    expected = by_torch(HARD + (q @ table.T / math.sqrt(K)).gather(-1, columns))
+    assert_same(attention(X, **SAME, position="relative", table=table), expected, inputs=[*LEARNED, table])
 
 
-def test_positions_by_hand():
+def test_rotations_sinusoids_and_slopes_equal_numbers_worked_out_by_hand():
     vector, position = normal(K).detach(), 5
     pairs = torch.complex(vector[: K // 2], vector[K // 2 :])
     angles = torch.tensor([5.0, 5 / 100], dtype=torch.float64)  # 10000^(-2i/4) = 1, 1/100
@@ -73,8 +75,7 @@ def test_positions_by_hand():
     assert alibi_slopes(12).tolist() == pytest.approx([*alibi_slopes(8).tolist(), *sixteen[0:8:2]])
 
 
-def test_soft_mask_and_span_loss_by_hand():
-    """Where every head starts, the kinks at x = z and at x = z + R count."""
+def test_the_soft_mask_its_gradient_at_the_kinks_and_the_span_loss_equal_numbers_worked_out_by_hand():
     by_hand = {(0, 0.0): (1.0, 1 / 4), (1, 0.0): (3 / 4, 1 / 4), (4, 0.0): (0.0, 1 / 4), (5, 0.0): (0.0, 0.0)}
     for (x, span), expected in (by_hand | {(2, 3.0): (1.0, 0.0), (4, 2.5): (5 / 8, 1 / 4)}).items():
         z = torch.tensor(span, dtype=torch.float64, requires_grad=True)
@@ -87,7 +88,7 @@ def test_soft_mask_and_span_loss_by_hand():
 
 def soft(z: Tensor, *, ramp: int) -> Tensor:
     """m_z(x) of every (query, key) for ``z [..., 1, 1]`` or ``[..., T, 1]``."""
-    return torch.clamp((ramp + z - NUMBERS) / ramp, 0, 1)
+    return torch.clamp((ramp + z - DISTANCES) / ramp, 0, 1)
 
 
 @pytest.mark.parametrize("fractions", [(0.0, 0.5), (0.25, 1.0)])
@@ -96,26 +97,26 @@ def test_a_soft_mask_is_a_bias_of_its_logarithm(fractions):
     mask = soft((S * fractions)[:, None, None], ramp=2) * (HARD == 0)
     q, k, v = projected("wq", "wk", "wv")
     unnormalised = mask * torch.exp(q @ k.transpose(-1, -2) / math.sqrt(K))
-    theirs = (unnormalised / unnormalised.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2) @ WEIGHTS["wo"].T
-    ours = attention(X, **SAME, mask=adaptive_mask(fractions, span=S, ramp=2))
-    torch.testing.assert_close(theirs, by_torch(mask.log()), **EXACT)
-    assert_same(ours, theirs, inputs=[*LEARNED, fractions])
+    expected = (unnormalised / unnormalised.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2) @ WEIGHTS["wo"].T
+    actual = attention(X, **SAME, mask=adaptive_mask(fractions, span=S, ramp=2))
+    torch.testing.assert_close(expected, by_torch(mask.log()), **EXACT)
+    assert_same(actual, expected, inputs=[*LEARNED, fractions])
 
 
-def test_persistent_vectors_are_more_keys_and_alone_a_feed_forward_with_softmax():
+def test_persistent_vectors_are_further_keys_and_without_context_a_feed_forward_with_softmax():
     keys, values = normal(H, 3, K, seed=1), normal(H, 3, K, seed=2)
     scaled = persistent_vectors(keys / 2, value_parameters=values / math.sqrt(3))  # sqrt(K) = 2
     vectors = dict(zip(("persistent_keys", "persistent_values"), scaled, strict=True))
     bias = torch.cat([HARD, torch.zeros(T, 3, dtype=torch.float64)], dim=1)
-    theirs = by_torch(bias, more_keys=keys, more_values=values)
-    assert_same(attention(X, **SAME, **vectors), theirs, inputs=[*LEARNED, keys, values])
-    alone = attention(X, **SAME | {"span": 0, "position": "rotary"}, **vectors)
-    theirs = torch.zeros_like(X)
+    expected = by_torch(bias, more_keys=keys, more_values=values)
+    assert_same(attention(X, **SAME, **vectors), expected, inputs=[*LEARNED, keys, values])
+    without_context = attention(X, **SAME | {"span": 0, "position": "rotary"}, **vectors)
+    expected = torch.zeros_like(X)
     for h in range(H):  # the sum of H feed-forwards with 3 inner units each
         block = slice(h * K, (h + 1) * K)
         up, down = keys[h] @ WEIGHTS["wq"][block] / math.sqrt(K), WEIGHTS["wo"][:, block] @ values[h].T
-        theirs = theirs + feed_forward(X, up=up, down=down, activation="softmax")
-    assert_same(alone, theirs, inputs=[X, keys, values, WEIGHTS["wq"], WEIGHTS["wo"]])
-    closed = adaptive_mask(torch.zeros(H, dtype=torch.float64), span=S, ramp=1)  # only x = 0 is left, and the vectors
+        expected = expected + feed_forward(X, up=up, down=down, activation="softmax")
+    assert_same(without_context, expected, inputs=[X, keys, values, WEIGHTS["wq"], WEIGHTS["wo"]])
+    closed = adaptive_mask(torch.zeros(H, dtype=torch.float64), span=S, ramp=1)  # leaves x = 0 and the vectors
     only_itself = attention(X, **SAME | {"span": 1}, **vectors)
     assert_same(attention(X, **SAME, **vectors, mask=closed), only_itself, inputs=[*LEARNED, keys, values])

@@ -1,6 +1,4 @@
-"""The references of feed-forward, product-key memory and the whole model, against facts of other hands, as in
-``test_reference.py``.
-"""
+"""The references of feed-forward, product-key memory and the whole model are compared with torch's layers."""
 
 import pytest
 import torch
@@ -30,13 +28,13 @@ C, DQ = 3, 4  # half-keys per set and width of a query of the product-key memory
     ],
 )
 @pytest.mark.parametrize("biased", [True, False])
-def test_feed_forward_is_two_linear_layers(x, activation, by_torch, biased):
+def test_the_feed_forward_equals_two_linear_layers_of_torch(x, activation, by_torch, biased):
     inner = 6 if activation == "swiglu" else 3
     up, down = normal(inner, D), normal(D, 3)
     up_bias, down_bias = (normal(inner), normal(D)) if biased else (None, None)
-    ours = feed_forward(x, up=up, down=down, activation=activation, up_bias=up_bias, down_bias=down_bias)
-    theirs = F.linear(by_torch(F.linear(x, up, up_bias)), down, down_bias)
-    assert_same(ours, theirs, inputs=[x, up, down, *([up_bias, down_bias] if biased else [])])
+    actual = feed_forward(x, up=up, down=down, activation=activation, up_bias=up_bias, down_bias=down_bias)
+    expected = F.linear(by_torch(F.linear(x, up, up_bias)), down, down_bias)
+    assert_same(actual, expected, inputs=[x, up, down, *([up_bias, down_bias] if biased else [])])
 
 
 @pytest.fixture
@@ -49,33 +47,33 @@ def memory() -> dict[str, Tensor]:
     }
 
 
-def test_all_slots_are_the_product_of_two_softmaxes(x, memory):
+def test_reading_all_slots_equals_the_product_of_two_softmaxes(x, memory):
     scale, shift = normal(DQ, seed=7), normal(DQ, seed=8)
     norm = ("layer", scale, shift, 1e-5)
-    ours = product_key_memory(x, **memory, norm=norm, top_k=C * C, activation="softmax")
+    actual = product_key_memory(x, **memory, norm=norm, top_k=C * C, activation="softmax")
     query = F.linear(x, memory["query_weight"], memory["query_bias"]).unflatten(-1, (H, DQ))
     query = F.layer_norm(query, (DQ,), scale, shift).unflatten(-1, (2, DQ // 2))
     scores = torch.einsum("bthsd,hscd->bthsc", query, memory["keys"])
     first, second = scores.softmax(-1).unbind(3)  # [B, T, H, C] each
     shares = torch.einsum("bthi,bthj->bthij", first, second).flatten(3)  # slot i C + j
-    assert_same(ours, (shares @ memory["values"]).sum(2), inputs=[x, scale, shift, *memory.values()])
+    assert_same(actual, (shares @ memory["values"]).sum(2), inputs=[x, scale, shift, *memory.values()])
 
 
-def test_layer_norm_is_over_each_head_and_batch_norm_over_all_rows(x, memory):
+def test_layer_norm_normalizes_each_head_and_batch_norm_all_rows(x, memory):
     weight, bias = memory["query_weight"], memory["query_bias"]
     scale, shift = normal(DQ, seed=7), normal(DQ, seed=8)
-    ours = queries(x, weight=weight, bias=bias, norm=("layer", scale, shift, 1e-5), heads=H)
-    theirs = F.layer_norm(F.linear(x, weight, bias).unflatten(-1, (H, DQ)), (DQ,), scale, shift)
-    assert_same(ours, theirs, inputs=[x, weight, bias, scale, shift])
+    actual = queries(x, weight=weight, bias=bias, norm=("layer", scale, shift, 1e-5), heads=H)
+    expected = F.layer_norm(F.linear(x, weight, bias).unflatten(-1, (H, DQ)), (DQ,), scale, shift)
+    assert_same(actual, expected, inputs=[x, weight, bias, scale, shift])
     scale, shift = normal(H * DQ, seed=7), normal(H * DQ, seed=8)
-    ours = queries(x, weight=weight, bias=bias, norm=("batch", scale, shift, 1e-5), heads=H)
-    theirs = F.batch_norm(F.linear(x, weight, bias).flatten(0, 1), None, None, scale, shift, training=True)
-    assert_same(ours, theirs.reshape(B, T, H, DQ), inputs=[x, weight, scale, shift])
+    actual = queries(x, weight=weight, bias=bias, norm=("batch", scale, shift, 1e-5), heads=H)
+    expected = F.batch_norm(F.linear(x, weight, bias).flatten(0, 1), None, None, scale, shift, training=True)
+    assert_same(actual, expected.reshape(B, T, H, DQ), inputs=[x, weight, scale, shift])
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_language_model_is_torch_encoder_layers(placement, tied):
+def test_the_language_model_equals_torchs_encoder_layers(placement, tied):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(
         D, H, 12, dropout=0.0, batch_first=True, norm_first=placement == "pre", bias=False, dtype=torch.float64
@@ -85,7 +83,7 @@ def test_language_model_is_torch_encoder_layers(placement, tied):
     projections = {"wq": wq, "wk": wk, "wv": wv, "wo": layer.self_attn.out_proj.weight}
     embedding, output, final = normal(5, D), normal(5, D, seed=1), normal(D)
     inputs = torch.tensor([[0, 1, 2, 3, 4, 0], [4, 4, 3, 2, 2, 1]])
-    ours = language_model(
+    actual = language_model(
         inputs,
         embedding=embedding,
         sublayers=[
@@ -101,5 +99,5 @@ def test_language_model_is_torch_encoder_layers(placement, tied):
     )
     x = embedding[inputs] + torch.stack([sinusoid(3 + t, d_model=D) for t in range(T)])
     x = layer(x, src_mask=torch.ones(T, T, dtype=torch.bool).triu(1))
-    theirs = F.linear(F.layer_norm(x, (D,), final), embedding if tied else output)
-    assert_same(ours, theirs, inputs=[embedding, final, *layer.parameters(), *([] if tied else [output])])
+    expected = F.linear(F.layer_norm(x, (D,), final), embedding if tied else output)
+    assert_same(actual, expected, inputs=[embedding, final, *layer.parameters(), *([] if tied else [output])])

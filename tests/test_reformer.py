@@ -1,4 +1,4 @@
-"""Reformer beyond its reference: limits, spans that change, and the tensors saved for the backward pass."""
+"""Reformer: limits, changing spans, and the tensors saved for the backward pass."""
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ def inputs(length: int) -> Tensor:
 
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("length", [1, 9])
-def test_a_single_bucket_is_attention_and_many_rounds_count_once(length, rounds):
-    """All in one bucket and room for all: a window of plain attention without the query itself, with as many rounds."""
+def test_with_a_single_bucket_it_equals_windowed_attention_for_any_number_of_rounds(length, rounds):
+    """The bucket has room for all keys, and a query does not see itself."""
     torch.manual_seed(0)
     keys = torch.randn(B, H, 12, 2 * K, dtype=DOUBLE, requires_grad=True)
     sizes = torch.rand(B, H, length, dtype=DOUBLE, requires_grad=True)
@@ -40,18 +40,18 @@ def test_a_single_bucket_is_attention_and_many_rounds_count_once(length, rounds)
     assert seen[0, 0].tolist() == [min(5, at) for at in range(12 - length, 12)]
 
 
-def test_a_query_meets_itself_only_if_it_has_nothing_else():
+def test_a_query_sees_itself_only_without_any_other_key():
     layer, x = build(attend_self=True), inputs(3)
     layer.rotations.zero_()
     out, values = layer(x, collect_stats=True), layer.value(x)
-    assert_near(out.y[:, :2], layer.output(torch.stack([values[:, 0]] * 2, 1)))  # the second: the first alone
+    assert_near(out.y[:, :2], layer.output(torch.stack([values[:, 0]] * 2, 1)))  # the second byte sees the first only
     assert layer.metrics(out.stats)["alone"].tolist() == [pytest.approx(1 / 3)] * H
     assert layer.metrics(out.stats)["keys"].tolist() == [1.0] * H
     assert build(attend_self=False)(x).y[:, 0].abs().max() == 0
     assert layer.metrics({}) == {}
 
 
-def test_a_wider_span_meets_a_state_that_was_trimmed_and_a_narrower_one_forgets():
+def test_the_span_may_grow_or_shrink_between_segments():
     layer, x = build(span=6, bucket_keys=20), inputs(30)
     layer.rotations.zero_()
     state = layer(x[:, :20]).state
@@ -62,13 +62,13 @@ def test_a_wider_span_meets_a_state_that_was_trimmed_and_a_narrower_one_forgets(
     assert_near(layer(x[:, 20:], state).y, layer(x[:, 15:]).y[:, 5:])
     with pytest.raises(ValueError, match=r"eval\.span=0: allowed are 1 to"):
         layer.set_span(0)
-    for span, buckets in ((512, 8), (16, 2), (447, 6)):  # that follow the span and stay what they were
+    for span, buckets in ((512, 8), (16, 2), (447, 6)):  # the initial span determines the default
         layer = build(span=span, buckets=None, bucket_keys=64)
         layer.set_span(span // 4)
         assert layer.buckets == 2 * layer.rotations.shape[-1] == buckets
 
 
-def test_pairs_are_made_again_for_the_backward_with_the_same_dropout(monkeypatch):
+def test_scores_are_recomputed_for_the_backward_with_the_same_dropout(monkeypatch):
     layer, x = build(dropout=0.5, span=40, bucket_keys=20).train(), inputs(60).requires_grad_()
 
     def measured() -> tuple[int, tuple[Tensor, ...]]:
@@ -78,8 +78,8 @@ def test_pairs_are_made_again_for_the_backward_with_the_same_dropout(monkeypatch
             y = layer(x).y
         return sum(sizes), torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
 
-    saved, again = measured()
-    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", lambda function, *given, **how: function(*given))
-    without, expected = measured()
-    assert saved < without / 3
-    assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
+    saved, gradients = measured()
+    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", lambda function, *arguments, **_: function(*arguments))
+    saved_without_recomputation, expected = measured()
+    assert saved < saved_without_recomputation / 3
+    assert all(map(torch.equal, gradients, expected))

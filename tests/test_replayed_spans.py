@@ -1,10 +1,10 @@
-"""Spans of another run as fixed windows: what they see, that nothing moves them, and where they may come from."""
+"""Replayed spans: the learned spans of another run as fixed windows, from a configuration or from that run."""
 
 import pytest
 import torch
 
-from tests.composing import TINY, plan
-from tests.runs import VARIANTS, make_job, make_run, own_folder, whole_run  # noqa: F401 - a fixture
+from tests.small_configs import TINY, plan
+from tests.small_runs import VARIANTS, make_job, make_run, temporary_cwd, whole_run  # noqa: F401 - a fixture
 from variants.attention import Attention
 
 SPANS = [[0.0, 5.5], [3.0, 16.0]]
@@ -20,7 +20,7 @@ def lengths_of(model) -> list:
 
 
 @pytest.mark.numeric
-def test_they_see_what_learned_spans_of_the_same_length_see_and_training_leaves_them_alone():
+def test_replayed_spans_equal_learned_spans_of_the_same_length_and_training_does_not_change_them():
     run, learned = make_run(*CONFIGURED), make_run(*VARIANTS["adaptive_span"]).model
     fixed = run.model
     learned.load_state_dict(fixed.state_dict())  # the buffer has the parameter's name
@@ -40,19 +40,19 @@ def test_they_see_what_learned_spans_of_the_same_length_see_and_training_leaves_
 
 
 @pytest.mark.numeric
-def test_whole_spans_with_a_ramp_of_one_are_a_hard_window():
+def test_integer_spans_with_a_ramp_of_one_are_a_hard_window():
     words = ("variant=replayed_spans", "variant.attention.span.ramp=1")
     soft = plan(*TINY, *words, "variant.attention.span.spans=[[7,7],[7,7]]").make_model()
     hard = plan(*TINY, "variant=mhsa", "model.span=8").make_model()
-    for other in (soft, hard):
+    for model in (soft, hard):
         torch.manual_seed(0)
-        for parameter in other.parameters():
+        for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     tokens = torch.randint(256, (2, 50), generator=torch.Generator().manual_seed(0))
     assert torch.allclose(soft.eval()(tokens).logits, hard.eval()(tokens).logits, atol=1e-5)
 
 
-def test_a_finished_run_hands_over_its_weights_with_its_spans_unless_these_are_configured(here):
+def test_init_from_a_finished_run_takes_its_spans_unless_spans_are_configured(here):
     job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
     source = (f"init_from.run={job.folder.path}", "budget.steps=2")
     follower = make_job("variant=replayed_spans", "variant.attention.span.ramp=4", *source).trainer
@@ -67,7 +67,7 @@ def test_a_finished_run_hands_over_its_weights_with_its_spans_unless_these_are_c
 
 
 @pytest.mark.parametrize("spans", ["[[1,2]]", "[[1,2],[3]]", "[1,2]", "[[1,2],[3,17]]", "[[1,2],[3,-1]]"])
-def test_a_mistake_names_the_key_and_what_is_allowed(spans):
+def test_invalid_spans_are_refused_with_the_key_and_the_requirement(spans):
     message = (
         r"variant\.attention.*span\.spans=.*(2 lists.*2 spans|from 0 to model\.span=16)|spans\.0=1: must be a list"
     )

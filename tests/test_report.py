@@ -1,4 +1,4 @@
-"""The report: its tables on fixed rows, what may stand in one table, what is refused, and tables as CSV."""
+"""The report: golden tables, which rows share a table, refused rows, statistics, and CSV."""
 
 import copy
 import csv
@@ -29,23 +29,22 @@ def tables(folder: Path) -> dict[str, Table]:
 
 
 def column(table: Table, heading: str) -> list[str]:
-    place = headings(table).index(heading)
-    return [row[place].text for row in table.rows]
+    index = headings(table).index(heading)
+    return [row[index].text for row in table.rows]
 
 
 def headings(table: Table) -> list[str]:
     return [column.heading for column in table.columns]
 
 
-def test_tables_of_the_fixed_rows_are_the_golden_ones(tmp_path):
-    """After a change that is meant: ``python -m tests.golden_report`` writes them anew, and the difference is to be
-    read."""
+def test_tables_of_the_fixed_rows_equal_the_golden_tables(tmp_path):
+    """``python -m tests.golden_report`` rewrites the golden tables after an intended change."""
     write_fixed_rows(tmp_path)
-    shown = {f"{name}.txt": text_of(table) for name, table in tables(tmp_path).items()}
+    texts = {f"{name}.txt": text_of(table) for name, table in tables(tmp_path).items()}
     golden = {path.name: path.read_text(encoding="utf-8") for path in GOLDEN.glob("*.txt")}
-    assert sorted(shown) == sorted(golden)
+    assert sorted(texts) == sorted(golden)
     for name, text in golden.items():
-        assert shown[name] == text, name
+        assert texts[name] == text, name
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_tables_of_the_fixed_rows_are_the_golden_ones(tmp_path):
         {"source": "aa" * 32},
     ],
 )
-def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
+def test_runs_that_do_not_compare_are_in_different_tables(tmp_path, changes):
     write_run(tmp_path, variant="mhsa")
     change(write_run(tmp_path, variant="adaptive_span"), **changes)
     made = tables(tmp_path)
@@ -71,7 +70,7 @@ def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
 NUMERICS = {"variant": 1, "shared": 1}
 
 
-def test_runs_of_equal_numerics_pool_over_sources_and_commits_and_their_times_do_not(tmp_path):
+def test_scores_of_equal_numerics_pool_over_commits_but_times_do_not(tmp_path):
     for seed in range(3):
         attention = {"_target_": f"variants.moved_{seed}.Attention"}
         config = {"variant": {"name": "mhsa", "numerics": 1, "attention": attention}}
@@ -92,7 +91,7 @@ def test_runs_of_equal_numerics_pool_over_sources_and_commits_and_their_times_do
         {"config": {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Alibi"}}},
     ],
 )
-def test_runs_of_other_numbers_do_not_pool(tmp_path, changes):
+def test_runs_whose_numbers_may_differ_do_not_pool(tmp_path, changes):
     muon = [{"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["float32"]}]
     config = {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Rotary"}}
     same = {"numerics": NUMERICS, "optimizers": muon, "config": config}
@@ -103,7 +102,7 @@ def test_runs_of_other_numbers_do_not_pool(tmp_path, changes):
     assert sorted(column(tables(tmp_path)["runs-1"], "n")[:2]) in (["1", "1"], ["1", "2"])
 
 
-def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
+def test_runs_with_and_without_a_test_score_share_a_table(tmp_path):
     write_run(tmp_path, variant="mhsa", seed=0, capped={"valid": 1000, "test": 1000})
     write_run(tmp_path, variant="mhsa", seed=1, capped={"valid": 1000}, test_bits_per_byte=None)
     write_run(tmp_path, variant="adaptive_span", capped={"valid": 1000, "test": 1000})
@@ -113,7 +112,7 @@ def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
     assert "on valid" in shown.caption
 
 
-def test_every_look_at_test_is_counted_of_failed_runs_and_later_evaluations_too(tmp_path):
+def test_every_score_on_test_is_counted_also_of_failed_runs_and_later_evaluations(tmp_path):
     folder = write_run(tmp_path, variant="mhsa")
     rows = [{"split": "test"}, {"split": "valid"}, {"split": "test"}, [], "garbage"]
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
@@ -122,8 +121,8 @@ def test_every_look_at_test_is_counted_of_failed_runs_and_later_evaluations_too(
     assert "Test was scored 5 times in the folders that were read." in tables(tmp_path)["runs-1"].notes
 
 
-def test_differences_from_the_reference_are_of_equal_seeds_and_judged_together(tmp_path):
-    """Of one t test p is 0.0027 and 0.0055: the smaller twice by Holm, and the interval is of each alone."""
+def test_differences_from_the_reference_are_paired_by_seed_and_corrected_by_holm(tmp_path):
+    """The single t test of ``local`` has p = 0.0027, which Holm's method doubles."""
     for variant, shifts in (("mhsa", (0, 0, 0, 5)), ("local", (0.10, 0.11, 0.12)), ("linear", (-0.01, 0.02, 0.0))):
         for seed, difference in enumerate(shifts):
             write_run(tmp_path, variant=variant, seed=seed, bits=2.0 + seed + difference, test_bits_per_byte=None)
@@ -136,8 +135,8 @@ def test_differences_from_the_reference_are_of_equal_seeds_and_judged_together(t
     assert column(made, "valid, bits per byte")[0].endswith(" ± 2.4968"), "4.3027 x 1.0051 / sqrt(3)"
 
 
-def test_a_pick_is_made_on_tuning_seeds_which_report_nothing(tmp_path):
-    """A lost seed makes a trial no choice, an end of the range is flagged, and scores of tuning seeds are not reported."""
+def test_hyperparameters_are_picked_on_tuning_seeds_whose_scores_are_not_reported(tmp_path):
+    """A trial without a score for every seed is not picked, and a pick at an end of the range is flagged."""
     for trial, (rate, bits) in enumerate(((0.001, 2.5), (0.003, 2.4), (0.01, 2.3))):
         for seed in (100, 101):
             score = None if (trial, seed) == (2, 101) else bits + seed / 1e4
@@ -148,14 +147,14 @@ def test_a_pick_is_made_on_tuning_seeds_which_report_nothing(tmp_path):
     assert all(flag in flags for flag in ("high end of optim.lr", "1 run without a score"))
     assert column(shown, "picked") == ["optim.lr=0.003"]
     write_trial(tmp_path, rate=0.003, seed=0, bits=2.45)
-    spoilt = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
+    tuning_seed = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
     shown = tables(tmp_path)
     results = next(table for name, table in shown.items() if name.startswith("runs-"))
     assert column(results, "valid, bits per byte")[0] == "2.4500" and column(results, "n")[0] == "1"
-    assert any(spoilt.name in note for note in results.notes)
+    assert any(tuning_seed.name in note for note in results.notes)
 
 
-def test_folders_are_searched_once_and_links_count_once(tmp_path):
+def test_a_folder_that_is_named_twice_or_linked_is_read_once(tmp_path):
     folder = write_run(tmp_path / "deep" / "outputs")
     write_rows(tmp_path, [cost_row(length=2)], name="20261121-120000-cost")
     write_rows(tmp_path, [cost_row(length=1), peer_row()], name="20261120-120000-cost")
@@ -165,7 +164,7 @@ def test_folders_are_searched_once_and_links_count_once(tmp_path):
     assert list(rows.of("cost")["length"]) == [1, 2] and rows.files == 3
 
 
-def test_bad_lines_are_refused_and_the_good_ones_are_still_there(tmp_path):
+def test_invalid_lines_are_refused_with_a_reason_and_valid_ones_are_read(tmp_path):
     without = {key: value for key, value in cost_row().items() if key != "source"}
     bad = [without, cost_row(kind="guess"), cost_row() | {"length": "long"}]
     path = write_rows(tmp_path, [cost_row(), *bad, cost_row()])
@@ -182,7 +181,7 @@ def test_bad_lines_are_refused_and_the_good_ones_are_still_there(tmp_path):
         assert read_folders([tmp_path]).frame.empty and len(read_folders([tmp_path]).refused) == 1
 
 
-def test_runs_that_are_unfinished_corrupt_mixed_or_untraced_are_named_and_not_shown(tmp_path):
+def test_unfinished_corrupt_and_uncompared_runs_are_named_and_not_shown(tmp_path):
     folders = [write_run(tmp_path, seed=seed) for seed in range(6)]
     (folders[1] / "summary.json").unlink()
     (folders[2] / "summary.json").write_text('{"status": ')
@@ -203,7 +202,7 @@ def test_runs_that_are_unfinished_corrupt_mixed_or_untraced_are_named_and_not_sh
     assert f"{folders[4] / 'record.jsonl'}: line 1: no provenance" in reasons
 
 
-def test_costs_have_percentiles_of_enough_calls_and_stand_apart_where_ground_or_code_differs(tmp_path):
+def test_costs_have_percentiles_of_20_calls_or_more_and_tables_by_machine_and_source(tmp_path):
     many = {"train_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0, "n": 20}}
     write_rows(
         tmp_path,
@@ -219,25 +218,25 @@ def test_costs_have_percentiles_of_enough_calls_and_stand_apart_where_ground_or_
 
 
 def mutated(random: Random, row: dict) -> dict:
-    """``row`` with a few keys, at any depth, deleted or of another value."""
+    """A copy of ``row`` in which one to three keys, at any depth, are deleted or changed."""
     row = copy.deepcopy(row)
     for _ in range(random.randint(1, 3)):
-        place = row
-        key = random.choice(sorted(place))
-        while isinstance(place[key], dict) and place[key] and random.random() < 0.6:
-            place = place[key]
-            key = random.choice(sorted(place))
-        if random.random() < 0.3 and len(place) > 1:
-            del place[key]
+        node = row
+        key = random.choice(sorted(node))
+        while isinstance(node[key], dict) and node[key] and random.random() < 0.6:
+            node = node[key]
+            key = random.choice(sorted(node))
+        if random.random() < 0.3 and len(node) > 1:
+            del node[key]
         else:
-            place[key] = copy.deepcopy(random.choice(JUNK))  # else it could end up inside itself
+            node[key] = copy.deepcopy(random.choice(JUNK))  # a copy, so that no value contains itself
     return row
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(seed=177325290)  # a configuration whose model is a number
 @given(seed=st.integers(0, 2**32))
-def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed):
+def test_arbitrary_changes_of_rows_and_runs_cause_no_error(tmp_path_factory, seed):
     random, folder = Random(seed), tmp_path_factory.mktemp("fuzz")
     rows = [cost_row(), peer_row(), cost_row(variant="linear")]
     path = write_rows(folder, rows + [mutated(random, random.choice(rows)) for _ in range(3)])
@@ -246,37 +245,37 @@ def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed
     run = write_trial(folder, seed=3, **tuned) if random.random() < 0.3 else write_run(folder, seed=3)
     name = random.choice(["record.jsonl", "summary.json"])
     lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
-    place = random.randrange(len(lines)) if random.random() < 0.7 else 0
-    lines[place] = mutated(random, lines[place])
-    if name == "record.jsonl" and place == 0 and random.random() < 0.7:  # a change that both files agree on
+    index = random.randrange(len(lines)) if random.random() < 0.7 else 0
+    lines[index] = mutated(random, lines[index])
+    if name == "record.jsonl" and index == 0 and random.random() < 0.7:  # the same change in both files
         summary = json.loads((run / "summary.json").read_text())
         shared = {key: lines[0][key] for key in lines[0].keys() & summary.keys() - {"kind"}}
         (run / "summary.json").write_text(json.dumps(summary | shared))
     (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = read_folders([folder])
-    verbs = len(shown.frame) - len(shown.frame[shown.frame["kind"].isin(("run", "failed"))])
-    assert verbs + sum(str(path) in reason for reason in shown.refused) == 6
+    bench_rows = len(shown.frame) - len(shown.frame[shown.frame["kind"].isin(("run", "failed"))])
+    assert bench_rows + sum(str(path) in reason for reason in shown.refused) == 6
     for table in all_tables(shown):
         assert all(len(row) == len(table.columns) for row in table.rows)
         to_csv(table).encode("utf-8")
     runs_csv(shown.of("run")).encode("utf-8")
 
 
-def made_table(*rows: tuple[Cell, Cell]) -> Table:
+def table_of(*rows: tuple[Cell, Cell]) -> Table:
     columns = (Column("variant", numeric=False), Column("bits", "Bits per byte."))
     return Table(name="t-1", title="Title", caption="Caption.", columns=columns, rows=rows)
 
 
-def test_csv_has_unrounded_numbers_marks_and_nothing_twice():
-    made = made_table(
+def test_csv_has_unrounded_numbers_and_a_column_for_marks():
+    table = table_of(
         (Cell(text="a, b"), Cell(text="2.4000*", value=2.40001)),
         (Cell(text="=1+1"), Cell(text="~12", value=12.2)),
         (Cell(text="big"), Cell(text="", value=None)),
         (Cell(text="a\ud800b"), Cell(text="1,5 leak", value=1.5)),
     )
-    to_csv(made).encode("utf-8", "replace")
-    rows = list(csv.reader(io.StringIO(to_csv(made))))
+    to_csv(table).encode("utf-8", "replace")
+    rows = list(csv.reader(io.StringIO(to_csv(table))))
     assert rows[:3] == [["variant", "bits", "bits (mark)"], ["a, b", "2.40001", "*"], ["'=1+1", "12.2", "~"]]
     assert rows[3:] == [["big", "", ""], ["a?b", "1.5", "leak"]]
-    plain = made_table((Cell(text="a"), Cell(text="-1.2e-05", value=-1.2e-5)))
-    assert to_csv(plain) == "variant,bits\na,-1.2e-05\n", "no marks, no column for them"
+    plain = table_of((Cell(text="a"), Cell(text="-1.2e-05", value=-1.2e-5)))
+    assert to_csv(plain) == "variant,bits\na,-1.2e-05\n", "a column without marks"

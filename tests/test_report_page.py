@@ -1,4 +1,4 @@
-"""The report's page in a real browser, as a reader meets it: opened from disk, sorted, and hostile text in it."""
+"""The HTML page of the report in a real browser: opened from disk, sorted, and with hostile text."""
 
 import socket
 from dataclasses import replace
@@ -18,7 +18,7 @@ COLUMNS = (
 )
 STEPS = [-3, 1000.0, 0.25, None, -20, 0.5, 20]
 ROWS = [
-    (Cell(text=f"v{place % 2}"), Cell(text="" if x is None else f"{x:,g}", value=x)) for place, x in enumerate(STEPS)
+    (Cell(text=f"v{index % 2}"), Cell(text="" if x is None else f"{x:,g}", value=x)) for index, x in enumerate(STEPS)
 ]
 ROWS += [(Cell(text="v1"), Cell(text=text, value=value)) for text, value in (("out", None), ("lost", float("inf")))]
 TABLE = Table(
@@ -59,46 +59,46 @@ fetch(`${address}/fetch`).catch(() => {});
 setTimeout(() => done(refused.sort()), 300);"""
 
 
-def test_the_page_opens_from_disk_sorts_and_takes_text_for_text(tmp_path):
+def test_the_page_opens_from_disk_sorts_and_shows_hostile_text_as_text(tmp_path):
     path = tmp_path / "index.html"
     with browser.chromium(tmp_path) as page:
 
-        def opened(**changes):
+        def open_page(**changes):
             path.write_bytes(page_of(**CONTENT | changes).encode("utf-8", "replace"))
             browser.console(page), browser.requests(page)
             page.get(path.as_uri())
 
-        opened()
-        shows_everything_and_asks_for_nothing(page, path)
-        sorts_numbers_then_words_then_empty_cells(page)
-        refuses_what_comes_from_outside(page)
-        strange = " ".join(HOSTILE)
-        columns = tuple(replace(column, heading=strange, explanation=strange) for column in COLUMNS)
-        about = {"title": strange, "caption": strange, "notes": HOSTILE, "details": HOSTILE}
-        rows = tuple((Cell(text=one),) * 3 for one in HOSTILE)
-        tables = [Table(name=strange, columns=columns, rows=rows, **about)]
-        drawings = [replace(DRAWING, name=f"{strange}2", title=strange, caption=strange)]
-        opened(title=strange, tables=tables, drawings=drawings, notes=[*HOSTILE], commands=[*HOSTILE])
-        takes_text_for_text(page)
+        open_page()
+        assert_complete_without_requests(page, path)
+        assert_sorted_by_numbers_then_words_then_empty_cells(page)
+        assert_outside_content_is_refused(page)
+        hostile = " ".join(HOSTILE)
+        columns = tuple(replace(column, heading=hostile, explanation=hostile) for column in COLUMNS)
+        about = {"title": hostile, "caption": hostile, "notes": HOSTILE, "details": HOSTILE}
+        rows = tuple((Cell(text=text),) * 3 for text in HOSTILE)
+        tables = [Table(name=hostile, columns=columns, rows=rows, **about)]
+        drawings = [replace(DRAWING, name=f"{hostile}2", title=hostile, caption=hostile)]
+        open_page(title=hostile, tables=tables, drawings=drawings, notes=[*HOSTILE], commands=[*HOSTILE])
+        assert_hostile_text_is_text(page)
 
 
-def shows_everything_and_asks_for_nothing(page, path) -> None:
+def assert_complete_without_requests(page, path) -> None:
     assert page.title == page.find_element(By.TAG_NAME, "h1").text == "A report"
-    asked = browser.requests(page)
-    assert browser.console(page) == [] and asked[0] == path.as_uri()
-    assert len(asked) > 1 and all(url.startswith("data:") for url in asked[1:])
+    requested = browser.requests(page)
+    assert browser.console(page) == [] and requested[0] == path.as_uri()
+    assert len(requested) > 1 and all(url.startswith("data:") for url in requested[1:])
     shown = page.find_element(By.TAG_NAME, "main").text
     expected = (TABLE.caption, *TABLE.notes, DRAWING.caption, *CONTENT["notes"], *CONTENT["commands"])
-    assert all(one in shown for one in expected) and "The protocol." not in shown
+    assert all(text in shown for text in expected) and "The protocol." not in shown
     page.find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
-    assert "The protocol." in page.find_element(By.TAG_NAME, "main").text, "behind the fold"
+    assert "The protocol." in page.find_element(By.TAG_NAME, "main").text, "shown after unfolding"
     links = [link.get_attribute("href").partition("#")[2] for link in page.find_elements(By.CSS_SELECTOR, "nav a")]
     assert [page.find_element(By.ID, link).tag_name for link in links] == ["article"] * 3
     widths = "return [...document.querySelectorAll('img')].map((image) => image.naturalWidth)"
     assert len(page.execute_script(widths)) == 2 and all(page.execute_script(widths))
 
 
-def sorts_numbers_then_words_then_empty_cells(page) -> None:
+def assert_sorted_by_numbers_then_words_then_empty_cells(page) -> None:
     cells = "return [...document.querySelectorAll('tbody tr')].map((row) => row.cells[arguments[0]].textContent)"
     head, name = page.find_elements(By.CSS_SELECTOR, "thead button")[1::-1]
     ascending = ["-20", "-3", "0.25", "0.5", "20", "1,000"]
@@ -111,9 +111,9 @@ def sorts_numbers_then_words_then_empty_cells(page) -> None:
     assert page.execute_script(cells, 1)[:4] == ["20", "0.25", "-3", "-20"], "equal rows keep the order before"
 
 
-def takes_text_for_text(page) -> None:
+def assert_hostile_text_is_text(page) -> None:
     texts = "return [...document.querySelectorAll(arguments[0])].map((element) => element.textContent)"
-    written = [one.replace("\ud800", "?") for one in HOSTILE]
+    written = [text.replace("\ud800", "?") for text in HOSTILE]
     assert page.execute_script(texts, "tbody th") == written
     assert page.execute_script(texts, "#notes li") == page.execute_script(texts, "article .notes li") == written
     assert page.execute_script(texts, "pre code") == ["\n".join(written)]
@@ -126,7 +126,7 @@ def takes_text_for_text(page) -> None:
     assert page.execute_script(wider) == 0, "wide tables scroll inside their frame"
 
 
-def refuses_what_comes_from_outside(page) -> None:
+def assert_outside_content_is_refused(page) -> None:
     with socket.create_server(("127.0.0.1", 0)) as outside:
         refused = page.execute_async_script(INTRUDE, f"http://127.0.0.1:{outside.getsockname()[1]}")
         assert page.execute_script("return window.struck") is None
@@ -136,5 +136,5 @@ def refuses_what_comes_from_outside(page) -> None:
         except BlockingIOError:
             pass
         else:
-            raise AssertionError("the page asked for something")
+            raise AssertionError("the page sent a request")
     assert refused == ["connect-src", "img-src", "script-src-elem", "script-src-elem", "style-src-elem"]

@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or finished, and the same command again."""
+"""A run that was stopped or crashed is resumed by the same command."""
 
 import pytest
 import torch
@@ -6,18 +6,18 @@ import torch
 from harness.loop.run import Run
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
-from tests.runs import (
+from tests.small_runs import (
     CARRY,
     DROPOUT,
     MOVING,
     VARIANTS,
+    change_folder,
     crash,
-    elsewhere,
     make_job,
-    own_folder,  # noqa: F401 - a fixture
     rows_of,
     run_job,
     stop,
+    temporary_cwd,  # noqa: F401 - a fixture
     whole_run,
 )
 
@@ -38,10 +38,10 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch, capsys):
+def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, here, monkeypatch, capsys):
     words = RESUMED[name] if "FLOPs" in name else (*RESUMED[name], "budget.steps=13")
     whole, summary = whole_run(*words)
-    elsewhere(here, monkeypatch)
+    change_folder(here, monkeypatch)
     capsys.readouterr()
     stop(make_job(*words), step=5)  # between two train rows, and after a validation that made best.pt
     assert "the same command resumes the run" in capsys.readouterr().out.splitlines()[-1]
@@ -58,10 +58,10 @@ def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch, capsy
         assert len(set(spans(resumed))) > 1
 
 
-def test_a_crash_goes_back_to_the_last_checkpoint(here, monkeypatch):
+def test_a_crashed_run_resumes_from_its_last_checkpoint(here, monkeypatch):
     words = (*MOVING, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
     whole, _ = whole_run(*words)
-    elsewhere(here, monkeypatch)
+    change_folder(here, monkeypatch)
     crash(make_job(*words), step=11)
     folder = make_job(*words).folder.path / checkpoint.FOLDER
     assert sorted(path.name for path in folder.iterdir()) == ["best.pt", "step-000000006.pt", "step-000000009.pt"]

@@ -1,4 +1,4 @@
-"""Whole runs: the same record again, state, budgets, the best weights and the summary."""
+"""Complete runs: reproducibility, carried state, budgets, the best weights and the summary."""
 
 import math
 from pathlib import Path
@@ -11,45 +11,45 @@ from harness.loop.trainer import Trainer
 from harness.loop.update import Update
 from harness.record import checkpoint
 from harness.record.schema import violation
-from tests.composing import plan
-from tests.runs import (
+from tests.small_configs import plan
+from tests.small_runs import (
     DROPOUT,
     MOVING,
     VARIANTS,
     after_step,
-    elsewhere,
+    change_folder,
     make_job,
     make_run,
-    own_folder,  # noqa: F401 - a fixture
     rows_of,
     run_job,
+    temporary_cwd,  # noqa: F401 - a fixture
     whole_run,
 )
 
 
 def test_the_same_configuration_gives_the_same_record(here, monkeypatch):
     words = (*VARIANTS["product_key_memory"], *DROPOUT, "budget.steps=8")
-    one, summary = whole_run(*words)
-    elsewhere(here, monkeypatch)
-    other, again = whole_run(*words)
-    assert one.folder.path.resolve() != other.folder.path.resolve() and rows_of(one) == rows_of(other)
-    assert [row["kind"] for row in rows_of(one)][-3:] == ["valid", "valid", "test"]
-    differ = {key for key in summary if summary[key] != again[key]}
+    first, first_summary = whole_run(*words)
+    change_folder(here, monkeypatch)
+    second, second_summary = whole_run(*words)
+    assert first.folder.path.resolve() != second.folder.path.resolve() and rows_of(first) == rows_of(second)
+    assert [row["kind"] for row in rows_of(first)][-3:] == ["valid", "valid", "test"]
+    differ = {key for key in first_summary if first_summary[key] != second_summary[key]}
     assert differ <= {"seconds", "bytes_per_second", "memory"}
-    weights = [checkpoint.load(checkpoint.newest(job.folder.path))["model"] for job in (one, other)]
+    weights = [checkpoint.load(checkpoint.newest(job.folder.path))["model"] for job in (first, second)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize(("carry", "cold"), [("true", [0, 8, 16]), ("false", list(range(18)))])
-def test_state_is_carried_until_the_turn_ends(carry, cold, monkeypatch):
+def test_state_is_carried_until_the_streams_begin_anew(carry, cold, monkeypatch):
     run = make_run("data.bytes=600", "eval.bytes=null", f"batch.carry={carry}", "budget.steps=18")
     update, states = Update.__call__, []
 
-    def updating(self, inputs, targets, state, *, fraction):
+    def recorded_update(self, inputs, targets, state, *, fraction):
         states.append(state)
         return update(self, inputs, targets, state, fraction=fraction)
 
-    monkeypatch.setattr(Update, "__call__", updating)
+    monkeypatch.setattr(Update, "__call__", recorded_update)
     while not run.finished:
         run.step()
     assert [step for step, state in enumerate(states) if state is None] == cold
@@ -60,7 +60,7 @@ def test_state_is_carried_until_the_turn_ends(carry, cold, monkeypatch):
 # The best weights
 
 
-def test_valid_chooses_the_weights_that_scores_costs_and_spans_are_of():
+def test_final_scores_costs_and_spans_are_those_of_the_weights_with_the_best_validation():
     words = (*VARIANTS["adaptive_span"], "variant.attention.span.initial=0.3", "budget.steps=8", "model.dropout=0.1")
     job = make_job(*words)
 
@@ -76,22 +76,22 @@ def test_valid_chooses_the_weights_that_scores_costs_and_spans_are_of():
     bits = [row["bits_per_byte"] for row in rows[:-1]]
     assert bits[-1] > bits[-2] and min(bits) == bits[-2] and {row["capped_bytes"] for row in rows[:-1]} == {12}
     assert summary["best_bytes_seen"] == rows[-3]["bytes_seen"] < summary["bytes_seen"]
-    judge = make_run(*words)
-    judge.load_weights(checkpoint.load(job.folder.path / checkpoint.FOLDER / checkpoint.BEST)["model"])
-    valid, test = (judge.corpus.splits[split] for split in ("valid", "test"))
-    places = [valid[first : first + 5] for first in (800, 897, 995)]  # in all a tenth of two steps of 64 bytes
-    scores = [score_stream(judge.model, place, runtime=judge.runtime, streams=1, segment=64) for place in places]
+    best = make_run(*words)
+    best.load_weights(checkpoint.load(job.folder.path / checkpoint.FOLDER / checkpoint.BEST)["model"])
+    valid, test = (best.corpus.splits[split] for split in ("valid", "test"))
+    samples = [valid[first : first + 5] for first in (800, 897, 995)]  # a tenth of two steps of 64 bytes
+    scores = [score_stream(best.model, sample, runtime=best.runtime, streams=1, segment=64) for sample in samples]
     assert sum(score.bits_per_byte for score in scores) / 3 == pytest.approx(bits[-2], abs=1e-6)
-    assert judge.evaluate(valid[:400]).bits_per_byte == summary["valid_bits_per_byte"] == rows[-1]["bits_per_byte"]
-    assert judge.evaluate(test[:400]).bits_per_byte == summary["test_bits_per_byte"]
-    assert summary["spans"]["min"] > 1 and summary["flops_per_byte"]["ideal"] == judge.model.ideal_flops()
+    assert best.evaluate(valid[:400]).bits_per_byte == summary["valid_bits_per_byte"] == rows[-1]["bits_per_byte"]
+    assert best.evaluate(test[:400]).bits_per_byte == summary["test_bits_per_byte"]
+    assert summary["spans"]["min"] > 1 and summary["flops_per_byte"]["ideal"] == best.model.ideal_flops()
 
 
 # Budgets
 
 
 def steps_of(*overrides: str) -> tuple[Trainer, list[float]]:
-    """A run to the end of its budget, and the rate of each step relative to the peak."""
+    """Train to the end of the budget. Returns the run, and the learning rate of each step relative to the peak."""
     words = ("optim=adamw", "optim.schedule.warmup_fraction=0.25", "optim.schedule.floor=0.0")
     run, rates = make_run(*words, *overrides), []
     while not run.finished:
@@ -101,7 +101,7 @@ def steps_of(*overrides: str) -> tuple[Trainer, list[float]]:
 
 
 @pytest.mark.parametrize("budget", ["budget.steps=16", "budget.bytes=1000", "model.default_bytes=1000"])
-def test_budget_of_steps_and_of_bytes(budget):
+def test_budgets_of_steps_and_bytes_determine_steps_and_schedule(budget):
     run, rates = steps_of(budget)
     assert run.spent.steps == 16 and run.spent.bytes == 16 * 64
     amount = 16.0 if "steps" in budget else 1000 / 64
@@ -110,29 +110,29 @@ def test_budget_of_steps_and_of_bytes(budget):
     assert rates[0] > 0 and rates[-1] > 0
 
 
-def test_budget_of_flops_is_what_each_step_needs_at_its_spans_however_often_rows_are_written():
+def test_a_budget_of_flops_is_charged_by_the_spans_at_each_step_not_by_the_rows_written():
     run, expected = make_run(*MOVING, "budget.flops=6e7"), 0
 
     def needed() -> int:
-        return round(64 * run.model.needed_flops(16, carried=0).training)  # on windows that start cold
+        return round(64 * run.model.needed_flops(16, carried=0).training)  # segments without a carried state
 
     while not run.finished:
         expected += needed()
         run.step()
     assert run.spent.flops == expected != run.spent.steps * needed()
     words = (*MOVING, "budget.flops=6e7", "eval.every=0.2")
-    one, often = whole_run(*words, "record.every_steps=1", "outputs=often")
-    other, rarely = whole_run(*words, "record.every_steps=1000", "outputs=rarely")
-    assert one.folder.path.name == other.folder.path.name and often["training_flops"] == expected
+    first, many_rows = whole_run(*words, "record.every_steps=1", "outputs=first")
+    second, few_rows = whole_run(*words, "record.every_steps=1000", "outputs=second")
+    assert first.folder.path.name == second.folder.path.name and many_rows["training_flops"] == expected
     for key in ("valid_bits_per_byte", "test_bits_per_byte", "training_flops", "steps", "spans"):
-        assert often[key] == rarely[key]
+        assert many_rows[key] == few_rows[key]
 
 
 # Summary
 
 
 @pytest.mark.parametrize("variant", ["adaptive_span", "product_key_memory"])
-def test_summary_and_closing_table(variant, monkeypatch, capsys):
+def test_the_summary_and_the_closing_table_are_complete(variant, monkeypatch, capsys):
     words = ("eval.windows=true", "budget.steps=8", "runtime.allocator=return", "record.progress_seconds=0")
     job, summary = whole_run(*VARIANTS[variant], *words)
     assert summary["status"] == "finished" and violation(summary, schema="summary") is None
@@ -156,21 +156,21 @@ def test_summary_and_closing_table(variant, monkeypatch, capsys):
 
 
 @pytest.mark.cpu_kernel
-def test_a_run_with_dropout_names_the_code_of_training_and_that_of_evaluation(capsys):
-    """The kernel has no dropout, so training is plain; scores and executed FLOPs are the kernel's."""
+def test_a_run_with_dropout_names_the_backends_of_training_and_of_evaluation(capsys):
+    """The kernel has no dropout, so the run trains with the plain backend and is scored with the kernel."""
     job, summary = whole_run("budget.steps=2", "model.dropout=0.1")
     assert (summary["backend"], summary["evaluation_backend"]) == ("plain", "kernel")
     assert "(kernel) executed" in capsys.readouterr().out and rows_of(job)[0]["evaluation_backend"] == "kernel"
 
 
-def test_test_is_scored_only_when_asked_and_the_purpose_is_part_of_what_a_run_is(capsys):
+def test_the_test_split_is_scored_on_request_only_and_the_purpose_identifies_a_run(capsys):
     assert plan().eval.test is False and plan().purpose == "result"
     summaries = {}
     for purpose in ("result", "tune"):
         job, summaries[purpose] = whole_run("budget.steps=4", "eval.test=false", f"purpose={purpose}")
         assert not [row for row in rows_of(job) if row["kind"] == "test"]
         heads = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("bits per byte")]
-        assert heads == [["bits", "per", "byte", "valid"]], "no empty column"
+        assert heads == [["bits", "per", "byte", "valid"]], "a column for test"
         assert summaries[purpose]["purpose"] == rows_of(job)[0]["config"]["purpose"] == purpose
     result, tuned = summaries.values()
     assert result["test_bits_per_byte"] is None and result["config_hash"] != tuned["config_hash"]
@@ -183,7 +183,7 @@ def test_test_is_scored_only_when_asked_and_the_purpose_is_part_of_what_a_run_is
     ("word", "message"),
     [("eval.bytes=3", "eval.streams=3"), ("eval.selection_bytes=1", "eval.selection_bytes=1: leaves")],
 )
-def test_a_split_too_short_for_its_streams_ends_before_training(word, message):
+def test_a_split_that_is_too_short_for_its_streams_is_refused_before_training(word, message):
     with pytest.raises(ValueError, match=message):
         make_job(word)
     assert not Path("outputs").exists()

@@ -1,4 +1,4 @@
-"""Text that a model writes, byte after byte: the very bytes that one forward over the whole text would choose."""
+"""Sampling byte by byte with a carried state gives the bytes of forward passes over the whole text."""
 
 import itertools
 
@@ -7,10 +7,10 @@ import torch
 
 from bench.cost_worker import add_noise_, learned_spans
 from harness.loop.sampling import draw, generate, token_ids
-from tests.composing import TINY, plan, small
+from tests.small_configs import TINY, plan, small
 
 VARIANTS = ("adaptive_span_memory", "compressed")
-"""Of every kind of carried state."""
+"""Variants with every type of carried state."""
 PROMPT = torch.randint(256, (29,), generator=torch.Generator().manual_seed(0))
 
 
@@ -18,38 +18,38 @@ def network(variant: str, *words: str):
     torch.manual_seed(0)
     model = plan(f"variant={variant}", *TINY, "model.span=24", *small(variant), *words).make_model().double()
     add_noise_(model)
-    for part in learned_spans(model):  # off the kinks of whole keys
+    for part in learned_spans(model):  # not integers, where the mask has kinks
         part.place_([keys + 0.5 for keys in part.metrics({})["span"].tolist()])
     return model.eval()
 
 
 @torch.no_grad()
-def drawn_by_hand(model, text: torch.Tensor, number: int, **choice) -> list[int]:
-    """As a forward over all that there is so far has the next byte."""
-    generator, numbers = torch.Generator().manual_seed(3), text.tolist()
-    for _ in range(number):
-        logits = model(torch.tensor([numbers])).logits[0, -1]
-        numbers.append(draw(logits, generator=generator, **choice))
-    return numbers[len(text) :]
+def sampled_naively(model, text: torch.Tensor, n_bytes: int, **choice) -> list[int]:
+    """Sample ``n_bytes`` after ``text``, each from a forward pass over the whole text so far."""
+    generator, tokens = torch.Generator().manual_seed(3), text.tolist()
+    for _ in range(n_bytes):
+        logits = model(torch.tensor([tokens])).logits[0, -1]
+        tokens.append(draw(logits, generator=generator, **choice))
+    return tokens[len(text) :]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_streamed_text_is_that_of_whole_forwards(variant):
+def test_sampling_with_a_carried_state_equals_sampling_from_whole_forward_passes(variant):
     model, choice = network(variant), {"temperature": 0.7, "top_k": 9}
     streamed = generate(model, PROMPT, n_symbols=256, generator=torch.Generator().manual_seed(3), **choice)
-    assert list(itertools.islice(streamed, 14)) == drawn_by_hand(model, PROMPT, 14, **choice)
+    assert list(itertools.islice(streamed, 14)) == sampled_naively(model, PROMPT, 14, **choice)
 
 
-def test_a_long_prompt_is_read_in_segments_and_no_number_without_a_byte_is_drawn():
+def test_a_long_prompt_is_read_in_segments_and_only_tokens_with_a_byte_are_drawn():
     model, prompt = network("mhsa"), PROMPT.repeat(40)
     choice = {"temperature": 0, "top_k": None}
     drawn = generate(model, prompt, n_symbols=256, **choice)
-    assert list(itertools.islice(drawn, 3)) == drawn_by_hand(model, prompt, 3, **choice)
+    assert list(itertools.islice(drawn, 3)) == sampled_naively(model, prompt, 3, **choice)
     few = itertools.islice(generate(model, PROMPT % 7, n_symbols=7, temperature=100.0), 200)
     assert set(few) == set(range(7))
 
 
-def test_choices_narrow_what_is_drawn():
+def test_top_k_restricts_the_drawn_tokens_and_invalid_values_are_refused():
     logits, generator = torch.tensor([0.1, 0.5, 0.2, 0.15, 0.05]).log().double(), torch.Generator().manual_seed(0)
     for top_k, allowed in ((3, {1, 2, 3}), (None, set(range(5)))):
         choice = {"temperature": 1.0, "top_k": top_k, "generator": generator}
@@ -60,7 +60,7 @@ def test_choices_narrow_what_is_drawn():
         next(generate(network("mhsa"), PROMPT, n_symbols=256, top_k=0))
 
 
-def test_a_mechanism_without_a_state_and_a_byte_that_the_vocabulary_lacks_are_refused_by_name():
+def test_a_mechanism_without_a_state_and_a_byte_outside_of_the_vocabulary_are_refused_by_name():
     batch = network("product_key_memory", "variant.memory.query_norm=batch")
     with pytest.raises(ValueError, match=r"layers\.\d\.memory \(ProductKeyMemory\) has the limit `segments`"):
         next(generate(batch, PROMPT, n_symbols=256))

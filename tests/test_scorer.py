@@ -1,11 +1,11 @@
-"""A trained run's bits per byte are those of a forward pass in float64 that shares no code with the harness."""
+"""The score of a trained run equals that of a scorer in float64 that shares no code with the product."""
 
 import numpy as np
 import pytest
 
 from harness.record import checkpoint
 from tests.reference.scorer import bits_per_byte
-from tests.runs import VARIANTS, own_folder, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import VARIANTS, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 TRAINED = ("budget.steps=120", "optim.lr=0.01", "eval.streams=1", "eval.bytes=null", "eval.test=true")
 SIZES = {"heads": 2, "span": 16, "ramp": 4, "top_k": 4}
@@ -14,12 +14,12 @@ RAMP = {"all_attention": ("variant.attention.span.ramp=4",)}
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bits_per_byte_of_a_trained_run(variant):
+def test_bits_per_byte_of_a_trained_run_equal_those_of_the_scorer(variant):
     job, summary = whole_run(*VARIANTS[variant], *RAMP.get(variant, ()), *TRAINED)
     best = checkpoint.load(job.folder.path / checkpoint.FOLDER / checkpoint.BEST)
     weights = {name: tensor.double().numpy() for name, tensor in best["model"].items()}
     split = job.trainer.corpus.splits["test"].numpy().astype(np.int64)
     assert len(split) == 1000 and summary["protocol"]["segment"] == 64  # sixteen segments
     expected = bits_per_byte(weights, split, **SIZES)
-    assert summary["test_bits_per_byte"] < 4.5  # letters have been learned
+    assert summary["test_bits_per_byte"] < 4.5  # the alphabet has been learned
     assert summary["test_bits_per_byte"] == pytest.approx(expected, abs=1e-6)

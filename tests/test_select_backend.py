@@ -1,4 +1,4 @@
-"""``runtime.backend`` on a device that was not tested: proven once, in processes of their own, remembered and recorded."""
+"""Selection of the backend on an untested device: candidates are compared with float64 in processes of their own."""
 
 import json
 
@@ -12,23 +12,23 @@ from harness.loop import select_backend
 from harness.loop.select_backend import agreement, select, with_backend
 from harness.plan.build import Plan, plan_run
 from harness.record.rows import RECORD, read_rows
-from tests.composing import TINY, compose_config, plan
-from tests.runs import make_job, own_folder, run_job, stop  # noqa: F401 - a fixture
+from tests.small_configs import TINY, compose_config, plan
+from tests.small_runs import make_job, run_job, stop, temporary_cwd  # noqa: F401 - a fixture
 from variants.kernels import chunked
 
 GOOD = (True, "1e-6 of the gradient of x")
 
 
 @pytest.fixture(autouse=True)
-def unproven(monkeypatch):
-    """The CPU as a device whose code has no tests, of which nothing is proven yet."""
+def untested_cpu(monkeypatch):
+    """Treat the CPU as an untested device, without cached comparisons."""
     monkeypatch.setattr(select_backend, "TESTED_DEVICES", ())
     monkeypatch.setattr(select_backend, "_comparisons", {})
 
 
 @pytest.fixture
 def asked(monkeypatch) -> list[str]:
-    """Backends whose process was asked: ``fused`` is right, ``chunked`` hangs, others are wrong."""
+    """Backends that were compared, by a substitute for processes: ``fused`` passes, ``chunked`` hangs, others fail."""
     names = []
 
     class Quick:
@@ -52,31 +52,30 @@ def asked(monkeypatch) -> list[str]:
 
 
 def offering(*offered: str, **runtime_keys: object) -> Plan:
-    """A plan whose attention offers these."""
+    """A plan whose attention offers these backends."""
     config = OmegaConf.to_container(compose_config("variant=mhsa", "data=recall", *TINY), resolve=True)
-    target = {"_target_": "tests.candidates.Offering", "_partial_": True, "offered": list(offered)}
+    target = {"_target_": "tests.candidate_attention.Offering", "_partial_": True, "offered": list(offered)}
     config["variant"]["attention"] = target
     config["runtime"] |= runtime_keys
-    return plan_run(OmegaConf.create(config), trusted=("tests.candidates",))
+    return plan_run(OmegaConf.create(config), trusted=("tests.candidate_attention",))
 
 
-def chosen(made: Plan) -> dict | None:
+def select_for(made: Plan) -> dict | None:
     return select(made, runtime.start(made.runtime))
 
 
-def test_candidates_are_proven_in_processes_of_their_own():
-    """The whole machinery, on a CPU: one is wrong, one crashes, one is right."""
+def test_a_wrong_and_a_crashing_candidate_are_rejected_and_a_correct_one_is_selected():
     made = offering("kernel", "chunked", "fused")
-    done = with_backend(made, runtime.start(made.runtime))
-    choice = done.backend_choice
-    assert done.runtime.backend == choice["backend"] == "fused" and done.config == made.config
+    selected = with_backend(made, runtime.start(made.runtime))
+    choice = selected.backend_choice
+    assert selected.runtime.backend == choice["backend"] == "fused" and selected.config == made.config
     assert list(choice["errors"]) == ["kernel", "chunked", "fused"]
     assert "of the gradient of layers.0.attention" in choice["errors"]["kernel"]
     assert "the process ended by SIGSEGV" in choice["errors"]["chunked"]
     json.dumps(choice, allow_nan=False)
 
 
-def test_a_cpu_is_left_as_it_is_and_so_is_plain(monkeypatch, asked):
+def test_on_a_tested_device_or_with_the_plain_backend_nothing_is_compared(monkeypatch, asked):
     plain = offering("fused", backend="plain")
     assert with_backend(plain, runtime.start(plain.runtime)) is plain
     monkeypatch.setattr(select_backend, "TESTED_DEVICES", ("cpu",))
@@ -84,31 +83,31 @@ def test_a_cpu_is_left_as_it_is_and_so_is_plain(monkeypatch, asked):
     assert with_backend(made, runtime.start(made.runtime)) is made and not asked
 
 
-def test_a_comparison_is_made_once_for_all_jobs_of_a_process_and_a_timeout_is_none(asked):
+def test_a_comparison_is_cached_for_the_jobs_of_a_process_but_a_timeout_is_not(asked):
     made = offering("kernel", "chunked", "fused")
-    assert chosen(made)["backend"] == "fused" and asked == ["kernel", "chunked", "fused"]
-    assert chosen(made)["errors"]["kernel"].startswith("2e-2 of") and asked[3:] == ["chunked"]
+    assert select_for(made)["backend"] == "fused" and asked == ["kernel", "chunked", "fused"]
+    assert select_for(made)["errors"]["kernel"].startswith("2e-2 of") and asked[3:] == ["chunked"]
     for section, keys in {"model": {"heads": 4}, "runtime": {"precision": "bfloat16"}}.items():
         del asked[:]
         config = made.config | {section: made.config[section] | keys}
-        assert chosen(plan_run(OmegaConf.create(config), trusted=made.trust)) and len(asked) == 3, section
+        assert select_for(plan_run(OmegaConf.create(config), trusted=made.trust)) and len(asked) == 3, section
 
 
-def test_nothing_passes_is_plain_with_a_warning(asked, capsys):
-    choice = chosen(offering("kernel", "chunked"))
+def test_without_a_correct_candidate_plain_is_selected_with_a_warning(asked, capsys):
+    choice = select_for(offering("kernel", "chunked"))
     assert choice["backend"] == "plain" and list(choice["errors"]) == ["kernel", "chunked"]
     first, second, last = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
     assert "kernel failed: 2e-2 of the gradient of y" in first and "hung: not done after 120 s" in second
     assert "plain, which is slow" in last
 
 
-def test_what_is_asked_for_by_name_is_proven_and_its_failure_is_an_error(asked):
-    assert chosen(offering("kernel", "fused", backend="fused"))["backend"] == "fused" and asked == ["fused"]
+def test_a_backend_set_by_name_is_compared_and_its_failure_is_an_error(asked):
+    assert select_for(offering("kernel", "fused", backend="fused"))["backend"] == "fused" and asked == ["fused"]
     with pytest.raises(ValueError, match=r"runtime.backend=kernel: failed with 2e-2 of.*allowed are auto, plain"):
-        chosen(offering("kernel", "fused", backend="kernel"))
+        select_for(offering("kernel", "fused", backend="kernel"))
 
 
-def test_a_run_records_how_its_backend_was_chosen_and_goes_on_with_it(asked):
+def test_a_run_records_the_selection_of_its_backend_and_resumes_with_it(asked):
     words = ("variant=mhsa", "budget.steps=6", "checkpoint.every_steps=2")
     job = make_job(*words)
     assert job.trainer.backend == "fused"
@@ -134,7 +133,7 @@ def agrees(*words: str) -> tuple[bool, str]:
     return agreement(made, runtime.start(made.runtime), segments=SHORT)
 
 
-def test_right_backends_agree_and_dropped_weights_are_the_same():
+def test_correct_backends_agree_also_with_dropout():
     passed, detail = agrees("variant=adaptive_span", "runtime.backend=chunked")
     assert passed, detail
     attention = ("variant.layers=[attention]", "runtime.backend=chunked", "model.dropout=0.2")
@@ -143,7 +142,7 @@ def test_right_backends_agree_and_dropped_weights_are_the_same():
 
 
 @pytest.mark.parametrize(("wrong", "name"), [("seed", ""), ("nan", "inf of "), ("one number", "")])
-def test_what_is_wrong_fails(monkeypatch, wrong, name):
+def test_a_wrong_seed_a_nan_or_a_wrong_number_fails_the_comparison(monkeypatch, wrong, name):
     right = chunked.attend
 
     def attend(q, *arguments, seed, **same):

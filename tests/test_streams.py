@@ -1,4 +1,4 @@
-"""The order of bytes: the same for all, resumable from one integer, and every pair scored exactly once."""
+"""The order of training bytes, which one integer determines, and the cutting of a split for scoring."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from harness.data.streams import Streams, round_context, sample_layout, samples,
     carry=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_targets_are_the_next_bytes_of_the_ring(n_bytes, streams, segment, seed, carry):
+def test_targets_are_the_next_bytes_of_the_split_as_a_ring(n_bytes, streams, segment, seed, carry):
     split = torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     if n_bytes // streams <= segment:
         return
@@ -36,7 +36,7 @@ def test_targets_are_the_next_bytes_of_the_ring(n_bytes, streams, segment, seed,
         before = targets
 
 
-def test_a_turn_reads_every_byte_once_and_turns_reach_what_another_leaves_out():
+def test_a_turn_reads_every_byte_at_most_once_and_several_turns_reach_all_bytes():
     stream = Streams(torch.arange(240, dtype=torch.uint8), streams=4, segment=6, seed=5)
     assert (stream.steps_per_epoch, stream.bytes_per_step) == (10, 24)
     turns = [torch.cat([stream.batch(turn * 10 + step)[0] for step in range(10)], dim=1) for turn in range(2)]
@@ -52,7 +52,7 @@ def test_a_turn_reads_every_byte_once_and_turns_reach_what_another_leaves_out():
     assert begins == set(range(8)) and all(windows_of.resets_state(p) for p in range(9)), "windows reach both ends"
 
 
-def test_order_is_frozen_and_the_same_whatever_came_before():
+def test_the_order_is_pinned_and_does_not_depend_on_earlier_batches():
     split = (torch.arange(100_000) // 400).to(torch.uint8)
     for carry, first in ((True, [197, 9, 72, 134]), (False, [11, 239, 67, 69])):
         stream = Streams(split, streams=4, segment=8, seed=1, carry=carry)
@@ -63,7 +63,7 @@ def test_order_is_frozen_and_the_same_whatever_came_before():
         assert not torch.equal(stream.batch(9)[0], other.batch(9)[0])
 
 
-def test_too_short_for_its_streams():
+def test_a_split_that_is_too_short_for_its_streams_is_refused():
     for n_bytes, carry in ((31, True), (7, False)):
         with pytest.raises(ValueError, match=r"batch\.(streams|segment)=\d"):
             Streams(torch.arange(n_bytes), streams=4, segment=7, seed=0, carry=carry)
@@ -71,7 +71,7 @@ def test_too_short_for_its_streams():
 
 
 @given(n_pairs=st.integers(1, 3000), streams=st.integers(1, 40), segment=st.integers(1, 9), wanted=st.integers(0, 5000))
-def test_score_streams_cut_evenly_what_is_read(n_pairs, streams, segment, wanted):
+def test_score_streams_read_equally_many_bytes(n_pairs, streams, segment, wanted):
     if streams > n_pairs:
         with pytest.raises(ValueError, match=rf"eval\.streams={streams}: allowed is 1 to {n_pairs}"):
             score_ranges(n_pairs, streams)
@@ -95,29 +95,30 @@ def test_score_streams_cut_evenly_what_is_read(n_pairs, streams, segment, wanted
     wanted=st.sampled_from([0, 30, 999]),
 )
 @settings(max_examples=40, deadline=None)
-def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes, streams, segment, wanted):
+def test_segments_score_each_pair_once_in_order_after_its_context(n_bytes, streams, segment, wanted):
     if streams > n_bytes - 1:
         return
     context = round_context(wanted, n_pairs=n_bytes - 1, streams=streams, segment=segment)
     split = torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
-    rows, everything = [([], []) for _ in range(streams)], [[] for _ in range(streams)]
+    rows, all_inputs = [([], []) for _ in range(streams)], [[] for _ in range(streams)]
     for inputs, targets, mask in segments(split, streams=streams, segment=segment, context=context):
         assert inputs.shape == targets.shape == mask.shape and len(mask) == streams and mask.shape[1] <= segment
         assert (inputs.dtype, targets.dtype, mask.dtype) == (torch.int64, torch.int64, torch.bool)
         assert mask.any()
         for stream, (read, predicted) in enumerate(rows):
-            everything[stream] += zip(inputs[stream].tolist(), mask[stream].tolist(), strict=True)
+            all_inputs[stream] += zip(inputs[stream].tolist(), mask[stream].tolist(), strict=True)
             read += inputs[stream][mask[stream]].tolist()
             predicted += targets[stream][mask[stream]].tolist()
     data = split.tolist()
     ranges = score_ranges(n_bytes - 1, streams, context=context)
-    for (read, predicted), whole, (begin, end) in zip(rows, everything, ranges, strict=True):
+    for (read, predicted), stream_inputs, (begin, end) in zip(rows, all_inputs, ranges, strict=True):
         assert read == data[begin:end]
         assert predicted == data[begin + 1 : end + 1]
         before = context if begin else 0
-        assert [value for value, _ in whole[: before + len(read)]] == data[begin - before : end]
-        assert [scored for _, scored in whole[: before + len(read)]] == [False] * before + [True] * len(read)
-        assert not any(scored for _, scored in whole[before + len(read) :])  # filling comes last
+        tokens, masks = zip(*stream_inputs, strict=True)
+        assert list(tokens[: before + len(read)]) == data[begin - before : end]
+        assert list(masks[: before + len(read)]) == [False] * before + [True] * len(read)
+        assert not any(masks[before + len(read) :]), "the padding must come last"
 
 
 @given(
@@ -128,12 +129,12 @@ def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes,
     context=st.integers(0, 90),
 )
 @settings(max_examples=40, deadline=None)
-def test_samples_are_spread_from_end_to_end(n_bytes, pairs, streams, segment, context):
-    split, length = torch.arange(n_bytes), min(pairs, n_bytes - 1) // streams  # the value is the place
+def test_samples_are_spread_evenly_over_the_split(n_bytes, pairs, streams, segment, context):
+    split, length = torch.arange(n_bytes), min(pairs, n_bytes - 1) // streams  # each value is its position
     rows = list(samples(split, pairs=pairs, streams=streams, segment=segment, context=context))
     if not length:
         return
-    inputs, targets, mask = (torch.cat([row[place] for row in rows], dim=1) for place in (0, 1, 2))
+    inputs, targets, mask = (torch.cat(parts, dim=1) for parts in zip(*rows, strict=True))
     assert inputs.shape == (streams, length) and all(row[2].shape[1] <= segment for row in rows)
     assert not mask[:, :context].any() and mask[:, context:].all()
     assert torch.equal(targets, inputs + 1) and torch.equal(inputs.diff(dim=1), torch.ones(streams, length - 1))
@@ -143,20 +144,20 @@ def test_samples_are_spread_from_end_to_end(n_bytes, pairs, streams, segment, co
 
 
 @given(pairs=st.integers(1, 5000), streams=st.integers(1, 9), segment=st.integers(1, 50), context=st.integers(1, 400))
-def test_a_sample_is_scored_behind_whole_segments_of_context(pairs, streams, segment, context):
-    number, before = sample_layout(pairs, streams=streams, segment=segment, context=context)
-    of_each = pairs // number
-    assert 1 <= number <= streams and before % segment == 0 and 2 * before <= of_each
-    # Where it is too short for all of the context, as much as half of it holds.
-    assert before >= context or of_each < 2 * (context + segment)
-    assert before - context < segment and (number == 1 or before >= context or pairs < 2 * segment)
-    assert before or number == min(streams, pairs)
+def test_a_sample_is_scored_after_whole_segments_of_context(pairs, streams, segment, context):
+    used_streams, before = sample_layout(pairs, streams=streams, segment=segment, context=context)
+    length = pairs // used_streams
+    assert 1 <= used_streams <= streams and before % segment == 0 and 2 * before <= length
+    # The context takes at most half of a sample that is too short for all of it.
+    assert before >= context or length < 2 * (context + segment)
+    assert before - context < segment and (used_streams == 1 or before >= context or pairs < 2 * segment)
+    assert before or used_streams == min(streams, pairs)
 
 
 @given(n_bytes=st.integers(2, 250), window=st.integers(1, 40), stride=st.integers(1, 40), batch=st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
 def test_windows_score_each_pair_once_with_enough_context(n_bytes, window, stride, batch):
-    split = torch.arange(n_bytes, dtype=torch.uint8)  # the value is the place
+    split = torch.arange(n_bytes, dtype=torch.uint8)  # each value is its position
     stride = min(stride, window)
     scored = []
     for inputs, targets, mask in windows(split, window=window, stride=stride, batch=batch):
@@ -165,8 +166,8 @@ def test_windows_score_each_pair_once_with_enough_context(n_bytes, window, strid
         assert torch.equal(targets[mask], inputs[mask] + 1)
         for row, marked in zip(inputs, mask, strict=True):
             for column in marked.nonzero().flatten().tolist():
-                place = int(row[column])
-                assert row[: column + 1].tolist() == list(range(place - column, place + 1))
-                assert column == place or column >= window - stride  # all context there is, or enough of it
-                scored.append(place)
+                position = int(row[column])
+                assert row[: column + 1].tolist() == list(range(position - column, position + 1))
+                assert column == position or column >= window - stride  # all existing context, or enough of it
+                scored.append(position)
     assert scored == list(range(n_bytes - 1))

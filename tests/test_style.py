@@ -1,4 +1,4 @@
-"""Import arrows point one way, and other promises about the source that can be read off its text."""
+"""Rules for the source that its text shows: directions of imports, sizes of files, and names."""
 
 import ast
 import graphlib
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.patience import PATIENCE_SECONDS
+from tests.timeouts import TIMEOUT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("variants", "harness", "bench", "windtunnel")
@@ -17,7 +17,7 @@ TESTS = [*(ROOT / "tests").rglob("*.py")]
 TEXT = (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ".json", ".jsonl", ".cfg", "")
 FOLDERS = (*PACKAGES, "conf", "tests", "docs", ".ci")
 
-# Modules that the files of each room may import, beside the standard library; a name allows what is below it.
+# Modules that the files of each folder may import besides the standard library. A package includes its modules.
 ARROWS = {
     "variants": {"torch", "einops", "variants", "triton"},
     "variants/kernels": {"torch", "variants.kernels", "triton"},  # triton: in one file, imported where it is used
@@ -40,107 +40,106 @@ OURS = {"variants", "harness", "bench", "windtunnel", "tests", "train", "conf"}
 THIRD_PARTY_ALLOWED = ("harness", "bench")
 
 
-def room(path: Path) -> str:
-    """The folder of a file; ``train.py`` is a room of its own."""
+def folder_of(path: Path) -> str:
+    """The folder of a file, or ``train.py``."""
     path = path.relative_to(ROOT)
     return path.name if path.parent == Path(".") else path.parent.as_posix()
 
 
 def imported(path: Path) -> set[str]:
-    """Modules that a file imports, anywhere in it; ``from a import b`` is a.b, whether b is a module or not."""
-    found = set()
+    """Names that a file imports anywhere. ``from a import b`` gives a.b, even if b is not a module."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
+            names |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import hides where it points"
-            found |= {f"{node.module}.{name.name}" for name in node.names}
-    return found
+            assert node.level == 0, f"{path}: imports must be absolute"
+            names |= {f"{node.module}.{name.name}" for name in node.names}
+    return names
 
 
 def inside(module: str, allowed: set[str]) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in allowed)
 
 
-def strays(path: Path) -> set[str]:
-    """What a file imports against the arrows."""
-    allowed = ARROWS[room(path)]
-    found = {name for name in imported(path) if name.partition(".")[0] not in sys.stdlib_module_names}
-    if room(path).partition("/")[0] in THIRD_PARTY_ALLOWED:
-        found = {name for name in found if name.partition(".")[0] in OURS}
-    return {name for name in found if not inside(name, allowed)}
+def forbidden_imports(path: Path) -> set[str]:
+    allowed = ARROWS[folder_of(path)]
+    names = {name for name in imported(path) if name.partition(".")[0] not in sys.stdlib_module_names}
+    if folder_of(path).partition("/")[0] in THIRD_PARTY_ALLOWED:
+        names = {name for name in names if name.partition(".")[0] in OURS}
+    return {name for name in names if not inside(name, allowed)}
 
 
-def test_import_arrows():
-    assert not {path: against for path in PRODUCT if (against := strays(path))}
+def test_files_import_only_what_their_folder_allows():
+    assert not {path: names for path in PRODUCT if (names := forbidden_imports(path))}
 
 
-def modules_of(path: Path) -> str:
+def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def arrows() -> dict[str, set[str]]:
-    """Each module of the product, and those of the product that it imports, anywhere in it."""
-    known = {modules_of(path): path for path in PRODUCT}
+def import_graph() -> dict[str, set[str]]:
+    """For each module of the product the modules of the product that it imports anywhere."""
+    paths = {module_name(path): path for path in PRODUCT}
 
     def module(name: str) -> str | None:
-        while name and name not in known:
+        while name and name not in paths:
             name = name.rpartition(".")[0]
         return name or None
 
-    return {own: {module(name) for name in imported(path)} - {None, own} for own, path in known.items()}
+    return {name: {module(imports) for imports in imported(path)} - {None, name} for name, path in paths.items()}
 
 
-def test_no_module_and_no_room_is_in_a_circle():
-    """Verbs of bench are one room, what they share is another."""
-    between = arrows()
-    verbs = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
-    across = {(one, other) for one in verbs for other in between[one] & verbs}
-    assert len(verbs) > 5 and across == {("bench.decompress", "bench.compress")}  # one file, two commands
-    verbs |= {"bench.results_page"}  # tables of the front page
+def test_imports_have_no_cycle_of_modules_or_folders():
+    """The commands of bench count as one folder, and the modules that they share as another."""
+    modules = import_graph()
+    commands = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
+    between = {(command, imports) for command in commands for imports in modules[command] & commands}
+    assert len(commands) > 5 and between == {("bench.decompress", "bench.compress")}  # implemented in one file
+    commands |= {"bench.results_page"}  # modules of one command only
 
-    def room_of(module: str) -> str:
-        if module in verbs:
-            return "verbs"
+    def group_of(module: str) -> str:
+        if module in commands:
+            return "commands"
         packages = [name for name in (module, module.rpartition(".")[0]) if name.replace(".", "/") in ARROWS]
         return packages[0] if packages and packages[0] != "harness" else module
 
-    rooms: dict[str, set[str]] = {}
-    for own, others in between.items():
-        rooms.setdefault(room_of(own), set()).update({room_of(other) for other in others} - {room_of(own)})
-    for graph in (between, rooms):
-        list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle
+    groups: dict[str, set[str]] = {}
+    for name, imports in modules.items():
+        groups.setdefault(group_of(name), set()).update({group_of(target) for target in imports} - {group_of(name)})
+    for graph in (modules, groups):
+        list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a cycle
 
 
-def test_variants_can_be_imported_alone(tmp_path):
+def test_variants_can_be_imported_without_the_harness(tmp_path):
     shutil.copytree(ROOT / "variants", tmp_path / "variants")
-    modules = ", ".join(modules_of(path) for path in (ROOT / "variants").rglob("[!_]*.py"))
+    modules = ", ".join(module_name(path) for path in (ROOT / "variants").rglob("[!_]*.py"))
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {modules}; assert 'harness' not in sys.modules"
-    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=PATIENCE_SECONDS)
+    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=TIMEOUT_SECONDS)
 
 
-def test_names_and_sizes():
+def test_no_file_is_named_util_and_no_product_file_has_400_lines():
     assert not [path for path in [*PRODUCT, *TESTS] if path.stem.startswith("util")]
     assert not {path.name: n for path in PRODUCT if (n := len(path.read_text(encoding="utf-8").splitlines())) >= 400}
 
 
-def test_bench_knows_no_mechanism_by_name():
-    """Configurations and data may name variants, code may not: a stranger's would be treated otherwise."""
+def test_the_code_of_bench_names_no_variant():
+    """Configurations and data may name variants. Code may not, so that a user's variant is treated in the same way."""
     variants = "|".join(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
     named = re.compile(rf"(?<![\w-])({variants})(?![\w-])")  # as a word: other packages' names may contain one
     files = [path for path in PRODUCT if path.is_relative_to(ROOT / "bench")]
-    assert not [f"{path}: {found[0]}" for path in files if (found := named.search(path.read_text(encoding="utf-8")))]
+    assert not [f"{path}: {name[0]}" for path in files if (name := named.search(path.read_text(encoding="utf-8")))]
 
 
-def test_no_path_of_one_machine():
-    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a file in a worktree
+def test_no_file_has_a_path_of_one_machine():
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # .git is a file in a worktree
     files += [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]
     machine = re.compile(r"(?<![\w.~}])/(work|root|tmp|home)/[a-z]")
-    found = [
+    lines = [
         f"{path.relative_to(ROOT)}: {line}"
         for path in files
         if path.suffix in TEXT
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
         if machine.search(line)
     ]
-    assert not found
+    assert not lines

@@ -1,4 +1,4 @@
-"""Sweeps: what is killed goes on, what fails is recorded, what is finished returns; and no job hears of another."""
+"""Sweeps: failed, killed and finished jobs when the command is repeated, and the independence of jobs."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from harness.device import runtime
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
-from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.composing import plan
-from tests.forked import exit_code, started
-from tests.runs import repeatable
+from tests.command_line import GENERATED, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.script_process import exit_code, started
+from tests.small_configs import plan
+from tests.small_runs import repeatable
 
 LONGER = ("budget.steps=12", "checkpoint.every_steps=2", "record.every_steps=2")
-"""Long enough to be killed on the way."""
+"""Words of a run that is long enough to be killed before its end."""
 
 
 def summaries(outputs: Path) -> dict[str, dict]:
@@ -29,7 +29,7 @@ def summaries(outputs: Path) -> dict[str, dict]:
 
 
 def records(outputs: Path) -> dict[str, list[dict]]:
-    """What must be equal bit for bit, by run folder."""
+    """The rows of each run folder without the keys that may differ."""
     rows_of = {run.name: [repeatable(row) for row in read_rows(run / "record.jsonl")] for run in run_folders(outputs)}
     for rows in rows_of.values():
         assert rows[0].pop("command").startswith("python train.py ")
@@ -38,7 +38,7 @@ def records(outputs: Path) -> dict[str, list[dict]]:
     }
 
 
-def test_finished_jobs_return_failed_ones_are_tried_again_and_others_run(here, monkeypatch):
+def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(here, monkeypatch):
     step, failed, groups = Trainer.step, [], []
 
     def failing(self) -> None:
@@ -49,19 +49,19 @@ def test_finished_jobs_return_failed_ones_are_tried_again_and_others_run(here, m
         assert not failed or failed[0]() is None, "the failed job is kept in memory"
         return step(self)
 
-    words = (*MADE, "checkpoint.every_steps=1")
+    words = (*GENERATED, "checkpoint.every_steps=1")
     ended = train("-m", *words, "variant=mhsa,nonsense")
     assert ended.code == 2 and "error: variant=nonsense: no such choice" in ended.err and not ended.out
-    assert not list(here.iterdir()), "nothing runs where a word does not compose"
-    # Of two jobs the sizes do not fit, one fails.
+    assert not list(here.iterdir()), "no job may run if one does not compose"
+    # The sizes of two jobs are invalid, and one job fails.
     with monkeypatch.context() as broken:
         broken.setattr(Trainer, "step", failing)
         ended = train("-m", *words, "model.heads=3,2", "seed=1,2")
     assert ended.code == 1 and ended.err.count("Traceback") == 1 and "in failing" in ended.err
     assert ended.err.count("error: model.heads=3 must divide") == 2
     assert ended.out.splitlines()[-1].endswith(": 1 of 4 done") and groups[0].startswith("sweep-")
-    one, two = run_folders(here / "outputs")
-    row = summaries(here / "outputs")[one.name]
+    failed_run, finished_run = run_folders(here / "outputs")
+    row = summaries(here / "outputs")[failed_run.name]
     assert (row["status"], row["seed"], row["error"]) == ("failed", 1, "RuntimeError: no such luck second line")
     assert row["command"].startswith("python train.py")
     assert [path.name for path in here.iterdir()] == ["outputs"]
@@ -70,8 +70,8 @@ def test_finished_jobs_return_failed_ones_are_tried_again_and_others_run(here, m
     assert again.code == 0 and again.out.count("resuming at ") == 1
     assert again.out.count("finished before: ") == 1 and again.out.splitlines()[-1].endswith("2 of 2 done")
     assert [row["status"] for row in summaries(here / "outputs").values()] == ["finished"] * 2
-    typed = summaries(here / "outputs")[two.name]["command"].split()
-    assert "finished before: " in call("train.py", *typed[2:]).out, "the command of a job is that run alone"
+    typed = summaries(here / "outputs")[finished_run.name]["command"].split()
+    assert "finished before: " in call("train.py", *typed[2:]).out, "the recorded command repeats a single job"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf/sweep").glob("[!w]*.yaml")))
@@ -97,11 +97,11 @@ def dying(self):
 Trainer.step, sys.argv[0] = dying, SCRIPT
 runpy.run_path(SCRIPT, run_name="__main__")
 """
-"""The sweep kills itself in its second job: who waits for that job from outside may come too late, and waits for ever."""
+"""A program in which the sweep kills itself in its second job. A signal from outside could come too late."""
 
 
-def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here):
-    words = ("-m", *TINY, *MADE, *LONGER, "variant=adaptive_span", "seed=0,1")
+def test_a_killed_sweep_is_resumed_with_the_record_of_an_undisturbed_run(here):
+    words = ("-m", *TINY, *GENERATED, *LONGER, "variant=adaptive_span", "seed=0,1")
     words += ("hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
     (here / "dying.py").write_text(DYING.replace("SCRIPT", repr(str(ROOT / "train.py"))))
     with started(here / "dying.py", *words, out=here / "printed") as process:
@@ -118,19 +118,19 @@ def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here):
     assert len(undisturbed) == 1 and undisturbed.items() <= disturbed.items()
 
 
-def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
-    """What a job finds is what it would find as the first of its process."""
-    usual, seen, start = runtime._DEFAULT_THREADS, [], Trainer.step
+def test_threads_and_random_numbers_of_a_job_do_not_depend_on_earlier_jobs(here, monkeypatch):
+    default, settings, step = runtime._DEFAULT_THREADS, [], Trainer.step
 
-    def step(self) -> None:
-        seen.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.rand(()).item()))
-        if len(seen) % 2 == 0:  # each job has a warm-up before its step
-            torch.set_num_threads(usual + 2)
-        return start(self)
+    def recorded_step(self) -> None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        settings.append((torch.get_num_threads(), deterministic, torch.rand(()).item()))
+        if len(settings) % 2 == 0:  # each job has a warm-up before its step
+            torch.set_num_threads(default + 2)
+        return step(self)
 
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "step", recorded_step)
     words = ("model.dropout=0.1", "runtime.threads=null", "budget.steps=1")
-    assert train("-m", *MADE, "runtime.deterministic=false,true", *words).code == 0
-    assert train("-m", *MADE, "runtime.deterministic=true", *words, "outputs=alone").code == 0
-    first, second, alone = seen[1::2]
-    assert (first[:2], second[:2]) == ((usual, False), (usual, True)) and second == alone
+    assert train("-m", *GENERATED, "runtime.deterministic=false,true", *words).code == 0
+    assert train("-m", *GENERATED, "runtime.deterministic=true", *words, "outputs=alone").code == 0
+    first, second, single = settings[1::2]
+    assert (first[:2], second[:2]) == ((default, False), (default, True)) and second == single

@@ -1,4 +1,4 @@
-"""What a ``_target_`` may name, and which values a constructor's annotations take; nothing is called on the way."""
+"""``_target_`` in a configuration: the classes that it may name, and the keywords and values that they accept."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ MINE = ("tests.test_targets",)
 
 
 class Mine(Sublayer):
-    """An outsider's sublayer with one keyword of each kind."""
+    """A sublayer with a keyword of each type of annotation."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Mine(Sublayer):
 
 
 class NoContext(Sublayer):
-    """Has no constructor of its own."""
+    """A sublayer without a constructor of its own."""
 
 
 class BadAnnotation(Sublayer):
@@ -60,7 +60,7 @@ def made(words, kind=Sublayer, trust=MINE):
     return resolve(words, key="variant.attention", base=kind, trust=trust)
 
 
-def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
+def test_a_node_and_the_nodes_inside_it_become_partials():
     part = made(node(d_head=4, bias=True, span=node(AdaptiveSpan, ramp=8)))
     assert isinstance(part, functools.partial) and part.func is Attention
     assert part.keywords["d_head"] == 4 and part.keywords["bias"] is True
@@ -86,8 +86,7 @@ def test_targets_must_be_classes_of_the_contract_from_trusted_modules(target, ki
     assert f"variant.attention._target_={target}" in str(caught.value)
 
 
-def test_a_class_must_be_defined_where_trust_reaches(monkeypatch):
-    # This module has Attention too, by importing it; and someone's module may have imported this one's class.
+def test_a_class_must_be_defined_in_a_trusted_module_and_an_import_of_it_does_not_count(monkeypatch):
     assert made({**node(), "_target_": "tests.test_targets.Attention"}).func is Attention
     with pytest.raises(ValueError, match=r"tests\.test_targets\.Mine: allowed are.*trust=\["):
         made(node(Mine, needed=1), trust=())
@@ -101,9 +100,9 @@ def test_a_class_must_be_defined_where_trust_reaches(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "expected"), [("rate", 2, 2.0), ("needed", 1e3, 1000), ("pair", [0.9, 0.95], (0.9, 0.95))]
 )
-def test_values_are_taken_as_annotated(name, value, expected):
-    taken = made(node(Mine, **{"needed": 1, name: value})).keywords[name]
-    assert taken == expected and type(taken) is type(expected)
+def test_values_are_converted_to_their_annotations(name, value, expected):
+    converted = made(node(Mine, **{"needed": 1, name: value})).keywords[name]
+    assert converted == expected and type(converted) is type(expected)
 
 
 VECTORS = node("variants.all_attention.PersistentKV", number=3)
@@ -122,13 +121,13 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
         ({"span": {**node(AdaptiveSpan), "_partial_": False}}, "span._partial_=False: must be true"),
     ],
 )
-def test_other_values_are_refused_by_key(words, message):
+def test_values_that_do_not_match_their_annotation_are_refused_by_key(words, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         made(node(Mine, **{"needed": 1} | words))
     assert str(caught.value).startswith("variant.attention.")
 
 
-def test_keywords_are_the_schema():
+def test_the_keywords_of_a_constructor_are_the_allowed_keys():
     assert list(constructor_schema(AdaptiveSpan, key="k")) == ["ramp", "loss_weight", "initial"]
     assert [name for name, (_, required) in constructor_schema(Mine, key="k").items() if required] == ["needed"]
     assert "betas" in constructor_schema(torch.optim.AdamW, key="k") and "lr" not in constructor_schema(

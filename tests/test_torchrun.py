@@ -1,4 +1,4 @@
-"""Several processes at the command line: one message, one writer, and an end for all when one of them ends."""
+"""Runs of several processes at the command line: one prints and writes, and all end when one of them ends."""
 
 import os
 import re
@@ -17,53 +17,55 @@ from harness.device.torchrun import Launch, check_launch, read_launch
 from harness.failures import ProcessLost, exit_code
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
-from tests import command
-from tests.many import ROOT, Dead, free_port, launch
-from tests.patience import PATIENCE_SECONDS
-from tests.runs import CARRY, DROPOUT, SMALL, after_step, make_job, own_folder  # noqa: F401 - a fixture
+from tests import command_line
+from tests.rank_processes import ROOT, ExitedWithoutAnswer, free_port, launch
+from tests.small_runs import CARRY, DROPOUT, SMALL, after_step, make_job, temporary_cwd  # noqa: F401 - a fixture
+from tests.timeouts import TIMEOUT_SECONDS
 from train import train
 
 FOURTH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 FOURTH |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 REFUSED = {
-    (*command.MADE, "batch.streams=3"): ("batch.streams=3", "2 processes", "multiples of 2"),
+    (*command_line.GENERATED, "batch.streams=3"): ("batch.streams=3", "2 processes", "multiples of 2"),
     ("data=file", "data.path=second"): ("data.path='second'",),
 }
 
 
-def commands(ports: list[int]) -> list[command.Ended]:
-    """What a user types, one after the other, each on a port of its own. For ``data=file`` the second process has another
-    current folder, as on another machine: it lacks a file that the first one has."""
+def commands(ports: list[int]) -> list[command_line.CommandOutcome]:
+    """Run the commands one after the other, each on a port of its own.
+
+    For ``data=file`` rank 1 has another current folder, in which the file does not exist, as on another machine.
+    """
     ended, here = [], Path.cwd()
-    for port, words in zip(ports, [*REFUSED, command.MADE, command.MADE], strict=True):
+    for port, words in zip(ports, [*REFUSED, command_line.GENERATED, command_line.GENERATED], strict=True):
         os.environ["MASTER_PORT"] = str(port)
         os.chdir(here / "other" if "data=file" in words and os.environ["RANK"] == "1" else here)
-        ended.append(command.train(*words))
+        ended.append(command_line.train(*words))
         if dist.is_initialized():  # as at the end of a process
             dist.destroy_process_group()
     return ended
 
 
-def test_all_processes_say_a_mistake_once_and_one_writes_and_speaks(here):
+def test_a_mistake_is_printed_once_and_only_one_process_prints_and_writes(here):
     Path("second").write_bytes(bytes(range(256)) * 100)
     Path("other").mkdir()
     ranks = launch(commands, [free_port() for _ in (*REFUSED, 1, 2)])
     for expected, *ended in zip(REFUSED.values(), *ranks, strict=False):
-        (line,) = [line for one in ended for line in one.err.splitlines()]
-        assert [one.code for one in ended] == [2, 2] and not any(one.out for one in ended)
+        (line,) = [line for outcome in ended for line in outcome.err.splitlines()]
+        assert [outcome.code for outcome in ended] == [2, 2] and not any(outcome.out for outcome in ended)
         assert line.startswith("error: ") and all(part in line for part in expected), line
     first, second = (ended[len(REFUSED) :] for ended in ranks)
-    assert [one.code for one in (*first, *second)] == [0, 0, 0, 0], (first, second)
+    assert [outcome.code for outcome in (*first, *second)] == [0, 0, 0, 0], (first, second)
     assert "training: outputs" in first[0].out and "2 processes" in first[0].out
     assert first[0].out.count("bits per byte  ") == 1 and "finished before" in first[1].out
-    assert not any(one.out or one.err for one in second)
-    (folder,) = command.run_folders(here / "outputs")
+    assert not any(outcome.out or outcome.err for outcome in second)
+    (folder,) = command_line.run_folders(here / "outputs")
     row = read_rows(folder / RECORD)[0]
     assert row["processes"] == 2 and row["command"].startswith("torchrun --nproc-per-node=2 ")
     assert not os.listdir("other")
 
 
-def test_bench_and_sweeps_know_that_they_are_several():
+def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_checked():
     several = Launch(1, 4, 1, 2)
     assert several.command_prefix == ("torchrun", "--nnodes=2", "--nproc-per-node=2") and Launch().command_prefix == (
         "python",
@@ -74,27 +76,29 @@ def test_bench_and_sweeps_know_that_they_are_several():
         check_launch(arguments, many=many, launch=Launch())
     check_launch(("variant=mhsa", "optim.lr=-m"), many=True, launch=several)
     assert read_launch(FOURTH) == (3, 4, 1, 2)
-    for alone in ({"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1"}):
-        assert read_launch(alone) == Launch()
+    for single in ({"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1"}):
+        assert read_launch(single) == Launch()
     for wrong in ({"WORLD_SIZE": "four"}, {"MASTER_PORT": ""}):
         with pytest.raises(ValueError, match="=".join(*wrong.items())):
             read_launch(FOURTH | wrong)
 
 
-def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
+def test_a_process_that_cannot_connect_to_the_others_prints_the_address_in_one_line(here, monkeypatch):
     monkeypatch.setattr(processes, "LONG_TIMEOUT", timedelta(seconds=0.5))
     port = str(free_port())
     for name, value in (FOURTH | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
-    ended = command.train("variant=mhsa", *SMALL)
+    ended = command_line.train("variant=mhsa", *SMALL)
     (line,) = ended.err.splitlines()
     assert ended.code == 6 and f"MASTER_ADDR:MASTER_PORT=127.0.0.1:{port}: process" in line
     assert "timed out" in line and "GLOO_SOCKET_IFNAME" in line and not os.listdir(here)
 
 
-def lost(how: str) -> tuple[int, int, str]:
-    """The second process ends, or stands still with its connections open, in its third step; the exit code that the
-    first has of it, its steps, and why."""
+def lose_rank_1(how: str) -> tuple[int, int, str]:
+    """Train until rank 1 ends, or stops with its connections open, in its third step.
+
+    Returns: the exit code of rank 0, its steps, and its error.
+    """
     processes.TIMEOUT = timedelta(seconds=6)
 
     def stand_still() -> None:
@@ -113,17 +117,18 @@ def lost(how: str) -> tuple[int, int, str]:
 
 
 @pytest.mark.parametrize("how", ["ended", "silent"])
-def test_a_process_that_is_lost_ends_the_others(how):
-    (code, steps, reason), second = launch(lost, how)
-    assert (code, steps) == (6, 3) and isinstance(second, Dead)
-    assert ("timed out" in reason.lower()) == (how == "silent"), "one that has ended is noticed, and not waited for"
+def test_a_lost_process_ends_the_others(how):
+    (code, steps, reason), second = launch(lose_rank_1, how)
+    assert (code, steps) == (6, 3) and isinstance(second, ExitedWithoutAnswer)
+    assert ("timed out" in reason.lower()) == (how == "silent"), (
+        "the end of a process must be noticed without a timeout"
+    )
     assert reason.startswith("process 0 of 2: another process has ended or does not answer (")
     assert reason.endswith("; the same command resumes the run")
 
 
-def failure() -> tuple[str, bool, int]:
-    """How a run fails whose first process cannot write a checkpoint: the error, whether another said it, and the
-    steps."""
+def fail_to_save() -> tuple[str, bool, int]:
+    """Train until rank 0 cannot write a checkpoint. Returns the error, whether another rank printed, and the steps."""
 
     def fail(*_, **__) -> None:
         raise OSError("the disk is full")
@@ -138,16 +143,15 @@ def failure() -> tuple[str, bool, int]:
             return f"{type(error).__name__}: {error}", printed, job.trainer.spent.steps
 
 
-def test_a_failure_of_all_is_said_by_one():
-    assert launch(failure) == [
+def test_a_failure_of_one_process_ends_all_and_is_printed_once():
+    assert launch(fail_to_save) == [
         ("OSError: the disk is full", False, 3),
         ("RuntimeError: process 0 of this run has failed", True, 3),
     ]
 
 
 @pytest.mark.faults
-def test_torchrun_begins_again_after_a_kill_and_stops_all_with_one_checkpoint(here):
-    """The real thing; torchrun passes SIGTERM on to its processes."""
+def test_torchrun_restarts_after_a_kill_and_passes_sigterm_on_to_its_processes(here):
     words = ("variant=mhsa", "budget.steps=100000", "eval.every=0.0001", "checkpoint.every_steps=5", *CARRY, *DROPOUT)
     words += ("runtime.shard=full",)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
@@ -169,7 +173,7 @@ def test_torchrun_begins_again_after_a_kill_and_stops_all_with_one_checkpoint(he
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
                 os.kill(int(children[1]), signal.SIGKILL)
                 killed = True
-        shown += process.communicate(timeout=PATIENCE_SECONDS)[0]
+        shown += process.communicate(timeout=TIMEOUT_SECONDS)[0]
     lost = re.search(
         r"^error: process 0 of 2: another process has ended .*; the same command resumes the run$", shown, re.M
     )

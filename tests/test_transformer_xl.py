@@ -1,18 +1,18 @@
-"""Transformer-XL's attention beyond its reference: its limits, its sharing and its defaults."""
+"""Transformer-XL's attention: limits that equal other attention, shared parameters, and defaults."""
 
 import pytest
 import torch
 
 from tests.attention_case import Case, assert_same, run
-from tests.composing import TINY, plan
+from tests.small_configs import TINY, plan
 from variants.attention import Attention
 from variants.transformer_xl import TransformerXL
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("position", ["none", "relative"])
-def test_limits_that_are_other_attention(position):
-    """Without W_R and u it has no positions; without u and v, a head has learned vectors that are W_R r."""
+def test_without_some_parameters_it_equals_attention_without_or_with_relative_positions(position):
+    """Without W_R and u there are no positions. Without u and v the relative position vectors are W_R r."""
     case = Case(length=9, past=7, span=6, heads=1, cache="hidden", position=position)
     other, attention = case.build(), case.build(TransformerXL, moved=1.0)
     with torch.no_grad():
@@ -27,7 +27,7 @@ def test_limits_that_are_other_attention(position):
     assert_same(run(attention, x, past), run(other, x, past), named={"x": x})
 
 
-def test_layers_share_u_and_v_unless_each_has_its_own_and_past_inputs_are_carried():
+def test_by_default_layers_share_u_and_v_and_the_cache_is_hidden():
     made = plan(*TINY, "variant=transformer_xl")
     assert (made.model.cache, made.scheme.func.__name__) == ("hidden", "NoPosition")
     usual, counts = sum(p.numel() for p in plan(*TINY, "variant=mhsa").make_model().parameters()), {}

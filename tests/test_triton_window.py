@@ -1,4 +1,4 @@
-"""The CUDA kernels against the plain backend: in Triton's interpreter where there is no device, compiled where there is."""
+"""The Triton kernels are compared with the plain backend, interpreted on a CPU or compiled on a GPU."""
 
 import importlib.util
 import re
@@ -14,7 +14,7 @@ import variants
 from tests import window_case
 from tests.attention_case import assert_near
 from tests.efficient_attention import heads_inside
-from tests.needs import need
+from tests.requirements import require
 from variants.kernels import operation, triton_window, window
 from variants.kernels.window import Inputs, Window
 
@@ -22,18 +22,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.numeric
 needs_triton = pytest.mark.usefixtures("triton_installed")
 SMALL = {"BLOCK": 16, "num_warps": 4, "num_stages": 1}
-FINE = ("z", "bias", "sink", "key_bias", "query_bias")
+IN_FLOAT32 = ("z", "bias", "sink", "key_bias", "query_bias")
 KERNEL = partial(operation.attend, "kernel")
 
 
 @pytest.fixture
 def triton_installed():
-    need(importlib.util.find_spec("triton"), "triton is not installed")
+    require(importlib.util.find_spec("triton"), "triton is not installed")
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """Where there is no device: a triton of these tests alone that interprets, which it must know when it is imported."""
+    """On a CPU, import Triton again with TRITON_INTERPRET set, which it reads when it is imported."""
     if DEVICE == "cuda":
         yield
         return
@@ -50,8 +50,8 @@ def interpreted():
 
 
 @needs_triton
-def test_lengths_compile_nothing_anew():
-    """Triton specialises a kernel on 1 and on multiples of 16, where it is not told to leave a number alone."""
+def test_kernels_are_not_specialised_on_lengths():
+    """By default Triton compiles a kernel again for integers that are 1 or multiples of 16."""
     from variants.kernels import _triton_kernels as kernels
 
     for name in ("forward", "query_gradient", "key_gradient", "vector_gradient"):
@@ -62,9 +62,9 @@ def test_lengths_compile_nothing_anew():
 
 @pytest.fixture
 def small_blocks(interpreted, monkeypatch):
-    """Blocks of 16, so that a few dozen bytes are many of them; and loops that run under NumPy 2.4.
+    """Blocks of 16, so that a few dozen bytes fill several, and a patch of the interpreter for NumPy 2.4.
 
-    The interpreter holds scalars as arrays of one element, which that NumPy no longer takes for an index.
+    The interpreter stores scalars as arrays of one element, which NumPy 2.4 refuses as indices.
     """
     from triton.runtime import interpreter
 
@@ -81,7 +81,7 @@ def small_blocks(interpreted, monkeypatch):
 
 @dataclass(frozen=True, kw_only=True)
 class Case(window_case.Case):
-    """A call as the sublayers make it: heads inside of rows in memory, spans and bias in float32."""
+    """A case with the memory layout ``[B, T, H, K]`` of the sublayers, and spans and biases in float32."""
 
     T: int = 20
     ramp: int = 5
@@ -90,25 +90,25 @@ class Case(window_case.Case):
     dtype: torch.dtype = torch.float32
 
     def inputs(self) -> dict[str, Tensor]:
-        lasting = {"v", "extra_v", "bias", "z", "key_bias", "query_bias"}
-        small = {n: x if n in lasting else x * self.width**-0.25 for n, x in super().inputs().items()}
-        moved = {n: heads_inside(x) if x.dim() == 4 else x for n, x in small.items()}
-        fine = {n: torch.float32 if n in FINE else self.dtype for n in moved}
-        return {n: x.detach().to(DEVICE, fine[n]) for n, x in moved.items()}
+        unscaled = {"v", "extra_v", "bias", "z", "key_bias", "query_bias"}
+        scaled = {n: x if n in unscaled else x * self.width**-0.25 for n, x in super().inputs().items()}
+        inputs = {n: heads_inside(x) if x.dim() == 4 else x for n, x in scaled.items()}
+        dtypes = {n: torch.float32 if n in IN_FLOAT32 else self.dtype for n in inputs}
+        return {n: x.detach().to(DEVICE, dtypes[n]) for n, x in inputs.items()}
 
     def compare(self, *, like: torch.dtype = torch.float64, tolerance: float) -> None:
-        """Value and every gradient, for a random upstream gradient, against the plain backend in ``like``."""
+        """Assert that output and gradients equal those of the plain backend in the dtype ``like``."""
         drawn = self.inputs()
-        moving = [name for name in drawn if name != "bias"]
+        names = [name for name in drawn if name != "bias"]
         attend = window_case.packed(KERNEL) if self.past and len({*self.max_keys}) > 1 else KERNEL
-        mine, theirs = ({n: x.detach().to(to).requires_grad_() for n, x in drawn.items()} for to in (None, like))
-        y, expected = self.call(attend, mine), self.call(window.attend, theirs)
+        inputs, exact = ({n: x.detach().to(to).requires_grad_() for n, x in drawn.items()} for to in (None, like))
+        y, expected_y = self.call(attend, inputs), self.call(window.attend, exact)
         assert y.dtype == self.dtype and y.isfinite().all()
         upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, self.dtype)
-        one = [y, *torch.autograd.grad(y, [mine[n] for n in moving], upstream)]
-        other = [expected, *torch.autograd.grad(expected, [theirs[n] for n in moving], upstream.to(like))]
-        for name, ours, plain in zip(["value", *moving], one, other, strict=True):
-            assert_near(ours.to(like), plain, tolerance=tolerance, what=name)
+        actual = [y, *torch.autograd.grad(y, [inputs[n] for n in names], upstream)]
+        expected = [expected_y, *torch.autograd.grad(expected_y, [exact[n] for n in names], upstream.to(like))]
+        for name, x, expected_x in zip(["value", *names], actual, expected, strict=True):
+            assert_near(x.to(like), expected_x, tolerance=tolerance, what=name)
 
 
 INTERPRETED = ("one byte that sees nothing", "a past longer than the window", "uneven heads, out of order")
@@ -119,8 +119,8 @@ INTERPRETED += ("a sink and nothing else", "a hidden byte and nothing else", "ke
 
 @needs_triton
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_kernel_is_the_plain_path(small_blocks, name):
-    """And every other one drops the same weights."""
+def test_output_and_gradients_of_the_interpreted_kernel_equal_those_of_plain(small_blocks, name):
+    """Every second case has dropout."""
     fields_of = {f.name: getattr(window_case.UGLY[name], f.name) for f in fields(window_case.Case)}
     rate = 0.4 * (INTERPRETED.index(name) % 2)
     Case(**fields_of | {"dtype": torch.float32, "dropout": rate}).compare(tolerance=2e-5)
@@ -135,13 +135,13 @@ def test_kernel_is_the_plain_path(small_blocks, name):
         ({"dtype": torch.float16, "persistent": 0}, 5e-3),
     ],
 )
-def test_width_need_not_be_a_power_of_two_and_precision_may_be_half(small_blocks, changes, tolerance):
+def test_the_width_may_be_any_multiple_of_8_and_the_dtype_float16(small_blocks, changes, tolerance):
     Case(**{"T": 19, "past": 7, "z": (2.5, 17.0), "persistent": 2} | changes).compare(tolerance=tolerance)
 
 
 @needs_triton
-def test_parts_are_merged_before_they_are_rounded(small_blocks):
-    """Of equal weights beside 2^n vectors nothing else is rounded: y is as near to float64 as float16 can be."""
+def test_context_and_persistent_vectors_are_merged_before_they_are_rounded(small_blocks):
+    """With equal weights and 2^n vectors only the output is rounded, so y must be the nearest float16 number."""
     case = Case(T=33, persistent=32, streams=2, dtype=torch.float16)
     inputs = {name: x * ("v" in name) for name, x in case.inputs().items()}
     expected = case.call(window.attend, {name: x.double() for name, x in inputs.items()})
@@ -151,8 +151,8 @@ def test_parts_are_merged_before_they_are_rounded(small_blocks):
 
 @pytest.fixture
 def executed(monkeypatch):
-    """FLOPs of the interpreter's products, which a test may clear."""
-    need(DEVICE == "cpu", "products can be watched in the interpreter only")
+    """A list of the FLOPs of each product that the interpreter executes."""
+    require(DEVICE == "cpu", "products can be counted in the interpreter only")
     from triton.runtime.interpreter import InterpreterBuilder
 
     flops, product = [], InterpreterBuilder.create_dot
@@ -167,12 +167,14 @@ def executed(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_segments_gradients_alone_and_flops_of_the_products_that_run(small_blocks, executed, packed):
-    """Of a constant past nothing is computed nor stored."""
+def test_backward_can_omit_the_past_and_the_executed_flops_are_those_of_the_products(small_blocks, executed, packed):
     spans = {"max_keys": (10, 39), "z": (3.5, 33.0)}
     case = Case(T=18, past=21, **spans, persistent=5, vectors=True, key_bias=True, streams=2, dropout=0.3)
-    inputs, seen = Inputs(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE)), case.hard()
-    inputs = window_case.in_a_row(inputs, seen) if packed else inputs
+    inputs, seen = (
+        Inputs(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE)),
+        case.hard_window(),
+    )
+    inputs = window_case.packed_inputs(inputs, seen) if packed else inputs
     g, wanted = torch.randn(inputs.q.shape, generator=torch.Generator().manual_seed(2)), frozenset(case.inputs())
     y, saved = triton_window.forward(inputs, seen)
     assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted)[0]
@@ -191,8 +193,8 @@ def test_the_segments_gradients_alone_and_flops_of_the_products_that_run(small_b
 
 
 @needs_triton
-def test_gradient_of_spans_at_kinks(small_blocks):
-    """At whole spans, and one rounding beside them: on which side z + R is, when it is rounded, decides."""
+def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_plain(small_blocks):
+    """Spans are integers and their floating-point neighbours, for which the rounded z + R decides on the side."""
     whole = torch.tensor([1.0, 5.0, 14.0])
     z = torch.cat([whole, torch.nextafter(whole, whole + 1), torch.nextafter(whole, whole - 1)])
     case = Case(T=18, max_keys=(20,) * len(z), z=tuple(z.tolist()), ramp=3, dropout=0.25)
@@ -200,8 +202,8 @@ def test_gradient_of_spans_at_kinks(small_blocks):
 
 
 @needs_triton
-def test_each_head_has_its_own_hard_window(small_blocks):
-    """The plain backend has one window for all heads; so head by head."""
+def test_each_head_may_have_a_hard_window_of_its_own(small_blocks):
+    """The plain backend has one window for all heads, so the comparison is head by head."""
     case = Case(T=33, past=12, max_keys=(5, 40))
     inputs = case.inputs()
     for h, (y, max_keys) in enumerate(zip(case.call(KERNEL, inputs).split(1, 1), case.max_keys, strict=True)):
@@ -209,7 +211,7 @@ def test_each_head_has_its_own_hard_window(small_blocks):
         assert_near(y.double(), window.attend(*one, Window((max_keys,))), tolerance=2e-5)
 
 
-def test_available_says_why_not(interpreted, monkeypatch):
+def test_available_returns_why_the_kernels_cannot_run(interpreted, monkeypatch):
     device = torch.device(DEVICE)
     if importlib.util.find_spec("triton") is None:
         assert triton_window.available(device, 64) == "triton is not installed"
@@ -228,8 +230,7 @@ def test_available_says_why_not(interpreted, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("T", [256, 300])
 @pytest.mark.parametrize("width", [64, 128])
-def test_compiled_kernel_is_the_plain_path(width, T, dtype, dropout, added):
-    """Blocks as in use, at lengths that are and are not multiples of 128."""
+def test_output_and_gradients_of_the_compiled_kernel_equal_those_of_plain(width, T, dtype, dropout, added):
     spans = {"max_keys": (64, 320, 600, 600), "z": (0.0, 250.5, 600.0, 31.0), "ramp": 32}
     case = Case(
         T=T, past=2 * T, width=width, streams=2, shift=1, persistent=100, dtype=dtype, dropout=dropout, **added, **spans

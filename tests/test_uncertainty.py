@@ -1,4 +1,4 @@
-"""Student's t against printed tables, what an interval says, and several differences judged together."""
+"""Quantiles of Student's t, confidence intervals of paired differences, and Holm's correction."""
 
 import math
 
@@ -16,7 +16,7 @@ TABLE = [  # degrees of freedom, 0.90, 0.975, 0.995 quantiles as printed in text
 ]
 
 
-def test_quantiles_of_t_are_those_of_the_tables_and_of_closed_forms():
+def test_quantiles_of_t_equal_printed_tables_and_closed_forms():
     for freedom, *quantiles in TABLE:
         pair = [t_quantile(probability, freedom=freedom) for probability in (0.90, 0.975, 0.995)]
         assert pair == pytest.approx(quantiles, abs=6e-4)
@@ -25,7 +25,7 @@ def test_quantiles_of_t_are_those_of_the_tables_and_of_closed_forms():
         assert t_below(t, freedom=2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), rel=1e-12)
 
 
-def test_interval_of_pairs():
+def test_the_interval_and_p_of_paired_differences_equal_closed_forms():
     pair = paired([1.0, 2.0, 3.0])
     assert (pair.n, pair.mean) == (3, 2.0)
     assert pair.half_width == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
@@ -35,20 +35,20 @@ def test_interval_of_pairs():
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=8))
-def test_p_is_below_5_percent_where_the_interval_leaves_0_out(differences):
+def test_p_is_below_5_percent_exactly_where_the_interval_excludes_zero(differences):
     pair = paired(differences)
     if abs(abs(pair.mean) - pair.half_width) > 1e-9:
         assert (pair.p < 0.05) == (abs(pair.mean) > pair.half_width)
 
 
-def test_one_pair_has_no_interval_and_equal_ones_are_certain():
+def test_one_pair_has_no_interval_and_equal_differences_are_certain():
     pair = paired([0.5])
     assert (pair.n, pair.mean, pair.half_width, pair.p) == (1, 0.5, None, None)
     assert paired([0.0, 0.0, 0.0]).p == 1.0 and paired([0.5, 0.5, 0.5]).p == 0.0
 
 
-def test_holm_by_hand():
-    """Four differences at once: 4 x 0.01, 3 x 0.02 and 2 x 0.03 are 0.04, 0.06 and 0.06, and the last is 0.2."""
+def test_holms_correction_equals_numbers_worked_out_by_hand():
+    """Of four p values, 4 x 0.01, 3 x 0.02 and 2 x 0.03 are 0.04, 0.06 and 0.06, and 0.2 stays."""
     assert holm([0.02, 0.2, 0.01, 0.03]) == pytest.approx([0.06, 0.2, 0.04, 0.06])
-    assert holm([0.012, 0.013]) == pytest.approx([0.024, 0.024]), "what is larger is not judged more mildly"
+    assert holm([0.012, 0.013]) == pytest.approx([0.024, 0.024]), "corrected values must not decrease"
     assert holm([0.6, 0.7]) == [1.0, 1.0] and holm([0.03]) == [0.03] and holm([]) == []

@@ -1,4 +1,4 @@
-"""Validations on the way and the reported scores: which bytes, how many, and what the time of both is counted to."""
+"""Validations during training: their bytes, their times, and the time that is not charged to the budget."""
 
 import time
 from contextlib import contextmanager
@@ -8,23 +8,23 @@ import pytest
 import torch
 
 from harness.device.runtime import compile_clock
-from tests.runs import make_job, make_run, own_folder, rows_of, run_job, stop, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import make_job, make_run, rows_of, run_job, stop, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 
 def validations(job) -> list[dict]:
     return [row for row in rows_of(job) if row["kind"] == "valid" and not row.get("final")]
 
 
-@pytest.mark.parametrize(("selection_bytes", "number"), [(200, 200), (5000, 500), ("null", 500)])
-def test_what_chooses_the_weights_is_in_no_reported_score(selection_bytes, number):
+@pytest.mark.parametrize(("selection_bytes", "n_bytes"), [(200, 200), (5000, 500), ("null", 500)])
+def test_bytes_that_select_the_weights_are_in_no_reported_score(selection_bytes, n_bytes):
     run = make_run(f"eval.selection_bytes={selection_bytes}", "eval.bytes=null")
     valid = run.corpus.splits["valid"]
-    assert len(valid) == 1000 and torch.equal(run.reported_split("valid"), valid[: 1000 - number])
-    assert torch.equal(run.selection_split(), valid[1000 - number :])
+    assert len(valid) == 1000 and torch.equal(run.reported_split("valid"), valid[: 1000 - n_bytes])
+    assert torch.equal(run.selection_split(), valid[1000 - n_bytes :])
     assert torch.equal(run.reported_split("test"), run.corpus.splits["test"])
 
 
-def test_an_interrupted_run_validates_where_a_whole_one_does_a_tenth_of_what_was_trained(here):
+def test_an_interrupted_run_validates_at_the_same_steps_on_a_tenth_of_the_trained_bytes(here):
     words = ("budget.steps=40", "eval.every=0.2", "eval.streams=2")
     whole, summary = whole_run(*words, "outputs=whole")
     rows = validations(whole)
@@ -35,7 +35,7 @@ def test_an_interrupted_run_validates_where_a_whole_one_does_a_tenth_of_what_was
     assert rows_of(parts)[1:] == rows_of(whole)[1:]
 
 
-def test_more_budget_begins_its_own_validations_and_other_limits_of_one(here):
+def test_a_run_continued_with_more_budget_validates_by_its_own_schedule_and_limits(here):
     first, _ = whole_run("budget.steps=8", "outputs=first")
     words = ("budget.steps=16", f"init_from.run={first.folder.path}", "init_from.restore=everything", "outputs=more")
     for word, size in (("eval.bytes=400", 24), ("eval.bytes=20", 18), ("eval.selection_bytes=20", 18)):
@@ -45,7 +45,7 @@ def test_more_budget_begins_its_own_validations_and_other_limits_of_one(here):
         assert {row["capped_bytes"] for row in validations(more)} == {size}
 
 
-def test_a_validation_scores_what_stands_behind_a_full_window():
+def test_a_validation_scores_bytes_after_a_full_window_of_context():
     run = make_run("eval.selection_bytes=null", "eval.segment=16", "model.span=60", "model.head_zero_init=false")
     score, (length, context), part = (
         run.evaluate(run.selection_split(), pairs=399),
@@ -58,11 +58,11 @@ def test_a_validation_scores_what_stands_behind_a_full_window():
     assert torch.allclose(score.nats, nats.flatten(), atol=1e-5)
 
 
-def test_few_bytes_since_the_last_validation_put_the_next_one_off():
+def test_a_validation_is_postponed_until_ten_times_its_bytes_have_been_trained():
     job, due = make_job("budget.steps=40", "eval.every=0.2"), []
     for step in range(1, 40):
         job.trainer.step()
-        if step == 20:  # as if the first had scored more: as many bytes must come ten times before another
+        if step == 20:  # as if this step had validated on 54 bytes
             job.last_validation = {"bytes": job.trainer.spent.bytes, "fraction": 0.3, "size": 54}
         if job.validation_due():
             due.append(step)
@@ -73,7 +73,7 @@ def test_few_bytes_since_the_last_validation_put_the_next_one_off():
 # Time
 
 
-def test_compiling_is_in_no_second_of_the_budget(monkeypatch):
+def test_compilation_time_is_not_charged_to_a_budget_of_seconds(monkeypatch):
     clock = {"now": 0.0}
 
     @contextmanager
@@ -93,7 +93,7 @@ def test_compiling_is_in_no_second_of_the_budget(monkeypatch):
     assert summary["budget"] == {"seconds": 2.0} and summary["compile_seconds"] == pytest.approx(24.0)
 
 
-def test_the_clock_sees_the_compiler_work_once(monkeypatch):
+def test_the_compile_clock_measures_a_compilation_once(monkeypatch):
     from torch._dynamo import callback
 
     before = list(callback.callback_handler.start_callbacks)

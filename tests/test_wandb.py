@@ -1,5 +1,4 @@
-"""W&B: offline runs are written and read back, nothing that W&B does stops a run, and the dashboard's panels name what runs
-log."""
+"""W&B: offline runs, failures of W&B, its environment variables, its sweeps, and the dashboard."""
 
 import json
 import os
@@ -18,39 +17,38 @@ from bench.dashboard import pattern_of, workspace
 from harness.plan.build import plan_run
 from harness.record.rows import read_rows
 from harness.record.wandb_run import WandbRun, metrics_of
-from tests import forked
-from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders  # noqa: F401 - a fixture
-from tests.composing import CONF, compose_config, plan
-from tests.patience import PATIENCE_SECONDS
+from tests import script_process
+from tests.command_line import GENERATED, ROOT, TINY, call, empty_folder, run_folders  # noqa: F401 - a fixture
+from tests.small_configs import CONF, compose_config, plan
+from tests.timeouts import TIMEOUT_SECONDS
 
-SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget.", "eval.every"))) + MADE
-"""A training of a second that keeps W&B."""
+SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget.", "eval.every"))) + GENERATED
+"""Words of a training of a second that logs to W&B."""
 
 
 @pytest.fixture(scope="module")
 def offline_runs(tmp_path_factory) -> list[tuple[Path, dict]]:
-    """Run folders of two jobs of one multirun, each with W&B's own reading of its file: without a key, and with a server that
-    nobody can reach."""
+    """The run folders of two jobs of a sweep, each with the content of its W&B file. There is no key and no server."""
     folder = tmp_path_factory.mktemp("wandb")
     environment = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {"HOME": str(folder), "NETRC": str(folder / "no_netrc"), "WANDB_CONFIG_DIR": str(folder / "config")}
     environment |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_ERROR_REPORTING": "false", "PYTHONPATH": str(ROOT)}
     words = (*SIZES, "variant=adaptive_span,product_key_memory", "budget.steps=12", "eval.every=0.4", "eval.test=true")
     words += ("record.every_steps=3", "record.wandb.tags=[mine]", "eval.windows=true")
-    ended = forked.run("train.py", "-m", *words, folder=folder, environment=environment)
+    ended = script_process.run("train.py", "-m", *words, folder=folder, environment=environment)
     assert ended.code == 0, ended
 
     def read(run: Path) -> dict:
         (file,) = (run / "wandb").glob("offline-run-*")
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(file)]
-        process = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL, "timeout": PATIENCE_SECONDS}
+        process = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL, "timeout": TIMEOUT_SECONDS}
         return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, **process).stdout)
 
     return [(run, read(run)) for run in run_folders(folder / "outputs")]
 
 
 class FakeWandb:
-    """As much of the module as we use. ``fails`` maps a call to what it raises."""
+    """The part of the module wandb that we use. ``fails`` maps names of calls to the errors that they raise."""
 
     def __init__(self, *, has_key=False, typed_offline=False, fails=None):
         self.fails, self.has_key, self.calls = fails or {}, has_key, []
@@ -117,17 +115,17 @@ def run_job(folder, *, config=None, **keywords):
     ("call", "failure"),
     [("init", RuntimeError("boom\nmore")), ("log", SystemExit(3)), ("finish", RuntimeError("boom"))],
 )
-def test_a_failing_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, failure):
+def test_a_failure_of_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, failure):
     module = fake(fails={call: failure})
     hint = run_job(tmp_path).hint
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and type(failure).__name__ in err
     assert hint.startswith("wandb sync ") == (call != "init")
-    assert bool(module.arguments("finish")) == (call != "init"), "a run that was started is finished"
+    assert bool(module.arguments("finish")) == (call != "init"), "a started run must be finished"
 
 
 @pytest.mark.parametrize(
-    ("asked", "variable", "fails", "typed_offline", "started", "lines"),
+    ("configured", "variable", "fails", "typed_offline", "started", "lines"),
     [
         ("auto", None, "no key", False, ["offline"], 0),
         ("auto", None, None, False, ["online"], 0),
@@ -137,18 +135,20 @@ def test_a_failing_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, fai
         ("online", "disabled", None, False, [], 0),
     ],
 )
-def test_mode(fake, monkeypatch, tmp_path, capsys, asked, variable, fails, typed_offline, started, lines):
+def test_the_mode_follows_the_configuration_the_variable_and_the_login(
+    fake, monkeypatch, tmp_path, capsys, configured, variable, fails, typed_offline, started, lines
+):
     module = fake(has_key=fails != "no key", typed_offline=typed_offline, fails={fails: ConnectionError("refused")})
     if variable:
         monkeypatch.setenv("WANDB_MODE", variable)
-    hint = run_job(tmp_path, mode=asked).hint
+    hint = run_job(tmp_path, mode=configured).hint
     assert [keywords["mode"] for keywords in module.arguments("init")] == started
     assert len(capsys.readouterr().err.splitlines()) == lines
     assert hint.startswith({"online": "wandb: https://", "offline": "wandb sync "}[started[-1]] if started else "")
     assert bool(hint) == bool(started)
 
 
-def test_variables_win_over_config(fake, monkeypatch, tmp_path):
+def test_environment_variables_of_wandb_override_the_configuration(fake, monkeypatch, tmp_path):
     module = fake()
     for name in ("PROJECT", "DIR", "RUN_ID"):
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
@@ -157,10 +157,12 @@ def test_variables_win_over_config(fake, monkeypatch, tmp_path):
     (keywords,) = module.arguments("init")
     assert not {"project", "dir"} & keywords.keys()
     assert (keywords["id"], keywords["group"], keywords["resume"]) == ("theirs", "sweep", "allow")
-    assert keywords["reinit"] == "finish_previous" and keywords["tags"] == ["mine", "x" * 64], "W&B would refuse others"
+    assert keywords["reinit"] == "finish_previous" and keywords["tags"] == ["mine", "x" * 64], (
+        "W&B refuses empty and long tags"
+    )
 
 
-def test_the_numbers_of_a_row():
+def test_a_row_is_logged_as_numbers_with_metrics_by_layer_and_their_extent():
     metrics = {"layers.0.attention.span": [1.0, 4.0, None], "layers.2.memory.usage_percent": 12.5}
     row = {"kind": "valid", "step": 3, "bytes_seen": 200, "bits_per_byte": 2.5, "text": "no", "blocks": [1.0]}
     extent = {"mean": 2.5, "min": 1.0, "max": 4.0}
@@ -173,7 +175,7 @@ def test_the_numbers_of_a_row():
 # Trainings
 
 
-def test_two_jobs_of_a_multirun_are_two_runs_with_their_configurations_and_summaries(offline_runs):
+def test_jobs_of_a_sweep_are_separate_runs_with_their_configurations_and_summaries(offline_runs):
     runs = [run for _, run in offline_runs]
     assert len({run["run_id"] for run in runs}) == 2 and [run["exit_code"] for run in runs] == [0, 0]
     names = ("adaptive_span", "product_key_memory")
@@ -195,20 +197,20 @@ def test_two_jobs_of_a_multirun_are_two_runs_with_their_configurations_and_summa
 
 
 def _without_empty(node: dict) -> dict:
-    """As W&B's file has it: an empty section has nothing that could be stored."""
+    """A configuration without its empty sections, which W&B does not store."""
     inner = {key: _without_empty(leaf) if isinstance(leaf, dict) else leaf for key, leaf in node.items()}
     return {key: leaf for key, leaf in inner.items() if leaf != {}}
 
 
 @pytest.mark.parametrize("file", sorted((CONF / "sweep").glob("wandb_*.yaml")), ids=lambda file: file.stem)
-def test_a_sweep_of_wandb_is_made_of_our_keys(file):
+def test_a_sweep_of_wandb_has_keys_that_can_be_planned(file):
     sweep = yaml.safe_load(file.read_text())
     assert sweep["program"] == "train.py" and "${args_no_hyphens}" in sweep["command"]
     keys = sweep["parameters"].items()
     first = {name: node.get("value", node.get("values", [node.get("min")])[0]) for name, node in keys}
     words = sweep["command"][sweep["command"].index("${program}") + 1 : -1]
     planned = plan(*words, *(f"{name}={value}" for name, value in first.items()))
-    assert planned.data["fallback"] is None, "in a sweep another corpus would spoil the comparison"
+    assert planned.data["fallback"] is None, "a sweep must not read the fallback corpus"
     assert sweep["metric"] == {"name": "valid_bits_per_byte", "goal": "minimize"}
     assert sweep["method"] == "grid" and planned.optim["matrices"] is None and not planned.eval.test
     assert (planned.purpose == "tune") == (planned.point is not None) == ("trials" in file.stem)
@@ -226,16 +228,16 @@ METRICS = [
     for panel in section["panels"]
     for name in (*panel.get("y", ()), *filter(None, [panel.get("x")]))
 ]
-"""Every metric that a panel names, its x axis among them."""
+"""The type of the panel and the metric, for every metric that a panel names, x axes included."""
 
 
-def test_every_metric_that_a_panel_names_is_logged_and_stands_in_the_workspace(offline_runs):
+def test_every_metric_of_a_panel_is_logged_and_in_the_workspace(offline_runs):
     rows = [row for folder, _ in offline_runs for row in read_rows(folder / "record.jsonl")]
     logged = {name for row in rows if row["kind"] != "provenance" for name in metrics_of(row)}
     stored = {name for _, run in offline_runs for name in run["summary"]}
     for panel, name in METRICS:
-        if panel == "LinePlot":  # over the run: in rows
-            assert any(re.search(pattern_of(name), one) for one in logged), name
+        if panel == "LinePlot":
+            assert any(re.search(pattern_of(name), metric) for metric in logged), name
         else:
             assert name in stored, (panel, name)
     made = workspace(SECTIONS, entity="me", project="mine", name="A title")
@@ -246,7 +248,7 @@ def test_every_metric_that_a_panel_names_is_logged_and_stands_in_the_workspace(o
     assert all(name in text for _, name in METRICS if "*" not in name)
 
 
-def test_the_command_saves_and_says_why_not(here, monkeypatch):
+def test_the_dashboard_command_saves_a_workspace_or_prints_the_reason(here, monkeypatch):
     words, saved = ("bench/dashboard.py", "entity=me", "project=p"), []
     ended = call(*words)
     assert ended.code == 2 and ended.err.count("\n") == 1 and "WANDB_MODE=disabled" in ended.err

@@ -1,4 +1,4 @@
-"""The wheel: whoever installs it, with no checkout, trains, and has all that the checkout has."""
+"""The wheel: it contains all files of the product, and it trains without a checkout."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import MADE, ROOT, TINY
-from tests.patience import PATIENCE_SECONDS
+from tests.command_line import GENERATED, ROOT, TINY
+from tests.timeouts import TIMEOUT_SECONDS
 from windtunnel.__main__ import BENCH
 
 PARTS = ("windtunnel", "variants", "harness", "bench", "conf")
@@ -30,7 +30,7 @@ def wheel(tmp_path_factory) -> Path:
     folder, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     wanted = (*PARTS, "train.py", "pyproject.toml", "README.md", "LICENSE")
-    for name in listed.stdout.splitlines():  # a copy: building leaves folders behind
+    for name in listed.stdout.splitlines():  # copied, because building creates folders
         if name.partition("/")[0] in wanted and not name.startswith("bench/results/") and (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
@@ -39,28 +39,28 @@ def wheel(tmp_path_factory) -> Path:
     return file
 
 
-def test_everything_is_in_it(wheel):
+def test_the_wheel_contains_every_file_of_the_product(wheel):
     inside = set(zipfile.ZipFile(wheel).namelist())
     files = [path for part in PARTS for path in (ROOT / part).rglob("*") if path.is_file()]
     names = {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
     wanted = {name for name in names if not name.startswith("bench/results/")} | {"train.py"}
     assert wanted <= inside, sorted(wanted - inside)
-    strange = {name.partition("/")[0] for name in inside} - {*PARTS, "train.py"}
-    assert all(name.endswith(".dist-info") for name in strange), strange
+    others = {name.partition("/")[0] for name in inside} - {*PARTS, "train.py"}
+    assert all(name.endswith(".dist-info") for name in others), others
 
 
-def test_every_command_of_bench_is_one_of_it():
-    no_verbs = {"train", "bench", "command", "evidence"}  # shared, and the project's own driver
-    commands = {path.stem for path in (ROOT / "conf").glob("*.yaml")} - no_verbs
-    assert set(BENCH) == commands | {"report"}  # which has no configuration
+def test_every_command_of_bench_is_a_command_of_windtunnel():
+    no_commands = {"train", "bench", "command", "evidence"}  # shared files, and a driver of this project
+    commands = {path.stem for path in (ROOT / "conf").glob("*.yaml")} - no_commands
+    assert set(BENCH) == commands | {"report"}  # report has no configuration file
 
 
-def test_it_trains_and_the_door_opens_in_an_empty_folder(wheel, tmp_path):
+def test_an_installed_wheel_trains_and_loads_the_run_in_an_empty_folder(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     (tmp_path / "empty").mkdir()
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", TYPED, "train", *TINY, *MADE]
-    started = {"cwd": tmp_path / "empty", "env": environment, "timeout": PATIENCE_SECONDS}
+    command = [sys.executable, "-c", TYPED, "train", *TINY, *GENERATED]
+    started = {"cwd": tmp_path / "empty", "env": environment, "timeout": TIMEOUT_SECONDS}
     ended = subprocess.run(command, **started, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     (row,) = (tmp_path / "empty" / "outputs" / "latest").glob("summary.json")

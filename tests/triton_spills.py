@@ -1,10 +1,10 @@
-"""What the compiler says of every configuration of the Triton kernels that is used, without a device.
+"""Compiles every configuration of the Triton kernels without a device, and prints what each needs.
 
     python -m tests.triton_spills [word ...]
 
-A line a kernel: registers, bytes of registers spilled to memory, shared memory. Words keep the lines that hold all of
-them. Exits with 1 if a kernel spills or asks for more shared memory than a multiprocessor has. TRITON_INTERPRET must not
-be set.
+Each line names a kernel, its registers, the bytes of spilled registers, and its shared memory. With words, only the
+lines that contain all of them are compiled. The exit code is 1 if a kernel spills or needs more shared memory than a
+multiprocessor has. TRITON_INTERPRET must not be set.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from variants.kernels import _triton_kernels as kernels
 from variants.kernels import triton_window
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""What one block of threads may ask for, for each architecture (CUDA's compute capabilities, table of memory limits)."""
+"""Shared memory of a block of threads, by compute capability (CUDA programming guide, table of memory limits)."""
 WIDTHS = (16, 32, 64, 96, 128)
 DTYPES = {"bf16": (torch.bfloat16, "ieee"), "tf32": (torch.float32, "tf32"), "fp32": (torch.float32, "ieee")}
 PARTS = {
@@ -38,11 +38,11 @@ BIASES = dict.fromkeys(("key_bias", "query_bias", "dkey_bias", "dquery_bias"))
 TYPES = dict.fromkeys(("start", "start_lse", "lse", "delta", "dz", "far", "table", "dvectors"), "*fp32")
 TYPES |= {"heads": "*i32", "seed": "*i64"}
 PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")}
-"""What kernels give in float32 for persistent vectors, because something is added to it."""
+"""Outputs that the kernels write in float32 for persistent vectors, because more is added to them later."""
 
 
 def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: str, width: int, dropout: bool) -> tuple:
-    """Registers of a thread, bytes that it stores beside them, and shared memory, as the compiler says."""
+    """Registers of a thread, bytes that it spills, and bytes of shared memory, as the compiler reports them."""
     kernel, persistent = getattr(kernels, name), "persistent" in part
     constants = {"ALL": False, "OWN": True, "table": None, "DROP": 2**30, "SCALE": 1.25} | BIASES | PARTS[part]
     constants |= {"K": width, "WIDTH": triton_window.padded(width), "PRECISION": DTYPES[dtype][1]}
@@ -59,7 +59,7 @@ def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: s
     with (
         triton.knobs.nvidia.scope(),
         triton.knobs.cache.scope(),
-        tempfile.TemporaryDirectory() as folder,  # what was compiled before is not compiled again, and says nothing
+        tempfile.TemporaryDirectory() as folder,  # an empty cache: a cached kernel would have no log
         contextlib.redirect_stdout(log),
     ):
         triton.knobs.nvidia.dump_ptxas_log, triton.knobs.cache.dir = True, folder
@@ -70,7 +70,7 @@ def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: s
 
 
 def main(words: list[str]) -> int:
-    """Print a line for each configuration; how many spill or need too much."""
+    """Print a line for each configuration. Returns how many of them spill or need too much shared memory."""
     bad, names = 0, ("forward", "query_gradient", "key_gradient", "vector_gradient")
     for architecture, dtype, width, part, dropout, name in product(
         SHARED_BYTES, DTYPES, WIDTHS, PARTS, (True, False), names

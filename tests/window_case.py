@@ -1,4 +1,4 @@
-"""Calls of ``window.attend`` and of a backend that must compute the same: one table of awkward sizes for all of them."""
+"""Cases of attention over a window, at awkward sizes, and the backends that must agree on them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,29 +14,30 @@ from variants.position import alibi_slopes
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, dropout: float = 0.0, seed=None, **added) -> Tensor:
-    """The CPU's kernel, which is given past and segment one by one; heads have pasts of their own, as far as they look."""
-    past, half, before = k.shape[2] - q.shape[2], q.shape[1] // 2, []
-    whole = [k, v] if added.get("key_bias") is None else [k, v, added["key_bias"]]
-    if whole[2:]:
-        added["key_bias"] = whole[2][:, :, past:]
+    """The CPU kernel. It takes past and segment separately, and each group of heads has a past of its own length."""
+    past, half, pasts = k.shape[2] - q.shape[2], q.shape[1] // 2, []
+    of_keys = [k, v] if added.get("key_bias") is None else [k, v, added["key_bias"]]
+    if of_keys[2:]:
+        added["key_bias"] = of_keys[2][:, :, past:]
     for heads in (range(half), range(half, q.shape[1])) if past else ():
         if heads:
             begin = max(0, past - max(seen.max_keys[h] for h in heads) + 1 - seen.shift)
-            before.append(PastKV(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in whole)))
-    return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], seen, past=before, **added)
+            pasts.append(PastKV(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in of_keys)))
+    return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], seen, past=pasts, **added)
 
 
 def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A backend that is given each head's keys as far as it may look, one head after the other."""
+    """The same backend called with the visible keys of all heads concatenated."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, key_bias: Tensor | None = None, **added) -> Tensor:
-        row = in_a_row(Inputs(q, k, v, key_bias=key_bias), seen)
+        row = packed_inputs(Inputs(q, k, v, key_bias=key_bias), seen)
         return attend(q, row.k, row.v, seen, key_bias=row.key_bias, lengths=row.lengths, **added)
 
     return call
 
 
-def in_a_row(inputs: Inputs, seen: Window) -> Inputs:
+def packed_inputs(inputs: Inputs, seen: Window) -> Inputs:
+    """Inputs whose keys, values and key biases have the heads' visible keys one head after the other."""
     counts = [min(inputs.k.shape[2], n - 1 + seen.shift + inputs.q.shape[2]) for n in seen.max_keys]
     of_keys = {n: x for n in ("k", "v", "key_bias") if (x := getattr(inputs, n)) is not None}
     rows = {n: [x[:, h, x.shape[2] - m :] for h, m in enumerate(counts)] for n, x in of_keys.items()}
@@ -45,14 +46,14 @@ def in_a_row(inputs: Inputs, seen: Window) -> Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """T new keys after ``past`` old ones.
+    """Attention of T queries over ``past`` + T keys.
 
     Attributes:
-        max_keys: of each head, more than its span and ramp reach, or the most of all heads.
-        z: spans, ``query`` for one a head and query, or None for a hard window.
-        bias: ``column`` for one a head and column, ``query`` for one a query too.
-        persistent: N.
-        key_bias: with a query's beside it; every fifth key is hidden.
+        max_keys: number of columns of each head; at least what its span and ramp reach.
+        z: span of each head, "query" for a span for each head and query, or None for a hard window.
+        bias: "column" for a bias for each head and column, "query" for one for each query as well.
+        persistent: N, the number of persistent vectors.
+        key_bias: whether keys and queries have biases; every fifth key is then hidden.
     """
 
     T: int = 37
@@ -100,17 +101,17 @@ class Case:
         return {name: x.to(self.dtype).requires_grad_(name != "bias" or x.dim() == 4) for name, x in inputs.items()}
 
     def call(self, attend: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
-        """Dropout draws from counters, by a seed that is always the same."""
+        """Call a backend with a fixed seed of dropout."""
         fields = Inputs(**inputs)
         added = {name: getattr(fields, name) for name in ("bias", "vectors", "sink", "key_bias", "query_bias")}
         added["dropout"] = self.dropout
         if fields.extra_q is not None:
             added["persistent"] = Persistent(fields.extra_q, fields.extra_k, fields.extra_v)
         seed = torch.tensor(2**40 + 5, device=fields.q.device)
-        return attend(fields.q, fields.k, fields.v, self.hard()._replace(z=fields.z), **added, seed=seed)
+        return attend(fields.q, fields.k, fields.v, self.hard_window()._replace(z=fields.z), **added, seed=seed)
 
-    def hard(self) -> Window:
-        """The window as ``forward`` and ``backward`` of a backend take it: spans are beside it."""
+    def hard_window(self) -> Window:
+        """The window without spans, as ``forward`` and ``backward`` of a backend take it."""
         return Window(self.max_keys, self.shift, ramp=self.ramp if self.z else 0)
 
 
@@ -144,7 +145,7 @@ UGLY = {
         T=18, past=5, max_keys=(12, 23), z=(4.5, 16.0), persistent=19, vectors=True, shift=1, streams=2
     ),
 }
-"""For all backends. Heads see equally many keys where no span says how many."""
+"""Small cases for all backends. Without spans all heads see equally many keys."""
 LARGE = {
     "two chunks": Case(T=150, max_keys=(130,) * 3),
     "spans out of order": Case(T=150, max_keys=(24, 9, 24, 130, 9), z=(12.0, 0.0, 19.0, 130.0, 4.5)),
@@ -157,7 +158,7 @@ LARGE = {
     "wide": Case(width=96, max_keys=(24, 9), z=(16.0, 3.5), persistent=2),
     "uneven width": Case(width=12, max_keys=(24, 9, 9), z=(16.0, 3.5, 0.0), persistent=2),
 }
-"""For the backends of a CPU, whose blocks are larger."""
+"""Larger cases for the CPU backends, whose blocks are larger."""
 OF_QUERIES = {
     "a span for each query": Case(T=150, past=20, max_keys=(64, 64), z="query", ramp=7),
     "a bias for each query": Case(T=70, past=9, shift=1, max_keys=(24, 64, 24), z=(12.0, 60.0, 3.0), bias="query"),
@@ -192,8 +193,7 @@ ATTEND = {"plain": window.attend, "chunked": chunked.attend, "kernel": kernel}
 ATTEND["fused"] = partial(operation.attend, "fused")
 
 
-def takes(backend: str, case: Case) -> bool:
-    """Whether a backend computes the case: chunked takes all, fused no vectors and key biases, neither other dropout."""
+def can_compute(backend: str, case: Case) -> bool:
     of_query = case.z == "query" or case.bias == "query" or case.dropout > 0
     added = case.vectors or case.key_bias
     return backend in ("plain", "chunked") or not (of_query or (backend == "fused" and added))

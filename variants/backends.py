@@ -4,7 +4,7 @@
 ``chunked`` is plain PyTorch on a few queries at a time, and ``plain`` keeps all scores in memory (``window.py``). A
 mechanism outside this package can use them too: it derives from ``OnKernels`` and has ``heads``, ``d_head``,
 ``position``, ``cache``, ``dropout`` and ``wanted_backend``. The names in this file, in ``Window`` and in
-``VisibleKeys`` stay stable. ``tests/offered.py`` is an example.
+``VisibleKeys`` stay stable. ``tests/outside_attention.py`` is an example.
 
     visible = Window((span,) * heads, shift)                  # kernels/window.py: which keys a query sees, and how much
     keys = VisibleKeys.joined(k, v, before(state, visible.past(), k.dtype))           # context.py: past and segment

@@ -1,1 +1,1 @@
-"""Faults: how a run dies, and that nothing is lost, wrong or run for a stranger when it does."""
+"""Tests of failures: killed runs, damaged or hostile files, full disks, divergence and lost processes."""

@@ -1,4 +1,4 @@
-"""Writes the golden tables of the report anew: ``python -m tests.golden_report``."""
+"""Rewrites the golden tables of the report: ``python -m tests.golden_report``."""
 
 import tempfile
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""The papers' equations, written with loops in float64: what the product's own, faster code is compared with.
+"""The equations of the papers as loops in float64, with which the product's faster code is compared.
 
-One module a mechanism. Nothing here is imported by the product, and nothing here imports the product, so that a
-mistake cannot be on both sides. Loops run over streams, heads, queries and keys; autograd gives the gradients.
+Each mechanism has one module. References and product do not import each other, so that they share no mistake. The
+loops run over streams, heads, queries and keys, and autograd computes the gradients.
 
-Letters: B streams, T bytes in this segment, S visible positions, D width, H heads, K head width, N persistent
-vectors, C half-keys per set, V byte values. Every matrix is applied as ``matrix @ vector`` (the layout of
-``torch.nn.Linear``), and head h owns rows h K to (h + 1) K of a projection.
+B is the number of streams, T of bytes in the segment, S of visible positions, D the width, H the number of heads, K the
+width of a head, N the number of persistent vectors, C of half-keys in a set, V of byte values. Every matrix is applied
+as ``matrix @ vector``, the layout of ``torch.nn.Linear``. Head h has the rows h K to (h + 1) K of a projection.
 """

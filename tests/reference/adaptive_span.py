@@ -1,16 +1,15 @@
-"""Adaptive attention span, 1905.07799, section 2: every head learns how far back it looks.
+"""Adaptive attention span, 1905.07799, section 2: every head learns a span z of visible keys.
 
     m_z(x) = clamp((R + z - x) / R, 0, 1)
     a_x    = m_z(x) exp(s_x) / sum_y m_z(y) exp(s_y)
     loss   = NLL + (lambda / M) sum_i z_i      over all heads i of all layers, M = heads in one layer
 
-z = S f with a fraction f in [0, 1] per head; the dynamic span has z_t = S sigmoid(v_h . x_t + b_h) from the query's
-own input. Where we depart: x numbers the visible keys from the nearest, which has x = 0 (in the paper it has
-x = 1), so z = S - 1 already opens all S keys. At both ends of the ramp the gradient is that of ``torch.clamp``:
-1/R with respect to z, ends included.
+z = S f with a fraction f in [0, 1] for each head. The dynamic span is z_t = S sigmoid(v_h . x_t + b_h), from the
+input of the query. Where we depart: the nearest visible key has the distance x = 0 (in the paper x = 1), so z = S - 1
+already gives all S keys weight 1. The gradient at both ends of the ramp is that of ``torch.clamp``, 1/R with respect
+to z.
 
-M. A sum over all layers divided by the heads of one layer is a sum over layers of means over heads, so one layer's
-share is lambda mean_h z_h = lambda S mean_h f_h, and the number of layers does not appear.
+The loss of one layer is lambda mean_h z_h = lambda S mean_h f_h, because M is the number of heads in one layer.
 """
 
 import torch
@@ -20,21 +19,21 @@ from tests.reference.attention import Mask
 
 
 def soft_mask(x: int, *, z: Tensor, ramp: int) -> Tensor:
-    """m_z(x), a scalar in [0, 1]: 1 up to x = z, then down to 0 at x = z + R."""
+    """m_z(x), a scalar in [0, 1]: 1 up to x = z, then falling linearly to 0 at x = z + R."""
     return torch.clamp((ramp + z - x) / ramp, 0, 1)
 
 
 def adaptive_mask(fractions: Tensor, *, span: int, ramp: int) -> Mask:
-    """The mask of learned spans z_h = S f_h from ``fractions [H]``, as ``attention`` takes it."""
-    return lambda head, number, query_input: soft_mask(number, z=span * fractions[head], ramp=ramp)
+    """The mask of learned spans z_h = S f_h from ``fractions [H]``."""
+    return lambda head, distance, query_input: soft_mask(distance, z=span * fractions[head], ramp=ramp)
 
 
 def dynamic_mask(vectors: Tensor, *, biases: Tensor, span: int, ramp: int) -> Mask:
     """The mask of spans that depend on the input, from ``vectors [H, D]`` and ``biases [H]``."""
 
-    def mask(head: int, number: int, query_input: Tensor) -> Tensor:
+    def mask(head: int, distance: int, query_input: Tensor) -> Tensor:
         fraction = torch.sigmoid(vectors[head] @ query_input + biases[head])
-        return soft_mask(number, z=span * fraction, ramp=ramp)
+        return soft_mask(distance, z=span * fraction, ramp=ramp)
 
     return mask
 

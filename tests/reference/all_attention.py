@@ -1,12 +1,11 @@
-"""All-attention, 1907.01470: persistent key and value vectors join the context in one softmax.
+"""All-attention, 1907.01470: one softmax over the context and over persistent key and value vectors.
 
-Head h has N keys M_k and N values M_v of width K, learned and the same for every position. They are trained through
-parameters of smaller size,
+Head h has N learned keys M_k and N learned values M_v of width K, the same for every position,
 
     M_k = sqrt(K) key parameter        M_v = sqrt(N) value parameter
 
-so that parameters drawn with variances 1/K and 1/N give vectors of variance 1. Their score has no position term
-and a soft mask never touches them. The sublayer has no feed-forward after it.
+so that parameters with variances 1/K and 1/N give vectors of variance 1. Their scores have no position term and no soft
+mask. No feed-forward sublayer follows.
 """
 
 import math
@@ -16,5 +15,5 @@ from torch import Tensor
 
 def persistent_vectors(key_parameters: Tensor, *, value_parameters: Tensor) -> tuple[Tensor, Tensor]:
     """M_k and M_v, each ``[H, N, K]``, from parameters of the same shapes."""
-    _, number, width = key_parameters.shape
-    return math.sqrt(width) * key_parameters, math.sqrt(number) * value_parameters
+    _, n_vectors, width = key_parameters.shape
+    return math.sqrt(width) * key_parameters, math.sqrt(n_vectors) * value_parameters

@@ -3,8 +3,8 @@
     o_p = (1 - s) c * d / sqrt(mean of d^2 + 1e-6),    d = sum_j (a_1j - lambda a_2j) v_j,    y_t = W_o [o_1; o_2; ...],
     lambda = exp(l_0 . l_1) - exp(l_2 . l_3) + s
 
-Pair p has the queries and keys of heads 2 p and 2 p + 1, whose weights a_1 and a_2 are softmaxes of their own, and both
-their values one behind the other.
+Pair p has the queries and keys of heads 2 p and 2 p + 1. Their weights a_1 and a_2 are separate softmaxes, and v is the
+concatenation of their values.
 """
 
 import torch
@@ -48,16 +48,16 @@ def differential(
         for t in range(before, stream.shape[1]):
             outputs = []
             for pair in range(heads // 2):
-                both = slice(2 * pair * width, 2 * (pair + 1) * width)
+                value_rows = slice(2 * pair * width, 2 * (pair + 1) * width)
                 means = []
                 for h in (2 * pair, 2 * pair + 1):
                     rows, weights, values = slice(h * width, (h + 1) * width), [], []
-                    for number, j in visible_keys(t, span=span, attend_self=attend_self):
-                        key, value = wk[rows] @ stream[b, j], wv[both] @ stream[b, j]
+                    for distance, j in visible_keys(t, span=span, attend_self=attend_self):
+                        key, value = wk[rows] @ stream[b, j], wv[value_rows] @ stream[b, j]
                         if past_is_constant and j < before:
                             key, value = key.detach(), value.detach()
-                        place = {"number": number, "slope": float(slopes[h]), "query_at": t, "key_at": j}
-                        logit = score(wq[rows] @ stream[b, t], key, position=position, table=table, **place)
+                        terms = {"distance": distance, "slope": float(slopes[h]), "query_at": t, "key_at": j}
+                        logit = score(wq[rows] @ stream[b, t], key, position=position, table=table, **terms)
                         weights.append(torch.exp(logit))
                         values.append(value)
                     means.append(weighted_mean(weights, values, width=2 * width))

@@ -6,7 +6,7 @@
     swiglu    g sigmoid(g) a                  2002.05202, section 2; V x + b is [g; a], twice as many numbers
     softmax   exp(a) / sum of exp(a)          1907.01470
 
-With softmax over the inner units and no biases it is attention from x to as many fixed vectors.
+With softmax over the inner units and no biases it is attention over as many persistent vectors as there are units.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def activate(inner: Tensor, *, activation: str) -> Tensor:
-    """act of the inner units: ``[F]`` from ``inner [F]``, or from ``[2 F]``, the gates first, for swiglu."""
+    """act of the inner units, ``[F]``. ``inner`` is ``[F]``, or ``[2 F]`` for swiglu, with the gates first."""
     if activation == "relu":
         return torch.relu(inner)
     if activation == "gelu":
@@ -41,9 +41,9 @@ def feed_forward(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """FFN of every position of ``x [B, T, D]``: V, U, b and c.
+    """FFN of every position of ``x [B, T, D]``.
 
-    ``up [F, D]`` (``[2 F, D]`` for swiglu) is V, ``down [D, F]`` is U, the biases are b and c.
+    ``up [F, D]`` (``[2 F, D]`` for swiglu) is V, ``down [D, F]`` is U, ``up_bias`` is b and ``down_bias`` is c.
     """
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):

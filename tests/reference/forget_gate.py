@@ -1,12 +1,14 @@
-"""The biases of a forget gate (2503.02130): b_t = -(log f_1 + .. + log f_t), f_t = sigmoid(w_f . x_t + b_f) for each head."""
+"""Biases of forget gates (2503.02130): b_t = -(log f_1 + .. + log f_t), f_t = sigmoid(w_f . x_t + b_f) in each head."""
 
 import torch
 from torch import Tensor
 
 
 def forget_biases(stream: Tensor, *, weight: Tensor, bias: Tensor, constant: int = 0) -> Tensor:
-    """b ``[B, H, L]`` of inputs ``stream [B, L, D]``, for ``weight [H, D]`` and ``bias [H]``; the first ``constant``
-    bytes' gates have no gradient."""
+    """b ``[B, H, L]`` of inputs ``stream [B, L, D]``, for ``weight [H, D]`` and ``bias [H]``.
+
+    The gates of the first ``constant`` bytes are detached.
+    """
     b = []
     for x in stream:
         totals = [torch.zeros_like(bias)]

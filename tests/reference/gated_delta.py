@@ -1,10 +1,10 @@
-"""The gated delta rule, byte by byte: 2412.06464, section 3.1, and with a decay for each channel 2510.26692, section 3.
+"""The gated delta rule, 2412.06464, section 3.1, or with a decay for each channel, 2510.26692, section 3.
 
     S = diag(a_t) S,    S = S + b_t k_t (v_t - S^T k_t)^T,    o_h = S^T q_t,    y_t = W_o [o_1'; ...; o_H'],
     o' = sqrt(K) c o / sqrt(|o|^2 + 1e-6) sigmoid(W_g x_t),    b_t = sigmoid(w_b . x_t),    a_t = sigmoid(W_a x_t + b_a)
 
-q, k and v are silu of a filter over the last inputs W x of each channel; q and k are divided by sqrt(|q|^2 + 1e-6). A
-query that does not see itself reads S of the byte before.
+q, k and v are silu of a causal filter over the inputs W x of each channel. q and k are divided by sqrt(|q|^2 + 1e-6)
+and sqrt(|k|^2 + 1e-6). A query that does not attend to itself reads S of the byte before.
 """
 
 import torch
@@ -35,7 +35,7 @@ def gated_delta(
         wb: ``[H, D]``, of strengths.
         filters: ``[W, 3 H K]`` for queries, keys and values, the last row for the byte itself.
         gain: ``[K]``.
-        past: ``[B, L, D]``, inputs of the same streams just before ``x``; what they left is constant.
+        past: ``[B, L, D]``, inputs of the same streams just before ``x``, after which S is detached.
         others: as ``attention`` has them.
     """
     stream, before, width = torch.cat([past, x], dim=1), past.shape[1], len(wq) // heads
@@ -53,8 +53,8 @@ def gated_delta(
                     for n, matrix in enumerate((wq, wk, wv))
                 )
                 q, k = q / torch.sqrt(q @ q + 1e-6), k / torch.sqrt(k @ k + 1e-6)
-                of_decays = rows if len(wa) > heads else slice(h, h + 1)
-                decay = torch.sigmoid(wa[of_decays] @ stream[b, t] + ba[of_decays])
+                decay_rows = rows if len(wa) > heads else slice(h, h + 1)
+                decay = torch.sigmoid(wa[decay_rows] @ stream[b, t] + ba[decay_rows])
                 decayed, strength = decay[:, None] * states[h], torch.sigmoid(wb[h] @ stream[b, t])
                 new = decayed + strength * torch.outer(k, v - decayed.T @ k)
                 out = (new if attend_self else states[h]).T @ q
@@ -67,7 +67,7 @@ def gated_delta(
 
 
 def filtered(stream: Tensor, t: int, matrix: Tensor, filters: Tensor, before: int) -> Tensor:
-    """silu(sum_i f_i * W x_{t - i}) ``[K]``, where f_0 is the last row and inputs before a stream are zeros."""
+    """silu(sum_i f_i * W x_{t - i}) ``[K]``, where f_0 is the last row, and inputs before the stream are zeros."""
     total = torch.zeros(len(matrix), dtype=stream.dtype)
     for i, tap in enumerate(reversed(filters)):
         if t - i >= 0:

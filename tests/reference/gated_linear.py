@@ -1,9 +1,9 @@
-"""Linear attention with a decay made of the input: the scalar form of 2312.06635, section 4, and 2405.21060, section 2.
+"""Linear attention with decays that depend on the input: scalar form of 2312.06635, section 4, 2405.21060, section 2.
 
     y_t = W_o [o_1; ...; o_H],    o_h = sum_j w_j v_j / sum_j w_j,    w_j = phi(q_t) . phi(k_j) a_{j+1} .. a_t,
     a_i = sigmoid(w_h . x_i + b_h)
 
-over the keys j that query t sees: j <= t, or j < t, where the last decay of each weight, a_t, cancels. phi is elu + 1.
+over the keys j <= t, or j < t if a query does not attend to itself. Then the decay a_t cancels. phi is elu + 1.
 """
 
 import torch

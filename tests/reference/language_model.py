@@ -1,4 +1,4 @@
-"""A whole language model: embedding, residual sublayers with a norm before or after, logits.
+"""A language model: embedding, residual sublayers with a norm before or after each, and logits.
 
 pre     x <- x + f(LayerNorm(x)), and a LayerNorm after the last sublayer
 post    x <- LayerNorm(x + f(x)), 1706.03762, section 5.4, without dropout
@@ -41,12 +41,12 @@ def language_model(
     """Logits ``[B, T, V]`` for the byte after each of ``inputs [B, T]``.
 
     Args:
-        embedding: ``[V, D]``, one row a byte value; not scaled.
-        sublayers: what maps ``[B, T, D]`` to ``[B, T, D]``, bottom up.
+        embedding: ``[V, D]``, one row for each byte value.
+        sublayers: functions from ``[B, T, D]`` to ``[B, T, D]``, from the first to the last.
         norms: one for each sublayer.
         placement: "pre" or "post".
-        final_norm: after the last sublayer; None for none.
-        output: ``[V, D]``; None ties it to the embedding.
+        final_norm: norm after the last sublayer, or None.
+        output: ``[V, D]``, or None for the embedding.
         output_bias: ``[V]``.
         sinusoidal: add sinusoids to the embedded bytes.
         start: stream position of ``inputs[:, 0]``.

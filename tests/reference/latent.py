@@ -3,8 +3,8 @@
     c_j = g * W_c x_j / sqrt(mean of squares + 1e-6),    r_j = W_r x_j,    k_hj = W_k c_j,    v_hj = W_v c_j
     weight of j = exp((W_q x_t . k_hj + rotate(W_p x_t, t) . rotate(r_j, j)) / sqrt(K + R) - slope_h x_j)
 
-K is the head's width, R that of the shared rotary key, x_j the number of visible keys nearer than j. rotate is the
-identity unless positions are rotary. c and r of the past get no gradient; W_k and W_v do.
+K is the width of a head, R that of the shared rotary key, and x_j the distance of key j from the nearest visible key.
+rotate is the identity unless positions are rotary. c and r of the past are constants, but W_k and W_v get a gradient.
 """
 
 import math
@@ -35,7 +35,7 @@ def latent_attention(
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
-        wq: ``[H (K + R), D]``, of each head W_q, then W_p.
+        wq: ``[H (K + R), D]``, for each head the rows of W_q and then those of W_p.
         wc, wr: ``[latent, D]`` and ``[R, D]``.
         wk, wv: ``[H K, latent]``.
         gain: g, ``[latent]``.
@@ -45,7 +45,7 @@ def latent_attention(
     width, shared = len(wk) // heads, len(wr)
     slopes = alibi_slopes(heads) if position == "alibi" else torch.zeros(heads, dtype=x.dtype)
 
-    def turned(vector: Tensor, at: int) -> Tensor:
+    def rotate(vector: Tensor, at: int) -> Tensor:
         return rotary(vector, position=at) if position == "rotary" else vector
 
     y = torch.zeros_like(x)
@@ -55,12 +55,12 @@ def latent_attention(
             for h in range(heads):
                 rows, weights, values = slice(h * width, (h + 1) * width), [], []
                 query = wq[h * (width + shared) : (h + 1) * (width + shared)] @ stream[b, t]
-                for number, j in visible_keys(t, span=span, attend_self=attend_self):
+                for distance, j in visible_keys(t, span=span, attend_self=attend_self):
                     c, r = normed(wc @ stream[b, j], gain), wr @ stream[b, j]
                     if j < before:
                         c, r = c.detach(), r.detach()
-                    product = query[:width] @ (wk[rows] @ c) + turned(query[width:], t) @ turned(r, j)
-                    weights.append(torch.exp(product / math.sqrt(width + shared) - slopes[h] * number))
+                    product = query[:width] @ (wk[rows] @ c) + rotate(query[width:], t) @ rotate(r, j)
+                    weights.append(torch.exp(product / math.sqrt(width + shared) - slopes[h] * distance))
                     values.append(wv[rows] @ c)
                 outputs.append(weighted_mean(weights, values, width=width))
             y[b, t - before] = wo @ torch.cat(outputs)

@@ -1,10 +1,10 @@
-"""Attention by features, 2006.16236, section 3.2: weights are products of features, normalised, and no softmax.
+"""Linear attention, 2006.16236, section 3.2: the weights are normalised products of features.
 
     y_t = W_o [o_1; ...; o_H],    o_h = sum_j w_j v_j / sum_j w_j,    w_j = phi(q_t) . phi(k_j) exp(-slope_h x_j)
 
-over the keys j that query t sees; x numbers them from the nearest, which has x = 0, and the slope is ALiBi's
-(2108.12409, section 3) or 0. phi(x) = elu(x) + 1 for each number. A query that sees no key, or gives none a weight, has
-o_h = 0. Nothing is carried here: every query meets every key.
+over the keys j that query t sees. x_j is the distance from the nearest of them, and the slope is ALiBi's (2108.12409,
+section 3) or 0. phi is elu(x) + 1, elementwise. A query that sees no key, or whose weights are all 0, has o_h = 0. The
+loops compute every pair of query and key, without carried sums.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ Product = Callable[[int, Tensor, Tensor], Tensor]
 
 def elu(x: Tensor) -> Tensor:
     """x + 1 above 0, exp(x) from 0 down."""
-    return torch.stack([number + 1 if number > 0 else torch.exp(number) for number in x])
+    return torch.stack([element + 1 if element > 0 else torch.exp(element) for element in x])
 
 
 def relu(x: Tensor) -> Tensor:
-    return torch.stack([number if number > 0 else 0 * number for number in x])
+    return torch.stack([element if element > 0 else 0 * element for element in x])
 
 
 def linear_attention(x: Tensor, *, product: Product, position: str, heads: int, past: Tensor, **others) -> Tensor:
@@ -39,8 +39,8 @@ def linear_attention(x: Tensor, *, product: Product, position: str, heads: int, 
     """
     slopes = alibi_slopes(heads) if position == "alibi" else torch.zeros(heads, dtype=torch.float64)
 
-    def weigh(head: int, query: Tensor, key: Tensor, number: int) -> Tensor:
-        return product(head, query, key) * torch.exp(-slopes[head] * number)
+    def weigh(head: int, query: Tensor, key: Tensor, distance: int) -> Tensor:
+        return product(head, query, key) * torch.exp(-slopes[head] * distance)
 
-    everything = past.shape[1] + x.shape[1]
-    return attention(x, heads=heads, span=everything, weigh=weigh, past=past, past_is_constant=True, **others)
+    span = past.shape[1] + x.shape[1]
+    return attention(x, heads=heads, span=span, weigh=weigh, past=past, past_is_constant=True, **others)

@@ -1,19 +1,18 @@
-"""Attention over an exact window and summaries of finished blocks: what causality leaves of Linformer, 2006.04768, section 4.
+"""Causal form of Linformer, 2006.04768, section 4: attention over a window of keys and summaries of complete blocks.
 
-    s_j = sum_i E_i k_{jr+i},  u_j = sum_i F_i v_{jr+i},  i = 0 .. r-1                     equation 7, a row for a block
-    E_i = F_i = softmax_i(c . k_{jr+i} / sqrt(K) + b_i)                                    pooling by content
+    s_j = sum_i E_i k_{jr+i},  u_j = sum_i F_i v_{jr+i},  i = 0 .. r-1       equation 7, for each block
+    E_i = F_i = softmax_i(c . k_{jr+i} / sqrt(K) + b_i)                      pooling by content
 
-For the query at index t, whose nearest visible key has number x = 0 and index t - shift:
+The query at index t, whose nearest visible key has the distance x = 0 and the index t - shift, sees
 
-- window: keys x = 0 .. w - 1;
-- summaries: blocks j that have ended, (j + 1) r <= t, whose first byte is number x with w <= x < S. A summary has the number and
-  the position of its block's last byte;
-- with ``top_k``, of these the k with the largest index I_tj = a_t . C mean_i k_{jr+i} / sqrt(I), and I_tj is added to the scores
-  of all heads.
+- the window: the keys x = 0 .. w - 1;
+- summaries: of complete blocks j, (j + 1) r <= t, whose first byte has a distance w <= x < S. A summary has the
+  distance and the position of the last byte of its block. With ``top_k`` only the k with the largest index
+  I_tj = a_t . C mean_i k_{jr+i} / sqrt(I) are visible, and I_tj is added to the scores of all heads.
 
-One softmax over both. Of what came before the segment nothing has a gradient, but keys and values of ``cache: hidden``, which are
-made again from inputs that are constants; summaries that had been made are constants in either cache. A block is summarised
-when as many others have ended after it as fit beside it into the window, which is before it is first seen as a summary.
+One softmax runs over all of them. Past keys and values have no gradient. With ``cache: hidden`` they are computed again
+from constant inputs, so that the projections have one. Existing summaries are constants with either cache. A block is
+summarised as soon as all later blocks that fit into the window are complete, which is before its summary is visible.
 """
 
 import math
@@ -40,11 +39,11 @@ def linformer(
     compressor: str,
     top_k: int | None,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x [B, T, D]``, which follows ``past [B, P, D]``, where the streams begin.
+    """Outputs ``[B, T, D]`` for ``x [B, T, D]``. The streams begin with ``past [B, P, D]``.
 
     Args:
-        weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]``; of
-            ``softmax``, ``content [H, K]`` and ``places [H, r]``; with ``top_k``, ``index_query [I, D]`` and
+        weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]``;
+            of ``softmax``, ``content [H, K]`` and ``places [H, r]``; with ``top_k``, ``index_query [I, D]`` and
             ``index_key [I, H K]``; with relative positions, ``table [S, K]``.
         position: as ``score`` has it.
     """
@@ -56,53 +55,55 @@ def linformer(
     for b in range(len(x)):
         stream = torch.cat([past[b].detach(), x[b]])
 
-        def projected(name: str, index: int, own: dict, stream: Tensor = stream) -> Tensor:
-            old = index < before and cache == "kv"
-            return (fixed if old else own)[name] @ stream[index]
+        def projected(name: str, index: int, matrices: dict, stream: Tensor = stream) -> Tensor:
+            constant = index < before and cache == "kv"
+            return (fixed if constant else matrices)[name] @ stream[index]
 
         def summary(h: int, j: int) -> tuple[Tensor, Tensor]:
-            own = fixed if (j + 1 + lag) * ratio <= before else weights
-            rows = range(j * ratio, (j + 1) * ratio)
-            k, v = ([projected(name, i, own)[h * width : (h + 1) * width] for i in rows] for name in ("key", "value"))
+            matrices = fixed if (j + 1 + lag) * ratio <= before else weights
+            block, rows = range(j * ratio, (j + 1) * ratio), slice(h * width, (h + 1) * width)
+            k, v = ([projected(name, i, matrices)[rows] for i in block] for name in ("key", "value"))
             if compressor == "mean":
                 e = f = torch.full((ratio,), 1 / ratio, dtype=x.dtype)
             elif compressor == "linear":
-                e, f = own["places"][0, h], own["places"][1, h]
+                e, f = matrices["places"][0, h], matrices["places"][1, h]
             else:
-                logits = [own["content"][h] @ key / math.sqrt(width) for key in k]
-                e = f = torch.softmax(torch.stack(logits) + own["places"][h], dim=0)
-            return sum(a * key for a, key in zip(e, k, strict=True)), sum(
-                a * value for a, value in zip(f, v, strict=True)
-            )
+                logits = [matrices["content"][h] @ key / math.sqrt(width) for key in k]
+                e = f = torch.softmax(torch.stack(logits) + matrices["places"][h], dim=0)
+            s = sum(a * key for a, key in zip(e, k, strict=True))
+            return s, sum(a * value for a, value in zip(f, v, strict=True))
 
-        def index_score(now: int, j: int, stream: Tensor = stream) -> Tensor:
-            own = fixed if (j + 1 + lag) * ratio <= before else weights
-            mean = sum(projected("key", i, own) for i in range(j * ratio, (j + 1) * ratio)) / ratio
-            found = own["index_key"] @ mean
-            return (weights["index_query"] @ stream[now]) @ found / math.sqrt(len(found))
+        def index_score(query_index: int, j: int, stream: Tensor = stream) -> Tensor:
+            matrices = fixed if (j + 1 + lag) * ratio <= before else weights
+            mean = sum(projected("key", i, matrices) for i in range(j * ratio, (j + 1) * ratio)) / ratio
+            index_key = matrices["index_key"] @ mean
+            return (weights["index_query"] @ stream[query_index]) @ index_key / math.sqrt(len(index_key))
 
         for t in range(x.shape[1]):
-            now = before + t
-            blocks = [j for j in range(now // ratio) if window <= now - shift - j * ratio < span]
+            query_index = before + t
+            blocks = [j for j in range(query_index // ratio) if window <= query_index - shift - j * ratio < span]
             added = dict.fromkeys(blocks, torch.zeros((), dtype=x.dtype))
             if top_k is not None:
-                added = {j: index_score(now, j) for j in blocks}
+                added = {j: index_score(query_index, j) for j in blocks}
                 blocks = sorted(blocks, key=lambda j: -added[j].item())[:top_k]
             outputs = []
             for h in range(heads):
-                own = slice(h * width, (h + 1) * width)
-                query, places = weights["query"][own] @ stream[now], {"query_at": now, "slope": float(slopes[h])}
-                places |= {"position": position, "table": weights.get("table")}
+                rows = slice(h * width, (h + 1) * width)
+                query, terms = (
+                    weights["query"][rows] @ stream[query_index],
+                    {"query_at": query_index, "slope": float(slopes[h])},
+                )
+                terms |= {"position": position, "table": weights.get("table")}
                 shares, values = [], []
-                for number in range(min(window, now - shift + 1)):
-                    at = now - shift - number
-                    k, v = projected("key", at, weights)[own], projected("value", at, weights)[own]
-                    shares.append(torch.exp(score(query, k, number=number, key_at=at, **places)))
+                for distance in range(min(window, query_index - shift + 1)):
+                    at = query_index - shift - distance
+                    k, v = projected("key", at, weights)[rows], projected("value", at, weights)[rows]
+                    shares.append(torch.exp(score(query, k, distance=distance, key_at=at, **terms)))
                     values.append(v)
                 for j in blocks:
                     k, v = summary(h, j)
                     end = (j + 1) * ratio - 1
-                    s = score(query, k, number=now - shift - end, key_at=end, **places) + added[j]
+                    s = score(query, k, distance=query_index - shift - end, key_at=end, **terms) + added[j]
                     shares.append(torch.exp(s))
                     values.append(v)
                 outputs.append(weighted_mean(shares, values, width=width))

@@ -1,10 +1,10 @@
-"""Longformer's attention, 2004.05150, sections 3.1 and 4.1, looking left only.
+"""Causal form of Longformer's attention, 2004.05150, sections 3.1 and 4.1.
 
 A head of window w and dilation n sees, from the query at stream position t, the keys at
 
     t - c - n x,   x = 0 .. w - 1,        c = 0, or 1 where a position does not attend to itself,
 
-with the score of their true distance. Where we depart: with c = 1 the nearest key is the one before the query, whatever n.
+with the score of the distance n x. Where we depart: with c = 1 the nearest key is the one before the query for every n.
 """
 
 from torch import Tensor
@@ -23,10 +23,10 @@ def longformer_attention(
         others: as ``attention`` has them.
     """
 
-    def visible(head: int, now: int) -> list[tuple[int, int]]:
-        nearest = now if attend_self else now - 1
-        distances = [dilations[head] * x for x in range(windows[head])]  # numbered as an undilated head would
-        return [(number, nearest - number) for number in distances if number <= nearest]
+    def visible(head: int, query_index: int) -> list[tuple[int, int]]:
+        nearest = query_index if attend_self else query_index - 1
+        distances = [dilations[head] * x for x in range(windows[head])]
+        return [(distance, nearest - distance) for distance in distances if distance <= nearest]
 
-    same = {"heads": len(windows), "span": max(windows), "attend_self": attend_self, "visible": visible, **others}
-    return attention(x, past=past, start=past.shape[1], **same)
+    common = {"heads": len(windows), "span": max(windows), "attend_self": attend_self, "visible": visible, **others}
+    return attention(x, past=past, start=past.shape[1], **common)

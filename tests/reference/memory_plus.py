@@ -1,4 +1,4 @@
-"""Successors of the product-key memory by brute force: 2412.09764, section 2, and 2407.04153, section 3.
+"""Successors of the product-key memory by brute force: gated (2412.09764, section 2), experts (2407.04153, section 3).
 
 gated:    y = W_2 (m(x) * silu(W_1 x)),    m as product_key_memory.py has it
 experts:  y = sum over heads and their k best slots of w_i gelu(u_i . x) v_i
@@ -12,7 +12,7 @@ from tests.reference.product_key_memory import Norm, best_slots, queries
 
 
 def gated(x: Tensor, read: Tensor, *, w1: Tensor, w2: Tensor) -> Tensor:
-    """Outputs ``[B, T, D]`` for inputs ``x`` and what the memory reads for them, both ``[B, T, D]``."""
+    """Outputs ``[B, T, D]`` for inputs ``x [B, T, D]`` and the outputs ``read [B, T, D]`` of the memory for them."""
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
@@ -33,7 +33,7 @@ def experts(
     top_k: int,
     activation: str,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x [B, T, D]``; ``inputs`` u and ``values`` v ``[C C, D]``, others as the memory's."""
+    """Outputs ``[B, T, D]`` for ``x [B, T, D]``, with ``inputs`` u and ``values`` v, both ``[C C, D]``."""
     query = queries(x, weight=query_weight, bias=query_bias, norm=norm, heads=keys.shape[0])
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):

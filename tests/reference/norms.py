@@ -1,11 +1,11 @@
-"""Layer and batch normalisation: (x - mean) / sqrt(variance + epsilon) * weight + bias, variance with divisor n."""
+"""Layer and batch normalisation: (x - mean) / sqrt(variance + eps) * weight + bias. The variance has the divisor n."""
 
 import torch
 from torch import Tensor
 
 
 def standardise(values: Tensor, *, eps: float) -> Tensor:
-    """A vector ``[n]`` less its mean, over its standard deviation."""
+    """A vector ``[n]`` minus its mean, divided by its standard deviation."""
     mean = values.sum() / len(values)
     variance = ((values - mean) ** 2).sum() / len(values)
     return (values - mean) / torch.sqrt(variance + eps)

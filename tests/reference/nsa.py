@@ -1,17 +1,18 @@
-"""Native sparse attention, 2502.11089, sections 3.2 and 3.3, with one block length l and one pair of keys and values for both
-branches over blocks.
+"""Native sparse attention, 2502.11089, sections 3.2 and 3.3, with the same blocks, keys and values for two branches.
 
-For the query of head h at index t, whose nearest visible key has index e = t - shift; g = floor(h G / H) is its head of keys:
+The nearest visible key of the query of head h at index t has the index e = t - shift. g = floor(h G / H) is the head of
+its keys. The branches c are attention over
 
-- compressed: over blocks j that lie whole among the S keys to e: s_j = sum_i a_i k_{jl+i}, u_j = sum_i a_i v_{jl+i},
-  a = softmax_i(c_g . k_{jl+i} / sqrt(K) + b_g,i); a summary stands at its block's last byte;
-- selected: over the bytes to e of the block of e, and of those n - 1 other blocks of these whose weights in the compressed
+- compressed: summaries of the blocks j, of length l, inside of the S keys up to e, s_j = sum_i a_i k_{jl+i},
+  u_j = sum_i a_i v_{jl+i}, a = softmax_i(c_g . k_{jl+i} / sqrt(K) + b_g,i). A summary has the position of the last
+  byte of its block;
+- selected: the bytes up to e in the block of e and in n - 1 further blocks, those whose weights in the compressed
   branch, summed over the heads of g, are largest;
-- window: over the w nearest keys, which are other ones.
+- window: the w nearest keys, which have projections of their own.
 
     y_t = W_o concat_h sum_c sigmoid(W_c,h x_t + b_c,h) o_c,h
 
-Keys and values of what came before the segment are constants; the weights of summaries are not.
+Past keys and values are constants, but the parameters of summaries get a gradient.
 """
 
 import math
@@ -37,11 +38,12 @@ def native_sparse(
     attend_self: bool,
     position: str,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x [B, T, D]``, which follows ``past [B, P, D]``, where the streams begin.
+    """Outputs ``[B, T, D]`` for ``x [B, T, D]``. The streams begin with ``past [B, P, D]``.
 
     Args:
-        weights: ``query [H K, D]``, ``key``, ``value`` ``[G K, D]`` of the window, ``far [2 G K, D]`` of blocks, ``output
-            [D, H K]``, ``content [G, K]`` and ``places [G, l]`` of summaries, ``gates [3 H, D]`` and ``gate_bias [3 H]``.
+        weights: ``query [H K, D]``, ``key``, ``value`` ``[G K, D]`` of the window, ``far [2 G K, D]`` of blocks,
+            ``output [D, H K]``, ``content [G, K]`` and ``places [G, l]`` of summaries, ``gates [3 H, D]`` and
+            ``gate_bias [3 H]``.
     """
     before, shift, width = past.shape[1], 0 if attend_self else 1, weights["query"].shape[0] // heads
     group, y = heads // kv_heads, torch.zeros_like(x)
@@ -59,36 +61,37 @@ def native_sparse(
             a = torch.softmax(logits + weights["places"][g], dim=0)
             return sum(w * key for w, key in zip(a, k, strict=True)), sum(w * u for w, u in zip(a, v, strict=True))
 
-        for now in range(before, len(stream)):
-            newest = now - shift
-            whole = [j for j in range(len(stream)) if newest - span < j * block and (j + 1) * block - 1 <= newest]
-            gates = torch.sigmoid(weights["gates"] @ stream[now] + weights["gate_bias"]).view(3, heads)
+        for query_index in range(before, len(stream)):
+            newest = query_index - shift
+            complete = [j for j in range(len(stream)) if newest - span < j * block and (j + 1) * block - 1 <= newest]
+            gates = torch.sigmoid(weights["gates"] @ stream[query_index] + weights["gate_bias"]).view(3, heads)
             outputs = []
             for g in range(kv_heads):
-                queries = [weights["query"][h * width : (h + 1) * width] @ stream[now] for h in range(heads)]
+                queries = [weights["query"][h * width : (h + 1) * width] @ stream[query_index] for h in range(heads)]
 
-                def weight(query: Tensor, key: Tensor, at: int, now: int = now) -> Tensor:
-                    places = {"number": now - shift - at, "query_at": now, "key_at": at, "slope": 0.0, "table": None}
-                    return torch.exp(score(query, key, position=position, **places))
+                def weight(query: Tensor, key: Tensor, at: int, query_index: int = query_index) -> Tensor:
+                    common = {"position": position, "slope": 0.0, "table": None}
+                    distance = query_index - shift - at
+                    return torch.exp(score(query, key, distance=distance, query_at=query_index, key_at=at, **common))
 
-                summaries, importance = {j: summary(g, j) for j in whole}, dict.fromkeys(whole, 0.0)
+                summaries, importance = {j: summary(g, j) for j in complete}, dict.fromkeys(complete, 0.0)
                 of_heads = []
                 for h in range(g * group, (g + 1) * group):
-                    shares = [weight(queries[h], summaries[j][0], (j + 1) * block - 1) for j in whole]
-                    of_heads.append(weighted_mean(shares, [summaries[j][1] for j in whole], width=width))
-                    for j, share in zip(whole, shares, strict=True):
+                    shares = [weight(queries[h], summaries[j][0], (j + 1) * block - 1) for j in complete]
+                    of_heads.append(weighted_mean(shares, [summaries[j][1] for j in complete], width=width))
+                    for j, share in zip(complete, shares, strict=True):
                         importance[j] += (share / sum(shares)).item()
-                others = sorted((j for j in whole if j != newest // block), key=lambda j: -importance[j])
+                others = sorted((j for j in complete if j != newest // block), key=lambda j: -importance[j])
                 read = [newest // block, *others[: selected - 1]]
-                indices = [
+                selected_keys = [
                     i for j in read for i in range(j * block, (j + 1) * block) if max(-1, newest - span) < i <= newest
                 ]
-                near = [i for _, i in visible_keys(now, span=min(window, span), attend_self=attend_self)]
+                nearest = [i for _, i in visible_keys(query_index, span=min(window, span), attend_self=attend_self)]
                 for compressed, h in zip(of_heads, range(g * group, (g + 1) * group), strict=True):
                     branches = [compressed]
-                    for key, value, places in (("far_key", "far_value", indices), ("key", "value", near)):
-                        shares = [weight(queries[h], projected(key, g, i), i) for i in places]
-                        branches.append(weighted_mean(shares, [projected(value, g, i) for i in places], width=width))
+                    for key, value, keys in (("far_key", "far_value", selected_keys), ("key", "value", nearest)):
+                        shares = [weight(queries[h], projected(key, g, i), i) for i in keys]
+                        branches.append(weighted_mean(shares, [projected(value, g, i) for i in keys], width=width))
                     outputs.append(sum(gate * o for gate, o in zip(gates[:, h], branches, strict=True)))
-            y[b, now - before] = weights["output"] @ torch.cat(outputs)
+            y[b, query_index - before] = weights["output"] @ torch.cat(outputs)
     return y

@@ -2,7 +2,7 @@
 
     phi(x)_i = exp(w_i . x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),    i = 1 .. m
 
-Attention is that of ``linear.py`` with these features; the rows w_i of a head's W are given.
+Attention is that of ``linear.py`` with these features. The rows w_i are arguments.
 """
 
 import torch
@@ -12,14 +12,13 @@ from tests.reference.linear import Product
 
 
 def positive_features(x: Tensor, *, rows: Tensor) -> Tensor:
-    """phi ``[m]`` of a query or key ``[K]`` by ``rows [m, K]``."""
+    """phi ``[m]`` of a query or key ``[K]``, with ``rows [m, K]``."""
     scaled = x / len(x) ** 0.25
-    found = [torch.exp(row @ scaled - scaled @ scaled / 2) / len(rows) ** 0.5 for row in rows]
-    return torch.stack(found)
+    return torch.stack([torch.exp(row @ scaled - scaled @ scaled / 2) / len(rows) ** 0.5 for row in rows])
 
 
 def random_feature_product(rows: Tensor) -> Product:
-    """phi(q) . phi(k) by a head's own rows of ``[H, m, K]``."""
+    """phi(q) . phi(k) with the rows of each head, ``[H, m, K]``."""
 
     def product(head: int, query: Tensor, key: Tensor) -> Tensor:
         return positive_features(query, rows=rows[head]) @ positive_features(key, rows=rows[head])

@@ -1,4 +1,4 @@
-"""Where a key is: rotary, relative, ALiBi and sinusoidal positions, and the score of one query and one key.
+"""Rotary, relative, ALiBi and sinusoidal positions, and the score of one query and one key.
 
     none        s = q . k / sqrt(K)                          1706.03762, section 3.2.1
     rotary      s = (R_t q) . (R_r k) / sqrt(K)              2104.09864, section 3.2
@@ -6,8 +6,8 @@
     alibi       s = q . k / sqrt(K) - slope_h x              2108.12409, section 3
     sinusoidal  added to the input, so the score is "none"   1706.03762, section 3.5
 
-t and r are the stream positions of query and key; x numbers the visible keys from the nearest, which has x = 0
-(the query's own position if it attends to itself, else the one before).
+t and r are the stream positions of query and key. x is the distance of a visible key from the nearest visible key,
+which is at the query's own position if it attends to itself, else at the position before.
 """
 
 import math
@@ -19,10 +19,10 @@ ROTARY_BASE = 10_000.0
 
 
 def rotary(x: Tensor, *, position: int) -> Tensor:
-    """Turn a vector ``[..., K]`` (K even) to its absolute ``position``: R_position x.
+    """R_position x: a vector ``[..., K]`` (K even) rotated by its absolute ``position``.
 
-    Coordinates i and i + K/2 make pair i, which turns by position * base^(-2i/K) radians. The angle is rounded to
-    float64, so at position 10^7 it is right to about 1e-9.
+    Coordinates i and i + K/2 are rotated by position * base^(-2i/K) radians. The angle is rounded to float64, so its
+    error at position 10^7 is about 1e-9.
     """
     width = x.shape[-1]
     angles = [position * ROTARY_BASE ** (-2 * i / width) for i in range(width // 2)]
@@ -42,10 +42,10 @@ def sinusoid(position: int, *, d_model: int) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Slopes ``[H]``: 2^(-8 (h + 1) / H) when H is a power of two.
+    """Slopes ``[H]``: 2^(-8 (h + 1) / H) if H is a power of two.
 
-    Otherwise, with P the next power of two below H: the P slopes of P heads, then the first, third, fifth, ...
-    slope of 2 P heads until there are H.
+    Otherwise let P be the largest power of two below H. The slopes are the P slopes of P heads, followed by the first,
+    third, fifth, ... slopes of 2 P heads.
     """
     power = 2 ** (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
@@ -58,7 +58,7 @@ def score(
     key: Tensor,
     *,
     position: str,
-    number: int,
+    distance: int,
     query_at: int,
     key_at: int,
     slope: float,
@@ -68,10 +68,10 @@ def score(
 
     Args:
         position: "none", "rotary", "relative" or "alibi".
-        number: x, which visible key this is, counted from the nearest.
+        distance: x, the distance from the nearest visible key.
         query_at, key_at: stream positions, for rotary.
-        slope: this head's slope, for alibi.
-        table: ``[S, K]``, row x is p_x, for relative.
+        slope: the slope of the head, for alibi.
+        table: ``[S, K]``, whose row x is p_x, for relative.
     """
     root = math.sqrt(len(query))
     if position == "none":
@@ -79,7 +79,7 @@ def score(
     if position == "rotary":
         return rotary(query, position=query_at) @ rotary(key, position=key_at) / root
     if position == "relative":
-        return query @ (key + table[number]) / root
+        return query @ (key + table[distance]) / root
     if position == "alibi":
-        return query @ key / root - slope * number
+        return query @ key / root - slope * distance
     raise ValueError(f"position must be none, rotary, relative or alibi, not {position!r}")

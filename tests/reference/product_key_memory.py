@@ -5,9 +5,8 @@
     I = the k best slots                     w = softmax of their scores (or relu of each, 2310.10837)
     m(x) = sum over heads and over I of w_i v_i      one value table for all heads
 
-The norm of the queries is the paper's BatchNorm over the H Dq features, with the statistics of all B T rows, or our
-default, which sees no other byte: LayerNorm over each head's whole query of width Dq (not over each half, and not
-over the heads together), its weight and bias shared by the heads.
+The norm of the queries is the paper's BatchNorm over the H Dq features, with the statistics of all B T rows, or, as our
+default, LayerNorm over the query of each head, of width Dq, with a weight and a bias that all heads share.
 """
 
 import torch
@@ -38,15 +37,15 @@ def queries(x: Tensor, *, weight: Tensor, bias: Tensor | None, norm: Norm | None
 
 
 def best_slots(query: Tensor, *, keys: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` best slots of one head, best first: int64 ``[k]`` and their scores ``[k]``.
+    """The ``top_k`` best slots of one head, int64 ``[k]``, best first, and their scores ``[k]``.
 
-    ``query [Dq]``, ``keys [2, C, Dq/2]``. Every slot is scored; of equal scores the lower slot is first.
+    ``query [Dq]``, ``keys [2, C, Dq/2]``. Of slots with equal scores the lower one is first.
     """
     half = len(query) // 2
-    number = keys.shape[1]
-    first = [keys[0, i] @ query[:half] for i in range(number)]
-    second = [keys[1, j] @ query[half:] for j in range(number)]
-    scores = torch.stack([first[i] + second[j] for i in range(number) for j in range(number)])
+    half_keys = keys.shape[1]
+    first = [keys[0, i] @ query[:half] for i in range(half_keys)]
+    second = [keys[1, j] @ query[half:] for j in range(half_keys)]
+    scores = torch.stack([first[i] + second[j] for i in range(half_keys) for j in range(half_keys)])
     slots = torch.sort(scores.detach(), descending=True, stable=True).indices[:top_k]
     return slots, scores[slots]
 
@@ -62,14 +61,14 @@ def product_key_memory(
     top_k: int,
     activation: str,
 ) -> Tensor:
-    """The memory's answers ``[B, T, D]`` to the inputs ``x [B, T, D]``.
+    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]``.
 
     Args:
         query_weight, query_bias: ``[H Dq, D]`` and ``[H Dq]``.
         norm: None, or see ``Norm``.
         keys: ``[H, 2, C, Dq/2]``, the two sets of half-keys of each head.
         values: ``[C C, D]``.
-        top_k: how many slots a head reads, 1 to C C.
+        top_k: number of slots that a head reads, 1 to C C.
         activation: "softmax" over the slots read, or "relu" of their scores.
     """
     heads = keys.shape[0]

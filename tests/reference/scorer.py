@@ -1,7 +1,7 @@
 """A scorer in float64 numpy: bits per byte of trained weights over one stream, in one forward pass without segments.
 
-Pre-norm residual layers with RMSNorm, rotary positions, a window that includes the query. ``weights`` are a checkpoint's arrays
-by their names; a sublayer is told by the names that it has.
+The model has pre-norm residual layers with RMSNorm, rotary positions, and windows that include the query. ``weights``
+are the arrays of a checkpoint by name. The names of a sublayer's weights determine its type.
 """
 
 import numpy as np
@@ -24,16 +24,16 @@ def rotary(x):  # [T, H, K]: plane i is (i, i + K/2)
 def attention(x, w, *, heads, span, ramp):
     q, k, v = (np.reshape(x @ w[f"{name}.weight"].T, (len(x), heads, -1)) for name in ("query", "key", "value"))
     width = q.shape[2]
-    back = np.arange(len(x))[:, None] - np.arange(len(x))  # x of the soft mask: keys from the nearest
+    back = np.arange(len(x))[:, None] - np.arange(len(x))  # distances x of the soft mask
     visible, y = (back >= 0) & (back < span), np.zeros_like(q)
     for h in range(heads):
         weight = np.exp(rotary(q)[:, h] @ rotary(k)[:, h].T / np.sqrt(width)) * visible
         if "span.fraction" in w:
             weight = weight * np.clip((ramp + span * w["span.fraction"][h] - back) / ramp, 0, 1)
         above, below = weight @ v[:, h], weight.sum(1, keepdims=True)
-        if "persistent.key" in w:  # keys times sqrt(K) and scores divided by it; the query is not turned
-            fixed, number = np.exp(q[:, h] @ w["persistent.key"][h].T), w["persistent.key"].shape[1]
-            above = above + fixed @ w["persistent.value"][h] * np.sqrt(number)
+        if "persistent.key" in w:  # sqrt(K) of the key and of the score cancel; the query is not rotated
+            fixed, n_vectors = np.exp(q[:, h] @ w["persistent.key"][h].T), w["persistent.key"].shape[1]
+            above = above + fixed @ w["persistent.value"][h] * np.sqrt(n_vectors)
             below = below + fixed.sum(1, keepdims=True)
         y[:, h] = above / below
     return y.reshape(len(x), -1) @ w["output.weight"].T
@@ -44,8 +44,8 @@ def memory(x, w, *, top_k):
     q = (x @ w["query.weight"].T + w["query.bias"]).reshape(len(x), heads, -1)
     q = layer_norm(q, w["norm.weight"], w["norm.bias"])
     for h in range(heads):
-        one, two = (half @ keys.T for half, keys in zip(np.split(q[:, h], 2, -1), w["keys"][h], strict=True))
-        scores = (one[:, :, None] + two[:, None]).reshape(len(x), -1)  # of all C^2 slots
+        first, second = (half @ keys.T for half, keys in zip(np.split(q[:, h], 2, -1), w["keys"][h], strict=True))
+        scores = (first[:, :, None] + second[:, None]).reshape(len(x), -1)  # of all C^2 slots
         for t, slots in enumerate(np.argsort(-scores, 1)[:, :top_k]):
             chosen = np.exp(scores[t, slots] - scores[t, slots].max())
             y[t] += chosen / chosen.sum() @ w["values"][slots]
@@ -61,13 +61,13 @@ def sublayer(x, w, *, heads, span, ramp, top_k):
 
 
 def bits_per_byte(weights, data, **sizes):
-    """Mean over the pairs of ``data``, bytes ``[n]``; ``sizes``: heads, span, ramp, top_k."""
+    """Mean bits over the pairs of ``data``, bytes ``[n]``. ``sizes`` are heads, span, ramp and top_k."""
     x = weights["embedding.weight"][data[:-1]]
     for name in [name for name in weights if name.endswith(".norm.weight") and ".sublayer." not in name]:  # in order
         before = name.removesuffix("norm.weight") + "sublayer."
-        own = {key.removeprefix(before): value for key, value in weights.items() if key.startswith(before)}
-        x = x + sublayer(rms_norm(x, weights[name]), own, **sizes)
+        w = {key.removeprefix(before): array for key, array in weights.items() if key.startswith(before)}
+        x = x + sublayer(rms_norm(x, weights[name]), w, **sizes)
     logits = rms_norm(x, weights["norm.weight"]) @ weights["head.weight"].T
     logits -= logits.max(1, keepdims=True)
-    right = logits[np.arange(len(logits)), data[1:]] - np.log(np.exp(logits).sum(1))
-    return -right.mean() / np.log(2)
+    log_likelihood = logits[np.arange(len(logits)), data[1:]] - np.log(np.exp(logits).sum(1))
+    return -log_likelihood.mean() / np.log(2)

@@ -1,0 +1,182 @@
+"""A run is never resumed silently from a checkpoint or record that is damaged, cut off, or of another run."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.planning import read_run
+from harness.record import checkpoint
+from harness.record.rows import RECORD
+from tests.small_runs import crash, make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
+
+WORDS = ("variant=mhsa", "budget.steps=13", "checkpoint.every_steps=3", "eval.test=false")
+NEWEST, BEFORE, BEST = (f"checkpoints/{name}.pt" for name in ("step-000000009", "step-000000006", "best"))
+
+
+@pytest.fixture(scope="module")
+def crashed_outputs(tmp_path_factory) -> Path:
+    """The output folder of a run whose process died in its eleventh step."""
+    outputs = tmp_path_factory.mktemp("crashed")
+    crash(make_job(*WORDS, f"outputs={outputs}"), step=11)
+    (outputs / "latest").unlink()
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def undisturbed_rows(tmp_path_factory) -> list[dict]:
+    """Rows without provenance of the same run, trained to its end."""
+    return rows_of(whole_run(*WORDS, f"outputs={tmp_path_factory.mktemp('undisturbed')}")[0])[1:]
+
+
+@pytest.fixture(scope="module")
+def other_seed(tmp_path_factory) -> Path:
+    """The folder of a run with another seed."""
+    job, _ = whole_run(*WORDS, "seed=5", "budget.steps=4", f"outputs={tmp_path_factory.mktemp('other')}")
+    return job.folder.path
+
+
+@pytest.fixture
+def crashed(crashed_outputs, here) -> Path:
+    """A copy of the crashed run's folder, below ``outputs`` of the current folder."""
+    shutil.copytree(crashed_outputs, "outputs")
+    (folder,) = Path("outputs").iterdir()
+    return folder.absolute()
+
+
+@pytest.fixture(scope="module")
+def checkpoint_bytes(tmp_path_factory) -> bytes:
+    """The bytes of a small checkpoint with every type of value that a run's checkpoint has."""
+    weights = {f"layers.{i}.weight": torch.randn(16, 32) for i in range(8)}
+    rest = {
+        "state": (torch.zeros(2, 3), None),
+        "rows": 7,
+        "best_bits": 2.5,
+        "random": {"python": random.Random(0).getstate()},
+    }
+    return checkpoint.save(tmp_path_factory.mktemp("raw"), {"model": weights} | rest, step=9, keep=1).read_bytes()
+
+
+def flip_middle_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def write_with_digest(path: Path, archive: bytes) -> None:
+    """Write an archive with a matching digest, which the sender of a file can compute as well."""
+    path.write_bytes(archive[:-2] + checkpoint._ending(archive))
+
+
+def flip_one_bit(content: bytes, draw: random.Random) -> bytes:
+    at = draw.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
+
+
+def cut_off(content: bytes, draw: random.Random) -> bytes:
+    return content[: draw.randrange(len(content))]
+
+
+@pytest.mark.parametrize(("damage", "tries"), [(flip_one_bit, 60), (cut_off, 20)])
+def test_a_file_with_changed_or_missing_bytes_is_refused(checkpoint_bytes, tmp_path, damage, tries):
+    path, draw = tmp_path / "step-000000009.pt", random.Random(0)
+    for _ in range(tries):
+        path.write_bytes(damage(checkpoint_bytes, draw))
+        with pytest.raises(checkpoint.Damaged, match=r"step-000000009\.pt is damaged"):
+            checkpoint.load(path)
+
+
+def test_a_file_that_is_not_a_checkpoint_is_refused(tmp_path):
+    for content in (["a list"], "text", {"format": 3, "identity": 7}, torch.zeros(3)):
+        path = tmp_path / "step-000000009.pt"
+        torch.save(content, path)
+        with pytest.raises(checkpoint.Damaged, match="it has no digest"):
+            checkpoint.load(path)
+        write_with_digest(path, path.read_bytes())
+        with pytest.raises(checkpoint.Damaged, match="is no checkpoint of a run"):
+            checkpoint.load(path)
+    with pytest.raises(checkpoint.Damaged, match=r"absent\.pt cannot be read \(No such file"):
+        checkpoint.load(tmp_path / "absent.pt")
+
+
+# Resuming a run
+
+
+@pytest.mark.parametrize("damage", ["bit", "gone"])
+def test_a_run_resumes_from_the_last_good_checkpoint_with_one_warning(crashed, undisturbed_rows, capsys, damage):
+    if damage == "bit":
+        flip_middle_bit(crashed / NEWEST)
+    else:
+        (crashed / NEWEST).unlink()
+        (crashed / NEWEST).symlink_to("gone")
+    os.mkfifo(crashed / "checkpoints" / "step-000000010.pt")  # reading a pipe would wait forever
+    job = make_job(*WORDS)
+    capsys.readouterr()
+    run_job(job)
+    printed = capsys.readouterr()
+    assert "resuming at 384 bytes" in printed.out  # six steps
+    named = [line for line in printed.err.splitlines() if line.startswith("WARNING")]
+    reason = "cannot be read" if damage == "gone" else "is damaged"
+    assert len(named) == 1 and f"step-000000009.pt {reason}" in named[0]
+    assert "step-000000006.pt, the one before, is loaded" in named[0]
+    assert rows_of(job)[1:] == undisturbed_rows
+    checkpoints = checkpoint._checkpoints(crashed)
+    assert len(checkpoints) == 2 and [checkpoint.load(path) for path in checkpoints]
+
+
+def assert_refused(message: str) -> None:
+    """Assert that the run is not resumed and takes no step."""
+    job = make_job(*WORDS)
+    with pytest.raises(ValueError, match=message):
+        run_job(job)
+    assert job.trainer.stream.steps_per_epoch and job._steps_of_command == 0
+
+
+def test_without_a_good_checkpoint_resuming_is_refused_until_forced(crashed, undisturbed_rows):
+    before = (crashed / RECORD).read_bytes()
+    for name in (NEWEST, BEFORE):
+        flip_middle_bit(crashed / name)
+    for _ in range(2):
+        assert_refused(r"step-000000009\.pt is damaged.*step-000000006\.pt is damaged.*allowed is force=true")
+    assert (crashed / RECORD).read_bytes() == before
+    assert rows_of(whole_run(*WORDS, "force=true")[0])[1:] == undisturbed_rows
+
+
+@pytest.mark.parametrize("name", [NEWEST, BEST])
+def test_a_checkpoint_of_another_seed_is_refused(crashed, other_seed, name):
+    shutil.copy(checkpoint.newest(other_seed) if name == NEWEST else other_seed / BEST, crashed / name)
+    assert_refused(f"{Path(name).name} is of another run: seed was 5, is 0; config was [0-9a-f]+, is")
+
+
+def test_damaged_best_weights_are_refused_by_training_and_by_bench_commands(crashed):
+    flip_middle_bit(crashed / BEST)
+    assert_refused(r"best\.pt is damaged.*force=true")
+    with pytest.raises(ValueError, match=r"best\.pt is damaged"):
+        read_run(crashed, key="run")
+
+
+@pytest.mark.parametrize("damage", ["garbage", "a number"])
+def test_a_damaged_record_is_refused_before_training(crashed, damage):
+    record = crashed / RECORD
+    lines = record.read_bytes().splitlines(keepends=True)
+    row = json.loads(lines[2])
+    row["bits_per_byte"] += 1e-3
+    lines[2] = json.dumps(row).encode() + b"\n" if damage == "a number" else b"\xff\x00garbage{\n"
+    record.write_bytes(b"".join(lines))
+    assert_refused(r"record\.jsonl: its first \d+ rows are not those of the checkpoint.*force=true")
+    assert record.read_bytes() == b"".join(lines), "the refused record must stay as it is"
+
+
+def test_temporary_files_of_a_killed_process_are_removed(crashed, here):
+    leftovers = [crashed / f"{name}.4711.tmp" for name in ("summary.json", NEWEST, BEST)] + [crashed / "latest.tmp"]
+    for path in leftovers[:-1]:
+        path.write_bytes(b"a part")
+    leftovers[-1].symlink_to("gone")
+    whole_run(*WORDS)
+    assert not any(path.is_symlink() or path.exists() for path in leftovers)
+    assert (here / "outputs" / "latest").resolve() == crashed
+    assert sorted(path.name for path in Path("outputs").iterdir()) == sorted(["latest", crashed.name])

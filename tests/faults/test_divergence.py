@@ -1,0 +1,160 @@
+"""A step whose loss or gradient is not finite changes no weight, and the run ends as diverged."""
+
+import copy
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.device.model_parameters import full_tensors
+from harness.device.processes import join_processes
+from harness.failures import Diverged
+from harness.loop.trainer import Trainer
+from harness.record.rows import read_rows
+from tests.rank_processes import launch
+from tests.small_runs import CARRY, DROPOUT, MOVING, SPARSE, VARIANTS, make_job, make_run, run_job, temporary_cwd  # noqa: F401
+from tests.test_distributed_training import divided_run
+
+OPTIMIZERS = {
+    "adamw": (*MOVING, "optim=adamw", "optim.clip=1.0", *DROPOUT),
+    "muon": (*VARIANTS["all_attention"], "optim=muon", "optim.matrices.optimizer.weight_decay=0.1", *CARRY),
+    "sparse rows": SPARSE,
+}
+
+
+def everything(run: Trainer) -> dict:
+    """Copies of all tensors that an update may change, gathered from all processes."""
+    optimizers = run.optimizers.state_dict()["groups"]
+    tensors = {"model": run.model.state_dict(), "states": {k: o["state"] for k, o in optimizers.items()}}
+    return copy.deepcopy(full_tensors(tensors))
+
+
+def equal_bits(a: object, b: object) -> bool:
+    """Whether all tensors have the same bits, NaN and the sign of 0 included."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_bits(a[key], b[key]) for key in a)
+    if not isinstance(a, Tensor):
+        return a == b
+    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (a, b)))
+
+
+def spoil(parameter: nn.Parameter, value: float = math.nan) -> torch.utils.hooks.RemovableHandle:
+    """From here on, replace the last entry of every gradient of this parameter by ``value``."""
+
+    def spoilt(gradient: Tensor) -> Tensor:
+        gradient = gradient.coalesce() if gradient.is_sparse else gradient.clone()
+        (gradient.values() if gradient.is_sparse else gradient).view(-1)[-1] = value
+        return gradient
+
+    return parameter.register_hook(spoilt)
+
+
+@pytest.mark.parametrize(("optimizer", "value"), list(zip(OPTIMIZERS, (math.nan, -math.inf, math.nan), strict=True)))
+def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
+    run = make_run(*OPTIMIZERS[optimizer], "budget.steps=100")
+    parameters = dict(run.model.named_parameters())
+    table = [name for name in parameters if "memory" in name and "sparse" in optimizer]
+    name = next(n for n in (*table, "layers.1.attention.sublayer.value.weight", "head.weight") if n in parameters)
+    for _ in range(3):
+        run.step()
+    before, update = everything(run), run.optimizers.step
+    hook = spoil(parameters[name], value)
+    run.step()
+    assert equal_bits(before, everything(run))
+    hook.remove()
+
+    def next_update(*arguments: object, **keywords: object) -> None:
+        """The update of the next step, which the device receives before the host reads whether the last was finite."""
+        update(*arguments, **keywords)
+        assert equal_bits(before, everything(run))
+        spoil(parameters[name], value)
+
+    run.optimizers.step = next_update
+    with pytest.raises(Diverged) as ended:
+        run.step()
+    rate = run.optimizers.lr * run.optimizers.schedule.factor(3.5 / 100, step=3)
+    assert f"step 4 diverged at a learning rate of {rate:.3g}: " in str(ended.value)
+    assert equal_bits(before, everything(run))
+
+
+def spoil_loss(run: Trainer) -> None:
+    """Make the auxiliary loss infinite; all else in the network stays finite."""
+    run.model.layers[0]["attention"].sublayer.register_forward_hook(
+        lambda module, inputs, out: out._replace(loss=torch.tensor(math.inf))
+    )
+
+
+def spoil_weights(run: Trainer) -> None:
+    run.model.layers[1]["attention"].sublayer.query.weight.data[0, 0] = math.nan
+
+
+def spoil_head(run: Trainer) -> None:
+    spoil(run.model.head.weight)
+
+
+READERS = (lambda run: run.evaluate(run.selection_split(), pairs=9), Trainer.checkpoint_content, Trainer.train_row)
+"""Functions that score, save and record the state after a step."""
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_diverged_step_is_neither_scored_nor_saved_nor_recorded(read: Callable):
+    run = make_run("budget.steps=100")
+    spoil_head(run)
+    run.step()
+    with pytest.raises(Diverged, match="step 1 diverged"):
+        read(run)
+
+
+@pytest.mark.parametrize("read", READERS[:2])
+def test_weights_that_are_not_finite_are_neither_scored_nor_saved(read: Callable):
+    run = make_run("budget.steps=100")
+    run.step()
+    spoil_weights(run)
+    with pytest.raises(Diverged, match=r"an update left the parameter layers\.1\.attention\.sublayer\.query\.weight"):
+        read(run)
+
+
+def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
+    """For runs that diverge in rank 1: the error, whether weights are unchanged, and whether another rank printed."""
+    endings = []
+    with join_processes() as processes:
+        for words, fail in ((SPARSE, spoil_head), (("runtime.shard=full",), spoil_head), ((), spoil_loss)):
+            run = divided_run(processes, *words)
+            run.step()
+            before = everything(run)
+            with run.update.parameters.unsharded():
+                if processes.rank:
+                    fail(run)
+            with pytest.raises(Diverged) as ended:
+                run.step(), run.step()
+            printed = getattr(ended.value, "already_printed", False)
+            endings.append((str(ended.value), equal_bits(before, everything(run)), printed))
+    return endings
+
+
+def test_all_ranks_end_when_one_of_them_diverges_and_one_prints_the_error(here):
+    for first, second in zip(*launch(diverge_in_rank_1), strict=True):
+        assert first[1] and second[1] and (first[2], second[2]) == (False, True)
+        assert "step 2 diverged" in first[0]
+
+
+def test_a_diverged_run_keeps_its_best_weights_and_last_checkpoint(here):
+    job = make_job("checkpoint.every_steps=2", "budget.steps=20", "eval.every=0.2")
+    step = job.step
+
+    def step_or_diverge() -> None:
+        if job.trainer.spent.steps == 5:
+            spoil_head(job.trainer)
+        step()
+
+    job.step = step_or_diverge
+    with pytest.raises(Diverged):
+        run_job(job)
+    summary = json.loads((job.folder.path / "summary.json").read_text())
+    assert summary["status"] == "diverged" and "step 6 diverged" in summary["error"]
+    files = sorted(path.name for path in (job.folder.path / "checkpoints").iterdir())
+    assert files[0] == "best.pt" and files[-1] == "step-000000004.pt"
+    assert read_rows(job.folder.path / "record.jsonl")[-1]["step"] <= 5

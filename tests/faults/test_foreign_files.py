@@ -1,0 +1,60 @@
+"""Files of others among one's own outputs are skipped with one message each, without waiting or a traceback."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bench.report.frame import read_folders
+from harness.record.rows import RECORD, SUMMARY, try_read_object
+from tests.bench_rows import write_run
+
+DEEP = "[" * 200_000
+CONTENTS = {
+    "nested": '{"status": "finished", "x": ' + DEEP,
+    "no text": b"\xff\x00garbage{",
+    "huge": '{"status": "finished", "x": "' + "x" * 17_000_000 + '"}',
+}
+
+
+def put(path: Path, kind: str) -> None:
+    """Put a pipe, a link, a folder or a file with invalid content at ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "zeros":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    else:
+        path.write_bytes(CONTENTS[kind] if isinstance(CONTENTS[kind], bytes) else CONTENTS[kind].encode())
+
+
+KINDS = ("pipe", "zeros", "folder", "loop", *CONTENTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_foreign_file_is_refused_at_once_with_a_short_reason(kind, tmp_path):
+    put(tmp_path / SUMMARY, kind)
+    for first_line in (False, True):
+        rows, reason = try_read_object(tmp_path / SUMMARY, first_line=first_line)
+        assert rows is None and reason and "\n" not in reason and len(reason) < 200
+        assert ("no regular file" in reason) == (kind in ("pipe", "zeros")), reason
+    assert try_read_object(tmp_path / "nothing") == (None, None)
+
+
+def test_a_report_waits_for_no_foreign_file_and_names_each(tmp_path):
+    write_run(tmp_path / "good")
+    for kind in ("pipe", "zeros", "folder", "loop"):
+        for name in (RECORD, SUMMARY, "rows.jsonl", "evaluations.jsonl"):
+            folder = write_run(tmp_path / kind / name)
+            put(folder / name, kind)
+    rows = read_folders([tmp_path])
+    assert any(folder.is_relative_to(tmp_path / "good") for folder in rows.of("run")["folder"])
+    messages = "\n".join(rows.refused)
+    for name in (RECORD, SUMMARY, "rows.jsonl"):
+        assert f"{tmp_path / 'pipe' / name}" in messages
+    assert f"{tmp_path / 'zeros'}" in messages, "links to one file are read once"

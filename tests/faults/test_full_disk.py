@@ -1,0 +1,79 @@
+"""A full disk while a run writes any of its files: one error message, no partial file, and the run can be resumed."""
+
+import errno
+import json
+import os
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from harness import cache
+from harness.failures import StorageFailure
+from harness.record.folder import LOCK
+from harness.record.rows import RECORD, SUMMARY
+from tests.small_runs import make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
+
+FULL = ("record.every_steps=1", "checkpoint.every_steps=2", "budget.steps=8", "eval.test=false")
+FILES = (LOCK, RECORD, SUMMARY, "step-")
+
+
+def temporary_files(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*") if path.name.endswith((".tmp", ".part"))]
+
+
+class Disk:
+    """A disk on which files with a certain word in their name can receive only a limited number of bytes."""
+
+    def __init__(self, monkeypatch):
+        self._word, self._room, self._write = None, 0, cache.write_all
+        for module in ("cache", "record.rows", "record.folder"):
+            monkeypatch.setattr(f"harness.{module}.write_all", self._write_all)
+
+    def fill(self, word: str | None, *, after: int = 0) -> None:
+        self._word, self._room = word, after
+
+    def _write_all(self, file: FileIO, content: bytes) -> None:
+        if self._word is None or self._word not in Path(file.name).name:
+            self._write(file, content)
+            return
+        taken = content[: self._room]
+        self._write(file, taken)
+        self._room -= len(taken)
+        if len(taken) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture(name="disk")
+def failing_disk(monkeypatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_rows(tmp_path_factory) -> list[dict]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path_factory.mktemp("undisturbed"))
+        return rows_of(whole_run(*FULL)[0])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(name, disk, undisturbed_rows, capsys):
+    job = make_job(*FULL)
+    disk.fill(name, after=10)
+    with pytest.raises(
+        StorageFailure, match=r"No space left on device\): [\d,]+ bytes are needed, [\d,]+ are left"
+    ) as caught:
+        run_job(job)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+    folder = job.folder.path
+    assert not temporary_files(folder)
+    if name == LOCK:
+        assert not folder.exists(), "the run must not begin"
+    elif name != SUMMARY:  # without space for the summary there is no status
+        summary = json.loads((folder / SUMMARY).read_text())
+        assert summary["status"] == "storage" and "bytes are needed" in summary["error"]
+    disk.fill(None)
+    again = make_job(*FULL)
+    assert run_job(again)["status"] == "finished"
+    assert rows_of(again) == undisturbed_rows
+    assert not temporary_files(folder)

@@ -1,0 +1,112 @@
+"""Runs and sweeps that are killed at any operation on a file or in the middle of a write are resumed exactly."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from harness.record.rows import RECORD, SUMMARY
+from tests.command_line import run_folders
+from tests.script_process import exit_code, started
+from tests.small_runs import SMALL, temporary_cwd  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.faults
+
+WORDS = ("variant=mhsa", "budget.steps=8", "record.every_steps=2", "checkpoint.every_steps=3", "eval.every=0.5")
+WORDS += ("eval.test=false", "model.dropout=0.1", "batch.carry=true")
+KILLED_PROGRAM = """
+import os, runpy, sys
+from harness import cache
+from harness.record import folder, rows
+
+moments = [int(word) for word in os.environ["MOMENTS"].split()]
+count = 0
+
+def moment():
+    global count
+    count += 1
+    if count in moments:
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+
+def watch(event, given):
+    if event in ("open", "os.rename", "os.remove", "os.symlink", "os.mkdir", "os.truncate") and "outputs" in str(given[0]):
+        moment()
+
+def write_in_halves(file, content):
+    view = memoryview(content).cast("B")
+    inner(file, view[: len(view) // 2])
+    if "outputs" in str(file.name):
+        moment()
+    inner(file, view[len(view) // 2 :])
+
+inner = cache.write_all
+for module in (cache, folder, rows):
+    module.write_all = write_in_halves
+sys.addaudithook(watch)
+sys.argv[0] = os.environ["PROGRAM"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    open("moments", "w").write(str(count))
+"""
+
+
+def run_program(*words: str, moments: tuple[int, ...] = (), signal_number: int = 0) -> tuple[int, str]:
+    """Exit code and output of a training command that sends itself a signal at some of its moments."""
+    program, printed = Path("program.py").absolute(), Path("printed")
+    program.write_text(KILLED_PROGRAM, encoding="utf-8")
+    train = str(Path(__file__).resolve().parents[2] / "train.py")
+    variables = {"MOMENTS": " ".join(map(str, moments)), "SIGNAL": str(int(signal_number)), "PROGRAM": train}
+    variables |= {"COLUMNS": "200"}
+    printed.unlink(missing_ok=True)
+    with started(program, *words, out=printed, environment=os.environ | variables) as process:
+        return exit_code(process), printed.read_text()
+
+
+def rows_in(outputs: Path) -> dict[str, list[dict]]:
+    """By run folder, the rows without the keys that may differ: times, commit, and the names of program and group."""
+    records = {path.name: [json.loads(line) for line in (path / RECORD).open()] for path in run_folders(outputs)}
+    ignored = ("clock", "memory", "command", "commit", "config")
+    return {name: [{key: row[key] for key in row.keys() - ignored} for row in rows] for name, rows in records.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[str, tuple[int, dict[str, list[dict]]]]:
+    """For an undisturbed run and an undisturbed sweep, the number of moments and the records."""
+    records = {}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, words in COMMANDS.items():
+            patched.chdir(tmp_path_factory.mktemp("undisturbed"))
+            code, printed = run_program(*words)
+            assert code == 0, printed
+            records[name] = int(Path("moments").read_text()), rows_in(Path("outputs"))
+    return records
+
+
+COMMANDS = {"run": (*SMALL, *WORDS), "sweep": ("-m", *SMALL, *WORDS, "seed=0,1")}
+EXIT_CODES = {signal.SIGKILL: {-9}, signal.SIGTERM: {-15, 143}, signal.SIGINT: {130}}
+TRIES = [("run", signal.SIGKILL, 1, 12), ("run", signal.SIGTERM, 1, 4), ("run", signal.SIGINT, 1, 4)]
+TRIES += [("run", signal.SIGINT, 2, 4), ("sweep", signal.SIGKILL, 1, 3), ("sweep", signal.SIGINT, 1, 2)]
+
+
+@pytest.mark.parametrize(("command", "signal_number", "times", "tries"), TRIES)
+def test_the_same_command_resumes_after_a_signal(
+    undisturbed, tmp_path, monkeypatch, command, signal_number, times, tries
+):
+    (n_moments, rows), draw = undisturbed[command], random.Random(f"{command} {signal_number} {times}")
+    for at in draw.sample(range(1, n_moments + 1), tries):
+        (tmp_path / str(at)).mkdir()
+        monkeypatch.chdir(tmp_path / str(at))
+        moments = tuple(range(at, at + times))
+        code, printed = run_program(*COMMANDS[command], moments=moments, signal_number=signal_number)
+        finished = [json.loads((path / SUMMARY).read_text())["status"] for path in run_folders(Path("outputs"))
+                    if (path / SUMMARY).exists()]  # fmt: skip
+        assert code in EXIT_CODES[signal_number] or (code == 0 and finished), (at, code, printed)
+        assert "Traceback" not in printed and set(finished) <= {"finished"}, (at, printed)
+        code, printed = run_program(*COMMANDS[command])
+        assert code == 0 and rows_in(Path("outputs")) == rows, (at, printed)
+        leftovers = [path.name for path in Path("outputs").rglob("*") if path.name.endswith((".tmp", ".part"))]
+        assert not leftovers and Path("outputs/latest").exists(), (at, leftovers)

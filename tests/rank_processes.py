@@ -1,0 +1,101 @@
+"""The ranks of a distributed run, as forks of a server that has imported everything and computed nothing."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+from harness.device import worker_process
+from tests.timeouts import TIMEOUT_SECONDS
+from variants.kernels import product_search, window_cpu
+
+ROOT = Path(__file__).resolve().parents[1]
+AHEAD = (
+    "tests.small_runs",
+    "tests.command_line",
+    "tests.test_distributed_training",
+    "train",
+    "torch._dynamo",
+    "hydra._internal.hydra",
+)
+AHEAD += ("harness.device.distributed_parameters",)
+"""Modules that the server imports. Some of them torch and Hydra would otherwise import at their first use."""
+
+
+@contextmanager
+def one_server() -> Iterator[None]:
+    """Context in which one fork server serves all tests, with every module preloaded that any of them needs."""
+    start = forkserver.ForkServer.ensure_running
+
+    def ensure_running(server: forkserver.ForkServer) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("PYTHONPATH", str(ROOT))  # the server imports the preloaded modules by it
+            start(server)
+
+    forkserver.set_forkserver_preload(["tests.rank_processes", *AHEAD, *worker_process.PRELOAD, "tests.server_preload"])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(forkserver, "set_forkserver_preload", lambda names: None)
+        patched.setattr(forkserver.ForkServer, "ensure_running", ensure_running)
+        yield
+
+
+class ExitedWithoutAnswer(Exception):
+    """A process ended without an answer. The argument is its exit code."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(function: Callable, *arguments, world_size: int = 2) -> list:
+    """Call ``function(*arguments)`` in processes with the environment variables of torchrun.
+
+    Returns: by rank, what the function returns, or ``ExitedWithoutAnswer``.
+    """
+    window_cpu.available(), product_search.available()  # compile once, before the processes start
+    context, started = multiprocessing.get_context("forkserver"), []
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    for rank in range(world_size):
+        pipe, child_pipe = context.Pipe(duplex=False)
+        environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+        process = context.Process(target=_answer, args=(child_pipe, environment, os.getcwd(), function, arguments))
+        process.start()
+        started.append((process, pipe))
+        child_pipe.close()
+    try:
+        return [_receive(process, pipe) for process, pipe in started]
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+
+
+def _answer(pipe, environment: dict, folder: str, function: Callable, arguments: tuple) -> None:
+    """Send whether the call succeeded, and what it returned or its traceback."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    try:
+        answer = (True, function(*arguments))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))  # send() shares tensors' memory, which ends with this process
+
+
+def _receive(process, pipe):
+    assert pipe.poll(TIMEOUT_SECONDS), "a process hangs"
+    try:
+        succeeded, answer = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join()
+        return ExitedWithoutAnswer(process.exitcode)
+    assert succeeded, answer
+    return answer

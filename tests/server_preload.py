@@ -1,0 +1,14 @@
+"""Last module that the fork server imports, so that its forks inherit a composed configuration and frozen objects."""
+
+import gc
+
+from harness import source
+from harness.loop import scoring
+from tests.small_configs import plan
+from tests.small_runs import MOVING, SMALL, _hydra
+
+scoring.CHECKED_POSITIONS = 6  # as in conftest.py
+_hydra()
+source.digest(plan(*SMALL, *MOVING).config)
+gc.collect()
+gc.freeze()

@@ -1,0 +1,112 @@
+"""Configurations for tests, composed from ``conf/`` as the command line composes them, and plans of small models."""
+
+import copy
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig
+
+from harness.data import corpora
+from harness.data.corpora import Corpus
+from harness.device import runtime
+from harness.loop.trainer import Trainer
+from harness.plan.build import Plan, plan_run
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+GROUPS = {path.relative_to(CONF).as_posix() for path in CONF.rglob("*") if path.is_dir()}
+
+TINY = (
+    *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=16"),
+    *("batch.streams=2", "batch.segment=16", "runtime.precision=float32", "runtime.device=cpu", "runtime.threads=1"),
+)
+
+
+def compose_config(*overrides: str, name: str = "train") -> DictConfig:
+    """The configuration of a command. Hydra composes each choice of files once; other overrides are set on a copy."""
+    parsed = {word: _parsed(word) for word in overrides}
+    files = tuple(word for word, override in parsed.items() if _chooses_a_file(override))
+    if len(parsed) < len(overrides):
+        return copy.deepcopy(_composed(name, overrides))
+    cfg = copy.deepcopy(_composed(name, files))
+    ConfigLoaderImpl._apply_overrides_to_config([parsed[word] for word in overrides if word not in files], cfg)
+    return cfg
+
+
+@cache
+def _composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"), patch.object(ConfigRepository, "load_config", _load):
+        return compose(name, overrides=list(overrides))
+
+
+FILES: dict[str, ConfigResult | None] = {}
+READ = ConfigRepository.load_config
+
+
+def _load(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
+    """A copy of a cached configuration file. Reading files takes half of the time of a composition."""
+    if config_path not in FILES:
+        FILES[config_path] = READ(repository, config_path)
+    if result := copy.copy(FILES[config_path]):
+        result.config = copy.deepcopy(result.config)
+    return result
+
+
+@cache
+def _parsed(word: str) -> Override:
+    return OverridesParser.create().parse_overrides([word])[0]
+
+
+def _chooses_a_file(override: Override) -> bool:
+    """Whether Hydra needs the override before it reads files."""
+    group = override.key_or_group
+    return group in GROUPS or group.startswith("hydra") or override.package is not None or override.is_sweep_override()
+
+
+def variant_file(variant: str) -> dict:
+    node = yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text(encoding="utf-8"))
+    return node.get("variant", node)
+
+
+def small(variant: str, *, slot: str | None = None) -> list[str]:
+    """Overrides that shrink a variant to ``TINY``, as ``small`` in its file has them.
+
+    Args:
+        slot: name of the sublayer in the configuration, if not that of the variant's file.
+    """
+    node = (variant_file(variant).get("small") or {}).items()
+    return [
+        f"variant.{slot or name}.{key}={'null' if value is None else value}"
+        for name, keywords in node
+        if name != "model"
+        for key, value in keywords.items()
+    ]
+
+
+def sized(variant: str) -> list[str]:
+    """Overrides that choose a variant and set the small sizes in its file, those of the model included."""
+    sizes = (variant_file(variant).get("small") or {}).get("model") or {}
+    return [f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes.items())]
+
+
+def plan(*overrides: str) -> Plan:
+    """The plan of ``python train.py`` with these overrides."""
+    return plan_run(compose_config(*overrides))
+
+
+def recall() -> Corpus:
+    return corpora.load("recall", bytes=20_000)
+
+
+def one_step(plan: Plan, corpus: Corpus) -> dict:
+    """Build a run, take one training step on ``corpus`` and return the row of the record."""
+    run = Trainer(plan, corpus, runtime.start(plan.runtime))
+    run.step()
+    return run.train_row()

@@ -1,0 +1,143 @@
+"""Small training runs, composed, prepared and trained in the test process by the code of ``train.py``."""
+
+import copy
+import json
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from harness.data import corpora
+from harness.device import runtime
+from harness.device.processes import SINGLE, ProcessGroup
+from harness.loop.prepare import prepare
+from harness.loop.run import Run
+from harness.loop.trainer import Trainer
+from harness.record.rows import RECORD, SUMMARY, read_rows
+from tests.small_configs import CONF, compose_config, plan
+from train import train
+
+SMALL = (
+    *("model.d_model=16", "model.layers=2", "model.heads=2", "model.span=16", "model.default_bytes=1024"),
+    *("data=recall", "data.bytes=20000", "data.distances=[3,5]", "batch.streams=4", "batch.segment=16"),
+    *("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1", "record.every_steps=2"),
+    *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.selection_bytes=200", "eval.bytes=400"),
+    *("eval.windows=false", "eval.test=true", "checkpoint.every_seconds=null"),
+)
+MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
+VARIANTS = {
+    "mhsa": ("variant=mhsa",),
+    "adaptive_span": ("variant=adaptive_span", "variant.attention.span.ramp=4"),
+    "all_attention": ("variant=all_attention", "variant.attention.persistent.number=8"),
+    "product_key_memory": ("variant=product_key_memory", *MEMORY),
+}
+SPARSE = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad", "optim.lr=0.003")
+SPARSE += ("optim.schedule.warmup_steps=0",)
+MOVING = (*VARIANTS["adaptive_span"], "variant.attention.span.initial=0.3", "variant.groups.spans.lr_scale=5.0")
+DROPOUT = ("model.dropout=0.1", "model.embedding_dropout=0.1")
+CARRY = ("batch.carry=true",)
+
+
+class PowerFailure(Exception):
+    """Raised in place of ending the process."""
+
+
+@pytest.fixture(name="here", autouse=True)
+def temporary_cwd(tmp_path, monkeypatch) -> Path:
+    """An empty current folder, so that every run can use the same relative path ``outputs``."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def change_folder(here: Path, monkeypatch) -> None:
+    """Change to another folder, which has no ``outputs`` yet."""
+    (here / "other").mkdir()
+    monkeypatch.chdir(here / "other")
+
+
+def make_run(*overrides: str) -> Trainer:
+    """A trainer before its first step, without a run folder."""
+    plan_ = plan(*SMALL, *overrides)
+    return Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime))
+
+
+def tensors(state) -> list[torch.Tensor]:
+    """All tensors of a carried state."""
+    return [state] if isinstance(state, torch.Tensor) else [t for part in state or () for t in tensors(part)]
+
+
+def make_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
+    """The run that ``python train.py`` prepares in the current folder."""
+    typed = copy.deepcopy(_hydra())
+    typed.hydra.overrides.task = [*SMALL, *overrides]
+    HydraConfig.instance().set_config(typed)
+    job = prepare(compose_config(*SMALL, *overrides), command="python train.py", processes=processes)
+    job.folder.path = job.folder.path.absolute()  # tests change the current folder
+    return job
+
+
+@cache
+def _hydra() -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", return_hydra_config=True)
+
+
+def run_job(job: Run) -> dict:
+    """Train to the end and return the written summary."""
+    train(job)
+    return json.loads((job.folder.path / SUMMARY).read_text())
+
+
+def whole_run(*overrides: str) -> tuple[Run, dict]:
+    """Prepare a run and train it to the end. Returns the run and its summary."""
+    job = make_job(*overrides)
+    return job, run_job(job)
+
+
+def repeatable(row: dict) -> dict:
+    """The keys of a row that are equal bit for bit for the same seed, device and configuration."""
+    return {key: value for key, value in row.items() if key not in ("clock", "memory")}
+
+
+def rows_of(job: Run) -> list[dict]:
+    """The rows of the record without times, memory and commit. All else must repeat bit for bit."""
+    rows = [repeatable(row) for row in read_rows(job.folder.path / RECORD)]
+    return [{key: value for key, value in row.items() if key != "commit"} for row in rows]
+
+
+def after_step(job: Run, step: int, do: Callable[[], None]) -> Run:
+    """Call ``do`` right after step number ``step`` of the job."""
+    inner = job.step
+
+    def stepping() -> None:
+        inner()
+        if job.trainer.spent.steps == step:
+            do()
+
+    job.step = stepping
+    return job
+
+
+def stop(job: Run, *, step: int) -> None:
+    """Train, send SIGTERM during that step, and assert the exit code of SIGTERM."""
+    after_step(job, step, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        run_job(job)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def crash(job: Run, *, step: int) -> None:
+    """Train until that step, then stop as if power failed, so that nothing more is saved."""
+
+    def die() -> None:
+        raise PowerFailure
+
+    after_step(job, step, die)
+    with pytest.raises(PowerFailure):
+        run_job(job)

@@ -1,0 +1,52 @@
+"""``docs/architecture.md``: the files through which a batch reaches the kernel, and a score reaches its row."""
+
+import re
+import traceback
+from pathlib import Path
+
+from harness.loop import trainer
+from harness.record import rows
+from tests.command_line import GENERATED, ROOT, empty_folder, train  # noqa: F401 - a fixture
+from variants.kernels import window_cpu
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def files_on_page(title: str) -> list[str]:
+    """The files in the block under a title of the page, in order."""
+    block = re.search(rf"^## {title}\n.*?^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
+    return [line.split()[0] for line in block.splitlines() if not line.startswith(" ")]
+
+
+def files_on_stack() -> list[str]:
+    """The product's files on the call stack, from the outermost."""
+    paths = (frame.filename for frame in traceback.extract_stack())
+    ours = (path.removeprefix(f"{ROOT}/") for path in paths if path.startswith(f"{ROOT}/") and ".venv" not in path)
+    return list(dict.fromkeys(path for path in ours if not path.startswith("tests/")))
+
+
+def test_the_page_names_the_files_of_the_call_stacks(here, monkeypatch):
+    stacks: dict[str, list[list[str]]] = {"kernel": [], "score": [], "row": []}
+
+    def watch(module, name: str, label: str) -> None:
+        function = getattr(module, name)
+        file = Path(function.__code__.co_filename).relative_to(ROOT).as_posix()
+
+        def watched(*args, **kwargs):
+            stacks[label].append([*files_on_stack(), file])
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(window_cpu, "_call", "kernel")
+    watch(trainer, "score_stream", "score")
+    watch(rows.Record, "append", "row")
+    ended = train(*GENERATED, "variant=mhsa", "eval.every=0.5")
+    assert ended.code == 0, ended
+    steps = [
+        stack for stack in stacks["kernel"] if "harness/loop/update.py" in stack and "harness/loop/run.py" in stack
+    ]
+    assert list(dict.fromkeys(steps[0])) == files_on_page("A batch") and len(files_on_page("A batch")) <= 14
+    row = [path for path in files_on_page("A number") if path.startswith(("harness/loop", "harness/record/rows"))]
+    visited = {path for stack in stacks["score"] + stacks["row"] for path in stack}
+    assert visited - {"train.py", "harness/compose/cli.py"} == {*row} and len(row) <= 5

@@ -1,0 +1,63 @@
+"""Verdicts on the claims of the results page: intervals, claims of several parts, and runs without a score."""
+
+import pandas as pd
+import pytest
+
+from bench.results_page import FAILS, HOLDS, TOO_FEW, UNDECIDED, claims_table, judge
+
+FIRST = ("mhsa", "adaptive_span", "uniform_span", "replayed_spans", "all_attention_6", "product_key_memory")
+FIRST += ("mhsa_8_layers",)
+
+
+def made_runs(bits: dict[str, list[float]]) -> pd.DataFrame:
+    """Runs with these scores, one seed for each number."""
+    same = {"state": 100, "flops": 1e6, "conditions": "one protocol"}
+    scores = [(name, seed, score) for name, seeds in bits.items() for seed, score in enumerate(seeds)]
+    return pd.DataFrame([{"variant": name, "seed": seed, "test": score} | same for name, seed, score in scores])
+
+
+def verdicts(table: str) -> list[str]:
+    return [line.strip("| ").split("|")[-1].strip("* ") for line in table.splitlines() if line.startswith("| **")]
+
+
+def test_an_interval_decides_whether_a_claim_holds():
+    below, close = [-0.10, -0.11, -0.12], [-0.01, 0.0, 0.012]
+    above = [-difference for difference in below]
+    for expected, margin, verdicts_of in (
+        ("lower", 0.0, [HOLDS, UNDECIDED, FAILS]),
+        ("lower", 0.05, [HOLDS, HOLDS, FAILS]),
+        ("equal", 0.05, [FAILS, HOLDS, FAILS]),
+    ):
+        assert [judge(case, expected=expected, margin=margin)[0] for case in (below, close, above)] == verdicts_of
+    assert judge(close, expected="equal", margin=0.02)[0] == UNDECIDED
+    assert judge([0.0] * 3, expected="lower", margin=0.0)[0] == FAILS, "equal costs are not less"
+    assert judge(below[:2], expected="lower", margin=0.0)[0] == judge([-1.0], expected="lower", margin=0.0)[0] == TOO_FEW
+    assert judge(below, expected="lower", margin=0.0)[1] == "-0.1100 ± 0.0248"  # 4.303 x 0.01 / sqrt(3)
+
+
+def test_a_claim_holds_if_all_of_its_parts_hold():
+    bits = {name: [2.3, 2.31, 2.32] for name in FIRST} | {"mhsa_8_layers": [2.4, 2.42, 2.43]}
+    bits |= {"uniform_span": [2.29, 2.33, 2.32], "replayed_spans": [2.2, 2.21, 2.22]}
+    runs = made_runs(bits)
+    runs.loc[runs["variant"] == "adaptive_span", "state"] = 50
+    table = claims_table(runs)
+    assert verdicts(table) == [
+        FAILS,
+        UNDECIDED,
+        FAILS,
+        HOLDS,
+        HOLDS,
+    ]  # adaptive spans have less state, but not fewer FLOPs
+    assert "| -50.0000 ± 0.0000 | holds |" in table
+
+
+def test_runs_without_a_score_are_counted_and_runs_of_two_protocols_are_refused():
+    runs = made_runs({name: [2.3, 2.31, 2.32, 2.33] for name in FIRST})
+    complete = claims_table(runs)
+    assert "without a score" not in complete and TOO_FEW not in complete
+    runs.loc[runs.index[-3:-1], "test"] = None  # two runs of mhsa_8_layers
+    table = claims_table(runs)
+    assert "| 2, 2 without a score |" in table and verdicts(table)[-1] == TOO_FEW
+    runs.loc[0, "conditions"] = "another"
+    with pytest.raises(ValueError, match="rows differ in data, protocol"):
+        claims_table(runs)

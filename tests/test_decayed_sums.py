@@ -1,0 +1,58 @@
+"""Gated linear attention and the gated delta rule besides their references: initial decays and extreme decays."""
+
+import pytest
+import torch
+
+from tests.attention_case import DOUBLE, Case, assert_near, assert_same
+from variants.conformance.fixture import leaves
+from variants.gated_delta import GatedDelta
+from variants.gated_linear import GatedLinear
+from variants.kernels import decayed_sums
+from variants.linear import LinearAttention
+
+pytestmark = pytest.mark.numeric
+
+
+def test_initial_decays_equal_those_of_linear_attention_with_alibi():
+    case = Case(length=21, past=9, position="alibi", heads=4)
+    linear, gated = case.build(LinearAttention, chunk=4), case.build(GatedLinear, chunk=5)
+    gated.load_state_dict(linear.state_dict() | gated.decay.state_dict(prefix="decay."))
+    past, x = case.stream()
+    outputs = [layer(x, layer(past).state).y for layer in (gated, linear)]
+    assert_near(*outputs, tolerance=1e-7)  # biases begin in float32
+    delta = [case.build(GatedDelta, decay=decay) for decay in ("head", "channel")]
+    delta[1].load_state_dict({n: x for n, x in delta[0].state_dict().items() if "decay" not in n}, strict=False)
+    assert_near(delta[1](x).y, delta[0](x).y)
+
+
+def drawn(*, length: int = 40, channels: int = 1) -> tuple[torch.Tensor, ...]:
+    """Queries, keys of norm 1, values ``[2, 2, T, 3]``, logarithms of decays ``[2, 2, T, channels]``, strengths."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v, g, b = torch.randn(5, 2, 2, length, 3, dtype=DOUBLE, generator=random)
+    return q, torch.nn.functional.normalize(k, dim=-1), v, -g[..., :channels].abs(), b[..., :1].sigmoid()
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_decays_between_zero_and_one_stay_finite_and_exact_in_float32(channels, delta):
+    """Some bytes forget all that precedes them, others forget nothing."""
+    q, k, v, _, strength = drawn()
+    rule = {"strength": strength} if delta else {}
+    decay = torch.tensor([0.0, -1e-4, -3.0, -200.0], dtype=DOUBLE)
+    decay = decay[torch.randint(4, (2, 2, 40, channels), generator=torch.Generator().manual_seed(0))].requires_grad_()
+    expected, _ = decayed_sums.attend(q, k, v, decay, chunk=1, **rule)
+    actual, _ = decayed_sums.attend(q, k, v, decay, chunk=16, **rule)
+    assert_same(actual, expected, named={"decay": decay})
+    rule = {name: x.float() for name, x in rule.items()}
+    rounded, _ = decayed_sums.attend(*(x.float() for x in (q, k, v, decay)), chunk=16, **rule)
+    assert_near(rounded.double(), expected, tolerance=3e-4)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(rounded.sum(), [decay]))
+
+
+@pytest.mark.parametrize("make", [GatedLinear, GatedDelta])
+def test_carried_sums_are_float32_under_autocast(make):
+    layer, x = Case(length=9).build(make).float(), Case(length=9).whole().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    *_, sums = leaves(out.state)
+    assert sums.dtype == torch.float32 and out.y.dtype == torch.bfloat16

@@ -1,0 +1,98 @@
+"""``bench.check agree=true`` compares backends with float64 on a device, and bench commands follow the selection."""
+
+import pytest
+import torch
+
+from bench.cost_worker import CostWorker, Task
+from bench.peer_workers import PeerWorker
+from harness.loop import select_backend
+from harness.plan.build import replan
+from harness.plan.small import contract_plan
+from tests.command_line import CommandOutcome, call
+from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
+from tests.small_configs import TINY, plan
+from variants.conformance import Finding
+from variants.kernels import window
+
+SMALL = (*TINY, "data=recall", "data.bytes=20000", "budget.steps=4", "eval.selection_bytes=400", "eval.bytes=400")
+SMALL += ("optim=adamw",)
+QUICK = ("runtime.precision=float32", "runtime.device=cpu", "runtime.threads=1", "model.d_model=32", "model.layers=1")
+PLACE = ("position=rotary", "model.cache=kv", "model.attend_self=true")
+
+
+@pytest.fixture(autouse=True)
+def quick_checks(monkeypatch):
+    """Checks of the contract that pass at once, and short segments for the comparison."""
+    monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
+    monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
+    monkeypatch.setattr(select_backend.agreement, "__kwdefaults__", {"segments": (30, 31), "tolerance": 1e-4})
+
+
+def check(*words: str) -> CommandOutcome:
+    return call("bench/check.py", "-m", *QUICK, *PLACE, *words)
+
+
+def test_backends_agree_and_a_backend_that_cannot_run_is_refused(here):  # noqa: F811
+    ended = check("agree=true", "variant=adaptive_span", "runtime.backend=plain,kernel")
+    assert ended.code == 0, ended.out + ended.err
+    lines = [line for line in ended.out.splitlines() if "agrees" in line]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"pass  agrees with float64 on cpu, {backend}, float32" for backend in ("plain", "kernel+plain")
+    ]
+    assert "at most 0.0001" in lines[1]
+    ended = check("agree=true", "variant=dynamic_span", "runtime.backend=fused")
+    assert ended.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("precision", "wrong", "words"),
+    [("float32", "gradient", "query.weight, at most 0.0001"), ("bfloat16", "value", "at most 0.0")],
+)
+def test_a_wrong_output_or_gradient_fails(here, monkeypatch, precision, wrong, words):  # noqa: F811
+    """float64 is right. In bfloat16 the host is right as well, and twice its error is allowed."""
+    inner, calls = window.attend, []
+
+    def attend(q, k, v, *arguments, **keywords):
+        exact = q.dtype == torch.float64 or len(calls) >= 2  # after 2 segments on the device comes the host
+        calls.extend([] if q.dtype == torch.float64 else [q])
+        y = inner(q.detach() if not exact and wrong == "gradient" else q, k, v, *arguments, **keywords)
+        return y * 1.1 if wrong == "value" and not exact else y
+
+    monkeypatch.setattr(window, "attend", attend)
+    words_of_run = ("runtime.backend=plain", f"runtime.precision={precision}", "runtime.deterministic=false")
+    ended = check("agree=true", "variant=mhsa", *words_of_run)
+    (line,) = [line for line in ended.out.splitlines() if "agrees" in line]
+    assert ended.code == 1 and line.startswith(f"FAIL  agrees with float64 on cpu, plain, {precision}: "), ended
+    assert words in line
+
+
+def test_a_missing_device_is_refused_and_a_cpu_is_compared_on_request_only(here):  # noqa: F811
+    ended = call("bench/check.py", "variant=mhsa", "runtime.device=cuda:99")
+    assert ended.code == 2 and "runtime.device=cuda:99: " in ended.err and not ended.out
+    assert "agrees" not in check("variant=mhsa", "runtime.backend=plain").out
+
+
+def test_the_contract_of_a_run_on_a_gpu_is_checked_on_the_cpu_in_plain_pytorch():
+    gpu_plan = plan("variant=mhsa", "runtime.device=cuda", "runtime.backend=kernel", "runtime.precision=bfloat16")
+    checked = contract_plan(gpu_plan, "cuda").runtime
+    assert (checked.backend, checked.device, checked.precision) == ("plain", "cpu", "float32")
+    assert contract_plan(gpu_plan, "cpu") is gpu_plan
+
+
+def test_cost_and_peers_measure_the_selected_backend_and_refuse_one_that_fails(monkeypatch):
+    made = plan("variant=mhsa", *SMALL)
+
+    def select(run_plan, where):
+        if run_plan.runtime.backend != "auto":
+            raise ValueError("runtime.backend=kernel: kernel failed")
+        return {"backend": "fused", "errors": {"fused": "1e-6"}}
+
+    monkeypatch.setattr(select_backend, "TESTED_DEVICES", ())
+    monkeypatch.setattr(select_backend, "select", select)
+    facts = CostWorker(Task(config=made.config)).build()
+    assert facts["backend"] == "fused" and facts["backend_choice"]["errors"] == {"fused": "1e-6"}
+    assert PeerWorker(Task(config=made.config)).build()["backend"] == "fused"
+    named = replan(made, runtime={"backend": "kernel"}).config
+    for worker in (CostWorker, PeerWorker):
+        with pytest.raises(ValueError, match="kernel failed"):
+            worker(Task(config=named))

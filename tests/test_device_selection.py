@@ -1,0 +1,137 @@
+"""Which device ``runtime.device`` selects and what ``auto`` means on it, with simulated GPUs."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from harness.device import random_state, runtime
+from harness.device.processes import ProcessGroup
+from tests.small_configs import plan
+from tests.small_runs import make_job, temporary_cwd  # noqa: F401 - a fixture
+
+AUTO = ("runtime.precision=auto", "runtime.compile=auto")
+TYPED = ("runtime.precision=float32", "runtime.compile=false")
+
+
+def pretend(patch: pytest.MonkeyPatch, *, devices: int) -> list[int]:
+    """Let torch report GPUs that cannot compute. Returns a list of the indices that later become the current device."""
+    chosen: list[int] = []
+    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a run would set it permanently
+    patch.setattr(torch.cuda, "is_available", lambda: bool(devices))
+    patch.setattr(torch.cuda, "device_count", lambda: devices)
+    patch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_devices_are_the_cpu_and_the_existing_gpus(monkeypatch):
+    pretend(monkeypatch, devices=2)
+    assert (
+        runtime.device_of("auto") == runtime.device_of("cuda") == torch.device("cuda")
+        and runtime.device_of("cuda:1").index == 1
+    )
+    for wrong in ("tpu", "xpu", "cuda:2"):
+        with pytest.raises(
+            ValueError, match=f"runtime.device={wrong}: .* sees 2 .* allowed are auto, cpu, cuda, cuda:N"
+        ):
+            runtime.device_of(wrong)
+    pretend(monkeypatch, devices=0)
+    assert runtime.device_of("auto").type == runtime.device_of("cpu").type == "cpu"
+    with pytest.raises(ValueError, match="runtime.device=cuda: .* sees 0 CUDA devices; allowed are auto, cpu$"):
+        runtime.device_of("cuda")
+
+
+def test_auto_is_refused_where_torch_cannot_use_an_existing_gpu(monkeypatch, tmp_path):
+    pretend(monkeypatch, devices=0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(runtime, "NVIDIA_DEVICES", tmp_path)
+    assert runtime.device_of("auto").type == "cpu", "a driver without a device"
+    (tmp_path / "0000:01:00.0").mkdir()
+    with pytest.raises(ValueError, match="runtime.device=auto: .* cannot use the NVIDIA device .* runtime.device=cpu"):
+        runtime.device_of("auto")
+    assert runtime.device_of("cpu").type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert runtime.device_of("auto").type == "cpu", "hidden on purpose"
+
+
+def test_a_requirement_of_compilation_that_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(runtime, "find_spec", lambda name: object())
+    monkeypatch.setattr(runtime.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("CXX", "c++")
+    assert runtime.missing_for_compile() == "Python.h"
+    (tmp_path / "Python.h").touch()
+    assert runtime.missing_for_compile() is None
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert runtime.missing_for_compile() == "a C++ compiler"
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None)
+    assert runtime.missing_for_compile() == "triton"
+
+
+def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
+    chosen = pretend(monkeypatch, devices=2)
+    second = ProcessGroup(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    for name in ("auto", "cuda"):
+        assert runtime.start(plan(f"runtime.device={name}", *TYPED).runtime, processes=second).device.index == 1
+    assert chosen == [1, 1]
+    assert runtime.start(plan("runtime.device=cpu").runtime, processes=second).device.type == "cpu"
+    with pytest.raises(ValueError, match="runtime.device=cuda:1 with 4 processes"):
+        runtime.start(plan("runtime.device=cuda:1").runtime, processes=second)
+    with pytest.raises(ValueError, match="3 processes need as many CUDA devices, torch sees 2"):
+        runtime.start(plan().runtime, processes=ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3))
+
+
+def test_auto_is_bfloat16_where_the_device_multiplies_it_and_compiles_where_a_gpu_can(monkeypatch, capsys):
+    for capabilities, expected in (({"amx_bf16": True}, True), ({"avx512_bf16": False, "avx512_f": True}, False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
+        assert runtime.has_native_bfloat16(torch.device("cpu")) is expected
+    pretend(monkeypatch, devices=1)
+    for real, lack in ((True, "Python.h"), (False, None)):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, real=real: including_emulation or real
+        )
+        monkeypatch.setattr(runtime, "missing_for_compile", lambda lack=lack: lack)
+        settings = runtime.resolve_auto(plan("runtime.device=cpu").runtime)
+        on_gpu = dataclasses.replace(settings, device="cuda", precision="auto", compile="auto")
+        word = "bfloat16" if real else "float32"
+        assert runtime.resolve_auto(on_gpu) == dataclasses.replace(on_gpu, precision=word, compile=lack is None)
+        assert ("Python.h is not installed" in capsys.readouterr().out) == (lack is not None)
+
+
+def test_the_value_of_auto_is_part_of_the_identity_of_a_run(here, monkeypatch):
+    """The same command finds its run again on a machine where ``auto`` means the same."""
+    folders = set()
+    for precision in ("float32", "bfloat16"):
+        monkeypatch.setattr(runtime, "has_native_bfloat16", lambda device, word=precision: word == "bfloat16")
+        job = make_job(*AUTO)
+        assert job.trainer.runtime.precision == job.plan.config["runtime"]["precision"] == precision
+        typed = make_job(f"runtime.precision={precision}", "runtime.compile=false")
+        assert typed.folder.path == job.folder.path, "what is typed is what auto means"
+        folders.add(job.folder.path)
+    assert len(folders) == 2
+
+
+def test_tf32_is_set_on_cuda_only_where_it_is_requested(monkeypatch):
+    with pytest.raises(ValueError, match="runtime.tf32=true: runtime.device=cpu does not support TF32"):
+        runtime.start(plan("runtime.device=cpu", "runtime.tf32=true").runtime)
+    pretend(monkeypatch, devices=1)
+    settings = plan("runtime.device=cuda", *TYPED).runtime
+    try:
+        on = runtime.start(dataclasses.replace(settings, tf32=True))
+        assert on.tf32 and torch.get_float32_matmul_precision() == "high"
+    finally:
+        off = runtime.start(settings)
+    assert not off.tf32 and torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_random_state_of_a_gpu_is_saved_once_it_is_initialized(monkeypatch):
+    generator = {"state": torch.tensor([1])}
+    assert random_state.random_state()["accelerator"] is None, "an unused GPU has no random state"
+    pretend(monkeypatch, devices=1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: generator["state"])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: generator.update(state=state))
+    state = random_state.random_state()
+    generator["state"] = torch.tensor([2])
+    random_state.set_random_state(state)
+    assert generator["state"].tolist() == [1]

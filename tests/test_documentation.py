@@ -1,0 +1,80 @@
+"""README and docs: every command composes, every link has a target, and the YAML of README is a variant."""
+
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from harness.plan.build import plan_run
+from tests.command_line import ROOT, call, empty_folder  # noqa: F401 - a fixture
+from tests.small_configs import CONF, compose_config
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
+STARTS = ("python", "torchrun", ".venv/bin/python")
+
+
+def commands() -> dict[tuple[str, ...], str]:
+    """The words after Python of every command on the pages, and the last page that has the command."""
+    pages = {}
+    for page, text in TEXTS.items():
+        blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        inline = re.findall(r"`(python[^`]*)`", text)
+        lines = [*"".join(blocks).replace("\\\n", " ").splitlines(), *inline]
+        for part in (part for line in lines for part in line.split("&&")):
+            words = shlex.split(part, comments=True)
+            if words and words[0] in STARTS and "..." not in words[-1]:
+                pages[tuple(words[1:])] = page
+    return pages
+
+
+def jobs(words: list[str]) -> list[list[str]]:
+    return [list(job) for job in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]]
+
+
+def test_every_command_on_the_pages_composes():
+    planned, verbs = set(), set()
+    for words, page in commands().items():
+        overrides = [word for word in words if re.match(r"\+*[\w@./]+=", word) and not word.startswith("hydra")]
+        if "-cd" in words or {"variant=mine", "variant=V"} & {*overrides}:
+            continue
+        if any(word.endswith("train.py") for word in words) and "recipe=" not in overrides:
+            sweeping = "-m" in words or any(word.startswith("sweep=") for word in overrides)
+            typed = [tuple(job) for job in jobs(overrides)]
+            for job in {typed[0], typed[-1]} - planned:
+                plan_run(compose_config(*job), sweeping=sweeping)
+                planned.add(job)
+        elif words[0] == "-m" and words[1].startswith("bench."):
+            verb = words[1].removeprefix("bench.")
+            assert find_spec(words[1]), (page, words)
+            if (CONF / f"{verb}.yaml").exists():
+                compose_config(*overrides, name=verb)
+            verbs.add(verb)
+    assert len(planned) >= 12 and {"cost", "fit", "peers", "evaluate", "compress", "evidence", "report"} <= verbs
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_link_has_a_target(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", TEXTS[page]):
+        path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert anchor in slugs, f"{page}: {target}#{anchor}"
+
+
+def test_the_yaml_of_readme_is_a_variant(here):
+    block = "".join(re.findall(r"^```yaml\n(.*?)^```$", TEXTS["README.md"], re.MULTILINE | re.DOTALL))
+    for name, text in re.findall(r"^# (my_conf/\S+)\n(.*?)(?=^# my_conf/|\Z)", block, re.MULTILINE | re.DOTALL):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    shown = call("train.py", "-cd", "my_conf", "trust=[performer_pytorch]", "variant=their_performer", "--cfg", "job")
+    config = yaml.safe_load(shown.out)
+    assert config["variant"]["attention"]["module"]["causal"] is True and config["variant"]["name"] == "their_performer"
+    assert len(TEXTS["README.md"].splitlines()) <= 180

@@ -1,0 +1,135 @@
+"""When the host waits for the device: reads of tensors and synchronizations are counted on a CPU as on a GPU."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.device.runtime import Runtime
+from harness.loop.update import Update
+from tests.small_runs import MOVING, VARIANTS, make_run
+
+WAYS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the CPU kernel reads spans
+
+
+@pytest.fixture(name="waits")
+def counted(monkeypatch) -> list[str]:
+    """The names of the calls for which the host has waited so far."""
+    names: list[str] = []
+
+    def counting(name: str, inner: Callable) -> Callable:
+        def call(*args: object, **keywords: object) -> object:
+            names.append(name)
+            return inner(*args, **keywords)
+
+        return call
+
+    for name in WAYS:
+        monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
+    monkeypatch.setattr(Runtime, "synchronise", counting("synchronise", Runtime.synchronise))
+    monkeypatch.setattr(Runtime, "to_host", lambda self, number: lambda: 0.0)  # not counted: the host reads it later
+    return names
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((*MOVING, *DEEP), ["tolist"]),
+        ((*VARIANTS["mhsa"], *DEEP), []),
+        (("budget.steps=null", "budget.seconds=100"), ["synchronise"]),
+    ],
+)
+def test_a_step_waits_only_for_learned_spans_or_a_budget_of_seconds(words, expected, waits):
+    run = make_run("budget.steps=100", *words)
+    run.step()  # optimizers create their state
+    for _ in range(3):
+        waits.clear()
+        run.step()
+        assert waits == expected
+    waits.clear()
+    run.train_row()
+    assert waits.count("synchronise") == ("seconds" not in words[-1])
+
+
+def test_the_next_batch_is_sent_before_a_step_and_the_outcome_is_read_after_the_next_step(monkeypatch):
+    run, order, batches = make_run("budget.steps=100"), [], []
+    batch, update = run.stream.batch, Update.__call__
+
+    def recorded_update(self: Update, inputs: Tensor, *rest: object, **keywords: object):
+        order.append(("update", run.spent.steps))
+        batches.append(inputs)
+        return update(self, inputs, *rest, **keywords)
+
+    def to_host(self: Runtime, number: Tensor) -> Callable[[], None]:
+        return lambda step=run.spent.steps: order.append(("read", step))
+
+    monkeypatch.setattr(run.stream, "batch", lambda at, shard: order.append(("send", at)) or batch(at, shard=shard))
+    monkeypatch.setattr(Update, "__call__", recorded_update)
+    monkeypatch.setattr(Runtime, "to_host", to_host)
+    for _ in range(3):
+        run.step()
+    words = "send 0, send 1, update 0, send 2, update 1, read 0, send 3, update 2, read 1"
+    assert ", ".join(f"{call} {step}" for call, step in order) == words
+    assert all(torch.equal(inputs, batch(at)[0]) for at, inputs in enumerate(batches))
+    run.train_row()
+    assert order[9:] == [("read", 2)]
+
+
+def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_steps(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def work(self: Runtime) -> None:
+        now[0] += 5.0
+
+    monkeypatch.setattr(Runtime, "synchronise", work)
+    run = make_run("budget.steps=100")
+    run.step()
+    run.step()
+    assert run.progress()["clock"]["seconds"] == 5.0
+    now[0] += 100.0
+    assert run.progress()["clock"]["seconds"] == 5.0, "the device had no work since"
+    run.step()
+    assert run.checkpoint_content()["spent"]["seconds"] == 10.0
+    run.step()
+    run.evaluate(run.selection_split(), pairs=10)
+    assert run.progress()["clock"]["seconds"] == 15.0, "scoring must not count as training"
+    run.step()
+    assert run.progress()["clock"]["bytes_per_second"] == run.spent.bytes / 20.0
+
+
+def test_the_loss_of_a_row_is_the_mean_of_all_steps_since_the_last_row(monkeypatch):
+    run, losses, update = make_run("budget.steps=100"), [], Update.__call__
+
+    def recorded_update(*args: object, **keywords: object):
+        nats, state = update(*args, **keywords)
+        losses.append(nats.item())
+        return nats, state
+
+    monkeypatch.setattr(Update, "__call__", recorded_update)
+    for _ in range(3):
+        run.step()
+    assert run.checkpoint_content()["nats"] == sum(losses)
+    assert run.train_row()["bits_per_byte"] == sum(losses) / 3 / math.log(2)
+
+
+def test_batches_are_sent_as_bytes_from_pinned_memory_without_waiting(monkeypatch):
+    """A device of type xpu stands for an accelerator; the calls of torch are recorded."""
+    copies, pinned, inner, device = [], [], Tensor.to, torch.device("xpu:0")
+
+    def to(self: Tensor, *where: object, **how: object) -> Tensor:
+        if device in where:
+            copies.append((self.dtype, how))
+            return self
+        return inner(self, *where, **how)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self.dtype) or self)
+    batch = torch.tensor([[0, 200, 255]])
+    (sent,) = Runtime(device=device, precision="float32", compile=False).send(batch)
+    assert torch.equal(sent, batch) and sent.dtype == torch.int64
+    assert copies == [(torch.uint8, {"non_blocking": True})] and pinned == [torch.uint8]
+    assert Runtime(device=torch.device("cpu"), precision="float32", compile=False).send(batch)[0] is batch

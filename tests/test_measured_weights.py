@@ -1,0 +1,92 @@
+"""Weights of measured models: noise makes every gradient nonzero, and learned spans are set to fixed lengths."""
+
+import pytest
+import torch
+from torch import nn
+
+from bench.cost_worker import LEARNED_SPANS, CostWorker, Task, add_noise_, learned_spans, place_spans
+from bench.peer_workers import INSTALL, PACKAGES, PeerWorker, version
+from harness.plan.build import Plan
+from tests.requirements import require
+from tests.small_configs import plan, small
+
+SMALL = ("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=64", "batch.streams=2", "batch.segment=64")
+SMALL += ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
+SMALL += ("data=synthetic_text", "data.bytes=40000")
+
+
+def made(variant: str, *words: str) -> Plan:
+    return plan(f"variant={variant}", *SMALL, *small(variant), *words)
+
+
+def without_gradient(model: nn.Module, step) -> list[str]:
+    """Parameters whose gradient in one training step is missing or zero."""
+    moved = set()
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: moved.add(name) if p.grad.to_dense().any() else None
+        )
+    step()
+    return [name for name, _ in model.named_parameters() if name not in moved]
+
+
+def task(variant: str, *words: str, **more) -> Task:
+    return Task(config=made(variant, *words).config, **more)
+
+
+def subject(variant: str, *words: str) -> CostWorker:
+    """A worker of ``bench.cost`` with its model."""
+    measured = CostWorker(task(variant, *words, spans="learned"))
+    measured.build()
+    return measured
+
+
+@pytest.mark.parametrize("variant", ["all_attention", "product_key_memory"])
+def test_every_parameter_has_a_gradient_in_the_step_that_bench_cost_measures(variant):
+    measured = subject(variant)
+    measured.train_memory()
+    assert not without_gradient(measured.model, lambda: measured.times("train", seconds=0))
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_parameter_has_a_gradient_in_the_step_that_bench_peers_measures(name):
+    require(version(PACKAGES[name]), f"{PACKAGES[name]}: {INSTALL}")
+    measured = PeerWorker(task("mhsa", peer=name))
+    measured.build()
+    measured.train_memory()
+    assert not without_gradient(measured.model, measured._train)
+
+
+def test_without_noise_many_parameters_have_no_gradient(monkeypatch):
+    monkeypatch.setattr("bench.cost_worker.add_noise_", lambda model: None)
+    measured = subject("adaptive_span")
+    measured.train_memory()
+    assert len(without_gradient(measured.model, measured._train)) > 20
+
+
+def test_the_noise_is_the_same_at_every_call_and_does_not_change_spans(monkeypatch):
+    models = [made("all_attention").make_model() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    before = [part.fraction.clone() for part in learned_spans(models[0])]
+    for model in models:
+        add_noise_(model)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
+    assert all(torch.equal(part.fraction, old) for part, old in zip(learned_spans(models[0]), before, strict=True))
+    table = nn.Embedding(40, 8, _weight=torch.zeros(40, 8))
+    monkeypatch.setattr("bench.cost_worker.NOISE_CHUNK", 64)  # a large table is drawn in pieces
+    add_noise_(table)
+    assert 0.015 < table.weight.std() < 0.025 and (table.weight != 0).all()
+
+
+def spans(model) -> list[list[float]]:
+    return [part.metrics({})["span"].tolist() for part in learned_spans(model)]
+
+
+@pytest.mark.parametrize(("layers", "heads", "span"), [(4, 4, 64), (6, 2, 512)])
+def test_spans_are_set_to_the_lists_of_lengths_which_repeat_over_layers_and_heads(layers, heads, span):
+    model = made("adaptive_span", f"model.span={span}", f"model.layers={layers}", f"model.heads={heads}").make_model()
+    place_spans(model, heads=heads)
+    for lengths, expected in zip(spans(model), LEARNED_SPANS * 2, strict=False):
+        assert lengths == pytest.approx([min(span, expected[head % 4]) for head in range(heads)], abs=1e-3)
+    assert not any(learned_spans(made(variant).make_model()) for variant in ("mhsa", "all_attention_fixed"))

@@ -1,0 +1,106 @@
+"""A variant from outside the repository, as a file or a package with a few lines of YAML, is trained and checked."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+
+MIXER = """from torch import nn
+from variants.contract import Sublayer, SublayerOutput
+
+class Mixer(Sublayer):
+    def __init__(self, context, *, width: int = 16):
+        super().__init__()
+        self.gate, self.into = nn.Linear(context.d_model, width), nn.Linear(context.d_model, width)
+        self.out = nn.Linear(width, context.d_model)
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(self.out(self.gate(x).sigmoid() * self.into(x)))
+"""
+SUBLAYER = "_target_: {module}.Mixer\n_partial_: true\nwidth: 24\n"
+VARIANT = """defaults:
+  - /sublayer@mixer: my_mixer
+name: mine
+layers: [mixer]
+"""
+
+
+def write(folder: Path, *, module: str, conf: str) -> None:
+    """Write a user's module, and a folder ``conf`` with its sublayer and its variant."""
+    files = {
+        Path(*module.split(".")).with_suffix(".py"): MIXER,
+        Path(conf, "sublayer", "my_mixer.yaml"): SUBLAYER.format(module=module),
+        Path(conf, "variant", "mine.yaml"): VARIANT,
+    }
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(name="imports")
+def forgotten_imports(monkeypatch):
+    """Undo the imports of a test."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("my_mixer", "my_pkg", "fading"):
+            del sys.modules[name]
+
+
+PAGE = (ROOT / "docs" / "adding_a_variant.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(here, imports, monkeypatch):
+    assert sum(len(text.splitlines()) for text in FILES.values()) <= 40 and len(FILES) == 3
+    for path, text in FILES.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    check, trained = (shlex.split(line)[1:] for line in commands.splitlines())
+    checked = call("bench/check.py", *check[2:])
+    assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
+    ended = train(*trained[1:], *GENERATED)
+    assert ended.code == 0, ended
+    (run,) = run_folders(here / "outputs")
+    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["status"] == "finished"
+
+
+@pytest.mark.parametrize("name", ["variant/mhsa", "train"])
+def test_a_users_file_with_the_name_of_one_of_ours_is_refused(here, name):
+    """Our file would be read in place of the user's."""
+    write(here, module="my_mixer", conf="my_conf")
+    (here / "my_conf" / f"{name}.yaml").write_text("{}\n")
+    ended = train("-cd", "my_conf", *GENERATED, "variant=mhsa")
+    assert ended.code == 2 and len(ended.err.splitlines()) == 1, ended
+    assert f"{here / 'my_conf' / name}.yaml: has the name of a file of the project" in ended.err
+    assert train("-cd", str(ROOT / "conf"), *GENERATED, "--cfg", "job").code == 0  # our own folder is allowed
+
+
+def test_a_module_without_trust_is_not_imported(here, imports):
+    write(here, module="my_mixer", conf="my_conf")
+    (here / "my_mixer.py").write_text("raise SystemExit('it was imported')\n", encoding="utf-8")
+    before = sorted(here.rglob("*"))
+    ended = train("-cd", "my_conf", *GENERATED, "variant=mine")
+    assert ended.code == 2 and "my_mixer.Mixer" in ended.err and "trust=[" in ended.err
+    assert len(ended.err.splitlines()) == 1 and sorted(here.rglob("*")) == before
+
+
+def test_a_package_on_the_search_path_needs_trust(here, imports):
+    write(here, module="my_pkg.mixer", conf="my_pkg/conf")
+    for package in ("my_pkg", "my_pkg/conf"):
+        (here / package / "__init__.py").touch()
+    sys.path.append(str(here))  # stands for an installed package
+    words = (*GENERATED, "hydra.searchpath=[pkg://my_pkg.conf]", "variant=mine")
+    ended = train(*words)
+    assert ended.code == 2 and "my_pkg.mixer.Mixer: allowed are classes of" in ended.err
+    ended = train(*words, "trust=[my_pkg]")
+    assert ended.code == 0, ended
+    (run,) = run_folders(here / "outputs")
+    assert run.name.startswith("mine-s0-")

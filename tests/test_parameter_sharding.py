@@ -1,0 +1,226 @@
+"""Three processes with replicated or sharded parameters: averaged gradients, tables divided by columns, and scores."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from harness.device.model_parameters import full_tensors
+from harness.device.processes import SINGLE, ProcessGroup, join_processes
+from harness.device.runtime import Runtime
+from harness.device.sharded_tables import ShardedTables
+from harness.loop.scoring import score_stream, score_windows
+from harness.loop.update import Update, unsharded_parameters
+from harness.optim import Muon
+from harness.optim.budget import Schedule
+from harness.optim.optimizers import Optimizers
+from harness.optim.parameter_groups import assign
+from tests.promises import model_of
+from tests.rank_processes import launch
+from tests.small_runs import CARRY, SPARSE, VARIANTS, make_run
+from tests.test_distributed_training import divided_run, trained
+from variants.contract import LayerContext, Sublayer, SublayerOutput
+
+pytestmark = pytest.mark.numeric
+
+STEPS = 4
+TABLES = (*CARRY, "runtime.shard=full", "batch.streams=6", "model.head_zero_init=false", f"budget.steps={STEPS}")
+TABLES += ("model.d_model=20", "eval.streams=2")  # 7, 7 and 6 columns; rank 2 has nothing to score
+TWO_LAYERS = ("variant.layers=[attention,memory]", "variant.at={}")
+CASES = {
+    "dense, relu": (
+        *(*VARIANTS["product_key_memory"], *TWO_LAYERS, "variant.memory.activation=relu"),
+        *("optim=adamw", "optim.clip=0.1"),
+    ),
+    "shared by two layers, in parts": (
+        *(*SPARSE, *TWO_LAYERS, "variant.memory.share=network", "optim.clip=0.001"),
+        *("+variant.groups.values.clip=0.01", "batch.accumulate=2"),
+    ),
+}
+
+
+class Outsider(Sublayer):
+    """A sublayer written for one process, with a parameter of each type that FSDP cannot shard.
+
+    ``looked_at`` is read outside of the forward pass, ``shared`` belongs to all layers, ``forgotten`` is unused, and
+    ``table`` has sparse gradients.
+    """
+
+    def __init__(self, context: LayerContext):
+        super().__init__()
+        width = context.d_model
+        self.inner, self.outer = nn.Linear(width, 3 * width + 1, bias=False), nn.Linear(3 * width + 1, width)
+        self.looked_at, self.forgotten = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.shared = context.shared(nn.Linear, "matrix", lambda: nn.Linear(width, width, bias=False))
+        self.table = nn.Parameter(torch.randn(16, width))
+
+    def project_(self) -> None:
+        assert type(self.looked_at.weight) is nn.Parameter
+        with torch.no_grad():
+            self.looked_at.weight.clamp_(-0.1, 0.1)
+
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        return {"norm": self.looked_at.weight.norm(), "shared": self.shared.weight.norm()}
+
+    def ideal_flops(self) -> int:
+        return 2 * int((self.looked_at.weight != 0).sum()) + 2 * self.inner.weight.numel()
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        y = self.outer(self.inner(x).relu()) + self.looked_at(x) + self.shared(x)
+        return SublayerOutput(y + F.embedding(torch.arange(x.shape[1], device=x.device) % 5, self.table, sparse=True))
+
+
+def outsiders_steps(processes: ProcessGroup, shard: str) -> dict:
+    """Train ``Outsider`` with Muon, AdamW, clipping and accumulation. 3 does not divide the rows of some matrices."""
+    torch.manual_seed(0)
+    model = model_of(Outsider)().double()
+    groups = assign(
+        model,
+        default=partial(torch.optim.AdamW, fused=True),
+        matrices={"optimizer": partial(Muon, weight_decay=0.1)},
+        groups={
+            "tables": {"match": "*.table", "optimizer": torch.optim.SparseAdam},
+            "head": {"match": "head*", "clip": 0.01},
+        },
+    )
+    optimizers = Optimizers(groups, lr=0.01, schedule=Schedule(), clip=0.1)
+    for part in optimizers.optimizers["matrices"].param_groups:
+        part["precision"] = "float64"
+    where = Runtime(device=torch.device("cpu"), precision="float32", compile=False, processes=processes)
+    update = Update(model, optimizers, where, accumulate=2)
+    update.distribute(shard=shard)
+    tokens = torch.randint(31, (6, 12), generator=torch.Generator().manual_seed(1))
+    share = tokens.chunk(processes.world_size)[processes.rank]
+    for _ in range(STEPS):
+        update(share[:, :-1], share[:, 1:], None, fraction=0.5)
+    model, units = update.model, update.parameters
+    with units.unsharded():
+        plain = all(type(p) is nn.Parameter for p in model.parameters())
+    return {
+        "metrics": model.metrics({}),
+        "flops": model.ideal_flops(),
+        "divided": sum(isinstance(p, DTensor) for p in units.local_parameters),
+        "bytes": sum(p.nbytes for p in units.local_parameters),
+        "model": full_tensors(model.state_dict()),
+        "plain": plain,
+        "state": full_tensors(update.optimizers.state_dict())["groups"],
+    }
+
+
+def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
+    run = divided_run(processes, *TABLES, *words, precision="float64")
+    results, units = trained(run), run.update.parameters
+    named = zip((name for name, _ in run.model.named_parameters()), units.local_parameters, strict=True)
+    tables = [parameter for name, parameter in named if name.endswith("values")]
+    return results | {
+        "shapes": [tuple(table.shape) for table in tables],
+        "averaged": any(table in {*units.averaged_parameters} for table in tables),
+        "state": full_tensors(run.optimizers.state_dict())["groups"],
+        "flops": run.model.ideal_flops(),
+    }
+
+
+def scores(processes: ProcessGroup) -> dict:
+    """Scores of 1 stream, of 7 streams and of windows, and the random numbers and streams of each process."""
+    run = divided_run(processes, *VARIANTS["product_key_memory"], "batch.streams=6", precision="float64")
+    split = run.corpus.splits["valid"][:200]
+    by_streams = partial(score_stream, run.model, split, runtime=run.runtime, segment=7, collect_stats=True)
+    return {
+        "nats": [by_streams(streams=streams).nats for streams in (1, 7)],
+        "stats": by_streams(streams=7).stats,
+        "windows": score_windows(run.model, run.corpus.splits["valid"], runtime=run.runtime, batch=1).nats,
+        "draws": torch.rand(2).tolist(),
+        "streams": run.stream.batch(0, shard=processes.shard)[0],
+    }
+
+
+def averaged(processes: ProcessGroup) -> list[Tensor | None]:
+    """Averages of a dense and a sparse gradient that rank 1 lacks, and of a gradient that all lack."""
+    parameters = [nn.Parameter(torch.zeros(3, 2)) for _ in range(3)]
+    if processes.rank != 1:
+        parameters[0].grad = torch.full((3, 2), 3.0)
+        rows = torch.tensor([[0, processes.rank]])
+        parameters[1].grad = torch.sparse_coo_tensor(rows, torch.ones(2, 2), (3, 2))
+    processes.average_gradients_(parameters)
+    assert parameters[1].grad.is_sparse and parameters[1].grad.is_coalesced()
+    return [p.grad if p.grad is None else p.grad.to_dense() for p in parameters]
+
+
+def everything() -> dict:
+    with join_processes() as processes:
+        results = {shard: outsiders_steps(processes, shard) for shard in ("none", "full")}
+        results |= {name: tables_steps(processes, words) for name, words in CASES.items()}
+        return results | {"scores": scores(processes), "averaged": averaged(processes)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path_factory.mktemp("three"))
+        return launch(everything, world_size=3)
+
+
+def assert_same(results: dict, expected: dict, *, within: float) -> None:
+    assert results["flops"] == expected["flops"]
+    assert results["metrics"] == pytest.approx(expected["metrics"], abs=within)
+    torch.testing.assert_close(results["model"], expected["model"], rtol=0, atol=within)
+    for name, group in expected["state"].items():
+        torch.testing.assert_close(results["state"][name]["state"], group["state"], rtol=0, atol=within)
+
+
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_a_mechanism_written_for_one_process_trains_as_in_one_process(ranks, shard):
+    one, (first, second, third) = outsiders_steps(SINGLE, shard), (rank[shard] for rank in ranks)
+    for results in (first, third):
+        assert results["plain"] and not results["divided"]
+        assert_same(results, one, within=1e-6)
+    assert all(map(torch.equal, first["model"].values(), second["model"].values()))
+    assert first["bytes"] == one["bytes"] if shard == "none" else first["bytes"] < 0.7 * one["bytes"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tables_divided_by_columns_train_as_in_one_process(ranks, name):
+    one = tables_steps(SINGLE, CASES[name])
+    assert [rank[name]["shapes"][0] for rank in ranks] == [(64, 7), (64, 7), (64, 6)]
+    for results in (rank[name] for rank in ranks):
+        assert not results["averaged"] and len(results["shapes"]) == len(one["shapes"])
+        assert results["bits"] == pytest.approx(one["bits"], abs=1e-12)
+        torch.testing.assert_close(results["nats"], one["nats"], rtol=0, atol=2e-6)  # nats are kept in float32
+        assert_same(results, one, within=1e-9)
+
+
+def test_three_processes_score_as_one_and_have_random_numbers_and_streams_of_their_own(ranks):
+    first, one = ranks[0]["scores"], scores(SINGLE)
+    for key in ("nats", "windows", "stats"):
+        torch.testing.assert_close(first[key], one[key], rtol=1e-6, atol=2e-6)  # nats are kept in float32
+        torch.testing.assert_close(ranks[2]["scores"][key], first[key], rtol=0, atol=0)
+    assert len({tuple(rank["scores"]["draws"]) for rank in ranks}) == 3
+    assert torch.equal(torch.cat([rank["scores"]["streams"] for rank in ranks]), one["streams"])
+
+
+def test_gradients_are_averaged_where_a_process_has_none(ranks):
+    for dense, rows, nothing in (rank["averaged"] for rank in ranks):
+        assert dense.tolist() == [[2, 2]] * 3 and nothing is None
+        torch.testing.assert_close(rows, torch.tensor([[1.0, 1.0], [0.0, 0.0], [1 / 3, 1 / 3]]))
+
+
+def test_parameters_that_fsdp_cannot_shard_are_detected():
+    model = model_of(Outsider)()
+    before, random = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
+    whole = unsharded_parameters(model)
+    units = {name for name, parameter in model.named_parameters() if parameter not in whole}
+    inside = {f"layers.{i}.part0.sublayer.{name}.weight" for i in (0, 1) for name in ("inner", "outer")}
+    assert units == inside | {"embedding.weight", "head.weight"}
+    assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_a_table_with_fewer_columns_than_heads_and_processes_need_is_refused():
+    model = make_run(*VARIANTS["product_key_memory"], "model.d_model=4", "model.heads=1").model
+    few = ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3)
+    with pytest.raises(ValueError, match=re.escape("a table of 4 columns cannot be divided among 3 processes")):
+        ShardedTables([(sublayer, "values") for _, sublayer in model.sublayers() if sublayer.tables], few)

@@ -1,0 +1,74 @@
+"""``windtunnel.load``: a run's model with its score, its samples and its attention maps."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import windtunnel
+from harness.data import corpora
+from tests.command_line import GENERATED, ROOT, run_folders, train
+from tests.small_runs import MEMORY
+
+READERS = r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_newest|torch\.load)\("
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run with learned spans and tied and shared matrices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("door"))
+        ended = train(*GENERATED, "variant=adaptive_span_memory", *MEMORY, "position=relative", "model.tied=true")
+        assert ended.code == 0, ended
+        yield run_folders(Path("outputs"))[0].resolve()
+
+
+def test_a_loaded_model_has_the_exact_score_of_its_run_and_needs_three_files(run, tmp_path):
+    for name in ("config.yaml", "record.jsonl", "checkpoints/best.pt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(run / name, tmp_path / name)
+    models = [windtunnel.load(path) for path in (run, tmp_path)]
+    assert len({model.generate(b"0", n_bytes=30, seed=5) for model in models}) == 1
+    assert models[0].network.head.weight is models[0].network.embedding.weight
+    summary = json.loads((run / "summary.json").read_text())
+    protocol, corpus = summary["protocol"], corpora.load("recall", bytes=60000)
+    split = corpus.scored_part("valid", selection_bytes=protocol["selection_bytes"], limit=protocol["bytes"])
+    text = bytes(corpus.symbols[token] for token in split.tolist())
+    cut = {key: protocol[key] for key in ("streams", "segment", "context")}
+    torch.set_num_threads(1)
+    assert [model.score(text, **cut) for model in models] == [summary["valid_bits_per_byte"]] * 2
+
+
+def test_attention_maps_are_causal_shares_and_mistakes_are_named(run, tmp_path):
+    model = windtunnel.load(run)
+    maps = model.attention(b"0123456789" * 4)
+    assert set(maps) == {"layers.0.attention", "layers.1.attention"}
+    for weights in maps.values():
+        assert weights.shape == (2, 40, 40) and torch.equal(weights, weights.tril())
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 40))
+    with pytest.raises(ValueError, match="text: has one byte"):
+        model.score(b"0")
+    with pytest.raises(ValueError, match=r"path=.*must be a run folder"):
+        windtunnel.load(tmp_path)
+
+
+def test_the_python_example_of_the_readme_runs(run, monkeypatch, capsys):
+    (lines,) = re.findall(
+        r"^```python\n(import windtunnel.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert len(lines.splitlines()) <= 10
+    monkeypatch.chdir(run.parents[1])
+    exec(lines, {})
+    assert "adaptive_span_memory recall" in capsys.readouterr().out
+
+
+def test_all_commands_open_a_run_folder_by_the_same_function():
+    code = {path.stem: path.read_text() for part in ("bench", "windtunnel") for path in (ROOT / part).rglob("*.py")}
+    assert [name for name, text in code.items() if re.search(READERS, text)] == ["planning"]
+    openers = {path.stem for path in (ROOT / "conf").glob("*.yaml") if re.search(r"^run:", path.read_text(), re.M)}
+    openers |= {"model"}
+    openers -= {"decompress"}  # implemented by compress.py
+    assert not [name for name in openers if "open_trained(" not in code[name]]

@@ -1,0 +1,100 @@
+"""The folder of a run: what identifies the run, which folders are returned or resumed, and locking."""
+
+import copy
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.data.sources import PINNED
+from harness.record import checkpoint
+from harness.record.folder import Identity, RunFolder, config_hash
+from harness.record.rows import RECORD, SUMMARY
+from tests import bench_rows
+from tests.small_configs import plan
+from tests.small_runs import SMALL, make_job, run_job, stop, temporary_cwd  # noqa: F401 - a fixture
+from train import train
+
+IDENTITY = Identity(
+    variant="mhsa", seed=3, config="c" * 64, source="s" * 64, data="d" * 64, device="cpu", precision="float32"
+)
+
+
+def written(outputs: Path, identity: Identity, *, finished: bool) -> Path:
+    """Write the folder of a run of this identity."""
+    path = outputs / identity.name
+    path.mkdir(parents=True)
+    row = {"kind": "provenance", "config_hash": identity.config, "data": {"sha256": identity.data}}
+    row |= {"device_kind": identity.device, "precision": identity.precision}
+    (path / RECORD).write_text(json.dumps(row) + "\n")
+    if finished:
+        summary = bench_rows.identity("summary", variant=identity.variant) | {"budget": {"steps": 4}}
+        (path / SUMMARY).write_text(json.dumps(summary | {"status": "finished", "valid_bits_per_byte": 2.5}))
+    else:
+        checkpoint.save(path, {}, step=4, keep=1)
+    return path
+
+
+def test_the_hash_covers_exactly_the_keys_that_can_change_a_number():
+    config = plan(*SMALL).config
+
+    def hash_of(path: str, value: object) -> str:
+        node = changed = copy.deepcopy(config)
+        *sections, key = path.split(".")
+        for name in sections:
+            node = node[name]
+        assert key in node, path
+        node[key] = value
+        return config_hash(changed, pinned=PINNED)
+
+    ignored = {"outputs": "there", "force": True, "record.every_steps": 7, "checkpoint.keep": 5, "data.fallback": None}
+    hashes = {hash_of(path, value) for path, value in (ignored | {"seed": config["seed"]}).items()}
+    covered = {"seed": 1, "model.span": 17, "optim.lr": 0.1, "batch.streams": 3, "eval.bytes": 300, "data.seed": 1}
+    covered |= {"check": False, "runtime.precision": "bfloat16", "runtime.threads": 2, "budget.steps": 9}
+    covered |= {"variant.name": "another"}
+    assert len(hashes) == 1 and len(hashes | {hash_of(*pair) for pair in covered.items()}) == len(covered) + 1
+    for name, equal in (("enwik8_4m", True), ("text8", False)):  # text8 has no pinned digest, so its path counts
+        config["data"]["name"] = name
+        assert (hash_of("data.path", "a.xz") == hash_of("data.path", "b/a.xz")) == equal
+
+
+@pytest.mark.parametrize("field", ["source", "data", "device", "precision"])
+def test_other_code_data_device_or_precision_is_another_run(tmp_path, field):
+    path = written(tmp_path, IDENTITY, finished=True)
+    another = RunFolder(tmp_path, replace(IDENTITY, **{field: "x"}))
+    assert another.summary is None and another.path != path
+
+
+def test_a_run_that_another_process_has_finished_since_it_was_prepared_is_returned(capsys):
+    words = ("budget.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=1")
+    begun, later = make_job(*words), make_job(*words)
+    stop(make_job(*words), step=2)
+    summary = run_job(begun)
+    assert "resuming at " in capsys.readouterr().out
+    written_ns = (begun.folder.path / SUMMARY).stat().st_mtime_ns
+    assert train(later) == summary["valid_bits_per_byte"] and "finished before: " in capsys.readouterr().out
+    assert (begun.folder.path / SUMMARY).stat().st_mtime_ns == written_ns, "a finished run was trained again"
+
+
+@pytest.mark.parametrize("name", [SUMMARY, RECORD])
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_a_folder_with_invalid_files_counts_as_no_finished_run(tmp_path, name, content):
+    path = written(tmp_path, IDENTITY, finished=False)
+    (path / name).write_text(content)
+    assert RunFolder(tmp_path, IDENTITY).summary is None
+
+
+def test_a_folder_is_locked_by_one_process_and_an_unwritable_folder_is_refused(tmp_path):
+    first, second = RunFolder(tmp_path, IDENTITY), RunFolder(tmp_path, IDENTITY)
+    first.lock()
+    assert os.readlink(tmp_path / "latest") == IDENTITY.name
+    with pytest.raises(ValueError, match=f"{IDENTITY.name} is locked by process {os.getpid()} on "):
+        second.lock()
+    first.unlock()
+    second.lock()
+    second.unlock()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="outputs=.*file: cannot be written"):
+        RunFolder(tmp_path / "file", IDENTITY).lock()

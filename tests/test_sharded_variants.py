@@ -1,0 +1,59 @@
+"""Every variant, sharded between two processes, trains as in one process and resumes bit for bit."""
+
+import copy
+
+import pytest
+import torch
+
+from harness.device.model_parameters import full_tensors
+from harness.device.processes import SINGLE, ProcessGroup, join_processes
+from tests.rank_processes import launch
+from tests.small_configs import CONF, sized
+from tests.small_runs import CARRY, temporary_cwd  # noqa: F401 - a fixture
+from tests.test_distributed_training import divided_run
+
+pytestmark = pytest.mark.faults
+STEPS = 20
+COMMON = ("runtime.shard=full", "batch.streams=4", "model.head_zero_init=false", f"budget.steps={STEPS}", *CARRY)
+
+CASES = {path.stem: (*sized(path.stem), "optim=adamw") for path in sorted((CONF / "variant").glob("*.yaml"))}
+CASES |= {
+    "accumulated": ("variant=mhsa", "batch.accumulate=2", "runtime.checkpoint=layers", "optim=adamw"),
+    "odd": ("variant=mhsa", "model.d_model=20", "model.heads=5", "model.tied=true", "optim=adamw"),
+}
+
+
+def trained(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
+    """Scores of all steps and the final weights of a run, and of the same run resumed from the middle."""
+    results, middle, first = {}, None, []
+    try:
+        for name in ("whole", "resumed"):
+            run, bits = divided_run(processes, *COMMON, *words, precision="float64"), []
+            if middle:
+                run.restore(middle)
+            while run.spent.steps < STEPS:
+                run.step()
+                bits.append(run.train_row()["bits_per_byte"])
+                if name == "whole" and run.spent.steps == STEPS // 2:
+                    middle, first = copy.deepcopy(full_tensors(run.checkpoint_content())), [*bits]
+            results[name] = (bits if name == "whole" else first + bits), full_tensors(run.model.state_dict())
+    except ValueError as error:
+        return {"refused": str(error)}
+    return results
+
+
+def trained_by_all(words: tuple[str, ...]) -> dict:
+    with join_processes() as processes:
+        return trained(processes, words)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sharded_variant_trains_as_in_one_process_and_resumes_bit_for_bit(name, here):
+    first, second = launch(trained_by_all, CASES[name])
+    if "refused" in first:
+        assert "processes sees only a part" in first["refused"]
+        return
+    bits, weights = trained(SINGLE, CASES[name])["whole"]
+    assert first["whole"][0] == second["whole"][0] == first["resumed"][0] == pytest.approx(bits, abs=1e-11)
+    torch.testing.assert_close(first["resumed"][1], first["whole"][1], rtol=0, atol=0)
+    torch.testing.assert_close(first["whole"][1], weights, rtol=0, atol=1e-11)

@@ -1,0 +1,149 @@
+"""The digest of the source: the harness, the modules that the variant's mechanisms can import, and trusted modules."""
+
+import inspect
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness import source
+from harness.source import digest, mechanism_files
+from tests.command_line import ROOT
+
+CHECKOUT = {
+    "train.py": "",
+    "harness/compose/cli.py": "",
+    "harness/loop/sampling.py": "",
+    "harness/loop/step.py": "",
+    "harness/record/checkpoint.py": "",
+    "harness/record/rows.py": "",
+    "variants/__init__.py": "",
+    "variants/contract.py": "",
+    "variants/window.py": """
+        import variants.contract
+        def late():
+            from variants.kernels.window import attend, CONSTANT
+        """,
+    "variants/window.yaml": "",
+    "variants/window_more.yaml": "",
+    "variants/kernels/__init__.py": "from variants.kernels import table\n",
+    "variants/kernels/table.py": "",
+    "variants/kernels/window.py": "from variants import conformance",
+    "variants/kernels/window.cpp": "",
+    "variants/conformance/__init__.py": "",
+    "variants/other.py": "import torch.nn",
+    "bench/cost.py": "",
+    "bench/baselines/rounds.json": "",
+    "bench/report/page.py": "",
+    "bench/results/one/rows.jsonl": "",
+    "users/mine.py": "import helper\nfrom variants.other import Other\n",
+    "users/mine.cpp": "",
+    "users/helper.py": "import deep.er\n",
+    "users/helper.cu": "",
+    "users/deep/__init__.py": "",
+    "users/deep/er.py": "",
+    "users/apart.py": "",
+    "users/package/__init__.py": "",
+    "users/package/inner/kernel.cu": "",
+}
+WINDOW = {
+    *("variants/__init__.py", "variants/contract.py", "variants/window.py", "variants/window.yaml"),
+    *("variants/kernels/__init__.py", "variants/kernels/table.py", "variants/kernels/window.py"),
+    "variants/kernels/window.cpp",
+}
+RUN = WINDOW | {"train.py", "harness/loop/step.py", "harness/record/checkpoint.py"}
+MINE = {f"users/{name}" for name in ("mine.py", "mine.cpp", "helper.py", "helper.cu", "deep/__init__.py", "deep/er.py")}
+CASES = {
+    "measuring": ({"measuring": True}, RUN | {"bench/cost.py", "bench/baselines/rounds.json"}),
+    "a trusted file": ({"trust": ("mine",)}, RUN | MINE | {"variants/other.py"}),
+    "a trusted package": (
+        {"trust": ("package",)},
+        RUN | {f"users/package/{n}" for n in ("__init__.py", "inner/kernel.cu")},
+    ),
+}
+CONFIG = {"variant": {"attention": {"_partial_": True, "parts": [{"_target_": "variants.window.Window"}]}}}
+
+
+@pytest.fixture(autouse=True)
+def new_process():
+    """Clear the cache of read files before and after each test."""
+    source.clear_caches()
+    yield
+    source.clear_caches()
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    for name, text in CHECKOUT.items():
+        write(tmp_path / name, inspect.cleandoc(text))
+    monkeypatch.setattr(source, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "users")
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_digest_depends_on_exactly_the_files_that_a_run_can_import(checkout, case):
+    assert {name for name, _ in mechanism_files(CONFIG)} == WINDOW
+    arguments, counting = CASES[case]
+    before = digest(CONFIG, **arguments)
+    for name in CHECKOUT:
+        text = (checkout / name).read_text()
+        write(checkout / name, f"{text}\n# edited")
+        assert digest(CONFIG, **arguments) == before, "a process remembers what it read"
+        source.clear_caches()
+        assert (digest(CONFIG, **arguments) != before) == (name in counting), name
+        write(checkout / name, text)
+        source.clear_caches()
+        assert digest(CONFIG, **arguments) == before
+    for name in ("variants/__pycache__/window.pyc", "variants/.window.py.swp", "bench/.cost.py.swp", "variants/new.py"):
+        write(checkout / name, "new")
+    source.clear_caches()
+    assert digest(CONFIG, **arguments) == before
+
+
+def test_the_digest_is_that_of_a_copied_checkout_and_ignores_installed_packages(
+    checkout, monkeypatch, tmp_path_factory
+):
+    before, copied = digest(CONFIG, measuring=True), tmp_path_factory.mktemp("copied")
+    for name in reversed(CHECKOUT):
+        write(copied / name, (checkout / name).read_text())
+    with monkeypatch.context() as patched:
+        patched.setattr(source, "ROOT", copied)
+        assert digest(CONFIG, measuring=True) == before
+    with pytest.raises(ValueError, match="trust=nowhere_at_all"):
+        digest({}, trust=("nowhere_at_all",))
+    write(checkout / "users/broken.py", "def (\n")
+    assert digest({}, trust=("broken",)) != digest({})
+    # Imports of installed files are not followed, otherwise all of torch would be read.
+    monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(checkout / "users"))
+    before = digest({}, trust=("mine",))
+    source.clear_caches()
+    write(checkout / "users/helper.py", "edited")
+    assert digest({}, trust=("mine",)) == before
+
+
+def test_mechanisms_have_static_imports_only():
+    """A dynamic import would hide a file from the digest."""
+    for path in (ROOT / "variants").rglob("*.py"):
+        text = path.read_text()
+        assert "conformance" in path.parts or not ("import_module" in text or "__import__" in text), path
+
+
+def test_new_result_rows_do_not_make_a_commit_dirty(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "ROOT", tmp_path)
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    rows, code = tmp_path / "bench" / "results" / "rows.jsonl", tmp_path / "train.py"
+    for path in (rows, code):
+        path.write_text("")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "a"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    rows.write_text("{}")
+    assert len(source.commit()) == 40
+    code.write_text("pass")
+    assert source.commit().endswith("-dirty")

@@ -1,0 +1,54 @@
+"""Every shipped variant keeps the contract at small sizes; behind the marker ``faults``, also with other choices."""
+
+import json
+
+import pytest
+import torch
+
+from bench.conformance import findings
+from harness.plan.build import Plan
+from harness.plan.small import shrink
+from tests.small_configs import CONF, plan
+
+VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
+HIDDEN = ("model.cache=hidden", "model.attend_self=false")
+OTHER_CHOICES = {
+    "compressed": ("position=relative", *HIDDEN),
+    "compressed_top_k": ("position=alibi", *HIDDEN),
+    "differential": ("position=relative", *HIDDEN),
+    "gated_delta": ("position=none", "model.attend_self=false"),
+    "gated_linear": ("position=sinusoidal", "model.attend_self=false"),
+    "latent": ("position=alibi", "model.attend_self=false"),
+    "linear": ("position=alibi", "model.attend_self=false"),
+    "linformer": ("position=none", *HIDDEN),
+    "local": ("position=alibi", *HIDDEN),
+    "longformer": ("position=relative", *HIDDEN),
+    "nsa": ("position=none", "model.attend_self=false"),
+    "perceiver_ar": ("position=alibi", "model.cache=hidden"),
+    "performer": ("position=alibi", "model.attend_self=false"),
+    "reformer": ("position=alibi", *HIDDEN),
+    "transformer_xl": ("position=sinusoidal", "model.cache=kv", "model.attend_self=false"),
+}
+OTHER = [pytest.param(*choices, marks=pytest.mark.faults) for choices in OTHER_CHOICES.items()]
+SAME = ("name", "numerics", "lr_scale", "groups", "small")
+"""Keys of a variant that cannot change the outcome of a check."""
+BROKEN: dict[str, list[str]] = {}
+"""Broken promises by checked configuration: some variants differ only in sizes that a small plan overrides."""
+
+
+def broken(plan: Plan) -> list[str]:
+    """Broken promises of a plan, shrunk to small sizes."""
+    small = shrink(plan)
+    variant = {name: node for name, node in small.config["variant"].items() if name not in SAME}
+    key = json.dumps([variant, small.config["model"], small.config["position"]])
+    if key not in BROKEN:
+        BROKEN[key] = [str(finding) for finding in findings(small) if not finding.passed]
+    return BROKEN[key]
+
+
+@pytest.mark.parametrize(("variant", "words"), [*((variant, ()) for variant in VARIANTS), *OTHER], ids=str)
+def test_every_variant_keeps_the_contract(variant, words):
+    settings = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
+    random = torch.get_rng_state()
+    assert broken(plan(f"variant={variant}", *settings, *words)) == []
+    assert torch.equal(torch.get_rng_state(), random), "the check changed the caller's random state"
