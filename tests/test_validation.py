@@ -19,9 +19,9 @@ def validations(job) -> list[dict]:
 def test_what_chooses_the_weights_is_in_no_reported_score(selection_bytes, number):
     run = make_run(f"eval.selection_bytes={selection_bytes}", "eval.bytes=null")
     valid = run.corpus.splits["valid"]
-    assert len(valid) == 1000 and torch.equal(run.reported_split("valid"), valid[: 1000 - number])
+    assert len(valid) == 1000 and torch.equal(run.reported("valid"), valid[: 1000 - number])
     assert torch.equal(run.selection_split(), valid[1000 - number :])
-    assert torch.equal(run.reported_split("test"), run.corpus.splits["test"])
+    assert torch.equal(run.reported("test"), run.corpus.splits["test"])
 
 
 def test_an_interrupted_run_validates_where_a_whole_one_does_a_tenth_of_what_was_trained(here):
