@@ -71,7 +71,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> dict:
 
 def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
     """Score the split ``name`` with the present weights. Adds the scores to ``summary``, and returns their row."""
-    plan, corpus, split = trainer.plan, trainer.corpus, trainer.reported_split(name)
+    plan, corpus, split = trainer.plan, trainer.corpus, trainer.reported(name)
     score = trainer.evaluate(split, future_seed=plan.seed)
     bits, future_nats = {"bits_per_byte": score.bits_per_byte}, score.future_nats
     if plan.eval.windows:

@@ -54,7 +54,7 @@ class Trainer:
         # Steps that may have diverged: the function that reads whether one did, its index and learning rate.
         self._unchecked_steps: deque[tuple[Callable[[], float], int, float]] = deque()
         for split in self.splits:
-            score_ranges(len(self.reported_split(split)) - 1, plan.eval.streams)
+            score_ranges(len(self.reported(split)) - 1, plan.eval.streams)
         self.selection_split()
         if processes.world_size > 1:
             if reason := next(self._unsupported_by_processes(), None):
@@ -192,7 +192,7 @@ class Trainer:
         """Names of the splits that are scored at the end."""
         return ("valid", "test") if self.plan.eval.test else ("valid",)
 
-    def reported_split(self, split: str) -> Tensor:
+    def reported(self, split: str) -> Tensor:
         """Return the bytes of a split that are scored at the end."""
         e = self.plan.eval
         return self.corpus.scored_part(split, selection_bytes=e.selection_bytes, limit=e.bytes)
