@@ -106,7 +106,7 @@ def test_summary_mass_is_the_share_of_attention(backend):
 
 def test_a_backend_that_cannot_run_is_refused_and_auto_takes_another(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(window_cpu, "available", lambda: None)
+    monkeypatch.setattr(window_cpu, "obstacle", lambda: None)
     auto, kernel, fused = (Summarised(backend=backend, dropout=0.5).made() for backend in ("auto", "kernel", "fused"))
     assert auto.backend(cpu, training=True) == "plain" and auto.backend(cpu, training=False) == "kernel"
     assert auto.backends(gpu, training=False) == ("plain",)
