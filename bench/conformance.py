@@ -18,9 +18,9 @@ from harness.loop.admission import compare_flops
 from harness.model import LanguageModel
 from harness.plan.build import Plan
 from harness.plan.small import can_run
-from variants.conformance import Finding, check, finding_of, move
+from variants.conformance import Finding, check, perturb, run_check
 from variants.conformance.agreement import equal_backends
-from variants.conformance.fixture import Outputs, Subject, Verdict, differs
+from variants.conformance.fixture import Outputs, Subject, Verdict, differences
 from variants.contract import Position
 
 NEEDED_FLOPS = "needed FLOPs are at most the executed ones"
@@ -39,8 +39,8 @@ def findings(plan: Plan) -> list[Finding]:
     vocabulary = plan.data["vocabulary"]
     results = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(results) > 1:
-        results += [compare_flops(plan), finding_of(NEEDED_FLOPS, partial(needed_at_most_executed, plan))]
-        results += [finding_of("a choice that is accepted is followed", partial(check_choices, plan))]
+        results += [compare_flops(plan), run_check(NEEDED_FLOPS, partial(needed_at_most_executed, plan))]
+        results += [run_check("a choice that is accepted is followed", partial(check_choices, plan))]
         if backend := fast_backend(plan):
             results.append(backends_agree(plan, backend))
     return results
@@ -88,7 +88,7 @@ def backends_agree(plan: Plan, backend: str) -> Finding:
     wide = replace(plan, model=replace(plan.model, span=span))
     fast = wide if can_run(wide) else plan
     subjects = (Subject(p.make_model, p.model.span, p.data["vocabulary"]) for p in (fast, plain_plan(fast)))
-    finding = finding_of(f"the {backend} backend equals the plain one", equal_backends, *subjects)
+    finding = run_check(f"the {backend} backend equals the plain one", equal_backends, *subjects)
     return replace(finding, detail=f"span {fast.model.span}, {finding.detail}")
 
 
@@ -101,7 +101,7 @@ def check_choices(plan: Plan) -> Verdict:
     if not honours:
         return "no sublayer with a past declares what it honours"
     x = torch.randn(2, subject.length, plan.model.d_model, dtype=torch.float64)
-    weights = [_copy_weights(model), _copy_weights(move(model))]
+    weights = [_copy_weights(model), _copy_weights(perturb(model))]
     baseline = _outputs(model, weights, x, honours)
     for key, choice, alternatives in _choices(plan):
         choices, changed = [str(choice).lower()], set()
@@ -110,7 +110,7 @@ def check_choices(plan: Plan) -> Verdict:
                 continue
             choices.append(str(alternative).lower())
             outputs = _outputs(changed_model, weights, x, honours)
-            changed |= {name for name in honours if differs("", {name: baseline[name]}, {name: outputs[name]})}
+            changed |= {name for name in honours if differences("", {name: baseline[name]}, {name: outputs[name]})}
         if len(choices) == 1:
             continue
         compared.append(f"{key} ({', '.join(choices)})")

@@ -61,7 +61,7 @@ def launch(function: Callable, *arguments, world_size: int = 2) -> list:
 
     Returns: by rank, what the function returns, or ``ExitedWithoutAnswer``.
     """
-    window_cpu.available(), product_search.available()  # compile once, before the processes start
+    window_cpu.obstacle(), product_search.obstacle()  # compile once, before the processes start
     context, started = multiprocessing.get_context("forkserver"), []
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     for rank in range(world_size):

@@ -19,7 +19,7 @@ from tests.attention_case import (
     starts,
 )
 from variants.attention import Attention
-from variants.conformance.fixture import leaves
+from variants.conformance.fixture import state_tensors
 from variants.contract import LayerContext
 from variants.kernels import operation, triton_window, window_cpu
 from variants.position import NoPosition
@@ -124,8 +124,8 @@ def test_a_carried_state_is_no_view_of_a_much_larger_tensor(span, cache):
         attention, (_, x), state = case.build(), case.stream(), None
         for step in range(3):
             state = attention(x.detach(), state, starts(step * 200)).state
-        memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves(state)}
-        assert 3 * sum(memory.values()) <= 4 * sum(t.nbytes for t in leaves(state)), backend
+        memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state_tensors(state)}
+        assert 3 * sum(memory.values()) <= 4 * sum(t.nbytes for t in state_tensors(state)), backend
 
 
 @pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
@@ -166,8 +166,8 @@ SELECTED = [
 @pytest.mark.parametrize(("choices", "device", "reason", "expected"), SELECTED, ids=lambda value: str(value)[:40])
 def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, reason, expected, monkeypatch):
     """``reason`` is why the kernels are not available, or None."""
-    monkeypatch.setattr(window_cpu, "available", lambda: reason)
-    monkeypatch.setattr(triton_window, "available", lambda device, width: reason)
+    monkeypatch.setattr(window_cpu, "obstacle", lambda: reason)
+    monkeypatch.setattr(triton_window, "obstacle", lambda device, width: reason)
     attention = Case(**{"backend": "auto"} | choices).build()
     if expected in ("plain", "chunked", "fused", "kernel"):
         assert attention.backend(device, training=True) == expected

@@ -239,7 +239,7 @@ CASES = [(name, row) for name, mechanism in MECHANISMS.items() for row in choice
 @pytest.mark.parametrize(("name", "row"), CASES, ids=["-".join(map(str, (name, *row.values()))) for name, row in CASES])
 def test_output_and_every_gradient_equal_those_of_the_reference(name, row, monkeypatch):
     """A backend that cannot compute the choices refuses them."""
-    monkeypatch.setattr(carried_sums, "AT_ONCE", 2)  # chunks in memory at once, so that the loop over chunks runs
+    monkeypatch.setattr(carried_sums, "CHUNKS_PER_PIECE", 2)  # chunks in memory at once, so that the loop over chunks runs
     mechanism, fields = MECHANISMS[name], Case.__dataclass_fields__
     case = Case(backend="auto", **{key: value for key, value in row.items() if key in fields})
     choices = {key: value for key, value in row.items() if key not in fields}
@@ -254,6 +254,6 @@ def test_output_and_every_gradient_equal_those_of_the_reference(name, row, monke
         if refused(name, row, backend):
             with pytest.raises(ValueError, match=rf"runtime\.backend={backend} .*allowed are auto, .*plain"):
                 run(sublayer, x, past)
-        elif backend != "kernel" or window_cpu.available() is None:
+        elif backend != "kernel" or window_cpu.obstacle() is None:
             tolerance = 1e-9 if name == "performer" else 1e-10
             assert_outcome(outcome(run(sublayer, x, past), named), expected, tolerance=tolerance)

@@ -15,7 +15,7 @@ from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 
 from tests.promises import Gate
 from tests.small_configs import compose_config
 from tests.test_outside_variant import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
-from variants.conformance import Finding, outcome
+from variants.conformance import Finding, collect_breaks
 from variants.conformance.fixture import Subject
 from variants.contract import NeededFlops
 from variants.kernels import fused, operation, window_cpu
@@ -59,7 +59,7 @@ def test_ideal_or_needed_flops_above_the_executed_ones_are_caught():
     assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
-    assert outcome(needed_at_most_executed(shrink(toy(Gate)))) == ([], "not declared by layers.0.toy, layers.1.toy")
+    assert collect_breaks(needed_at_most_executed(shrink(toy(Gate)))) == ([], "not declared by layers.0.toy, layers.1.toy")
 
 
 def test_ideal_flops_far_below_the_executed_ones_are_caught_or_excused_by_a_limit():
@@ -185,8 +185,8 @@ def test_a_wrong_fast_backend_is_caught(monkeypatch, backend):
 
 
 def test_a_fault_that_only_heads_of_different_widths_show_is_caught(monkeypatch):
-    right = fused.runs
-    monkeypatch.setattr(fused, "runs", lambda max_keys: list(right(max_keys))[-1:])
+    right = fused.group_heads
+    monkeypatch.setattr(fused, "group_heads", lambda max_keys: list(right(max_keys))[-1:])
     small = shrink(plan("variant=adaptive_span", "runtime.backend=fused"))
     finding = backends_agree(small, "fused")
     assert not finding.passed and finding.detail.startswith("span 78, ")

@@ -211,7 +211,7 @@ def test_backward_can_omit_the_past_and_executed_flops_are_counted(engine, name,
         y, saved = fused.forward(inputs, seen)
         g = torch.randn_like(y)
         whole = fused.backward(g, y, saved, inputs, seen, wanted)
-        segment = fused.backward(g, y, saved, inputs, seen, frozenset("qkv"), own_only=True)
+        segment = fused.backward(g, y, saved, inputs, seen, frozenset("qkv"), segment_only=True)
     assert whole.keys() == wanted and segment.keys() == set("qkv")
     for field, gradient in segment.items():
         assert_near(gradient, whole[field][:, :, 0 if field == "q" else case.past :])
@@ -286,14 +286,14 @@ def test_the_shortcut_for_plain_causal_attention_is_exact_and_taken_for_nothing_
     for changes in ({}, {"T": 1}, {"width": 12}):
         case = replace(TRIANGLE, **changes)
         inputs = case.inputs()
-        assert fused.is_triangle(case.hard_window(), Inputs(**inputs))
-        assert_same(fused.triangle(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs)
+        assert fused.is_full_causal(case.hard_window(), Inputs(**inputs))
+        assert_same(fused.full_causal(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs)
     for changes in (*NOT_TRIANGLES, {"persistent": 2}):
         case = replace(TRIANGLE, **changes)
-        assert not fused.is_triangle(case.hard_window()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())), (
+        assert not fused.is_full_causal(case.hard_window()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())), (
             changes
         )
-    assert not fused.is_triangle(Window((40, 37), ramp=4), Inputs(**TRIANGLE.inputs())), "a ramp makes the mask soft"
+    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**TRIANGLE.inputs())), "a ramp makes the mask soft"
 
 
 # The registered torch operation

@@ -8,8 +8,8 @@ from torch._subclasses import FakeTensorMode
 from tests.attention_case import Case, Largest, assert_near, assert_same
 from tests.small_configs import TINY, plan, sized
 from variants.attention import Attention
-from variants.conformance import move
-from variants.conformance.fixture import leaves
+from variants.conformance import perturb
+from variants.conformance.fixture import state_tensors
 from variants.contract import Sublayer, cat_streams, map_state
 from variants.differential import Differential
 from variants.latent import Latent
@@ -30,7 +30,7 @@ def mechanism(variant: str, *words: str) -> Sublayer:
     torch.manual_seed(0)
     model = plan(*TINY, *sized(variant), "data=recall", *words).make_model()
     with_past = [sublayer for _, sublayer in model.sublayers() if sublayer.honours is not None]
-    return move(with_past[-1].double())
+    return perturb(with_past[-1].double())
 
 
 def inputs(length: int, *, streams: int = STREAMS) -> Tensor:
@@ -61,7 +61,7 @@ def test_a_mechanism_compiles_to_one_graph_with_the_same_output_gradients_and_st
         segment = x[:, position : position + 20].clone().requires_grad_()
         actual, expected = (forward(segment, state, at(position)) for forward in (compiled, layer))
         assert_same(actual.y, expected.y, named={"x": segment} | dict(layer.named_parameters()))
-        for part, expected_part in zip(leaves(layer.trim(actual.state)), leaves(expected.state), strict=True):
+        for part, expected_part in zip(state_tensors(layer.trim(actual.state)), state_tensors(expected.state), strict=True):
             assert_near(part.double(), expected_part.double())
         state = expected.state
     torch.compiler.reset()
@@ -86,10 +86,10 @@ def test_far_along_a_stream_the_state_does_not_grow_and_float32_stays_close_to_f
         for piece in inputs(sum(lengths)).split(lengths, 1):
             outs = {dtype: layer(piece.to(dtype), states[dtype], at(position)) for dtype, layer in layers.items()}
             states, position = {dtype: out.state for dtype, out in outs.items()}, position + piece.shape[1]
-            shapes.append([part.shape for part in leaves(states[torch.float64])])
+            shapes.append([part.shape for part in state_tensors(states[torch.float64])])
             off.append((outs[torch.float32].y.double() - outs[torch.float64].y).abs().amax(-1))
     assert all(shape == shapes[0] for shape in shapes)
-    rounded = [outs[torch.float32].y, *leaves(states[torch.float32])]
+    rounded = [outs[torch.float32].y, *state_tensors(states[torch.float32])]
     assert all(part.dtype == torch.float32 for part in rounded if part.is_floating_point())
     off = torch.cat(off, dim=1)
     if words.startswith(("compressed_top_k", "nsa", "reformer")):

@@ -9,7 +9,7 @@ from tests.bench_rows import cost_row
 from tests.small_configs import plan
 from tests.small_runs import CARRY, DROPOUT, MEMORY, MOVING, make_run, temporary_cwd  # noqa: F401 - a fixture
 from variants.attention import Attention
-from variants.conformance.fixture import leaves
+from variants.conformance.fixture import state_tensors
 
 CASES = {
     "spans, keys and values carried": (*MOVING, *CARRY),
@@ -46,7 +46,7 @@ def test_recomputation_changes_no_loss_gradient_or_state(case, monkeypatch):
         assert (expected.grad is None) == (actual.grad is None), name
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-14)
         assert torch.equal(expected, actual), name
-    assert all(map(torch.equal, leaves(plain.state), leaves(again.state)))
+    assert all(map(torch.equal, state_tensors(plain.state), state_tensors(again.state)))
 
 
 def test_recomputation_changes_no_gradient_of_a_compiled_model(monkeypatch):

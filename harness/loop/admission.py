@@ -19,7 +19,7 @@ from harness.failures import StorageFailure
 from harness.loop.scoring import WINDOWS
 from harness.plan.build import Plan
 from harness.plan.small import contract_plan, reduce_width, shrink
-from variants.conformance import BEFORE_TRAINING, SIZED, Finding, Size, check, finding_of
+from variants.conformance import BEFORE_TRAINING, SIZED, Finding, Size, check, run_check
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
@@ -55,13 +55,13 @@ def findings(plan: Plan) -> Iterator[Finding]:
     small = shrink(contract_plan(plan, device_kind(plan.runtime)))
     sizes = {"span": small.model.span, "vocabulary": plan.data["vocabulary"]}
     streams = tuple({17, plan.batch.streams, plan.eval.streams})
-    yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, streams=streams)
+    yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, batch_sizes=streams)
     yield compare_flops(small)
 
 
 def compare_flops(plan: Plan) -> Finding:
     """Check that declared FLOPs are at most the executed ones with a full past, and at least half of them."""
-    return finding_of(PROMISE, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
+    return run_check(PROMISE, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:

@@ -19,9 +19,9 @@ from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.plan.build import Plan, plan_run, replan
 from harness.plan.settings import RuntimeSettings
 from harness.plan.small import ON_CPU, reduce_depth
-from variants.conformance import move
-from variants.conformance.agreement import compare, outcome
-from variants.conformance.fixture import open_
+from variants.conformance import perturb
+from variants.conformance.agreement import compare, logits_and_gradients
+from variants.conformance.fixture import spread_projected
 
 PLAIN = "plain"
 TESTED_DEVICES = ("cpu",)
@@ -113,7 +113,7 @@ def agreement(
     # Plain draws dropout masks from torch's generator; chunked draws the masks that the kernels draw.
     host_plan = replan(plan, runtime=ON_CPU | ({"backend": "chunked"} if plan.model.dropout else {}))
     torch.manual_seed(plan.seed)
-    reference = open_(move(host_plan.make_model()), 0.0, 1.0)
+    reference = spread_projected(perturb(host_plan.make_model()), 0.0, 1.0)
     weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     shape = (plan.batch.streams, sum(segments) + 1)
     tokens = torch.randint(plan.data["vocabulary"], shape, generator=torch.Generator().manual_seed(1))
@@ -123,7 +123,7 @@ def agreement(
         model.load_state_dict(weights)
         model.project_()
         forward = device.forward(model.to(device.device).train())
-        return outcome(model, tokens.to(device.device), segments, forward=forward, autocast=device.autocast)
+        return logits_and_gradients(model, tokens.to(device.device), segments, forward=forward, autocast=device.autocast)
 
     # Plain PyTorch shows how large the errors of a lower precision are: of bfloat16 on a CPU, of TF32 on the device.
     rounding = None
@@ -136,7 +136,7 @@ def agreement(
         return torch.full((), DROPOUT_SEED, dtype=torch.int64, device=device)
 
     with patch("variants.backends.draw_seed", fixed_seed):
-        expected = outcome(reference.double().train(), tokens, segments)
+        expected = logits_and_gradients(reference.double().train(), tokens, segments)
         actual = outcome_of(plan, runtime)
         plain = None if rounding is None else outcome_of(host_plan, rounding)
-    return compare(actual, expected, least=tolerance, plain=plain)
+    return compare(actual, expected, tolerance=tolerance, plain=plain)

@@ -23,7 +23,7 @@ from variants.kernels import native, product_search, window, window_cpu
 INSTRUCTIONS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512f"}
 """For each value of ``-march`` the flag of CPUs that can run it."""
 SANITIZERS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
-MEMORY = ("if ((long)own.size() < size) own.resize(size);", "std::vector<T>(size, T(NAN)).swap(own);")
+MEMORY = ("if ((long)memory.size() < size) memory.resize(size);", "std::vector<T>(size, T(NAN)).swap(memory);")
 """The line of the source that reuses memory between calls, and the line that replaces it in these runs."""
 FAULTS = {
     "AddressSanitizer: heap-buffer-overflow": MEMORY[1].replace("(size,", "(size - (size > 0),"),
@@ -54,7 +54,7 @@ def fuzz(*, cases: int, seed: int, memory: str) -> None:
     """Compare random cases. At the first wrong one print its number and raise AssertionError, or a sanitizer exits."""
     assert window_cpu.SOURCE.count(MEMORY[0]) == 1
     window_cpu.SOURCE = window_cpu.SOURCE.replace(MEMORY[0], memory)
-    reasons = window_cpu.available(), product_search.available()
+    reasons = window_cpu.obstacle(), product_search.obstacle()
     assert reasons == (None, None), reasons
     for case in range(cases):
         draw = random.Random(f"{seed} {case}")
