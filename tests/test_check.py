@@ -15,7 +15,7 @@ from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
 from tests.promises import Gate
 from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
-from variants.conformance import Finding, outcome
+from variants.conformance import Finding, collect_breaks
 from variants.conformance.fixture import Subject
 from variants.contract import NeededFlops
 from variants.kernels import fused, operation, window_cpu
@@ -60,7 +60,7 @@ def test_more_flops_than_are_executed_are_caught():
     assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
-    assert outcome(needed_at_most_executed(shrunk(toy(Gate)))) == ([], "not said by layers.0.toy, layers.1.toy")
+    assert collect_breaks(needed_at_most_executed(shrunk(toy(Gate)))) == ([], "not said by layers.0.toy, layers.1.toy")
 
 
 def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
@@ -188,8 +188,8 @@ def test_a_broken_fast_backend_is_found(monkeypatch, backend):
 
 def test_heads_of_different_widths_are_compared(monkeypatch):
     """A break that only runs of equal heads have: the first are forgotten."""
-    right = fused.runs
-    monkeypatch.setattr(fused, "runs", lambda max_keys: list(right(max_keys))[-1:])
+    right = fused.group_heads
+    monkeypatch.setattr(fused, "group_heads", lambda max_keys: list(right(max_keys))[-1:])
     small = shrunk(plan("variant=adaptive_span", "runtime.backend=fused"))
     finding = backends_agree(small, "fused")
     assert not finding.passed and finding.detail.startswith("span 78, ")
