@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.attention_case import Case, assert_near, starts
-from variants.blocks import highest
+from variants.blocks import top_mask
 from variants.linformer import Linformer
 
 BACKENDS = pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
@@ -84,9 +84,9 @@ def test_of_summaries_with_equal_scores_the_first_are_selected(number):
     scores = torch.randn(200, 9, generator=torch.Generator().manual_seed(number)).round()
     scores[:50, 4], scores[50:100, :7] = -torch.inf, -torch.inf
     first = scores.sort(dim=-1, descending=True, stable=True).indices[:, :number]
-    assert torch.equal(highest(scores, number), torch.zeros(200, 9, dtype=torch.bool).scatter(-1, first, True))
+    assert torch.equal(top_mask(scores, number), torch.zeros(200, 9, dtype=torch.bool).scatter(-1, first, True))
     scores[:, 5] = torch.nan
-    assert highest(scores, number)[:, 5].all(), "a score of NaN must be selected, so that it is noticed"
+    assert top_mask(scores, number)[:, 5].all(), "a score of NaN must be selected, so that it is noticed"
 
 
 @BACKENDS

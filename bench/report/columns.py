@@ -64,7 +64,7 @@ FORMS: dict[str, Form] = {name: _number(form) for name, form in NUMBERS.items()}
     "fixed1_estimated": _number(FIXED["fixed1"], approximate=ESTIMATED),
     "gflops_estimated": _number(partial(cells.in_units, unit=1e9), approximate="flops_estimated_3x"),
     "fixed2_or_status": partial(_or_status, form=_number(FIXED["fixed2"])),
-    "whole_or_status": partial(_or_status, form=_number(cells.whole)),
+    "integer_or_status": partial(_or_status, form=_number(cells.integer)),
 }
 TEXT_FORMS = ("text", "spread")
 
