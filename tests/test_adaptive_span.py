@@ -66,7 +66,7 @@ def test_invalid_sizes_are_refused_by_name():
     for make, words, message in (
         (AdaptiveSpan, {"ramp": 0}, r"span\.ramp=0: must be at least 1"),
         (AdaptiveSpan, {"initial": 1.5}, r"span\.initial=1\.5: allowed are fractions .* 0 to 1"),
-        (partial(PersistentKV, d_head=2), {"number": 0}, r"persistent\.number=0: at least 1"),
+        (partial(PersistentKV, d_head=2), {"number": 0}, r"persistent\.number=0: must be at least 1"),
         (partial(PersistentKV, d_head=2), {"key_std": -1}, r"persistent\.key_std=-1: must be at least 0"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -61,8 +61,8 @@ def _table(runs: pd.DataFrame, *, index: int) -> Table:
         notes.append("The settings were not tuned alike: numbers of trials or seeds differ.")
     title = f"Picked trials: {last['data']['name']}, {budget_words(last['budget'])} a trial"
     caption = f"The rows differ in: variant. Hyperparameters searched: {join_words(searched)}."
-    about = (f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial.")
-    texts = {"title": title, "caption": caption, "about": about, "notes": tuple(notes)}
+    details = (f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial.")
+    texts = {"title": title, "caption": caption, "details": details, "notes": tuple(notes)}
     return make_table(rows, columns("picked"), name=f"picked-{index}", **texts)
 
 

@@ -61,7 +61,7 @@ def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(name, dis
     job = make_job(*FULL)
     disk.fill(name, after=10)
     with pytest.raises(
-        StorageFailure, match=r"No space left on device\): [\d,]+ bytes are needed, [\d,]+ are left"
+        StorageFailure, match=r"No space left on device\): [\d,]+ bytes are needed, [\d,]+ are free on its disk"
     ) as caught:
         run_job(job)
     assert name in str(caught.value) and "\n" not in str(caught.value)
