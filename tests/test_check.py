@@ -71,7 +71,7 @@ def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
         return shrink(toy(cls, *with_feed_forward, "variant.layers=[toy,feed_forward]"))
 
     broken, excused = ideal_beside_executed(of(SaysOne)), ideal_beside_executed(of(SaysSo))
-    detail = r"layers\.0\.toy: ideal is 0\.0002\d of 4,096 executed per byte; allowed is 0\.5 or more, or less with"
+    detail = r"layers\.0\.toy: ideal is 0\.0002\d of 4,096 executed per byte; must be at least 0\.5, or the"
     assert not broken.passed and re.match(detail, broken.detail), broken
     assert excused.passed and "0.0002" in excused.detail
     line = "layers.0.toy: ideal FLOPs may be less than half of the executed ones"
