@@ -59,7 +59,10 @@ def test_ideal_or_needed_flops_above_the_executed_ones_are_caught():
     assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
-    assert collect_breaks(needed_at_most_executed(shrink(toy(Gate)))) == ([], "not declared by layers.0.toy, layers.1.toy")
+    assert collect_breaks(needed_at_most_executed(shrink(toy(Gate)))) == (
+        [],
+        "not declared by layers.0.toy, layers.1.toy",
+    )
 
 
 def test_ideal_flops_far_below_the_executed_ones_are_caught_or_excused_by_a_limit():
@@ -134,7 +137,9 @@ def test_a_refused_combination_is_listed_and_does_not_count_as_passed(here, quic
     assert not quick and not ended.out
     ended = check("variant=mhsa", *ONE[1:], "variant.attention.d_head=5")
     refused = [line for line in ended.out.splitlines() if line.startswith("refused")]
-    assert len(refused) == 1 and refused[0].startswith("refused  rotary, kv, attend_self=true: position=rotary: model.d_model")
+    assert len(refused) == 1 and refused[0].startswith(
+        "refused  rotary, kv, attend_self=true: position=rotary: head width"
+    )
     assert ended.code == 0 and "\nmhsa: keeps the contract in 7 combinations, 1 refused\n" in ended.out
 
 

@@ -64,7 +64,7 @@ class Rotary(Position):
     def __init__(self, context: LayerContext, *, d_head: int, base: float = 10000.0):
         super().__init__(context, d_head=d_head)
         if d_head % 2:
-            raise ValueError(f"position=rotary: model.d_model / model.heads={d_head} must be even")
+            raise ValueError(f"position=rotary: head width (d_head, or d_model / heads) must be even: {d_head}")
         if base <= 0:
             raise ValueError(f"position.base={base}: must be above 0")
         self.tables = context.shared(RotaryTables, (d_head, base), lambda: RotaryTables(d_head, base))
