@@ -17,9 +17,9 @@ from harness.loop.admission import ideal_beside_executed
 from harness.model import LanguageModel
 from harness.plan.build import Plan
 from harness.plan.small import runs
-from variants.conformance import Finding, check, finding_of, move
+from variants.conformance import Finding, check, perturb, run_check
 from variants.conformance.agreement import equal_backends
-from variants.conformance.fixture import Outputs, Subject, Verdict, differs
+from variants.conformance.fixture import Outputs, Subject, Verdict, differences
 from variants.contract import Position
 
 NEEDED = "needed FLOPs are at most the executed ones"
@@ -39,8 +39,8 @@ def findings(plan: Plan) -> list[Finding]:
     vocabulary = plan.data["vocabulary"]
     results = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(results) > 1:
-        results += [ideal_beside_executed(plan), finding_of(NEEDED, partial(needed_at_most_executed, plan))]
-        results += [finding_of("a choice that is accepted is followed", partial(follows, plan))]
+        results += [ideal_beside_executed(plan), run_check(NEEDED, partial(needed_at_most_executed, plan))]
+        results += [run_check("a choice that is accepted is followed", partial(follows, plan))]
         results += [backends_agree(plan, backend)] if (backend := fast_backend(plan)) else []
     return results
 
@@ -86,7 +86,7 @@ def backends_agree(plan: Plan, backend: str) -> Finding:
     fast = replace(plan, model=replace(plan.model, span=span))
     fast = fast if runs(fast) else plan
     subjects = (Subject(made.make_model, made.model.span, plan.data["vocabulary"]) for made in (fast, in_plain(fast)))
-    finding = finding_of(f"the {backend} backend equals the plain one", equal_backends, *subjects)
+    finding = run_check(f"the {backend} backend equals the plain one", equal_backends, *subjects)
     return replace(finding, detail=f"span {fast.model.span}, {finding.detail}")
 
 
@@ -98,7 +98,7 @@ def follows(plan: Plan) -> Verdict:
     if not held:
         return "there is no other for a sublayer that declares what it honours"
     x = torch.randn(2, subject.length, plan.model.d_model, dtype=torch.float64)
-    weights = [_weights(model), _weights(move(model))]
+    weights = [_weights(model), _weights(perturb(model))]
     mine = _answers(model, weights, x, held)
     for key, value, others in _choices(plan):
         values, moved = [str(value).lower()], set()
@@ -106,7 +106,7 @@ def follows(plan: Plan) -> Verdict:
             if (made := _made(changed)) is not None:
                 values.append(str(other).lower())
                 y = _answers(made, weights, x, held)
-                moved |= {name for name in held if differs("", {name: mine[name]}, {name: y[name]})}
+                moved |= {name for name in held if differences("", {name: mine[name]}, {name: y[name]})}
         if len(values) == 1:
             continue
         tried.append(f"{key} ({', '.join(values)})")

@@ -38,7 +38,7 @@ def sealed_off(tmp_path_factory) -> Iterator[None]:
 
             with open(together / "compiling", "w") as lock:  # the first process compiles, and the others wait
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                window_cpu.available(), product_search.available()
+                window_cpu.obstacle(), product_search.obstacle()
         yield
 
 
@@ -89,4 +89,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cpu_kernel"):
         from variants.kernels import window_cpu
 
-        need(window_cpu.available() is None, f"the CPU's kernel cannot be had: {window_cpu.available()}")
+        need(window_cpu.obstacle() is None, f"the CPU's kernel cannot be had: {window_cpu.obstacle()}")

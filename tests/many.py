@@ -52,7 +52,7 @@ def free_port() -> int:
 def launch(function: Callable, *arguments, number: int = 2) -> list:
     """``function(*arguments)`` in each of ``number`` processes, as torchrun starts them; what they return, by rank, or
     ``Dead``. They have this process's environment and current folder."""
-    window_cpu.available(), product_search.available()  # built once here and not by each
+    window_cpu.obstacle(), product_search.obstacle()  # built once here and not by each
     context, started = multiprocessing.get_context("forkserver"), []
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
     for rank in range(number):

@@ -63,7 +63,7 @@ def test_initial_spans_and_columns():
 
 def test_wrong_sizes_are_refused():
     for make, words, message in (
-        (AdaptiveSpan, {"ramp": 0}, r"span\.ramp=0: the ramp is at least 1"),
+        (AdaptiveSpan, {"ramp": 0}, r"span\.ramp=0: must be at least 1"),
         (AdaptiveSpan, {"initial": 1.5}, r"span\.initial=1\.5: allowed are fractions .* 0 to 1"),
         (partial(PersistentKV, d_head=2), {"number": 0}, r"persistent\.number=0: at least 1"),
         (partial(PersistentKV, d_head=2), {"key_std": -1}, r"persistent\.key_std=-1: must be at least 0"),

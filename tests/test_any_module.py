@@ -155,7 +155,7 @@ def adapted(**keywords) -> AnyModule:
         ({"honours": {"cache": ["kv"]}}, r"honours\.cache=\['kv'\]: .*; allowed are attend_self, span"),
         ({"honours": {"span": "widow"}}, r"honours\.span=widow: must be the keyword of .*Window .*; allowed are dim"),
         ({"reach": 3, "honours": None}, r"reach=3: with honours=null it sees no byte but its own"),
-        ({"module": partial(nn.MultiheadAttention, 16, 2)}, r"module=.*: its forward takes other .*argument: 'key'\)"),
+        ({"module": partial(nn.MultiheadAttention, 16, 2)}, r"module=.*: its forward needs other .*argument: 'key'\)"),
     ],
 )
 def test_promises_are_refused_by_name_where_they_cannot_be(layers, promise, message):

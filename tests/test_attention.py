@@ -22,7 +22,7 @@ from tests.attention_case import (
     starts,
 )
 from variants.attention import Attention
-from variants.conformance.fixture import leaves
+from variants.conformance.fixture import state_tensors
 from variants.contract import LayerContext
 from variants.kernels import operation, triton_window, window_cpu
 from variants.position import NoPosition
@@ -128,8 +128,8 @@ def test_a_state_keeps_little_more_in_memory_than_it_shows(span, cache):
         attention, (_, x), state = case.build(), case.stream(), None
         for step in range(3):
             state = attention(x.detach(), state, starts(step * 200)).state
-        memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves(state)}
-        assert 3 * sum(memory.values()) <= 4 * sum(t.nbytes for t in leaves(state)), backend
+        memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state_tensors(state)}
+        assert 3 * sum(memory.values()) <= 4 * sum(t.nbytes for t in state_tensors(state)), backend
 
 
 @pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
@@ -171,8 +171,8 @@ ASKED = [
 @pytest.mark.parametrize(("choices", "device", "reason", "answer"), ASKED, ids=lambda value: str(value)[:40])
 def test_the_backend_that_is_taken_or_why_it_is_impossible(choices, device, reason, answer, monkeypatch):
     """``reason``: what the kernels say where they cannot run."""
-    monkeypatch.setattr(window_cpu, "available", lambda: reason)
-    monkeypatch.setattr(triton_window, "available", lambda device, width: reason)
+    monkeypatch.setattr(window_cpu, "obstacle", lambda: reason)
+    monkeypatch.setattr(triton_window, "obstacle", lambda device, width: reason)
     attention = Case(**{"backend": "auto"} | choices).build()
     if answer in ("plain", "chunked", "fused", "kernel"):
         assert attention.backend(device, training=True) == answer

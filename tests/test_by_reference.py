@@ -249,7 +249,7 @@ def ended(row: dict) -> str:
 )
 def test_value_and_every_gradient(name, row, monkeypatch):
     """Where a backend is impossible it says so."""
-    monkeypatch.setattr(carried_sums, "AT_ONCE", 2)  # two chunks in memory, and then a loop
+    monkeypatch.setattr(carried_sums, "CHUNKS_PER_PIECE", 2)  # two chunks in memory, and then a loop
     mechanism, fields = MECHANISMS[name], Case.__dataclass_fields__
     case = Case(backend="auto", **{key: value for key, value in row.items() if key in fields})
     choices = {key: value for key, value in row.items() if key not in fields}
@@ -264,6 +264,6 @@ def test_value_and_every_gradient(name, row, monkeypatch):
         if refused(name, row, backend):
             with pytest.raises(ValueError, match=rf"runtime\.backend={backend} .*allowed are auto, .*plain"):
                 run(sublayer, x, past)
-        elif backend != "kernel" or window_cpu.available() is None:
+        elif backend != "kernel" or window_cpu.obstacle() is None:
             tolerance = 1e-9 if name == "performer" else 1e-10
             assert_outcome(outcome(run(sublayer, x, past), named), expected, tolerance=tolerance)

@@ -15,7 +15,7 @@ from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
 from tests.promises import Gate
 from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
-from variants.conformance import Finding, outcome
+from variants.conformance import Finding, collect_breaks
 from variants.conformance.fixture import Subject
 from variants.contract import NeededFlops
 from variants.kernels import fused, operation, window_cpu
@@ -60,7 +60,7 @@ def test_more_flops_than_are_executed_are_caught():
     assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
-    assert outcome(needed_at_most_executed(shrunk(toy(Gate)))) == ([], "not said by layers.0.toy, layers.1.toy")
+    assert collect_breaks(needed_at_most_executed(shrunk(toy(Gate)))) == ([], "not said by layers.0.toy, layers.1.toy")
 
 
 def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
@@ -135,7 +135,9 @@ def test_what_is_refused_is_said_and_is_no_pass(here, quick):
     assert not quick and not ended.out
     ended = check("variant=mhsa", *ONE[1:], "variant.attention.d_head=5")
     refused = [line for line in ended.out.splitlines() if line.startswith("refused")]
-    assert len(refused) == 1 and refused[0].startswith("refused  rotary, kv, attend_self=true: position=rotary needs")
+    assert len(refused) == 1 and refused[0].startswith(
+        "refused  rotary, kv, attend_self=true: position=rotary: head width"
+    )
     assert ended.code == 0 and "\nmhsa: keeps the contract in 7 combinations, 1 refused\n" in ended.out
 
 
@@ -188,8 +190,8 @@ def test_a_broken_fast_backend_is_found(monkeypatch, backend):
 
 def test_heads_of_different_widths_are_compared(monkeypatch):
     """A break that only runs of equal heads have: the first are forgotten."""
-    right = fused.runs
-    monkeypatch.setattr(fused, "runs", lambda max_keys: list(right(max_keys))[-1:])
+    right = fused.group_heads
+    monkeypatch.setattr(fused, "group_heads", lambda max_keys: list(right(max_keys))[-1:])
     small = shrunk(plan("variant=adaptive_span", "runtime.backend=fused"))
     finding = backends_agree(small, "fused")
     assert not finding.passed and finding.detail.startswith("span 78, ")

@@ -17,7 +17,7 @@ from tests.toys import Delayed, DoubledPast, FloatAngles, Mapped, OfDistances, S
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention
-from variants.conformance import BEFORE_TRAINING, CHECKS, Finding, check, finding_of
+from variants.conformance import BEFORE_TRAINING, CHECKS, Finding, check, run_check
 from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Subject
 from variants.contract import LayerContext, SublayerOutput
@@ -176,7 +176,7 @@ def test_the_past_is_projected_again_with_its_gradient():
 
 def test_batches_are_as_large_as_the_runs():
     mixing = model_of(BROKEN["MixesBeyondEight"][0])
-    by_batch = {n: next(check(mixing, span=5, vocabulary=31, checks=CHECKS[-1:], streams=(n,))) for n in (8, 9)}
+    by_batch = {n: next(check(mixing, span=5, vocabulary=31, checks=CHECKS[-1:], batch_sizes=(n,))) for n in (8, 9)}
     assert by_batch[8].passed and not by_batch[9].passed and "9 streams at once" in by_batch[9].detail
     assert CHECKS[-1] in BEFORE_TRAINING
 
@@ -196,6 +196,6 @@ def test_batches_are_as_large_as_the_runs():
     ],
 )
 def test_two_paths_are_compared_in_value_and_gradient(fast, line):
-    finding = finding_of("equal", equal_backends, *(Subject(model_of(one, layers=1), 5, 31) for one in (fast, Sums)))
+    finding = run_check("equal", equal_backends, *(Subject(model_of(one, layers=1), 5, 31) for one in (fast, Sums)))
     assert finding.passed == (line is None)
     assert line is None or re.match(line, finding.detail), finding

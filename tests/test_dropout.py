@@ -11,17 +11,19 @@ PINNED = [4062030576, 2427499623, 1513036796, 93295047, 2092645796, 1060211399, 
 
 def rows_of(seed: int | Tensor, *, streams, heads, queries) -> Tensor:
     at = {"streams": streams, "heads": heads, "queries": queries}
-    return dropout.rows(torch.as_tensor(seed), **{name: torch.tensor(list(places)) for name, places in at.items()})
+    return dropout.row_numbers(
+        torch.as_tensor(seed), **{name: torch.tensor(list(places)) for name, places in at.items()}
+    )
 
 
 def stays(seed: int, *, streams=2, heads=3, size=128, rate=0.3) -> Tensor:
     rows = rows_of(seed, streams=range(streams), heads=range(heads), queries=range(size))
-    return dropout.keep(rows, torch.arange(size), rate)
+    return dropout.keep_mask(rows, torch.arange(size), rate)
 
 
 def test_numbers_are_pinned_for_other_languages():
     rows = rows_of(0x0123456789ABCDEF, streams=[0, 7], heads=[0, 3], queries=[0, 511])
-    assert dropout.mix(torch.tensor([0, 1, dropout.WORD])).tolist() == [0, 1753845952, 1734902346]
+    assert dropout.mix(torch.tensor([0, 1, dropout.MASK_32])).tolist() == [0, 1753845952, 1734902346]
     assert rows.flatten().tolist() == PINNED
 
 
@@ -53,5 +55,5 @@ def test_plain_attention_drops_what_was_drawn():
     drawn_rows = rows_of(seed, streams=range(2), heads=range(2), queries=range(rows))
     for t in range(rows):
         numbers = [keys - rows + t - shift - j for j in range(keys)] + [dropout.PERSISTENT + i for i in range(n)]
-        stay = dropout.keep(drawn_rows[:, :, t : t + 1], torch.tensor(numbers), rate)[:, :, 0]
+        stay = dropout.keep_mask(drawn_rows[:, :, t : t + 1], torch.tensor(numbers), rate)[:, :, 0]
         assert torch.allclose(y[:, :, t], whole[:, :, t] * stay / (1 - rate))

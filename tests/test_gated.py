@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.attention_case import DOUBLE, Case, assert_near, assert_same
-from variants.conformance.fixture import leaves
+from variants.conformance.fixture import state_tensors
 from variants.gated_delta import GatedDelta
 from variants.gated_linear import GatedLinear
 from variants.kernels import decayed_sums
@@ -57,5 +57,5 @@ def test_sums_are_float32_under_autocast(make):
     layer, x = Case(length=9).build(make).float(), Case(length=9).whole().float()
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x)
-    *_, sums = leaves(out.state)
+    *_, sums = state_tensors(out.state)
     assert sums.dtype == torch.float32 and out.y.dtype == torch.bfloat16

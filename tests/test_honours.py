@@ -9,7 +9,7 @@ from tests import toys
 from tests.composing import compose_config
 from tests.promises import Sums
 from tests.test_check import toy
-from variants.conformance import outcome
+from variants.conformance import collect_breaks
 from variants.contract import Honours, Position
 from variants.position import Alibi, Relative, Rotary
 
@@ -52,13 +52,13 @@ def positioned(scheme: type) -> tuple[str, ...]:
         (
             Sums,
             (),
-            r"position=rotary: turns queries and keys, which variant\.toy \(Sums\) cannot follow; allowed are none, "
+            r"position=rotary: rotates queries and keys, which variant\.toy \(Sums\) cannot follow; allowed are none, "
             r"schemes of the embedded bytes \(sinusoidal\)$",
         ),
         (
             Decays,
             positioned(TurnsAndAdds),
-            r"position=turnsandadds: turns queries and keys and adds to scores, which variant\.toy \(Decays\) cannot follow;"
+            r"position=turnsandadds: rotates queries and keys and adds to scores, which variant\.toy \(Decays\) cannot follow;"
             r" .*, one that lowers scores by a slope for every key between$",
         ),
     ],
@@ -96,5 +96,5 @@ def test_what_is_accepted_and_ignored_is_caught(cls, words, lines):
 )
 def test_spans_that_keywords_give_are_held_to_neither(words):
     sizes = ("model.layers=2", "model.d_model=32", "model.heads=2", "model.span=13", "runtime.backend=plain")
-    breaks, compared = outcome(follows(plan_run(compose_config("data=recall", *words, *sizes))))
+    breaks, compared = collect_breaks(follows(plan_run(compose_config("data=recall", *words, *sizes))))
     assert not breaks and "model.span (13, 26" in compared

@@ -215,7 +215,7 @@ def test_the_segments_gradients_alone_and_executed_flops(engine, name, monkeypat
         y, saved = fused.forward(inputs, seen)
         g = torch.randn_like(y)
         whole = fused.backward(g, y, saved, inputs, seen, wanted)
-        segment = fused.backward(g, y, saved, inputs, seen, frozenset("qkv"), own_only=True)
+        segment = fused.backward(g, y, saved, inputs, seen, frozenset("qkv"), segment_only=True)
     assert whole.keys() == wanted and segment.keys() == set("qkv")
     for field, gradient in segment.items():
         assert_near(gradient, whole[field][:, :, 0 if field == "q" else case.past :])
@@ -284,12 +284,14 @@ def test_the_triangle_is_plain_and_nothing_else_is_one():
     for changes in ({}, {"T": 1}, {"width": 12}):
         case = replace(TRIANGLE, **changes)
         inputs = case.inputs()
-        assert fused.is_triangle(case.hard(), Inputs(**inputs))
-        assert_same(fused.triangle(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs)
+        assert fused.is_full_causal(case.hard(), Inputs(**inputs))
+        assert_same(fused.full_causal(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs)
     for changes in (*NONE, {"persistent": 2}):
         case = replace(TRIANGLE, **changes)
-        assert not fused.is_triangle(case.hard()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())), changes
-    assert not fused.is_triangle(Window((40, 37), ramp=4), Inputs(**TRIANGLE.inputs())), "a ramp alone says soft"
+        assert not fused.is_full_causal(case.hard()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())), (
+            changes
+        )
+    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**TRIANGLE.inputs())), "a ramp alone says soft"
 
 
 # As one operation of torch's

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.attention_case import Case, assert_near, starts
-from variants.blocks import highest
+from variants.blocks import top_mask
 from variants.kernels import window_cpu
 from variants.linformer import Linformer
 
@@ -85,9 +85,9 @@ def test_of_equal_summaries_the_first_are_read(number):
     scores = torch.randn(200, 9, generator=torch.Generator().manual_seed(number)).round()
     scores[:50, 4], scores[50:100, :7] = -torch.inf, -torch.inf
     first = scores.sort(dim=-1, descending=True, stable=True).indices[:, :number]
-    assert torch.equal(highest(scores, number), torch.zeros(200, 9, dtype=torch.bool).scatter(-1, first, True))
+    assert torch.equal(top_mask(scores, number), torch.zeros(200, 9, dtype=torch.bool).scatter(-1, first, True))
     scores[:, 5] = torch.nan
-    assert highest(scores, number)[:, 5].all()  # so that it shows
+    assert top_mask(scores, number)[:, 5].all()  # so that it shows
 
 
 @BACKENDS
@@ -106,7 +106,7 @@ def test_summary_mass_is_the_share_of_attention(backend):
 
 def test_a_backend_that_cannot_run_is_refused_and_auto_takes_another(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(window_cpu, "available", lambda: None)
+    monkeypatch.setattr(window_cpu, "obstacle", lambda: None)
     auto, kernel, fused = (Summarised(backend=backend, dropout=0.5).made() for backend in ("auto", "kernel", "fused"))
     assert auto.backend(cpu, training=True) == "plain" and auto.backend(cpu, training=False) == "kernel"
     assert auto.backends(gpu, training=False) == ("plain",)

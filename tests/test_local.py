@@ -10,7 +10,7 @@ from variants.contract import cat_streams
 from variants.kernels import window_cpu
 from variants.local import LocalAttention
 
-BACKENDS = ["plain", "chunked", "fused"] + ([] if window_cpu.available() else ["kernel"])
+BACKENDS = ["plain", "chunked", "fused"] + ([] if window_cpu.obstacle() else ["kernel"])
 PASTS = [0, 1, 4, 5, 13]
 """Bytes behind each stream: no two at the same phase but those at 0, and some have several blocks behind them."""
 CASES = covering({"position": ["none", "rotary", "relative", "alibi"], "cache": ["kv", "hidden"]}, strength=1)
@@ -27,7 +27,7 @@ def inputs(*shape: int, seed: int = 1) -> Tensor:
 @pytest.fixture(params=[True, False], ids=["host", "device"])
 def phases(request, monkeypatch):
     """Phases that the host can read, and ones that it cannot, as on a GPU."""
-    monkeypatch.setattr("variants.local.host_knows", lambda count: request.param)
+    monkeypatch.setattr("variants.local.is_on_host", lambda count: request.param)
 
 
 @pytest.mark.numeric

@@ -9,8 +9,8 @@ from torch._subclasses import FakeTensorMode
 
 from tests.attention_case import Case, Largest, assert_near, assert_same
 from tests.composing import TINY, plan, sized
-from variants.conformance import move
-from variants.conformance.fixture import leaves
+from variants.conformance import perturb
+from variants.conformance.fixture import state_tensors
 from variants.contract import Sublayer, cat_streams, map_state
 from variants.differential import Differential
 from variants.latent import Latent
@@ -31,7 +31,7 @@ def mechanism(variant: str, *words: str) -> Sublayer:
     torch.manual_seed(0)
     model = plan(*TINY, *sized(variant), "data=recall", *words).make_model()
     sees = [sublayer for _, sublayer in model.sublayers() if sublayer.honours is not None]
-    return move(sees[-1].double())
+    return perturb(sees[-1].double())
 
 
 def inputs(length: int, *, streams: int = STREAMS) -> Tensor:
@@ -62,7 +62,7 @@ def test_compiled_it_is_one_graph(words):
         segment = x[:, place : place + 20].clone().requires_grad_()
         one, expected = (layer_of(segment, state, at(place)) for layer_of in (compiled, layer))
         assert_same(one.y, expected.y, named={"x": segment} | dict(layer.named_parameters()))
-        for mine, theirs in zip(leaves(layer.trim(one.state)), leaves(expected.state), strict=True):
+        for mine, theirs in zip(state_tensors(layer.trim(one.state)), state_tensors(expected.state), strict=True):
             assert_near(mine.double(), theirs.double())
         state = expected.state
     torch.compiler.reset()
@@ -88,10 +88,10 @@ def test_a_state_does_not_grow_and_float32_stays_near(words):
         for piece in inputs(sum(lengths)).split(lengths, 1):
             outs = {dtype: layer(piece.to(dtype), states[dtype], at(place)) for dtype, layer in layers.items()}
             states, place = {dtype: out.state for dtype, out in outs.items()}, place + piece.shape[1]
-            shapes.append([part.shape for part in leaves(states[torch.float64])])
+            shapes.append([part.shape for part in state_tensors(states[torch.float64])])
             off.append((outs[torch.float32].y.double() - outs[torch.float64].y).abs().amax(-1))
     assert all(shape == shapes[0] for shape in shapes)
-    rounded = [outs[torch.float32].y, *leaves(states[torch.float32])]
+    rounded = [outs[torch.float32].y, *state_tensors(states[torch.float32])]
     assert all(part.dtype == torch.float32 for part in rounded if part.is_floating_point())
     off = torch.cat(off, dim=1)
     if words.startswith(("compressed_top_k", "nsa", "reformer")):

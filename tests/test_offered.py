@@ -28,5 +28,5 @@ def test_it_keeps_the_contract(words):
 def test_without_a_compiler_it_takes_the_next(monkeypatch):
     (_, sublayer), *_ = shrunk(toy(Offered, "position=alibi")).make_model().sublayers()
     assert sublayer.backend(torch.device("cpu"), training=True) == "kernel"
-    monkeypatch.setattr(window_cpu, "available", lambda: "no C++ compiler")
+    monkeypatch.setattr(window_cpu, "obstacle", lambda: "no C++ compiler")
     assert sublayer.backend(torch.device("cpu"), training=True) == "fused"

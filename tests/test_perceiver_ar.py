@@ -6,7 +6,7 @@ import torch
 from tests.attention_case import DOUBLE, assert_same, matrices
 from tests.composing import plan
 from tests.reference.perceiver_ar import Layer, perceiver_ar
-from variants.conformance import move
+from variants.conformance import perturb
 
 SIZES = (
     *("model.d_model=8", "model.heads=2", "model.span=9", "model.layers=3", "data.vocabulary=7"),
@@ -18,7 +18,7 @@ def build(*words: str) -> torch.nn.Module:
     model = plan("variant=perceiver_ar", "data=recall", *SIZES, *words).make_model().to(DOUBLE)
     torch.manual_seed(3)
     for _ in range(5):
-        move(model)
+        perturb(model)
     return model
 
 

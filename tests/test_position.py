@@ -65,7 +65,7 @@ def test_one_relative_table_for_the_network_or_one_a_layer_and_of_a_run_and_a_wi
 
 
 def test_bad_input_names_its_key():
-    with pytest.raises(ValueError, match=r"position=rotary needs an even head width.*not 5"):
+    with pytest.raises(ValueError, match=r"position=rotary: head width .* must be even: 5"):
         Rotary(context(), d_head=5)
     with pytest.raises(ValueError, match=r"position\.share=heads: allowed are network, layer"):
         Relative(context(), d_head=4, share="heads")

@@ -13,7 +13,7 @@ from tests.attention_case import DOUBLE, Case, assert_near, gradients
 from tests.reference.product_key_memory import product_key_memory as reference
 from variants.contract import LayerContext
 from variants.kernels import product_search
-from variants.product_key_memory import ProductKeyMemory, candidate_pairs, choose, search
+from variants.product_key_memory import ProductKeyMemory, candidate_pairs, search, select_slots
 
 pytestmark = pytest.mark.numeric
 
@@ -100,7 +100,7 @@ def test_low_precision_chooses_the_slots_that_float32_chooses():
     outcomes = []
     for low in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            slots, sums = choose(query, keys, top_k=4, pairs=candidate_pairs(top_k=4, half_keys=30))
+            slots, sums = select_slots(query, keys, top_k=4, pairs=candidate_pairs(top_k=4, half_keys=30))
         outcomes.append([slots, sums, *torch.autograd.grad(sums.square().sum(), (query, keys))])
     assert all(map(torch.equal, *outcomes))
     first = torch.tensor([128.0, 127.5], dtype=torch.bfloat16)

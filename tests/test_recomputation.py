@@ -9,7 +9,7 @@ from tests.bench_rows import cost_row
 from tests.composing import plan
 from tests.runs import CARRY, DROPOUT, MEMORY, MOVING, make_run, own_folder  # noqa: F401 - a fixture
 from variants.attention import Attention
-from variants.conformance.fixture import leaves
+from variants.conformance.fixture import state_tensors
 
 CASES = {
     "spans, keys and values carried": (*MOVING, *CARRY),
@@ -46,7 +46,7 @@ def test_the_same_loss_and_every_gradient(case, monkeypatch):
         assert (one.grad is None) == (other.grad is None), name
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-14)
         assert torch.equal(one, other), name
-    assert all(map(torch.equal, leaves(plain.state), leaves(again.state)))
+    assert all(map(torch.equal, state_tensors(plain.state), state_tensors(again.state)))
 
 
 def test_compiled_it_is_the_same(monkeypatch):

@@ -35,7 +35,7 @@ def test_a_single_bucket_is_attention_and_many_rounds_count_once(length, rounds)
     queries = keys[:, :, -length:, :K] * sizes[..., None]
     expected = window.attend(queries, keys[..., :K], keys[..., K:], Window((5,) * H, 1))
     hashes = torch.zeros(B, H, rounds, 12, dtype=torch.int32)
-    y, seen = lsh_attention(keys, sizes, hashes, bucket_keys=20, farthest=5, shift=1)
+    y, seen = lsh_attention(keys, sizes, hashes, bucket_keys=20, max_distance=5, shift=1)
     assert_same(y, expected, named={"keys": keys, "sizes": sizes})
     assert seen[0, 0].tolist() == [min(5, at) for at in range(12 - length, 12)]
 

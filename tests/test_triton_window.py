@@ -180,8 +180,8 @@ def test_the_segments_gradients_alone_and_flops_of_the_products_that_run(small_b
     whole = triton_window.backward(g, y, saved, inputs, seen, wanted)
     assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted)[1]
     executed.clear()
-    segment = triton_window.backward(g, y, saved, inputs, seen, wanted, own_only=True)
-    assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted, own_only=True)[1]
+    segment = triton_window.backward(g, y, saved, inputs, seen, wanted, segment_only=True)
+    assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted, segment_only=True)[1]
     for name, gradient in segment.items():
         expected = whole[name]
         if name in ("k", "v", "key_bias"):
@@ -212,12 +212,12 @@ def test_each_head_has_its_own_hard_window(small_blocks):
 def test_available_says_why_not(interpreted, monkeypatch):
     device = torch.device(DEVICE)
     if importlib.util.find_spec("triton") is None:
-        assert triton_window.available(device, 64) == "triton is not installed"
+        assert triton_window.obstacle(device, 64) == "triton is not installed"
         return
-    assert triton_window.available(device, 64) is None
-    assert "multiples of 8 up to 128" in triton_window.available(device, 60) and triton_window.available(device, 136)
+    assert triton_window.obstacle(device, 64) is None
+    assert "multiples of 8 up to 128" in triton_window.obstacle(device, 60) and triton_window.obstacle(device, 136)
     monkeypatch.setattr(triton_window._kernels(), "INTERPRETED", False)
-    assert "runtime.device=cpu" in triton_window.available(torch.device("cpu"), 64)
+    assert "runtime.device=cpu" in triton_window.obstacle(torch.device("cpu"), 64)
 
 
 @needs_triton

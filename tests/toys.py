@@ -113,8 +113,8 @@ class BatchNormUndeclared(ProductKeyMemory):
 class ForgetsOneKey(Attention):
     """A past of one key too few."""
 
-    def _carried(self, *arguments):
-        return tuple(part[:, :, 1:] for part in super()._carried(*arguments))
+    def _next_state(self, *arguments):
+        return tuple(part[:, :, 1:] for part in super()._next_state(*arguments))
 
 
 class StreamsLast(Sums):

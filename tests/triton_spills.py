@@ -27,15 +27,17 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 WIDTHS = (16, 32, 64, 96, 128)
 DTYPES = {"bf16": (torch.bfloat16, "ieee"), "tf32": (torch.float32, "tf32"), "fp32": (torch.float32, "ieee")}
 PARTS = {
-    **dict.fromkeys(("persistent", "persistent+vectors"), {"ALL": True, "far": None, "table": None, "vectors": None}),
-    "hard": {"far": None, "table": None, "vectors": None, "dz": None},
+    **dict.fromkeys(
+        ("persistent", "persistent+vectors"), {"ALL": True, "ramp_end": None, "table": None, "vectors": None}
+    ),
+    "hard": {"ramp_end": None, "table": None, "vectors": None, "dz": None},
     "soft": {"table": None, "vectors": None},
     "soft+table": {"vectors": None},
-    "hard+vectors": {"far": None, "table": None, "dz": None},
+    "hard+vectors": {"ramp_end": None, "table": None, "dz": None},
     "soft+vectors": {"table": None},
 }
 BIASES = dict.fromkeys(("key_bias", "query_bias", "dkey_bias", "dquery_bias"))
-TYPES = dict.fromkeys(("start", "start_lse", "lse", "delta", "dz", "far", "table", "dvectors"), "*fp32")
+TYPES = dict.fromkeys(("start", "start_lse", "lse", "delta", "dz", "ramp_end", "table", "dvectors"), "*fp32")
 TYPES |= {"heads": "*i32", "seed": "*i64"}
 PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")}
 """What kernels give in float32 for persistent vectors, because something is added to it."""
@@ -45,7 +47,7 @@ def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: s
     """Registers of a thread, bytes that it stores beside them, and shared memory, as the compiler says."""
     kernel, persistent = getattr(kernels, name), "persistent" in part
     constants = {"ALL": False, "OWN": True, "table": None, "DROP": 2**30, "SCALE": 1.25} | BIASES | PARTS[part]
-    constants |= {"K": width, "WIDTH": triton_window.padded(width), "PRECISION": DTYPES[dtype][1]}
+    constants |= {"K": width, "WIDTH": triton_window.padded_width(width), "PRECISION": DTYPES[dtype][1]}
     constants |= {"BLOCK": options["BLOCK"]} | ({} if dropout else {"seed": None, "DROP": 0, "SCALE": 1.0})
     constants |= dict.fromkeys(("start", "start_lse", "dz")) | {"OWN": False} if persistent else {}
     constants = {argument: constants[argument] for argument in kernel.arg_names if argument in constants}
@@ -80,7 +82,7 @@ def main(words: list[str]) -> int:
         kind, precision = DTYPES[dtype]
         same = {"precision": precision, "vectors": "vectors" in part, "architecture": architecture}
         options = triton_window.launch_options(width, kind, **same)
-        options |= triton_window.key_options(options) if name == "key_gradient" else {}
+        options |= triton_window.key_gradient_options(options) if name == "key_gradient" else {}
         line = f"sm_{architecture} {dtype} K={width} {name} {part} {'dropout' if dropout else '-'}"
         if all(word in line.split() for word in words):
             same = {"architecture": architecture, "dtype": dtype, "width": width, "dropout": dropout}

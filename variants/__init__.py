@@ -1,4 +1,4 @@
-"""The mechanisms. Each can be imported, or copied, alone; they need torch and einops only.
+"""The mechanisms. They need only torch and einops, and can be used without the harness.
 
 Dimensions, in all of this repository: B streams, T bytes in this segment, S past positions visible, L keys in all, D
 width, H heads, K head width, N persistent vectors, C half-keys per set, M memory slots (C x C), V byte values.
@@ -21,6 +21,6 @@ To add a mechanism, write one class and two small YAML files::
     at: {}
     groups: {}
 
-A mechanism that sees a past also declares ``honours`` and ``reach()``: ``docs/adding_a_variant.md`` shows one. The
+A mechanism that sees past bytes also declares ``honours`` and ``reach()``, as in ``docs/adding_a_variant.md``. The
 contract is in ``contract.py``; ``python -m bench.check -cd my_conf trust=[my_file] variant=mine`` checks a variant.
 """

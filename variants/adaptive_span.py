@@ -1,13 +1,13 @@
-"""Adaptive attention span: every head learns how far back it looks (1905.07799).
+"""Adaptive attention span: every head learns the number of past keys that it sees (1905.07799).
 
     m_z(x) = clamp((R + z - x) / R, 0, 1),   a_tx = m_z(x) exp(s_tx) / sum_y m_z(y) exp(s_ty)          (section 2.2)
     loss = NLL + lambda / H * sum over all heads of all layers of z     (m: ``soft_mask`` in ``kernels/window.py``)
 
 z = S * fraction: each head learns a fraction in [0, 1], clamped after every optimizer step. x counts visible keys from
-the nearest, x = 0. Keys beyond a head's z + R are not computed, and the carried past is as long as the heads need.
+the nearest, x = 0. Scores of keys beyond a head's z + R are not computed, and only keys that heads may see are carried.
 
 In the dynamic span (end of section 2.2) z depends on the input: z_t = S * sigmoid(v . x_t + b) per head. Attention
-still computes the whole window; only ``ideal_flops`` shows the possible saving, at the span S * sigmoid(b).
+still computes the whole window; ``ideal_flops`` counts the keys for a zero input, within the span S * sigmoid(b).
 """
 
 import math
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from variants.attention import AttentionSpan
-from variants.contract import LayerContext, set_shapes, wide
+from variants.contract import LayerContext, set_shapes, to_float64
 
 
 def bucket(max_keys: int) -> int:
-    """Round up to a step, so that moving spans give few shapes: 64 below 256, then 1/4 to 1/2 of ``max_keys``."""
+    """Round up to a multiple of a step, so that learned spans have few shapes. The step is 64 below 256 keys, and from
+    1/4 to 1/2 of ``max_keys`` from 256 on."""
     step = max(64, 2 ** (max_keys.bit_length() - 2))
     return -(-max_keys // step) * step
 
@@ -37,13 +38,13 @@ class SoftSpan(AttentionSpan):
     def __init__(self, context: LayerContext, *, ramp: int, loss_weight: float):
         super().__init__(context)
         if ramp < 1:
-            raise ValueError(f"span.ramp={ramp}: the ramp is at least 1 key long")
+            raise ValueError(f"span.ramp={ramp}: must be at least 1 key")
         self.ramp, self.loss_weight = ramp, loss_weight
 
     def loss(self, z: Tensor) -> Tensor:
         return self.loss_weight * z.mean()
 
-    def shown(self, z: Tensor) -> dict[str, Tensor]:
+    def span_metrics(self, z: Tensor) -> dict[str, Tensor]:
         """Return metrics of the spans ``z [H]``, without and with the ramp."""
         return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
 
@@ -77,12 +78,12 @@ class AdaptiveSpan(SoftSpan):
         return self.fraction * self.span + self.ramp
 
     def set_lengths(self, lengths: Sequence[float]) -> None:
-        # The key at the far end of the ramp, x = z + R, has weight 0 but still a gradient, so it is kept.
-        keys = (min(self.span, bucket(int(end) + 1)) for end in lengths)
-        self.set_keys(keys, (min(self.span, math.ceil(end)) for end in lengths))
+        # The key at the end of the ramp, x = z + R, has weight 0 but still a gradient, so it is computed.
+        max_keys = (min(self.span, bucket(int(end) + 1)) for end in lengths)
+        self.set_keys(max_keys, (min(self.span, math.ceil(end)) for end in lengths))
 
     def keys_to_carry(self) -> tuple[int, ...]:
-        return tuple(min(self.span, bucket(n + 1)) for n in self.max_keys)  # one step may reach the next bucket
+        return tuple(min(self.span, bucket(n + 1)) for n in self.max_keys)  # a step may move a span to the next bucket
 
     @torch.no_grad()
     def set_span(self, span: int) -> None:
@@ -98,7 +99,7 @@ class AdaptiveSpan(SoftSpan):
         set_shapes(self)
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        return self.shown((self.fraction * self.span).detach())
+        return self.span_metrics((self.fraction * self.span).detach())
 
 
 class DynamicSpan(SoftSpan):
@@ -109,18 +110,18 @@ class DynamicSpan(SoftSpan):
         bias: initial b; with -4, spans start at 0.018 S.
     """
 
-    fusable = False
+    constant_spans = False
 
     def __init__(self, context: LayerContext, *, ramp: int = 32, loss_weight: float = 2e-6, bias: float = -4.0):
         super().__init__(context, ramp=ramp, loss_weight=loss_weight)
-        self.unit = context.span
+        self.max_span = context.span
         self.gate = nn.Linear(context.d_model, context.heads)
         nn.init.constant_(self.gate.bias, bias)
         set_shapes(self)
 
     def lengths(self) -> Tensor:
         """Return the end of each head's ramp for a zero input, S sigmoid(b) + R keys ``[H]``."""
-        return self.unit * torch.sigmoid(self.gate.bias) + self.ramp
+        return self.max_span * torch.sigmoid(self.gate.bias) + self.ramp
 
     def set_lengths(self, lengths: Sequence[float]) -> None:
         self.set_keys(self.max_keys, (min(self.span, math.ceil(end)) for end in lengths))
@@ -130,15 +131,15 @@ class DynamicSpan(SoftSpan):
         set_shapes(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x)
-        island = gate.to(torch.promote_types(gate.dtype, torch.float32))
-        return self.unit * torch.sigmoid(island).transpose(1, 2)  # [B, H, T]
+        logits = self.gate(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.max_span * torch.sigmoid(logits).transpose(1, 2)  # [B, H, T]
 
     def stats(self, z: Tensor) -> dict[str, Tensor]:
-        return {"span_sum": wide(z).sum(dim=(0, 2))}
+        return {"span_sum": to_float64(z).sum(dim=(0, 2))}
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        return self.shown(stats["span_sum"] / stats["bytes"]) if "span_sum" in stats else {}
+        return self.span_metrics(stats["span_sum"] / stats["bytes"]) if "span_sum" in stats else {}
 
     def ideal_flops(self) -> int:
         return 2 * self.gate.weight.numel()

@@ -1,23 +1,24 @@
-"""Multi-head causal attention over the last S positions, the base class of every variant that is a form of it.
+"""Multi-head causal attention over the last S positions, the base class of most attention mechanisms.
 
     q, k, v = W_q x, W_k x, W_v x;   s_tx = (q_t . k_x + position) / sqrt(K);   y = W_o concat_h(softmax(s) v)
 
-(1706.03762, 3.2). Many mechanisms are options of this class. ``span`` sets how far a head looks (``adaptive_span.py``),
-``persistent`` adds key-value vectors to the softmax (``all_attention.py``). The others, with o_h the output of head h:
+(1706.03762, 3.2). Many mechanisms are options of this class: ``span`` learns the span of each head
+(``adaptive_span.py``), and ``persistent`` adds key-value vectors to the softmax (``all_attention.py``). With o_h the
+output of head h, the other options are:
 
 - ``kv_heads`` G: query head h reads key-value head floor(h G / H) (2305.13245; G = 1 is 1911.02150). The state has G
-  heads. Backends get each one repeated H / G times, so state and projections shrink, but attention does not get faster.
+  heads. Backends read H / G copies of each, so state and projections are smaller, but attention is not faster.
 - ``qk_norm``: q / rms(q) and k / rms(k), each times a learned gain per channel, before positions. (2010.04245 has the
-  Euclidean norm and one learned scale in place of 1 / sqrt(K).) Persistent keys get the same normalised queries.
+  Euclidean norm and one learned scale in place of 1 / sqrt(K).) Persistent keys have the same normalised queries.
 - ``gate``: o_h sigmoid(W_g x), elementwise, before W_o (2505.06708, G1).
 - ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(lse) / (exp(lse) + exp(sink)). The
   logit starts at 0, and dropout does not apply to it.
-- ``key_bias``: heads compute b from inputs and add b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key j.
-  Persistent vectors and sink have none. The state carries b with keys and values, in float32, relative to the last b.
+- ``key_bias``: each head computes b from inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key
+  j. Persistent vectors and sink have no bias. The state has b of past keys, in float32, relative to the last b.
 
-The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, as far
-back as the window reaches. Its shape gives the length of the past. With ``cache: kv``, heads of unequal spans carry
-pasts of unequal length, except on the plain backend, so the size of the state follows the mean span.
+The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, for all
+bytes that the window reaches. With ``cache: kv``, heads of unequal spans carry pasts of unequal length, except on the
+plain backend, so the size of the state follows the mean span.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,29 +32,21 @@ from variants import backends
 from variants.all_attention import PersistentKV
 from variants.backends import OnKernels
 from variants.context import VisibleKeys, before, last, last_keys, weights_of
-from variants.contract import (
-    WAYS,
-    Honours,
-    Inspection,
-    LayerContext,
-    NeededFlops,
-    Part,
-    Spans,
-    State,
-    SublayerOutput,
-)
+from variants.contract import WAYS, Honours, Inspection, LayerContext, NeededFlops, Part, Spans, State, SublayerOutput
 from variants.kernels import fused
-from variants.kernels.window import PastKV, Persistent, Window, pairs, soft_mask
+from variants.kernels.window import PastKV, Persistent, Window, count_pairs, soft_mask
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
 
 
 class AttentionSpan(Spans):
-    """How far each head looks. The base class is a fixed window of S keys. ``set_lengths`` sets shapes after an
-    optimizer step, so that a forward pass never waits for a parameter's value."""
+    """The span of each head; in the base class a fixed window of S keys. ``set_lengths`` sets shapes after an optimizer
+    step, so that a forward pass never waits for a parameter's value."""
 
     ramp: int = 0
-    fusable: bool = True
-    bounded: bool | None = True
+    """R, keys over which the soft mask falls from 1 to 0; 0 for a hard window."""
+    constant_spans: bool = True
+    """Whether spans are equal for all queries."""
+    follows_model_span: bool | None = True
     """Value of ``Honours.span``."""
 
     def __init__(self, context: LayerContext):
@@ -62,17 +55,18 @@ class AttentionSpan(Spans):
         self.set_keys((context.span,) * context.heads)
 
     def set_keys(self, max_keys: Sequence[int], visible_keys: Sequence[int] | None = None) -> None:
-        """Set per head the most visible keys, and how many a query with a full past sees (default: the same)."""
+        """Set for each head the largest number of keys that a query reads, and the number that it sees after a full
+        past, which FLOPs count; None for the same."""
         self.max_keys = tuple(max_keys)
         self.visible_keys = self.max_keys if visible_keys is None else tuple(visible_keys)
         self.max_keys_tensor = torch.tensor(self.max_keys)  # an input of compiled graphs, not a constant
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """Return spans z in keys for input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard window."""
+        """Return spans z in keys for input ``x [B, T, D]``: ``[H]``, or ``[B, H, T]``, or None for a hard window."""
         return None
 
     def visible_window(self, z: Tensor | None, shift: int) -> Window:
-        """Return which keys queries may see. In a compiled graph spans are inputs, so new spans do not recompile it."""
+        """Return the window of visible keys. Spans are inputs of a compiled graph, so new spans do not recompile it."""
         if torch.compiler.is_compiling() and self.ramp:
             return Window((self.span,) * self.heads, shift, z, self.ramp, self.max_keys_tensor)
         return Window(self.max_keys, shift, z, self.ramp)
@@ -92,7 +86,7 @@ class AttentionSpan(Spans):
         return {}
 
     def keys_to_carry(self) -> tuple[int, ...]:
-        """Return the keys to carry per head; an optimizer step may widen the spans before the next segment."""
+        """Return for each head the number of keys to carry; a step may widen its span before the next segment."""
         return self.max_keys
 
     def set_span(self, span: int) -> None:
@@ -109,24 +103,16 @@ EPSILON = 1e-6
 
 
 class Segment(NamedTuple):
-    """A projected segment.
+    """A projected segment."""
 
-    Attributes:
-        x: inputs ``[B, T, D]``.
-        q: scaled queries ``[B, H, T, K]``, after position encoding.
-        k, v: keys, after position encoding, and values ``[B, G, T, K]``.
-        start, z: stream positions ``[B]`` of the first bytes, and spans in keys as in ``Window``.
-        persistent, biases: persistent vectors or None; biases of keys and queries ``[B, H, T]`` or an empty tuple.
-    """
-
-    x: Tensor
-    q: Tensor
-    k: Tensor
+    x: Tensor  # inputs, [B, T, D]
+    q: Tensor  # scaled queries after position encoding, [B, H, T, K]
+    k: Tensor  # keys after position encoding, [B, G, T, K]
     v: Tensor
-    start: Tensor
-    z: Tensor | None
+    start: Tensor  # stream positions of the first bytes, [B]
+    z: Tensor | None  # spans in keys, as in ``Window``
     persistent: Persistent | None
-    biases: tuple[Tensor, ...] = ()
+    biases: tuple[Tensor, ...] = ()  # of keys and of queries, [B, H, T] each
 
 
 class Attention(MultiHead, OnKernels):
@@ -135,9 +121,9 @@ class Attention(MultiHead, OnKernels):
     Args:
         context, d_head, bias, zero_init, kv_heads: see ``MultiHead``.
         span: factory of the ``AttentionSpan``; None for a fixed span.
-        persistent: factory of the ``PersistentKV``; None for none.
+        persistent: factory of the ``PersistentKV``, or None.
         qk_norm, gate, sink: whether to use each option.
-        key_bias: factory of a ``Part`` that maps ``[B, T, D]`` to key and query biases ``[B, H, T]``; None for none.
+        key_bias: factory of a ``Part`` that maps ``[B, T, D]`` to key and query biases ``[B, H, T]``, or None.
     """
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
@@ -162,25 +148,29 @@ class Attention(MultiHead, OnKernels):
         super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, kv_heads=kv_heads)
         self.position = context.position(self.d_head)
         self.span = (span or AttentionSpan)(context)
-        self.honours, self.spans_of_input = replace(self.honours, span=self.span.bounded), not self.span.fusable
+        self.honours = replace(self.honours, span=self.span.follows_model_span)
+        self.spans_of_input = not self.span.constant_spans
         self.persistent = persistent(context, d_head=self.d_head) if persistent else None
         for name in ("query_gain", "key_gain"):
             self.register_parameter(name, nn.Parameter(torch.ones(self.d_head)) if qk_norm else None)
         self.sink = nn.Parameter(torch.zeros(self.heads)) if sink else None
-        self.key_bias, self.biases_keys = key_bias(context) if key_bias else None, key_bias is not None
+        self.key_bias = key_bias(context) if key_bias else None
+        self.biases_keys = key_bias is not None
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         segment = self.project_qkv(x, start_of(x, start))
-        traced = torch.compiler.is_compiling() and self._traceable(x.device)
-        over_window = self._over_window if traced else self._outside_the_graph
-        y, state, stats = over_window(segment, state, collect_stats)
+        traced = torch.compiler.is_compiling() and self._is_traceable(x.device)
+        attend = self._attend_window if traced else self._attend_window_uncompiled
+        y, state, stats = attend(segment, state, collect_stats)
         if "gate" in self.maps:
             y = y * self.project(x, "gate")[0].sigmoid()
-        return SublayerOutput(self.join(y), state, self.span.loss(segment.z) if self.training else None, stats)
+        loss = self.span.loss(segment.z) if self.training else None
+        return SublayerOutput(self.join(y), state, loss, stats)
 
     def project_qkv(self, x: Tensor, start: Tensor) -> Segment:
+        """Project ``x [B, T, D]`` to queries, keys and values, and compute spans and biases."""
         z = self.span(x)
         q, k, v = self.project(x, "query", "key", "value")
         if self.key_gain is not None:
@@ -190,7 +180,8 @@ class Attention(MultiHead, OnKernels):
         return Segment(x, q, k, v, start, z, persistent, self._biases(x))
 
     def _biases(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return key and query biases. ``cache: hidden`` first rounds x to the carried dtype, as in reprojection."""
+        """Return key and query biases. With ``cache: hidden``, x is rounded to the dtype of carried inputs, so that the
+        next segment computes equal biases from the state."""
         if self.key_bias is None:
             return ()
         return self.key_bias(x if self.cache == "kv" else x.to(carried_dtype(x)))
@@ -201,53 +192,53 @@ class Attention(MultiHead, OnKernels):
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
         return (exact * (exact.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * gain).to(x.dtype)
 
-    def _by_kv_head(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Return for each key-value head the maximum of ``numbers`` over its query heads."""
+    def _max_by_kv_head(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return the maximum of ``numbers`` over the query heads of each key-value head."""
         size = self.heads // self.kv_heads
         return tuple(max(numbers[first : first + size]) for first in range(0, self.heads, size))
 
-    def _traceable(self, device: torch.device) -> bool:
-        """Whether attention is one operation in a compiled graph; otherwise the graph breaks."""
+    def _is_traceable(self, device: torch.device) -> bool:
+        """Whether attention is one operation in a compiled graph. Otherwise it runs between two graphs."""
         return backends.is_operation(self.backend(device, training=self.training), device)
 
-    def _over_window(
+    def _attend_window(
         self, segment: Segment, state: State, collect_stats: bool
     ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
         """Return head outputs ``[B, H, T, K]``, the next state, and statistics if ``collect_stats``. A compiled graph
-        attends to all of the past and does not trim the state, so that new spans do not recompile it."""
+        reads all of the past and does not trim the state, so that new spans do not recompile it."""
         backend = self.backend(segment.x.device, training=self.training)
         visible = self.span.visible_window(segment.z, self.shift)
         past = None if torch.compiler.is_compiling() else visible.past()
         keys = self._visible_keys(segment, state, backend, past)
-        y = self._in_positions(backend, segment.q, keys, visible, segment.persistent)
+        y = self._attend_with_positions(backend, segment.q, keys, visible, segment.persistent)
         with torch.no_grad():
             stats = self._stats(backend, segment, keys, visible) if collect_stats else None
-            return y, self._carried(segment, state, keys, backend, past), stats
+            next_state = self._next_state(segment, state, keys, backend, past)
+        return y, next_state, stats
 
     @torch.compiler.disable
-    def _outside_the_graph(self, *arguments) -> tuple[Tensor, State, dict[str, Tensor] | None]:
-        """Run ``_over_window`` outside of the graph: max_keys are Python integers and the length of the past varies."""
-        return self._over_window(*arguments)
+    def _attend_window_uncompiled(self, *arguments) -> tuple[Tensor, State, dict[str, Tensor] | None]:
+        """Run ``_attend_window`` outside a compiled graph, because max_keys are Python integers and the past varies."""
+        return self._attend_window(*arguments)
 
     def _visible_keys(self, segment: Segment, state: State, backend: str, past: int | None) -> VisibleKeys:
-        """Return keys and values of the segment and of the last ``past`` positions before it (None: all of them).
-
-        The CPU kernel reads past and segment in place, only each head's visible keys; other backends get one tensor.
-        """
+        """Return keys and values of the segment and of the last ``past`` positions before it; None for all. The CPU's
+        kernel reads past and segment without a copy; other backends need both in one tensor."""
         on_cpu = (backend, segment.x.device.type) == ("kernel", "cpu")
         if self.cache == "kv":
             parts = before(state, past, segment.k.dtype)
         else:
-            runs = [*fused.runs(self._by_kv_head(self.span.max_keys))] if on_cpu else []
-            chosen = [(n - 1 + self.shift, [*range(self.kv_heads)[heads]]) for n, heads in runs]
-            chosen = chosen if len(runs) > 1 else [(past, None)]
-            parts = [] if state is None else [self.reproject_past(state, segment, *part) for part in chosen]
+            groups = [*fused.group_heads(self._max_by_kv_head(self.span.max_keys))] if on_cpu else []
+            pasts = [(past, None)]
+            if len(groups) > 1:
+                pasts = [(n - 1 + self.shift, [*range(self.kv_heads)[heads]]) for n, heads in groups]
+            parts = [] if state is None else [self.reproject_past(state, segment, *group) for group in pasts]
         if on_cpu:
             return VisibleKeys(segment.k, segment.v, parts, None, *segment.biases)
         return VisibleKeys.joined(segment.k, segment.v, parts, *segment.biases)
 
     def reproject_past(self, old: Tensor, segment: Segment, past: int | None, heads: list[int] | None) -> PastKV:
-        """Project the last ``past`` of the carried inputs (None: all) to keys and values of ``heads`` (None: all)."""
+        """Project the last ``past`` carried inputs ``old [B, P, D]`` to keys and values of ``heads``; None for all."""
         old = old if past is None else old[:, max(0, old.shape[1] - past) :]
         k, v = self.project(old.to(carried_dtype(segment.x)), "key", "value", heads=heads)
         k = k if self.key_gain is None else self._normed(k, self.key_gain)
@@ -255,20 +246,20 @@ class Attention(MultiHead, OnKernels):
         part = PastKV(heads, self.position.rotate(k, segment.start - old.shape[1]), v)
         if self.key_bias is None:
             return part
-        bias, of_queries = self._biases(old)
-        by_head = (bias - of_queries[..., -1:]).unflatten(1, (self.kv_heads, -1))
+        key_bias, query_bias = self._biases(old)
+        by_head = (key_bias - query_bias[..., -1:]).unflatten(1, (self.kv_heads, -1))
         return part._replace(key_bias=by_head[:, list(heads)].flatten(1, 2))
 
-    def _carried(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
-        """Return the next state: the last ``past`` inputs, or keys and values as far back as heads look (None: all).
-        Heads of unequal spans carry pasts of unequal length, except on the plain backend."""
+    def _next_state(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
+        """Return the next state: the last ``past`` inputs, or the keys and values that the next segment may see; all of
+        them if ``past`` is None. Heads of unequal spans carry pasts of unequal length, except on the plain backend."""
         if self.cache == "kv":
             keys = keys.rebased()
             if past is None:
                 return keys.state()
-            if len(keys.past) > 1 or (backend != "plain" and len(set(self._by_kv_head(self.span.max_keys))) > 1):
-                return keys.last(*(n - 1 + self.shift for n in self._by_kv_head(self.span.keys_to_carry())))
-            return keys.last(self.reach_now())
+            if len(keys.past) > 1 or (backend != "plain" and len(set(self._max_by_kv_head(self.span.max_keys))) > 1):
+                return keys.last(*(n - 1 + self.shift for n in self._max_by_kv_head(self.span.keys_to_carry())))
+            return keys.last(self.present_reach())
         new = segment.x.detach().to(carried_dtype(segment.x))
         old = None if state is None else state.to(new.dtype)
         if past is None:
@@ -279,54 +270,58 @@ class Attention(MultiHead, OnKernels):
         if state is None:
             return None
         if self.cache == "hidden":
-            return last(self.reach_now(), 1, None, state)
-        return last_keys(
-            [], *before(state, None), self.reach_now()
-        )  # one length for all heads: another structure of the state would recompile
+            return last(self.present_reach(), 1, None, state)
+        # All heads have equal lengths, because another structure of the state would recompile the graph.
+        return last_keys([], *before(state, None), self.present_reach())
 
-    def reach_now(self) -> int:
+    def present_reach(self) -> int:
+        """Return how many bytes back an output can depend on inputs, with the present spans."""
         return max(self.span.max_keys) - 1 + self.shift
 
-    def _in_positions(
+    def _attend_with_positions(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
-        """Return head outputs ``[B, H, T, K]``; scores include the position term."""
+        """Return head outputs ``[B, H, T, K]``, with the position term in scores."""
         most = max(visible.max_keys)
         vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
         bias = self.position.bias(q, most) if vectors is None else None
         return self.attend(backend, q, keys, visible, bias=bias, vectors=vectors, persistent=persistent)
 
     def attend(self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **added: Tensor | None) -> Tensor:
-        keys, rate = keys.repeated(self.heads // self.kv_heads), self.dropout if self.training else 0.0
+        """Return head outputs ``[B, H, T, K]``, with the options of this class; ``added`` as in ``backends.attend``."""
+        keys = keys.repeated(self.heads // self.kv_heads)
         added |= {"sink": self.sink, "past_learns": self.cache == "hidden"}
-        return backends.attend(backend, q, keys, visible, dropout=rate, **added)
+        return backends.attend(backend, q, keys, visible, dropout=self.dropout if self.training else 0.0, **added)
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
         segment = self.project_qkv(x, start_of(x, None))
         z, vectors = segment.z, segment.persistent
-        silent = vectors and vectors._replace(v=torch.zeros_like(vectors.v))
-        of_context = segment._replace(persistent=silent)
-        seen = Inspection(weights_of(lambda values: self._from_the_start(of_context._replace(v=values)), segment.v))
+        zero_vectors = vectors and vectors._replace(v=torch.zeros_like(vectors.v))
+        zero_values = segment._replace(v=torch.zeros_like(segment.v))
+
+        def sum_values(values: Tensor) -> Tensor:
+            return self._attend_without_past(segment._replace(persistent=zero_vectors, v=values))
+
+        def sum_vectors(values: Tensor) -> Tensor:
+            return self._attend_without_past(zero_values._replace(persistent=vectors._replace(v=values)))
+
+        inspection = Inspection(weights_of(sum_values, segment.v))
         if z is not None:
             mask = soft_mask(z, self.span.ramp, self.span.span)
-            seen = seen._replace(mask=mask if z.dim() == 1 else mask.mean(dim=(0, 2)))
+            inspection = inspection._replace(mask=mask if z.dim() == 1 else mask.mean(dim=(0, 2)))
         if vectors is None and self.sink is None:
-            return seen
-        shares = seen.weights[..., :0]
-        if vectors is not None:
-            nothing = segment._replace(v=torch.zeros_like(segment.v))
-            shares = weights_of(
-                lambda values: self._from_the_start(nothing._replace(persistent=vectors._replace(v=values))), vectors.v
-            )
+            return inspection
+        shares = inspection.weights[..., :0] if vectors is None else weights_of(sum_vectors, vectors.v)
         if self.sink is not None:  # the last entry
-            shares = torch.cat([shares, 1 - seen.weights.sum(-1, keepdim=True) - shares.sum(-1, keepdim=True)], dim=-1)
+            sink_share = 1 - inspection.weights.sum(-1, keepdim=True) - shares.sum(-1, keepdim=True)
+            shares = torch.cat([shares, sink_share], dim=-1)
         entries = torch.arange(shares.shape[-1], device=x.device).expand(shares.shape)
-        return seen._replace(entries=entries, shares=shares)
+        return inspection._replace(entries=entries, shares=shares)
 
-    def _from_the_start(self, segment: Segment) -> Tensor:
+    def _attend_without_past(self, segment: Segment) -> Tensor:
         """Return head outputs ``[B, H, T, K]`` for streams without a past."""
-        return self._over_window(segment, None, False)[0]
+        return self._attend_window(segment, None, False)[0]
 
     def reach(self) -> int:
         return self.span.span - 1 + self.shift
@@ -337,8 +332,8 @@ class Attention(MultiHead, OnKernels):
             return head_stats(segment.q) | stats
         # With values of 1 on persistent vectors and 0 on the context, the output is the mass on persistent vectors.
         ones = vectors._replace(v=torch.ones_like(vectors.v))
-        silent = keys.each(lambda part: part._replace(v=torch.zeros_like(part.v)))
-        mass = self._in_positions(backend, segment.q, silent, visible, ones)
+        zeros = keys.each(lambda part: part._replace(v=torch.zeros_like(part.v)))
+        mass = self._attend_with_positions(backend, segment.q, zeros, visible, ones)
         return head_stats(segment.q, persistent_mass=mass[..., 0]) | stats
 
     def project_(self) -> None:
@@ -359,26 +354,28 @@ class Attention(MultiHead, OnKernels):
         """Count products of matrices only, over exactly the visible pairs of a query and a key.
 
         With ``cache: kv`` the past is constant. With ``hidden`` each head projects its visible past inputs again in
-        every segment; the weights get gradients from it, the past inputs do not. A key at the far end of a ramp has
-        weight 0 and is not counted. After a span grows, the longer past is assumed to be in the state already.
+        every segment, with gradients of the weights but not of the inputs. Keys at the end of a ramp have weight 0 and
+        do not count. After a span grows, the longer past is assumed to be in the state.
         """
         in_segment, past, inputs = self._pairs(segment, carried)
         needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
         if self.cache == "kv":
             return needed._replace(backward=needed.backward - 4 * self.d_head * past / segment)
-        again = 4 * self.d_head * self.key.in_features * inputs / segment
+        reprojection = 4 * self.d_head * self.key.in_features * inputs / segment
         if self.key_bias is not None:  # per key-value head
-            again += self.key_bias.ideal_flops() * inputs / segment / self.kv_heads
-        return NeededFlops(needed.forward + again, needed.backward + again)
+            reprojection += self.key_bias.ideal_flops() * inputs / segment / self.kv_heads
+        return NeededFlops(needed.forward + reprojection, needed.backward + reprojection)
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
-        """Return sums over heads: visible pairs in the segment, those with past keys, and visible past keys."""
+        """Return sums over heads: visible pairs with keys of the segment and with past keys, and visible past keys."""
         windows = self.span.visible_keys
-        in_segment, past = map(sum, zip(*(pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True))
-        return in_segment, past, sum(min(carried, n - 1 + self.shift) for n in self._by_kv_head(windows))
+        in_segment, past = map(
+            sum, zip(*(count_pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True)
+        )
+        return in_segment, past, sum(min(carried, n - 1 + self.shift) for n in self._max_by_kv_head(windows))
 
     def _forward_flops(self, keys: float) -> float:
-        """Return forward FLOPs per byte if a head sees ``keys`` keys on average, without projections of the past."""
+        """Return forward FLOPs per byte, for a mean of ``keys`` keys per head, without projections of the past."""
         per_head = 4 * keys * self.d_head + self.position.ideal_flops(keys)
         if self.persistent is not None:
             per_head += 4 * self.persistent.number * self.d_head
@@ -387,6 +384,6 @@ class Attention(MultiHead, OnKernels):
 
 
 def carried_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of carried inputs: autocast's if it is on, which halves the memory and gives the same keys."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    """Return the dtype of carried inputs: that of autocast if it is on, which halves memory and gives equal keys."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype

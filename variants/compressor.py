@@ -1,4 +1,4 @@
-"""Compressor: one key and value per block of r bytes, by learned weights of places or by content (``linformer.py``).
+"""Compressor of r keys and values of a block to one, by weights of positions or by content (``linformer.py``).
 
     mean      sum_i k_i / r
     linear    sum_i E_i k_i, sum_i F_i v_i                                    learned weights: 2006.04768, section 4
@@ -22,8 +22,8 @@ class Compressor(nn.Module):
 
     Args:
         kind: a key of ``SHARES``.
-        share: who shares the ``linear`` weights. ``none``: each head has its E and F; ``heads``: all heads share one E
-            and one F; ``key_value``: all heads share one E = F; ``layers``: the whole network shares one E = F.
+        share: sharing of the ``linear`` weights. ``none``: each head has an E and an F; ``heads``: all heads share one
+            E and one F; ``key_value``: all heads share one E = F; ``layers``: the whole network shares one E = F.
     """
 
     def __init__(self, context: LayerContext, *, kind: str, share: str, ratio: int, heads: int, d_head: int):
@@ -33,13 +33,13 @@ class Compressor(nn.Module):
             raise ValueError(f"share={share} with compressor={kind}: allowed are {', '.join(SHARES[kind])}")
         self.kind, self.heads, self.d_head = kind, heads, d_head
 
-        def even(*shape: int) -> nn.Parameter:
+        def equal_weights(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.full((*shape, ratio), 1 / ratio))
 
         if kind == "linear":  # [2 or 1, H or 1, r]: 2 for keys and values
             sizes = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1), "layers": (1, 1)}[share]
-            whole = "network" if share == "layers" else "layer"
-            self.places = context.shared(Compressor, ratio, lambda: even(*sizes), share=whole)
+            scope = "network" if share == "layers" else "layer"
+            self.places = context.shared(Compressor, ratio, lambda: equal_weights(*sizes), share=scope)
         if kind == "softmax":
             self.content = nn.Parameter(torch.zeros(heads, d_head))
             self.places = nn.Parameter(torch.zeros(heads, ratio))
@@ -51,7 +51,8 @@ class Compressor(nn.Module):
             return rows.mean(dim=2, dtype=dtype).to(rows.dtype)
         if self.kind == "linear":
             weights = self.places.to(dtype).expand(2, self.heads, -1)
-            return (rows * repeat(weights, "two H r -> r (two H K)", K=self.d_head)).sum(dim=2).to(rows.dtype)
+            weights = repeat(weights, "two H r -> r (two H K)", K=self.d_head)
+            return (rows * weights).sum(dim=2).to(rows.dtype)
         parts = rearrange(rows, "B M r (two H K) -> B M r two H K", two=2, K=self.d_head)
         scores = torch.einsum("bmrhk,hk->bmrh", parts[:, :, :, 0], self.content.to(rows.dtype)) * self.d_head**-0.5
         weights = (scores.to(dtype) + self.places.T).softmax(dim=2)

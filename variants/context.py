@@ -1,8 +1,8 @@
-"""Context: the keys and values that queries of a segment see, and those that are carried to the next segment.
+"""Context: the keys and values that the queries of a segment see, and those that are carried to the next segment.
 
-A state of keys and values is ``(keys, values)``. Each is a tensor ``[B, H, P, K]``, or a tuple of one tensor ``[B, 1,
-P_h, K]`` per head if heads carry pasts of unequal length. Key biases, if any, are a third entry, without the dimension
-K; they are relative to the bias of the last byte.
+A state of keys and values is ``(keys, values)``. Each is a tensor ``[B, H, P, K]``; or a tuple with a tensor ``[B, 1,
+P_h, K]`` for each head, if heads carry pasts of unequal length. Key biases, if any, are a third entry, without the
+dimension K; they are relative to the bias of the last byte.
 """
 
 import math
@@ -17,26 +17,20 @@ from variants.kernels.window import PastKV
 
 
 class VisibleKeys(NamedTuple):
-    """Keys, values and biases that the queries of a segment see.
+    """Keys, values and biases that the queries of a segment see."""
 
-    Attributes:
-        k, v: keys and values of the segment ``[B, H, T, K]``.
-        past: keys and values before the segment, if any, in parts.
-        whole: past and segment concatenated, ``[B, H, P + T, K]``, if they were joined; else None.
-        key_bias, query_bias: b of the segment's keys and queries ``[B, H, T]``, relative to the byte before it, or
-            None. The score of query t and key j gets b_j - b_t. b_t is finite; b_j is the same, or -inf to hide a key.
-    """
-
-    k: Tensor
+    k: Tensor  # of the segment, [B, H, T, K]
     v: Tensor
-    past: list[PastKV]
-    whole: PastKV | None = None
-    key_bias: Tensor | None = None
-    query_bias: Tensor | None = None
+    past: list[PastKV]  # parts of keys and values before the segment
+    whole: PastKV | None = None  # past and segment concatenated, [B, H, P + T, K]
+    key_bias: Tensor | None = (
+        None  # b of the segment's keys, [B, H, T], relative to the byte before it; -inf hides a key
+    )
+    query_bias: Tensor | None = None  # b of queries; b_j - b_t is added to the score of query t and key j
 
     @classmethod
     def joined(cls, k: Tensor, v: Tensor, past: list[PastKV], *biases: Tensor | None) -> "VisibleKeys":
-        """Concatenate past and segment, unless the past has several parts; attention and state read this copy."""
+        """Return keys with ``whole`` set, unless the past has several parts. Attention and state share this copy."""
         keys = cls(k, v, past, None, *biases)
         if len(past) > 1:
             return keys
@@ -54,41 +48,41 @@ class VisibleKeys(NamedTuple):
         past = [*filter(None, map(function, self.past))]
         return VisibleKeys(*segment[1:3], past, whole, segment.key_bias, self.query_bias)
 
-    def of_heads(self, first: int, number: int) -> "VisibleKeys":
-        """Return the keys of ``number`` heads from ``first`` on, numbered from 0; views."""
-        part = self.each(lambda part: part.of_heads(first, number))
+    def of_heads(self, first: int, n_heads: int) -> "VisibleKeys":
+        """Return views of the keys of ``n_heads`` heads from head ``first`` on, renumbered from 0."""
+        keys = self.each(lambda part: part.of_heads(first, n_heads))
         if self.query_bias is None:
-            return part
+            return keys
         size = self.query_bias.shape[1] // self.k.shape[1]
-        return part._replace(query_bias=self.query_bias.narrow(1, first * size, number * size))
+        return keys._replace(query_bias=self.query_bias.narrow(1, first * size, n_heads * size))
 
     def repeated(self, times: int) -> "VisibleKeys":
-        """Repeat every key-value head for the ``times`` neighbouring query heads that read it; copies if ``times`` > 1.
-        Key biases are not repeated, because every query head has its own."""
+        """Copy every key-value head for each of the ``times`` neighbouring query heads that read it. Key biases are not
+        repeated, because every query head already has one."""
 
-        def of(part: PastKV) -> PastKV:
+        def repeat(part: PastKV) -> PastKV:
             heads = tuple(h * times + i for h in part.heads for i in range(times))
             return part._replace(
                 heads=heads, k=part.k.repeat_interleave(times, dim=1), v=part.v.repeat_interleave(times, dim=1)
             )
 
-        return self if times == 1 else self.each(of)
+        return self if times == 1 else self.each(repeat)
 
     def rebased(self) -> "VisibleKeys":
-        """Make key biases relative to the segment's last byte, as they are carried: they never grow with the stream."""
+        """Make key biases relative to the segment's last byte, so that carried biases do not grow with the stream."""
 
-        def of(part: PastKV) -> PastKV:
+        def rebase(part: PastKV) -> PastKV:
             by_head = self.query_bias[..., -1:].unflatten(1, (self.k.shape[1], -1))
             return part._replace(key_bias=part.key_bias - by_head[:, list(part.heads)].flatten(1, 2))
 
-        return self if self.query_bias is None else self.each(of)
+        return self if self.query_bias is None else self.each(rebase)
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return all keys, values, key biases and lengths as in ``Inputs``."""
+        """Return all keys, values, key biases and lengths, as fields of ``Inputs`` of ``kernels/window.py``."""
         if len(self.past) < 2:
             whole = self.whole or VisibleKeys.joined(self.k, self.v, self.past, self.key_bias).whole
             return *whole[1:], None
-        tensors, lengths = _in_a_row(self.past, self.segment, [math.inf] * self.k.shape[1])
+        tensors, lengths = _pack_heads(self.past, self.segment, [math.inf] * self.k.shape[1])
         if len({*lengths}) == 1:
             tensors, lengths = [x.unflatten(2, (len(lengths), -1)) for x in tensors], None
         k, v, key_bias = (*(x.squeeze(1) for x in tensors), None)[:3]
@@ -100,65 +94,69 @@ class VisibleKeys(NamedTuple):
             return self.last(*[math.inf] * self.k.shape[1])
         return tuple(x.detach() for x in self.whole.tensors())
 
-    def last(self, *numbers: float) -> State:
-        """Return the state of the last keys: ``numbers`` is one number for all heads, or one for each head."""
-        return last_keys([] if self.whole else self.past, self.whole or self.segment, *numbers)
+    def last(self, *lengths: float) -> State:
+        """Return the state of the last keys; ``lengths`` is their number for all heads, or a number for each head."""
+        return last_keys([] if self.whole else self.past, self.whole or self.segment, *lengths)
 
 
 def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
     """Split a state into parts of the last ``past`` keys and values (None: all), in ``dtype`` (None: unchanged)."""
     if state is None:
         return []
-    keys, *others = ((part,) if isinstance(part, Tensor) else part for part in state)
+    fields = [(part,) if isinstance(part, Tensor) else part for part in state]  # keys, values, maybe key biases
+    keys = fields[0]
     heads = [tuple(range(keys[0].shape[1]))] if len(keys) == 1 else [(h,) for h in range(len(keys))]
 
-    def taken(x: Tensor) -> Tensor:  # key biases keep their precision
+    def cut(x: Tensor) -> Tensor:
         x = x if past is None else x[:, :, max(0, x.shape[2] - past) :]
-        return x if dtype is None or x.dim() == 3 else x.to(dtype)
+        return x if dtype is None or x.dim() == 3 else x.to(dtype)  # key biases are not converted
 
-    return [PastKV(own, *map(taken, parts)) for own, *parts in zip(heads, keys, *others, strict=True)]
+    return [PastKV(part_heads, *map(cut, tensors)) for part_heads, *tensors in zip(heads, *fields, strict=True)]
 
 
-def last_keys(old: list[PastKV], new: PastKV, *numbers: float) -> State:
-    """Do ``VisibleKeys.last`` for parts ``old`` before the segment ``new``; states per head share a copy."""
-    if len(numbers) == 1 and len(old) < 2:
+def last_keys(old: list[PastKV], new: PastKV, *lengths: float) -> State:
+    """Compute ``VisibleKeys.last`` for parts ``old`` before the segment ``new``. States per head share a storage."""
+    if len(lengths) == 1 and len(old) < 2:
         pairs = zip(old[0].tensors() if old else [None] * 3, new.tensors(), strict=False)
-        return tuple(last(*numbers, 2, *pair) for pair in pairs)
-    tensors, lengths = _in_a_row(old, new, numbers if len(numbers) > 1 else numbers * len(new.heads))
+        return tuple(last(*lengths, 2, *pair) for pair in pairs)
+    tensors, lengths = _pack_heads(old, new, lengths if len(lengths) > 1 else lengths * len(new.heads))
     return tuple(x.detach().split(lengths, dim=2) for x in tensors)
 
 
-def _in_a_row(old: list[PastKV], new: PastKV, numbers: Sequence[float]) -> tuple[list[Tensor], list[int]]:
-    """Concatenate heads' last ``numbers`` keys, head after head, ``[B, r, N, ..]``; also return the lengths."""
+def _pack_heads(old: list[PastKV], new: PastKV, max_lengths: Sequence[float]) -> tuple[list[Tensor], list[int]]:
+    """Concatenate the last keys of each head, at most ``max_lengths``, head after head, ``[B, r, N, ..]``. Also return
+    the lengths."""
     pieces, lengths = [[] for _ in new.tensors()], []
-    for h, left in enumerate(numbers):
-        parts, lasts = [part.of_heads(h, 1) for part in (*old, new) if h in part.heads], []
+    for h, remaining in enumerate(max_lengths):
+        parts, part_lengths = [part.of_heads(h, 1) for part in (*old, new) if h in part.heads], []
         for part in reversed(parts):
-            lasts.append(min(left, part.k.shape[2]))
-            left -= lasts[-1]
-        for own, *tensors in zip(pieces, *(part.tensors() for part in parts), strict=True):
-            own += [x.narrow(2, x.shape[2] - n, n) for x, n in zip(tensors, reversed(lasts), strict=True)]
-        lengths.append(sum(lasts))
-    return [torch.cat(of_heads, dim=2) for of_heads in pieces], lengths
+            part_lengths.append(min(remaining, part.k.shape[2]))
+            remaining -= part_lengths[-1]
+        for field_pieces, *tensors in zip(pieces, *(part.tensors() for part in parts), strict=True):
+            for x, n in zip(tensors, reversed(part_lengths), strict=True):
+                field_pieces.append(x.narrow(2, x.shape[2] - n, n))
+        lengths.append(sum(part_lengths))
+    return [torch.cat(field_pieces, dim=2) for field_pieces in pieces], lengths
 
 
-def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
-    """Return the last ``number`` rows of ``old`` and ``new``, joined and detached, in storage of about their size."""
+def last(length: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
+    """Return the last ``length`` rows of ``old`` and ``new``, concatenated and detached. The storage is at most a third
+    larger, so that a state does not hold a whole segment in memory."""
     new = new.detach()
-    own = min(number, new.shape[dim])
-    kept = 0 if old is None else min(number - own, old.shape[dim])
-    view = new.narrow(dim, new.shape[dim] - own, own)
-    if kept:
-        return torch.cat([old.detach().narrow(dim, old.shape[dim] - kept, kept), view], dim)
-    if torch.compiler.is_compiling():  # which cannot read sizes of storages, and must not return views
+    new_length = min(length, new.shape[dim])
+    old_length = 0 if old is None else min(length - new_length, old.shape[dim])
+    view = new.narrow(dim, new.shape[dim] - new_length, new_length)
+    if old_length:
+        return torch.cat([old.detach().narrow(dim, old.shape[dim] - old_length, old_length), view], dim)
+    if torch.compiler.is_compiling():  # a graph cannot read sizes of storages, and must not return views
         return view.clone(memory_format=torch.contiguous_format)
     return view if 4 * view.nbytes >= 3 * new.untyped_storage().nbytes() else view.clone()
 
 
 def weights_of(weighted: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Measure the weights ``[B, H, T, n]`` by which ``weighted`` sums values ``[.., n, K]`` into ``[B, H, T, K]``, with
-    any backend. It is called with one-hot values, for K of the n places at a time."""
-    number, width = values.shape[-2:]
-    ones = torch.eye(number, -(-number // width) * width, dtype=values.dtype, device=values.device)
-    parts = [weighted(part.expand_as(values).contiguous()) for part in ones.split(width, dim=1)]
-    return torch.cat(parts, dim=-1)[..., :number]
+    """Measure the weights ``[B, H, T, n]`` of ``weighted``, which maps values ``[.., n, K]`` to weighted sums ``[B, H,
+    T, K]``. It is called with one-hot values, for K of the n rows at a time, so any backend can be measured."""
+    n, width = values.shape[-2:]
+    one_hot = torch.eye(n, -(-n // width) * width, dtype=values.dtype, device=values.device)
+    parts = [weighted(part.expand_as(values).contiguous()) for part in one_hot.split(width, dim=1)]
+    return torch.cat(parts, dim=-1)[..., :n]

@@ -1,9 +1,10 @@
-"""Contract: all that a mechanism and the harness may rely on.
+"""The contract between mechanisms and the harness.
 
-A model is a list of layers, and a layer is a few named residual sublayers; the variant chooses them. A sublayer maps
-``x [B, T, D]`` to ``y [B, T, D]``; the harness normalises x and adds y to the residual stream. State is passed in and
-returned: a module keeps nothing that a forward pass computes. ``python -m bench.check variant=mine`` checks the whole
-contract (``variants/conformance``).
+A model is a list of layers, and a layer is a few named residual sublayers. A variant is a configuration of them. A
+sublayer maps ``x [B, T, D]`` to ``y [B, T, D]``; the harness normalises x and adds y to the residual stream. A stream
+is a sequence of bytes that is read in segments of T bytes; B streams form a batch. State is passed in and returned: a
+module stores nothing that a forward pass computes. ``python -m bench.check variant=mine`` checks the whole contract
+(``variants/conformance``).
 """
 
 import math
@@ -15,31 +16,31 @@ import torch
 from torch import Tensor, nn
 
 LIMITS = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation", "ideal_flops"})
-"""Promises that a mechanism may declare it cannot keep; see ``Sublayer.limits``."""
+"""Promises of the contract that a mechanism may declare not to fulfil; see ``Sublayer.limits``."""
 WAYS = {
-    "rotate": "turns queries and keys",
+    "rotate": "rotates queries and keys",
     "decay": "lowers scores by a slope for every key between",
     "vectors": "adds a vector for each distance to the keys",
     "bias": "adds to scores",
 }
 """Ways in which a position scheme may act on a mechanism."""
-State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward reference cannot stand beside |
-"""Dimension 0 of every tensor is streams: the harness may slice, index and concatenate them. All else is opaque."""
+State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward reference has no operator |
+"""Dimension 0 of every tensor is streams, which the harness may slice, index and concatenate. It uses no other part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """The place of a sublayer, and the settings that all attention sublayers of a run share.
+    """The layer of a sublayer, and the settings that all attention sublayers of a run share.
 
     Args:
         layer, n_layers: this layer's index, counted from 0, and the number of layers.
-        span: S, the number of past positions that a query may see (its own position counts if ``attend_self``).
+        span: S, the number of positions that a query may see, with its own position if ``attend_self``.
         attend_self: whether a position attends to itself; in the span papers it does not.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
-        dropout: rate on attention weights and inside feed-forward blocks.
-        backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` for the first that computes the same here.
+        dropout: dropout rate on attention weights and inside feed-forward blocks.
+        backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` to select one for the device.
         scheme: factory of the run's position scheme for one sublayer.
-        pool: objects that layers share; a dictionary that lives while the model is built.
+        pool: objects that layers share, while the model is built.
     """
 
     d_model: int
@@ -58,7 +59,7 @@ class LayerContext:
         return self.scheme(self, d_head=d_head)
 
     def shared(self, cls: type, key: Hashable, make: Callable[[], Any], *, share: str = "network") -> Any:
-        """Return the object that the first layer made for this class and key, or a new one with ``share: layer``."""
+        """Return the object that the first layer made for this class and key; with ``share: layer``, a new object."""
         if share == "layer":
             return make()
         if (cls, key) not in self.pool:
@@ -67,30 +68,24 @@ class LayerContext:
 
 
 class SublayerOutput(NamedTuple):
-    """The result of a sublayer's forward pass.
+    """The result of a sublayer's forward pass."""
 
-    Attributes:
-        y: ``[B, T, D]``, to be added to the residual stream.
-        state: the state that the next segment of the same streams needs; detached.
-        loss: scalar, nats per byte, already weighted; used in training only, never part of reported bits.
-        stats: statistics that add over bytes, segments and ranks; filled only when ``collect_stats`` is true.
-    """
-
-    y: Tensor
-    state: State = None
-    loss: Tensor | None = None
-    stats: dict[str, Tensor] | None = None
+    y: Tensor  # [B, T, D], added to the residual stream
+    state: State = None  # the detached state that the next segment of the same streams needs
+    loss: Tensor | None = None  # weighted auxiliary loss, a scalar in nats per byte, for training; not in reported bits
+    stats: dict[str, Tensor] | None = None  # summed over bytes, segments and ranks; only with ``collect_stats``
 
 
 class Inspection(NamedTuple):
-    """Attention weights and reads of learned vectors for each byte of a segment, for display (``bench.inspect``).
+    """Attention weights, and weights of learned vectors, for each byte of a segment; ``bench.inspect`` displays them.
 
     Attributes:
         weights: attention map ``[B, H, T, T]``, the weight of byte j for query t, or None. A row and its ``shares`` sum
-            to 1, or to 0 if a query sees nothing.
+            to 1, or to 0 for a query that sees no byte.
         entries: indices of the learned vectors that each byte reads, int64 ``[B, H, T, n]``, or None.
-        shares: weights of these vectors, ``[B, H, T, n]``. If ``weights`` is given, both are parts of one softmax.
-        mask: soft mask of visible key x, counted from the nearest, by a soft span alone: ``[H, S]``, or None.
+        shares: weights of these vectors, ``[B, H, T, n]``, or None. ``weights`` and ``shares`` are parts of one softmax
+            if neither is None.
+        mask: soft mask of a learned span for visible key x, counted from the nearest, ``[H, S]``; or None.
     """
 
     weights: Tensor | None = None
@@ -100,15 +95,14 @@ class Inspection(NamedTuple):
 
 
 class NeededFlops(NamedTuple):
-    """FLOPs per byte that a training step needs, two per multiply-add, averaged over a segment: of the forward pass,
-    and of the gradients of parameters and of the sublayer's input. Recomputed forward products are not counted."""
+    """FLOPs per byte that a training step needs, two per multiply-add, as a mean over a segment."""
 
     forward: float
-    backward: float
+    backward: float  # of gradients of parameters and of the sublayer's input, without recomputed forward products
 
     @classmethod
     def of_products(cls, forward: float) -> "NeededFlops":
-        """Count products whose two factors both have gradients: the backward costs twice the forward."""
+        """Count products in which both factors need a gradient: the backward pass costs twice the forward pass."""
         return cls(forward, 2 * forward)
 
     @property
@@ -118,13 +112,13 @@ class NeededFlops(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Honours:
-    """Choices of a run that a mechanism supports. Building a model with any other choice raises an error that names it.
+    """Choices of a run that a mechanism supports. A model with any other choice raises an error that names the choice.
 
     Args:
-        position: ``WAYS`` in which a position scheme may act on it; positions in the embedded bytes always work.
-        cache: of ``kv``, a state that is computed once, and ``hidden``, past inputs that are projected again.
-        attend_self: supported values, of true and false.
-        span: whether ``model.span`` bounds its visible past; None if its own keywords may set a smaller bound.
+        position: supported ``WAYS`` of a position scheme; schemes that change only embedded bytes are always supported.
+        cache: supported values of ``model.cache``: ``kv``, ``hidden``.
+        attend_self: supported values of ``model.attend_self``.
+        span: whether ``model.span`` bounds the visible past; None if keywords of the mechanism may set a smaller bound.
     """
 
     position: Set[str] = frozenset()
@@ -134,20 +128,20 @@ class Honours:
 
 
 class Sublayer(nn.Module):
-    """One residual sublayer of a layer. The constructor's keywords of a subclass are its configuration."""
+    """One residual sublayer of a layer. The keywords of a subclass's constructor are its configuration."""
 
     limits: frozenset[str] = frozenset()
-    """Promises that it cannot keep; tests check that the first four, if named, are broken. ``causal_in_training``:
-    training mode sees the future. ``streams_apart``: streams of a batch interact. ``segments``: results depend on
-    segment boundaries. ``training_as_evaluation``: without dropout, training mode computes something else.
-    ``ideal_flops``: these FLOPs may be less than half of the executed ones; a run's row then says so."""
+    """Promises that it does not fulfil. Tests check that the first four, if declared, are really broken.
+    ``causal_in_training``: in training, outputs depend on later bytes. ``streams_apart``: streams of a batch interact.
+    ``segments``: outputs depend on segment boundaries. ``training_as_evaluation``: training without dropout differs
+    from evaluation. ``ideal_flops``: these may be less than half of the executed FLOPs; a run's row then says so."""
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""
     tables: dict[str, int] = {}
-    """Names of tables, parameters ``[M, D]``, and the rows of each that a byte reads. ``forward`` may use only their
-    shape and sums of rows by ``self.sum_rows`` (``kernels/table.py``), because processes may divide their columns."""
+    """By name, parameters ``[M, D]`` of which each byte reads a few rows, and the number of these rows. ``forward`` may
+    use only their shape and ``self.sum_rows`` (``kernels/table.py``), because processes may divide their columns."""
     period: int = 1
-    """Bytes after which the computation repeats (block, chunk, dilated step). FLOPs are counted over one period."""
+    """Bytes after which the computation repeats (block, chunk, dilated step). FLOPs are means over one period."""
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -156,31 +150,31 @@ class Sublayer(nn.Module):
 
         Args:
             x: ``[B, T, D]``, T >= 1.
-            state: the state that an earlier call returned for the same streams, or None where they begin.
-            start: int64 ``[B]``, stream position of ``x[:, 0]``; None means zeros.
+            state: the state that the previous call returned for the same streams; None at their beginning.
+            start: position of ``x[:, 0]`` in its stream, int64 ``[B]``; None for zeros.
             collect_stats: also return statistics.
         """
         raise NotImplementedError
 
     def reach(self) -> int | None:
-        """Return how many bytes back the output can depend on the input, for any parameters; None if unbounded."""
+        """Return how many bytes back an output can depend on inputs, with any parameters; None if unbounded."""
         if self.honours is None:
             return 0
-        raise NotImplementedError(f"{type(self).__name__} says what it honours, and must say its reach")
+        raise NotImplementedError(f"{type(self).__name__}: a sublayer with honours must define reach()")
 
     def project_(self) -> None:
-        """Clamp parameters to their legal range, without waiting for a device. Idempotent; called after init, load and
-        every optimizer step. ``Spans.lengths`` gives the host the numbers that shapes depend on."""
+        """Clamp parameters to their legal range, without waiting for a device. Idempotent; called after initialisation,
+        loading and every optimizer step. Shapes that depend on parameters are set by ``set_shapes``."""
 
     def ideal_flops(self) -> int:
-        """Return forward FLOPs per byte, two per multiply-add, in warm state at present parameters: all
-        ``nn.Linear``."""
+        """Return forward FLOPs per byte, two per multiply-add, after a full past and with the present parameters. The
+        default counts all ``nn.Linear``."""
         return 2 * sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops | None:
-        """Return the FLOPs of a training step on segments of T bytes, with ``carried`` bytes of each stream before
-        them. None (unknown): the harness charges ``ideal_flops`` for the forward, twice that for the backward, and
-        marks the number."""
+        """Return the FLOPs of a training step on segments of ``segment`` bytes after ``carried`` bytes of each stream.
+        None if unknown: the harness then counts ``ideal_flops`` for the forward pass and twice that for the backward
+        pass, and marks the number as an estimate."""
         return None
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
@@ -188,76 +182,76 @@ class Sublayer(nn.Module):
         return {}
 
     def inspect(self, x: Tensor) -> Inspection | None:
-        """Return the ``Inspection`` of ``x [B, T, D]``, the beginning of its streams, measured on the code that
-        ``forward`` runs (``weights_of`` of ``variants/context.py``); None if not supported."""
+        """Return the ``Inspection`` of ``x [B, T, D]``, the first bytes of its streams; None if not supported.
+        ``weights_of`` of ``variants/context.py`` measures it with the code that ``forward`` runs."""
         return None
 
     def set_span(self, span: int) -> None:
-        """Set the span to ``span`` positions; learned spans keep their lengths. ValueError names ``eval.span``."""
+        """Set the span to ``span`` positions; learned spans keep their lengths. A ValueError names ``eval.span``."""
 
     def trim(self, state: State) -> State:
-        """Return the part of a state that the present parameters need; idempotent. The harness calls this if
-        ``forward`` is compiled, because that part may change from step to step."""
+        """Return the part of a state that the present parameters need; idempotent. The harness calls it if ``forward``
+        is compiled, because the size of this part may change from step to step."""
         return state
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return the backend that runs on ``device``: ``plain``, ``fused``, ... ValueError if it cannot run there."""
+        """Return the name of the backend for ``device``. ValueError if the configured backend cannot run there."""
         return "plain"
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        """Return all backends that could run, by preference; nothing is run. On untested devices a run tests all of
-        them but ``plain`` before it uses one. ``variants/backends.py`` implements this for attention over a window."""
+        """Return the names of all backends that may run on ``device``, in order of preference, without running any. On
+        untested devices a run tests each, except ``plain``, before it uses one. ``variants/backends.py`` implements
+        this method for attention over a window."""
         return ("plain",)
 
 
 class Part(nn.Module):
-    """A piece of a sublayer that the configuration may name; a ``_target_`` inside a sublayer's derives from it."""
+    """A component of a sublayer; each ``_target_`` in the keywords of a sublayer is a subclass of it."""
 
 
 class Spans(Part):
-    """Spans of a sublayer's heads; their parameters decide the cost of a step."""
+    """Spans of a sublayer's heads, whose parameters change the cost of a step."""
 
     placeable: bool = False
-    """Whether every head has one learned length, which can be set."""
+    """Whether every head has one learned length that ``place_`` can set."""
 
     def place_(self, keys: Sequence[float]) -> None:
-        """Set each head's length to ``keys``, or to S if that is less; only if ``placeable``."""
+        """Set each head's length to its entry of ``keys``, at most S; only if ``placeable``."""
         raise NotImplementedError
 
     def lengths(self) -> Tensor | None:
-        """Return numbers ``[n]``, on the device, that the host needs for the next step's shapes; None for none."""
+        """Return numbers ``[n]`` on the device that determine the shapes of the next step; None if there are none."""
         return None
 
     def set_lengths(self, lengths: Sequence[float]) -> None:
-        """Set shapes by the numbers of ``lengths``, now on the host."""
+        """Set shapes from the numbers of ``lengths()``, after a copy to the host."""
         raise NotImplementedError
 
 
 def set_shapes(module: nn.Module) -> None:
-    """Set the shapes of all ``Spans`` inside a module; their lengths are copied from the device once."""
+    """Set the shapes of all ``Spans`` inside a module, with one copy of their lengths from the device."""
     spans = [part for part in module.modules() if isinstance(part, Spans)]
-    lengths = [(part, values.detach()) for part in spans if (values := part.lengths()) is not None]
+    lengths = [(part, tensor.detach()) for part in spans if (tensor := part.lengths()) is not None]
     if lengths:
-        numbers = iter(
-            torch.cat([values for _, values in lengths]).nan_to_num(nan=0.0).tolist()
-        )  # a NaN shows in the loss anyway
-        for part, values in lengths:
-            part.set_lengths([next(numbers) for _ in values])
+        # A NaN must not raise an error in this function; the loss will show it.
+        numbers = iter(torch.cat([tensor for _, tensor in lengths]).nan_to_num(nan=0.0).tolist())
+        for part, tensor in lengths:
+            part.set_lengths([next(numbers) for _ in tensor])
 
 
 class Position(nn.Module):
-    """A position scheme, made once per sublayer, and once with ``d_head=0`` for the embedding of the input.
+    """A position scheme. Each sublayer has one, and the embedding of the input has one with ``d_head=0``.
 
-    Methods get positions as ``start [B]`` alone, because a segment's positions are consecutive. A scheme can then treat
-    ``start`` in whole numbers and all else relative to it, so that stream position 10**7 is as exact as 0.
+    The positions of a segment are consecutive, so methods take only the first, ``start [B]``. A scheme can compute with
+    ``start`` in integers and with positions relative to it, so that stream position 10**7 is as exact as 0.
     """
 
     relative: bool = True
-    """Whether only differences of positions matter, so that scores do not depend on where a stream begins."""
+    """Whether scores depend only on differences of positions."""
     longest: float = math.inf
-    """Largest number of visible keys that the scheme has positions for."""
+    """Largest number of visible keys for which the scheme has positions."""
     constant_bias: bool = True
-    """Whether ``bias`` is None or a constant ``[H, max_keys]``, which kernels can take directly."""
+    """Whether ``bias`` is None or a constant ``[H, max_keys]``, which all kernels accept."""
 
     def __init__(self, context: LayerContext, *, d_head: int):
         super().__init__()
@@ -272,49 +266,53 @@ class Position(nn.Module):
 
     @classmethod
     def ways(cls) -> frozenset[str]:
-        """Return how the scheme acts on a mechanism, of ``WAYS``, by its methods; no other support is needed."""
+        """Return the ``WAYS`` in which the scheme acts on a mechanism, from the methods that it defines."""
         methods = {"rotate": "rotate", "decay": "slopes", "vectors": "vectors", "bias": "bias"}
-        does = {way for way, name in methods.items() if getattr(cls, name) is not getattr(Position, name)}
-        return frozenset(does - {"bias"} if does & {"decay", "vectors"} else does)  # both imply a bias
+        ways = {way for way, name in methods.items() if getattr(cls, name) is not getattr(Position, name)}
+        if ways & {"decay", "vectors"}:
+            ways -= {"bias"}  # a scheme with slopes or vectors also defines the equal bias
+        return frozenset(ways)
 
     def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return slopes ``[H]`` if ``bias`` is ``-slope * x``: sums over the past can decay instead."""
+        """Return slopes ``[H]`` if ``bias`` is ``-slope * x``; sums over the past can then decay instead. Or None."""
         return None
 
     def vectors(self, max_keys: int) -> Tensor | None:
-        """Return ``[max_keys, K]``, a vector per distance, if ``bias`` is ``q @ vectors.T``; kernels may read them."""
+        """Return a vector per distance, ``[max_keys, K]``, if ``bias`` is ``q @ vectors.T``, for kernels; or None."""
         return None
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor | None:
-        """Return the term added to scores of scaled queries ``q [B, H, T, K]``: a constant ``[H, max_keys]``, or ``[B,
-        H, T, max_keys]``, or None for nothing. Column x belongs to visible key x, counted from the nearest."""
+        """Return the term that is added to scores of scaled queries ``q [B, H, T, K]``: a constant ``[H, max_keys]``,
+        or ``[B, H, T, max_keys]``, or None. Column x belongs to visible key x, counted from the nearest."""
         return None
 
     def ideal_flops(self, max_keys: float) -> float:
-        """Return forward FLOPs of ``bias`` per byte and head, linear in ``max_keys``; the backward costs twice that."""
+        """Return forward FLOPs of ``bias`` per byte and head, linear in ``max_keys``; the backward pass needs twice as
+        many."""
         return 0.0
 
 
 def check_numbers(least: int, *, null: str = "", **numbers: float | None) -> None:
-    """Raise ValueError for numbers below ``least``; None passes.
+    """Raise ValueError for a number below ``least``; None is accepted.
 
     Args:
-        null: text for the error if null is allowed, too: ``null for ..``.
+        null: meaning of null for the message, ``null for ..``; empty if null is not allowed.
     """
     for name, number in numbers.items():
         if number is not None and number < least:
-            raise ValueError(f"{name}={number}: allowed are numbers from {least}{', or ' * bool(null)}{null}")
+            alternative = f", or {null}" if null else ""
+            raise ValueError(f"{name}={number}: allowed are numbers from {least}{alternative}")
 
 
 def check_choice(allowed: Iterable[str], **choices: str) -> None:
-    """Raise ValueError for a word that is not allowed."""
+    """Raise ValueError for a choice that is not one of ``allowed``."""
     for name, choice in choices.items():
         if choice not in allowed:
             raise ValueError(f"{name}={choice}: allowed are {', '.join(allowed)}")
 
 
-def wide(x: Tensor) -> Tensor:
-    """Convert a term of a statistic to float64, or to float32 on devices without float64 (Macs' GPUs)."""
+def to_float64(x: Tensor) -> Tensor:
+    """Convert a term of a statistic to float64, or to float32 on devices without float64 (Apple's GPUs)."""
     return x.float() if x.device.type == "mps" else x.double()
 
 
@@ -326,7 +324,7 @@ def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
 
 
 def cat_streams(states: list[State]) -> State:
-    """Concatenate states of equal structure along streams (dimension 0); a single state is not copied."""
+    """Concatenate states of equal structure along dimension 0, streams; a single state is returned without a copy."""
     first = states[0]
     if len(states) == 1:
         return first

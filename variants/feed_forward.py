@@ -1,12 +1,12 @@
-"""Feed-forward block: two matrices with an activation between, applied to each byte alone.
+"""Feed-forward block: two matrices with an activation between them, for each byte independently.
 
     y = W2 a(W1 x + b1) + b2            relu   a(h) = max(0, h)        (arXiv 1706.03762, section 3.3)
                                         gelu   a(h) = h Phi(h)         (arXiv 1606.08415, the exact form)
                                         relu2  a(h) = max(0, h)**2     (arXiv 2109.08668)
                                         swiglu a(g, h) = silu(g) h     (arXiv 2002.05202)
 
-``hidden`` is the input width of W2. swiglu needs two values per hidden unit, so its W1 is twice as wide and the block
-has 1.5 times the parameters; 2/3 of another activation's width gives equal parameters. Weights start as in
+``hidden`` is the input width of W2. With swiglu, W1 has two outputs per hidden unit, and the block has 1.5 times the
+parameters; with 2/3 of the width it has as many as with another activation. Weights are initialised as in
 ``nn.Linear``. Dropout is applied to the activations.
 """
 
@@ -30,10 +30,10 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "relu2": squared_relu, "swiglu": 
 
 
 class FeedForward(Sublayer):
-    """Two linear maps with an activation between.
+    """Two linear maps with an activation between them.
 
     Args:
-        hidden: input width of the second matrix; None means 4*D.
+        hidden: input width of the second matrix; None for 4 D.
         activation: one of ``ACTIVATIONS``.
         zero_init: start the second matrix and its bias at zero, so that the block adds nothing at first. The first
             matrix then gets no gradient in the first step.

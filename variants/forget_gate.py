@@ -1,13 +1,14 @@
-"""Forget gate: in each head the weights of past keys decay by a factor from every byte (FoX, 2503.02130, section 3).
+"""Forget gate: each byte multiplies the weights of all earlier keys of a head by a factor (FoX, 2503.02130, section 3).
 
     f_t = sigmoid(w_f . x_t + b_f),   s_tj = q_t . k_j / sqrt(K) + log f_(j+1) + .. + log f_t
 
 The sum is b_j - b_t with b_t = -(log f_1 + .. + log f_t), a key bias (``attention.py``). With f = 1 this is ``mhsa``.
-Sums and the product w_f . x_t are computed without autocast, as an error in f counts once for each byte from j to t.
+Sums and the product w_f . x_t are computed without autocast, because the errors of all bytes from j to t add up.
 
-- Positions are the run's, rotary by default; the paper has none. Its "Pro" block is ``gate``, ``qk_norm`` and more.
+- The position scheme is that of the run, rotary by default; the paper has none. Its "Pro" block has ``gate``,
+  ``qk_norm`` and other changes.
 - The initial b_f is a keyword, ``initial``.
-- A sink and persistent vectors do not fade.
+- The weights of a sink and of persistent vectors do not decay.
 """
 
 import torch
@@ -15,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from variants.contract import LayerContext, Part
-from variants.kernels.carried_sums import unrounded
+from variants.kernels.carried_sums import without_autocast
 
 
 class ForgetGate(Part):
-    """Key biases from the sublayer's input.
+    """Key biases that are computed from the sublayer's input.
 
     Args:
-        initial: b_f at the start; with 0 every byte forgets half of the past's weight, with 4 one part in 55.
+        initial: initial b_f. With 0, each byte halves the weights of the past; with 4, it lowers them by 1/55.
     """
 
     def __init__(self, context: LayerContext, *, initial: float = 0.0):
@@ -32,7 +33,7 @@ class ForgetGate(Part):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and query biases ``[B, H, T]`` of ``x [B, T, D]``, relative to byte -1; float32 or wider."""
-        with unrounded(x.device):
+        with without_autocast(x.device):
             logits = self.gate(x.to(torch.promote_types(x.dtype, torch.float32)))
             b = -F.logsigmoid(logits).cumsum(dim=1).mT
         return b, b

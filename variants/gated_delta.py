@@ -1,21 +1,22 @@
-"""Gated delta rule: carried sums with a decay from the input, in which a key's new value replaces its old one.
+"""Gated delta rule: carried sums with an input-dependent decay, in which a key's new value replaces its earlier value.
 
     S_t = D_t S_{t-1} + b_t k_t (v_t - (D_t S_{t-1})^T k_t)^T,    o_t = S_t^T q_t,    b_t = sigmoid(w_h . x_t),
     y_t = W_o concat_h(rms(o_t) c * sigmoid(W_g x_t)),            D_t = diag(a_t)
 
 One decay a_t per head is Gated DeltaNet (2412.06464, 3.1), one per channel Kimi Delta Attention (2510.26692, 3).
-Queries, keys and values pass a causal filter of a few bytes per channel, then SiLU. Queries and keys get length 1, so
-no step makes the state larger than its values. The state is S, in float32 or wider, and the filters' last inputs.
+Queries, keys and values pass a causal filter of a few bytes per channel, then SiLU. Queries and keys are scaled to
+length 1, so that no step makes S larger than its values. The state is S, in float32 or wider, and the filters' last
+inputs. ``decay: channel`` with equal channels is ``decay: head``.
 
-    ``decay: channel`` with equal channels is ``decay: head``; without the delta rule, S is that of ``decayed_sums.py``.
-
-Where it departs:
+Departures from the papers:
 - Decays are those of ``gated_linear.py``: sigmoid(W x + b), which starts at ALiBi's slopes. The papers have
-  exp(-A softplus(W x + b)), A and b drawn. ``decay: channel`` gives W rank K as in 2510.26692; channels start equal.
+  exp(-A softplus(W x + b)), with random initial A and b. ``decay: channel`` has W of rank K, as 2510.26692; its
+  channels start equal.
 - The output gate is a sigmoid of a full matrix; 2412.06464 has SiLU, 2510.26692 a matrix of rank K.
-- Values are as wide as keys, K = D / H; 2412.06464 has them twice as wide and fewer heads. The harness norms the input.
+- Values are as wide as keys, K = D / H; 2412.06464 has values of twice this width and fewer heads. The harness
+  normalises the input.
 - Without ``attend_self`` a query reads S_{t-1}, but its filters still see its own byte.
-- Decays replace a position scheme: rotary and ALiBi are refused. With no weights to drop, dropout has no effect.
+- Decays replace a position scheme: rotary and ALiBi are refused. Without weights to drop, dropout has no effect.
 """
 
 from typing import Unpack
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from variants.contract import Honours, LayerContext, NeededFlops, State, SublayerOutput, check_choice, check_numbers
 from variants.gated_linear import InputDecay
 from variants.kernels import decayed_sums
-from variants.kernels.carried_sums import unrounded
+from variants.kernels.carried_sums import without_autocast
 from variants.multi_head import HeadKeywords, MultiHead
 
 EPSILON = 1e-6
@@ -42,7 +43,7 @@ class GatedDelta(MultiHead):
         context, d_head, bias, zero_init: see ``MultiHead``.
         decay: ``head`` for one decay per head (Gated DeltaNet), ``channel`` for one per channel (Kimi Delta Attention).
         filter_bytes: W, length in bytes of the filters of queries, keys and values.
-        chunk: C, bytes of a chunk, within which queries and keys are multiplied in pairs; it changes only the cost.
+        chunk: C, bytes of a chunk, within which all pairs of queries and keys are multiplied; it changes only the cost.
     """
 
     honours = Honours(attend_self={True, False})
@@ -73,38 +74,40 @@ class GatedDelta(MultiHead):
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         past, sums = (None, None) if state is None else state
-        mixed, past = self._filtered(self.project_flat(x, "query", "key", "value"), past)
-        dtype = torch.promote_types(mixed.dtype, torch.float32)
-        with unrounded(x.device):
-            q, k, v = rearrange(mixed.to(dtype), "B T (n H K) -> n B H T K", n=3, H=self.heads)
-            wide = x.to(dtype)
-            strength = F.linear(wide, self.strength.weight.to(dtype)).sigmoid().mT[..., None]  # [B, H, T, 1]
+        qkv, past = self._filter(self.project_flat(x, "query", "key", "value"), past)
+        dtype = torch.promote_types(qkv.dtype, torch.float32)
+        with without_autocast(x.device):
+            q, k, v = rearrange(qkv.to(dtype), "B T (n H K) -> n B H T K", n=3, H=self.heads)
+            exact_x = x.to(dtype)
+            strength = F.linear(exact_x, self.strength.weight.to(dtype)).sigmoid().mT[..., None]  # [B, H, T, 1]
             rule = {"strength": strength, "attend_self": not self.shift, "chunk": self.chunk}
-            y, sums = decayed_sums.attend(_normed(q), _normed(k), v, self.decay(wide), sums=sums, **rule)
+            y, sums = decayed_sums.attend(_normed(q), _normed(k), v, self.decay(exact_x), sums=sums, **rule)
             y = _normed(y) * (self.d_head**0.5 * self.gain)
-        y = y.to(mixed.dtype) * self.project(x, "gate")[0].sigmoid()
+        y = y.to(qkv.dtype) * self.project(x, "gate")[0].sigmoid()
         return SublayerOutput(self.join(y), (past, sums))
 
-    def _filtered(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return SiLU of each channel's filter over ``x [B, T, 3 H K]``, and the last W - 1 inputs, zeros at first."""
-        before, length = len(self.filters) - 1, x.shape[1]
-        past = x.new_zeros(x.shape[0], before, x.shape[2]) if past is None else past.to(x.dtype)
-        joined = torch.cat([past, x], dim=1)
-        taps = (joined[:, i : i + length] * weight for i, weight in enumerate(self.filters.to(x.dtype)))
-        return F.silu(sum(taps)), joined[:, length:].detach().clone()
+    def _filter(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return SiLU of each channel's filter over ``x [B, T, 3 H K]``, and the last W - 1 inputs. ``past`` has the
+        W - 1 inputs before the segment, or is None for zeros."""
+        past_bytes, length = len(self.filters) - 1, x.shape[1]
+        past = x.new_zeros(x.shape[0], past_bytes, x.shape[2]) if past is None else past.to(x.dtype)
+        inputs = torch.cat([past, x], dim=1)
+        taps = (inputs[:, i : i + length] * weight for i, weight in enumerate(self.filters.to(x.dtype)))
+        return F.silu(sum(taps)), inputs[:, length:].detach().clone()
 
     def reach(self) -> None:
-        """Return None, unbounded: a decaying sum never ends."""
+        """Return None, unbounded, because a decaying sum includes all of the past."""
 
     def matrix_sizes(self) -> int:
         return super().matrix_sizes() + self.decay.matrix_sizes() + self.strength.weight.numel()
 
     def ideal_flops(self) -> int:
-        """Count projections, and per head 2 K^2 each for a key's read and write and a query's read (``linear.py``)."""
+        """Count projections, and for each head 2 K^2 for each of three products with S: a key's read and write, and a
+        query's read."""
         return 2 * self.matrix_sizes() + 6 * self.heads * self.d_head**2
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Every byte costs the same; each product has two in the backward."""
+        """All bytes have equal FLOPs; the backward pass has two products for each product of the forward pass."""
         return NeededFlops.of_products(self.ideal_flops())
 
 

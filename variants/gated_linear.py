@@ -1,16 +1,16 @@
-"""Gated linear attention: carried sums of all of the past, with a decay computed from the input.
+"""Gated linear attention: sums over all of the past, with a decay that is computed from the input.
 
     y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = a_t S_{t-1} + phi(k_t) v_t^T,    z_t = a_t z_{t-1} + phi(k_t),
     a_t = sigmoid(w_h . x_t + b_h)
 
 One decay per head is the scalar form of gated linear attention (2312.06635, 4) and state space duality (2405.21060, 2).
-w starts at 0, and b where a is ALiBi's decay; while a stays there, this is ``linear`` with ALiBi (``linear_decay``).
+Initially w is 0 and b such that a is ALiBi's decay; with these, this is ``linear`` with ALiBi (``linear_decay``).
 
-Where it departs:
+Departures from the papers:
 - It has phi = elu + 1 and a denominator, as in ``linear.py``. The papers have neither; they have a norm of each head's
-  output and an output gate. 2405.21060 also scales a key by its step and convolves queries, keys and values.
-- a is the sigmoid itself and starts at each head's slope; 2312.06635 takes the 16th root of the sigmoid.
-- Without ``attend_self``, a query does not apply a_t to the sums it reads: a_t would cancel in the ratio.
+  output and an output gate. 2405.21060 also scales a key by its step size and convolves queries, keys and values.
+- a is the sigmoid itself; 2312.06635 has the 16th root of the sigmoid.
+- Without ``attend_self``, a query does not apply a_t to the sums that it reads, because a_t would cancel in the ratio.
 - The decay replaces a position scheme: rotary and ALiBi are refused. Dropout has no effect, as in ``linear.py``.
 """
 
@@ -26,11 +26,11 @@ from variants.position import alibi_slopes
 
 
 class InputDecay(nn.Module):
-    """Logarithms of decays computed from the input, log sigmoid(W x + b): W starts at 0, b at ALiBi's slopes.
+    """Logarithms of decays, log sigmoid(W x + b), with W initially 0 and b such that decays are those of ALiBi.
 
     Args:
-        channels: decays per head, 1 or one for each of its channels.
-        rank: W is a product of two matrices with this inner width; None for one matrix.
+        channels: decays per head.
+        rank: inner width of W as a product of two matrices; None for a single matrix.
     """
 
     def __init__(self, context: LayerContext, *, channels: int = 1, rank: int | None = None):
@@ -50,12 +50,12 @@ class InputDecay(nn.Module):
         return F.logsigmoid(x.unflatten(-1, (self.heads, -1)).transpose(1, 2))
 
     def matrix_sizes(self) -> int:
-        """Multiply-adds per byte."""
+        """Return multiply-adds per byte."""
         return self.up.weight.numel() + (0 if self.down is None else self.down.weight.numel())
 
 
 class GatedLinear(LinearAttention):
-    """Linear attention with a decay computed from the input; keywords as in ``CarriedSums``."""
+    """Linear attention with an input-dependent decay; keywords as in ``CarriedSums``."""
 
     honours = Honours(attend_self={True, False})
 

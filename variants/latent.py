@@ -1,18 +1,20 @@
-"""Latent attention: keys and values of all heads are projected from one short vector per byte, and only it is carried.
+"""Latent attention: the state has one short vector per byte, from which keys and values of all heads are projected.
 
     c = c_norm * rms(W_c x),    k_h = [W_k c; rotate(r)],    v_h = W_v c,    r = W_r x,    q_h = [W_q x; rotate(W_p x)],
     y = W_o concat_h(softmax(q_h . k_h / sqrt(K + R)) v_h)
 
 (2405.04434, 2.1.2 and 2.1.3). All heads share c and r, so the state of a byte is ``latent`` + R numbers in place of 2 H
 K. Only r and W_p x are rotated. Each segment projects past keys and values again from carried c and r, with the present
-weights, which get gradients from it; past c and r are constants.
+weights. The weights get gradients from past bytes; past c and r are constants.
 
-Where it departs:
+Departures from the paper:
 - Queries are not compressed, as in the paper's small model. c has a norm with a gain, as in the paper's code.
 - By default latent is 2 K and R is K / 2; the paper has 4 K and K / 2 for 128 heads.
-- r is carried unrotated and rotated when read. With ALiBi or no positions, r is part of the key that heads share.
-- The paper multiplies W_k and W_v into W_q and W_o, to read c itself for single bytes. Here a single byte costs as much
-  as projecting the keys of its whole window. Values are padded with zeros to K + R, for backends of one width.
+- r is carried unrotated, and rotated when it is read. With ALiBi or no positions, r is a part of the key that all heads
+  share.
+- The paper multiplies W_k and W_v into W_q and W_o, so that single bytes read c itself. This implementation projects
+  the keys of the whole window, also for a single byte.
+- Values are padded with zeros to width K + R, because backends need keys and values of equal width.
 - ``cache: hidden`` is refused, because inputs are not carried. Relative vectors are refused.
 """
 
@@ -34,7 +36,8 @@ class Latent(Attention):
     Args:
         latent: width of c; None for 2 K.
         d_position: R, width of r, even for rotary positions; None for K / 2, rounded down to an even number, at least
-        2. The others are those of ``Attention``.
+            2.
+        heads: keywords of ``MultiHead``.
     """
 
     honours = Honours(position={"rotate", "decay"}, attend_self={True, False}, span=True)
@@ -51,14 +54,16 @@ class Latent(Attention):
         check_numbers(1, null="null for 2 d_head", latent=latent)
         check_numbers(1, null="null for half of d_head", d_position=d_position)
         super().__init__(context, **heads)
-        self.latent, self.d_position = latent or 2 * self.d_head, d_position or max(2, self.d_head // 4 * 2)
-        self.position, width, bias = context.position(self.d_position), context.d_model, heads.get("bias", False)
+        self.latent = latent or 2 * self.d_head
+        self.d_position = d_position or max(2, self.d_head // 4 * 2)
+        self.position = context.position(self.d_position)
+        width, bias = context.d_model, heads.get("bias", False)
         self.query = nn.Linear(width, self.heads * self.kernel_width, bias=bias)  # [W_q; W_p] of each head
         self.down = nn.Linear(width, self.latent + self.d_position, bias=bias)  # [W_c; W_r]
         self.up = nn.Linear(self.latent, 2 * self.heads * self.d_head, bias=bias)  # [W_k; W_v]
         self.gain = nn.Parameter(torch.ones(self.latent))
         self.maps = ("query", "down", "up")
-        self.cache = "hidden"  # c and r are carried like inputs, and projected to keys and values again
+        self.cache = "hidden"  # c and r are carried like inputs, and projected again to keys and values
 
     @property
     def kernel_width(self) -> int:
@@ -69,9 +74,9 @@ class Latent(Attention):
         q = torch.cat([q[..., : self.d_head], self.position.rotate(q[..., self.d_head :], start)], dim=-1)
         c, r = self.down(x).split([self.latent, self.d_position], dim=-1)
         latents = torch.cat([self._normed(c, self.gain), r], dim=-1)
-        return Segment(latents, q, *self._made_of(latents, start), start, self.span(x), None)
+        return Segment(latents, q, *self._project_latents(latents, start), start, self.span(x), None)
 
-    def _made_of(self, latents: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    def _project_latents(self, latents: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, T, K + R]`` of ``latents [B, T, latent + R]`` from position ``start`` on."""
         c, r = latents.split([self.latent, self.d_position], dim=-1)
         k, v = (self.split(part) for part in self.up(c).chunk(2, dim=-1))
@@ -79,21 +84,22 @@ class Latent(Attention):
         return torch.cat([k, r.to(k.dtype)], dim=-1), F.pad(v, (0, self.d_position))
 
     def reproject_past(self, old: Tensor, segment: Segment, past: int | None, heads: list[int] | None) -> PastKV:
-        """Project the last ``past`` latents before the segment; for all heads, because their spans are equal."""
+        """Project the last ``past`` latents before the segment; None for all. All heads have equal spans."""
         old = old if past is None else old[:, max(0, old.shape[1] - past) :]
-        k, v = self._made_of(old.to(carried_dtype(segment.x)), segment.start - old.shape[1])
+        k, v = self._project_latents(old.to(carried_dtype(segment.x)), segment.start - old.shape[1])
         return PastKV(tuple(range(self.heads)), k, v)
 
     def join(self, y: Tensor) -> Tensor:
         return super().join(y[..., : self.d_head])
 
     def _forward_flops(self, keys: float) -> float:
-        """Add the R columns by which queries and keys are wider than values."""
+        """Add products with the R columns by which queries and keys are wider than values."""
         return super()._forward_flops(keys) + self.heads * 2 * keys * self.d_position
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Count as in ``Attention``; keys and values of carried latents give gradients to W_k and W_v alone."""
-        new, past, met = self._pairs(segment, carried)
-        needed = NeededFlops.of_products(self._forward_flops((new + past) / segment / self.heads))
-        again = 4 * self.d_head * self.latent * met / segment
-        return NeededFlops(needed.forward + again, needed.backward + again - 2 * self.d_position * past / segment)
+        """Count as in ``Attention``. Carried latents give gradients to W_k and W_v, but get none."""
+        in_segment, past, latents = self._pairs(segment, carried)
+        needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
+        reprojection = 4 * self.d_head * self.latent * latents / segment
+        constant = 2 * self.d_position * past / segment
+        return NeededFlops(needed.forward + reprojection, needed.backward + reprojection - constant)

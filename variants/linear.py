@@ -1,15 +1,16 @@
-"""Linear attention: a feature map in place of the softmax, so that all of the past fits into two sums.
+"""Linear attention: a feature map in place of the softmax, so that two sums represent all of the past.
 
     y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = sum_{j <= t} phi(k_j) v_j^T,    z_t = sum_{j <= t} phi(k_j),
 
 phi(x) = elu(x) + 1, elementwise on unscaled queries and keys (2006.16236, 3.2 to 3.4). A segment is computed in chunks:
-queries and keys of a chunk in pairs, earlier keys from the sums, which are the state (``kernels/decayed_sums.py``).
+a query reads the keys of its chunk in pairs, and earlier keys from the sums (``kernels/decayed_sums.py``). The state is
+the sums.
 
-Where it departs, and what it follows:
+Departures from the paper, and supported options:
 - The denominator has no epsilon: a query without keys (the first of a stream without ``attend_self``) gives 0.
-- ALiBi is a decay, and exact: sums decay byte by byte. Rotary is refused: elu acts on each number, so products of
-  features of rotated vectors depend on both positions, not on their distance. Vectors per distance, other biases and
-  ``cache: hidden`` are refused because they would need the keys.
+- ALiBi is computed exactly, as a decay of the sums with each byte. Rotary is refused, because elu is elementwise:
+  products of features of rotated vectors would depend on both positions, not only on their distance. Vectors per
+  distance, other biases and ``cache: hidden`` are refused because they need the keys.
 - There are no weights to drop, so dropout has no effect. In float32 without a decay, sums stop growing near 10^7 keys.
 """
 
@@ -30,13 +31,13 @@ from variants.contract import (
     check_choice,
     check_numbers,
 )
-from variants.kernels.carried_sums import means, unrounded
+from variants.kernels.carried_sums import normalize, without_autocast
 from variants.kernels.decayed_sums import attend
 from variants.multi_head import HeadKeywords, MultiHead
 
 
 def elu(x: Tensor) -> Tensor:
-    """Return elu(x) + 1. Below 0 it is computed as exp(x): the addition would round to 0 below -17 in float32."""
+    """Return elu(x) + 1. Below 0 it is exp(x), because the addition would round to 0 below -17 in float32."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
@@ -48,16 +49,17 @@ class SumsKeywords(HeadKeywords, total=False):
 
 
 class CarriedSums(MultiHead):
-    """Attention whose weights are products of features, read from carried sums; subclasses define the features.
+    """Attention by weights that are products of features, read from carried sums; subclasses define the features.
 
     Args:
-        chunk: C, bytes of a chunk, within which queries and keys are multiplied in pairs; it changes only the cost.
-        The others are those of ``MultiHead``.
+        chunk: C, bytes of a chunk, within which all pairs of queries and keys are multiplied; it changes only the cost.
+        heads: keywords of ``MultiHead``.
     """
 
     honours = Honours(position={"decay"}, attend_self={True, False})
     scaled = False
     features: int
+    """F, features of a head."""
 
     def __init__(self, context: LayerContext, *, chunk: int = 32, **heads: Unpack[HeadKeywords]):
         check_numbers(1, chunk=chunk)
@@ -73,7 +75,7 @@ class CarriedSums(MultiHead):
         return SublayerOutput(self.join(y.to(v.dtype)), state)
 
     def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return weighted means ``[B, H, T, K]`` of values, in float32 or wider, and the sums to carry."""
+        """Return weighted means ``[B, H, T, K]`` of values, in float32 or wider, and the next state."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -82,21 +84,26 @@ class CarriedSums(MultiHead):
         return Inspection(weights_of(lambda values: self._means(x, q, k, values, None)[0], v))
 
     def reach(self) -> None:
-        """Return None, unbounded: a decaying sum never ends."""
+        """Return None, unbounded, because a decaying sum includes all of the past."""
 
     def ideal_flops(self) -> int:
-        """Count projections, and per head the carried sums: 2 F K to add a key's value, 2 F (K + 1) to read S and z.
-        Not counted: pairs within a chunk (the same sums in another way) and operations other than products."""
+        """Count projections, and for each head 2 F K to add a key's value to S, and 2 F (K + 1) to read S and z. Pairs
+        within a chunk are not counted, because they replace these products."""
         return 2 * self.matrix_sizes() + 2 * self.heads * self.features * (2 * self.d_head + 1)
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Every byte costs the same; each product has two in the backward."""
+        """All bytes have equal FLOPs; the backward pass has two products for each product of the forward pass."""
         return NeededFlops.of_products(self.ideal_flops())
 
 
 class LinearAttention(CarriedSums):
-    """Attention by an elementwise feature map of queries and keys: ``elu``, elu(x) + 1 as in the paper, or ``relu``.
-    With ``relu``, all weights of a query can be 0; it then gives 0. Other keywords are those of ``CarriedSums``."""
+    """Attention by an elementwise feature map of queries and keys.
+
+    Args:
+        feature_map: ``elu`` for elu(x) + 1 as in the paper, or ``relu``. With ``relu``, all weights of a query can be
+            0; its output is then 0.
+        sums: keywords of ``CarriedSums``.
+    """
 
     def __init__(self, context: LayerContext, *, feature_map: str = "elu", **sums: Unpack[SumsKeywords]):
         super().__init__(context, **sums)
@@ -104,14 +111,14 @@ class LinearAttention(CarriedSums):
         self.map, self.features = FEATURE_MAPS[feature_map], self.d_head
 
     def log_decay(self, x: Tensor) -> Tensor:
-        """Return the log decay for ``decayed_sums.attend``, for inputs ``x [B, T, D]``; here by positions alone."""
+        """Return the log decay for ``decayed_sums.attend``, from inputs ``x [B, T, D]``; in this class from slopes."""
         slopes = self.position.slopes(x.dtype)
         return x.new_zeros(1, 1, 1, 1) if slopes is None else -slopes[None, :, None, None]
 
     def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
-        """The sums to carry are ``[B, H, F, K + 1]``."""
+        """The state is S and z, ``[B, H, F, K + 1]``."""
         dtype = torch.promote_types(v.dtype, torch.float32)
-        with unrounded(v.device):
+        with without_autocast(v.device):
             q, k, decay = self.map(q.to(dtype)), self.map(k.to(dtype)), self.log_decay(x.to(dtype))
             v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the column of ones sums the weights
-            return means(*attend(q, k, v, decay, sums=state, attend_self=not self.shift, chunk=self.chunk))
+            return normalize(*attend(q, k, v, decay, sums=state, attend_self=not self.shift, chunk=self.chunk))

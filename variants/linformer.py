@@ -3,16 +3,19 @@
     s_j = sum_i E_i k_{jr+i},   u_j = sum_i F_i v_{jr+i}                 over bytes i = 0 .. r-1 of block j
     y_t = W_o concat_h(softmax([q_t . k_i ; q_t . s_j] / sqrt(K)) [v_i ; u_j])
 
-One softmax covers the w nearest keys i exactly, and summaries of blocks j: w + S/r keys per query instead of S. In the
-paper (2006.04768, 4) E and F are k x n and mix a whole sequence, so every row has the future, beyond any mask. Here a
-row covers one block, with the same weights for each. The window is ours: without it the open block is hidden.
+One softmax has the w nearest keys i, and summaries of blocks j: w + S/r keys per query instead of S. In the paper
+(2006.04768, 4) E and F are k x n and mix a whole sequence, so every row depends on future bytes, which no mask hides.
+Here a row covers one block, with equal weights for all blocks. The paper has no window; without it, queries would not
+see the open block, which is not finished.
 
-- A query sees the summary of a finished block if the block's first byte is outside the window and all its bytes are
-  among the S that it may see. Keys are summarised unrotated; a summary has the position of its block's last byte.
-- With ``top_k`` a query reads only the best summaries, by an index score q'_t . W mean_i k_i, the same for all heads.
-  The index score of a chosen summary is added to its attention scores, so the index learns.
-- A block is summarised when about to leave the window, from its keys and values there, so the compressor learns.
-- ``compressor: softmax`` with ``top_k`` is a small compressed attention of 2025-26 (2502.11089, 3.3, DeepSeek-V4).
+- A query sees the summary of a finished block if the block's first byte is outside the window, and all its bytes are
+  among the S bytes that it may see. Keys are summarised unrotated; a summary has the position of its block's last byte.
+- With ``top_k`` a query reads only the summaries of largest index score q'_t . W mean_i k_i, which is the same for all
+  heads. The index score is added to the attention scores of these summaries, so the index gets a gradient.
+- A block is summarised when its first byte is about to leave the window, from keys and values in the window, so the
+  compressor gets a gradient.
+- ``compressor: softmax`` with ``top_k`` is a small version of compressed attention of 2025-26 (2502.11089, 3.3,
+  DeepSeek-V4).
 """
 
 from dataclasses import replace
@@ -26,42 +29,35 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from variants.backends import OnKernels
-from variants.blocks import Blocks, highest
+from variants.blocks import Blocks, top_mask
 from variants.compressor import Compressor
 from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
-from variants.kernels.window import pairs
+from variants.kernels.window import count_pairs
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
-from variants.window_and_summaries import Far, Near, by_kernel, in_bands
+from variants.window_and_summaries import Summaries, WindowKeys, by_bands, by_kernel
 
 
 class Carried(NamedTuple):
-    """The state. Keys, values and inputs are padded in front, so that streams of any age fit into one batch.
+    """The state. Rows are padded in front, so that streams of any length fit into one batch. The last three tensors are
+    ``[1]`` at the beginning of all streams."""
 
-    Attributes:
-        past: unrotated keys and values ``[B, P, 2 H K]``, or inputs ``[B, P, D]``, of the window and the open block.
-        summaries: keys after position encoding, values and index keys, ``[B, N, 2 H K (+ I)]``.
-        phase: bytes of the open block, int64 ``[B]``. This and those below are ``[1]`` when all streams begin.
-        past_bytes: bytes of the past that are not padding, int64 ``[B]``.
-        finished: number of finished blocks, at most N + lag, int64 ``[B]``.
-    """
-
-    past: Tensor
-    summaries: Tensor
-    phase: Tensor
-    past_bytes: Tensor
-    finished: Tensor
+    past: Tensor  # unrotated keys and values [B, P, 2 H K] or inputs [B, P, D], of the window and the open block
+    summaries: Tensor  # keys after position encoding, values and index keys, [B, N, 2 H K (+ I)]
+    phase: Tensor  # bytes of the open block, int64 [B]
+    past_bytes: Tensor  # bytes of the past that are not padding, int64 [B]
+    finished: Tensor  # number of finished blocks, at most N + lag, int64 [B]
 
 
 class Linformer(MultiHead, OnKernels):
     """Causal attention over an exact window and summaries of finished blocks.
 
     Args:
-        ratio: r, bytes of a block, from 1; a block becomes one key and one value.
-        window: w, keys that are read exactly, from 1 to below ``model.span``; None for S / 4.
+        ratio: r, bytes of a block, from 1; a summary is one key and one value.
+        window: w, keys of the window, from 1 to ``model.span`` - 1; None for S / 4.
         compressor, share: see ``Compressor``.
         top_k: summaries that a query reads, from 1; None for all.
         d_index: I, width of the index that ranks summaries, from 1.
-        The others are those of ``MultiHead``.
+        d_head, zero_init: see ``MultiHead``.
     """
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
@@ -84,9 +80,10 @@ class Linformer(MultiHead, OnKernels):
         window = max(1, context.span // 4) if window is None else window
         if context.span <= max(window, ratio - self.shift):
             least = f"above window={window} and ratio={ratio}"
-            raise ValueError(f"model.span={context.span}: must be {least}, or no summary is ever seen")
+            raise ValueError(f"model.span={context.span}: must be {least}, or no query sees a summary")
         self.blocks, self.period = Blocks(ratio, window, context.span, self.shift, top_k), ratio
-        self.inner, self.d_index = self.heads * self.d_head, d_index if top_k else 0
+        self.inner = self.heads * self.d_head
+        self.d_index = d_index if top_k else 0
         if top_k:
             self.index_query = nn.Linear(context.d_model, d_index, bias=False)
             self.index_key = nn.Linear(self.inner, d_index, bias=False)
@@ -97,106 +94,110 @@ class Linformer(MultiHead, OnKernels):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        start, carried = start_of(x, start), self._nothing(x) if state is None else Carried(*state)
+        start = start_of(x, start)
+        carried = self._initial_state(x) if state is None else Carried(*state)
         (q,), segment = self.project(x, "query"), self.project_flat(x, "key", "value")
         past = carried.past.to(segment.dtype)
         if self.cache == "hidden":
             past = self.project_flat(carried.past.to(x.dtype), "key", "value")
-        summaries = self._summaries(segment, past, start, carried)
-        q, near = self.position.rotate(q, start), self._near(segment, past, start, carried)
-        far = self._far(x, summaries, carried)
-        y = self._attend(q, near, far)
-        stats = self._stats(q, near, far) if collect_stats else None
-        state = self._carry(x if self.cache == "hidden" else segment, summaries, carried)
+        all_summaries = self._summarise(segment, past, start, carried)
+        q = self.position.rotate(q, start)
+        keys = self._window_keys(segment, past, start, carried)
+        summaries = self._chunk_summaries(x, all_summaries, carried)
+        y = self._attend(q, keys, summaries)
+        stats = self._stats(q, keys, summaries) if collect_stats else None
+        state = self._next_state(x if self.cache == "hidden" else segment, all_summaries, carried)
         return SublayerOutput(self.join(y), state, stats=stats)
 
-    def _nothing(self, x: Tensor) -> Carried:
+    def _initial_state(self, x: Tensor) -> Carried:
         width = x.shape[-1] if self.cache == "hidden" else 2 * self.inner
         past, summaries = x.new_zeros(len(x), 0, width), x.new_zeros(len(x), 0, 2 * self.inner + self.d_index)
         return Carried(past, summaries, *torch.zeros(3, 1, dtype=torch.int64, device=x.device))
 
-    def _summaries(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Tensor:
+    def _summarise(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Tensor:
         """Return s_j and u_j, ``[B, N + M, 2 H K (+ I)]``: the carried ones, padded to N, then those of M = ceil(T / r)
-        blocks, from ``lag`` blocks before the open one on; the last of them may be unfinished."""
+        blocks. The first of the M blocks is ``lag`` blocks before the open one, and the last may be unfinished."""
         ratio, phase, blocks = self.blocks.ratio, carried.phase, -(-segment.shape[1] // self.blocks.ratio)
-        rows = torch.cat([_last(past, self.blocks.unsummarised), segment], dim=1)
-        rows = _from(rows, (ratio - 1 - phase).expand(len(rows)), blocks * ratio).unflatten(1, (blocks, ratio))
+        rows = torch.cat([_last_rows(past, self.blocks.unsummarised), segment], dim=1)
+        rows = _rows_from(rows, (ratio - 1 - phase).expand(len(rows)), blocks * ratio).unflatten(1, (blocks, ratio))
         s, u = self.compressor(rows).chunk(2, dim=-1)
         after = torch.arange(1, blocks + 1, device=segment.device) - self.blocks.lag
         last = (start - phase)[:, None] + ratio * after - 1  # position of a block's last byte, [B, M]
         s = rearrange(s, "B M (H K) -> (B M) H 1 K", H=self.heads)
         s = rearrange(self.position.rotate(s, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
-        index = [self.index_key(rows[..., : self.inner].mean(dim=2))] if self.d_index else []
-        new = torch.cat([s, u, *index], dim=-1)
-        return torch.cat([_last(carried.summaries.to(new.dtype), self.blocks.most), new], dim=1)
+        index_keys = [self.index_key(rows[..., : self.inner].mean(dim=2))] if self.d_index else []
+        new = torch.cat([s, u, *index_keys], dim=-1)
+        return torch.cat([_last_rows(carried.summaries.to(new.dtype), self.blocks.max_visible), new], dim=1)
 
-    def _near(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Near:
+    def _window_keys(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> WindowKeys:
         """Return keys, after position encoding, and values that windows may include."""
-        past = _last(past, min(self.blocks.behind, past.shape[1]))
-        placed = []
-        for rows, at in ((segment, start), (past, start - past.shape[1])):
+        past = _last_rows(past, min(self.blocks.window_past, past.shape[1]))
+        tensors = []
+        for rows, position in ((segment, start), (past, start - past.shape[1])):
             k, v = rows.chunk(2, dim=-1)
-            placed += [self.position.rotate(self.split(k), at), self.split(v)]
-        return Near(*placed, carried.past_bytes)
+            tensors += [self.position.rotate(self.split(k), position), self.split(v)]
+        return WindowKeys(*tensors, carried.past_bytes)
 
-    def _far(self, x: Tensor, summaries: Tensor, carried: Carried) -> Far:
-        """Return summaries that chunks of queries may see; with ``top_k``, only those a query chose are visible."""
+    def _chunk_summaries(self, x: Tensor, summaries: Tensor, carried: Carried) -> Summaries:
+        """Return the summaries that chunks of queries may see. With ``top_k``, a query sees only those it reads."""
         blocks, (chunks, size) = self.blocks, self.blocks.chunks(x.shape[1])
         first = size * torch.arange(chunks, device=x.device)[:, None]  # [n, 1]
-        j = first // blocks.ratio + blocks.met(size, x.device)  # [n, G], counted from the first carried one
-        s, u, index = summaries[:, j.clamp(max=summaries.shape[1] - 1)].split(
+        j = first // blocks.ratio + blocks.visible_indices(size, x.device)  # [n, G]; 0 is the first carried summary
+        s, u, index_keys = summaries[:, j.clamp(max=summaries.shape[1] - 1)].split(
             [self.inner, self.inner, self.d_index], -1
         )
         k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (s, u))
         phase, finished = carried.phase[:, None, None, None], carried.finished[:, None, None, None]
-        most, t = blocks.most + blocks.lag, (first + torch.arange(size, device=x.device))[:, :, None]
-        back = phase + t + blocks.ratio * (most - j[:, None])  # distance from query to the block's first byte
-        visible = (back >= blocks.nearest) & (back < blocks.span + blocks.shift) & (j[:, None] >= most - finished)
-        far = Far(k, v, visible, back - (blocks.ratio - 1) - blocks.shift)
+        max_finished, t = blocks.max_visible + blocks.lag, (first + torch.arange(size, device=x.device))[:, :, None]
+        distance = phase + t + blocks.ratio * (max_finished - j[:, None])  # from the query to the block's first byte
+        visible = (distance >= blocks.nearest) & (distance < blocks.span + blocks.shift)
+        visible = visible & (j[:, None] >= max_finished - finished)
+        chunk_summaries = Summaries(k, v, visible, distance - (blocks.ratio - 1) - blocks.shift)
         if not self.d_index or not j.numel():
-            return far
-        scores = blocks.chunked(self.index_query(x)) @ index.mT * self.d_index**-0.5  # [B, n, Q, G]
+            return chunk_summaries
+        scores = blocks.chunked(self.index_query(x)) @ index_keys.mT * self.d_index**-0.5  # [B, n, Q, G]
         visible = visible.expand(len(x), -1, -1, -1)
-        best = highest(scores.detach().masked_fill(~visible, -torch.inf), blocks.chosen(scores.shape[-1]))
-        return far._replace(visible=visible & best, added=scores)
+        top = top_mask(scores.detach().masked_fill(~visible, -torch.inf), blocks.n_read(scores.shape[-1]))
+        return chunk_summaries._replace(visible=visible & top, added=scores)
 
-    def _attend(self, q: Tensor, near: Near, far: Far) -> Tensor:
+    def _attend(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> Tensor:
         """Return head outputs ``[B, H, T, K]``."""
-        same = {"blocks": self.blocks, "position": self.position}
+        options = {"blocks": self.blocks, "position": self.position}
         if self.backend(q.device, training=self.training) == "kernel":
-            return by_kernel(q, near, far, **same)
-        attend = partial(in_bands, dropout=self.dropout if self.training else 0.0, **same)
-        if far.added is not None and torch.is_grad_enabled():
-            # With ``top_k`` blocks are short and summaries many, so the backward pass recomputes scores.
+            return by_kernel(q, keys, summaries, **options)
+        attend = partial(by_bands, dropout=self.dropout if self.training else 0.0, **options)
+        if summaries.added is not None and torch.is_grad_enabled():
+            # With ``top_k`` blocks are short and summaries many, so the backward pass computes scores again.
             attend = partial(checkpoint.checkpoint, attend, use_reentrant=False)
-        return attend(q, near, far)
+        return attend(q, keys, summaries)
 
     def able(self, device: torch.device) -> tuple[str, ...]:
         return ("kernel", "plain") if device.type == "cpu" else ("plain",)
 
     @torch.no_grad()
-    def _stats(self, q: Tensor, near: Near, far: Far) -> dict[str, Tensor]:
+    def _stats(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> dict[str, Tensor]:
         """Measure the attention mass on summaries, with values of 1 on summaries and of 0 in the window."""
-        near = near._replace(v=torch.zeros_like(near.v), old_v=torch.zeros_like(near.old_v))
-        return head_stats(q, summary_mass=self._attend(q, near, far._replace(v=torch.ones_like(far.v)))[..., 0])
+        keys = keys._replace(v=torch.zeros_like(keys.v), old_v=torch.zeros_like(keys.old_v))
+        summaries = summaries._replace(v=torch.ones_like(summaries.v))
+        return head_stats(q, summary_mass=self._attend(q, keys, summaries)[..., 0])
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Return ``summary_mass [H]``, the mean attention mass on summaries."""
         return head_means(stats, "summary_mass")
 
     @torch.no_grad()
-    def _carry(self, rows: Tensor, summaries: Tensor, carried: Carried) -> State:
+    def _next_state(self, rows: Tensor, summaries: Tensor, carried: Carried) -> State:
         """Return the next state; ``rows`` are the segment's keys and values, or its inputs."""
         (streams, length, _), blocks = rows.shape, self.blocks
-        read = carried.phase.expand(streams) + length  # bytes since the open block began
+        block_bytes = carried.phase.expand(streams) + length  # bytes from the first of the open block on
         past = torch.cat([carried.past.to(rows.dtype), rows[:, -max(1, blocks.past) :]], dim=1)
         return tuple(
             Carried(
-                past=_last(past, blocks.past).clone(),
-                summaries=_from(summaries, read // blocks.ratio, blocks.most),
-                phase=read % blocks.ratio,
+                past=_last_rows(past, blocks.past).clone(),
+                summaries=_rows_from(summaries, block_bytes // blocks.ratio, blocks.max_visible),
+                phase=block_bytes % blocks.ratio,
                 past_bytes=(carried.past_bytes.expand(streams) + length).clamp(max=blocks.past),
-                finished=(carried.finished + read // blocks.ratio).clamp(max=blocks.most + blocks.lag),
+                finished=(carried.finished + block_bytes // blocks.ratio).clamp(max=blocks.max_visible + blocks.lag),
             )
         )
 
@@ -208,51 +209,55 @@ class Linformer(MultiHead, OnKernels):
         self.blocks = replace(self.blocks, span=span)
 
     def ideal_flops(self) -> int:
-        """Count projections, the compressor, and scores and values of window and summaries, averaged over phases."""
-        return round(self._forward_flops(self.blocks.near, *self.blocks.seen_warm()))
+        """Count projections, the compressor, and scores and values of window and summaries, as a mean over phases."""
+        return round(self._forward_flops(self.blocks.window_keys, *self.blocks.mean_visible()))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Count pairs of a query and a key or summary that it reads; in a warm stream, their mean over phases.
+        """Count pairs of a query and a key or summary that it reads; after a full past, their mean over phases.
 
-        With ``cache: kv`` the past has no gradient; summaries made before the segment never have one, new ones if it
-        reaches a parameter. With ``top_k``, queries are assumed to choose the summaries made in the segment first.
+        With ``cache: kv`` the past has no gradient. Carried summaries have no gradient; summaries of the segment have
+        one if it reaches a parameter. With ``top_k``, queries are assumed to read summaries of the segment first.
         """
         ratio = self.blocks.ratio
-        new, past = pairs(segment, carried, self.blocks.near, shift=self.blocks.shift)
+        in_segment, past = count_pairs(segment, carried, self.blocks.window_keys, shift=self.blocks.shift)
         if carried < self.blocks.span + ratio:
-            seen = [self.blocks.seen(carried + t) for t in range(segment)]
-            sight, read = sum(seen), sum(map(self.blocks.chosen, seen))
+            counts = [self.blocks.visible_after(carried + t) for t in range(segment)]
+            visible, read = sum(counts), sum(map(self.blocks.n_read, counts))
         else:
-            sight, read = (segment * mean for mean in self.blocks.seen_warm())
-        learns = self.cache == "hidden" or any(True for _ in self.compressor.parameters())
-        first = [min(carried, carried % ratio + older * self.blocks.lag * ratio) for older in (True, learns)]
-        indexed, fresh = ([self.blocks.seen(before + t) for t in range(segment)] for before in first)
-        learned, read_fresh = sum(indexed), sum(map(self.blocks.chosen, fresh))
-        forward = self._forward_flops((new + past) / segment, sight / segment, read / segment)
+            visible, read = (segment * mean for mean in self.blocks.mean_visible())
+        compressor_learns = self.cache == "hidden" or any(True for _ in self.compressor.parameters())
+        lag_bytes = self.blocks.lag * ratio
+        # Bytes before the segment that are in blocks whose summaries the segment computes.
+        index_past = min(carried, carried % ratio + lag_bytes)
+        value_past = min(carried, carried % ratio + compressor_learns * lag_bytes)
+        indexed = sum(self.blocks.visible_after(index_past + t) for t in range(segment))
+        learned = sum(self.blocks.n_read(self.blocks.visible_after(value_past + t)) for t in range(segment))
+        forward = self._forward_flops((in_segment + past) / segment, visible / segment, read / segment)
         needed = NeededFlops.of_products(forward)
-        fixed = self.heads * 4 * self.d_head * max(0, read - read_fresh) + 2 * self.d_index * max(0, sight - learned)
+        constant = self.heads * 4 * self.d_head * max(0, read - learned) + 2 * self.d_index * max(0, visible - indexed)
         if self.cache == "kv":
-            fixed += self.heads * 4 * self.d_head * past
-            return needed._replace(backward=needed.backward - fixed / segment)
-        inputs = min(carried, self.blocks.behind)
-        projected = 2 * inputs * (self.key.weight.numel() + self.value.weight.numel()) / segment
-        return NeededFlops(needed.forward + projected, needed.backward + projected - fixed / segment)
+            constant += self.heads * 4 * self.d_head * past
+            return needed._replace(backward=needed.backward - constant / segment)
+        inputs = min(carried, self.blocks.window_past)
+        reprojection = 2 * inputs * (self.key.weight.numel() + self.value.weight.numel()) / segment
+        return NeededFlops(needed.forward + reprojection, needed.backward + reprojection - constant / segment)
 
-    def _forward_flops(self, near: float, sight: float, read: float) -> float:
-        """Return FLOPs per byte for ``near`` window keys and ``sight`` visible summaries, ``read`` of them read."""
-        per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
+    def _forward_flops(self, window_keys: float, visible: float, read: float) -> float:
+        """Return FLOPs per byte for ``window_keys`` keys, ``visible`` ranked summaries and ``read`` read summaries."""
+        per_head = 4 * (window_keys + read) * self.d_head + self.position.ideal_flops(window_keys + read)
         matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
-        matrices -= (1 - 1 / self.blocks.ratio) * self.index_key.weight.numel() if self.d_index else 0  # once a block
-        return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * sight * self.d_index
+        if self.d_index:  # index keys are computed once per block
+            matrices -= (1 - 1 / self.blocks.ratio) * self.index_key.weight.numel()
+        return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * visible * self.d_index
 
 
-def _last(x: Tensor, number: int) -> Tensor:
-    """Return the last ``number`` rows of ``x [B, L, n]``, after zeros if there are fewer."""
-    return F.pad(x, (0, 0, number - x.shape[1], 0))
+def _last_rows(x: Tensor, n: int) -> Tensor:
+    """Return the last n rows of ``x [B, L, m]``, padded with zeros in front."""
+    return F.pad(x, (0, 0, n - x.shape[1], 0))
 
 
-def _from(x: Tensor, first: Tensor, number: int) -> Tensor:
-    """Return ``number`` rows of ``x [B, L, n]`` from ``first [B]`` on; beyond the end the last row repeats."""
-    at = (first[:, None] + torch.arange(number, device=x.device)).clamp(max=x.shape[1] - 1)  # [B, number]
-    at = at + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
-    return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, at.shape)
+def _rows_from(x: Tensor, first: Tensor, n: int) -> Tensor:
+    """Return n rows of ``x [B, L, m]`` from ``first [B]`` on; beyond the end the last row repeats."""
+    index = (first[:, None] + torch.arange(n, device=x.device)).clamp(max=x.shape[1] - 1)  # [B, n]
+    index = index + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
+    return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)

@@ -1,13 +1,14 @@
-"""Local attention: the stream is cut into blocks of M bytes, and a query sees the keys of its own block up to itself.
+"""Local attention: the stream is cut into blocks of M bytes, and a query sees the keys of its block up to itself.
 
     y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax_j((q_t . k_j + position) / sqrt(K)),   M floor(t / M) <= j <= t
 
-1801.10198, 4.2.4 has blocks of 256, with attention inside each. Blocks are counted from the stream's beginning, not the
-segment's, so segment boundaries do not matter. The state is the open block and its number of bytes, without a gradient.
+1801.10198, 4.2.4 has blocks of 256, with attention inside each. Blocks begin at the stream's first byte, so outputs do
+not depend on segment boundaries. A last block that is not complete is open. The state is the open block, without a
+gradient, and its number of bytes, the phase of the stream.
 
-Backends get the independent blocks as separate streams. If the host knows the phase of each stream (the bytes in its
-open block), streams of equal phase are computed together: first the rest of the open block, then whole blocks, without
-needless pairs. If only the device knows the phases, rows are moved to their blocks by index.
+Backends get the independent blocks as separate streams. If the phases can be read on the host, streams of equal phase
+are computed in one batch: first the remaining bytes of the open block, then whole blocks, without hidden pairs. If
+the phases are only on the device, rows are moved to their blocks by index.
 """
 
 from dataclasses import replace
@@ -27,15 +28,15 @@ from variants.kernels.window import PastKV, Window
 from variants.multi_head import HeadKeywords, start_of
 
 ROWS_AT_ONCE = 128
-"""Queries of a block that plain PyTorch computes at once; most scores above the diagonal are thus skipped."""
+"""Queries of a block that plain PyTorch computes at a time, to skip most scores above the diagonal."""
 
 
 class LocalAttention(Attention):
     """Causal multi-head attention inside blocks.
 
     Args:
-        block: M, bytes of a block, from 1 (2 where a position does not see itself) to S; None for S / 4.
-        The others are those of ``Attention``.
+        block: M, bytes of a block, from 1 (from 2 without ``attend_self``) to S; None for S / 4.
+        heads: keywords of ``MultiHead``.
     """
 
     keyword = "block"
@@ -47,8 +48,8 @@ class LocalAttention(Attention):
         if not fewest <= size <= context.span:
             allowed = f"integers from {fewest} to model.span={context.span}, or null for a quarter"
             raise ValueError(f"{self.keyword}={size}: allowed are {allowed}")
-        inside = replace(context, span=size)
-        super().__init__(context, **heads, span=lambda _: AttentionSpan(inside))
+        block_context = replace(context, span=size)
+        super().__init__(context, **heads, span=lambda _: AttentionSpan(block_context))
         self.follows_span = block is None
         self.honours = replace(self.honours, span=True if self.follows_span else None)
 
@@ -68,93 +69,95 @@ class LocalAttention(Attention):
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         """The state is the number of bytes in the open block, int64 ``[B]``, and the last M - 1 keys and values of the
-        stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M - 1, D]``; zeros pad shorter streams."""
+        stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M - 1, D]``, padded with zeros in front."""
         segment, length = self.project_qkv(x, start_of(x, start)), x.shape[1]
-        to_carry = [x] if self.cache == "hidden" else [segment.k, segment.v]
+        new = [x] if self.cache == "hidden" else [segment.k, segment.v]
         if state is None:
-            count, old = torch.zeros_like(segment.start), [part[..., :0, :] for part in to_carry]
-            y = self._in_blocks(*segment[1:4])
+            phase, old = torch.zeros_like(segment.start), [part[..., :0, :] for part in new]
+            y = self._attend_from_block_start(*segment[1:4])
         else:
-            # A state of another block size is read as if a block of this size began with its open block.
-            count = state[0] % self.block
-            old = [self._last_rows(part).to(new.dtype) for part, new in zip(state[1:], to_carry, strict=True)]
+            # After a change of the block size, the first byte of the open block begins a block of the new size.
+            phase = state[0] % self.block
+            old = [self._last_rows(part).to(rows.dtype) for part, rows in zip(state[1:], new, strict=True)]
             past = self.reproject_past(*old, segment, None, None)[1:3] if self.cache == "hidden" else old
             keys, values = (torch.cat(pair, dim=2) for pair in zip(past, segment[2:4], strict=True))
-            y = (self._by_phase if host_knows(count) else self._realigned)(segment.q, keys, values, count)
-        rows = (torch.cat(pair, dim=-2).detach() for pair in zip(old, to_carry, strict=True))
-        return SublayerOutput(self.output(y), ((count + length) % self.block, *map(self._last_rows, rows)))
+            attend = self._attend_by_phase if is_on_host(phase) else self._attend_by_index
+            y = attend(segment.q, keys, values, phase)
+        rows = (torch.cat(pair, dim=-2).detach() for pair in zip(old, new, strict=True))
+        return SublayerOutput(self.output(y), ((phase + length) % self.block, *map(self._last_rows, rows)))
 
     def _last_rows(self, rows: Tensor) -> Tensor:
-        """Return a copy of the last M - 1 of ``rows [.., P, width]``, after zeros if there are fewer."""
+        """Return a copy of the last M - 1 rows of ``rows [.., P, width]``, padded with zeros in front."""
         return F.pad(rows, (0, 0, self.block - 1 - rows.shape[-2], 0))
 
-    def _from_the_start(self, segment: Segment) -> Tensor:
-        return self.split(self._in_blocks(*segment[1:4]))
+    def _attend_without_past(self, segment: Segment) -> Tensor:
+        return self.split(self._attend_from_block_start(*segment[1:4]))
 
-    def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_from_block_start(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return head outputs ``[B, T, H K]`` of a segment that begins with a block."""
         (streams, _, length, _), size = q.shape, self.block
         if length > size:
             padded = (F.pad(part, (0, 0, 0, -length % size)) for part in (q, k, v))
             q, k, v = (rearrange(part, "B H (n M) K -> (B n) H M K", M=size) for part in padded)
-        y = self._inside(q, k, v)
+        y = self._attend_blocks(q, k, v)
         return rearrange(y, "(B n) H M K -> B (n M) (H K)", B=streams)[:, :length]
 
-    def _by_phase(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
-        """Return head outputs ``count [B]`` bytes into a block; M - 1 rows of ``keys`` and ``values`` are past rows."""
-        phases, first, outputs, order = count.tolist(), self.block - 1, [], []
+    def _attend_by_phase(self, q: Tensor, keys: Tensor, values: Tensor, phases: Tensor) -> Tensor:
+        """Return head outputs ``[B, T, H K]``, with phases ``[B]`` on the host. ``keys`` and ``values`` have M - 1 past
+        rows, then those of the segment."""
+        phases, past, outputs, order = phases.tolist(), self.block - 1, [], []
         for phase in sorted(set(phases)):
-            alike = [b for b in range(len(phases)) if phases[b] == phase]
-            some = [x if len(alike) == len(count) else x[alike] for x in (q, keys, values)]
-            rest = min(q.shape[2], self.block - phase)
-            before = [some[0][:, :, :rest], *(x[:, :, first - phase : first + rest] for x in some[1:])]
-            y = rearrange(self._inside(*before), "B H T K -> B T (H K)")
-            if rest < q.shape[2]:
-                later = [some[0][:, :, rest:], *(x[:, :, first + rest :] for x in some[1:])]
-                y = torch.cat([y, self._in_blocks(*later)], dim=1)
+            streams = [b for b in range(len(phases)) if phases[b] == phase]
+            group_q, *kv = (x if len(streams) == len(phases) else x[streams] for x in (q, keys, values))
+            remaining = min(q.shape[2], self.block - phase)
+            open_block = [group_q[:, :, :remaining], *(x[:, :, past - phase : past + remaining] for x in kv)]
+            y = rearrange(self._attend_blocks(*open_block), "B H T K -> B T (H K)")
+            if remaining < q.shape[2]:
+                later = [group_q[:, :, remaining:], *(x[:, :, past + remaining :] for x in kv)]
+                y = torch.cat([y, self._attend_from_block_start(*later)], dim=1)
             outputs.append(y)
-            order += alike
+            order += streams
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)[torch.tensor(order).argsort()]
 
-    def _realigned(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
-        """Do the same as ``_by_phase``, by index. Rows beyond either end repeat others; their results are not used."""
+    def _attend_by_index(self, q: Tensor, keys: Tensor, values: Tensor, phases: Tensor) -> Tensor:
+        """Compute ``_attend_by_phase`` with phases on the device. Indices beyond either end are clamped; the outputs of
+        these rows are not used."""
         (streams, heads, length, _), size = q.shape, self.block
         blocks = -(-(size - 1 + length) // size)
-        place = torch.arange(blocks * size, device=q.device).view(blocks, 1, size)
+        offset = torch.arange(blocks * size, device=q.device).view(blocks, 1, size)
         stream = torch.arange(streams * heads, device=q.device).view(streams, 1, heads, 1)
-        begun = count.view(-1, 1, 1, 1)
+        phase = phases.view(-1, 1, 1, 1)
 
-        def moved(x: Tensor, first: Tensor) -> Tensor:  # [B, H, L, K] -> [B n, H, M, K], cut from row `first` on
-            rows = (first + place).clamp(0, x.shape[2] - 1) + stream * x.shape[2]
+        def cut(x: Tensor, first: Tensor) -> Tensor:  # [B, H, L, K] -> [B n, H, M, K], from row ``first`` on
+            rows = (first + offset).clamp(0, x.shape[2] - 1) + stream * x.shape[2]
             return F.embedding(rows.flatten(0, 1), x.flatten(0, 2))
 
-        of_keys = size - 1 - begun
-        y = self._inside(moved(q, -begun), moved(keys, of_keys), moved(values, of_keys))
+        first_key = size - 1 - phase
+        y = self._attend_blocks(cut(q, -phase), cut(keys, first_key), cut(values, first_key))
         y = rearrange(y, "(B n) H M K -> (B n M) (H K)", B=streams)
-        first = torch.arange(streams, device=q.device) * (blocks * size) + count
+        first = torch.arange(streams, device=q.device) * (blocks * size) + phases
         return F.embedding(first[:, None] + torch.arange(length, device=q.device), y)
 
-    def _inside(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return head outputs ``[N, H, T, K]`` of N blocks' last T bytes, given all their keys ``[N, H, P + T, K]``."""
+    def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return head outputs ``[N, H, T, K]`` of the last T bytes of N blocks, with keys ``[N, H, P + T, K]``."""
         backend, rows = self.backend(q.device, training=self.training), q.shape[2]
         on_cpu = (backend, q.device.type) == ("kernel", "cpu")
         traced = backend == "plain" or backends.is_operation(backend, q.device)
-        attend = self._in_positions if traced else self._in_positions_outside_the_graph
-        size, before, outputs = ROWS_AT_ONCE if backend == "plain" else rows, k.shape[2] - rows, []
+        attend = self._attend_with_positions if traced else self._attend_with_positions_uncompiled
+        size, block_past, outputs = ROWS_AT_ONCE if backend == "plain" else rows, k.shape[2] - rows, []
         for begin in range(0, rows, size):
-            end = before + min(begin + size, rows)
-            past = before + begin if on_cpu else 0  # other backends read all keys as one tensor
+            end = block_past + min(begin + size, rows)
+            past = block_past + begin if on_cpu else 0  # other backends read all keys as one tensor
             old = [PastKV(tuple(range(self.heads)), k[:, :, :past], v[:, :, :past])] if past else []
-            later = k[:, :, past:end], v[:, :, past:end]
-            keys = VisibleKeys(*later, old)
+            keys = VisibleKeys(k[:, :, past:end], v[:, :, past:end], old)
             visible = Window((end,) * self.heads, self.shift)
             outputs.append(attend(backend, q[:, :, begin : begin + size], keys, visible, None))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
-    _in_positions_outside_the_graph = torch.compiler.disable(Attention._in_positions)
+    _attend_with_positions_uncompiled = torch.compiler.disable(Attention._attend_with_positions)
 
     def trim(self, state: State) -> State:
-        return state  # its size is constant
+        return state  # the size of the state is constant
 
     def set_span(self, span: int) -> None:
         if self.follows_span:
@@ -163,21 +166,22 @@ class LocalAttention(Attention):
             raise ValueError(f"eval.span={span}: allowed are integers from {self.block}, the bytes of a block")
 
     def ideal_flops(self) -> int:
-        """Count as ``Attention``, averaged over a block's bytes: 1 to M keys, one fewer without ``attend_self``."""
+        """Count as in ``Attention``, with the mean over a block of 1 to M keys, or of 0 to M - 1 without
+        ``attend_self``."""
         return round(self._forward_flops((self.block + 1) / 2 - self.shift))
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
-        begun = carried % self.block
+        phase = carried % self.block
 
-        def of_first(number: int) -> int:  # pairs of the first bytes of a stream
-            whole, rest = divmod(number, self.block)
-            return sum(times * (n * (n + 1) // 2 - n * self.shift) for times, n in ((whole, self.block), (1, rest)))
+        def pairs(length: int) -> int:  # of the first ``length`` bytes of a stream
+            blocks, remaining = divmod(length, self.block)
+            return sum(n * (m * (m + 1) // 2 - m * self.shift) for n, m in ((blocks, self.block), (1, remaining)))
 
-        past = begun * min(segment, self.block - begun)
-        new = of_first(begun + segment) - of_first(begun) - past
-        return new * self.heads, past * self.heads, begun * self.heads
+        past = phase * min(segment, self.block - phase)
+        in_segment = pairs(phase + segment) - pairs(phase) - past
+        return in_segment * self.heads, past * self.heads, phase * self.heads
 
 
-def host_knows(x: Tensor) -> bool:
-    """Whether the values of a tensor can be read without waiting for a device."""
+def is_on_host(x: Tensor) -> bool:
+    """Whether the elements of a tensor can be read without waiting for a device."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)

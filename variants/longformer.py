@@ -1,14 +1,15 @@
-"""Longformer: windows that grow with depth, dilated for some heads of the upper layers (2004.05150, 3.1 and 4.1).
+"""Longformer: windows that grow with depth, with dilation in some heads of the upper layers (2004.05150, 3.1, 4.1).
 
     y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax over j of (q_t . k_j + position) / sqrt(K),
-    j = t - shift - n x,   x = 0 .. w - 1     (shift 0, or 1 where a position does not see itself)
+    j = t - shift - n x,   x = 0 .. w - 1     (shift 0, or 1 without ``attend_self``)
 
 Each head sees w keys, few in the bottom layer and many in the top. ``dilated_heads`` heads see every n-th visible key,
-counted from the nearest. S bounds the distance: a dilated head sees fewer than w keys if n (w - 1) exceeds it.
+counted from the nearest. They see fewer than w keys if n (w - 1) exceeds the largest distance, S.
 
-A dilated head is a plain window in each of the n classes of positions that are equal modulo n, so every backend can
-compute it. Classes are counted from the segment's first byte, so no phase is carried. Ours: default windows grow from
-S/16 to S/2 in equal ratios. There is no global attention, as in the paper's language models.
+A dilated head is a window without dilation in each of the n classes of positions that are equal modulo n, so every
+backend can compute it. Positions count from the segment's first byte, so that no phase is carried. Default windows,
+which grow from S/16 to S/2 in equal ratios, are not the paper's. There is no global attention, as in the paper's
+language models.
 """
 
 from collections import Counter
@@ -28,45 +29,46 @@ from variants.contract import LayerContext
 from variants.kernels.window import PastKV, Persistent, Window
 from variants.multi_head import HeadKeywords
 
-SMALLEST, LARGEST = 1 / 16, 1 / 2
+BOTTOM_FRACTION, TOP_FRACTION = 1 / 16, 1 / 2
 """Default windows of the bottom and of the top layer, as fractions of S."""
 
 
 def grown_window(span: int, *, layer: int, n_layers: int) -> int:
-    """Return a layer's w in keys, a constant multiple of that below; at least 2: a softmax over 1 has no gradient."""
-    height = layer / (n_layers - 1) if n_layers > 1 else 1.0
-    return max(2, round(span * SMALLEST * (LARGEST / SMALLEST) ** height))
+    """Return the default w of a layer in keys, a constant multiple of that of the layer below. It is at least 2, as
+    a softmax over 1 key gives no gradient."""
+    depth = layer / (n_layers - 1) if n_layers > 1 else 1.0
+    return max(2, round(span * BOTTOM_FRACTION * (TOP_FRACTION / BOTTOM_FRACTION) ** depth))
 
 
 def grown_dilation(*, layer: int, n_layers: int) -> int:
-    """Return a layer's n as in the paper (appendix): 1 in the lower half, 2, 3 and 4 in thirds of the upper."""
+    """Return the n of a layer, from the paper's appendix: 1 in the lower half, 2 to 4 in thirds of the upper half."""
     return 1 + max(0, 6 * layer // n_layers - 2)
 
 
 class DilatedWindows(AttentionSpan):
-    """Spans of a layer's heads; ``max_keys`` counts all keys from the nearest to the farthest, also skipped ones.
+    """Spans of a layer's heads. ``max_keys`` includes the keys that dilation skips.
 
     Args:
-        window: w in keys; None to derive it from depth and span.
+        window: w in keys; None for ``grown_window``.
         steps: n of each head; heads of equal n are neighbours.
     """
 
     def __init__(self, context: LayerContext, *, window: int | None, steps: tuple[int, ...]):
         super().__init__(context)
         self.window, self.steps, self.depth = window, steps, {"layer": context.layer, "n_layers": context.n_layers}
-        self.bounded = True if window is None else None
+        self.follows_model_span = True if window is None else None
         self.set_span(context.span)
 
     def set_span(self, span: int) -> None:
         self.span = span
         window = grown_window(span, **self.depth) if self.window is None else min(self.window, span)
         keys = [min(window, 1 + (span - 1) // n) for n in self.steps]
-        self.set_keys((1 + n * (number - 1) for number, n in zip(keys, self.steps, strict=True)), keys)
+        self.set_keys((1 + n * (w - 1) for w, n in zip(keys, self.steps, strict=True)), keys)
 
-    def alike(self) -> list[tuple[int, int, int, int]]:
+    def head_groups(self) -> list[tuple[int, int, int, int]]:
         """Return groups of heads with equal windows: the first head, the number of heads, w and n."""
-        kinds = Counter(zip(self.visible_keys, self.steps, strict=True))
-        return [(self.steps.index(n), heads, number, n) for (number, n), heads in kinds.items()]
+        counts = Counter(zip(self.visible_keys, self.steps, strict=True))
+        return [(self.steps.index(n), heads, w, n) for (w, n), heads in counts.items()]
 
 
 class Longformer(Attention):
@@ -75,13 +77,12 @@ class Longformer(Attention):
     Args:
         windows: w in keys for each layer, from 1 to S; None for S/16 at the bottom to S/2 at the top.
         dilation: n for each layer, at least 1 (no dilation); None for 1 in the lower half, then up to 4.
-        dilated_heads: number of dilated heads in a layer with n > 1, the last ones.
-        The others are those of ``Attention``.
+        dilated_heads: number of dilated heads in a layer with n > 1; they are the last heads.
+        heads: keywords of ``MultiHead``.
     """
 
-    limits = frozenset(
-        {"ideal_flops"}
-    )  # plain PyTorch multiplies all pairs of a segment; a narrow window sees few of them
+    # Plain PyTorch multiplies all pairs of a segment, of which a short window sees few.
+    limits = frozenset({"ideal_flops"})
 
     def __init__(
         self,
@@ -92,12 +93,12 @@ class Longformer(Attention):
         dilated_heads: int = 2,
         **heads: Unpack[HeadKeywords],
     ):
-        _check("windows", windows, layers=context.n_layers, most=context.span)
+        _check("windows", windows, layers=context.n_layers, largest=context.span)
         _check("dilation", dilation, layers=context.n_layers)
         if not 0 <= dilated_heads <= context.heads:
             raise ValueError(f"dilated_heads={dilated_heads}: allowed are 0 to model.heads={context.heads}")
-        grown = grown_dilation(layer=context.layer, n_layers=context.n_layers)
-        step = grown if dilation is None else dilation[context.layer]
+        default = grown_dilation(layer=context.layer, n_layers=context.n_layers)
+        step = default if dilation is None else dilation[context.layer]
         steps = (1,) * (context.heads - dilated_heads) + (step,) * dilated_heads
         window = None if windows is None else windows[context.layer]
         span = partial(DilatedWindows, window=window, steps=steps)
@@ -105,24 +106,24 @@ class Longformer(Attention):
         self.period = step
 
     def reach(self) -> int:
-        return self.reach_now()
+        return self.present_reach()
 
-    def _in_positions(
+    def _attend_with_positions(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
-        """Return head outputs ``[B, H, T, K]``; ``visible`` is not read, because the windows are constant."""
+        """Return head outputs ``[B, H, T, K]``. ``visible`` is not used, because windows are constant."""
         most, outputs = max(self.span.max_keys), []
         vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
         bias = self.position.bias(q, most) if vectors is None else None
-        for first, heads, w, n in self.span.alike():
+        for first, heads, w, n in self.span.head_groups():
             columns = slice(0, n * w, n)
             added = {"vectors": None if vectors is None else vectors[columns]}
             added["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., columns]
             q_and_keys = q.narrow(1, first, heads), keys.of_heads(first, heads)
-            outputs.append(self._over_classes(backend, *q_and_keys, (w,) * heads, n, **added))
+            outputs.append(self._attend_classes(backend, *q_and_keys, (w,) * heads, n, **added))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def _over_classes(
+    def _attend_classes(
         self,
         backend: str,
         q: Tensor,
@@ -133,42 +134,42 @@ class Longformer(Attention):
         bias: Tensor | None,
         vectors: Tensor | None,
     ) -> Tensor:
-        """Return head outputs ``[B, H, T, K]``; queries r, r + n, .. see only keys r - shift, r - shift + n, .."""
+        """Return head outputs ``[B, H, T, K]`` with dilation n: queries r, r + n, .. see only keys r - shift, r - shift
+        + n, .."""
         if n == 1:
             return self.attend(backend, q, keys, Window(max_keys, self.shift), bias=bias, vectors=vectors)
         length, outputs = q.shape[2], []
 
-        def of_class(
-            x: Tensor, r: int
-        ) -> Tensor:  # [B, H, T, ..], padded to one length for all classes; no query sees the padding
+        def select(x: Tensor, r: int) -> Tensor:  # padded so that classes have equal length; the padding is hidden
             return F.pad(x, (0, 0, 0, -length % n))[:, :, r::n]
 
         for r in range(min(n, length)):
             c, past = (r - self.shift) % n, []  # class of the keys, and its past keys
             for part in keys.past:
-                of_past = slice((part.k.shape[2] + c) % n, None, n)
-                past.append(PastKV(part.heads, part.k[:, :, of_past], part.v[:, :, of_past]))
-            k, v = of_class(keys.k, c), of_class(keys.v, c)
-            met = VisibleKeys(k, v, past)
-            bias_of_class = of_class(bias, r) if bias is not None and bias.dim() > 2 else bias
-            visible = Window(max_keys, int(r < self.shift))  # with a shift, keys of class 0 are one row back
-            outputs.append(self.attend(backend, of_class(q, r), met, visible, bias=bias_of_class, vectors=vectors))
+                rows = slice((part.k.shape[2] + c) % n, None, n)
+                past.append(PastKV(part.heads, part.k[:, :, rows], part.v[:, :, rows]))
+            class_keys = VisibleKeys(select(keys.k, c), select(keys.v, c), past)
+            class_bias = select(bias, r) if bias is not None and bias.dim() > 2 else bias
+            visible = Window(max_keys, int(r < self.shift))  # with a shift, queries of class 0 see the previous row
+            outputs.append(self.attend(backend, select(q, r), class_keys, visible, bias=class_bias, vectors=vectors))
         return rearrange(outputs, "r B H m K -> B H (m r) K")[:, :, :length]
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
         totals = [0, 0, 0]
-        for _, heads, w, n in self.span.alike():
+        for _, heads, w, n in self.span.head_groups():
             distances = range(self.shift, self.shift + n * w, n)
-            new = sum(max(0, segment - far) for far in distances)
-            past = sum(max(0, min(segment, segment + carried - far)) for far in distances) - new
-            # A past key is seen if one of the distances leads from it to a query of the segment.
-            met = sum((self.shift - i) % n < segment for i in range(1, min(carried, distances[-1]) + 1))
-            totals = [total + heads * number for total, number in zip(totals, (new, past, met), strict=True)]
+            in_segment = sum(max(0, segment - distance) for distance in distances)
+            past = sum(max(0, min(segment, segment + carried - distance)) for distance in distances) - in_segment
+            # A past key is visible if one of the distances leads from it to a query of the segment.
+            keys = sum((self.shift - i) % n < segment for i in range(1, min(carried, distances[-1]) + 1))
+            totals = [total + heads * count for total, count in zip(totals, (in_segment, past, keys), strict=True)]
         return tuple(totals)
 
 
-def _check(name: str, numbers: Sequence | None, *, layers: int, most: int | None = None) -> None:
-    """Raise ValueError unless ``numbers`` is None or has one number per layer, from 1 to ``most``."""
-    if numbers is not None and (len(numbers) != layers or min(numbers) < 1 or max(numbers) > (most or max(numbers))):
-        upper = "at least 1" if most is None else f"from 1 to model.span={most}"
-        raise ValueError(f"{name}={list(numbers)}: must be {layers} integers, one for each layer, {upper}; or null")
+def _check(name: str, numbers: Sequence | None, *, layers: int, largest: int | None = None) -> None:
+    """Raise ValueError unless ``numbers`` is None or has one number per layer, from 1 to ``largest``."""
+    if numbers is None:
+        return
+    if len(numbers) != layers or min(numbers) < 1 or max(numbers) > (largest or max(numbers)):
+        allowed = "at least 1" if largest is None else f"from 1 to model.span={largest}"
+        raise ValueError(f"{name}={list(numbers)}: must be {layers} integers, one for each layer, {allowed}; or null")

@@ -8,8 +8,8 @@
 
     y = sum over heads, and the top k experts of each, of w_i gelu(u_i . x) v_i
 
-Where they depart, besides ``product_key_memory.py``'s departures: queries pass a LayerNorm. 2412.09764 norms queries
-and keys if training is unstable; 2407.04153 has BatchNorm.
+Departures from the papers, in addition to those of ``product_key_memory.py``: queries pass a LayerNorm. 2412.09764
+normalises queries and keys if training is unstable; 2407.04153 has BatchNorm.
 """
 
 from typing import Unpack
@@ -26,8 +26,8 @@ class MemoryPlus(ProductKeyMemory):
     """A product-key memory with an output gate. All layers share its values unless ``share: layer``.
 
     Args:
-        zero_init: start W_2 at zero, so that the sublayer starts as the identity.
-        The others are those of ``ProductKeyMemory``.
+        share, sparse, search: see ``ProductKeyMemory``.
+        zero_init: start W_2 at zero, so that the sublayer adds nothing at first.
     """
 
     def __init__(
@@ -48,33 +48,33 @@ class MemoryPlus(ProductKeyMemory):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        read = super().forward(x, state, start, collect_stats=collect_stats)
-        return read._replace(y=self.output(read.y * F.silu(self.gate(x))))
+        out = super().forward(x, state, start, collect_stats=collect_stats)
+        return out._replace(y=self.output(out.y * F.silu(self.gate(x))))
 
     def ideal_flops(self) -> int:
         return super().ideal_flops() + 2 * (self.gate.weight.numel() + self.output.weight.numel())
 
 
 class Experts(ProductKeyMemory):
-    """A product-key memory of experts with one hidden unit; each byte runs ``heads * top_k`` of them. Keywords:
-    ``ProductKeyMemory``'s except ``share`` and ``sparse``. Processes do not divide the input vectors' table."""
+    """A product-key memory of experts with one hidden unit; each byte uses ``heads * top_k``. Keywords are those
+    of ``ProductKeyMemory`` except ``share`` and ``sparse``. Processes do not divide the table of input vectors."""
 
     def __init__(self, context: LayerContext, **search: Unpack[SearchKeywords]):
         super().__init__(context, **search)
         width = context.d_model
         self.inputs = nn.Parameter(torch.randn(self.half_keys**2, width) * width**-0.5)  # u
 
-    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts, and the factors of their output vectors, ``[n, H, top_k]`` each."""
-        slots, weights = super()._choose(x)
+    def _select_slots(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the selected experts, and the factors of their output vectors, ``[n, H, top_k]`` each."""
+        slots, weights = super()._select_slots(x)
         vectors = F.embedding(slots.flatten(1), self.inputs).to(x.dtype)  # [n, H top_k, D]
         hidden = F.gelu((vectors @ x.reshape(len(slots), -1, 1)).view_as(weights).to(weights.dtype))
         return slots, weights * hidden
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return the metrics of ``ProductKeyMemory`` that count reads; factors of experts may be negative."""
-        shown = super().metrics(stats | {"usage_weight": stats["usage_count"]}) if stats else {}
-        return {name: number for name, number in shown.items() if name != "kl_weighted_nats"}
+        """Return the metrics of ``ProductKeyMemory`` that count reads, because factors of experts may be negative."""
+        metrics = super().metrics(stats | {"usage_weight": stats["usage_count"]}) if stats else {}
+        return {name: number for name, number in metrics.items() if name != "kl_weighted_nats"}
 
     def ideal_flops(self) -> int:
         return super().ideal_flops() + 2 * self.heads * self.top_k * self.inputs.shape[1]

@@ -1,4 +1,4 @@
-"""Multi-head mechanisms: queries, keys and values of H heads of width K, and their common projections."""
+"""The base class of mechanisms with H heads of width K, with projections to queries, keys and values."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants.contract import LayerContext, Sublayer, check_numbers, wide
+from variants.contract import LayerContext, Sublayer, check_numbers, to_float64
 
 
 class HeadKeywords(TypedDict, total=False):
-    """Keywords of ``MultiHead`` that a mechanism passes on."""
+    """Keywords that a mechanism passes to ``MultiHead``."""
 
     d_head: int | None
     bias: bool
@@ -20,17 +20,18 @@ class HeadKeywords(TypedDict, total=False):
 
 
 class MultiHead(Sublayer):
-    """A sublayer that maps its input linearly to queries, keys and values, and its heads' outputs back to width D.
+    """A sublayer with linear maps of its input to queries, keys and values, and of head outputs to width D.
 
     Args:
         context: heads, span, cache, positions and dropout of the run.
         d_head: head width K, or None for D / H.
         bias: whether the projections have biases.
         kv_heads: G, key-value heads, each read by H / G query heads (2305.13245; G = 1 is 1911.02150); None for H.
-        zero_init: start W_o at zero, so that the sublayer starts as the identity.
+        zero_init: start W_o at zero, so that the sublayer adds nothing at first.
     """
 
     maps: tuple[str, ...] = ("query", "key", "value")
+    """Names of the linear maps of the input."""
     scaled: bool = True
     """Whether queries are divided by sqrt(K)."""
 
@@ -46,7 +47,7 @@ class MultiHead(Sublayer):
         super().__init__()
         check_numbers(1, d_head=d_head, null="null for D / H")
         if kv_heads is not None and (kv_heads < 1 or context.heads % kv_heads):
-            raise ValueError(f"kv_heads={kv_heads}: must divide model.heads={context.heads}; null for as many")
+            raise ValueError(f"kv_heads={kv_heads}: must divide model.heads={context.heads}; null for model.heads")
         if d_head is None and context.d_model % context.heads:
             raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
         self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
@@ -66,24 +67,24 @@ class MultiHead(Sublayer):
         return [self.split(part) for part in self.project_flat(x, *names, heads=heads).split(widths, dim=-1)]
 
     def project_flat(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> Tensor:
-        """Do the same, with the n results concatenated, ``[B, T, n H K]``."""
+        """Compute ``project``, with the outputs of the n maps concatenated, ``[B, T, n H K]``."""
 
-        def joined(kind: str) -> Tensor | None:
-            parts = {name: getattr(getattr(self, name), kind) for name in names}
+        def concatenate(parameter: str) -> Tensor | None:
+            parts = {name: getattr(getattr(self, name), parameter) for name in names}
             if parts[names[0]] is None:
                 return None
             if heads is not None:
-                at = torch.tensor(heads, device=x.device)
-                parts = {
-                    n: p.unflatten(0, (-1, self.d_head)).index_select(0, at).flatten(0, 1) for n, p in parts.items()
-                }
+                index = torch.tensor(heads, device=x.device)
+                for name, part in parts.items():
+                    parts[name] = part.unflatten(0, (-1, self.d_head)).index_select(0, index).flatten(0, 1)
             if self.scaled and "query" in parts:
                 parts["query"] = parts["query"] * self.d_head**-0.5
             return torch.cat([*parts.values()])
 
-        return F.linear(x, joined("weight"), joined("bias"))
+        return F.linear(x, concatenate("weight"), concatenate("bias"))
 
     def split(self, x: Tensor) -> Tensor:
+        """Split ``[B, T, H K]`` into heads, ``[B, H, T, K]``."""
         return rearrange(x, "B T (H K) -> B H T K", K=self.d_head)
 
     def join(self, y: Tensor) -> Tensor:
@@ -91,10 +92,11 @@ class MultiHead(Sublayer):
         return self.output(rearrange(y, "B H T K -> B T (H K)"))
 
     def matrix_sizes(self) -> int:
-        """Multiply-adds per byte of the projections."""
+        """Return multiply-adds per byte of the projections."""
         return sum(getattr(self, name).weight.numel() for name in (*self.maps, "output"))
 
     def check_span(self, span: int) -> None:
+        """Raise ValueError for a span for which the position scheme has no positions."""
         if span < 1 or span > self.position.longest:
             raise ValueError(f"eval.span={span}: allowed are 1 to {self.position.longest} with these positions")
 
@@ -104,12 +106,12 @@ def start_of(x: Tensor, start: Tensor | None) -> Tensor:
     return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) if start is None else start
 
 
-def head_stats(q: Tensor, **numbers: Tensor) -> dict[str, Tensor]:
-    """Return statistics: number of bytes of ``q [B, H, T, K]``, and sums ``[H]`` of each of ``numbers [B, H, T]``."""
-    sums = {name: wide(x).sum(dim=(0, 2)) for name, x in numbers.items()}
+def head_stats(q: Tensor, **terms: Tensor) -> dict[str, Tensor]:
+    """Return statistics: the number of bytes of ``q [B, H, T, K]``, and sums ``[H]`` of each of ``terms [B, H, T]``."""
+    sums = {name: to_float64(x).sum(dim=(0, 2)) for name, x in terms.items()}
     return {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | sums
 
 
 def head_means(stats: dict[str, Tensor], *names: str) -> dict[str, float | Tensor]:
-    """Return means ``[H]`` of the named statistics of ``head_stats``, if there are any."""
+    """Return means ``[H]`` of the sums ``names`` of ``head_stats``; empty ``stats`` have none."""
     return {name: stats[name] / stats["bytes"] for name in names if name in stats}

@@ -1,19 +1,20 @@
-"""Native sparse attention: gated branches over a window, block summaries, and bytes of blocks chosen by summary.
+"""Native sparse attention: gated branches over a window, summaries of blocks, and the bytes of selected blocks.
 
     y_t = W_o concat_h sum_c g_ch o_ch,   o_ch = Attention(q_th, K_c, V_c),   g_c = sigmoid(W_c x_t + b_c)
 
 (2502.11089, 3.2 and 3.3). The branches c, with blocks of l bytes:
 
-- compressed: one key and value for each finished block (``compressor.py``), placed at the block's last byte;
-- selected: the bytes of ``selected`` blocks. One holds the nearest key; the others have the largest attention weights
-  in the compressed branch, summed over the query heads of a key-value head. The choice has no gradient;
+- compressed: one key and value for each finished block (``compressor.py``), with the position of its last byte;
+- selected: the bytes of ``selected`` blocks. One of them has the nearest key; the others have the largest attention
+  weights in the compressed branch, summed over the query heads of a key-value head. The selection has no gradient;
 - window: the w nearest keys, by any backend of attention.
 
-All bytes of a block must be among a query's S keys. Branches share queries. The window has its own keys and values; the
-other two branches share theirs, carried unrotated. Each segment makes summaries again, so that their weights learn.
+All bytes of a block must be among a query's S keys. Branches share queries. The window has separate keys and values;
+the other two branches share keys and values, which are carried unrotated. Each segment computes summaries again, so
+that the compressor gets a gradient.
 
-Where it departs: in the paper all three branches have their own keys. Its summarised blocks overlap and are shorter
-than the selected ones, an MLP makes summaries, and the first block and the two nearest are always selected. ALiBi,
+Departures from the paper: in the paper each branch has separate keys. Its summarised blocks overlap and are shorter
+than the selected ones, an MLP computes summaries, and the first block and the two nearest are always selected. ALiBi,
 relative positions and ``cache: hidden`` are refused here.
 """
 
@@ -34,7 +35,7 @@ from variants.multi_head import head_means, head_stats, start_of
 
 BRANCHES = "compressed", "selected", "window"
 QUERIES = 128
-"""Queries that read summaries and blocks at once; it changes only the cost."""
+"""Queries that read summaries and blocks in one step; it changes only the cost."""
 
 
 class NativeSparse(Attention):
@@ -67,9 +68,9 @@ class NativeSparse(Attention):
         if block > context.span:
             raise ValueError(f"block={block}: allowed are integers from 1 to model.span={context.span}")
         self.window = max(1, context.span // 4) if window is None else window
-        near = AttentionSpan(replace(context, span=min(self.window, context.span)))
+        span = AttentionSpan(replace(context, span=min(self.window, context.span)))
         sizes = {"d_head": d_head, "bias": bias, "zero_init": zero_init, "kv_heads": kv_heads}
-        super().__init__(context, **sizes, span=lambda _: near)
+        super().__init__(context, **sizes, span=lambda _: span)
         self.block = self.period = block
         self.selected, self.visible = selected, context.span
         self.far = nn.Linear(context.d_model, 2 * self.kv_heads * self.d_head, bias=bias)
@@ -80,52 +81,53 @@ class NativeSparse(Attention):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """State: the window's, keys and values of blocks ``[B, P, 2 G K]``, and the open block's bytes ``[B]``."""
+        """The state is that of the window, keys and values of blocks ``[B, P, 2 G K]``, and the number of bytes in the
+        open block ``[B]``."""
         segment, rows = self.project_qkv(x, start_of(x, start)), self.far(x)
-        near, past, phase = (None, rows[:, :0], torch.zeros_like(segment.start)) if state is None else state
-        traced = torch.compiler.is_compiling() and self._traceable(x.device)
-        over_window = self._over_window if traced else self._outside_the_graph
-        by_window, near, _ = over_window(segment, near, False)
-        every = torch.cat([past.to(rows.dtype), rows], dim=1)
-        by_blocks = self._over_blocks(segment.q, every, segment.start, phase)
+        window_state, past, phase = (None, rows[:, :0], torch.zeros_like(segment.start)) if state is None else state
+        traced = torch.compiler.is_compiling() and self._is_traceable(x.device)
+        attend = self._attend_window if traced else self._attend_window_uncompiled
+        by_window, window_state, _ = attend(segment, window_state, False)
+        all_rows = torch.cat([past.to(rows.dtype), rows], dim=1)
+        by_blocks = self._attend_blocks(segment.q, all_rows, segment.start, phase)
         gates = rearrange(self.branch_gates(x).sigmoid(), "B T (n H) -> n B H T 1", H=self.heads)
         y = sum(gate * branch for gate, branch in zip(gates, (*by_blocks, by_window), strict=True))
         stats = head_stats(y, **dict(zip(BRANCHES, gates[..., 0].detach(), strict=True))) if collect_stats else None
-        state = (near, last(self.reach(), 1, past, rows), (phase + x.shape[1]) % self.block)
+        state = (window_state, last(self.reach(), 1, past, rows), (phase + x.shape[1]) % self.block)
         return SublayerOutput(self.join(y), state, stats=stats)
 
-    def _over_blocks(self, q: Tensor, rows: Tensor, start: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs of the compressed and the selected branch for scaled queries ``q``, all ``[B, H, T, K]``.
+    def _attend_blocks(self, q: Tensor, rows: Tensor, start: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs of the compressed and the selected branch, ``[B, H, T, K]`` each.
 
-        ``rows [B, P + T, 2 G K]`` are shifted so that the blocks of all streams align; the first P // l blocks are
-        before the segment. Rows beyond either end are never seen.
+        ``rows [B, P + T, 2 G K]`` are keys and values of past and segment. They are shifted so that the blocks of all
+        streams align, and the first P // l blocks are before the segment. Rows beyond either end are hidden.
         """
         size, length = self.block, q.shape[2]
         past = rows.shape[1] - length
-        before, number = past // size, past // size + (length + 2 * size - 2) // size
-        offset = past + size - phase - before * size
-        at = offset[:, None] + torch.arange(number * size, device=q.device)
+        past_blocks, n_blocks = past // size, past // size + (length + 2 * size - 2) // size
+        offset = past + size - phase - past_blocks * size
+        index = offset[:, None] + torch.arange(n_blocks * size, device=q.device)
         rows = F.pad(rows, (0, 0, size, 0))
-        rows = rows.gather(1, at.clamp(max=rows.shape[1] - 1)[..., None].expand(-1, -1, rows.shape[2]))
-        first = start - phase - before * size  # stream position of the first block's first byte
+        rows = rows.gather(1, index.clamp(max=rows.shape[1] - 1)[..., None].expand(-1, -1, rows.shape[2]))
+        first = start - phase - past_blocks * size  # stream position of the first block's first byte
         k, v = (self.split(part) for part in rows.chunk(2, dim=-1))
-        blocks = torch.cat([self.position.rotate(k, first), v], dim=-1).unflatten(2, (number, size))
-        k, v = self.compressor(rows.unflatten(1, (number, size))).chunk(2, dim=-1)
-        ends = first[:, None] + size * torch.arange(1, number + 1, device=q.device) - 1
+        blocks = torch.cat([self.position.rotate(k, first), v], dim=-1).unflatten(2, (n_blocks, size))
+        k, v = self.compressor(rows.unflatten(1, (n_blocks, size))).chunk(2, dim=-1)
+        ends = first[:, None] + size * torch.arange(1, n_blocks + 1, device=q.device) - 1
         k = rearrange(k, "B n (G K) -> (B n) G 1 K", K=self.d_head)
-        k = rearrange(self.position.rotate(k, ends.flatten()), "(B n) G 1 K -> B G n K", n=number)
+        k = rearrange(self.position.rotate(k, ends.flatten()), "(B n) G 1 K -> B G n K", n=n_blocks)
         v = rearrange(v, "B n (G K) -> B G n K", K=self.d_head)
         outputs, recomputed = [], partial(checkpoint.checkpoint, self._attend, use_reentrant=False)
         for begin in range(0, length, QUERIES):
             end = min(begin + QUERIES, length)
             newest = torch.arange(begin, end, device=q.device) - self.shift
-            low = max(0, (begin - self.shift - self.visible + 1) // size + before)
-            high = max(1, (end - self.shift + size - 2) // size + before + 1)
-            firsts = size * (torch.arange(low, high, device=q.device) - before) - phase[:, None]  # segment: 0
-            met = (part[:, :, low:high] for part in (k, v, blocks))
-            # Each query reads its own copy of its blocks: too much to keep, so the backward pass recomputes it.
+            low = max(0, (begin - self.shift - self.visible + 1) // size + past_blocks)
+            high = max(1, (end - self.shift + size - 2) // size + past_blocks + 1)
+            firsts = size * (torch.arange(low, high, device=q.device) - past_blocks) - phase[:, None]
+            visible = (part[:, :, low:high] for part in (k, v, blocks))
+            # Each query reads a copy of its blocks. This needs much memory, so the backward pass copies them again.
             attend = recomputed if torch.is_grad_enabled() else self._attend
-            outputs.append(attend(q[:, :, begin:end], *met, newest=newest, firsts=firsts, oldest=-past))
+            outputs.append(attend(q[:, :, begin:end], *visible, newest=newest, firsts=firsts, oldest=-past))
         return tuple(torch.cat(parts, dim=2) for parts in zip(*outputs, strict=True))
 
     def _attend(
@@ -137,27 +139,31 @@ class NativeSparse(Attention):
             q: ``[B, H, Q, K]``.
             k, v: summaries, ``[B, G, n, K]``.
             blocks: concatenated keys and values, ``[B, G, n, l, 2 K]``.
-            newest: positions of the nearest keys ``[Q]``; this and those below count from the segment's first byte.
-            firsts, oldest: positions of the blocks' first bytes ``[B, n]``, and of the earliest byte of the state.
+            newest: positions of the nearest keys ``[Q]``.
+            firsts: positions of the blocks' first bytes ``[B, n]``.
+            oldest: position of the earliest byte of the state. All positions count from the segment's first byte.
         """
         drop = partial(F.dropout, p=self.dropout, training=self.training)
         size, q = self.block, rearrange(q, "B (G h) Q K -> B G h Q K", G=k.shape[1])
-        back = newest[:, None] - firsts[:, None]  # from the nearest key to the block's first byte, [B, Q, n]
-        finished = (back >= size - 1) & (back < self.visible) & (firsts >= oldest)[:, None]
+        distance = newest[:, None] - firsts[:, None]  # from the nearest key to the block's first byte, [B, Q, n]
+        finished = (distance >= size - 1) & (distance < self.visible) & (firsts >= oldest)[:, None]
         weights = _softmax(einsum(q, k, "B G h Q K, B G n K -> B G h Q n"), finished[:, None, None])
         compressed = einsum(drop(weights), v, "B G h Q n, B G n K -> B G h Q K")
         importance = weights.detach().sum(2).masked_fill(~finished[:, None], -1)
-        importance = importance.masked_fill(((back >= 0) & (back < size))[:, None], torch.inf)  # nearest key's
-        importance, chosen = importance.sort(dim=-1, descending=True, stable=True)  # ties: the first
-        importance, chosen = importance[..., : self.selected], chosen[..., : self.selected]  # [B, G, Q, s]
-        of_head = blocks.shape[2] * torch.arange(k.shape[0] * k.shape[1], device=q.device).view(*k.shape[:2], 1, 1)
-        read = F.embedding(chosen + of_head, blocks.flatten(0, 2).flatten(1)).unflatten(-1, (size, -1))
-        place = firsts[:, None, None].expand(*chosen.shape[:3], -1).gather(-1, chosen)
-        place = place[..., None] + torch.arange(size, device=q.device)  # [B, G, Q, s, l]
+        has_nearest = (distance >= 0) & (distance < size)
+        importance = importance.masked_fill(has_nearest[:, None], torch.inf)
+        importance, indices = importance.sort(dim=-1, descending=True, stable=True)  # the first of equal blocks
+        importance, indices = importance[..., : self.selected], indices[..., : self.selected]  # [B, G, Q, s]
+        first_of_head = torch.arange(k.shape[0] * k.shape[1], device=q.device).view(*k.shape[:2], 1, 1)
+        first_of_head = blocks.shape[2] * first_of_head
+        kv = F.embedding(indices + first_of_head, blocks.flatten(0, 2).flatten(1)).unflatten(-1, (size, -1))
+        position = firsts[:, None, None].expand(*indices.shape[:3], -1).gather(-1, indices)
+        position = position[..., None] + torch.arange(size, device=q.device)  # [B, G, Q, s, l]
         newest = newest[:, None, None]
-        seen = (place <= newest) & (place > newest - self.visible) & (place >= oldest) & (importance >= 0)[..., None]
-        k, v = read.flatten(3, 4).chunk(2, dim=-1)  # [B, G, Q, s l, K]
-        weights = _softmax(einsum(q, k, "B G h Q K, B G Q j K -> B G h Q j"), seen.flatten(3)[:, :, None])
+        visible = (position <= newest) & (position > newest - self.visible) & (position >= oldest)
+        visible = visible & (importance >= 0)[..., None]
+        k, v = kv.flatten(3, 4).chunk(2, dim=-1)  # [B, G, Q, s l, K]
+        weights = _softmax(einsum(q, k, "B G h Q K, B G Q j K -> B G h Q j"), visible.flatten(3)[:, :, None])
         selected = einsum(drop(weights), v, "B G h Q j, B G Q j K -> B G h Q K")
         return compressed.flatten(1, 2), selected.flatten(1, 2)
 
@@ -176,25 +182,25 @@ class NativeSparse(Attention):
         return head_means(stats, *BRANCHES)
 
     def inspect(self, x: Tensor) -> None:
-        """Return None: three softmaxes are not one map."""
+        """Return None, because three softmaxes are not one map."""
 
     def matrix_sizes(self) -> int:
         return super().matrix_sizes() + self.far.weight.numel() + self.branch_gates.weight.numel()
 
     def ideal_flops(self) -> int:
-        """Count projections, summaries, and products of the three branches, averaged over the phases of a block."""
+        """Count projections, summaries, and products of the three branches, as a mean over the phases of a block."""
         size, keys = self.block, 0
         for phase in range(size):  # bytes of the open block
             finished = (self.visible - phase) // size
-            others = finished if phase else finished - 1
-            keys += finished + (phase or size) + size * min(self.selected - 1, others)
+            selectable = finished if phase else finished - 1  # without the block that has the nearest key
+            keys += finished + (phase or size) + size * min(self.selected - 1, selectable)
         return round(self._forward_flops(self.span.span + keys / size) + self.compressor.ideal_flops())
 
     def needed_flops(self, segment: int, *, carried: int) -> None:
-        """Return None: how many of the keys read have a gradient depends on the selected blocks."""
+        """Return None, because the number of keys with a gradient depends on the selected blocks."""
 
 
-def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Softmax over the last dimension among ``seen`` scores; zeros where none is seen."""
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-    return weights.masked_fill(~seen.any(dim=-1, keepdim=True), 0).to(scores.dtype)
+def _softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """Return the softmax of ``visible`` scores over the last dimension; zeros for a query that sees none."""
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0).to(scores.dtype)

@@ -1,14 +1,16 @@
-"""Perceiver AR: the first layer looks far back, the others only among the M latents of a block (2202.07765, 3.1, 3.2).
+"""Perceiver AR: layer 0 attends to a long past, later layers only to the M latents of a block (2202.07765, 3.1, 3.2).
 
     z = x + crossattend(norm(x), keys and values of the last S inputs);  z <- z + ff(norm(z))           layer 0
     z <- z + attend(norm(z), keys and values of its block's latents);    z <- z + ff(norm(z))           later layers
 
-Each byte's place is a latent. ``conf/variant/perceiver_ar.yaml`` has ``attention.py`` in layer 0 and the class below
-(``local.py``) in the others.
-- The paper's latents are the last M places of a window, and only these are scored. Here blocks of M latents follow one
-  another from the stream's beginning, so every byte is scored exactly once; a block's first latents see few others.
-- Keys and values of earlier segments have no gradient. If segments are trained apart, nothing is lost by that.
-- Queries and keys of the cross-attention share one norm: two would differ by a gain, which W_k and W_v can express.
+Each position has a latent. ``conf/variant/perceiver_ar.yaml`` has ``attention.py`` in layer 0 and the class below in
+later layers.
+- The paper's latents are the last M positions of a window, and only these are scored. Here consecutive blocks of M
+  latents begin at the stream's first byte, so every byte is scored exactly once. The first latents of a block see few
+  other latents.
+- Keys and values of earlier segments get no gradient. If training carries no state, gradients are still complete.
+- Queries and keys of the cross-attention share one norm: two norms would differ only in gains, which W_k and W_v can
+  represent.
 """
 
 from typing import Unpack

@@ -1,7 +1,7 @@
 """Position schemes: one choice for all attention sublayers of a run.
 
-Every scheme is relative to the query except the sinusoids, which are added to the embedded bytes once. All schemes stay
-exact at stream position 10**7: they count turns in whole numbers, or use no absolute positions.
+All schemes depend only on distances to the query, except sinusoids, which are added to the embedded bytes. All are
+exact at stream position 10**7: they compute rotations in integers, or use no absolute positions.
 """
 
 import math
@@ -21,14 +21,14 @@ def rotary_frequencies(d_head: int, base: float) -> Tensor:
 
 
 def turns(frequencies: Tensor) -> Tensor:
-    """Return the rotation per position in units of 2^-60 turns, as upper and lower 30 bits, int64 ``[2, ...]``. Whole
-    turns are dropped: angles of any position are exact in integers, and no device needs float64."""
+    """Return the rotation per position in units of 2^-60 turns, as upper and lower 30 bits, int64 ``[2, ...]``. With
+    integers modulo a whole turn, the angles of any position are exact, also on devices without float64."""
     units = (frequencies / (2 * math.pi) % 1 * WHOLE_TURN).to(torch.int64)
     return torch.stack([units >> HALF_BITS, units % 2**HALF_BITS])
 
 
 def angles(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return angles ``[..., planes]``, from -pi to pi, of positions (int64 ``[...]``, below 2^32 in size)."""
+    """Return angles ``[..., planes]``, from -pi to pi, of positions int64 ``[...]`` with absolute values below 2^32."""
     upper, lower = (position[..., None] * half for half in turns)
     units = ((upper % 2**HALF_BITS) << HALF_BITS) + lower + WHOLE_TURN // 2
     return (units % WHOLE_TURN - WHOLE_TURN // 2).to(dtype) * (2 * math.pi / WHOLE_TURN)
@@ -39,22 +39,23 @@ def sinusoid_turns(d_model: int) -> Tensor:
 
 
 def sinusoids(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return interleaved sines and cosines ``[..., D]`` or one more, of positions int64 ``[...]``; float32 or wider."""
+    """Return interleaved sines and cosines of positions int64 ``[...]``, in float32 or wider: ``[..., D]``, or ``[...,
+    D + 1]`` for odd D."""
     angle = angles(position, turns, torch.promote_types(dtype, torch.float32))
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Return each head's penalty per position, float64 ``[H]``: a geometric sequence from 2^(-8/H). If H is no power of
-    two, the surplus heads take every other slope of the next power of two."""
-    whole = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * (h + 1) / whole) for h in range(whole)]
-    finer = [2 ** (-8 * (h + 1) / (2 * whole)) for h in range(2 * whole)]
-    return torch.tensor(slopes + finer[0::2][: heads - whole], dtype=torch.float64)
+    """Return each head's penalty per position, float64 ``[H]``: a geometric sequence from 2^(-8/H). If H is not a power
+    of two, the heads beyond the largest power below H have every second slope of the next power."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    next_slopes = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(2 * power)]
+    return torch.tensor(slopes + next_slopes[0::2][: heads - power], dtype=torch.float64)
 
 
 class NoPosition(Position):
-    """No positions: order is known only through the causal window."""
+    """No positions: outputs depend on the order of bytes only through the causal window."""
 
 
 class Rotary(Position):
@@ -63,20 +64,20 @@ class Rotary(Position):
     def __init__(self, context: LayerContext, *, d_head: int, base: float = 10000.0):
         super().__init__(context, d_head=d_head)
         if d_head % 2:
-            raise ValueError(f"position=rotary needs an even head width (model.d_model / model.heads), not {d_head}")
+            raise ValueError(f"position=rotary: head width (d_head, or d_model / heads) must be even: {d_head}")
         if base <= 0:
             raise ValueError(f"position.base={base}: must be above 0")
         self.tables = context.shared(RotaryTables, (d_head, base), lambda: RotaryTables(d_head, base))
 
     def rotate(self, x: Tensor, start: Tensor) -> Tensor:
         cos, sin = self.tables(start, x.shape[2], torch.promote_types(x.dtype, torch.float32))
-        # If torch 2.11 compiles ``_Turn`` in float32, its gradient is silently lost.
-        return (_turn if torch.compiler.is_compiling() else _Turn.apply)(x, cos, sin)
+        # If torch 2.11 compiles ``_Rotation`` in float32, its gradient is silently lost.
+        return (_rotate if torch.compiler.is_compiling() else _Rotation.apply)(x, cos, sin)
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of a segment's positions, made once for all layers that use them. They are cached on the tensor
-    ``start`` of the segment's first positions, which the model makes for each forward pass."""
+    """Cosines and sines of a segment's positions, computed once for all layers. They are cached as an attribute of the
+    tensor ``start``, which the model creates for each forward pass."""
 
     def __init__(self, d_head: int, base: float):
         super().__init__()
@@ -98,25 +99,26 @@ class RotaryTables(nn.Module):
         return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b  # [B, 1, T, K/2]
 
 
-class _Turn(torch.autograd.Function):
-    """Map (a, b) to (a cos - b sin, a sin + b cos). Backward rotates back: half of autograd's passes."""
+class _Rotation(torch.autograd.Function):
+    """Map (a, b) to (a cos - b sin, a sin + b cos). The backward pass is the inverse rotation, with half of the memory
+    passes of autograd."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        return _rotate(x, cos, sin)
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(g, cos, -sin), None, None
+        return _rotate(g, cos, -sin), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
-    if torch.compiler.is_compiling():  # the compiler fuses this, and fails on the views written to below (torch 2.13)
+    if torch.compiler.is_compiling():  # torch.compile (2.13) fuses this expression, but fails on the writes below
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
-    if not x.is_cuda:  # off CUDA each of four products would convert its half: 1.7 to 3.5 times as slow
+    if not x.is_cuda:  # otherwise each of four products converts a half: 1.7 to 3.5 times as slow except on CUDA
         a, b = x.to(cos.dtype).chunk(2, dim=-1)
     y = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
     half = x.shape[-1] // 2
@@ -129,7 +131,7 @@ class Relative(Position):
     """A learned vector p_x for each visible key x, added to the key in the score; heads share it (1905.07799, 2.1).
 
     Args:
-        share: ``network`` for one table in the whole model, as in the span paper's code; ``layer`` for one per layer.
+        share: ``network`` for one table in the whole model, as in the paper's code; ``layer`` for one per layer.
         std: standard deviation of the initial table.
     """
 
@@ -140,8 +142,8 @@ class Relative(Position):
         check_choice(("network", "layer"), **{"position.share": share})
         self.longest = context.span
         if d_head:  # [S, K]
-            make = lambda: nn.Parameter(torch.randn(context.span, d_head) * std)  # noqa: E731
-            self.table = context.shared(Relative, d_head, make, share=share)
+            make_table = lambda: nn.Parameter(torch.randn(context.span, d_head) * std)  # noqa: E731
+            self.table = context.shared(Relative, d_head, make_table, share=share)
 
     def vectors(self, max_keys: int) -> Tensor:
         return self.table[:max_keys]
@@ -160,7 +162,7 @@ class Alibi(Position):
         super().__init__(context, d_head=d_head)
         slopes = alibi_slopes(context.heads)
         rounded = slopes.float()
-        # Each slope is two float32 numbers, whose sum is exact enough for float64: some devices have no float64.
+        # Some devices have no float64, so a slope is stored as two float32 numbers, whose sum has float64's precision.
         self.register_buffer("halves", torch.stack([rounded, (slopes - rounded).float()]), persistent=False)
 
     def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -173,7 +175,7 @@ class Alibi(Position):
 
 class Sinusoidal(Position):
     """Add sin(p / 10000^(2i/D)) and the cosine to dimensions 2i and 2i + 1 of the embedded bytes (1706.03762, 3.5).
-    Positions are absolute: scores depend on where a stream starts."""
+    Positions p are absolute, so scores depend on the position at which a stream starts."""
 
     relative = False
 
@@ -182,5 +184,5 @@ class Sinusoidal(Position):
         self.register_buffer("turns", sinusoid_turns(context.d_model), persistent=False)
 
     def embed(self, x: Tensor, start: Tensor) -> Tensor:
-        at = start[:, None] + torch.arange(x.shape[1], device=x.device)
-        return x + sinusoids(at, self.turns, x.dtype)[..., : x.shape[-1]].to(x.dtype)
+        positions = start[:, None] + torch.arange(x.shape[1], device=x.device)
+        return x + sinusoids(positions, self.turns, x.dtype)[..., : x.shape[-1]].to(x.dtype)

@@ -1,19 +1,21 @@
-"""Product-key memory: a table of M = C*C values, from which each byte reads the few whose keys match its query best.
+"""Product-key memory: a table of M = C*C values, of which each byte reads the few with the largest query-key scores.
 
 Per head, a query q = norm(Wq x + b) is split into halves (q1, q2). Slot (i, j) has the key (c_i, c'_j), with one
 half-key from each of two sets of C. Its score is c_i.q1 + c'_j.q2, and
 
     y = sum over heads of   sum over slots (i, j) in top-k of   w_ij v_ij,    w = softmax over the k scores.
 
-The top k of M sums are found exactly without computing all. With both halves sorted, the i*j - 1 pairs above and left
-of pair (i, j) (counted from 1) have sums at least as large. So only pairs with i*j <= k matter (119 of 1024 at k = 32).
+The search is exact and computes few of the M sums. With both halves sorted, i*j - 1 pairs with ranks of at most i and j
+(counted from 1) have sums at least as large as pair (i, j). So only pairs with i*j <= k can be in the top k (119 of
+1024 at k = 32).
 
-Lample et al. 2019, arXiv 1907.05242, section 3. Ours, and where it departs:
-- LayerNorm over a whole query, with weights shared by the heads, is the default. The paper's BatchNorm computes
+Lample et al. 2019, arXiv 1907.05242, section 3. Departures from the paper:
+- The default is LayerNorm over a whole query, with weights shared by the heads. The paper's BatchNorm computes
   statistics over future bytes and other streams; it is an option that declares these limits, and Wq then has no bias.
-- Half-keys start uniform in +-1/sqrt(d_query/2), as in the authors' code, but from the run's own generator. There is no
-  temperature and no 1/sqrt(d_query): a score starts with variance 2/3, and a LayerNorm's gain can learn the sharpness.
-- ``activation: relu`` weighs the k slots by max(0, score). 2310.10837 finds it better on bytes, reading all slots.
+- Initial half-keys are uniform in +-1/sqrt(d_query/2), as in the authors' code, but from the run's generator. There is
+  no temperature and no 1/sqrt(d_query): initial scores have variance 2/3, and the gain of LayerNorm can scale them.
+- ``activation: relu`` has weights max(0, score) of the k slots. 2310.10837 reports better results with it on bytes, but
+  reads all slots.
 """
 
 import math
@@ -33,53 +35,57 @@ from variants.contract import (
     SublayerOutput,
     check_choice,
     check_numbers,
-    wide,
+    to_float64,
 )
 from variants.kernels import product_search, table
-from variants.kernels.carried_sums import unrounded
+from variants.kernels.carried_sums import without_autocast
 
 SCORES_AT_ONCE = 2**20
-"""Scores a CPU computes at once: 4 MiB in float32, about the caches' size; with fewer, starting threads costs more."""
+"""Scores that a CPU computes at a time: 4 MiB in float32, about the size of a cache. With fewer, starting threads takes
+longer."""
 
 
 def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
-    """Return pairs of ranks, int64 ``[2, P]`` from 0, that can be among the ``top_k`` best sums of two sorted lists."""
+    """Return the pairs of ranks that can be in the ``top_k`` sums of two sorted lists, int64 ``[2, P]`` from 0."""
     ranks = range(1, min(top_k, half_keys) + 1)
     return torch.tensor([(i - 1, j - 1) for i in ranks for j in ranks if i * j <= top_k]).T.contiguous()
 
 
 def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the ``top_k`` best of all sums ``scores[0, ..., i] + scores[1, ..., j]`` of ``scores [2, ..., C]``, exactly.
-    Ties go to the lower slots, unless infinity or rounding makes the sums equal.
+    """Return the ``top_k`` largest of all sums ``scores[0, ..., i] + scores[1, ..., j]``, exactly. Of equal sums, those
+    of lower slots are returned, unless infinity or rounding makes the sums equal.
 
     Args:
-        pairs: ``candidate_pairs`` of the same sizes, on the same device.
+        scores: ``[2, ..., C]``.
+        pairs: ``candidate_pairs`` for these sizes, on the device of ``scores``.
 
-    Returns: i and j, int64 ``[2, ..., top_k]``, best first, and their sums ``[..., top_k]``. No gradient.
+    Returns: i and j, int64 ``[2, ..., top_k]``, in descending order of their sums, and the sums ``[..., top_k]``,
+        without a gradient.
     """
-    # ``topk`` does not define which of equal scores it takes.
-    best, at = scores.detach().sort(dim=-1, descending=True, stable=True)
+    # ``topk`` does not define which of equal scores it returns.
+    sorted_scores, indices = scores.detach().sort(dim=-1, descending=True, stable=True)
     ranks = pairs.view(2, *(1,) * (scores.dim() - 2), -1).expand(*scores.shape[:-1], -1)  # [2, ..., P]
-    i, j = halves = at.gather(-1, ranks)
+    i, j = halves = indices.gather(-1, ranks)
     by_slot = (i * scores.shape[-1] + j).argsort(dim=-1)
-    # Low-precision scores are added in float32, because another rounding could make other sums the best.
-    sums = at_least_float32(best.gather(-1, ranks)).sum(0).gather(-1, by_slot)
-    sums, winners = (part[..., :top_k] for part in sums.sort(dim=-1, descending=True, stable=True))
-    winners = by_slot.gather(-1, winners)
-    return halves.gather(-1, winners.expand(2, *winners.shape)), sums
+    # Scores of low precision are added in float32, because rounded sums could have another order.
+    sums = at_least_float32(sorted_scores.gather(-1, ranks)).sum(0).gather(-1, by_slot)
+    sums, top = (part[..., :top_k] for part in sums.sort(dim=-1, descending=True, stable=True))
+    top = by_slot.gather(-1, top)
+    return halves.gather(-1, top.expand(2, *top.shape)), sums
 
 
-class _Choose(torch.autograd.Function):
-    """Do ``choose`` for a block of bytes at a time. Scores are not saved: their gradient follows from the sums'."""
+class _SelectSlots(torch.autograd.Function):
+    """Compute ``select_slots`` for a block of bytes at a time. No scores are saved, because only the gradients of the
+    top sums are needed."""
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:
-        number, heads, half_keys = len(query), keys.shape[0] // 2, keys.shape[1]
-        wide, keys_wide = at_least_float32(query), at_least_float32(keys)
-        slots, sums = pairs.new_empty(number, heads, top_k), wide.new_empty(number, heads, top_k)
+        shape, half_keys = (len(query), keys.shape[0] // 2, top_k), keys.shape[1]
+        exact_query, exact_keys = at_least_float32(query), at_least_float32(keys)
+        slots, sums = pairs.new_empty(shape), exact_query.new_empty(shape)
         for part in _blocks(query, keys):
-            with unrounded(query.device):  # rounding scores to bfloat16 would choose other slots
-                scores = wide[part].transpose(0, 1) @ keys_wide.mT  # [2 H, b, C]
+            with without_autocast(query.device):  # with scores in bfloat16, other slots would be selected
+                scores = exact_query[part].transpose(0, 1) @ exact_keys.mT  # [2 H, b, C]
             if kernel:
                 slots[part], sums[part] = product_search.search(scores, top_k)
             else:
@@ -94,32 +100,36 @@ class _Choose(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _: None, d_sums: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         query, keys, slots = ctx.saved_tensors
-        half_keys, wide, keys_wide = keys.shape[1], at_least_float32(query), at_least_float32(keys)
+        half_keys, exact_query, exact_keys = keys.shape[1], at_least_float32(query), at_least_float32(keys)
         d_query, d_keys = torch.empty_like(query), torch.zeros_like(keys)
         for part in _blocks(query, keys):
             slot = rearrange(slots[part], "b h k -> h b k")
-            at = torch.stack([slot // half_keys, slot % half_keys], 1)  # [H, 2, b, k], for scores [2 H, b, C]
-            d_both = rearrange(d_sums[part], "b h k -> h 1 b k").expand_as(at)
-            d_scores = d_both.new_zeros(*at.shape[:3], half_keys).scatter_add_(-1, at, d_both).flatten(0, 1)
-            d_query[part] = (d_scores @ keys_wide).transpose(0, 1)
-            d_keys += d_scores.mT @ wide[part].transpose(0, 1)
+            halves = torch.stack([slot // half_keys, slot % half_keys], 1)  # [H, 2, b, k]
+            d_halves = rearrange(d_sums[part], "b h k -> h 1 b k").expand_as(halves)
+            d_scores = d_halves.new_zeros(*halves.shape[:3], half_keys).scatter_add_(-1, halves, d_halves)
+            d_scores = d_scores.flatten(0, 1)  # [2 H, b, C]
+            d_query[part] = (d_scores @ exact_keys).transpose(0, 1)
+            d_keys += d_scores.mT @ exact_query[part].transpose(0, 1)
         return d_query, d_keys, None, None, None
 
 
-def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor, kernel: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the ``top_k`` slots whose keys match each query best, int64 ``[n, H, top_k]``, and their scores in float32
-    or better. Scores have a gradient for ``query`` and ``keys``.
+def select_slots(
+    query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor, kernel: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the ``top_k`` slots of largest score for each query, int64 ``[n, H, top_k]``, and their scores in float32
+    or wider. Scores give gradients to ``query`` and ``keys``.
 
     Args:
-        query: ``[n, 2 H, d]``, the halves of each head side by side.
+        query: ``[n, 2 H, d]``, with the two halves of a head next to each other.
         keys: ``[2 H, C, d]``, the half-keys for each half.
-        kernel: search by ``product_search``, on a CPU only.
+        pairs: ``candidate_pairs`` for these sizes.
+        kernel: whether to search by ``product_search``, on a CPU only.
     """
-    return _Choose.apply(query, keys, pairs, top_k, kernel)
+    return _SelectSlots.apply(query, keys, pairs, top_k, kernel)
 
 
 def _blocks(query: Tensor, keys: Tensor) -> list[slice]:
-    """Cut the bytes into parts: on a CPU so small that their scores stay in the cache, elsewhere a single part."""
+    """Cut the bytes into blocks: on a CPU, blocks with ``SCORES_AT_ONCE`` scores; on other devices, a single block."""
     size = max(1, SCORES_AT_ONCE // keys[..., 0].numel()) if query.device.type == "cpu" else max(1, len(query))
     return [slice(first, first + size) for first in range(0, len(query), size)]
 
@@ -140,19 +150,19 @@ class SearchKeywords(TypedDict):
 
 
 class ProductKeyMemory(Sublayer):
-    """A table of values read by content, in place of a feed-forward block or beside it. ``query_norm: batch`` breaks
-    all promises of ``LIMITS`` but ``ideal_flops`` in training mode; in evaluation mode it keeps them.
+    """A table of values that are read by content, in place of a feed-forward block or in addition to it.
 
     Args:
         half_keys: C, half-keys in each of the two sets of a head; the table has C*C slots.
-        top_k: slots that a head reads per byte, from 1 to ``half_keys``; from 2 with softmax, since a softmax over
-            one score is constant and neither keys nor queries would learn.
-        heads: memory heads, not the attention heads.
+        top_k: slots that a head reads per byte, from 1 to ``half_keys``; from 2 with softmax, because a softmax over
+            one score is constant and gives no gradient to keys and queries.
+        heads: heads of the memory, which need not equal the attention heads.
         d_query: width of a head's query, even.
-        query_norm: ``layer``, ``batch`` or ``none``.
+        query_norm: ``layer``, ``batch`` or ``none``. ``batch`` declares all ``LIMITS`` except ``ideal_flops``, because
+            training does not fulfil these promises.
         activation: ``softmax`` or ``relu``.
-        share: ``layer`` for a table per layer, ``network`` for one table of all layers with equally many slots.
-        sparse: make the gradient of the values a sparse tensor.
+        share: ``layer`` for a table per layer, ``network`` for one table for all layers with the same number of slots.
+        sparse: whether the gradient of the values is a sparse tensor.
     """
 
     sum_rows = staticmethod(table.sum_rows)
@@ -198,7 +208,7 @@ class ProductKeyMemory(Sublayer):
         def make_values() -> nn.Parameter:
             return nn.Parameter(torch.randn(half_keys**2, context.d_model) * context.d_model**-0.5)
 
-        # A plain parameter, not a linear map's weight, so that an optimizer does not apply its rule for matrices to it.
+        # A parameter, not the weight of an nn.Linear, so that an optimizer does not apply its rule for matrices to it.
         size = ("values", half_keys, context.d_model)
         self.values = context.shared(ProductKeyMemory, size, make_values, share=share)
         self.register_buffer("pairs", candidate_pairs(top_k=top_k, half_keys=half_keys), persistent=False)
@@ -206,64 +216,66 @@ class ProductKeyMemory(Sublayer):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        slots, weights = (part.flatten(1) for part in self._choose(x))  # [n, H top_k]
+        slots, weights = (part.flatten(1) for part in self._select_slots(x))  # [n, H top_k]
         y = self.sum_rows(self.values, slots, weights, sparse=self.sparse)
         return SublayerOutput(y.view_as(x), stats=self.usage(slots, weights.detach()) if collect_stats else None)
 
-    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _select_slots(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return slots and their weights, ``[n, H, top_k]`` each."""
         query = self.norm(self.query(x).reshape(-1, self.norm_width))
         query = query.reshape(-1, 2 * self.heads, self.d_query // 2)
         kernel = self.backend(x.device, training=self.training) == "kernel"
-        slots, sums = choose(query, self.keys.flatten(0, 1), top_k=self.top_k, pairs=self.pairs, kernel=kernel)
+        slots, sums = select_slots(query, self.keys.flatten(0, 1), top_k=self.top_k, pairs=self.pairs, kernel=kernel)
         return slots, sums.softmax(-1) if self.activation == "softmax" else sums.relu()
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
-        slots, weights = (rearrange(part, "(B T) H k -> B H T k", B=len(x)) for part in self._choose(x))
+        slots, weights = (rearrange(part, "(B T) H k -> B H T k", B=len(x)) for part in self._select_slots(x))
         return Inspection(entries=slots, shares=weights)
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return ``kernel`` if a CPU has the search in C++. If requested and missing, attention sublayers say why."""
-        ours = device.type == "cpu" and self.wanted_backend in ("auto", "kernel") and product_search.available() is None
-        return "kernel" if ours else "plain"
+        """Return ``kernel`` for the search in C++ on a CPU, if it is available; otherwise ``plain``."""
+        use_kernel = device.type == "cpu" and self.wanted_backend in ("auto", "kernel")
+        return "kernel" if use_kernel and product_search.obstacle() is None else "plain"
 
     def usage(self, slots: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        """Return reads of each slot, int64 ``[M]``, their summed weights, float64 ``[M]``, and the number of bytes."""
+        """Return the reads of each slot, int64 ``[M]``, the sum of their weights, float64 ``[M]``, and the number of
+        bytes."""
         flat = slots.flatten()
         count = torch.zeros(self.values.shape[0], dtype=torch.int64, device=slots.device)
-        weight = wide(torch.zeros_like(count, dtype=torch.float32))
+        weight = to_float64(torch.zeros_like(count, dtype=torch.float32))
         return {
             "usage_count": count.scatter_add(0, flat, torch.ones_like(flat)),
-            "usage_weight": weight.scatter_add(0, flat, wide(weights.flatten())),
+            "usage_weight": weight.scatter_add(0, flat, to_float64(weights.flatten())),
             "bytes": torch.tensor(slots.shape[0], device=slots.device),
         }
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return the share of slots in use, in percent, and the divergence of use from uniform: ln M + sum p ln p, with
-        p a slot's share of reads or of weight. The divergence by weight is left out if all weights are 0 (relu)."""
+        """Return the percentage of slots with a positive weight, and the divergence of slots' shares p from uniform,
+        ln M + sum p ln p. p is a share of reads or of weights; the latter is missing if all weights are 0 (relu)."""
         if not stats:
             return {}
         used = 100 * (stats["usage_weight"] > 0).float().mean().item()
-        shown = {"usage_percent": used, "usage_bytes": float(stats["bytes"])}
-        shown |= {"kl_count_nats": nats_from_even(stats["usage_count"])}
-        return shown | ({"kl_weighted_nats": nats_from_even(stats["usage_weight"])} if used else {})
+        metrics = {"usage_percent": used, "usage_bytes": float(stats["bytes"])}
+        metrics["kl_count_nats"] = divergence_from_uniform(stats["usage_count"])
+        if used:
+            metrics["kl_weighted_nats"] = divergence_from_uniform(stats["usage_weight"])
+        return metrics
 
     def ideal_flops(self) -> int:
-        """Count queries, two searches of C half-keys and the reads; additions of pair sums are not counted."""
+        """Count the products of queries, of scores of the 2 C half-keys, and of reads."""
         d_model = self.values.shape[1]
         per_head = d_model * self.d_query + self.half_keys * self.d_query + self.top_k * d_model
         return 2 * self.heads * per_head
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Count the backward as twice the forward. Of the half-keys it counts only those of chosen slots, once per
-        slot. Norm, softmax and choice are neglected."""
+        """Count products only. In the backward pass, only half-keys of selected slots count, once for each slot."""
         needed = NeededFlops.of_products(self.ideal_flops())
-        unchosen = self.half_keys - self.top_k
-        return needed._replace(backward=needed.backward - 4 * self.heads * unchosen * self.d_query)
+        unused = self.half_keys - self.top_k
+        return needed._replace(backward=needed.backward - 4 * self.heads * unused * self.d_query)
 
 
-def nats_from_even(usage: Tensor) -> float:
-    """Return the Kullback-Leibler divergence in nats from uniform, 1/M, of the shares of ``usage [M]`` (sum not 0)."""
-    share = wide(usage) / usage.sum()
+def divergence_from_uniform(usage: Tensor) -> float:
+    """Return the Kullback-Leibler divergence in nats of the shares of ``usage [M]`` from 1/M; the sum must not be 0."""
+    share = to_float64(usage) / usage.sum()
     return torch.xlogy(share, share).sum().item() + math.log(len(usage))

@@ -2,17 +2,19 @@
 
     A_tj = q_t . k_j + q_t . W_R r_x + u . k_j + v . W_R r_x,   a_t = softmax_j(A_tj / sqrt(K))         (section 3.3)
 
-r_x is the fixed sinusoid of distance x. Each layer has a W_R. u and v are vectors per head: one pair for all layers, as
-in the paper's code, or one per layer. By default the state is past inputs, which present weights project again (3.2).
+r_x is the sinusoid of distance x, and each layer has a W_R. u and v are vectors per head: one pair for all layers, as
+in the paper's code, or one pair per layer. By default the state is past inputs, which the present weights project
+again (3.2).
 
 - Every query sees the same number of keys, the last S, also in training. The paper's code does so in evaluation ("same
-  length"). x counts visible keys from the nearest, x = 0. Sinusoids have no dropout; norm and residual are the model's.
+  length"). x counts visible keys from the nearest, x = 0. Sinusoids have no dropout. Norm and residual connection are
+  those of the model.
 
-Content and position terms together are one product of width K + 1, so that fast code can compute it:
+Content and position terms are one product of width K + 1, which backends can compute:
 
     A_tj = [q_t + u, 1] . ([k_j, 0] + [p_x, (v - u) . p_x])   with p = W_R r
 
-This is a window with one vector per distance, for each head alone. For few queries (q + v) W_R is multiplied first.
+For each head, this is a window with one vector per distance. For few queries, (q + v) W_R is computed first.
 """
 
 import torch
@@ -28,7 +30,7 @@ from variants.position import sinusoid_turns, sinusoids
 
 
 class Distances(Position):
-    """W_R r_x per head, and vectors added to queries: u for products with keys, v for products with distances."""
+    """W_R r_x per head, and the vectors that are added to queries: u for products with keys, v for those with r_x."""
 
     constant_bias = False
 
@@ -36,44 +38,44 @@ class Distances(Position):
         super().__init__(context, d_head=d_head)
         check_choice(("network", "layer"), share=share)
 
-        def made(name: str) -> nn.Parameter:
+        def shared_vector(name: str) -> nn.Parameter:
             sizes = context.heads, d_head
             return context.shared(Distances, (name, sizes), lambda: nn.Parameter(torch.zeros(sizes)), share=share)
 
         self.heads, self.d_head = context.heads, d_head
         self.project = nn.Linear(context.d_model, context.heads * d_head, bias=False)
-        self.to_keys, self.to_distances = made("keys"), made("distances")  # u, v: [H, K]
+        self.to_keys, self.to_distances = shared_vector("keys"), shared_vector("distances")  # u, v: [H, K]
         self.register_buffer("turns", sinusoid_turns(context.d_model), persistent=False)
 
     def sinusoids(self, max_keys: int, dtype: torch.dtype) -> Tensor:
         """Return r ``[max_keys, D]``, in float32 or wider."""
-        at = torch.arange(max_keys, device=self.turns.device)
-        return sinusoids(at, self.turns, dtype)[:, : self.project.in_features]
+        x = torch.arange(max_keys, device=self.turns.device)
+        return sinusoids(x, self.turns, dtype)[:, : self.project.in_features]
 
     def vectors(self, max_keys: int) -> Tensor:
         """Return p ``[H, max_keys, K]``, one vector for each head and distance."""
         p = self.project(self.sinusoids(max_keys, self.project.weight.dtype))
         return rearrange(p, "x (H K) -> H x K", H=self.heads)
 
-    def towards(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return u and v ``[H, 1, K]``, scaled and in the dtype of the scaled queries ``q``."""
+    def query_vectors(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return u and v ``[H, 1, K]``, scaled, in the dtype of the scaled queries ``q``."""
         return tuple(x[:, None].to(q.dtype) * self.d_head**-0.5 for x in (self.to_keys, self.to_distances))
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor:
-        """Return (q + v) . W_R r_x, ``[B, H, T, max_keys]``, in the cheaper order of the two products."""
-        q = q + self.towards(q)[1]
-        if not self.few(q, max_keys):
+        """Return (q + v) . W_R r_x, ``[B, H, T, max_keys]``, in the order of products that needs fewer FLOPs."""
+        q = q + self.query_vectors(q)[1]
+        if not self.has_few_queries(q, max_keys):
             return q @ self.vectors(max_keys).mT.to(q.dtype)
         weights = self.project.weight.unflatten(0, (self.heads, -1)).to(q.dtype)  # [H, K, D]
         return q @ weights @ self.sinusoids(max_keys, q.dtype).mT.to(q.dtype)
 
-    def few(self, q: Tensor, max_keys: int) -> bool:
-        """Whether queries ``[B, H, T, K]`` are so few that W_R times queries is cheaper than W_R times distances."""
+    def has_few_queries(self, q: Tensor, max_keys: int) -> bool:
+        """Whether queries ``[B, H, T, K]`` are so few that W_R times queries needs fewer FLOPs than W_R times r."""
         queries, width = q.shape[0] * q.shape[2], self.project.in_features
         return queries * width * (self.d_head + max_keys) < max_keys * self.d_head * (width + queries)
 
     def ideal_flops(self, max_keys: float) -> float:
-        """Count only products of p with queries, because p does not depend on the bytes."""
+        """Count the products of p with queries; p itself does not depend on the bytes."""
         return 2 * max_keys * self.d_head
 
 
@@ -81,8 +83,9 @@ class TransformerXL(Attention):
     """Causal multi-head attention over the last S positions with Transformer-XL's relative positions.
 
     Args:
+        d_head, zero_init: see ``MultiHead``.
         share: ``network`` for one pair u, v in the whole model, as in the paper's code; ``layer`` for one pair per
-        layer. The others are those of ``Attention``.
+            layer.
     """
 
     honours = Honours(cache={"kv", "hidden"}, attend_self={True, False}, span=True)
@@ -99,24 +102,25 @@ class TransformerXL(Attention):
     def kernel_width(self) -> int:
         return self.d_head + 1
 
-    def _traceable(self, device: torch.device) -> bool:
-        return super()._traceable(device) or self.backend(device, training=self.training) == "plain"
+    def _is_traceable(self, device: torch.device) -> bool:
+        return super()._is_traceable(device) or self.backend(device, training=self.training) == "plain"
 
-    def _in_positions(
+    def _attend_with_positions(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
-        most = max(visible.max_keys)
-        u, v = self.position.towards(q)
-        if backend == "plain" or self.position.few(q, most):
-            return self.attend("plain", q + u, keys, visible, bias=self.position.bias(q, most))
-        p = self.position.vectors(most).to(q.dtype)
+        max_keys = max(visible.max_keys)
+        u, v = self.position.query_vectors(q)
+        if backend == "plain" or self.position.has_few_queries(q, max_keys):
+            return self.attend("plain", q + u, keys, visible, bias=self.position.bias(q, max_keys))
+        p = self.position.vectors(max_keys).to(q.dtype)
         p = torch.cat([p, ((v - u) * p).sum(-1, keepdim=True)], dim=-1)
-        q, outputs, one_head = F.pad(q + u, (0, 1), value=1.0), [], Window(visible.max_keys[:1], visible.shift)
+        q, outputs = F.pad(q + u, (0, 1), value=1.0), []
+        head_window = Window(visible.max_keys[:1], visible.shift)
         for h in range(self.heads):
-            keys_of_head = keys.of_heads(h, 1).each(_one_wider)
-            outputs.append(self.attend(backend, q[:, h : h + 1], keys_of_head, one_head, vectors=p[h]))
+            head_keys = keys.of_heads(h, 1).each(_pad_column)
+            outputs.append(self.attend(backend, q[:, h : h + 1], head_keys, head_window, vectors=p[h]))
         return torch.cat(outputs, dim=1)[..., :-1]
 
 
-def _one_wider(part: PastKV) -> PastKV:
+def _pad_column(part: PastKV) -> PastKV:
     return PastKV(part.heads, F.pad(part.k, (0, 1)), F.pad(part.v, (0, 1)))

@@ -1,7 +1,7 @@
-"""Window and summaries: one softmax over the nearest keys and over summaries of blocks beyond them (``linformer.py``).
+"""Window and summaries: one softmax over the nearest keys and over summaries of earlier blocks (``linformer.py``).
 
-- ``by_kernel``: windows by the CPU's kernel, summaries by matrix products. No hidden window key is multiplied.
-- ``in_bands``: plain PyTorch. A chunk of queries is multiplied with the band of its windows' keys, and summaries.
+- ``by_kernel`` computes windows by the CPU's kernel, and summaries by matrix products. It multiplies no hidden key.
+- ``by_bands`` is plain PyTorch. It multiplies a chunk of queries with all keys of their windows, and with summaries.
 """
 
 from typing import NamedTuple
@@ -15,108 +15,108 @@ from torch._subclasses.fake_tensor import FakeTensor
 from variants.blocks import Blocks
 from variants.contract import Position
 from variants.kernels import window_cpu
-from variants.kernels.beside import Beside
+from variants.kernels.chunk_keys import ChunkKeys
 from variants.kernels.window import PastKV, Window
 
 
-class Near(NamedTuple):
-    """Keys, after position encoding, and values: ``[B, H, T, K]`` of the segment, ``[B, H, P, K]`` of the past. Zeros
-    precede the ``past_bytes [B or 1]`` that the past really has."""
+class WindowKeys(NamedTuple):
+    """Keys, after position encoding, and values of windows."""
 
-    k: Tensor
+    k: Tensor  # of the segment, [B, H, T, K]
     v: Tensor
-    old_k: Tensor
+    old_k: Tensor  # of the past, [B, H, P, K], padded with zeros in front
     old_v: Tensor
-    past_bytes: Tensor
+    past_bytes: Tensor  # number of rows of the past that are not padding, int64 [B or 1]
 
 
-class Far(NamedTuple):
-    """Summaries that n chunks of Q queries see, G per chunk.
+class Summaries(NamedTuple):
+    """Summaries that n chunks of Q queries may see, G for each chunk."""
 
-    Attributes:
-        k, v: ``[B, n, H, G, K]``.
-        visible: ``[B or 1, n, Q, G]``.
-        distance: visible keys between query and summary, as if none were missing, int64 ``[B or 1, n, Q, G]``.
-        added: term added to scores of all heads, ``[B, n, Q, G]``, or None.
-    """
-
-    k: Tensor
+    k: Tensor  # [B, n, H, G, K]
     v: Tensor
-    visible: Tensor
-    distance: Tensor
-    added: Tensor | None = None
+    visible: Tensor  # whether a query sees a summary, [B or 1, n, Q, G]
+    distance: Tensor  # column of the block's last byte (kernels/window.py), int64 [B or 1, n, Q, G]
+    added: Tensor | None = None  # term added to scores of all heads, [B, n, Q, G]
 
 
 @torch.compiler.disable
-def by_kernel(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Position) -> Tensor:
-    """Return head outputs ``[B, H, T, K]`` for scaled queries ``q [B, H, T, K]`` after position encoding. A key bias
-    hides the zeros before streams that are younger than a window."""
-    (streams, heads, length, _), front, number = q.shape, near.old_k.shape[2], blocks.near
-    exact, biases, hiding = torch.promote_types(q.dtype, torch.float32), (None, None), {}
-    if not isinstance(near.past_bytes, FakeTensor) and (near.past_bytes < front).any():
-        padding = torch.arange(front + length) < front - near.past_bytes[:, None, None]
-        hidden = torch.zeros(streams, heads, front + length, dtype=exact).masked_fill(padding, -torch.inf)
-        biases = hidden.split([front, length], dim=2)
-        hiding = {"key_bias": biases[1], "query_bias": torch.zeros_like(biases[1])}
-    visible, vectors = far.visible[:, :, None], position.vectors(number)
-    bias = position.bias(q, number) if vectors is None else None
-    added = _added(q, far.distance, far.added, blocks=blocks, position=position)
-    added = sum(added, torch.zeros_like(visible, dtype=exact)).masked_fill(~visible, -torch.inf)
-    summaries = Beside(far.k, far.v, added) if added.shape[-1] else None
-    past = [PastKV(tuple(range(heads)), near.old_k, near.old_v, biases[0])] if front else []
-    same = {"past": past, "bias": bias, "vectors": vectors, "beside": summaries, **hiding}
+def by_kernel(q: Tensor, keys: WindowKeys, summaries: Summaries, *, blocks: Blocks, position: Position) -> Tensor:
+    """Return head outputs ``[B, H, T, K]`` for scaled queries ``q [B, H, T, K]`` after position encoding. Key biases
+    hide the padding of streams that are shorter than a window."""
+    (streams, heads, length, _), past_rows, max_keys = q.shape, keys.old_k.shape[2], blocks.window_keys
+    dtype, past_bias, biases = torch.promote_types(q.dtype, torch.float32), None, {}
+    if not isinstance(keys.past_bytes, FakeTensor) and (keys.past_bytes < past_rows).any():
+        padding = torch.arange(past_rows + length) < past_rows - keys.past_bytes[:, None, None]
+        key_bias = torch.zeros(streams, heads, past_rows + length, dtype=dtype).masked_fill(padding, -torch.inf)
+        past_bias, segment_bias = key_bias.split([past_rows, length], dim=2)
+        biases = {"key_bias": segment_bias, "query_bias": torch.zeros_like(segment_bias)}
+    visible, vectors = summaries.visible[:, :, None], position.vectors(max_keys)
+    bias = position.bias(q, max_keys) if vectors is None else None
+    terms = _score_terms(q, summaries.distance, summaries.added, blocks=blocks, position=position)
+    added = sum(terms, torch.zeros_like(visible, dtype=dtype)).masked_fill(~visible, -torch.inf)
+    past = [PastKV(tuple(range(heads)), keys.old_k, keys.old_v, past_bias)] if past_rows else []
+    chunk_keys = ChunkKeys(summaries.k, summaries.v, added) if added.shape[-1] else None
+    options = {"past": past, "bias": bias, "vectors": vectors, "chunk_keys": chunk_keys, **biases}
     with torch.autocast(q.device.type, enabled=False):
-        return window_cpu.attend(q, near.k, near.v, Window((number,) * heads, blocks.shift), **same)
+        return window_cpu.attend(q, keys.k, keys.v, Window((max_keys,) * heads, blocks.shift), **options)
 
 
-def in_bands(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Position, dropout: float) -> Tensor:
-    """Do the same as ``by_kernel``, in plain PyTorch."""
-    (chunks, size), front = blocks.chunks(q.shape[2]), near.old_k.shape[2]
-    k, v = torch.cat([near.old_k, near.k], dim=2), torch.cat([near.old_v, near.v], dim=2)
-    before = -(-blocks.behind // size) if chunks > 1 else 0
+def by_bands(
+    q: Tensor, keys: WindowKeys, summaries: Summaries, *, blocks: Blocks, position: Position, dropout: float
+) -> Tensor:
+    """Compute ``by_kernel`` in plain PyTorch."""
+    (chunks, size), past_rows = blocks.chunks(q.shape[2]), keys.old_k.shape[2]
+    k, v = torch.cat([keys.old_k, keys.k], dim=2), torch.cat([keys.old_v, keys.v], dim=2)
+    past_chunks = -(-blocks.window_past // size) if chunks > 1 else 0
     if chunks > 1:
-        pad = (0, 0, before * size - front, chunks * size - q.shape[2])
-        k, v, front = F.pad(k, pad), F.pad(v, pad), before * size
+        pad = (0, 0, past_chunks * size - past_rows, chunks * size - q.shape[2])
+        k, v, past_rows = F.pad(k, pad), F.pad(v, pad), past_chunks * size
 
-    def joined(x: Tensor, far: Tensor) -> Tensor:  # [B, H, front + n Q, K] -> [B, n, H, L + G, K]
-        parts = x.unflatten(2, (chunks + before, -1)).transpose(1, 2)
-        return torch.cat([*(parts[:, i : i + chunks] for i in range(before + 1)), far], dim=3)
+    def join_summaries(x: Tensor, of_blocks: Tensor) -> Tensor:  # [B, H, past_rows + n Q, K] -> [B, n, H, L + G, K]
+        parts = x.unflatten(2, (chunks + past_chunks, -1)).transpose(1, 2)
+        return torch.cat([*(parts[:, i : i + chunks] for i in range(past_chunks + 1)), of_blocks], dim=3)
 
-    place = torch.arange(front + size, device=q.device) - front  # of a band's keys, 0 at the chunk's first query
+    key_offset = torch.arange(past_rows + size, device=q.device) - past_rows  # from the chunk's first query
     first = size * torch.arange(chunks, device=q.device)[:, None, None]
-    distance = (torch.arange(size, device=q.device)[:, None] - place - blocks.shift).expand(chunks, -1, -1)
-    seen = (distance >= 0) & (distance < blocks.near) & (first + place >= -near.past_bytes[:, None, None, None])
-    distance = torch.cat([distance.expand(len(far.distance), -1, -1, -1), far.distance], dim=3)
-    visible = torch.cat([seen.expand(len(far.visible), -1, -1, -1), far.visible], dim=3)
-    added = None if far.added is None else F.pad(far.added, (front + size, 0))
-    added = _added(q, distance, added, blocks=blocks, position=position)
-    inputs = blocks.chunked(q).transpose(1, 2), joined(k, far.k), joined(v, far.v), visible[:, :, None]
-    y = _softmax(*inputs, added, dropout=dropout, blind=blocks.shift > 0)
+    distance = (torch.arange(size, device=q.device)[:, None] - key_offset - blocks.shift).expand(chunks, -1, -1)
+    in_window = (distance >= 0) & (distance < blocks.window_keys)
+    in_window = in_window & (first + key_offset >= -keys.past_bytes[:, None, None, None])
+    distance = torch.cat([distance.expand(len(summaries.distance), -1, -1, -1), summaries.distance], dim=3)
+    visible = torch.cat([in_window.expand(len(summaries.visible), -1, -1, -1), summaries.visible], dim=3)
+    added = None if summaries.added is None else F.pad(summaries.added, (past_rows + size, 0))
+    terms = _score_terms(q, distance, added, blocks=blocks, position=position)
+    k, v = join_summaries(k, summaries.k), join_summaries(v, summaries.v)
+    chunked_q = blocks.chunked(q).transpose(1, 2)
+    y = _softmax(chunked_q, k, v, visible[:, :, None], terms, dropout=dropout, may_be_empty=blocks.shift > 0)
     return rearrange(y, "B n H Q K -> B H (n Q) K")[:, :, : q.shape[2]]
 
 
-def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, position: Position) -> list[Tensor]:
-    """Return the terms to add to scores at distances ``[B or 1, n, Q, m]``; they broadcast to ``[B, n, H, Q, m]``."""
-    bias, terms = position.bias(q, blocks.span), [] if more is None else [more[:, :, None]]
+def _score_terms(
+    q: Tensor, distance: Tensor, added: Tensor | None, *, blocks: Blocks, position: Position
+) -> list[Tensor]:
+    """Return the terms of scores at distances ``[B or 1, n, Q, m]``; they broadcast to ``[B, n, H, Q, m]``."""
+    terms = [] if added is None else [added[:, :, None]]
+    bias = position.bias(q, blocks.span)
     if bias is None:  # else [H, S] or [B, H, T, S]
         return terms
     bias = bias[None, None, :, None] if bias.dim() == 2 else blocks.chunked(bias).transpose(1, 2)
     shape = (len(q), distance.shape[1], q.shape[1], distance.shape[2])
-    at = distance.clamp(0, blocks.span - 1)[:, :, None].expand(*shape, -1)
-    return [bias.expand(*shape, -1).gather(-1, at), *terms]
+    columns = distance.clamp(0, blocks.span - 1)[:, :, None].expand(*shape, -1)
+    return [bias.expand(*shape, -1).gather(-1, columns), *terms]
 
 
 def _softmax(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor], *, dropout: float, blind: bool
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, terms: list[Tensor], *, dropout: float, may_be_empty: bool
 ) -> Tensor:
-    """Return ``[B, n, H, Q, K]``, by torch's kernel if nothing is added; a ``blind`` query may see nothing: then 0."""
-    nothing = ~visible.any(-1, keepdim=True)
-    visible = (visible | nothing).expand(len(q), -1, -1, -1, -1)
-    if not added and not dropout:
+    """Return outputs ``[B, n, H, Q, K]``, by torch's kernel if there are no ``terms`` and no dropout. The output of a
+    query that sees nothing is 0; there is none unless ``may_be_empty``."""
+    empty = ~visible.any(-1, keepdim=True)
+    visible = (visible | empty).expand(len(q), -1, -1, -1, -1)
+    if not terms and not dropout:
         parts = (x.flatten(0, 1) for x in (q, k, v))
         y = F.scaled_dot_product_attention(*parts, attn_mask=visible.flatten(0, 1), scale=1.0).view(q.shape)
     else:
         scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
-        scores = sum(added, scores).masked_fill(~visible, -torch.inf)
+        scores = sum(terms, scores).masked_fill(~visible, -torch.inf)
         y = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype) @ v
-    return y.masked_fill(nothing, 0) if blind else y
+    return y.masked_fill(empty, 0) if may_be_empty else y

@@ -19,7 +19,7 @@ from harness.failures import StorageFailure
 from harness.loop.scoring import WINDOWS
 from harness.plan.build import Plan
 from harness.plan.small import narrow, of_mechanism, shrunk
-from variants.conformance import BEFORE_TRAINING, SIZED, Finding, Size, check, finding_of
+from variants.conformance import BEFORE_TRAINING, SIZED, Finding, Size, check, run_check
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
@@ -56,13 +56,13 @@ def findings(plan: Plan) -> Iterator[Finding]:
     small = shrunk(of_mechanism(plan, device_kind(plan.runtime)))
     sizes = {"span": small.model.span, "vocabulary": plan.data["vocabulary"]}
     streams = tuple({17, plan.batch.streams, plan.eval.streams})
-    yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, streams=streams)
+    yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, batch_sizes=streams)
     yield ideal_beside_executed(small)
 
 
 def ideal_beside_executed(plan: Plan) -> Finding:
     """Declared FLOPs are at most the executed ones, in warm state, and not much less."""
-    return finding_of(IDEAL, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
+    return run_check(IDEAL, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:

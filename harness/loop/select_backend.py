@@ -20,9 +20,9 @@ from harness.device.runtime import Runtime
 from harness.plan.build import Plan, plan_run, varied
 from harness.plan.settings import RuntimeSettings
 from harness.plan.small import ON_CPU, at_own_width
-from variants.conformance import move
-from variants.conformance.agreement import compare, outcome
-from variants.conformance.fixture import open_
+from variants.conformance import perturb
+from variants.conformance.agreement import compare, logits_and_gradients
+from variants.conformance.fixture import spread_projected
 
 PLAIN = "plain"
 TESTED = ("cpu",)
@@ -116,7 +116,7 @@ def agreement(
     """
     host = varied(plan, runtime=ON_CPU | ({"backend": "chunked"} if plan.model.dropout else {}))
     torch.manual_seed(plan.seed)
-    reference = open_(move(host.make_model()), 0.0, 1.0)
+    reference = spread_projected(perturb(host.make_model()), 0.0, 1.0)
     weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     shape = (plan.batch.streams, sum(segments) + 1)
     tokens = torch.randint(plan.data["vocabulary"], shape, generator=torch.Generator().manual_seed(1))
@@ -126,7 +126,7 @@ def agreement(
         model.load_state_dict(weights)
         model.project_()
         forward = mode.forward(model.to(mode.device).train())
-        return outcome(model, tokens.to(mode.device), segments, forward=forward, autocast=mode.autocast)
+        return logits_and_gradients(model, tokens.to(mode.device), segments, forward=forward, autocast=mode.autocast)
 
     rounding = None  # where plain PyTorch shows what the precision costs: bfloat16 on a CPU, TF32 on the device
     if where.precision != "float32":
@@ -134,5 +134,7 @@ def agreement(
     elif where.tf32:
         rounding = dataclasses.replace(where, compile=False)
     with patch("variants.backends.draw_seed", lambda device: torch.full((), SEED, dtype=torch.int64, device=device)):
-        expected, actual = outcome(reference.double().train(), tokens, segments), outcome_of(plan, where)
-        return compare(actual, expected, least=least, plain=None if rounding is None else outcome_of(host, rounding))
+        expected, actual = logits_and_gradients(reference.double().train(), tokens, segments), outcome_of(plan, where)
+        return compare(
+            actual, expected, tolerance=least, plain=None if rounding is None else outcome_of(host, rounding)
+        )

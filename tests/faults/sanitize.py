@@ -23,7 +23,7 @@ from variants.kernels import native, product_search, window, window_cpu
 INSTRUCTIONS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512f"}
 """A word for ``-march``, and the flag of a CPU that runs it."""
 SANITIZERS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
-MEMORY = ("if ((long)own.size() < size) own.resize(size);", "std::vector<T>(size, T(NAN)).swap(own);")
+MEMORY = ("if ((long)memory.size() < size) memory.resize(size);", "std::vector<T>(size, T(NAN)).swap(memory);")
 """Memory that is kept between calls, as the source has it and as it is tested."""
 FAULTS = {
     "AddressSanitizer: heap-buffer-overflow": MEMORY[1].replace("(size,", "(size - (size > 0),"),
@@ -55,7 +55,7 @@ def fuzz(*, cases: int, seed: int, memory: str) -> None:
     """AssertionError, or the end of the process by a sanitizer, at the first case that is wrong; its number is printed."""
     assert window_cpu.SOURCE.count(MEMORY[0]) == 1
     window_cpu.SOURCE = window_cpu.SOURCE.replace(MEMORY[0], memory)
-    reasons = window_cpu.available(), product_search.available()
+    reasons = window_cpu.obstacle(), product_search.obstacle()
     assert reasons == (None, None), reasons
     for number in range(cases):
         draw = random.Random(f"{seed} {number}")

@@ -1,9 +1,10 @@
 """Agreement of models with equal weights: logits and the gradient of every parameter over segments with carried state.
 
-    error = |actual - expected| / |expected|,   allowed: ``least``, or twice plain PyTorch's error in the same mode
+    error = |actual - expected| / |expected|
 
-No single number may be off by more than four times this share of the largest number. If an expected gradient vanishes,
-as that of a key's bias, its error is relative to a hundredth of the median size of all.
+The error of a tensor must be at most ``tolerance``, or twice the error of plain PyTorch in the same precision. No entry
+may be off by more than four times that tolerance, relative to the largest entry. If an expected gradient vanishes, as
+the gradient of a key's bias does, its error is relative to a hundredth of the median root mean square of all tensors.
 """
 
 import math
@@ -15,57 +16,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.conformance.fixture import MODES, Subject, Verdict, gradients_of, open_, seed_cpu
+from variants.conformance.fixture import MODES, Subject, Verdict, gradients_of, seed_cpu, spread_projected
 
-SLACK = 2.0
-LARGEST = 4.0
-FEW = 64
-"""In a gradient with fewer numbers, plain's error may be small by luck; plain's worst error is used instead."""
-VANISHING = 1e-2
-ROUNDING = 1e-9  # of float64
+PLAIN_FACTOR = 2.0
+PEAK_FACTOR = 4.0
+SMALL_TENSOR = 64
+"""With fewer entries, plain PyTorch's error may be small by luck; its largest error of all tensors is used instead."""
+VANISHING_SHARE = 1e-2
+FLOAT64_TOLERANCE = 1e-9
 
 
-def outcome(
+def logits_and_gradients(
     model: nn.Module, tokens: Tensor, segments: Sequence[int], *, forward: Callable | None = None, autocast=nullcontext
 ) -> dict[str, Tensor]:
     """Logits of every segment and every gradient, in float64 on the CPU.
 
     Args:
         tokens: int64 ``[B, T + 1]`` on the model's device, T = sum of ``segments``; the last byte is only predicted.
-        forward: what to call in place of ``model``.
-        autocast: makes the context of a forward pass.
+        forward: function to call in place of ``model``.
+        autocast: returns the context of a forward pass.
     """
     model.zero_grad(set_to_none=True)
     seed_cpu(0)
     state, outputs = None, {}
+    inputs = tokens[:, :-1].split(list(segments), dim=1)
     targets = tokens[:, 1:].split(list(segments), dim=1)
-    for number, (inputs, following) in enumerate(
-        zip(tokens[:, :-1].split(list(segments), dim=1), targets, strict=True)
-    ):
+    for index, (segment, target) in enumerate(zip(inputs, targets, strict=True)):
         with autocast():
-            out = (forward or model)(inputs, state)
-        outputs[f"logits of segment {number}"], state = out.logits, out.state
-        (F.cross_entropy(out.logits.flatten(0, 1), following.flatten()) + out.loss).backward()
+            out = (forward or model)(segment, state)
+        outputs[f"logits of segment {index}"], state = out.logits, out.state
+        (F.cross_entropy(out.logits.flatten(0, 1), target.flatten()) + out.loss).backward()
     zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     outputs |= {f"the gradient of {name}": gradient for name, gradient in (zeros | gradients_of(model)).items()}
     return {name: x.detach().cpu().double() for name, x in outputs.items()}
 
 
 def compare(
-    actual: dict[str, Tensor], expected: dict[str, Tensor], *, least: float, plain: dict[str, Tensor] | None = None
+    actual: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float, plain: dict[str, Tensor] | None = None
 ) -> tuple[bool, str]:
-    """Whether all errors are within their limits, and the error that is largest relative to its limit.
+    """Whether all errors are within their tolerances, and the error that is largest relative to its tolerance.
 
     Args:
-        least: an error that is always allowed.
-        plain: the outcome of plain PyTorch in the mode of ``actual``.
+        tolerance: an error that is always allowed.
+        plain: logits and gradients of plain PyTorch in the precision of ``actual``.
     """
-    errors, allowed = _errors(actual, expected), dict.fromkeys(expected, least)
+    errors, allowed = _errors(actual, expected), dict.fromkeys(expected, tolerance)
     if plain is not None:
-        of_plain = _errors(plain, expected)
-        most = max(of_plain.values())
-        rounding = {name: of_plain[name] if x.numel() >= FEW else most for name, x in expected.items()}
-        allowed = {name: max(least, SLACK * error) for name, error in rounding.items()}
+        plain_errors = _errors(plain, expected)
+        largest = max(plain_errors.values())
+        for name, x in expected.items():
+            rounding = plain_errors[name] if x.numel() >= SMALL_TENSOR else largest
+            allowed[name] = max(tolerance, PLAIN_FACTOR * rounding)
     worst = max(errors, key=lambda name: errors[name] / allowed[name] if allowed[name] < math.inf else errors[name])
     detail = f"{errors[worst]:.1e} of {worst}, at most {allowed[worst]:.2g}"
     return math.isfinite(errors[worst]) and errors[worst] <= allowed[worst], detail
@@ -74,25 +75,27 @@ def compare(
 def equal_backends(fast: Subject, plain: Subject) -> Verdict:
     """Compare two backends of a model in float64: uneven spans, segments shorter and longer than the window."""
     segments = (1, fast.span + 2, 1, fast.span + 1)
-    tokens = fast.bytes(length=sum(segments) + 1, streams=2)
+    tokens = fast.random_bytes(length=sum(segments) + 1, streams=2)
     for mode in MODES:
-        actual, expected = (outcome(open_(one.build(mode=mode), 0.0, 1.0), tokens, segments) for one in (fast, plain))
+        models = (spread_projected(subject.build(mode=mode), 0.0, 1.0) for subject in (fast, plain))
+        actual, expected = (logits_and_gradients(model, tokens, segments) for model in models)
         if actual.keys() != expected.keys():
-            yield f"{mode}: {', '.join(sorted(actual.keys() ^ expected.keys()))}: in one only"
+            yield f"{mode}: only one backend has {', '.join(sorted(actual.keys() ^ expected.keys()))}"
             continue
-        equal, detail = compare(actual, expected, least=ROUNDING)
+        equal, detail = compare(actual, expected, tolerance=FLOAT64_TOLERANCE)
         if not equal:
             yield f"{mode}: {detail}"
     return f"logits and {len(expected) - len(segments)} gradients"
 
 
 def _errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """The error of each output by name; infinity if a number is not finite."""
-    typical = VANISHING * median(x.square().mean().sqrt().item() for x in expected.values())
+    """The error of each output by name; infinity if an entry is not finite."""
+    smallest_scale = VANISHING_SHARE * median(x.square().mean().sqrt().item() for x in expected.values())
+    smallest_scale = max(smallest_scale, 1e-300)
     errors = {}
     for name, x in expected.items():
-        off, scale, largest = actual[name] - x, x.square().mean().sqrt(), x.abs().max()
-        error = off.square().mean().sqrt() / scale.clamp(min=max(typical, 1e-300))
-        peak = off.abs().max() / largest.clamp(min=max(typical, 1e-300)) / LARGEST
+        difference = actual[name] - x
+        error = difference.square().mean().sqrt() / x.square().mean().sqrt().clamp(min=smallest_scale)
+        peak = difference.abs().max() / x.abs().max().clamp(min=smallest_scale) / PEAK_FACTOR
         errors[name] = torch.maximum(error, peak).nan_to_num(math.inf, math.inf).item()
     return errors

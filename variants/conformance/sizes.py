@@ -1,8 +1,9 @@
-"""Checks that a byte moves no output before it or beyond the declared reach, and cuts into segments move nothing.
+"""Checks which bytes move which outputs: none before them, none beyond the declared reach; and cuts into segments.
 
-At small sizes every byte is checked. At those of the run, a narrow network reads what the run and its score will read:
-batches, whole and ragged segments from a warm state, and windows without one. This shows what happens only in whole
-blocks of 64 or beyond 300 bytes. Each stream is changed at its own place, so one pass checks a place per stream.
+At small sizes every byte is changed. At the sizes of a run, a narrow network reads what the run and its final score
+will read: batches, whole and shorter segments after a warm state, and windows without state. That shows errors that
+occur only in whole blocks of 64, or beyond 300 bytes. Each stream is changed at a position of its own, so that one
+forward pass checks one position per stream.
 """
 
 import math
@@ -14,175 +15,192 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from variants.conformance.fixture import MODES, NoDropout, Outputs, Subject, Verdict, differs, run
+from variants.conformance.fixture import MODES, NoDropout, Outputs, Subject, Verdict, differences, run
 from variants.contract import State, Sublayer, map_state
 
-MOST_PAIRS = 2**23
-"""Most pairs of a query and a key of one head in a forward pass; the number of streams is reduced to keep to it."""
-MOST_SEGMENTS = 8  # read at most; a reach beyond them is not checked
-EVERY, ROWS = 128, 64  # places checked in a small stream; streams of a small batch
-SOME, TURNS = 18, 6  # most places in a segment of the run, and most forward passes for them, the most telling first
-LONGEST = 1000  # bytes of the longest small stream; a reach beyond it is not checked
+MAX_PAIRS = 2**23
+"""Largest number of query-key pairs of a head in one forward pass; a batch gets fewer streams if it would have more."""
+MAX_SEGMENTS = 8  # segments of a run that are read; a longer reach is not checked
+MAX_SMALL_POSITIONS = 128  # positions that are changed in a small stream
+SMALL_STREAMS = 64  # streams of a small batch
+MAX_POSITIONS = 18  # positions that are changed in a segment of the run
+MAX_PASSES = 6  # forward passes for these positions; the positions that reveal most come first
+LONGEST_STREAM = 1000  # bytes of the longest small stream; a longer reach is not checked
 
 
 class Size(NamedTuple):
-    """Mode, streams, segment, whether state is carried, and whether it is small, so that every byte is checked."""
+    """Sizes of a check."""
 
-    mode: str
+    mode: str  # ``train`` or ``eval``
     streams: int
-    segment: int
-    carry: bool
-    small: bool = False
+    segment: int  # bytes
+    carry: bool  # whether segments continue a carried state
+    small: bool = False  # whether every byte is changed
 
     def __str__(self) -> str:
         return f"{self.mode}, {self.streams} x {self.segment} bytes{'' if self.carry else ' without a past'}"
 
-    def places(self, period: int) -> list[int]:
-        """Bytes of a segment to change. Of a small one: all, or some at all offsets of a period. Of another: the last,
-        edges of blocks, and powers of two with one neighbour each."""
+    def positions(self, period: int) -> list[int]:
+        """Positions of a segment to change. A small segment has all, or some at all offsets within a period. A segment
+        of a run has its last byte, edges of blocks, and powers of two with one neighbour each."""
         length = self.segment
         if self.small:
-            step = max(1, length // EVERY)
+            step = max(1, length // MAX_SMALL_POSITIONS)
             while math.gcd(step, period) > 1:
                 step += 1
             return list(range(0, length, step))
         block = max(1, length // 2 // period) * period if period > 1 else length // 3
         powers = [2**i for i in range(20) if 2**i < length][::-1]
-        places = [length - 1, block, block - 1, 1, length - block, 2 * length // 3 + 1]
-        places += [place for i, power in enumerate(powers) for place in (power, power + 1 - 2 * (i % 2))]
-        return [place for place in dict.fromkeys(places) if 0 < place < length][:SOME] or [0]
+        positions = [length - 1, block, block - 1, 1, length - block, 2 * length // 3 + 1]
+        for i, power in enumerate(powers):
+            positions += [power, power + 1 - 2 * (i % 2)]
+        return [position for position in dict.fromkeys(positions) if 0 < position < length][:MAX_POSITIONS] or [0]
 
     def cuts(self, span: int, period: int) -> list[tuple[int, ...]]:
-        """Uneven ways to cut a segment. In evaluation, a small one is also cut byte by byte at both ends."""
+        """Uneven ways to cut a segment. In evaluation, a small segment is also cut byte by byte at both ends."""
         length = self.segment
         if not self.small:
             return [(length // 3 + 1,), (1, 2 * (length // 3))]
         schemes = [(1,), (span + 2,), tuple(range(3, length, max(2, span // 3)))]
         if self.mode == "train":
             return schemes
-        if period > 1:  # three periods end before the cut and three after it, one of them across it
+        if period > 1:  # three periods end before the cut, and three after it, of which one may contain the cut
             schemes += [(3 * period,), (3 * period + period // 2,)]
-        some = min(max(6, period + 2), length // 2)  # bytes read singly, without a past and with a full window
-        return [*schemes, (*range(1, some + 1), *range(length - some, length))]
+        single = min(max(6, period + 2), length // 2)  # bytes read singly, without a past and with a full window
+        return [*schemes, (*range(1, single + 1), *range(length - single, length))]
 
 
 def _sizes(subject: Subject, *modes: str) -> list[Size]:
-    """The run's sizes, or small ones: streams of more than two windows, and streams half as long with a past."""
+    """The run's sizes; or small ones: streams of more than two windows, and streams of half that length with a past."""
     length, half = subject.length, subject.length // 2
-    small = [Size(mode, min(ROWS, length), length, False, small=True) for mode in MODES]
-    small.append(Size("eval", min(ROWS, half), half, True, small=True))
+    small = [Size(mode, min(SMALL_STREAMS, length), length, False, small=True) for mode in MODES]
+    small.append(Size("eval", min(SMALL_STREAMS, half), half, True, small=True))
     return [size for mode in modes for size in subject.sizes or small if size.mode == mode]
 
 
-def causality(subject: Subject, *, mode: str) -> Verdict:
-    """All bytes from p on are changed; nothing before p may move."""
+def check_causality(subject: Subject, *, mode: str) -> Verdict:
+    """Change all bytes from a position on. No output before that position may move."""
     for size in _sizes(subject, mode):
-        if moved := _Streams(subject, size).moved(f"{size}, all from byte {{at}} on changed"):
-            yield moved[1]
+        difference = _Streams(subject, size).first_difference(f"{size}, all from byte {{at}} on changed")
+        if difference:
+            yield difference[1]
             return
 
 
-def reach(subject: Subject) -> Verdict:
-    """All bytes up to p are changed, also those of the state; nothing after p + reach may move."""
-    reaches = total_reaches(subject.declared)
+def check_reach(subject: Subject) -> Verdict:
+    """Change all bytes up to a position, also those before the segment. No output beyond the reach may move."""
+    reaches = total_reaches(subject.sublayers)
     for size in _sizes(subject, "eval"):
-        length = LONGEST if size.small and size.carry else size.segment * (MOST_SEGMENTS if size.carry else 1)
-        near = {name: int(most) for name, most in reaches.items() if most + 1 < length}
-        if not near:
+        length = size.segment
+        if size.carry:
+            length = LONGEST_STREAM if size.small else size.segment * MAX_SEGMENTS
+        checked = {name: int(reach) for name, reach in reaches.items() if reach + 1 < length}
+        if not checked:
             continue
-        streams = _Streams(subject, size, segments=-(-(max(near.values()) + 2) // size.segment) if size.carry else 1)
-        if moved := streams.moved(f"{size}, all up to byte {{at}} changed", reaches=near):
-            name, line = moved
-            honest = near[name] or name not in subject.declared or subject.declared[name].honours is not None
-            end = "" if honest else ": what sees a past declares honours and reach()"
-            yield f"{line}, beyond its reach of {near[name]}{end}"
+        segments = -(-(max(checked.values()) + 2) // size.segment) if size.carry else 1
+        streams = _Streams(subject, size, segments=segments)
+        difference = streams.first_difference(f"{size}, all up to byte {{at}} changed", reaches=checked)
+        if difference:
+            name, line = difference
+            hint = ""
+            if name in subject.sublayers and not checked[name] and subject.sublayers[name].honours is None:
+                hint = ": a sublayer that sees a past must declare honours and reach()"
+            yield f"{line}, beyond its reach of {checked[name]}{hint}"
             return
 
 
-def segments(subject: Subject) -> Verdict:
-    """The same bytes must give the same outputs in whole segments and in uneven cuts."""
-    for size in _sizes(subject, *subject.still):
+def check_segments(subject: Subject) -> Verdict:
+    """Compare outputs in whole segments with those in uneven cuts of the same bytes."""
+    for size in _sizes(subject, *subject.deterministic_contexts):
         if size.segment < 3 or size.small == size.carry:
             continue
         streams = _Streams(subject, size._replace(streams=3) if size.small else size)
-        whole = streams.run(streams.tokens)
+        expected = streams.run(streams.tokens)
         for cuts in size.cuts(subject.span, subject.period):
             case = f"{streams.size} cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}"
-            if lines := differs(case, whole, streams.run(streams.tokens, cuts=cuts)):
+            if lines := differences(case, expected, streams.run(streams.tokens, cuts=cuts)):
                 yield from lines
                 return
 
 
 def total_reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
-    """How many bytes back each output may depend on: its reach, plus those of all sublayers before it."""
-    total = list(accumulate(math.inf if (n := sublayer.reach()) is None else n for sublayer in sublayers.values()))
-    return dict(zip([*sublayers, "logits"], [*total, *total[-1:]], strict=True))
+    """How many bytes back each output may depend on: the sum of its reach and those of all sublayers before it."""
+    reaches = (sublayer.reach() for sublayer in sublayers.values())
+    totals = list(accumulate(math.inf if reach is None else reach for reach in reaches))
+    return dict(zip([*sublayers, "logits"], [*totals, *totals[-1:]], strict=True))
 
 
 class _Streams:
-    """A model in a mode, and streams of random bytes for it: ``tokens [B, T]`` of some segments, and their past."""
+    """A model in a mode, and two versions of random bytes that differ everywhere: ``tokens`` and ``changed_tokens [B,
+    T]`` of whole segments, with the states ``past`` and ``changed_past`` before them, or None."""
 
     def __init__(self, subject: Subject, size: Size, *, segments: int = 1):
-        self.model, self.still = subject.build(mode=size.mode), subject.still.get(size.mode, NoDropout)
+        self.model = subject.build(mode=size.mode)
+        self.context = subject.deterministic_contexts.get(size.mode, NoDropout)
         self.size = size
-        before = -(-subject.span // size.segment) * size.segment if size.carry else 0
-        number = min(size.streams, max(1, MOST_PAIRS // (size.segment * (size.segment + subject.span))))
-        places = size.places(subject.period)
-        self.places = places if size.small else places[: TURNS * number]
-        tokens = subject.bytes(length=before + segments * size.segment, streams=number, seed=2)
-        past, self.tokens = tokens.tensor_split([before], dim=1)
-        other_past, self.other = subject.other(tokens).tensor_split([before], dim=1)
-        self.past, self.other_past = (self._read(part, None)[1] if before else None for part in (past, other_past))
+        past_bytes = -(-subject.span // size.segment) * size.segment if size.carry else 0
+        streams = min(size.streams, max(1, MAX_PAIRS // (size.segment * (size.segment + subject.span))))
+        positions = size.positions(subject.period)
+        self.positions = positions if size.small else positions[: MAX_PASSES * streams]
+        tokens = subject.random_bytes(length=past_bytes + segments * size.segment, streams=streams, seed=2)
+        past, self.tokens = tokens.tensor_split([past_bytes], dim=1)
+        changed_past, self.changed_tokens = subject.change_all(tokens).tensor_split([past_bytes], dim=1)
+        self.past = self.changed_past = None
+        if past_bytes:
+            self.past, self.changed_past = (self._run(part, None)[1] for part in (past, changed_past))
 
-    def _read(self, tokens: Tensor, past: State, cuts: tuple[int, ...] | None = None) -> tuple[Outputs, State]:
+    def _run(self, tokens: Tensor, past: State, cuts: tuple[int, ...] | None = None) -> tuple[Outputs, State]:
         cuts = tuple(range(self.size.segment, tokens.shape[1], self.size.segment)) if cuts is None else cuts
-        with self.still():
+        with self.context():
             return run(self.model, tokens, cuts=cuts, state=map_state(torch.clone, past))
 
     def run(self, tokens: Tensor, *, cuts: tuple[int, ...] | None = None) -> Outputs:
-        """Outputs over ``tokens``, in segments of the size, or cut at ``cuts``."""
-        return self._read(tokens, self.past, cuts)[0]
+        """Outputs over ``tokens`` after the past, in segments of the size or cut at ``cuts``."""
+        return self._run(tokens, self.past, cuts)[0]
 
-    def moved(self, case: str, *, reaches: Mapping[str, int] | None = None) -> tuple[str, str] | None:
-        """The first output that moves where it must not, with a line about it.
+    def first_difference(self, case: str, *, reaches: Mapping[str, int] | None = None) -> tuple[str, str] | None:
+        """The name of the first output that moves where it must not, and a line about the difference; or None.
 
         Args:
-            case: what is done, with ``{at}`` for the place.
-            reaches: None: all bytes from the place on are changed; no output before it may move. Otherwise all bytes up
-                to the place and the past are changed, or only the past; outputs then move only within reach.
+            case: describes the change, with ``{at}`` for its position.
+            reaches: None to change all bytes from a position on; no output before it may move. Otherwise the past and
+                all bytes up to a position, or to none for -1, are changed; outputs may move only within their reach.
         """
-        before, byte, late = self.run(self.tokens), torch.arange(self.tokens.shape[1]), reaches is not None
+        before, byte = self.run(self.tokens), torch.arange(self.tokens.shape[1])
 
-        def first(at: Tensor) -> tuple[str, str] | None:
-            """The same for streams that are each changed at their own place ``at [B, 1]``."""
-            changed = torch.where(byte <= at if late else byte >= at, self.other, self.tokens)
-            after, _ = self._read(changed, self.other_past if late else self.past)
-            for name in reaches or before:
-                silent = byte > at + reaches[name] if late else byte < at
-                then = torch.where(silent[..., None], after[name], before[name])
-                for line in differs(case.format(at=at[0].item()), {name: before[name]}, {name: then}):
+        def compare(at: Tensor) -> tuple[str, str] | None:
+            """Compare with streams of which each is changed at its own position ``at [B, 1]``."""
+            changed_bytes = byte >= at if reaches is None else byte <= at
+            tokens = torch.where(changed_bytes, self.changed_tokens, self.tokens)
+            after, _ = self._run(tokens, self.past if reaches is None else self.changed_past)
+            for name in before if reaches is None else reaches:
+                fixed = byte < at if reaches is None else byte > at + reaches[name]
+                actual = torch.where(fixed[..., None], after[name], before[name])
+                for line in differences(case.format(at=at[0].item()), {name: before[name]}, {name: actual}):
                     return name, line
             return None
 
-        for some in self._turns([-1, *self.places] if late else self.places):
-            if first(some):  # or another stream's change moved it, which is another promise
-                alike = (torch.full_like(some, at) for at in some.unique().tolist())
-                if moved := next(filter(None, map(first, alike)), None):
-                    return moved
+        for at in self._batches(self.positions if reaches is None else [-1, *self.positions]):
+            if compare(at):
+                # Another stream's change may have caused the difference, which is not what this check is about.
+                for position in at.unique().tolist():
+                    if difference := compare(torch.full_like(at, position)):
+                        return difference
         return None
 
-    def _turns(self, places: list[int]) -> Iterator[Tensor]:
-        """Places ``[B, 1]``, one per stream, until every place had its turn."""
+    def _batches(self, positions: list[int]) -> Iterator[Tensor]:
+        """Tensors ``[B, 1]`` with a position for each stream, which together have all ``positions``."""
         streams = len(self.tokens)
-        for begin in range(0, len(places), streams):
-            some = places[begin : begin + streams]
-            yield torch.tensor([some[i % len(some)] for i in range(streams)])[:, None]
+        for begin in range(0, len(positions), streams):
+            batch = positions[begin : begin + streams]
+            yield torch.tensor([batch[i % len(batch)] for i in range(streams)])[:, None]
 
 
 SIZED = (
-    ("evaluation does not see the future", None, partial(causality, mode="eval")),
-    ("training does not see the future", "causal_in_training", partial(causality, mode="train")),
-    ("no byte beyond the declared reach matters", None, reach),
-    ("segments do not matter", "segments", segments),
+    ("evaluation does not see the future", None, partial(check_causality, mode="eval")),
+    ("training does not see the future", "causal_in_training", partial(check_causality, mode="train")),
+    ("no byte beyond the declared reach matters", None, check_reach),
+    ("segments do not matter", "segments", check_segments),
 )
-"""Promise, the limit that excuses it, and its check. With this limit, the run's sizes are not checked."""
+"""Triples of a promise, the limit that excuses a model from it or None, and the check. A model with that limit is not
+checked at the sizes of a run."""

@@ -1,7 +1,8 @@
-"""Fast kernels that read a window of the past or a table. They take tensors and know no mechanism.
+"""Fast kernels that read a window of the past or a table. They take tensors and do not depend on any mechanism.
 
-``window`` defines the computation and has the plain backend, the reference for the others. ``fused`` (torch's flash
-attention), ``window_cpu`` (C++) and ``triton_window`` (CUDA) compute the same with less memory and fewer operations.
-``beside`` adds keys that differ per chunk of queries to a window's softmax.
-``table`` and ``product_search`` read a product-key memory. ``native`` compiles C++ sources at their first use.
+``window`` defines attention over a window, with the plain backend as the reference for the others. ``chunked`` (a few
+queries at a time), ``fused`` (torch's flash attention), ``window_cpu`` (C++) and ``triton_window`` (CUDA) compute the
+same in less memory. ``chunk_keys`` adds keys that differ for each chunk of queries to a window's softmax.
+``carried_sums`` and ``decayed_sums`` replace the window by sums over all of the past. ``table`` and ``product_search``
+read a product-key memory. ``native`` compiles C++ sources at their first use.
 """

@@ -1,19 +1,19 @@
-"""Triton kernels of ``triton_window.py``, which says what they compute. Importing this file needs triton.
+"""Triton kernels of ``triton_window.py``, whose docstring has the equations. Importing this file needs triton.
 
-Each program owns a block of queries (or of keys, or of distances) of one head of one stream, and loops over the blocks
-in its head's window. Key j is column x = o + t - j of query t, with o = L - T - shift. A block needs no mask if all its
-pairs are visible with m = 1. Scores and log-sum-exps are in base 2. Heads of width K have WIDTH columns in registers, a
-power of two. Only one program writes each number. Products are never transposed: on Hopper the results were wrong.
+Each program computes a block of queries (or of keys, or of distances) of one head of one stream, in a loop over blocks
+of its head's window. Key j is column x = offset + t - j of query t, with offset = L - T - shift. A block needs no mask
+if all its pairs are visible with m = 1. Scores and log-sum-exps are in base 2. A head of width K has WIDTH columns in
+registers, a power of two. Only one program writes each element. Products are not transposed: on Hopper that was wrong.
 
-Arguments that need more than their name:
-    far: z + R of each head, or None for a hard window.
+Arguments, where the name is not enough:
+    ramp_end: z + R of each head, or None for a hard window.
     table, vectors: a bias [H, distances] that is added to scores, and p [distances, K]; each may be None.
     k, v: keys and values, packed head after head, ``stream_keys`` per stream; with ALL, all streams share one set.
     key_bias, query_bias: ``key_bias_j - query_bias_t`` is added to scores; query_bias is [B, H, T]. Or both None.
-    heads: int32 [4, H]: visible keys of each head; heads from the longest to the shortest, so that the long ones start
+    heads: int32 [4, H]: visible keys of each head; heads from the longest to the shortest, so that the longest start
         first; L of each head; and the index of its first key.
-    seed: seed of dropout, which drops the same weights as ``dropout.py``, number for number; None without dropout.
-    ALL: queries see all keys (persistent vectors). DROP: numbers below it drop a weight. SCALE: the rest's factor.
+    seed: seed of dropout, which drops the same weights as ``dropout.py``; None without dropout.
+    ALL: queries see all keys (persistent vectors). DROP: random numbers below drop a weight. SCALE: factor of others.
 """
 
 import triton
@@ -24,15 +24,15 @@ from variants.kernels import dropout
 STREAM, QUERY, KEY = (tl.constexpr(dropout.FACTORS[name]) for name in ("stream", "query", "key"))
 FIRST, SECOND, PERSISTENT = (tl.constexpr(factor) for factor in (*dropout.MIX, dropout.PERSISTENT))
 LOG2E = tl.constexpr(1.4426950408889634)
-HIGHEST = tl.constexpr(70 * 1.4426950408889634)  # bound of exponents, ``window.highest`` of float32 in base 2
+MAX_EXPONENT = tl.constexpr(70 * 1.4426950408889634)  # ``window.max_exponent`` of float32, in base 2
 INTERPRETED = triton.knobs.runtime.interpret  # whether kernels run on the host; set when triton is imported
-kernel = triton.jit(do_not_specialize=("B", "T", "stream_keys", "longest", "distances"))  # else each length compiles
+kernel = triton.jit(do_not_specialize=("B", "T", "stream_keys", "longest", "distances"))  # no compilation per length
 
 
 @triton.jit
-def _head(heads, far, b, stream_keys, ramp, ALL: tl.constexpr):
-    """The program's head, its number of keys L, the row of its first key in stream b, how many keys it may see, how
-    many of the nearest have m = 1 and give its span no gradient, and z + R."""
+def _head(heads, ramp_end, b, stream_keys, ramp, ALL: tl.constexpr):
+    """The program's head, its number of keys L, the row of its first key in stream b, its number of visible keys, the
+    number of nearest keys that have m = 1 and give no gradient to z, and z + R."""
     H = tl.num_programs(1)
     h = tl.load(heads + H + tl.program_id(1))
     first = tl.load(heads + 3 * H + h).to(tl.int64)
@@ -41,8 +41,8 @@ def _head(heads, far, b, stream_keys, ramp, ALL: tl.constexpr):
     visible = tl.load(heads + h)
     full = visible
     end = 0.0
-    if far is not None:
-        end = tl.load(far + h).to(tl.float32)
+    if ramp_end is not None:
+        end = tl.load(ramp_end + h).to(tl.float32)
         visible = tl.maximum(tl.minimum(visible, tl.floor(end).to(tl.int32) + 1), 0)
         full = tl.maximum(tl.minimum(full, tl.ceil(end).to(tl.int32) - ramp), 0)
     return h, tl.load(heads + 2 * H + h), first, visible, full, end
@@ -52,28 +52,28 @@ def _head(heads, far, b, stream_keys, ramp, ALL: tl.constexpr):
 def _at(rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
     """Offsets ``[block, WIDTH]`` of rows in a contiguous matrix of ``size`` rows, and a mask of existing elements."""
     columns = tl.arange(0, WIDTH)
-    there = ((rows >= 0) & (rows < size))[:, None]
+    exists = ((rows >= 0) & (rows < size))[:, None]
     if K != WIDTH:
-        there = there & (columns < K)[None, :]
-    return rows[:, None] * K + columns[None, :], there
+        exists = exists & (columns < K)[None, :]
+    return rows[:, None] * K + columns[None, :], exists
 
 
 @triton.jit
 def _load(x, rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of a matrix ``[block, WIDTH]``, with zeros outside of it."""
-    at, there = _at(rows, size, K, WIDTH)
-    return tl.load(x + at, mask=there, other=0.0)
+    """Rows of a matrix, ``[block, WIDTH]``, with zeros for rows and columns that do not exist."""
+    at, exists = _at(rows, size, K, WIDTH)
+    return tl.load(x + at, mask=exists, other=0.0)
 
 
 @triton.jit
 def _store(x, rows, size, value, K: tl.constexpr, WIDTH: tl.constexpr):
-    at, there = _at(rows, size, K, WIDTH)
-    tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
+    at, exists = _at(rows, size, K, WIDTH)
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=exists)
 
 
 @triton.jit
 def _biases(x, at, size):
-    """Elements of a vector ``[block]``, with zeros outside of it."""
+    """Elements of a vector, ``[block]``, with zeros for elements that do not exist."""
     return tl.load(x + at, mask=(at >= 0) & (at < size), other=0.0)
 
 
@@ -85,28 +85,28 @@ def _mix(x):
 
 
 @triton.jit
-def _drawn(seed, b, h, t):
-    """The number from which dropout draws each row of weights, uint32; without dropout, a value that is not used."""
-    drawn = t
+def _row_numbers(seed, b, h, t):
+    """Row numbers of ``dropout.row_numbers`` for queries t, uint32; without dropout they are not used."""
+    counter = t
     if seed is not None:
         word = tl.load(seed) + h
         x = _mix(word.to(tl.uint32) ^ (b.to(tl.uint32) * STREAM)) ^ (word >> 32).to(tl.uint32)
-        drawn = _mix(_mix(x) ^ (t.to(tl.uint32) * QUERY))
-    return drawn
+        counter = _mix(_mix(x) ^ (t.to(tl.uint32) * QUERY))
+    return counter
 
 
 @triton.jit
-def _drop(value, seed, drawn, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr):
-    """``value`` times SCALE, or 0 for a dropped weight. Weights are numbered by distance x or, with ALL, vector j."""
+def _drop(value, seed, counter, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr):
+    """``value`` times SCALE, or 0 for a dropped weight. Key numbers are distances x or, with ALL, vectors j."""
     if seed is not None:
         number = (j.to(tl.uint32) ^ PERSISTENT) if ALL else x.to(tl.uint32)
-        value = tl.where(_mix(drawn ^ (number * KEY)) >= DROP, value * SCALE, 0.0)
+        value = tl.where(_mix(counter ^ (number * KEY)) >= DROP, value * SCALE, 0.0)
     return value
 
 
 @triton.jit
 def _key_blocks(t0, offset, visible, full, T, L, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Bounds of the keys that queries t0 .. see: first, inner, outer, last. Blocks from inner to outer need no mask."""
+    """Bounds first, inner, outer, last of the keys for a block of queries. From inner to outer no mask is needed."""
     if ALL:
         return 0, 0, L // BLOCK * BLOCK, L
     high = offset + tl.minimum(t0 + BLOCK, T)  # one past the nearest key of the last query
@@ -119,7 +119,7 @@ def _key_blocks(t0, offset, visible, full, T, L, BLOCK: tl.constexpr, ALL: tl.co
 
 @triton.jit
 def _query_blocks(j0, offset, visible, full, T, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Bounds of the queries that see keys j0 .., as in ``_key_blocks``."""
+    """Bounds of the queries for a block of keys, as in ``_key_blocks``."""
     if ALL:
         return 0, 0, T // BLOCK * BLOCK, T
     first = tl.maximum(j0 - offset, 0) // BLOCK * BLOCK
@@ -131,21 +131,19 @@ def _query_blocks(j0, offset, visible, full, T, BLOCK: tl.constexpr, ALL: tl.con
 
 
 @triton.jit
-def _near(
+def _q_dot_p(
     q, vectors, x_first, distances,
     AXIS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q . p_x of a block of pairs, queries along axis 1 - AXIS: products of q and 2 BLOCK distances, on diagonals.
+    """q . p_x of a block of pairs, with queries along axis 1 - AXIS, from diagonals of q . p for 2 BLOCK distances.
 
-    ``x_first``: the smallest distance in the block, from its first query to its last key.
+    ``x_first``: the smallest distance in the block, between its first query and its last key.
     """
     p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
-    one, other = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     if AXIS == 1:
-        wide = tl.dot(q, tl.trans(p), input_precision=PRECISION)
-        return tl.gather(wide, one - other + BLOCK - 1, 1)
-    wide = tl.dot(p, tl.trans(q), input_precision=PRECISION)
-    return tl.gather(wide, other - one + BLOCK - 1, 0)
+        return tl.gather(tl.dot(q, tl.trans(p), input_precision=PRECISION), row - column + BLOCK - 1, 1)
+    return tl.gather(tl.dot(p, tl.trans(q), input_precision=PRECISION), column - row + BLOCK - 1, 0)
 
 
 @triton.jit
@@ -156,7 +154,7 @@ def _in_base_2(scores, x, table, h, distances):
 
 
 @triton.jit
-def _seen(x, j, visible, L, ALL: tl.constexpr):
+def _visible(x, j, visible, L, ALL: tl.constexpr):
     if ALL:
         return (j < L) & (x == x)
     return (x >= 0) & (x < visible)
@@ -164,28 +162,28 @@ def _seen(x, j, visible, L, ALL: tl.constexpr):
 
 @kernel
 def forward(
-    q, k, v, start, start_lse, y, lse, far, heads, table, key_bias, query_bias, vectors, seed, T, stream_keys,
+    q, k, v, start, start_lse, y, lse, ramp_end, heads, table, key_bias, query_bias, vectors, seed, T, stream_keys,
     shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf for a query that sees nothing. Grid: (B * blocks, H).
+    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf for a query that sees no key. Grid: (B * blocks, H).
 
-    ``start``, ``start_lse``: float32 output and log-sum-exp of another part of the same softmax, to merge in; or None.
+    ``start``, ``start_lse``: float32 output and log-sum-exp of a part of the same softmax, to merge with; or None.
     """
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
-    h, L, first, visible, full, end = _head(heads, far, b, stream_keys, ramp, ALL)
+    h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
     k, v, offset = k + first * K, v + first * K, L - T - shift
     row, t = (b * H + h) * T, t0 + tl.arange(0, BLOCK)
-    own = _load(q + row * K, t, T, K, WIDTH)
-    drawn = _drawn(seed, b, h, t)[:, None]
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    q_t = _load(q + row * K, t, T, K, WIDTH)
+    counter = _row_numbers(seed, b, h, t)[:, None]
+    peak = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     if key_bias is not None:
         base = _biases(query_bias + row, t, T)[:, None]
     out = tl.zeros([BLOCK, WIDTH], tl.float32)
     if start is not None:
-        top = tl.load(start_lse + row + t, mask=t < T, other=0.0)
+        peak = tl.load(start_lse + row + t, mask=t < T, other=0.0)
         total += 1.0
         out = _load(start + row * K, t, T, K, WIDTH)
     bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)  # bounds[3] stands for L below: one register less
@@ -193,58 +191,58 @@ def forward(
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):
             j = j0 + tl.arange(0, BLOCK)
             x = (offset + t)[:, None] - j[None, :]
-            scores = tl.dot(own, tl.trans(_load(k, j, bounds[3], K, WIDTH)), input_precision=PRECISION)
+            scores = tl.dot(q_t, tl.trans(_load(k, j, bounds[3], K, WIDTH)), input_precision=PRECISION)
             if vectors is not None:
-                scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, WIDTH, BLOCK, PRECISION)
+                scores += _q_dot_p(q_t, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, WIDTH, BLOCK, PRECISION)
             if key_bias is not None:
                 scores += _biases(key_bias + first, j, bounds[3])[None, :] - base
             scores = _in_base_2(scores, x, table, h, distances)
             if part != 1:
-                seen = _seen(x, j[None, :], visible, bounds[3], ALL)
-                if far is not None:
+                is_visible = _visible(x, j[None, :], visible, bounds[3], ALL)
+                if ramp_end is not None:
                     m = tl.minimum((end - x) / ramp, 1.0)
-                    seen = seen & (m > 0)
-                    scores += tl.log2(tl.where(seen, m, 1.0))
-                scores = tl.where(seen, scores, float("-inf"))
-            new = tl.maximum(top, tl.max(scores, 1))
+                    is_visible = is_visible & (m > 0)
+                    scores += tl.log2(tl.where(is_visible, m, 1.0))
+                scores = tl.where(is_visible, scores, float("-inf"))
+            new = tl.maximum(peak, tl.max(scores, 1))
             safe = tl.where(new == float("-inf"), 0.0, new)
             weights = tl.exp2(scores - safe[:, None])
-            shrink = tl.exp2(top - safe)
-            total = total * shrink + tl.sum(weights, 1)
-            weights = _drop(weights, seed, drawn, x, j[None, :], ALL, DROP, SCALE).to(v.dtype.element_ty)
-            out = tl.dot(weights, _load(v, j, bounds[3], K, WIDTH), out * shrink[:, None], input_precision=PRECISION)
-            top = new
-    blind = total == 0
-    _store(y + row * K, t, T, out / tl.where(blind, 1.0, total)[:, None], K, WIDTH)
-    tl.store(lse + row + t, tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total))), mask=t < T)
+            rescale = tl.exp2(peak - safe)
+            total = total * rescale + tl.sum(weights, 1)
+            weights = _drop(weights, seed, counter, x, j[None, :], ALL, DROP, SCALE).to(v.dtype.element_ty)
+            out = tl.dot(weights, _load(v, j, bounds[3], K, WIDTH), out * rescale[:, None], input_precision=PRECISION)
+            peak = new
+    empty = total == 0
+    _store(y + row * K, t, T, out / tl.where(empty, 1.0, total)[:, None], K, WIDTH)
+    tl.store(lse + row + t, tl.where(empty, float("inf"), peak + tl.log2(tl.where(empty, 1.0, total))), mask=t < T)
 
 
 @kernel
 def query_gradient(
-    g, q, k, v, y, lse, delta, dq, dz, dquery_bias, far, heads, table, key_bias, query_bias, vectors, seed, T,
+    g, q, k, v, y, lse, delta, dq, dz, dquery_bias, ramp_end, heads, table, key_bias, query_bias, vectors, seed, T,
     stream_keys, shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``dq``, ``delta`` = g . y, ``dquery_bias [B, H, T]`` and each program's part of ``dz [H, B * blocks]``. The
-    last two may be None. Grid: (B * blocks, H).
+    """Write ``dq``, ``delta`` = g . y, ``dquery_bias [B, H, T]`` and each program's part of ``dz [H, B * blocks]``;
+    ``dquery_bias`` and ``dz`` may be None. Grid: (B * blocks, H).
     """
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
-    h, L, first, visible, full, end = _head(heads, far, b, stream_keys, ramp, ALL)
+    h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
     k, v, offset = k + first * K, v + first * K, L - T - shift
     row, t = (b * H + h) * T, t0 + tl.arange(0, BLOCK)
-    own, up = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
-    joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
-    paid = tl.sum(up.to(tl.float32) * _load(y + row * K, t, T, K, WIDTH).to(tl.float32), 1)
-    tl.store(delta + row + t, paid, mask=t < T)
-    moved = tl.zeros([BLOCK, WIDTH], tl.float32)
-    span = tl.zeros([BLOCK], tl.float32)
-    lowered = tl.zeros([BLOCK], tl.float32)
+    q_t, g_t = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
+    lse_t = tl.load(lse + row + t, mask=t < T, other=float("inf"))
+    delta_t = tl.sum(g_t.to(tl.float32) * _load(y + row * K, t, T, K, WIDTH).to(tl.float32), 1)
+    tl.store(delta + row + t, delta_t, mask=t < T)
+    dquery = tl.zeros([BLOCK, WIDTH], tl.float32)
+    dspan = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
     if key_bias is not None:
         base = _biases(query_bias + row, t, T)[:, None]
-    drawn = _drawn(seed, b, h, t)[:, None]
+    counter = _row_numbers(seed, b, h, t)[:, None]
     r, i = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
-    place = r - i + BLOCK - 1  # index in the block of the key at distance x_first + i
+    diagonal = r - i + BLOCK - 1  # index in the block of the key at distance x_first + i
     bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)
     for part in tl.static_range(3):
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):
@@ -252,52 +250,53 @@ def query_gradient(
             x = (offset + t)[:, None] - j[None, :]
             x_first = offset + t0 - j0 - BLOCK + 1
             keys = _load(k, j, bounds[3], K, WIDTH)
-            scores = tl.dot(own, tl.trans(keys), input_precision=PRECISION)
+            scores = tl.dot(q_t, tl.trans(keys), input_precision=PRECISION)
             if vectors is not None:
-                scores += _near(own, vectors, x_first, distances, 1, K, WIDTH, BLOCK, PRECISION)
+                scores += _q_dot_p(q_t, vectors, x_first, distances, 1, K, WIDTH, BLOCK, PRECISION)
             if key_bias is not None:
                 scores += _biases(key_bias + first, j, bounds[3])[None, :] - base
-            scores = _in_base_2(scores, x, table, h, distances) - joint[:, None]
+            scores = _in_base_2(scores, x, table, h, distances) - lse_t[:, None]
             if part != 1:
-                scores = tl.where(_seen(x, j[None, :], visible, bounds[3], ALL), scores, float("-inf"))
-            reward = tl.dot(up, tl.trans(_load(v, j, bounds[3], K, WIDTH)), input_precision=PRECISION)
-            if part != 1 and far is not None:
-                scores = tl.minimum(scores, HIGHEST)  # a key of weight 0 may score above the log-sum-exp
-            change = tl.exp2(scores) * (_drop(reward, seed, drawn, x, j[None, :], ALL, DROP, SCALE) - paid[:, None])
-            if part != 1 and far is not None:
+                scores = tl.where(_visible(x, j[None, :], visible, bounds[3], ALL), scores, float("-inf"))
+            dweights = tl.dot(g_t, tl.trans(_load(v, j, bounds[3], K, WIDTH)), input_precision=PRECISION)
+            if part != 1 and ramp_end is not None:
+                scores = tl.minimum(scores, MAX_EXPONENT)  # a key of weight 0 may score above the log-sum-exp
+            dweights = _drop(dweights, seed, counter, x, j[None, :], ALL, DROP, SCALE)
+            dscores = tl.exp2(scores) * (dweights - delta_t[:, None])
+            if part != 1 and ramp_end is not None:
                 ahead = end - x
                 if dz is not None:
-                    # The ramp is closed: at its far end m and the weight are 0, but the key still gives a gradient.
-                    span += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), change, 0.0), 1)
-                change *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # tl.where would spill
+                    # The ramp is closed: at its end z + R, m and the weight are 0, but the key still gives a gradient.
+                    dspan += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), dscores, 0.0), 1)
+                dscores *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # tl.where would spill
             if dquery_bias is not None:
-                lowered -= tl.sum(change, 1)
-            moved = tl.dot(change.to(k.dtype.element_ty), keys, moved, input_precision=PRECISION)
+                dbias -= tl.sum(dscores, 1)
+            dquery = tl.dot(dscores.to(k.dtype.element_ty), keys, dquery, input_precision=PRECISION)
             if vectors is not None:
                 p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
-                by_distance = tl.gather(change, tl.minimum(tl.maximum(place, 0), BLOCK - 1), 1)
-                by_distance = tl.where((place >= 0) & (place < BLOCK), by_distance, 0.0).to(k.dtype.element_ty)
-                moved = tl.dot(by_distance, p, moved, input_precision=PRECISION)
-    _store(dq + row * K, t, T, moved, K, WIDTH)
+                by_distance = tl.gather(dscores, tl.minimum(tl.maximum(diagonal, 0), BLOCK - 1), 1)
+                by_distance = tl.where((diagonal >= 0) & (diagonal < BLOCK), by_distance, 0.0).to(k.dtype.element_ty)
+                dquery = tl.dot(by_distance, p, dquery, input_precision=PRECISION)
+    _store(dq + row * K, t, T, dquery, K, WIDTH)
     if dquery_bias is not None:
-        tl.store(dquery_bias + row + t, lowered, mask=t < T)
+        tl.store(dquery_bias + row + t, dbias, mask=t < T)
     if dz is not None:
-        tl.store(dz + h * tl.num_programs(0) + tl.program_id(0), tl.sum(span, 0) / ramp)
+        tl.store(dz + h * tl.num_programs(0) + tl.program_id(0), tl.sum(dspan, 0) / ramp)
 
 
 @kernel
 def key_gradient(
-    g, q, k, v, lse, delta, dk, dv, dkey_bias, far, heads, table, key_bias, query_bias, vectors, seed, T,
+    g, q, k, v, lse, delta, dk, dv, dkey_bias, ramp_end, heads, table, key_bias, query_bias, vectors, seed, T,
     stream_keys, longest, shift, distances, ramp, OWN: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr,
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``dk`` and ``dv``, packed as keys, but for each stream even where streams share keys; with OWN only of the
-    last T keys of each head, ``[B, H, T, K]``. ``dkey_bias``, alike without K, may be None. ``longest``: most rows of a
-    head. Grid: (B * blocks of ``longest``, H).
+    """Write ``dk`` and ``dv``, packed like keys, but for each stream even if streams share keys; with OWN only for the
+    last T keys of each head, ``[B, H, T, K]``. ``dkey_bias`` has the same shape without K, or is None. ``longest`` is
+    the largest number of rows of a head. Grid: (B * blocks of ``longest``, H).
     """
     H, blocks = tl.num_programs(1), tl.cdiv(longest, BLOCK)
-    b, own0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
-    h, L, first, visible, full, end = _head(heads, far, b, stream_keys, ramp, ALL)
+    b, row0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
+    h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
     row, offset = (b * H + h) * T, L - T - shift
     written, at = L, first
     if ALL:
@@ -305,13 +304,13 @@ def key_gradient(
     else:
         if OWN:
             written, at = T, row
-        if own0 >= written:  # this head has fewer keys than another
+        if row0 >= written:  # this head has fewer keys than another
             return
-    j0 = L - written + own0
+    j0 = L - written + row0
     j = j0 + tl.arange(0, BLOCK)
     keys, values = _load(k + first * K, j, L, K, WIDTH), _load(v + first * K, j, L, K, WIDTH)
     dkeys, dvalues = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH], tl.float32)
-    raised = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
     if key_bias is not None:
         bias = _biases(key_bias + first, j, L)[:, None]
     bounds = _query_blocks(j0, offset, visible, full, T, BLOCK, ALL)
@@ -319,53 +318,53 @@ def key_gradient(
         for t0 in range(bounds[part], bounds[part + 1], BLOCK):
             t = t0 + tl.arange(0, BLOCK)
             x = (offset + t)[None, :] - j[:, None]
-            own = _load(q + row * K, t, T, K, WIDTH)
-            if seed is not None:  # here or below: wherever the compiler keeps all in registers
-                up = _load(g + row * K, t, T, K, WIDTH)
-            joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
-            scores = tl.dot(keys, tl.trans(own), input_precision=PRECISION)
+            q_t = _load(q + row * K, t, T, K, WIDTH)
+            if seed is not None:  # loaded in this line or below, so that the compiler keeps everything in registers
+                g_t = _load(g + row * K, t, T, K, WIDTH)
+            lse_t = tl.load(lse + row + t, mask=t < T, other=float("inf"))
+            scores = tl.dot(keys, tl.trans(q_t), input_precision=PRECISION)
             if vectors is not None:
-                scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, WIDTH, BLOCK, PRECISION)
+                scores += _q_dot_p(q_t, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, WIDTH, BLOCK, PRECISION)
             if key_bias is not None:
                 scores += bias - _biases(query_bias + row, t, T)[None, :]
-            scores = _in_base_2(scores, x, table, h, distances) - joint[None, :]
+            scores = _in_base_2(scores, x, table, h, distances) - lse_t[None, :]
             if part != 1:
-                scores = tl.where(_seen(x, j[:, None], visible, L, ALL), scores, float("-inf"))
+                scores = tl.where(_visible(x, j[:, None], visible, L, ALL), scores, float("-inf"))
             weights = tl.exp2(scores)
-            if part != 1 and far is not None:
+            if part != 1 and ramp_end is not None:
                 m = tl.minimum((end - x) / ramp, 1.0)
                 weights = tl.where(m > 0, weights * m, 0.0)
             if seed is None:
-                up = _load(g + row * K, t, T, K, WIDTH)
-            drawn = _drawn(seed, b, h, t)[None, :]
-            dropped = _drop(weights, seed, drawn, x, j[:, None], ALL, DROP, SCALE).to(g.dtype.element_ty)
-            dvalues = tl.dot(dropped, up, dvalues, input_precision=PRECISION)
-            paid = tl.load(delta + row + t, mask=t < T, other=0.0)
-            reward = tl.dot(values, tl.trans(up), input_precision=PRECISION)
-            reward = _drop(reward, seed, drawn, x, j[:, None], ALL, DROP, SCALE) - paid[None, :]
-            change = weights * reward
-            dkeys = tl.dot(change.to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
+                g_t = _load(g + row * K, t, T, K, WIDTH)
+            counter = _row_numbers(seed, b, h, t)[None, :]
+            dropped = _drop(weights, seed, counter, x, j[:, None], ALL, DROP, SCALE).to(g.dtype.element_ty)
+            dvalues = tl.dot(dropped, g_t, dvalues, input_precision=PRECISION)
+            delta_t = tl.load(delta + row + t, mask=t < T, other=0.0)
+            dweights = tl.dot(values, tl.trans(g_t), input_precision=PRECISION)
+            dweights = _drop(dweights, seed, counter, x, j[:, None], ALL, DROP, SCALE) - delta_t[None, :]
+            dscores = weights * dweights
+            dkeys = tl.dot(dscores.to(q.dtype.element_ty), q_t, dkeys, input_precision=PRECISION)
             if dkey_bias is not None:
-                raised += tl.sum(change, 1)
-    rows = own0 + tl.arange(0, BLOCK)
+                dbias += tl.sum(dscores, 1)
+    rows = row0 + tl.arange(0, BLOCK)
     _store(dk + at * K, rows, written, dkeys, K, WIDTH)
     _store(dv + at * K, rows, written, dvalues, K, WIDTH)
     if dkey_bias is not None:
-        tl.store(dkey_bias + at + rows, raised, mask=rows < written)
+        tl.store(dkey_bias + at + rows, dbias, mask=rows < written)
 
 
 @kernel
 def vector_gradient(
-    g, q, k, v, lse, delta, dvectors, far, heads, key_bias, query_bias, vectors, seed, B, T, stream_keys, shift,
+    g, q, k, v, lse, delta, dvectors, ramp_end, heads, key_bias, query_bias, vectors, seed, B, T, stream_keys, shift,
     distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dp by groups of streams, ``[groups, H, distances, K]``. Grid: (blocks of distances, H, groups)."""
+    """Write dp for groups of streams, ``[groups, H, distances, K]``. Grid: (blocks of distances, H, groups)."""
     H, groups = tl.num_programs(1), tl.num_programs(2)
     x0, group = tl.program_id(0) * BLOCK, tl.program_id(2)
     x = x0 + tl.arange(0, BLOCK)
     b = group.to(tl.int64)
-    h, L, start, visible, full, end = _head(heads, far, b, stream_keys, ramp, False)
+    h, L, start, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, False)
     offset = L - T - shift
     dp = tl.zeros([BLOCK, WIDTH], tl.float32)
     p = _load(vectors, x, distances, K, WIDTH)
@@ -375,24 +374,25 @@ def vector_gradient(
         row = (b * H + h) * T
         for t0 in range(first, last, BLOCK):
             t = t0 + tl.arange(0, BLOCK)
-            own, up = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
-            joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
-            paid = tl.load(delta + row + t, mask=t < T, other=0.0)
+            q_t, g_t = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
+            lse_t = tl.load(lse + row + t, mask=t < T, other=float("inf"))
+            delta_t = tl.load(delta + row + t, mask=t < T, other=0.0)
             near = offset + t0 - x0 - BLOCK + 1 + tl.arange(0, 2 * BLOCK)  # keys on the diagonals of these distances
-            place = tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
-            scores = tl.dot(_load(k + start * K, near, L, K, WIDTH), tl.trans(own), input_precision=PRECISION)
+            diagonal = tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
+            scores = tl.dot(_load(k + start * K, near, L, K, WIDTH), tl.trans(q_t), input_precision=PRECISION)
             if key_bias is not None:
                 scores += _biases(key_bias + start, near, L)[:, None] - _biases(query_bias + row, t, T)[None, :]
-            scores = tl.gather(scores, place, 0) + tl.dot(p, tl.trans(own), input_precision=PRECISION)
-            seen = (x[:, None] < visible) & (x[:, None] <= (offset + t)[None, :])
-            weights = tl.exp2(tl.where(seen, scores * LOG2E - joint[None, :], float("-inf")))
-            if far is not None:
+            scores = tl.gather(scores, diagonal, 0) + tl.dot(p, tl.trans(q_t), input_precision=PRECISION)
+            is_visible = (x[:, None] < visible) & (x[:, None] <= (offset + t)[None, :])
+            weights = tl.exp2(tl.where(is_visible, scores * LOG2E - lse_t[None, :], float("-inf")))
+            if ramp_end is not None:
                 m = tl.minimum((end - x) / ramp, 1.0)[:, None]
                 weights = tl.where(m > 0, weights * m, 0.0)
-            reward = tl.dot(_load(v + start * K, near, L, K, WIDTH), tl.trans(up), input_precision=PRECISION)
-            drawn = _drawn(seed, b, h, t)[None, :]
-            reward = _drop(tl.gather(reward, place, 0), seed, drawn, x[:, None], x, False, DROP, SCALE) - paid[None, :]
-            dp = tl.dot((weights * reward).to(q.dtype.element_ty), own, dp, input_precision=PRECISION)
+            dweights = tl.dot(_load(v + start * K, near, L, K, WIDTH), tl.trans(g_t), input_precision=PRECISION)
+            counter = _row_numbers(seed, b, h, t)[None, :]
+            dweights = _drop(tl.gather(dweights, diagonal, 0), seed, counter, x[:, None], x, False, DROP, SCALE)
+            dscores = (weights * (dweights - delta_t[None, :])).to(q.dtype.element_ty)
+            dp = tl.dot(dscores, q_t, dp, input_precision=PRECISION)
         b += groups
         start += groups * stream_keys
     at = (group * H + h).to(tl.int64) * distances * K

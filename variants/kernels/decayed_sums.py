@@ -1,21 +1,22 @@
-"""Sums over all of the past with input-dependent decay and a state of constant size:
+"""Sums over all of the past, with input-dependent decay and a state of constant size.
 
     S_t = D_t S_{t-1} + k_t v_t^T    [F, V],    o_t = S_t^T q_t,    D_t = diag(exp(g_t)),    g_t <= 0
 
-with one g_t per head (2312.06635, 4; 2405.21060) or one per channel (F in all). A chunk of C bytes attends to itself by
-pairs, with G_t = g_1 + .. + g_t from its first byte, and to all before it through S, so memory holds one S per chunk:
+with one g_t per head (2312.06635, 4; 2405.21060) or one for each of its F channels. A chunk of C bytes reads its own
+keys in pairs, with G_t = g_1 + .. + g_t from its first byte, and earlier keys through S. Memory holds one S per chunk:
 
     o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j
     S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
 
 No exponent is above 0, and each covers at most one chunk.
 
-**Delta rule**, with strength b_t: k_t is written with u_t = b_t (v_t - (D_t S_{t-1})^T k_t) instead of v_t. If b_t = 1
-and |k_t| = 1, then S_t^T k_t = v_t (2412.06464, 3.1; 2510.26692, 3). The u_t of a chunk solve one linear system
+**Delta rule**, with strength b_t: u_t = b_t (v_t - (D_t S_{t-1})^T k_t) takes the place of v_t in S_t. If b_t = 1
+and |k_t| = 1, then S_t^T k_t = v_t (2412.06464, 3.1; 2510.26692, 3). The u_t of a chunk solve one linear system,
 
     u_t + b_t sum_{j < t} (k_t . exp(G_t - G_j) k_j) u_j = b_t (v_t - S^T (exp(G_t) k_t)).
 
-It is solved for v and exp(G) k of all chunks at once. Then S is carried from chunk to chunk (2412.06464, 3.3).
+The system is solved for v and exp(G) k of all chunks in parallel. Then S is carried through the chunks (2412.06464,
+3.3).
 """
 
 from functools import partial
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.kernels.carried_sums import by_pieces, carried
+from variants.kernels.carried_sums import carry_sums, map_pieces
 
 
 def attend(
@@ -45,63 +46,64 @@ def attend(
         v: ``[B, H, T, V]``.
         log_decay: g <= 0: ``[B, H, T, 1]`` per head, ``[B, H, T, F]`` per channel; ``[1, H, 1, 1]`` if constant.
         strength: b of the delta rule, ``[B, H, T, 1]``; None for plain sums.
-        sums: S of the segment before; None for zeros.
+        sums: S after the previous segment; None for zeros.
         attend_self: whether query t reads S_t; otherwise it reads S_{t-1}.
         chunk: C, bytes.
     """
     sums = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if sums is None else sums.to(v.dtype)
     constant = log_decay if log_decay.shape[2] == 1 else None
-    others = [x for x in (log_decay if constant is None else None, strength) if x is not None]
-    step = partial(_of_piece, shift=0 if attend_self else 1, constant=constant)
-    out, sums = by_pieces(step, sums, q, k, v, *others, chunk=chunk)
+    gates = [x for x in (log_decay if constant is None else None, strength) if x is not None]
+    step = partial(_attend_piece, shift=0 if attend_self else 1, constant=constant)
+    out, sums = map_pieces(step, sums, q, k, v, *gates, chunk=chunk)
     return out, sums.detach()
 
 
-def _of_piece(
-    sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, shift: int, constant: Tensor | None
+def _attend_piece(
+    sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, shift: int, constant: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` for whole chunks ``[B, H, n, C, .]``. ``others``: g unless ``constant``, then b if there is one."""
+    """Compute ``attend`` for whole chunks ``[B, H, n, C, .]``. ``constant`` is g if it is the same for all bytes, or
+    None; ``gates`` are g otherwise, and b for the delta rule. With shift 1, query t reads S_{t-1}."""
     if constant is None:
-        log_decay, *others = others
+        log_decay, *gates = gates
         total = log_decay.cumsum(-2)  # G
     else:
         total = constant[:, :, None] * torch.arange(1, q.shape[3] + 1, dtype=q.dtype, device=q.device)[:, None]
-    (strength,) = others or [None]
-    seen = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # G_t, or G_{t-1} with shift 1
+    (strength,) = gates or [None]
+    query_total = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # G_t, or G_{t-1} with shift 1
     if strength is None or shift:
-        (scores,) = _products(_between(seen, total, shift), k, q)  # [B, H, n, C, C]
+        (scores,) = _products(_decay_between(query_total, total, shift), k, q)  # [B, H, n, C, C]
     written = (k * (total[..., -1:, :] - total).exp()).mT  # [B, H, n, F, C]
-    keep = total[..., -1:, :].exp().mT.expand(-1, -1, q.shape[2], -1, -1)  # [B, H, n, F or 1, 1]
+    chunk_decay = total[..., -1:, :].exp().mT.expand(-1, -1, q.shape[2], -1, -1)  # [B, H, n, F or 1, 1]
     if strength is None:
-        before, sums = carried(sums, written @ v, keep)
-        return scores @ v + (q * seen.exp()) @ before, sums
-    left, *both = _products(_between(total, total, 0), k, *((k,) if shift else (k, q)))
-    scores = scores if shift else both[0]
+        before, sums = carry_sums(sums, written @ v, chunk_decay)
+        return scores @ v + (q * query_total.exp()) @ before, sums
+    left, *query_scores = _products(_decay_between(total, total, 0), k, *((k,) if shift else (k, q)))
+    scores = scores if shift else query_scores[0]
     right = strength * torch.cat([v, k * total.exp()], dim=-1)
-    left = strength * left  # only entries below the diagonal are read; the diagonal counts as 1
+    left = strength * left  # the solver reads only entries below the diagonal, and takes the diagonal as 1
     right = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
     v, reads = right.split([v.shape[-1], k.shape[-1]], dim=-1)
-    before, values = [], []
+    before, u = [], []
     for n in range(v.shape[2]):
         before.append(sums)
-        values.append(v[:, :, n] - reads[:, :, n] @ sums)
-        sums = keep[:, :, n] * sums + written[:, :, n] @ values[-1]
-    return scores @ torch.stack(values, dim=2) + (q * seen.exp()) @ torch.stack(before, dim=2), sums
+        u.append(v[:, :, n] - reads[:, :, n] @ sums)
+        sums = chunk_decay[:, :, n] * sums + written[:, :, n] @ u[-1]
+    return scores @ torch.stack(u, dim=2) + (q * query_total.exp()) @ torch.stack(before, dim=2), sums
 
 
-def _between(seen: Tensor, total: Tensor, shift: int) -> Tensor:
-    """exp(G_t - G_j) for keys j <= t - shift and 0 for later ones: ``[B, H, n, C, C]``, or ``[.., C, C, F]``."""
+def _decay_between(query_total: Tensor, total: Tensor, shift: int) -> Tensor:
+    """exp(G_t - G_j) for keys j <= t - shift and 0 for later keys: ``[B, H, n, C, C]``, or ``[.., C, C, F]``."""
     size = total.shape[-2]
     hidden = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1 - shift)
     if total.shape[-1] == 1:
-        between = seen - total.mT
+        exponent = query_total - total.mT
     else:
-        between, hidden = seen[..., None, :] - total[..., None, :, :], hidden[..., None]
-    return between.clamp(max=0).masked_fill(hidden, -torch.inf).exp()
+        exponent, hidden = query_total[..., None, :] - total[..., None, :, :], hidden[..., None]
+    return exponent.clamp(max=0).masked_fill(hidden, -torch.inf).exp()
 
 
-def _products(between: Tensor, k: Tensor, *readers: Tensor) -> list[Tensor]:
-    """q_t . (between_tj k_j), ``[B, H, n, C, C]``, for each q of ``readers``."""
-    if between.dim() == k.dim():
-        return [q @ k.mT * between for q in readers]
-    return list(((between * k[..., None, :, :]) @ torch.stack(readers, dim=-1)).unbind(-1))
+def _products(decay: Tensor, k: Tensor, *queries: Tensor) -> list[Tensor]:
+    """q_t . (decay_tj k_j), ``[B, H, n, C, C]``, for each q of ``queries``."""
+    if decay.dim() == k.dim():
+        return [q @ k.mT * decay for q in queries]
+    return list(((decay * k[..., None, :, :]) @ torch.stack(queries, dim=-1)).unbind(-1))

@@ -1,17 +1,17 @@
-"""Dropout of attention weights, drawn from counters: whether a weight stays depends on its numbers, not on an order.
+"""Dropout of attention weights from counters: a weight's random number depends only on its indices and the seed.
 
     keep(seed, stream, head, query, key) = mix(mix(mix(mix(seed + head, stream)), query) ^ c key) >= rate 2^32
 
-The head's number is added to the seed. A head that is computed alone, as head 0 with its number added to the seed,
-drops the same weights. So does any tiling, forward and backward, on any device, and no mask is kept in memory. ``mix``
-is a bijection of 32 bits: flipping one input bit flips each output bit about half the time. A kernel in another
-language can draw the same by this formula; ``tests/test_dropout.py`` pins some values.
+So any tiling drops the same weights, in the forward and the backward pass, on any device, and no mask is stored. The
+head's index is added to the seed: a head computed as head 0 with the seed increased by its index drops the same
+weights. ``mix`` is a bijection of 32 bits: flipping one input bit flips each output bit about half the time. A kernel
+in another language can draw the same numbers by this formula; ``tests/test_dropout.py`` pins some of them.
 """
 
 import torch
 from torch import Tensor
 
-WORD = 0xFFFFFFFF
+MASK_32 = 0xFFFFFFFF
 FACTORS = {"stream": 0x9E3779B1, "query": 0xC2B2AE3D, "key": 0x27D4EB2F}
 """Odd factors of the counters."""
 MIX = (0x7FEB352D, 0x846CA68B)
@@ -20,41 +20,41 @@ PERSISTENT = 2**31
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from the device's own generator, int64 ``[]`` of 62 bits; nothing waits for it."""
+    """Draw a seed from the device's generator, int64 ``[]`` of 62 bits, without waiting for the device."""
     return torch.randint(2**62, (), device=device)
 
 
 def threshold(rate: float) -> int:
-    """A weight is dropped if its number of 32 bits is below this."""
+    """The threshold of random numbers of 32 bits, below which a weight is dropped."""
     return round(rate * 2**32)
 
 
 def mix(x: Tensor) -> Tensor:
     """A bijection of the lower 32 bits of int64 ``x``; the upper bits are 0 before and after."""
-    x = (x ^ (x >> 16)) * MIX[0] & WORD
-    x = (x ^ (x >> 15)) * MIX[1] & WORD
+    x = (x ^ (x >> 16)) * MIX[0] & MASK_32
+    x = (x ^ (x >> 15)) * MIX[1] & MASK_32
     return x ^ (x >> 16)
 
 
-def rows(seed: Tensor, *, streams: Tensor, heads: Tensor, queries: Tensor) -> Tensor:
-    """The number of each row of weights, int64 ``[B, H, T]`` below 2^32.
+def row_numbers(seed: Tensor, *, streams: Tensor, heads: Tensor, queries: Tensor) -> Tensor:
+    """A random number for each row of weights, int64 ``[B, H, T]`` below 2^32.
 
     Args:
         seed: from ``draw_seed``.
-        streams, heads, queries: their indices, int64 ``[B]``, ``[H]`` and ``[T]``.
+        streams, heads, queries: indices, int64 ``[B]``, ``[H]`` and ``[T]``.
     """
     seeds = seed + heads
-    x = mix((seeds & WORD) ^ (streams[:, None] * FACTORS["stream"] & WORD)) ^ (seeds >> 32)
-    return mix(mix(x)[..., None] ^ (queries * FACTORS["query"] & WORD))
+    x = mix((seeds & MASK_32) ^ (streams[:, None] * FACTORS["stream"] & MASK_32)) ^ (seeds >> 32)
+    return mix(mix(x)[..., None] ^ (queries * FACTORS["query"] & MASK_32))
 
 
-def keep(row: Tensor, keys: Tensor, rate: float) -> Tensor:
-    """Which weights stay, ``[B, H, T, L]``.
+def keep_mask(row: Tensor, keys: Tensor, rate: float) -> Tensor:
+    """Boolean ``[B, H, T, L]``, false for a dropped weight.
 
     Args:
-        row: what ``rows`` gives.
-        keys: number of each key, int64 ``[T, L]`` or ``[L]``: its column x, or ``PERSISTENT`` + n for persistent vector
-            n. The result has no meaning for keys that a query does not see.
+        row: random numbers of the rows, from ``row_numbers``.
+        keys: key numbers, int64 ``[T, L]`` or ``[L]``: column x of a key, or ``PERSISTENT`` + n for persistent vector
+            n. The mask has no meaning for keys that a query does not see.
         rate: share of the weights to drop, in [0, 1).
     """
-    return mix(row[..., None] ^ (keys * FACTORS["key"] & WORD)) >= threshold(rate)
+    return mix(row[..., None] ^ (keys * FACTORS["key"] & MASK_32)) >= threshold(rate)

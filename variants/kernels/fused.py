@@ -1,18 +1,18 @@
-"""The fused backend of ``window.attend``: no score matrix in memory, cost by each head's own span.
+"""The fused backend of ``window.attend``: no score matrix in memory, and the cost follows the span of each head.
 
-Three facts make it exact (1905.07799's soft mask, written as an additive bias):
+Three facts make it exact, with the soft mask of 1905.07799 as an additive bias:
 
-1. m exp(s) = exp(s + log m), so the mask is a bias, and keys with m = 0 are skipped. Neighbouring heads that may see
-   equally many keys are computed together. Queries are cut into chunks, and each chunk reads only its band of keys.
-2. Parts of one softmax merge by their log-sum-exp, and the backward pass of a part needs only the joint output and the
-   joint log-sum-exp. Persistent vectors are one more part, with the unrotated query.
-3. With upstream g and output o, the gradient of a span is a sum over its ramp,
-   dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) / R * (g_t . v_x - g_t . o_t),
-   which is computed beside the kernel: there spans are constants.
+1. m exp(s) = exp(s + log m), so the mask is a bias, and keys with m = 0 are skipped. Neighbouring heads with an equal
+   number of visible keys are computed in one call. Each chunk of queries reads only its band of keys.
+2. Parts of one softmax are merged by their log-sum-exps. The backward pass of a part needs only the output and
+   log-sum-exp of the whole softmax. Persistent vectors are a part with the unrotated query.
+3. With upstream gradient g and output o, the gradient of a span is a sum over its ramp,
+   dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) / R * (g_t . v_x - g_t . o_t).
+   It is computed outside the kernel, in which spans are constants.
 
 The kernels are torch's: flash attention on a CPU and memory-efficient attention on CUDA. Their additive mask must be a
-constant. There is no dropout: the first has none, and the second does not return its dropout mask, which fact 3 needs.
-If the window is the whole triangle, torch chooses the kernel. ``window_cpu.cpp`` does the same row by row.
+constant. Dropout is not supported: the CPU's kernel has none, and CUDA's kernel does not return the dropout mask that
+fact 3 needs. If every query sees all keys up to its own, torch chooses the kernel (``full_causal``).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,18 +26,19 @@ from torch import Tensor
 from variants.kernels import window as plain
 from variants.kernels.window import Inputs, Window
 
-_Number = TypeVar("_Number")
-ALIGNED = 8
-"""Rows of masks and heads are padded to a multiple of this: CUDA's kernel reads 16 bytes at once."""
+_Group = TypeVar("_Group")
+ALIGNMENT = 8
+"""Rows of masks and heads are padded to a multiple of this width, because CUDA's kernel reads 16 bytes at once."""
 
 
 class Engine(NamedTuple):
     """A kernel for one part of a softmax.
 
     Attributes:
-        forward: takes scaled q ``[B, n, t, K]``, k and v ``[B, n, j, K]`` and an additive mask ``[1, n or 1, t, j]`` or
-            None; returns the output, and the log-sum-exp ``[B, n, t]`` in float32 or float64.
-        backward: takes the output's gradient, these four, joint output and log-sum-exp; returns gradients of q, k, v.
+        forward: maps scaled q ``[B, n, t, K]``, k and v ``[B, n, j, K]`` and an additive mask ``[1, n or 1, t, j]`` or
+            None to the output, and the log-sum-exp ``[B, n, t]`` in float32 or float64.
+        backward: maps the output's gradient, the four arguments of ``forward``, and the output and log-sum-exp of the
+            whole softmax to gradients of q, k and v.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -61,21 +62,22 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Te
 
 def _efficient_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tensor]:
     g, q_, k_, v_, y = _aligned(g, q, k, v, y)
-    # The kernel ignores strides and reads outputs in the forward's layout, log-sum-exps in whole blocks of 32.
+    # The kernel ignores strides. It reads outputs in the layout of its forward, and log-sum-exps in blocks of 32.
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
-    drawn = torch.zeros((), dtype=torch.int64)  # the state of dropout's generator, which is not read without dropout
-    dropout, wanted = 0.0, [True, True, True, False]
+    generator_state = torch.zeros((), dtype=torch.int64)  # of dropout; not read without dropout
+    dropout, needs_gradient = 0.0, [True, True, True, False]
     operation = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     mask = mask if mask is None else mask.expand(*q.shape[:3], -1)
-    gradients = operation(g, q_, k_, v_, mask, y, lse, drawn, drawn, dropout, wanted, scale=1.0)
+    states = generator_state, generator_state
+    gradients = operation(g, q_, k_, v_, mask, y, lse, *states, dropout, needs_gradient, scale=1.0)
     return tuple(x[..., : q.shape[3]] for x in gradients[:3])
 
 
 def _aligned(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Heads padded to a width that the kernel can read: zeros at the end change no product."""
-    spare = -parts[0].shape[3] % ALIGNED
-    return tuple(F.pad(x, (0, spare)) if spare else x for x in parts)
+    """Pad heads with zeros to a width that the kernel can read; zeros change no product."""
+    padding = -parts[0].shape[3] % ALIGNMENT
+    return tuple(F.pad(x, (0, padding)) if padding else x for x in parts)
 
 
 ENGINES = {"cpu": Engine(_flash, _flash_backward), "cuda": Engine(_efficient, _efficient_backward)}
@@ -83,7 +85,7 @@ ENGINES = {"cpu": Engine(_flash, _flash_backward), "cuda": Engine(_efficient, _e
 
 
 def obstacle(device: torch.device, *, dropout: float = 0.0) -> str | None:
-    """Why this backend cannot run on ``device``, or None."""
+    """The reason why this backend cannot run on ``device``, or None."""
     if device.type not in ENGINES:
         return f"runtime.device={device.type}"
     if device.type == "cuda" and torch.version.hip:
@@ -91,95 +93,88 @@ def obstacle(device: torch.device, *, dropout: float = 0.0) -> str | None:
     return f"model.dropout={dropout}" if dropout else None
 
 
-def is_triangle(window: Window, inputs: Inputs) -> bool:
-    """Whether each query sees all keys up to its own, unmasked: at the start of a stream, or without carried state."""
+def is_full_causal(window: Window, inputs: Inputs) -> bool:
+    """Whether each query sees all keys up to its own, and nothing but products is added to the scores."""
     rows, keys = inputs.q.shape[2], inputs.k.shape[2]
     hard = window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
     added = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink)
     return hard and inputs.lengths is None and keys == rows and all(x is None for x in added)
 
 
-def triangle(inputs: Inputs) -> Tensor:
-    """``window.attend`` for a window that is the whole triangle."""
+def full_causal(inputs: Inputs) -> Tensor:
+    """Compute ``window.attend`` if ``is_full_causal``."""
     q, k, v = inputs[:3]
     return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), is_causal=True, scale=1.0)
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]``, and log-sum-exp ``[B, H, T]``; a query that sees nothing has 0 and -inf.
+    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, which are 0 and -inf for a query that sees no key.
 
-    Keys no query sees are not read. A constant bias ``[H, n]`` is allowed; vectors, key biases and dropout are not.
+    Keys that no query sees are not read. A constant bias ``[H, n]`` is allowed; vectors, key biases and dropout are
+    not.
     """
     assert inputs.vectors is None and not inputs.dropout, "the fused backend has no vectors and no dropout"
     assert inputs.key_bias is None, "the fused backend has no key biases"
-    q, k, v = _alike(inputs)
+    q, k, v = _cast_like_queries(inputs)
     engine = ENGINES[q.device.type]
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    for heads, t, j, mask, _ in _plan(inputs, window):
-        near = (inputs.of_heads(x, heads)[:, :, j] for x in (k, v))
-        y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], *near, mask)
+    for heads, t, j, mask, _ in _calls(inputs, window):
+        band = (inputs.of_heads(x, heads)[:, :, j] for x in (k, v))
+        y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], *band, mask)
     if inputs.extra_q is not None:
-        y, lse = plain.merged(y, lse, *engine.forward(inputs.extra_q, *_persistent(inputs), None))
-    return plain.with_sink(y, lse, inputs.sink)
+        y, lse = plain.merge_parts(y, lse, *engine.forward(inputs.extra_q, *_persistent_kv(inputs), None))
+    return plain.merge_sink(y, lse, inputs.sink)
 
 
 def backward(
-    g: Tensor,
-    y: Tensor,
-    saved: Tensor,
-    inputs: Inputs,
-    window: Window,
-    wanted: frozenset[str],
-    *,
-    own_only: bool = False,
-) -> dict[str, Tensor]:
-    """Gradients of the ``wanted`` fields of ``inputs``; key and value gradients are summed over chunks in float32.
-
-    Args:
-        g, y, saved: the output's gradient, and the two results of ``forward``.
-        own_only: key and value gradients are those of the segment alone, ``[B, H, T, K]``.
-    """
-    (q, k, v), lse, g = _alike(inputs), saved, g.contiguous()
-    engine, results = ENGINES[q.device.type], {}
+    g: Tensor, y: Tensor, lse: Tensor, inputs: Inputs, window: Window, fields: frozenset[str], *,
+    segment_only: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Gradients of ``fields`` of ``inputs``; those of keys and values are summed over chunks in float32. ``g`` is
+    the output's gradient; ``y`` and ``lse`` are from ``forward``. With ``segment_only``, only the segment's keys and
+    values get gradients, ``[B, H, T, K]``."""
+    q, k, v = _cast_like_queries(inputs)
+    g = g.contiguous()
+    engine, gradients = ENGINES[q.device.type], {}
     counts, rows = inputs.key_counts(), q.shape[2]
-    results["q"] = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    gradients["q"] = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for name in "kv":
-        results[name] = torch.zeros(q.shape if own_only else k.shape, dtype=lse.dtype, device=q.device)
-    if "z" in wanted:
-        results["z"] = torch.zeros(inputs.z.shape, dtype=lse.dtype, device=q.device)
-    for heads, t, j, mask, slope in _plan(inputs, window, ramps="z" in wanted):
-        near = [inputs.of_heads(x, heads)[:, :, j] for x in (k, v)]
-        part = g[:, heads, t], q[:, heads, t], *near
-        results["q"][:, heads, t], *others = engine.backward(*part, mask, y[:, heads, t], lse[:, heads, t])
-        first = counts[heads.start] - rows if own_only else 0
-        low, high = (max(0, place - first) for place in (j.start, j.stop))
-        for name, x in zip("kv", others, strict=True):
-            sums = results[name][:, heads] if own_only else inputs.of_heads(results[name], heads)
+        gradients[name] = torch.zeros(q.shape if segment_only else k.shape, dtype=lse.dtype, device=q.device)
+    if "z" in fields:
+        gradients["z"] = torch.zeros(inputs.z.shape, dtype=lse.dtype, device=q.device)
+    for heads, t, j, mask, span_tables in _calls(inputs, window, needs_slopes="z" in fields):
+        band = [inputs.of_heads(x, heads)[:, :, j] for x in (k, v)]
+        part = g[:, heads, t], q[:, heads, t], *band
+        gradients["q"][:, heads, t], *of_band = engine.backward(*part, mask, y[:, heads, t], lse[:, heads, t])
+        first = counts[heads.start] - rows if segment_only else 0
+        low, high = (max(0, key - first) for key in (j.start, j.stop))
+        for name, x in zip("kv", of_band, strict=True):
+            sums = gradients[name][:, heads] if segment_only else inputs.of_heads(gradients[name], heads)
             sums[:, :, low:high] += x[:, :, x.shape[2] - (high - low) :]
-        if "z" in wanted:
-            results["z"][heads] += _span_gradient(*part, y[:, heads, t], lse[:, heads, t], *slope)
+        if "z" in fields:
+            gradients["z"][heads] += _span_gradient(*part, y[:, heads, t], lse[:, heads, t], *span_tables)
     if inputs.extra_q is not None:
-        results["extra_q"], *others = engine.backward(g, inputs.extra_q, *_persistent(inputs), None, y, lse)
-        results["extra_k"], results["extra_v"] = (x.sum(0, dtype=lse.dtype) for x in others)
-    if "sink" in wanted:
-        results["sink"] = plain.sink_gradient((g * y).sum(-1, dtype=lse.dtype), lse, inputs.sink)
-    return {name: results[name].to(getattr(inputs, name).dtype) for name in wanted}
+        persistent = _persistent_kv(inputs)
+        gradients["extra_q"], *of_vectors = engine.backward(g, inputs.extra_q, *persistent, None, y, lse)
+        gradients["extra_k"], gradients["extra_v"] = (x.sum(0, dtype=lse.dtype) for x in of_vectors)
+    if "sink" in fields:
+        gradients["sink"] = plain.sink_gradient((g * y).sum(-1, dtype=lse.dtype), lse, inputs.sink)
+    return {name: gradients[name].to(getattr(inputs, name).dtype) for name in fields}
 
 
-def runs(numbers: Iterable[_Number]) -> Iterator[tuple[_Number, slice]]:
-    """Groups of neighbouring heads with equal numbers, as (number, heads)."""
+def group_heads(keys: Iterable[_Group]) -> Iterator[tuple[_Group, slice]]:
+    """Group neighbouring heads with an equal entry in ``keys``; yields this entry and a slice of heads."""
     first = 0
-    for number, heads in groupby(numbers):
+    for key, heads in groupby(keys):
         last = first + len(list(heads))
-        yield number, slice(first, last)
+        yield key, slice(first, last)
         first = last
 
 
-def chunks(rows: int, keys: int, max_keys: int, shift: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut the queries that see a key: yields ``(begin, end, low, high)``, a chunk's rows and the keys of its band.
-
-    The band ends with the nearest key of the chunk's last row.
+def query_chunks(rows: int, keys: int, max_keys: int, shift: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut the queries that see a key into chunks: yields ``(begin, end, low, high)``, a chunk's rows and its band of
+    keys. The band ends with the nearest key of the chunk's last row.
     """
     size = max(32, min(128, max_keys))
     nearest = keys - rows - shift  # key of row 0, column 0
@@ -189,68 +184,75 @@ def chunks(rows: int, keys: int, max_keys: int, shift: int) -> Iterator[tuple[in
 
 
 def executed_flops(
-    inputs: Inputs, window: Window, wanted: frozenset[str], *, own_only: bool = False
+    inputs: Inputs, window: Window, fields: frozenset[str], *, segment_only: bool = False
 ) -> tuple[int, int]:
     """FLOPs of the products in a forward and in a backward pass, 2 per multiply-add.
 
-    Chunks and bands count whole, masked or not, and so do the scores that the backward pass recomputes. Padding inside
-    a kernel's tiles, softmax and masks do not count.
+    All pairs of a chunk and its band count, also hidden ones, and scores that the backward pass computes again. Padding
+    inside a kernel's tiles, softmax and masks do not count.
     """
     streams, _, rows, width = inputs.q.shape
-    padded_width = width if inputs.q.device.type == "cpu" else width + -width % ALIGNED
+    padded_width = width if inputs.q.device.type == "cpu" else width + -width % ALIGNMENT
     pairs = 0
-    for (max_keys, keys), heads in runs(zip(window.max_keys, inputs.key_counts(), strict=True)):
-        cut = chunks(rows, keys, max_keys, window.shift)
-        pairs += (heads.stop - heads.start) * sum((end - begin) * (high - low) for begin, end, low, high in cut)
+    for (max_keys, keys), heads in group_heads(zip(window.max_keys, inputs.key_counts(), strict=True)):
+        chunks = query_chunks(rows, keys, max_keys, window.shift)
+        pairs += (heads.stop - heads.start) * sum((end - begin) * (high - low) for begin, end, low, high in chunks)
     persistent_pairs = 0 if inputs.extra_k is None else inputs.extra_k[..., 0].numel() * rows
-    backward = 10 * padded_width * (pairs + persistent_pairs) + 4 * width * pairs * ("z" in wanted)
+    backward = 10 * padded_width * (pairs + persistent_pairs) + 4 * width * pairs * ("z" in fields)
     return 4 * padded_width * streams * (pairs + persistent_pairs), streams * backward
 
 
-def _alike(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in the type of the queries."""
+def _cast_like_queries(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in the dtype of the queries."""
     return inputs.q, inputs.k.to(inputs.q.dtype), inputs.v.to(inputs.q.dtype)
 
 
 def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, like: Tensor) -> Tensor:
-    """Additive mask ``[1, H or 1, rows, keys]``, rows aligned in memory; its last key is column 0 of the last row."""
-    seen = plain.visible(rows, keys, max_keys, shift=0, device=like.device)
-    band = seen.new_zeros((1, rows, keys), dtype=like.dtype) if table is None else plain.spread(table, rows, keys)
-    return F.pad(band.masked_fill(~seen, -torch.inf).to(like.dtype), (0, -keys % ALIGNED))[None, ..., :keys]
+    """Additive mask ``[1, H or 1, rows, keys]`` with aligned rows; the last key is column 0 of the last row."""
+    visible = plain.visible_mask(rows, keys, max_keys, shift=0, device=like.device)
+    if table is None:
+        band = visible.new_zeros((1, rows, keys), dtype=like.dtype)
+    else:
+        band = plain.skew_table(table, rows, keys)
+    return F.pad(band.masked_fill(~visible, -torch.inf).to(like.dtype), (0, -keys % ALIGNMENT))[None, ..., :keys]
 
 
-def _plan(
-    inputs: Inputs, window: Window, *, ramps: bool = False
+def _calls(
+    inputs: Inputs, window: Window, *, needs_slopes: bool = False
 ) -> Iterator[tuple[slice, slice, slice, Tensor, tuple[Tensor | None, ...]]]:
-    """Heads, queries, keys and mask of each call; with ``ramps`` also bias and dm/dz. Equal shapes share one mask."""
-    bias, table, slope = inputs.bias, inputs.bias, None  # table [H, n]: added to the scores of each column
+    """Heads, queries, keys and mask of each call of a kernel, and with ``needs_slopes`` its bias and dm/dz.
+
+    Calls of equal shape share one mask.
+    """
+    bias = table = inputs.bias  # table [H, n] is added to the scores of columns
+    slope = None
     if inputs.z is not None:
         z, most = inputs.z.detach(), max(window.max_keys)
         table = plain.soft_mask(z, window.ramp, most).log()
         table = table if bias is None else table + bias
-        slope = plain.ramp_slope(z, window.ramp, most) if ramps else None
-    for (max_keys, keys), heads in runs(zip(window.max_keys, inputs.key_counts(), strict=True)):
+        slope = plain.ramp_slope(z, window.ramp, most) if needs_slopes else None
+    for (max_keys, keys), heads in group_heads(zip(window.max_keys, inputs.key_counts(), strict=True)):
         of_heads = [None if x is None else x[heads, :max_keys] for x in (table, bias, slope)]
-        made: dict[tuple[int, int], tuple] = {}
-        for begin, end, low, high in chunks(inputs.q.shape[2], keys, max_keys, window.shift):
+        masks: dict[tuple[int, int], tuple] = {}
+        for begin, end, low, high in query_chunks(inputs.q.shape[2], keys, max_keys, window.shift):
             shape = (end - begin, high - low)
-            if shape not in made:
-                added = [None if x is None or slope is None else plain.spread(x, *shape) for x in of_heads[1:]]
-                made[shape] = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q), added
-            yield heads, slice(begin, end), slice(low, high), *made[shape]
+            if shape not in masks:
+                tables = [None if x is None or slope is None else plain.skew_table(x, *shape) for x in of_heads[1:]]
+                masks[shape] = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q), tables
+            yield heads, slice(begin, end), slice(low, high), *masks[shape]
 
 
-def _persistent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Keys and values of persistent vectors, the same for every stream, ``[B, H, N, K]``."""
+def _persistent_kv(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Keys and values of persistent vectors, expanded to all streams, ``[B, H, N, K]``."""
     shape, dtype = (len(inputs.q), -1, -1, -1), inputs.q.dtype
     return tuple(x[None].to(dtype).expand(shape) for x in (inputs.extra_k, inputs.extra_v))
 
 
 def _span_gradient(g, q, k, v, y, lse, bias: Tensor | None, slope: Tensor) -> Tensor:
-    """The gradient of spans ``[H]`` from one chunk, by fact 3."""
+    """The gradient ``[H]`` of spans from one chunk, by fact 3 of this file's docstring."""
     scores = (q @ k.mT).to(lse.dtype)
     scores = (scores if bias is None else scores + bias) - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
-    # A key of weight 0 may score above the log-sum-exp.
-    weights = scores.clamp(max=plain.highest(lse.dtype)).exp().masked_fill(slope == 0, 0) * slope
+    # A key with m = 0 may have a score above the log-sum-exp.
+    weights = scores.clamp(max=plain.max_exponent(lse.dtype)).exp().masked_fill(slope == 0, 0) * slope
     reward = (g @ v.mT).to(lse.dtype) - (g * y).sum(-1, dtype=lse.dtype)[..., None]
     return (weights * reward).sum(dim=(0, 2, 3))

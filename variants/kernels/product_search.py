@@ -13,34 +13,34 @@ SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 
 
 @torch.compiler.assume_constant_result
-def available() -> str | None:
-    """Why this search cannot run on this machine; None if it can."""
+def obstacle() -> str | None:
+    """The reason why this search cannot run on this machine; None if it can."""
     library = _library()
     return library if isinstance(library, str) else None
 
 
 @torch.library.custom_op("windtunnel::product_search", mutates_args=(), device_types="cpu")
 def search(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` largest sums of a score of each half, for each query and head.
+    """The ``top_k`` largest sums of one score of each half, for each query and head.
 
     Args:
         scores: float32 or float64 ``[2 H, n, C]``, with the two halves of a head next to each other.
         top_k: from 1 to C.
 
-    Returns: int64 slots i C + j, and their sums, both ``[n, H, top_k]`` in no particular order.
+    Returns: slots i C + j, int64, and their sums; both are ``[n, H, top_k]`` in any order.
     """
     scores = scores.contiguous()
-    both, queries, size = scores.shape
-    slots, sums = _results(scores, top_k)
-    kind = {torch.float32: "float", torch.float64: "double"}[scores.dtype]
+    n_halves, queries, size = scores.shape
+    slots, sums = _empty_results(scores, top_k)
+    c_type = {torch.float32: "float", torch.float64: "double"}[scores.dtype]
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (scores, slots, sums)]
-    sizes = [ctypes.c_int64(n) for n in (both // 2, queries, size, top_k)]
-    getattr(_library(), f"search_{kind}")(*pointers, *sizes, torch.get_num_threads())
+    sizes = [ctypes.c_int64(n) for n in (n_halves // 2, queries, size, top_k)]
+    getattr(_library(), f"search_{c_type}")(*pointers, *sizes, torch.get_num_threads())
     return slots, sums
 
 
 @search.register_fake
-def _results(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def _empty_results(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     shape = (scores.shape[1], scores.shape[0] // 2, top_k)
     return scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape)
 

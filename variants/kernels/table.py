@@ -1,11 +1,11 @@
-"""Reading a table: a weighted sum of a few rows for each byte, with gradients for the table and the weights.
+"""A weighted sum of a few rows of a table for each byte, with gradients for the table and the weights.
 
     y_n = sum_r w_nr v_(s_nr)        dw_nr = g_n . v_(s_nr)        dv_m = sum over reads (n, r) of m of w_nr g_n
 
-with s the rows that byte n reads and g the gradient of y. The backward pass sorts the reads by row instead of by byte.
-Then the table's gradient is itself a weighted sum of rows of g: each of its rows is written once, g stays in the cache
-(2 MiB at 2048 bytes of width 256, where the table has 16 to 256), and a row that many bytes read is loaded only once.
-torch's own derivative (2.13, CPU) sorts too, but first clears the table's gradient and then adds one read at a time.
+with s the rows that byte n reads and g the gradient of y. The backward pass sorts the pairs (n, r) by row instead of by
+byte. Then the table's gradient is itself a weighted sum of rows of g. Each of its rows is written once, g stays in the
+cache (2 MiB at 2048 bytes of width 256; the table has 16 to 256 MiB), and a row that many bytes read is loaded once.
+torch's derivative (2.13, CPU) sorts too, but it clears the table's gradient first and then adds one pair at a time.
 """
 
 import torch
@@ -14,31 +14,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 EMBEDDING_BAG_SUM = 0
-"""The number for ``mode="sum"`` in the dispatcher's operations."""
+"""The number of ``mode="sum"`` in torch's dispatcher."""
 
 
-def read(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
+def read_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
     """Weighted sums ``[n, D]`` of the rows ``slots [n, r]`` of ``values [M, D]``, by ``weights [n, r]``.
 
-    With ``sparse``, the gradient of the values is a sparse tensor of the rows that were read.
+    With ``sparse``, the gradient of ``values`` is a sparse tensor with the rows that were read.
     """
-    # Autocast does not cover embedding_bag, which needs one type for both.
+    # embedding_bag needs one dtype for both, and autocast does not convert its arguments.
     weights = weights.to(values.dtype)
     if values.device.type == "cpu":
         return _Read.apply(values, slots, weights, sparse)
     return F.embedding_bag(slots, values, mode="sum", per_sample_weights=weights, sparse=sparse)
 
 
-# torch.compile of torch 2.13 gets the shape of a sparse gradient wrong and stops, so this one step stays outside.
-_read_uncompiled = torch.compiler.disable(read)
+# torch.compile (2.13) fails on the shape of a sparse gradient, so this function is not compiled.
+_read_uncompiled = torch.compiler.disable(read_rows)
 
 
 def sum_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-    return (_read_uncompiled if sparse else read)(values, slots, weights, sparse=sparse)
+    return (_read_uncompiled if sparse else read_rows)(values, slots, weights, sparse=sparse)
 
 
 class _Read(torch.autograd.Function):
-    """``read`` on a CPU."""
+    """``read_rows`` on a CPU."""
 
     @staticmethod
     def forward(ctx, values: Tensor, slots: Tensor, weights: Tensor, sparse: bool) -> Tensor:
@@ -52,13 +52,13 @@ class _Read(torch.autograd.Function):
         values, slots, weights = ctx.saved_tensors
         gradient = gradient.contiguous()
         index = torch.int32 if max(len(values), slots.numel()) < 2**31 else torch.int64
-        by_row, order = slots.flatten().to(index).sort()  # 32-bit numbers sort four times as fast
+        by_row, order = slots.flatten().to(index).sort()  # sorting is four times as fast with 32 bits
         byte = (order // slots.shape[1]).to(index)
         if ctx.sparse:
             rows, reads = torch.unique_consecutive(by_row, return_counts=True)
         else:
             reads = by_row.new_zeros(len(values)).scatter_add_(0, by_row.long(), torch.ones_like(by_row))
-        first = (reads.cumsum(0) - reads).to(index)  # where the reads of each row begin
+        first = (reads.cumsum(0) - reads).to(index)  # index of each row's first pair
         d_values = d_weights = None
         if ctx.needs_input_grad[0]:
             weight = weights.flatten()[order]

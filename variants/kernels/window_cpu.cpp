@@ -4,15 +4,15 @@
 //   a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(r_t . e_n))
 //   y_t  = sum_x a_tx v_x + sum_n a_tn u_n
 //
-// with c and d the biases of each stream's keys and queries.
-// Column x is the x-th key from the nearest that row t may see (window.py). A task is one stream and head; it takes ROWS
-// rows at a time through chunks of the keys between the farthest that the first row sees and the nearest of the last, so
-// that its cost is that of its own window. The softmax is taken online (2205.14135, algorithm 1); the backward pass
-// recomputes scores from the log-sum-exp and takes products with the keys of the past only for the query's gradient,
-// where nobody asks for theirs. Persistent vectors e, u with their own query r are one more part of the softmax.
+// with p, b and m the vectors, bias and soft mask of a distance, and c and d the biases of each stream's keys and queries.
+// Column x is the x-th key from the nearest that row t may see (window.py). A task is one stream and head. It computes
+// ROWS rows at a time, in chunks of the keys that these rows see, so that its cost follows the window of its head. The
+// softmax is computed online (2205.14135, algorithm 1). The backward pass computes scores again and normalises them by
+// the log-sum-exp. Keys of the past get a gradient only if the caller passes pointers for it. Persistent vectors e, u
+// with their query r are another part of the softmax.
 //
-// What depends on the distance comes in tables whose index runs with the keys: place u = n - 1 - x + PAD, with PAD places
-// on both sides for keys that no row of a block sees.
+// Terms of the distance are in tables whose index rises with the keys: column x has index n - 1 - x + PAD, with PAD
+// entries on both sides for keys that no row of a block sees.
 
 #include <algorithm>
 #include <cmath>
@@ -31,7 +31,7 @@ constexpr int BYTES = 32, ROWS = 4;
 constexpr int BYTES = 16, ROWS = 4;
 #endif
 constexpr long CHUNK = 256;
-constexpr long PAD = 64;  // twice ROWS and a vector at least
+constexpr long PAD = 64;  // at least twice ROWS, and at least a vector
 
 template <class T> struct Simd;
 template <> struct Simd<float> {
@@ -52,7 +52,7 @@ template <> struct Simd<double> {
 };
 template <class T> using Vector = typename Simd<T>::Vector;
 template <class T> constexpr long LANES = BYTES / sizeof(T);
-template <class T> constexpr long GRAIN = LANES<T> > ROWS ? LANES<T> : ROWS;  // keys are taken in whole vectors and blocks
+template <class T> constexpr long GRAIN = LANES<T> > ROWS ? LANES<T> : ROWS;  // chunks have whole vectors and blocks of keys
 
 template <class T> inline Vector<T> load(const T* from) { return *(const typename Simd<T>::Unaligned*)from; }
 template <class T> inline void store(T* to, Vector<T> x) { *(typename Simd<T>::Unaligned*)to = x; }
@@ -63,8 +63,8 @@ long round_down(long x, long to) { return x / to * to; }
 // exp(x) = 2^n exp(r) with |r| <= ln 2 / 2; 0 below LOWEST, bounded above HIGHEST.
 template <class T> inline Vector<T> exponential(Vector<T> x) {
   using S = Simd<T>;
-  const typename S::Bits nothing = x <= S::LOWEST;
-  x = x > S::HIGHEST ? x * 0 + S::HIGHEST : x;  // a NaN stays one
+  const typename S::Bits is_zero = x <= S::LOWEST;
+  x = x > S::HIGHEST ? x * 0 + S::HIGHEST : x;  // a NaN stays a NaN
   const Vector<T> turns = x * T(1.44269504088896340736) + S::ROUND;
   const Vector<T> n = turns - S::ROUND;
   const Vector<T> r = (x - n * S::LN2_HIGH) - n * S::LN2_LOW;
@@ -76,13 +76,13 @@ template <class T> inline Vector<T> exponential(Vector<T> x) {
     factorial /= k;
     sum = sum * r + T(1 / factorial);
   }
-  return (Vector<T>)(((typename S::Bits)sum + ((typename S::Bits)turns << S::MANTISSA)) & ~nothing);
+  return (Vector<T>)(((typename S::Bits)sum + ((typename S::Bits)turns << S::MANTISSA)) & ~is_zero);
 }
 
 template <class T> inline T largest(Vector<T> x) {
-  T most = x[0];
-  for (long i = 1; i < LANES<T>; ++i) most = std::max(most, T(x[i]));
-  return most;
+  T maximum = x[0];
+  for (long i = 1; i < LANES<T>; ++i) maximum = std::max(maximum, T(x[i]));
+  return maximum;
 }
 template <class T> inline T total(Vector<T> x) {
   T sum = x[0];
@@ -117,7 +117,7 @@ struct Strides {
   int64_t stream, head, row;
 };
 
-// Rows of one head: those of stream b begin at start + b * stream.
+// Rows of one head. The rows of stream b begin at start + b * stream.
 struct Rows {
   void* start;
   int64_t stream, row;
@@ -125,29 +125,29 @@ struct Rows {
 
 }  // namespace
 
-// Pointers to float or double; the last dimension is contiguous. Null where there is none.
+// Arguments. Pointers are to float or double with a contiguous last dimension, or null.
 struct Call {
   int64_t streams, heads, rows, width, persistent, distances, shift, threads, biases;
-  // [B, H, ., K], with strides below.
+  // [B, H, ., K], with the strides below.
   const void *q, *k, *v, *extra_q, *g;
   void *y, *dq, *dk, *dv, *dextra_q;
   Strides q_, k_, v_, extra_q_, g_, y_, dq_, dk_, dv_, dextra_q_;
-  // [H]: how many keys each head has before the segment, and where they and their gradients are.
+  // [H]: number of keys of each head before the segment, and rows of keys, values and their gradients.
   const int64_t* past;
   const Rows *k_old, *v_old, *dk_old, *dv_old;
-  // Contiguous, as all that follow: persistent keys and values [H, N, K], log-sum-exp [B, H, T].
+  // The tensors below are contiguous. Persistent keys and values [H, N, K], log-sum-exp [B, H, T].
   const void *extra_k, *extra_v;
   void* lse;
-  // [H]: keys that a row sees, the first of them to which nothing is added, and heads from the longest to the shortest.
+  // [H]: visible keys; how many of the nearest have no bias and m = 1; heads from the longest to the shortest.
   const int64_t *columns, *flat, *order;
-  // [H, n + 2 PAD]: what is added to scores, m, and dm/dz.
+  // [H, n + 2 PAD]: term added to scores, m, and dm/dz.
   const void *table, *mask, *slope;
-  // p [n + 2 PAD, Kp] with zeros around; and in panels.
+  // p [n + 2 PAD, Kp], padded with zeros; and the same in panels.
   const void *vectors, *vectors_turned;
-  int64_t* flops;  // of the products that were executed, added to what is there
-  // [H, N, K] twice, [n, K], [H].
+  int64_t* flops;  // FLOPs of the executed products are added to it
+  // [H, N, K], [H, N, K], [n, K], [H].
   void *dextra_k, *dextra_v, *dvectors, *dz;
-  // c [B, H, biases], of the longest past's keys and the segment's, and d [B, H, T].
+  // c [B, H, biases], for the longest past and the segment, and d [B, H, T].
   const void *key_bias, *query_bias;
   void *dkey_bias, *dquery_bias;
 };
@@ -166,37 +166,37 @@ template <class T> At<T> at(const Rows* heads, long b, long h) {
   return heads ? At<T>{(T*)heads[h].start + b * heads[h].stream, heads[h].row} : At<T>{nullptr, 0};
 }
 
-// Memory that is kept between tasks and calls: fresh pages cost more than most of what is done with them.
+// Memory that tasks and calls use again, because allocating pages costs more than most of the computation.
 template <class T> struct Buffer {
-  std::vector<T> own;
+  std::vector<T> memory;
   T* sized(long size) {
-    if ((long)own.size() < size) own.resize(size);
-    return own.data();
+    if ((long)memory.size() < size) memory.resize(size);
+    return memory.data();
   }
   T* zeroed(long size) {
     std::fill_n(sized(size), size, T(0));
-    return own.data();
+    return memory.data();
   }
 };
 
-// Of one thread, for both parts of the softmax; and sums over tasks, of the thread that calls.
+// Buffers of one thread, for the two parts of the softmax; ``sums`` over tasks are those of the calling thread.
 template <class T> struct Buffers {
   Buffer<T> k[2], v[2], k_turned[2], v_turned[2], dk[2], dv[2], sums[3], key_bias;
-  static Buffers& here() {
-    static thread_local Buffers own;
-    return own;
+  static Buffers& of_thread() {
+    static thread_local Buffers buffers;
+    return buffers;
   }
 };
 
 // One part of the softmax: keys that row t sees from max(0, last(t) - columns + 1) to last(t).
 template <class T> struct Part {
   long keys = 0, columns = 0, base = 0, flat = 0;
-  bool all = false;
+  bool all = false;                // whether every row sees every key
   T *k, *v, *k_turned, *v_turned;  // [keys, Kp], and in panels
   T *dk = nullptr, *dv = nullptr;  // [keys, Kp]
-  long wanted = 0;                 // first key whose gradient is asked for
+  long first_gradient = 0;         // first key with a gradient
   const T *table = nullptr, *mask = nullptr, *slope = nullptr;
-  const T *key_bias = nullptr, *query_bias = nullptr;    // of keys, with zeros behind them, and of all rows
+  const T *key_bias = nullptr, *query_bias = nullptr;  // of keys, padded with zeros, and of all rows
   T *dkey_bias = nullptr, *dquery_bias = nullptr;
   bool vectors = false;
 
@@ -204,12 +204,12 @@ template <class T> struct Part {
   long first(long t) const { return all ? 0 : std::max(0L, last(t) - columns + 1); }
 };
 
-// Gradients of what streams, or streams and heads, share: each task has its own, and they are summed at the end in one
-// order, so that results do not depend on how tasks fall to threads.
+// Gradients of tensors that streams, or streams and heads, share. Each task writes a gradient, and these are summed at the
+// end in a fixed order, so that the numbers do not depend on which thread runs which task.
 template <class T> struct Sums {
   const Call& c;
   const long K, Kp, N;
-  std::vector<long> first;  // of each head's places, one stream after the other
+  std::vector<long> first;  // index of the first row of each head in ``vectors``, one stream after the other
   T *k = nullptr, *v = nullptr, *vectors = nullptr;
   std::vector<T> z;
 
@@ -222,23 +222,23 @@ template <class T> struct Sums {
   }
   long tasks() const { return c.streams * c.heads; }
   T* zeroed(T* start, long rows) const { return std::fill_n(start, rows * Kp, T(0)), start; }
-  T* k_of(long task) const { return k ? zeroed(k + task * N * Kp, N) : nullptr; }
-  T* v_of(long task) const { return v ? zeroed(v + task * N * Kp, N) : nullptr; }
-  T* places(long b, long h) const { return vectors + (first[h] + b * (c.columns[h] + 2 * PAD)) * Kp; }
-  T* vectors_of(long b, long h) const { return vectors ? zeroed(places(b, h), c.columns[h] + 2 * PAD) : nullptr; }
+  T* zeroed_k(long task) const { return k ? zeroed(k + task * N * Kp, N) : nullptr; }
+  T* zeroed_v(long task) const { return v ? zeroed(v + task * N * Kp, N) : nullptr; }
+  T* rows_of(long b, long h) const { return vectors + (first[h] + b * (c.columns[h] + 2 * PAD)) * Kp; }
+  T* zeroed_vectors(long b, long h) const { return vectors ? zeroed(rows_of(b, h), c.columns[h] + 2 * PAD) : nullptr; }
 
-  void over_streams(const T* from, void* to, long row) const {  // row is h * persistent + n
+  void sum_streams(const T* from, void* to, long row) const {  // row is h * persistent + n
     const long h = row / c.persistent, n = row % c.persistent;
     T* out = (T*)to + row * K;
     std::fill_n(out, K, T(0));
     for (long b = 0; b < c.streams; ++b) accumulate(from + ((b * c.heads + h) * N + n) * Kp, out);
   }
-  void over_heads(long x) const {
+  void sum_heads(long x) const {
     T* out = (T*)c.dvectors + x * K;
     std::fill_n(out, K, T(0));
     for (long h = 0; h < c.heads; ++h)
       for (long b = 0; b < c.streams && x < c.columns[h]; ++b)
-        accumulate(places(b, h) + (c.columns[h] - 1 - x + PAD) * Kp, out);
+        accumulate(rows_of(b, h) + (c.columns[h] - 1 - x + PAD) * Kp, out);
   }
   void accumulate(const T* from, T* to) const {
     for (long i = 0; i < K; ++i) to[i] += from[i];
@@ -251,40 +251,42 @@ template <class T> struct Worker {
   Buffers<T>& buffers;
   Sums<T>& sums;
   const long K, Kp, LD = CHUNK + PAD;
-  std::vector<T> q, extra_q, g, dq, dextra_q, y, scores, rewards, by_distance;
+  std::vector<T> q, extra_q, g, dq, dextra_q, y, scores, dscores, by_distance;
   T span_gradient = 0;
   T* dvectors = nullptr;
-  long first_place = 0;
+  long first_index = 0;  // in tables, of the farthest column of the head
   int64_t flops = 0;
 
-  Worker(const Call& call, bool back, Buffers<T>& own, Sums<T>& over)
-      : c(call), backward(back), buffers(own), sums(over), K(call.width), Kp(round_up(call.width, LANES<T>)),
+  Worker(const Call& call, bool is_backward, Buffers<T>& thread_buffers, Sums<T>& shared_sums)
+      : c(call), backward(is_backward), buffers(thread_buffers), sums(shared_sums), K(call.width),
+        Kp(round_up(call.width, LANES<T>)),
         q(ROWS * Kp), extra_q(ROWS * Kp), g(ROWS * Kp), dq(ROWS * Kp), dextra_q(ROWS * Kp), y(ROWS * Kp),
-        scores(ROWS * LD), rewards(ROWS * LD), by_distance(ROWS * (LD + PAD)) {}
+        scores(ROWS * LD), dscores(ROWS * LD), by_distance(ROWS * (LD + PAD)) {}
 
-  // ROWS rows of a matrix product with b as it lies in memory, or in panels; width is a multiple of the vector.
+  // ROWS rows of a matrix product with b, by rows or in panels; width is a multiple of a vector.
   template <bool ADD>
   void product(const T* a, long row, long step, const T* b, long ldb, long next, T* out, long ldo, long width, long depth) {
-    constexpr long ONE = LANES<T>;
+    constexpr long SIZE = LANES<T>;
     long v = 0;
-    for (; v + 2 <= width / ONE; v += 2)
-      tile<T, 2, ADD>(a, row, step, b + v * next, ldb, next, out + v * ONE, ldo, depth);
-    if (v < width / ONE) tile<T, 1, ADD>(a, row, step, b + v * next, ldb, next, out + v * ONE, ldo, depth);
+    for (; v + 2 <= width / SIZE; v += 2)
+      tile<T, 2, ADD>(a, row, step, b + v * next, ldb, next, out + v * SIZE, ldo, depth);
+    if (v < width / SIZE) tile<T, 1, ADD>(a, row, step, b + v * next, ldb, next, out + v * SIZE, ldo, depth);
     flops += 2 * ROWS * width * depth;
   }
   template <bool ADD> void product(const T* a, long row, long step, const T* b, T* out, long ldo, long depth) {
     product<ADD>(a, row, step, b, Kp, LANES<T>, out, ldo, Kp, depth);
   }
-  // Of [.., K] with keys, from key ``begin`` on, a multiple of the vector.
-  void scores_with(const std::vector<T>& query, const T* panels, long begin, T* out, long ldo, long width) {
+  // Products of [ROWS, K] with keys in panels, from key ``begin`` on, which is a multiple of a vector.
+  void multiply_panels(const std::vector<T>& query, const T* panels, long begin, T* out, long ldo, long width) {
     product<false>(query.data(), Kp, 1, panels + begin * Kp, LANES<T>, Kp * LANES<T>, out, ldo, width, K);
   }
 
-  // Rows ``begin`` to ``end`` as they are, whatever stands between K and Kp; and in panels [.., K, a vector's keys], from key ``at`` on.
+  // Copy rows ``begin`` to ``end``, without the columns from K to Kp.
   void pack(At<T> from, long begin, long end, T* to) const {
     for (long j = begin; j < end; ++j, to += Kp) std::memcpy(to, from[j], K * sizeof(T));
   }
-  void turn(At<T> from, long begin, long end, T* panels, long at) const {
+  // Copy them to panels [.., K, LANES], from key ``at`` on.
+  void pack_panels(At<T> from, long begin, long end, T* panels, long at) const {
     for (long j = begin; j < end; ++j, ++at) {
       const T* row = from[j];
       T* to = panels + at / LANES<T> * LANES<T> * Kp + at % LANES<T>;
@@ -292,187 +294,190 @@ template <class T> struct Worker {
     }
   }
 
-  // Both halves of the keys or values: what is of the past, then the segment's.
-  template <class F> static void both(At<T> old, At<T> own, long past, long low, long high, F&& visit) {
+  // Keys or values ``low`` to ``high``: visit those of the past, then those of the segment.
+  template <class F> static void visit_rows(At<T> old, At<T> segment, long past, long low, long high, F&& visit) {
     const long split = std::min(std::max(low, past), high);
     if (low < split) visit(old, low, split, 0);
-    visit(own, split - past, high - past, split - low);
+    visit(segment, split - past, high - past, split - low);
   }
 
-  void lay_out(Part<T>& part, int which, At<T> k_old, At<T> k, At<T> v_old, At<T> v, long past, long low, bool gradients) {
+  void pack_part(Part<T>& part, int index, At<T> k_old, At<T> k, At<T> v_old, At<T> v, long past, long low, bool gradients) {
     const long size = round_up(part.keys, GRAIN<T>) * Kp, tail = std::max(0L, size - GRAIN<T> * Kp);
-    const auto turned = [&](Buffer<T>& buffer, At<T> old, At<T> own) {
+    const long high = low + part.keys;
+    const auto panels = [&](Buffer<T>& buffer, At<T> old, At<T> segment) {
       T* to = buffer.sized(size);
-      std::fill(to + tail, to + size, T(0));  // the last panels may be of fewer keys
-      both(old, own, past, low, low + part.keys, [&](At<T> x, long b, long e, long at) { turn(x, b, e, to, at); });
+      std::fill(to + tail, to + size, T(0));  // the last panels may have fewer keys
+      visit_rows(old, segment, past, low, high, [&](At<T> x, long b, long e, long at) { pack_panels(x, b, e, to, at); });
       return to;
     };
-    const auto straight = [&](Buffer<T>& buffer, At<T> old, At<T> own) {
+    const auto rows = [&](Buffer<T>& buffer, At<T> old, At<T> segment) {
       T* to = buffer.sized(size);
-      both(old, own, past, low, low + part.keys, [&](At<T> x, long b, long e, long at) { pack(x, b, e, to + at * Kp); });
+      visit_rows(old, segment, past, low, high, [&](At<T> x, long b, long e, long at) { pack(x, b, e, to + at * Kp); });
       return to;
     };
-    part.k_turned = turned(buffers.k_turned[which], k_old, k);
+    part.k_turned = panels(buffers.k_turned[index], k_old, k);
     if (!backward) {
-      part.v = straight(buffers.v[which], v_old, v);
+      part.v = rows(buffers.v[index], v_old, v);
       return;
     }
-    part.v_turned = turned(buffers.v_turned[which], v_old, v);
-    part.k = straight(buffers.k[which], k_old, k);
+    part.v_turned = panels(buffers.v_turned[index], v_old, v);
+    part.k = rows(buffers.k[index], k_old, k);
     if (!gradients) return;
-    part.dk = buffers.dk[which].zeroed(size);
-    part.dv = buffers.dv[which].zeroed(size);
+    part.dk = buffers.dk[index].zeroed(size);
+    part.dv = buffers.dv[index].zeroed(size);
   }
 
-  Part<T> context(long b, long h, long& low) {
+  // The part of the softmax over visible keys; ``low`` becomes the first of them.
+  Part<T> window_part(long b, long h, long& low) {
     Part<T> part;
     const long past = c.past[h], high = past + c.rows - c.shift;
     low = std::max(0L, past - c.shift - c.columns[h] + 1);
     part.keys = std::max(0L, high - low), part.columns = c.columns[h], part.base = past - c.shift - low;
-    part.flat = c.flat[h], part.wanted = c.dk_old ? 0 : std::max(0L, past - low);
+    part.flat = c.flat[h], part.first_gradient = c.dk_old ? 0 : std::max(0L, past - low);
     part.vectors = c.vectors != nullptr;
     const long width = c.distances + 2 * PAD;
     part.table = (const T*)c.table + h * width;
     if (c.mask) part.mask = (const T*)c.mask + h * width;
     if (c.slope) part.slope = (const T*)c.slope + h * width;
-    if (c.key_bias) biases(part, b * c.heads + h, past, low);
-    lay_out(
+    if (c.key_bias) set_biases(part, b * c.heads + h, past, low);
+    pack_part(
         part, 0, at<T>(c.k_old, b, h), at<T>(c.k, c.k_, b, h), at<T>(c.v_old, b, h), at<T>(c.v, c.v_, b, h), past, low,
         c.dk != nullptr);
     return part;
   }
 
-  void biases(Part<T>& part, long own, long past, long low) {
-    const long first = own * c.biases + c.biases - c.rows - past + low;
+  void set_biases(Part<T>& part, long task, long past, long low) {
+    const long first = task * c.biases + c.biases - c.rows - past + low;
     T* to = buffers.key_bias.zeroed(round_up(part.keys, GRAIN<T>));
     std::copy_n((const T*)c.key_bias + first, part.keys, to);
-    part.key_bias = to, part.query_bias = (const T*)c.query_bias + own * c.rows;
+    part.key_bias = to, part.query_bias = (const T*)c.query_bias + task * c.rows;
     if (c.dkey_bias) {
       part.dkey_bias = (T*)c.dkey_bias + first;
-      std::fill_n((T*)c.dkey_bias + own * c.biases, c.biases, T(0));
+      std::fill_n((T*)c.dkey_bias + task * c.biases, c.biases, T(0));
     }
-    if (c.dquery_bias) std::fill_n(part.dquery_bias = (T*)c.dquery_bias + own * c.rows, c.rows, T(0));
+    if (c.dquery_bias) std::fill_n(part.dquery_bias = (T*)c.dquery_bias + task * c.rows, c.rows, T(0));
   }
 
-  Part<T> always(long b, long h) {
+  Part<T> persistent_part(long b, long h) {
     Part<T> part;
     part.keys = c.persistent, part.columns = part.flat = c.persistent, part.all = true;
     const At<T> k{(T*)c.extra_k + h * c.persistent * K, K}, v{(T*)c.extra_v + h * c.persistent * K, K};
-    lay_out(part, 1, k, k, v, v, 0, 0, false);
-    if (backward) part.dk = sums.k_of(b * c.heads + h), part.dv = sums.v_of(b * c.heads + h);
+    pack_part(part, 1, k, k, v, v, 0, 0, false);
+    if (backward) part.dk = sums.zeroed_k(b * c.heads + h), part.dv = sums.zeroed_v(b * c.heads + h);
     return part;
   }
 
-  void rows_of(At<T> from, long t0, long rows, std::vector<T>& to) const {
+  void read_rows(At<T> from, long t0, long rows, std::vector<T>& to) const {
     std::fill(to.begin(), to.end(), T(0));
     for (long i = 0; i < rows; ++i) std::memcpy(&to[i * Kp], from[t0 + i], K * sizeof(T));
   }
-  void write(const std::vector<T>& from, long t0, long rows, At<T> to) const {
+  void write_rows(const std::vector<T>& from, long t0, long rows, At<T> to) const {
     for (long i = 0; i < rows; ++i) std::memcpy(to[t0 + i], &from[i * Kp], K * sizeof(T));
   }
 
-  // Keys from ``begin`` to ``end`` for rows t0 .. t0 + ROWS - 1, both whole vectors.
+  // ``width`` keys from ``begin`` on, in whole vectors, for ROWS rows.
   struct Chunk {
-    long begin, width, real;  // real: keys that are there
-    long place;               // of the first key in tables, for row t0; one less with every row
-    bool plain;               // nothing is added by distance and nobody is hidden
-    long row, rows;           // the first, and how many there are
+    long begin, width, n_keys;  // keys from n_keys on are padding
+    long index;                 // of the first key in tables, for the first row; one less for each next row
+    bool unmasked;              // whether no pair has a bias or is hidden, and m = 1
+    long row, rows;             // the first row, and the number of rows; the others are padding
   };
   template <class F> void chunks(const Part<T>& part, long t0, long rows, F&& visit) const {
     const long end = std::min(part.last(t0 + rows - 1) + 1, part.keys);
     for (long begin = round_down(part.first(t0), GRAIN<T>); begin < end; begin += CHUNK) {
-      const long real = std::min(CHUNK, end - begin), width = round_up(real, GRAIN<T>);
-      const long place = c.distances - 1 - part.last(t0) + begin + PAD;
-      const bool within = part.last(t0 + ROWS - 1) - begin < part.flat && part.last(t0) >= begin + width - 1;
-      visit(Chunk{begin, width, real, place, part.all ? real == width : within, t0, rows});
+      const long n_keys = std::min(CHUNK, end - begin), width = round_up(n_keys, GRAIN<T>);
+      const long index = c.distances - 1 - part.last(t0) + begin + PAD;
+      const bool is_flat = part.last(t0 + ROWS - 1) - begin < part.flat && part.last(t0) >= begin + width - 1;
+      visit(Chunk{begin, width, n_keys, index, part.all ? n_keys == width : is_flat, t0, rows});
     }
   }
 
   void score(const Part<T>& part, const std::vector<T>& query, const Chunk& at) {
-    scores_with(query, part.k_turned, at.begin, scores.data(), LD, at.width);
+    multiply_panels(query, part.k_turned, at.begin, scores.data(), LD, at.width);
     if (part.all) {
-      for (long i = 0; i < ROWS && !at.plain; ++i)
-        std::fill(&scores[i * LD + at.real], &scores[i * LD + at.width], -std::numeric_limits<T>::infinity());
+      for (long i = 0; i < ROWS && !at.unmasked; ++i)
+        std::fill(&scores[i * LD + at.n_keys], &scores[i * LD + at.width], -std::numeric_limits<T>::infinity());
       return;
     }
     if (part.vectors) {
-      const long begin = round_down(at.place - (ROWS - 1), LANES<T>), wide = LD + PAD;
-      const long width = round_up(at.place + at.width - begin, LANES<T>);
-      scores_with(query, (const T*)c.vectors_turned, begin, by_distance.data(), wide, width);
-      for (long i = 0; i < ROWS; ++i) add(&scores[i * LD], &by_distance[i * wide + at.place - i - begin], at.width);
+      const long begin = round_down(at.index - (ROWS - 1), LANES<T>), stride = LD + PAD;
+      const long width = round_up(at.index + at.width - begin, LANES<T>);
+      multiply_panels(query, (const T*)c.vectors_turned, begin, by_distance.data(), stride, width);
+      for (long i = 0; i < ROWS; ++i) add(&scores[i * LD], &by_distance[i * stride + at.index - i - begin], at.width);
     }
-    for (long i = 0; i < ROWS && !at.plain; ++i) add(&scores[i * LD], part.table + at.place - i, at.width);
+    for (long i = 0; i < ROWS && !at.unmasked; ++i) add(&scores[i * LD], part.table + at.index - i, at.width);
     for (long i = 0; i < at.rows && part.key_bias; ++i)
       add(&scores[i * LD], part.key_bias + at.begin, at.width, part.query_bias[at.row + i]);
   }
-  static void add(T* to, const T* from, long width, T less = 0) {
-    for (long j = 0; j < width; j += LANES<T>) store(to + j, load(to + j) + (load(from + j) - less));
+  static void add(T* to, const T* from, long width, T subtracted = 0) {
+    for (long j = 0; j < width; j += LANES<T>) store(to + j, load(to + j) + (load(from + j) - subtracted));
   }
 
-  void forward_part(const Part<T>& part, const std::vector<T>& query, long t0, long rows, T* top, T* sum) {
+  void forward_part(const Part<T>& part, const std::vector<T>& query, long t0, long rows, T* row_max, T* sum) {
     chunks(part, t0, rows, [&](const Chunk& at) {
       score(part, query, at);
       for (long i = 0; i < ROWS; ++i) {
         T* s = &scores[i * LD];
-        Vector<T> most = load(s);
+        Vector<T> lane_max = load(s);
         for (long j = LANES<T>; j < at.width; j += LANES<T>) {
-          const Vector<T> other = load(s + j);
-          most = most > other ? most : other;
+          const Vector<T> next = load(s + j);
+          lane_max = lane_max > next ? lane_max : next;
         }
-        const T here = largest<T>(most), higher = here > top[i] || std::isnan(here) ? here : top[i];
-        if (higher == -std::numeric_limits<T>::infinity()) {
+        const T chunk_max = largest<T>(lane_max);
+        const T new_max = chunk_max > row_max[i] || std::isnan(chunk_max) ? chunk_max : row_max[i];
+        if (new_max == -std::numeric_limits<T>::infinity()) {
           std::fill(s, s + at.width, T(0));
           continue;
         }
-        if (higher != top[i]) {
-          const T smaller = std::exp(top[i] - higher);
-          sum[i] *= smaller;
-          for (long k = 0; k < Kp; ++k) y[i * Kp + k] *= smaller;
-          top[i] = higher;
+        if (new_max != row_max[i]) {
+          const T factor = std::exp(row_max[i] - new_max);
+          sum[i] *= factor;
+          for (long k = 0; k < Kp; ++k) y[i * Kp + k] *= factor;
+          row_max[i] = new_max;
         }
-        Vector<T> sums = {};
+        Vector<T> lane_sums = {};
         for (long j = 0; j < at.width; j += LANES<T>) {
-          const Vector<T> weight = exponential<T>(load(s + j) - higher);
-          sums += weight;
+          const Vector<T> weight = exponential<T>(load(s + j) - new_max);
+          lane_sums += weight;
           store(s + j, weight);
         }
-        sum[i] += total<T>(sums);
+        sum[i] += total<T>(lane_sums);
       }
-      product<true>(scores.data(), LD, 1, part.v + at.begin * Kp, y.data(), Kp, at.real);
+      product<true>(scores.data(), LD, 1, part.v + at.begin * Kp, y.data(), Kp, at.n_keys);
     });
   }
 
-  void forward(long b, long h) {
+  void run_forward(long b, long h) {
     long low;
-    Part<T> near = context(b, h, low), beside;
-    if (c.persistent) beside = always(b, h);
+    Part<T> window = window_part(b, h, low), persistent;
+    if (c.persistent) persistent = persistent_part(b, h);
     T* lse = (T*)c.lse + (b * c.heads + h) * c.rows;
     for (long t0 = 0; t0 < c.rows; t0 += ROWS) {
       const long rows = std::min((long)ROWS, c.rows - t0);
-      T top[ROWS], sum[ROWS] = {};
-      std::fill(top, top + ROWS, -std::numeric_limits<T>::infinity());
+      T row_max[ROWS], sum[ROWS] = {};
+      std::fill(row_max, row_max + ROWS, -std::numeric_limits<T>::infinity());
       std::fill(y.begin(), y.end(), T(0));
-      rows_of(at<T>(c.q, c.q_, b, h), t0, rows, q);
-      forward_part(near, q, t0, rows, top, sum);
+      read_rows(at<T>(c.q, c.q_, b, h), t0, rows, q);
+      forward_part(window, q, t0, rows, row_max, sum);
       if (c.persistent) {
-        rows_of(at<T>(c.extra_q, c.extra_q_, b, h), t0, rows, q);
-        forward_part(beside, q, t0, rows, top, sum);
+        read_rows(at<T>(c.extra_q, c.extra_q_, b, h), t0, rows, q);
+        forward_part(persistent, q, t0, rows, row_max, sum);
       }
       for (long i = 0; i < rows; ++i) {
-        // A row that sees nothing has output 0 and weights 0, also in the backward pass.
-        lse[t0 + i] = sum[i] == 0 ? std::numeric_limits<T>::infinity() : top[i] + std::log(sum[i]);
+        // A row that sees no key has output 0 and weights 0, also in the backward pass.
+        lse[t0 + i] = sum[i] == 0 ? std::numeric_limits<T>::infinity() : row_max[i] + std::log(sum[i]);
         const T share = sum[i] == 0 ? 0 : 1 / sum[i];
         for (long k = 0; k < Kp; ++k) y[i * Kp + k] *= share;
       }
-      write(y, t0, rows, at<T>(c.y, c.y_, b, h));
+      write_rows(y, t0, rows, at<T>(c.y, c.y_, b, h));
     }
   }
 
-  // Weights into scores, gradients of scores into rewards.
-  void weigh(const Part<T>& part, const Chunk& at, const T* lse, const T* delta) {
+  // Replace scores by weights, and products of g and values in ``dscores`` by gradients of scores.
+  void differentiate(const Part<T>& part, const Chunk& at, const T* lse, const T* delta) {
     for (long i = 0; i < ROWS; ++i) {
-      T *s = &scores[i * LD], *r = &rewards[i * LD];
-      if (at.plain || !part.mask) {
+      T *s = &scores[i * LD], *r = &dscores[i * LD];
+      if (at.unmasked || !part.mask) {
         for (long j = 0; j < at.width; j += LANES<T>) {
           const Vector<T> weight = exponential<T>(load(s + j) - lse[i]);
           store(s + j, weight);
@@ -481,14 +486,14 @@ template <class T> struct Worker {
         continue;
       }
       Vector<T> on_ramp = {};
-      const T *mask = part.mask + at.place - i, *slope = part.slope + at.place - i;
+      const T *mask = part.mask + at.index - i, *slope = part.slope + at.index - i;
       for (long j = 0; j < at.width; j += LANES<T>) {
         const Vector<T> unmasked = exponential<T>(load(s + j) - lse[i]);
-        const Vector<T> reward = unmasked * (load(r + j) - delta[i]);
-        on_ramp += reward * load(slope + j);
+        const Vector<T> dscore = unmasked * (load(r + j) - delta[i]);
+        on_ramp += dscore * load(slope + j);
         store(s + j, unmasked * load(mask + j));
         const Vector<T> m = load(mask + j);
-        store(r + j, m > 0 ? reward * m : m);  // under a weight of 0 it may be infinite
+        store(r + j, m > 0 ? dscore * m : m);  // with m = 0, dscore may be infinite
       }
       span_gradient += total<T>(on_ramp);
     }
@@ -499,84 +504,84 @@ template <class T> struct Worker {
       const T* delta) {
     chunks(part, t0, rows, [&](const Chunk& at) {
       score(part, query, at);
-      scores_with(g, part.v_turned, at.begin, rewards.data(), LD, at.width);
-      weigh(part, at, lse, delta);
-      product<true>(rewards.data(), LD, 1, part.k + at.begin * Kp, dquery.data(), Kp, at.real);
-      if (part.vectors) distances_of(at, query, dquery);
+      multiply_panels(g, part.v_turned, at.begin, dscores.data(), LD, at.width);
+      differentiate(part, at, lse, delta);
+      product<true>(dscores.data(), LD, 1, part.k + at.begin * Kp, dquery.data(), Kp, at.n_keys);
+      if (part.vectors) differentiate_vectors(at, query, dquery);
       for (long i = 0; i < rows && part.key_bias; ++i)
-        for (long j = 0; j < at.real; ++j) {
-          const T change = rewards[i * LD + j];
-          if (part.dkey_bias) part.dkey_bias[at.begin + j] += change;
-          if (part.dquery_bias) part.dquery_bias[t0 + i] -= change;
+        for (long j = 0; j < at.n_keys; ++j) {
+          const T dscore = dscores[i * LD + j];
+          if (part.dkey_bias) part.dkey_bias[at.begin + j] += dscore;
+          if (part.dquery_bias) part.dquery_bias[t0 + i] -= dscore;
         }
       if (!part.dk) return;
-      const long wanted = std::max(part.wanted - at.begin, 0L);
-      for (long j = round_down(wanted, ROWS); j < at.width; j += ROWS) {
+      const long first = std::max(part.first_gradient - at.begin, 0L);
+      for (long j = round_down(first, ROWS); j < at.width; j += ROWS) {
         T *dk = part.dk + (at.begin + j) * Kp, *dv = part.dv + (at.begin + j) * Kp;
-        product<true>(&rewards[j], 1, LD, query.data(), dk, Kp, ROWS);
+        product<true>(&dscores[j], 1, LD, query.data(), dk, Kp, ROWS);
         product<true>(&scores[j], 1, LD, g.data(), dv, Kp, ROWS);
       }
     });
   }
 
-  // Gradients by way of the vectors: row i is moved i places, so that equal distances lie below each other.
-  void distances_of(const Chunk& at, const std::vector<T>& query, std::vector<T>& dquery) {
-    const long width = round_up(at.width + ROWS - 1, ROWS), wide = LD + PAD;
-    const long place = at.place - (ROWS - 1);
+  // Gradients through the vectors: row i is moved by i entries, so that equal distances are in one column.
+  void differentiate_vectors(const Chunk& at, const std::vector<T>& query, std::vector<T>& dquery) {
+    const long width = round_up(at.width + ROWS - 1, ROWS), stride = LD + PAD;
+    const long index = at.index - (ROWS - 1);
     for (long i = 0; i < ROWS; ++i) {
-      T* to = &by_distance[i * wide];
+      T* to = &by_distance[i * stride];
       std::fill(to, to + width, T(0));
-      std::memcpy(to + ROWS - 1 - i, &rewards[i * LD], at.width * sizeof(T));
+      std::memcpy(to + ROWS - 1 - i, &dscores[i * LD], at.width * sizeof(T));
     }
-    product<true>(by_distance.data(), wide, 1, (const T*)c.vectors + place * Kp, dquery.data(), Kp, width);
+    product<true>(by_distance.data(), stride, 1, (const T*)c.vectors + index * Kp, dquery.data(), Kp, width);
     for (long u = 0; dvectors && u < width; u += ROWS)
-      product<true>(&by_distance[u], 1, wide, query.data(), dvectors + (place - first_place + u) * Kp, Kp, ROWS);
+      product<true>(&by_distance[u], 1, stride, query.data(), dvectors + (index - first_index + u) * Kp, Kp, ROWS);
   }
 
-  void back(long b, long h) {
+  void run_backward(long b, long h) {
     long low;
-    Part<T> near = context(b, h, low), beside;
-    if (c.persistent) beside = always(b, h);
-    const long own = b * c.heads + h;
-    dvectors = sums.vectors_of(b, h);
-    first_place = c.distances - c.columns[h];
+    Part<T> window = window_part(b, h, low), persistent;
+    if (c.persistent) persistent = persistent_part(b, h);
+    const long task = b * c.heads + h;
+    dvectors = sums.zeroed_vectors(b, h);
+    first_index = c.distances - c.columns[h];
     span_gradient = 0;
     for (long t0 = 0; t0 < c.rows; t0 += ROWS) {
       const long rows = std::min((long)ROWS, c.rows - t0);
-      rows_of(at<T>(c.q, c.q_, b, h), t0, rows, q);
-      rows_of(at<T>(c.g, c.g_, b, h), t0, rows, g);
-      rows_of(at<T>(c.y, c.y_, b, h), t0, rows, y);
+      read_rows(at<T>(c.q, c.q_, b, h), t0, rows, q);
+      read_rows(at<T>(c.g, c.g_, b, h), t0, rows, g);
+      read_rows(at<T>(c.y, c.y_, b, h), t0, rows, y);
       T lse[ROWS], delta[ROWS] = {};
       for (long i = 0; i < ROWS; ++i) {
-        lse[i] = i < rows ? ((const T*)c.lse)[own * c.rows + t0 + i] : std::numeric_limits<T>::infinity();
+        lse[i] = i < rows ? ((const T*)c.lse)[task * c.rows + t0 + i] : std::numeric_limits<T>::infinity();
         for (long k = 0; k < K; ++k) delta[i] += g[i * Kp + k] * y[i * Kp + k];
       }
       std::fill(dq.begin(), dq.end(), T(0));
-      backward_part(near, q, dq, t0, rows, lse, delta);
-      write(dq, t0, rows, at<T>(c.dq, c.dq_, b, h));
+      backward_part(window, q, dq, t0, rows, lse, delta);
+      write_rows(dq, t0, rows, at<T>(c.dq, c.dq_, b, h));
       if (!c.persistent) continue;
-      rows_of(at<T>(c.extra_q, c.extra_q_, b, h), t0, rows, extra_q);
+      read_rows(at<T>(c.extra_q, c.extra_q_, b, h), t0, rows, extra_q);
       std::fill(dextra_q.begin(), dextra_q.end(), T(0));
-      backward_part(beside, extra_q, dextra_q, t0, rows, lse, delta);
-      write(dextra_q, t0, rows, at<T>(c.dextra_q, c.dextra_q_, b, h));
+      backward_part(persistent, extra_q, dextra_q, t0, rows, lse, delta);
+      write_rows(dextra_q, t0, rows, at<T>(c.dextra_q, c.dextra_q_, b, h));
     }
-    hand_out(near, b, h, low);
-    sums.z[own] = span_gradient;
+    write_key_gradients(window, b, h, low);
+    sums.z[task] = span_gradient;
   }
 
-  void hand_out(const Part<T>& near, long b, long h, long low) {
-    if (!c.dk) return;  // not near.dk: where no key was met it may be null, and the gradients are zeros
+  void write_key_gradients(const Part<T>& window, long b, long h, long low) {
+    if (!c.dk) return;  // window.dk may be null if no key is visible; the gradients are then zeros
     const long past = c.past[h];
     if (c.dk_old) {
-      spread(near.dk, low, near.keys, 0, past, at<T>(c.dk_old, b, h));
-      spread(near.dv, low, near.keys, 0, past, at<T>(c.dv_old, b, h));
+      write_padded(window.dk, low, window.keys, 0, past, at<T>(c.dk_old, b, h));
+      write_padded(window.dv, low, window.keys, 0, past, at<T>(c.dv_old, b, h));
     }
-    spread(near.dk, low, near.keys, past, past + c.rows, at<T>(c.dk, c.dk_, b, h));
-    spread(near.dv, low, near.keys, past, past + c.rows, at<T>(c.dv, c.dv_, b, h));
+    write_padded(window.dk, low, window.keys, past, past + c.rows, at<T>(c.dk, c.dk_, b, h));
+    write_padded(window.dv, low, window.keys, past, past + c.rows, at<T>(c.dv, c.dv_, b, h));
   }
 
-  // Gradients of keys ``begin`` to ``end``, of which those from ``low`` on, ``keys`` of them, were met.
-  void spread(const T* from, long low, long keys, long begin, long end, At<T> to) const {
+  // Write the gradients of keys ``begin`` to ``end``; they are 0 except for the ``keys`` keys from ``low`` on.
+  void write_padded(const T* from, long low, long keys, long begin, long end, At<T> to) const {
     for (long j = begin; j < end; ++j) {
       if (j >= low && j < low + keys)
         std::memcpy(to[j - begin], from + (j - low) * Kp, K * sizeof(T));
@@ -586,29 +591,29 @@ template <class T> struct Worker {
   }
 };
 
-// The longest heads first, so that no thread is left with one at the end.
+// The longest heads come first, so that no thread starts one at the end.
 template <class T> void run(const Call& call, bool backward) {
   const long tasks = call.streams * call.heads;
-  Sums<T> sums(call, Buffers<T>::here());
+  Sums<T> sums(call, Buffers<T>::of_thread());
 #pragma omp parallel num_threads(call.threads)
   {
-    Worker<T> worker(call, backward, Buffers<T>::here(), sums);
+    Worker<T> worker(call, backward, Buffers<T>::of_thread(), sums);
 #pragma omp for schedule(dynamic, 1)
     for (long task = 0; task < tasks; ++task) {
       const long b = task % call.streams, h = call.order[task / call.streams];
-      backward ? worker.back(b, h) : worker.forward(b, h);
+      backward ? worker.run_backward(b, h) : worker.run_forward(b, h);
     }
 #pragma omp atomic
     *call.flops += worker.flops;
     const long extra = backward && call.dextra_k ? call.heads * call.persistent : 0;
 #pragma omp for nowait
     for (long row = 0; row < extra; ++row) {
-      sums.over_streams(sums.k, call.dextra_k, row);
-      sums.over_streams(sums.v, call.dextra_v, row);
+      sums.sum_streams(sums.k, call.dextra_k, row);
+      sums.sum_streams(sums.v, call.dextra_v, row);
     }
     const long distances = backward && call.dvectors ? call.distances : 0;
 #pragma omp for nowait
-    for (long x = 0; x < distances; ++x) sums.over_heads(x);
+    for (long x = 0; x < distances; ++x) sums.sum_heads(x);
   }
   for (long h = 0; backward && call.dz && h < call.heads; ++h) {
     T* out = (T*)call.dz + h;

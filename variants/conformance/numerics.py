@@ -1,0 +1,173 @@
+"""Numerical promises: gradients match finite differences, training without dropout equals evaluation, all of the reach
+is used, the likelihood moves every parameter, and streams of a batch of any size are independent.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from variants.conformance.fixture import (
+    Subject,
+    Verdict,
+    differences,
+    gradients_of,
+    run,
+    seed_cpu,
+    select_streams,
+    spread_projected,
+)
+from variants.conformance.sizes import LONGEST_STREAM
+from variants.contract import Sublayer, cat_streams, map_state
+
+STEP = 1e-7  # length of a finite difference's step along a unit vector
+N_DRAWS = 12  # draws of parameters and inputs; in one of them a sublayer must use its whole reach
+
+
+def check_gradients(subject: Subject) -> Verdict:
+    """Compare every parameter's gradient with a finite difference along a random direction, in training, after a past.
+    The gradient of the embedding depends on the gradients of all sublayers' inputs. The loss is a random weighted sum
+    of logits plus the auxiliary loss."""
+    model = spread_projected(subject.build(mode="train"), 0.2, 0.8)
+    head, tail = subject.random_bytes()[:2].tensor_split(2, dim=1)
+    _, state = run(model, head)
+    generator = torch.Generator().manual_seed(0)
+
+    def unit_vector(like: Tensor) -> Tensor:
+        noise = torch.randn(like.shape, generator=generator, dtype=like.dtype)
+        return noise / noise.norm()
+
+    def forward() -> tuple[Tensor, Tensor]:
+        seed_cpu(0)
+        out = model(tail, map_state(torch.clone, state))
+        return out.logits, out.loss
+
+    logits, loss = forward()
+    upstream = unit_vector(logits)
+    model.zero_grad()  # a model that shares parameters with an earlier one may have gradients; another check reports it
+    ((logits * upstream).sum() + loss).backward()
+    gradients = gradients_of(model)
+    for name, parameter in model.named_parameters():
+        direction, before, slopes = unit_vector(parameter), parameter.detach().clone(), []
+        slope = (gradients[name] * direction).sum().item() if name in gradients else 0.0
+        for step in (STEP, -STEP):  # at a kink, one of the two sides is right
+            with torch.no_grad():
+                parameter.copy_(before + step * direction)
+                moved_logits, moved_loss = forward()
+                parameter.copy_(before)
+            # Logits are subtracted before they are summed, because that rounds less.
+            slopes.append((((moved_logits - logits) * upstream).sum() + moved_loss - loss).item() / step)
+            if abs(slopes[-1] - slope) <= max(1e-4 * abs(slopes[-1]), 1e-8):
+                break
+        else:
+            change = f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says {slope:.6g}"
+            yield f"train: along a direction of {name} {change}"
+
+
+def check_modes(subject: Subject) -> Verdict:
+    models = list(subject.deterministic_models())  # built before any runs, in case two models share a parameter
+    outputs = []
+    for _, model, context in models:
+        with context():
+            outputs.append(run(model, subject.random_bytes(), cuts=(subject.span + 2,))[0])
+    if len(outputs) == 1:
+        yield "train: draws random numbers that are not dropout's, so it cannot be compared with eval"
+    else:
+        yield from differences("train without dropout, against eval", *outputs)
+
+
+def check_reach_used(subject: Subject) -> Verdict:
+    """Check that in some draw an output depends on the byte at the end of the declared reach. Draws differ in spans
+    (all longest, mixed, all shortest) and in the size of inputs (1 or 3)."""
+    remaining = {name: sublayer.reach() for name, sublayer in subject.sublayers.items()}
+    remaining = {name: n for name, n in remaining.items() if n is None or 0 < n < LONGEST_STREAM}
+    for draw in range(N_DRAWS if remaining else 0):
+        model = spread_projected(subject.build(seed=draw), *((1, 1), (0, 1), (0, 0))[draw % 3])
+        width = next(iter(run(model, subject.random_bytes(length=1))[0].values())).shape[-1]
+        size = (1, 3)[draw // 3 % 2]
+        for name, sublayer in model.sublayers():
+            if name in remaining and _uses_reach(sublayer, remaining[name], subject, width=width, size=size):
+                del remaining[name]
+        if not remaining:
+            break
+    for name, n in remaining.items():
+        byte, declared = ("0 and at the end", "all of the past") if n is None else (f"t - {n}", f"a reach of {n}")
+        draws = f"with {N_DRAWS} draws of parameters"
+        yield f"eval: {name} gives the same at byte {byte} changed, {draws}: declared is {declared}"
+
+
+@torch.no_grad()
+def _uses_reach(sublayer: Sublayer, reach: int | None, subject: Subject, *, width: int, size: float) -> bool:
+    """Whether changing an early byte moves the output ``reach`` bytes later; for None, whether byte 0 moves the end."""
+    positions = range(1) if reach is None else range(max(4, subject.period))
+    length = subject.length if reach is None else reach + len(positions)
+
+    def forward(x: Tensor) -> Tensor:
+        seed_cpu(0)
+        return sublayer(x, None, torch.zeros(1, dtype=torch.int64)).y[0]
+
+    x = size * torch.randn(1, length, width, dtype=torch.float64)
+    before = forward(x)
+    for position in positions:
+        changed = x.clone()
+        changed[:, position] = 3 * torch.randn(width)
+        first, last = length - subject.period, length
+        if reach is not None:
+            first, last = position + reach, position + reach + 1
+        # Equal shapes round equally, except where terms are added to sums and subtracted again.
+        if (forward(changed) - before)[first:last].abs().max() > 1e-14 * before.abs().max():
+            return True
+    return False
+
+
+def check_likelihood(subject: Subject) -> Verdict:
+    """Check that every parameter gets a gradient from the likelihood alone, without the auxiliary loss."""
+    segment = max(subject.span, 3 * subject.period) + 2  # no gradient enters a state: a segment must hold whole blocks
+    remaining = {name for name, p in subject.build().named_parameters() if p.requires_grad}
+    for draw in range(3):
+        model = spread_projected(subject.build(seed=draw, mode="train"), 0.2, 0.8)
+        tokens, state, total = subject.random_bytes(seed=draw), None, 0
+        for inputs in tokens.split(segment, dim=1):
+            logits, state, *_ = model(inputs, state)
+            total = total + F.cross_entropy(logits.flatten(0, 1), subject.change_all(inputs).flatten())
+        total.backward()
+        remaining -= {name for name, gradient in gradients_of(model).items() if gradient.any()}
+        if not remaining:
+            break
+    for name in sorted(remaining):
+        yield f"train: the likelihood gives {name} no gradient in 3 draws of parameters"
+
+
+def check_streams(subject: Subject) -> Verdict:
+    """Check three streams after a past; and the first, middle and last stream of large batches, each against itself in
+    a batch of these three."""
+    head, tail = subject.random_bytes().tensor_split([subject.span + 2], dim=1)
+    order, last_two, second = [2, 0, 1], slice(1, 3), slice(1, 2)
+    for mode, model, context in subject.deterministic_models():
+        with context():
+            _, state = run(model, head)
+            expected, _ = run(model, tail, state=state)
+            first_changed, _ = run(model, torch.cat([subject.change_all(tail[:1]), tail[1:]]), state=state)
+            reordered, _ = run(model, tail[order], state=map_state(lambda t: t[order], state))
+            joined, _ = run(model, tail, state=cat_streams([run(model, row[None])[1] for row in head]))
+            single, _ = run(model, tail[second], state=map_state(lambda t: t[second], state))
+        unchanged = (select_streams(outputs, last_two) for outputs in (expected, first_changed))
+        yield from differences(f"{mode}, stream 0 changed", *unchanged)
+        expected_order = select_streams(expected, order)
+        yield from differences(f"{mode}, streams and states in another order", expected_order, reordered)
+        yield from differences(f"{mode}, states of single streams concatenated", expected, joined)
+        yield from differences(f"{mode}, stream 1 alone, its state sliced", select_streams(expected, second), single)
+        for streams in subject.batch_sizes:
+            tokens, three = subject.random_bytes(streams=streams), [0, streams // 2, streams - 1]
+            with context():
+                batch, separate = (run(model, part, cuts=(subject.span + 2,))[0] for part in (tokens, tokens[three]))
+            yield from differences(f"{mode}, {streams} streams at once", separate, select_streams(batch, three))
+
+
+CHECKS = (
+    ("gradients match finite differences", None, check_gradients),
+    ("training without dropout is evaluation", "training_as_evaluation", check_modes),
+    ("the declared reach is used", None, check_reach_used),
+    ("the likelihood moves every parameter", None, check_likelihood),
+    ("streams do not mix", "streams_apart", check_streams),
+)
+"""Triples of a promise, the limit that excuses a model from it or None, and the check."""
