@@ -148,7 +148,7 @@ BROKEN = {
     "StreamsLast": (broken.StreamsLast, {p.DETACHED, p.STREAMS}, ""),
     "OverwritesState": (broken.OverwritesState, {p.WRITES, p.STREAMS}, ""),
     "Counts": (hears(counts, also=begin_count), {p.WRITES}, r"eval: a forward changed layers\.0\.part0\.sublayer\.count"),
-    "Remembers": (broken.Remembers, None, rf"eval, the same forward again after another: {PLACE}"),
+    "Remembers": (broken.Remembers, None, rf"eval, a forward repeated after one of other bytes: {PLACE}"),
     "SizedState": (broken.SizedState, {p.PROJECTION}, r"RuntimeError: .* \(eval, byte 1 to 5, broken_sublayers.py line \d+\)"),
     "Shrinks": (toy(project_=lambda self: self.value.weight.data.mul_(0.5)), {p.PROJECTION, p.SAVED}, ""),
     # a root of a parameter that ``project_`` should keep positive and does not
