@@ -164,7 +164,9 @@ def main(cfg: DictConfig) -> None:
     code = encoder.finish()
     write_atomically(Path(out), packed := pack(header, code))
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
-    cut = f"{pluralize(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each without initial state"
+    cut = (
+        f"{pluralize(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each without initial state"
+    )
     print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
     if not counts["predicted"]:
         return print("no byte was predicted, so there is no score to compare with")

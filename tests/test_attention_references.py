@@ -239,7 +239,9 @@ CASES = [(name, row) for name, mechanism in MECHANISMS.items() for row in choice
 @pytest.mark.parametrize(("name", "row"), CASES, ids=["-".join(map(str, (name, *row.values()))) for name, row in CASES])
 def test_output_and_every_gradient_equal_those_of_the_reference(name, row, monkeypatch):
     """A backend that cannot compute the choices refuses them."""
-    monkeypatch.setattr(carried_sums, "CHUNKS_PER_PIECE", 2)  # chunks in memory at once, so that the loop over chunks runs
+    monkeypatch.setattr(
+        carried_sums, "CHUNKS_PER_PIECE", 2
+    )  # chunks in memory at once, so that the loop over chunks runs
     mechanism, fields = MECHANISMS[name], Case.__dataclass_fields__
     case = Case(backend="auto", **{key: value for key, value in row.items() if key in fields})
     choices = {key: value for key, value in row.items() if key not in fields}

@@ -11,9 +11,7 @@ PINNED = [4062030576, 2427499623, 1513036796, 93295047, 2092645796, 1060211399, 
 
 def rows_of(seed: int | Tensor, *, streams, heads, queries) -> Tensor:
     indices = {"streams": streams, "heads": heads, "queries": queries}
-    return dropout.row_numbers(
-        torch.as_tensor(seed), **{name: torch.tensor(list(of)) for name, of in indices.items()}
-    )
+    return dropout.row_numbers(torch.as_tensor(seed), **{name: torch.tensor(list(of)) for name, of in indices.items()})
 
 
 def keep_mask(seed: int, *, streams=2, heads=3, size=128, rate=0.3) -> Tensor:

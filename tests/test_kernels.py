@@ -290,9 +290,9 @@ def test_the_shortcut_for_plain_causal_attention_is_exact_and_taken_for_nothing_
         assert_same(fused.full_causal(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs)
     for changes in (*NOT_TRIANGLES, {"persistent": 2}):
         case = replace(TRIANGLE, **changes)
-        assert not fused.is_full_causal(case.hard_window()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())), (
-            changes
-        )
+        assert not fused.is_full_causal(
+            case.hard_window()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())
+        ), changes
     assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**TRIANGLE.inputs())), "a ramp makes the mask soft"
 
 

@@ -61,7 +61,9 @@ def test_a_mechanism_compiles_to_one_graph_with_the_same_output_gradients_and_st
         segment = x[:, position : position + 20].clone().requires_grad_()
         actual, expected = (forward(segment, state, at(position)) for forward in (compiled, layer))
         assert_same(actual.y, expected.y, named={"x": segment} | dict(layer.named_parameters()))
-        for part, expected_part in zip(state_tensors(layer.trim(actual.state)), state_tensors(expected.state), strict=True):
+        for part, expected_part in zip(
+            state_tensors(layer.trim(actual.state)), state_tensors(expected.state), strict=True
+        ):
             assert_near(part.double(), expected_part.double())
         state = expected.state
     torch.compiler.reset()

@@ -25,9 +25,7 @@ def tuning_tables(frame: pd.DataFrame) -> list[Table]:
     runs = runs.dropna(subset=["trial"])
     if not (runs["kind"] == "run").any():
         return []
-    sweeps = [
-        score_conditions(row | {"capped": {}}) for row in runs["row"]
-    ]  # failed runs have no key ``capped``
+    sweeps = [score_conditions(row | {"capped": {}}) for row in runs["row"]]  # failed runs have no key ``capped``
     groups = enumerate(runs.groupby(sweeps, sort=False), start=1)
     return [_table(group, index=index) for index, (_, group) in groups]
 

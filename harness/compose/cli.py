@@ -99,7 +99,9 @@ def command_of_run() -> str:
     hydra, launch = HydraConfig.get(), read_launch()
     is_checkout = (source.ROOT / "pyproject.toml").exists()
     if hydra.mode != RunMode.MULTIRUN:
-        script = (*launch.command_prefix, sys.argv[0]) if is_checkout or launch.world_size > 1 else ("windtunnel", "train")
+        script = (
+            (*launch.command_prefix, sys.argv[0]) if is_checkout or launch.world_size > 1 else ("windtunnel", "train")
+        )
         return shlex.join([*script, *sys.argv[1:]])
     folders = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
     options = [word for folder in folders for word in ("-cd", folder)]

@@ -245,9 +245,7 @@ class Run:
         self.validate()
         best = processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.load_weights(best["model"])  # before the costs, because FLOPs depend on the weights
-        row |= summary.costs(
-            trainer, peak=self._training_peak.over_processes(processes.maximum)
-        )
+        row |= summary.costs(trainer, peak=self._training_peak.over_processes(processes.maximum))
         row |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(trainer.model.metrics({}))}
         row |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in trainer.splits:

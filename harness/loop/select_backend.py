@@ -123,7 +123,9 @@ def agreement(
         model.load_state_dict(weights)
         model.project_()
         forward = device.forward(model.to(device.device).train())
-        return logits_and_gradients(model, tokens.to(device.device), segments, forward=forward, autocast=device.autocast)
+        return logits_and_gradients(
+            model, tokens.to(device.device), segments, forward=forward, autocast=device.autocast
+        )
 
     # Plain PyTorch shows how large the errors of a lower precision are: of bfloat16 on a CPU, of TF32 on the device.
     rounding = None
