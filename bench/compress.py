@@ -31,12 +31,14 @@ from harness.record import checkpoint
 from harness.record.cells import pluralize
 
 STREAM_BYTES = 4096  # default length: longer than most models' context, yet it gives many streams
-ALLOWED = "allowed is the run, code, machine, threads, precision and backend of the encoder"
+SAME_AS_ENCODER = (
+    "decode with the run, code, torch, machine, threads, environment, precision and backend of the encoder"
+)
 UNIFORM = np.arange(1, 257) << (BITS - 8)  # running sums of equal frequencies: 8 bits for each byte
 SPLIT = Literal["train", "valid", "test"]
 MAGIC, FILE_KEYS = b"AWT1", ("bytes", "sha256", "streams", "checksum")
 CONDITIONS = ("weights", "source", "device", "device_kind", "instruction_set", "threads", "precision", "backend")
-CONDITIONS += ("torch", "environment")
+CONDITIONS += ("tf32", "torch", "environment")
 """Keys of the header that must be equal in the encoder and the decoder."""
 DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of the format
     b'{"bytes":,"sha256":"","streams":,"weights":"","source":"","device":"Intel(R) Xeon(R) Processor (family 6 model '
@@ -171,7 +173,7 @@ def main(cfg: DictConfig) -> None:
     if not counts["predicted"]:
         return print("no byte was predicted, so there is no score to compare with")
     by_file, by_score = 8 * len(packed) / len(content), counts["bits"] / counts["predicted"]
-    bits = f"{by_file:.4f} bits per byte by the file, {by_score:.4f} by the score under the same cut"
+    bits = f"{by_file:.4f} bits per byte by the file, {by_score:.4f} by the score of the same streams"
     print(f"{bits}: {100 * (by_file / by_score - 1):+.2f} %")
 
 
@@ -183,10 +185,13 @@ def decompress(cfg: DictConfig) -> None:
     _, keywords, conditions = open_run(cfg)
     differences = [f"{k} (then {header[k]}, now {conditions[k]})" for k in conditions if header[k] != conditions[k]]
     if differences:
-        raise ValueError(f"file={file}: has other probabilities, these differ: {', '.join(differences)}; {ALLOWED}")
+        reason = f"these conditions differ from the encoder's: {', '.join(differences)}"
+        raise ValueError(f"file={file}: cannot be decoded, because {reason}; {SAME_AS_ENCODER}")
     content, _ = code_streams(Decoder(code), bytes(header["bytes"]), streams=header["streams"], **keywords)
     if digest(content) != header["sha256"]:
-        raise ValueError(f"file={file}: the SHA-256 of the decoded bytes is not that of the encoded ones; {ALLOWED}")
+        raise ValueError(
+            f"file={file}: the SHA-256 of the decoded bytes is not that of the encoded ones; {SAME_AS_ENCODER}"
+        )
     write_atomically(Path(out), content)
     print(f"{out}: {len(content):,} bytes, SHA-256 {header['sha256']}, as they were coded")
 

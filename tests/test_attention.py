@@ -1,4 +1,4 @@
-"""Attention besides its reference: biases, carried states, bfloat16, and the selection of a backend."""
+"""Attention beyond ``test_attention_references.py``: biases, carried states, bfloat16, selection of a backend."""
 
 from unittest.mock import patch
 
@@ -63,7 +63,12 @@ def test_with_the_cpu_kernel_each_head_carries_only_the_keys_that_it_can_reach(a
     assert whole[0].shape[2] == 299 + (not attend_self)
     attention.wanted_backend = "kernel"
     state = attention(x, None, starts(0)).state
-    assert attention.span.max_keys == (64, 128, 128, 300)  # carried: one bucket more, which a step may reach
+    assert attention.span.max_keys == (
+        64,
+        128,
+        128,
+        300,
+    )  # one bucket of 64 more is carried: a step of the optimizer may grow a span
     assert lengths(state) == [n - 1 + (not attend_self) for n in (128, 192, 192, 300)]
     assert lengths(attention(x[:, :5], None, starts(0)).state) == [5] * 4
     more = torch.randn(B, 7, D, dtype=DOUBLE)
@@ -104,14 +109,14 @@ def test_under_bfloat16_autocast_every_backend_is_close_to_float32(spans):
     """The carried state is bfloat16; softmax and spans are computed in float32."""
     case = Case(length=40, heads=4, d_head=8, span=64, spans=spans, position="rotary", persistent=5)
     attention, x = case.build().float(), case.stream()[1].detach().float().requires_grad_()
-    moved = [x, *attention.parameters()]
+    leaves = [x, *attention.parameters()]
     expected = attention(x).y
     for attention.wanted_backend in ("plain", "fused", "kernel"):
         with torch.autocast("cpu", torch.bfloat16):
             out = attention(x)
         assert out.state[0].dtype == torch.bfloat16
         assert_near(out.y.float(), expected, tolerance=0.02)
-        for low, exact in zip(gradients(out.y, moved), gradients(expected, moved), strict=True):
+        for low, exact in zip(gradients(out.y, leaves), gradients(expected, leaves), strict=True):
             assert (low - exact).norm() <= 0.03 * exact.norm()
 
 
@@ -141,14 +146,14 @@ def test_under_autocast_the_hidden_cache_is_bfloat16_without_a_change_of_the_out
 # Selection of the backend
 
 CPU, GPU, MAC = (torch.device(name) for name in ("cpu", "cuda", "mps"))
-CANNOT = "nothing that works"
+OBSTACLE = "a patched obstacle"
 SELECTED = [
     ({}, CPU, None, "kernel"),
     ({"dropout": 0.5}, CPU, None, "plain"),
     ({"backend": "plain"}, CPU, None, "plain"),
     ({"spans": "dynamic"}, CPU, None, "plain"),
-    ({}, CPU, CANNOT, "fused"),
-    ({"position": "relative"}, CPU, CANNOT, "plain"),
+    ({}, CPU, OBSTACLE, "fused"),
+    ({"position": "relative"}, CPU, OBSTACLE, "plain"),
     ({}, GPU, None, "chunked"),  # before another backend has been tested on the device
     ({"backend": "kernel"}, GPU, None, "kernel"),
     ({"backend": "fused"}, GPU, None, "fused"),
@@ -157,17 +162,22 @@ SELECTED = [
     ({"backend": "fused", "parts": "key_bias"}, CPU, None, "fused cannot run with a key bias"),
     ({"backend": "fused", "spans": "dynamic"}, CPU, None, "fused.*spans that depend on the input"),
     ({"backend": "kernel", "spans": "dynamic"}, CPU, None, "kernel.*spans that depend on the input"),
-    ({"backend": "kernel"}, CPU, CANNOT, rf"backend=kernel cannot run with {CANNOT}.*allowed are auto, fused, plain"),
-    ({"backend": "kernel"}, GPU, CANNOT, f"runtime.backend=kernel cannot run with {CANNOT}"),
+    (
+        {"backend": "kernel"},
+        CPU,
+        OBSTACLE,
+        rf"backend=kernel cannot run with {OBSTACLE}.*allowed are auto, fused, plain",
+    ),
+    ({"backend": "kernel"}, GPU, OBSTACLE, f"runtime.backend=kernel cannot run with {OBSTACLE}"),
     ({"backend": "fused"}, MAC, None, "runtime.backend=fused cannot run with runtime.device=mps"),
 ]
 
 
-@pytest.mark.parametrize(("choices", "device", "reason", "expected"), SELECTED, ids=lambda value: str(value)[:40])
-def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, reason, expected, monkeypatch):
-    """``reason`` is why the kernels are not available, or None."""
-    monkeypatch.setattr(window_cpu, "obstacle", lambda: reason)
-    monkeypatch.setattr(triton_window, "obstacle", lambda device, width: reason)
+@pytest.mark.parametrize(("choices", "device", "obstacle", "expected"), SELECTED, ids=lambda value: str(value)[:40])
+def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, obstacle, expected, monkeypatch):
+    """``obstacle`` is why the kernels are not available, or None."""
+    monkeypatch.setattr(window_cpu, "obstacle", lambda: obstacle)
+    monkeypatch.setattr(triton_window, "obstacle", lambda device, width: obstacle)
     attention = Case(**{"backend": "auto"} | choices).build()
     if expected in ("plain", "chunked", "fused", "kernel"):
         assert attention.backend(device, training=True) == expected
@@ -175,7 +185,7 @@ def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, reason,
     else:
         with pytest.raises(ValueError, match=expected):
             attention.backend(device, training=True)
-    if (device, reason) == (GPU, None):
+    if (device, obstacle) == (GPU, None):
         assert attention.backends(GPU, training=True) == ("kernel", "fused", "chunked", "plain")
 
 

@@ -18,11 +18,10 @@ from variants.linformer import Linformer
 from variants.local import LocalAttention
 from variants.longformer import Longformer
 from variants.nsa import NativeSparse
-from variants.perceiver_ar import LatentAttention
+from variants.perceiver_ar import PerceiverAR
 from variants.reformer import Reformer
 
 WIDTH, STREAMS = 32, 2
-CPU = torch.device("cpu")
 
 
 def mechanism(variant: str, *words: str) -> Sublayer:
@@ -150,7 +149,7 @@ def test_no_tensor_is_read_on_the_host(words):
         *(("local", "chunked"), ("longformer", "chunked")),
     ],
 )
-def test_dropout_in_training_keeps_the_mean_follows_the_seed_and_is_causal(variant, backend):
+def test_dropout_in_training_is_causal_and_reproducible_and_keeps_the_mean(variant, backend):
     words = ("model.dropout=0.5", f"runtime.backend={backend}")
     layer, without_dropout = mechanism(variant, *words), mechanism(variant, words[1])
     for past, length in ((0, 12), (20, 9)):
@@ -194,7 +193,7 @@ REFUSED = [
     (Reformer, {"buckets": 3, "rounds": 1, "bucket_keys": 1}, "buckets=3: allowed are even integers from 2"),
     (Longformer, {"windows": (9,)}, r"windows=\[9\]: must be 1 integers, one for each layer, from 1 to model.span=8"),
     (Longformer, {"dilated_heads": 4}, "dilated_heads=4: allowed are 0 to model.heads=3"),
-    (LatentAttention, {"latents": 9}, "latents=9: allowed are integers from 1 to model.span=8"),
+    (PerceiverAR, {"latents": 9}, "latents=9: allowed are integers from 1 to model.span=8"),
     (LocalAttention, {"block": 1, "attend_self": False}, "block=1: allowed are integers from 2 to model.span=8"),
     (Linformer, {"ratio": 3, "share": "all"}, "share=all with compressor=linear: allowed are none, heads, key_value"),
     (NativeSparse, {"block": 9}, "block=9: allowed are integers from 1 to model.span=8"),

@@ -36,12 +36,12 @@ from variants.kernels.decayed_sums import attend
 from variants.multi_head import HeadKeywords, MultiHead
 
 
-def elu(x: Tensor) -> Tensor:
+def elu_plus_one(x: Tensor) -> Tensor:
     """Return elu(x) + 1. Below 0 it is exp(x), because the addition would round to 0 below -17 in float32."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
-FEATURE_MAPS = {"elu": elu, "relu": F.relu}
+FEATURE_MAPS = {"elu": elu_plus_one, "relu": F.relu}
 
 
 class SumsKeywords(HeadKeywords, total=False):

@@ -20,7 +20,7 @@ from variants.local import LocalAttention
 from variants.multi_head import HeadKeywords
 
 
-class LatentAttention(LocalAttention):
+class PerceiverAR(LocalAttention):
     """Causal attention among the latents of a block; ``latents`` is the ``block`` of ``LocalAttention``."""
 
     keyword = "latents"

@@ -23,7 +23,7 @@ from harness.plan.settings import RuntimeSettings
 
 _DEFAULT_THREADS = torch.get_num_threads()  # PyTorch's choice, before a job of this process sets another number
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
-"""CPU instructions that multiply bfloat16, as ``torch.cpu.get_capabilities`` names them."""
+"""Instructions of x86 CPUs that multiply bfloat16, as ``torch.cpu.get_capabilities`` names them."""
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 """Has a folder for each NVIDIA device that the driver lists, including those that torch cannot use."""
 
@@ -137,7 +137,8 @@ class Runtime:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of ``runtime.device``. ValueError if torch does not see it, or cannot use an NVIDIA one."""
+    """Return the device of ``runtime.device``. ValueError if torch does not see it, or, for ``auto``, if the machine has
+    an NVIDIA GPU that torch cannot use."""
     count = torch.cuda.device_count()
     if name == "auto":
         has_nvidia = NVIDIA_DEVICES.is_dir() and any(NVIDIA_DEVICES.iterdir())
@@ -176,7 +177,7 @@ def device_of_rank(name: str, processes: ProcessGroup) -> torch.device:
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware multiplies bfloat16 without emulation."""
+    """Whether the GPU, or the CPU by ``BFLOAT16_INSTRUCTIONS``, multiplies bfloat16 without emulation."""
     if device.type == "cpu":
         return any(map(torch.cpu.get_capabilities().get, BFLOAT16_INSTRUCTIONS))
     return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.attention import weighted_mean
-from tests.reference.linear import elu
+from tests.reference.linear import elu_plus_one
 
 
 def gated_linear(
@@ -40,9 +40,9 @@ def gated_linear(
             outputs = []
             for h in range(heads):
                 rows = slice(h * width, (h + 1) * width)
-                query, weights, values = elu(wq[rows] @ stream[b, t]), [], []
+                query, weights, values = elu_plus_one(wq[rows] @ stream[b, t]), [], []
                 for j in range(t + 1 if attend_self else t):
-                    key, value = elu(wk[rows] @ stream[b, j]), wv[rows] @ stream[b, j]
+                    key, value = elu_plus_one(wk[rows] @ stream[b, j]), wv[rows] @ stream[b, j]
                     decays = [torch.sigmoid(wa[h] @ stream[b, i] + ba[h]) for i in range(j + 1, t + 1)]
                     if j < before:
                         key, value = key.detach(), value.detach()

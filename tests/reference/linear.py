@@ -19,7 +19,7 @@ Product = Callable[[int, Tensor, Tensor], Tensor]
 """(head h, query [K], key [K]) -> phi(q) . phi(k), a scalar."""
 
 
-def elu(x: Tensor) -> Tensor:
+def elu_plus_one(x: Tensor) -> Tensor:
     """x + 1 above 0, exp(x) from 0 down."""
     return torch.stack([element + 1 if element > 0 else torch.exp(element) for element in x])
 

@@ -294,6 +294,6 @@ CHECKS = (
     ("statistics add up", None, check_statistics),
     ("bfloat16 autocast is finite", None, check_autocast),
     ("large weights give finite numbers", None, check_large_weights),
-    ("ideal FLOPs are a positive int, and needed ones are no fewer", None, check_flops),
+    ("ideal_flops() is a positive int, and the forward of needed_flops() is no less", None, check_flops),
 )
 """Triples of a promise, the limit that excuses a model from it or None, and the check."""
