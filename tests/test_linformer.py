@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.attention_case import Case, assert_near, starts
+from tests.attention_case import Case, D, assert_near, assert_outcome, gradients, outcome, run, starts
 from variants.blocks import highest
 from variants.kernels import window_cpu
 from variants.linformer import Linformer
 
 BACKENDS = pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 numeric = pytest.mark.numeric
+SEEN = [len([j for j in range(t // 3) if 4 <= t - 3 * j < 13]) for t in range(30)]  # blocks, at the sizes below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,34 @@ def test_without_summaries_it_is_a_window_and_spans_may_change_between_segments(
 
 
 @numeric
+@BACKENDS
+def test_an_index_that_leaves_nothing_out_changes_nothing_and_only_its_loss_moves_it(backend):
+    case = Summarised(length=11, past=19, position="relative", top_k=9, compressor="softmax", backend=backend)
+    (past, x), sublayer, every = case.stream(), case.made(), replace(case, top_k=None).made()
+    every.load_state_dict(sublayer.state_dict(), strict=False)
+    shared, own = dict(every.named_parameters()), dict(sublayer.named_parameters())
+    index = [own.pop(f"index_{name}.weight") for name in ("query", "key")]
+    first = sublayer(past, None, starts(0))
+    out = sublayer(x, first.state, starts(19))
+    assert_outcome(outcome(out.y, own | {"x": x}), outcome(run(every, x, past), shared | {"x": x}))
+    for loss in (first.loss, out.loss):
+        assert [g.any().item() for g in gradients(loss, [*index, *own.values(), x])] == [True] * 2 + [False] * (
+            len(own) + 1
+        )
+    assert not any(g.any() for g in gradients(out.y, index))
+    assert sublayer(past[:, :1]).loss == 0 and sublayer.eval()(past).loss is None
+
+
+def test_the_index_is_charged_without_its_inputs_and_its_target_forward_alone():
+    case = Summarised(position="relative")
+    needed, whole = (replace(case, top_k=k).made().needed_flops(30, carried=0) for k in (2, None))
+    maps, scores = 2 * 3 * (30 * D + 10 * 4), 2 * 3 * sum(SEEN)
+    fewer = 2 * 4 * sum(max(0, n - 2) for n in SEEN)  # products with values
+    assert needed.forward * 30 == pytest.approx(whole.forward * 30 + maps + scores - fewer)
+    assert needed.backward * 30 == pytest.approx(whole.backward * 30 + maps + 2 * scores - 2 * 3 * fewer)
+
+
+@numeric
 def test_every_compressor_begins_as_the_mean_and_weights_are_shared_as_asked():
     case = Summarised(length=30, ratio=4, position="rotary")
     mean = replace(case, compressor="mean").made(moved=0.0)
@@ -98,8 +127,7 @@ def test_summary_mass_is_the_share_of_attention(backend):
     first = sublayer(x[:, :11], collect_stats=True)
     second = sublayer(x[:, 11:], first.state, collect_stats=True)
     stats = {name: first.stats[name] + second.stats[name] for name in first.stats}
-    blocks = [len([j for j in range(t // 3) if 4 <= t - 3 * j < 13]) for t in range(30)]
-    expected = sum(n / (n + min(t + 1, 4)) for t, n in enumerate(blocks)) / 30
+    expected = sum(n / (n + min(t + 1, 4)) for t, n in enumerate(SEEN)) / 30
     assert sublayer.metrics(stats)["summary_mass"].tolist() == pytest.approx([expected] * 2)
     assert sublayer.metrics({}) == {}
 

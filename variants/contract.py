@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, Union
 import torch
 from torch import Tensor, nn
 
-LIMITS = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation", "ideal_flops"})
+LIMITS = frozenset(
+    {"causal_in_training", "streams_apart", "segments", "training_as_evaluation", "ideal_flops", "likelihood"}
+)
 """Promises that a mechanism may declare it cannot keep; see ``Sublayer.limits``."""
 WAYS = {
     "rotate": "turns queries and keys",
@@ -137,10 +139,11 @@ class Sublayer(nn.Module):
     """One residual sublayer of a layer. The constructor's keywords of a subclass are its configuration."""
 
     limits: frozenset[str] = frozenset()
-    """Promises that it cannot keep; tests check that the first four, if named, are broken. ``causal_in_training``:
+    """Promises that it cannot keep; tests check that all but ``ideal_flops`` are broken. ``causal_in_training``:
     training mode sees the future. ``streams_apart``: streams of a batch interact. ``segments``: results depend on
     segment boundaries. ``training_as_evaluation``: without dropout, training mode computes something else.
-    ``ideal_flops``: these FLOPs may be less than half of the executed ones; a run's row then says so."""
+    ``ideal_flops``: these FLOPs may be less than half of the executed ones; a run's row then says so.
+    ``likelihood``: parameters that move no output learn from ``loss`` alone."""
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""
     tables: dict[str, int] = {}

@@ -9,14 +9,15 @@ row covers one block, with the same weights for each. The window is ours: withou
 
 - A query sees the summary of a finished block if the block's first byte is outside the window and all its bytes are
   among the S that it may see. Keys are summarised unrotated; a summary has the position of its block's last byte.
-- With ``top_k`` a query reads only the best summaries, by an index score q'_t . W mean_i k_i, the same for all heads.
-  The index score of a chosen summary is added to its attention scores, so the index learns.
+- With ``top_k`` a query reads only the best summaries, by an index score a_t . C mean_i k_i / sqrt(I), the same for all
+  heads. As in DeepSeek-V3.2 (2512.02556, 2.1) the index learns from a loss alone, KL(p_t || softmax of index scores)
+  over all visible summaries: p_t is the mean over heads of attention weights on them alone. Its inputs and p_t are
+  detached, and the loss has no weight, as nothing else moves the index. There the score sums ReLUs over index heads.
 - A block is summarised when about to leave the window, from its keys and values there, so the compressor learns.
 - ``compressor: softmax`` with ``top_k`` is a small compressed attention of 2025-26 (2502.11089, 3.3, DeepSeek-V4).
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from variants.compressor import Compressor
 from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
 from variants.kernels.window import pairs
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
-from variants.window_and_summaries import Far, Near, by_kernel, in_bands
+from variants.window_and_summaries import Far, Near, by_kernel, far_weights, in_bands
 
 
 class Carried(NamedTuple):
@@ -88,6 +89,7 @@ class Linformer(MultiHead, OnKernels):
         self.blocks, self.period = Blocks(ratio, window, context.span, self.shift, top_k), ratio
         self.inner, self.d_index = self.heads * self.d_head, d_index if top_k else 0
         if top_k:
+            self.limits = frozenset({"likelihood"})
             self.index_query = nn.Linear(context.d_model, d_index, bias=False)
             self.index_key = nn.Linear(self.inner, d_index, bias=False)
         sizes = {"ratio": ratio, "heads": self.heads, "d_head": self.d_head}
@@ -104,11 +106,16 @@ class Linformer(MultiHead, OnKernels):
             past = self.project_flat(carried.past.to(x.dtype), "key", "value")
         summaries = self._summaries(segment, past, start, carried)
         q, near = self.position.rotate(q, start), self._near(segment, past, start, carried)
-        far = self._far(x, summaries, carried)
+        far, index = self._far(x.shape[1], summaries, carried)
+        loss = None
+        if self.d_index:
+            scores = self.blocks.chunked(self.index_query(x.detach())) @ index.mT * self.d_index**-0.5  # [B, n, Q, G]
+            loss = self._loss(q, far, scores) if self.training else None
+            far = self._chosen(far, scores.detach())
         y = self._attend(q, near, far)
         stats = self._stats(q, near, far) if collect_stats else None
         state = self._carry(x if self.cache == "hidden" else segment, summaries, carried)
-        return SublayerOutput(self.join(y), state, stats=stats)
+        return SublayerOutput(self.join(y), state, loss, stats)
 
     def _nothing(self, x: Tensor) -> Carried:
         width = x.shape[-1] if self.cache == "hidden" else 2 * self.inner
@@ -126,7 +133,7 @@ class Linformer(MultiHead, OnKernels):
         last = (start - phase)[:, None] + ratio * after - 1  # position of a block's last byte, [B, M]
         s = rearrange(s, "B M (H K) -> (B M) H 1 K", H=self.heads)
         s = rearrange(self.position.rotate(s, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
-        index = [self.index_key(rows[..., : self.inner].mean(dim=2))] if self.d_index else []
+        index = [self.index_key(rows[..., : self.inner].mean(dim=2).detach())] if self.d_index else []
         new = torch.cat([s, u, *index], dim=-1)
         return torch.cat([_last(carried.summaries.to(new.dtype), self.blocks.most), new], dim=1)
 
@@ -139,37 +146,43 @@ class Linformer(MultiHead, OnKernels):
             placed += [self.position.rotate(self.split(k), at), self.split(v)]
         return Near(*placed, carried.past_bytes)
 
-    def _far(self, x: Tensor, summaries: Tensor, carried: Carried) -> Far:
-        """Return summaries that chunks of queries may see; with ``top_k``, only those a query chose are visible."""
-        blocks, (chunks, size) = self.blocks, self.blocks.chunks(x.shape[1])
-        first = size * torch.arange(chunks, device=x.device)[:, None]  # [n, 1]
-        j = first // blocks.ratio + blocks.met(size, x.device)  # [n, G], counted from the first carried one
-        s, u, index = summaries[:, j.clamp(max=summaries.shape[1] - 1)].split(
-            [self.inner, self.inner, self.d_index], -1
-        )
+    def _far(self, length: int, summaries: Tensor, carried: Carried) -> tuple[Far, Tensor]:
+        """Return summaries that chunks of queries may see, and their index keys ``[B, n, G, I]``."""
+        blocks, (chunks, size), device = self.blocks, self.blocks.chunks(length), summaries.device
+        first = size * torch.arange(chunks, device=device)[:, None]  # [n, 1]
+        j = first // blocks.ratio + blocks.met(size, device)  # [n, G], counted from the first carried one
+        met = summaries[:, j.clamp(max=summaries.shape[1] - 1)]  # [B, n, G, 2 H K (+ I)]
+        s, u, index = met.split([self.inner, self.inner, self.d_index], dim=-1)
         k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (s, u))
         phase, finished = carried.phase[:, None, None, None], carried.finished[:, None, None, None]
-        most, t = blocks.most + blocks.lag, (first + torch.arange(size, device=x.device))[:, :, None]
+        most, t = blocks.most + blocks.lag, (first + torch.arange(size, device=device))[:, :, None]
         back = phase + t + blocks.ratio * (most - j[:, None])  # distance from query to the block's first byte
         visible = (back >= blocks.nearest) & (back < blocks.span + blocks.shift) & (j[:, None] >= most - finished)
-        far = Far(k, v, visible, back - (blocks.ratio - 1) - blocks.shift)
-        if not self.d_index or not j.numel():
-            return far
-        scores = blocks.chunked(self.index_query(x)) @ index.mT * self.d_index**-0.5  # [B, n, Q, G]
-        visible = visible.expand(len(x), -1, -1, -1)
-        best = highest(scores.detach().masked_fill(~visible, -torch.inf), blocks.chosen(scores.shape[-1]))
-        return far._replace(visible=visible & best, added=scores)
+        return Far(k, v, visible, back - (blocks.ratio - 1) - blocks.shift), index
+
+    def _chosen(self, far: Far, scores: Tensor) -> Far:
+        """Return ``far`` in which a query sees only the summaries with its best index scores ``[B, n, Q, G]``."""
+        visible = far.visible.expand_as(scores)
+        best = highest(scores.masked_fill(~visible, -torch.inf), self.blocks.chosen(scores.shape[-1]))
+        return far._replace(visible=visible & best)
+
+    def _loss(self, q: Tensor, far: Far, scores: Tensor) -> Tensor:
+        """Return KL(p || softmax of index scores ``[B, n, Q, G]``), the mean over bytes; 0 where no summary is seen."""
+        p = far_weights(q, far, blocks=self.blocks, position=self.position).mean(dim=2)
+        scores = scores.to(p.dtype).masked_fill(~far.visible, torch.finfo(p.dtype).min)
+        kl = F.kl_div(scores.log_softmax(dim=-1).masked_fill(~far.visible, 0), p, reduction="none")
+        return kl.sum(dim=-1).flatten(1)[:, : q.shape[2]].sum() / q[:, 0, :, 0].numel()
 
     def _attend(self, q: Tensor, near: Near, far: Far) -> Tensor:
         """Return head outputs ``[B, H, T, K]``."""
         same = {"blocks": self.blocks, "position": self.position}
         if self.backend(q.device, training=self.training) == "kernel":
             return by_kernel(q, near, far, **same)
-        attend = partial(in_bands, dropout=self.dropout if self.training else 0.0, **same)
-        if far.added is not None and torch.is_grad_enabled():
+        same |= {"dropout": self.dropout if self.training else 0.0}
+        if self.d_index and torch.is_grad_enabled():
             # With ``top_k`` blocks are short and summaries many, so the backward pass recomputes scores.
-            attend = partial(checkpoint.checkpoint, attend, use_reentrant=False)
-        return attend(q, near, far)
+            return checkpoint.checkpoint(in_bands, q, near, far, use_reentrant=False, **same)
+        return in_bands(q, near, far, **same)
 
     def able(self, device: torch.device) -> tuple[str, ...]:
         return ("kernel", "plain") if device.type == "cpu" else ("plain",)
@@ -215,7 +228,8 @@ class Linformer(MultiHead, OnKernels):
         """Count pairs of a query and a key or summary that it reads; in a warm stream, their mean over phases.
 
         With ``cache: kv`` the past has no gradient; summaries made before the segment never have one, new ones if it
-        reaches a parameter. With ``top_k``, queries are assumed to choose the summaries made in the segment first.
+        reaches a parameter. With ``top_k``, queries are assumed to choose the summaries made in the segment first. Its
+        loss reads scores of unchosen summaries, too, without a gradient; the index has none by its inputs.
         """
         ratio = self.blocks.ratio
         new, past = pairs(segment, carried, self.blocks.near, shift=self.blocks.shift)
@@ -229,7 +243,9 @@ class Linformer(MultiHead, OnKernels):
         indexed, fresh = ([self.blocks.seen(before + t) for t in range(segment)] for before in first)
         learned, read_fresh = sum(indexed), sum(map(self.blocks.chosen, fresh))
         forward = self._forward_flops((new + past) / segment, sight / segment, read / segment)
-        needed = NeededFlops.of_products(forward)
+        unread = (sight - read) / segment
+        target = self.heads * (2 * unread * self.d_head + self.position.ideal_flops(unread))
+        needed = NeededFlops(forward + target, 2 * forward - 2 * self._index_matrices())
         fixed = self.heads * 4 * self.d_head * max(0, read - read_fresh) + 2 * self.d_index * max(0, sight - learned)
         if self.cache == "kv":
             fixed += self.heads * 4 * self.d_head * past
@@ -241,9 +257,12 @@ class Linformer(MultiHead, OnKernels):
     def _forward_flops(self, near: float, sight: float, read: float) -> float:
         """Return FLOPs per byte for ``near`` window keys and ``sight`` visible summaries, ``read`` of them read."""
         per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
-        matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
-        matrices -= (1 - 1 / self.blocks.ratio) * self.index_key.weight.numel() if self.d_index else 0  # once a block
+        matrices = self.matrix_sizes() + self._index_matrices()
         return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * sight * self.d_index
+
+    def _index_matrices(self) -> float:
+        """Return multiply-adds per byte of the index's projections: of a query, and once a block of a key."""
+        return self.d_index and self.index_query.weight.numel() + self.index_key.weight.numel() / self.blocks.ratio
 
 
 def _last(x: Tensor, number: int) -> Tensor:

@@ -37,14 +37,12 @@ class Far(NamedTuple):
         k, v: ``[B, n, H, G, K]``.
         visible: ``[B or 1, n, Q, G]``.
         distance: visible keys between query and summary, as if none were missing, int64 ``[B or 1, n, Q, G]``.
-        added: term added to scores of all heads, ``[B, n, Q, G]``, or None.
     """
 
     k: Tensor
     v: Tensor
     visible: Tensor
     distance: Tensor
-    added: Tensor | None = None
 
 
 @torch.compiler.disable
@@ -60,8 +58,8 @@ def by_kernel(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Posi
         hiding = {"key_bias": biases[1], "query_bias": torch.zeros_like(biases[1])}
     visible, vectors = far.visible[:, :, None], position.vectors(number)
     bias = position.bias(q, number) if vectors is None else None
-    added = _added(q, far.distance, far.added, blocks=blocks, position=position)
-    added = sum(added, torch.zeros_like(visible, dtype=exact)).masked_fill(~visible, -torch.inf)
+    added, of_far = torch.zeros_like(visible, dtype=exact), _bias(q, far.distance, blocks=blocks, position=position)
+    added = (added if of_far is None else added + of_far).masked_fill(~visible, -torch.inf)
     summaries = Beside(far.k, far.v, added) if added.shape[-1] else None
     past = [PastKV(tuple(range(heads)), near.old_k, near.old_v, biases[0])] if front else []
     same = {"past": past, "bias": bias, "vectors": vectors, "beside": summaries, **hiding}
@@ -88,35 +86,45 @@ def in_bands(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Posit
     seen = (distance >= 0) & (distance < blocks.near) & (first + place >= -near.past_bytes[:, None, None, None])
     distance = torch.cat([distance.expand(len(far.distance), -1, -1, -1), far.distance], dim=3)
     visible = torch.cat([seen.expand(len(far.visible), -1, -1, -1), far.visible], dim=3)
-    added = None if far.added is None else F.pad(far.added, (front + size, 0))
-    added = _added(q, distance, added, blocks=blocks, position=position)
+    bias = _bias(q, distance, blocks=blocks, position=position)
     inputs = blocks.chunked(q).transpose(1, 2), joined(k, far.k), joined(v, far.v), visible[:, :, None]
-    y = _softmax(*inputs, added, dropout=dropout, blind=blocks.shift > 0)
+    y = _softmax(*inputs, bias, dropout=dropout, blind=blocks.shift > 0)
     return rearrange(y, "B n H Q K -> B H (n Q) K")[:, :, : q.shape[2]]
 
 
-def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, position: Position) -> list[Tensor]:
-    """Return the terms to add to scores at distances ``[B or 1, n, Q, m]``; they broadcast to ``[B, n, H, Q, m]``."""
-    bias, terms = position.bias(q, blocks.span), [] if more is None else [more[:, :, None]]
-    if bias is None:  # else [H, S] or [B, H, T, S]
-        return terms
+@torch.no_grad()
+def far_weights(q: Tensor, far: Far, *, blocks: Blocks, position: Position) -> Tensor:
+    """Return attention weights ``[B, n, H, Q, G]`` among visible summaries alone; 0 for a query that sees none."""
+    bias, visible = _bias(q, far.distance, blocks=blocks, position=position), far.visible[:, :, None]
+    return _weights(blocks.chunked(q).transpose(1, 2), far.k, visible, bias).masked_fill_(~visible, 0)
+
+
+def _bias(q: Tensor, distance: Tensor, *, blocks: Blocks, position: Position) -> Tensor | None:
+    """Return the term of the position scheme for scores at distances ``[B or 1, n, Q, m]``, ``[B, n, H, Q, m]``."""
+    if (bias := position.bias(q, blocks.span)) is None:  # else [H, S] or [B, H, T, S]
+        return None
     bias = bias[None, None, :, None] if bias.dim() == 2 else blocks.chunked(bias).transpose(1, 2)
     shape = (len(q), distance.shape[1], q.shape[1], distance.shape[2])
     at = distance.clamp(0, blocks.span - 1)[:, :, None].expand(*shape, -1)
-    return [bias.expand(*shape, -1).gather(-1, at), *terms]
+    return bias.expand(*shape, -1).gather(-1, at)
 
 
 def _softmax(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor], *, dropout: float, blind: bool
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, *, dropout: float, blind: bool
 ) -> Tensor:
-    """Return ``[B, n, H, Q, K]``, by torch's kernel if nothing is added; a ``blind`` query may see nothing: then 0."""
+    """Return ``[B, n, H, Q, K]``, by torch's kernel without a bias; a ``blind`` query may see nothing: then 0."""
     nothing = ~visible.any(-1, keepdim=True)
     visible = (visible | nothing).expand(len(q), -1, -1, -1, -1)
-    if not added and not dropout:
+    if bias is None and not dropout:
         parts = (x.flatten(0, 1) for x in (q, k, v))
         y = F.scaled_dot_product_attention(*parts, attn_mask=visible.flatten(0, 1), scale=1.0).view(q.shape)
     else:
-        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
-        scores = sum(added, scores).masked_fill(~visible, -torch.inf)
-        y = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype) @ v
+        y = F.dropout(_weights(q, k, visible, bias), dropout).to(v.dtype) @ v
     return y.masked_fill(nothing, 0) if blind else y
+
+
+def _weights(q: Tensor, k: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``[B, n, H, Q, m]``, in float32 at least; uniform for a query that sees nothing."""
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores if bias is None else scores + bias
+    return scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(dim=-1)

@@ -8,8 +8,8 @@ For the query at index t, whose nearest visible key has number x = 0 and index t
 - window: keys x = 0 .. w - 1;
 - summaries: blocks j that have ended, (j + 1) r <= t, whose first byte is number x with w <= x < S. A summary has the number and
   the position of its block's last byte;
-- with ``top_k``, of these the k with the largest index I_tj = a_t . C mean_i k_{jr+i} / sqrt(I), and I_tj is added to the scores
-  of all heads.
+- with ``top_k``, of these the k with the largest index I_tj = a_t . C mean_i k_{jr+i} / sqrt(I), for which x and k are constants.
+  Its loss (2512.02556, 2.1): the mean over bytes of KL(p_t || softmax_j I_tj), p_t the mean over heads of softmax_j of scores.
 
 One softmax over both. Of what came before the segment nothing has a gradient, but keys and values of ``cache: hidden``, which are
 made again from inputs that are constants; summaries that had been made are constants in either cache. A block is summarised
@@ -39,8 +39,8 @@ def linformer(
     cache: str,
     compressor: str,
     top_k: int | None,
-) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x [B, T, D]``, which follows ``past [B, P, D]``, where the streams begin.
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, T, D]`` and the loss for ``x [B, T, D]``, which follows ``past [B, P, D]``, where the streams begin.
 
     Args:
         weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]``; of
@@ -52,7 +52,7 @@ def linformer(
     lag = max(0, window + shift - ratio) // ratio
     fixed = {name: w.detach() for name, w in weights.items()}
     slopes = alibi_slopes(heads)
-    y = torch.zeros_like(x)
+    y, loss = torch.zeros_like(x), torch.zeros((), dtype=x.dtype)
     for b in range(len(x)):
         stream = torch.cat([past[b].detach(), x[b]])
 
@@ -78,16 +78,16 @@ def linformer(
         def index_score(now: int, j: int, stream: Tensor = stream) -> Tensor:
             own = fixed if (j + 1 + lag) * ratio <= before else weights
             mean = sum(projected("key", i, own) for i in range(j * ratio, (j + 1) * ratio)) / ratio
-            found = own["index_key"] @ mean
-            return (weights["index_query"] @ stream[now]) @ found / math.sqrt(len(found))
+            found = own["index_key"] @ mean.detach()
+            return (weights["index_query"] @ stream[now].detach()) @ found / math.sqrt(len(found))
 
         for t in range(x.shape[1]):
             now = before + t
             blocks = [j for j in range(now // ratio) if window <= now - shift - j * ratio < span]
-            added = dict.fromkeys(blocks, torch.zeros((), dtype=x.dtype))
+            chosen, index, p = blocks, {}, 0
             if top_k is not None:
-                added = {j: index_score(now, j) for j in blocks}
-                blocks = sorted(blocks, key=lambda j: -added[j].item())[:top_k]
+                index = {j: index_score(now, j) for j in blocks}
+                chosen = sorted(blocks, key=lambda j: -index[j].item())[:top_k]
             outputs = []
             for h in range(heads):
                 own = slice(h * width, (h + 1) * width)
@@ -99,12 +99,20 @@ def linformer(
                     k, v = projected("key", at, weights)[own], projected("value", at, weights)[own]
                     shares.append(torch.exp(score(query, k, number=number, key_at=at, **places)))
                     values.append(v)
+                far = {}
                 for j in blocks:
                     k, v = summary(h, j)
                     end = (j + 1) * ratio - 1
-                    s = score(query, k, number=now - shift - end, key_at=end, **places) + added[j]
-                    shares.append(torch.exp(s))
-                    values.append(v)
+                    far[j] = torch.exp(score(query, k, number=now - shift - end, key_at=end, **places))
+                    if j in chosen:
+                        shares.append(far[j])
+                        values.append(v)
+                if index:
+                    s = torch.stack([*far.values()]).detach()
+                    p = p + s / s.sum() / heads
                 outputs.append(weighted_mean(shares, values, width=width))
+            if index:
+                log_shares = torch.log_softmax(torch.stack([*index.values()]), dim=0)
+                loss = loss + (p * (torch.log(p) - log_shares)).sum() / x[..., 0].numel()
             y[b, t] = weights["output"] @ torch.cat(outputs)
-    return y
+    return y, loss
