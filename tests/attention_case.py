@@ -118,10 +118,11 @@ def starts(position: int) -> Tensor:
     return torch.tensor([position, position + 1003])
 
 
-def run(attention: Sublayer, x: Tensor, past: Tensor) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x``, with the state after ``past``."""
+def run(attention: Sublayer, x: Tensor, past: Tensor, *, loss: bool = False) -> Tensor:
+    """Outputs ``[B, T, D]`` for ``x``, with the state after ``past``. With ``loss``, its loss is added to each."""
     state: State = attention(past, None, starts(0)).state if past.shape[1] else None
-    return attention(x, state, starts(past.shape[1])).y
+    out = attention(x, state, starts(past.shape[1]))
+    return out.y + out.loss if loss and out.loss is not None else out.y
 
 
 def reference_mask(attention: Attention) -> Mask | None:

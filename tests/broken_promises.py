@@ -117,6 +117,8 @@ noisy = hears(lambda self, x: x + 0.1 * torch.randn_like(x) if self.training els
 needing = {"needed_flops": lambda self, segment, *, carried: NeededFlops(0.0, 0.0)}
 one_number = {"needed_flops": lambda self, segment, *, carried: 3 * self.ideal_flops()}
 negative = costing(lambda self: -self.gate.weight.square().mean() if self.training else None)
+excused = {"limits": frozenset({"likelihood"}), **clamped(0, 1)}
+half_of_its_loss = costing(lambda self: self.own * self.own.detach() if self.training else None, **excused)
 # fmt: off
 BROKEN = {
     "Peeks": (hears(lambda self, x: x.roll(-1, dims=1)), {*FUTURES, p.REACH, p.SEGMENTS}, ""),
@@ -156,6 +158,8 @@ BROKEN = {
     "Dead": (toy(also=parameter([1.0, 1.0, 1.0])), {p.GRADIENT}, r".* likelihood gives layers\.0\.part0\.sublayer\.own no"),
     # a parameter that is in the auxiliary loss only
     "Regularised": (costing(lambda self: 0.1 * self.own if self.training else None, **clamped(0, 1)), {p.GRADIENT}, ""),
+    # half of the loss's derivative is detached, and the limit ``likelihood`` does not excuse that
+    "HalfOfItsLoss": (half_of_its_loss, {p.DERIVATIVE}, r"train: along a direction of layers\.0\.part0\.sublayer\.own the"),
     "CutOff": (gives(lambda self, y, x: self.gate(x).sigmoid().detach() * self.value(x)), {p.GRADIENT, p.DERIVATIVE}, ""),
     "Shares": (gives(lambda self, y, x: y * self.own, also=share_scale), {p.APART}, ""),
     "SharesBuffer": (toy(also=lambda self: self.register_buffer("own", TABLE)), {p.APART}, ""),
@@ -177,7 +181,7 @@ BROKEN = {
     "DividesByNone": (gives(lambda self, y, x: y / min(1, x.shape[1] - 1)), None, r"eval, a segment of 1: .* \(3 of 3 b"),
     "Exponentials": (gives(exponentials), {p.LARGE}, ""),
     "VanishesBackwards": (gives(vanishes_backwards), {p.LARGE}, ""),
-    "Cautious": (toy(limits=LIMITS), {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES}, "limit segments is declared, but"),
+    "Cautious": (toy(limits=LIMITS), {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES, p.GRADIENT}, "limit segments is declared"),
     "DoubledKeys": (broken.DoubledKeys, {p.DERIVATIVE}, r"train: along a direction of embedding\.weight the loss changes by"),
     "ScaledBackwards": (in_part, {p.DERIVATIVE}, ""),
     "HalfInEvaluation": (half_in_evaluation, {p.MODES}, rf"train without dropout, against eval: {PLACE}"),

@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.attention_case import Case, assert_near, starts
+from tests.attention_case import Case, D, assert_near, assert_outcome, gradients, outcome, run, starts
 from variants.blocks import top_mask
 from variants.linformer import Linformer
 
 BACKENDS = pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 numeric = pytest.mark.numeric
+# summaries that query t sees, for the sizes of ``Summarised``
+N_VISIBLE = [len([j for j in range(t // 3) if 4 <= t - 3 * j < 13]) for t in range(30)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,38 @@ def test_without_summaries_it_equals_windowed_attention_and_the_span_may_change_
 
 
 @numeric
+@BACKENDS
+def test_an_index_that_selects_all_summaries_changes_no_output_and_only_its_loss_trains_it(backend):
+    case = Summarised(length=11, past=19, position="relative", top_k=9, compressor="softmax", backend=backend)
+    (past, x), sublayer = case.stream(), case.build_linformer()
+    without_index = replace(case, top_k=None).build_linformer()
+    without_index.load_state_dict(sublayer.state_dict(), strict=False)
+    expected = outcome(run(without_index, x, past), dict(without_index.named_parameters()) | {"x": x})
+    parameters = dict(sublayer.named_parameters())
+    index = [parameters.pop(f"index_{name}.weight") for name in ("query", "key")]
+    first = sublayer(past, None, starts(0))
+    out = sublayer(x, first.state, starts(19))
+    assert_outcome(outcome(out.y, parameters | {"x": x}), expected)
+    assert not any(g.any() for g in gradients(out.y, index))
+    for loss in (first.loss, out.loss):
+        assert all(g.any() for g in gradients(loss, index))
+        assert not any(g.any() for g in gradients(loss, [*parameters.values(), x]))
+    assert sublayer(past[:, :1]).loss == 0, "no query sees a summary"
+    assert sublayer.eval()(past).loss is None
+
+
+def test_needed_flops_count_no_gradient_of_the_inputs_of_the_index_and_none_of_unread_summaries():
+    case = Summarised(position="relative")
+    needed, dense = (replace(case, top_k=k).build_linformer().needed_flops(30, carried=0) for k in (2, None))
+    projections, scores = 2 * 3 * (30 * D + 10 * 4), 2 * 3 * sum(N_VISIBLE)
+    unread = 2 * 4 * sum(max(0, n - 2) for n in N_VISIBLE)  # one product for each unread summary
+    # The forward pass lacks only the product with the value. The backward pass lacks two gradients of each of three
+    # products: with the key, the value and the vector of the distance.
+    assert needed.forward * 30 == pytest.approx(dense.forward * 30 + projections + scores - unread)
+    assert needed.backward * 30 == pytest.approx(dense.backward * 30 + projections + 2 * scores - 2 * 3 * unread)
+
+
+@numeric
 def test_every_compressor_starts_as_the_mean_and_its_weights_are_shared_as_configured():
     case = Summarised(length=30, ratio=4, position="rotary")
     mean = replace(case, compressor="mean").build_linformer(moved=0.0)
@@ -97,8 +131,7 @@ def test_summary_mass_is_the_mean_attention_to_summaries(backend):
     first = sublayer(x[:, :11], collect_stats=True)
     second = sublayer(x[:, 11:], first.state, collect_stats=True)
     stats = {name: first.stats[name] + second.stats[name] for name in first.stats}
-    blocks = [len([j for j in range(t // 3) if 4 <= t - 3 * j < 13]) for t in range(30)]
-    expected = sum(n / (n + min(t + 1, 4)) for t, n in enumerate(blocks)) / 30
+    expected = sum(n / (n + min(t + 1, 4)) for t, n in enumerate(N_VISIBLE)) / 30
     assert sublayer.metrics(stats)["summary_mass"].tolist() == pytest.approx([expected] * 2)
     assert sublayer.metrics({}) == {}
 

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, Union
 import torch
 from torch import Tensor, nn
 
-LIMITS = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation", "ideal_flops"})
+LIMITS = frozenset(
+    {"causal_in_training", "streams_apart", "segments", "training_as_evaluation", "ideal_flops", "likelihood"}
+)
 """Promises of the contract that a mechanism may declare not to fulfil; see ``Sublayer.limits``."""
 WAYS = {
     "rotate": "rotates queries and keys",
@@ -131,10 +133,11 @@ class Sublayer(nn.Module):
     """One residual sublayer of a layer. The keywords of a subclass's constructor are its configuration."""
 
     limits: frozenset[str] = frozenset()
-    """Promises that it does not fulfil. Tests check that the first four, if declared, are really broken.
+    """Promises that it does not fulfil. Tests check that all but ``ideal_flops``, if declared, are really broken.
     ``causal_in_training``: in training, outputs depend on later bytes. ``streams_apart``: streams of a batch interact.
     ``segments``: outputs depend on segment boundaries. ``training_as_evaluation``: training without dropout differs
-    from evaluation. ``ideal_flops``: these may be less than half of the executed FLOPs; a run's row then says so."""
+    from evaluation. ``ideal_flops``: these may be less than half of the executed FLOPs; a run's row then says so.
+    ``likelihood``: only the sublayer's own ``loss`` trains some of its parameters."""
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""
     tables: dict[str, int] = {}

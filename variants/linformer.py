@@ -10,8 +10,12 @@ see the open block, which is not finished.
 
 - A query sees the summary of a finished block if the block's first byte is outside the window, and all its bytes are
   among the S bytes that it may see. Keys are summarised unrotated; a summary has the position of its block's last byte.
-- With ``top_k`` a query reads only the summaries of largest index score q'_t . W mean_i k_i, which is the same for all
-  heads. The index score is added to the attention scores of these summaries, so the index gets a gradient.
+- With ``top_k`` a query reads only the summaries of largest index score a_t . C mean_i k_i / sqrt(I), which is the
+  same for all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only a loss trains the index: KL(p_t || softmax of index
+  scores) over all visible summaries. p_t is the mean over heads of the attention weights among these summaries. p_t and
+  the inputs of the index are detached. The loss has no coefficient, because nothing else trains the index. Two things
+  differ from the paper: its index score sums ReLUs over index heads, and its sparse stage of training takes the KL over
+  the selected keys only, while we take it over all visible summaries.
 - A block is summarised when its first byte is about to leave the window, from keys and values in the window, so the
   compressor gets a gradient.
 - ``compressor: softmax`` with ``top_k`` is a small version of compressed attention of 2025-26 (2502.11089, 3.3,
@@ -19,7 +23,6 @@ see the open block, which is not finished.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,7 +37,7 @@ from variants.compressor import Compressor
 from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
 from variants.kernels.window import count_pairs
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
-from variants.window_and_summaries import Summaries, WindowKeys, by_bands, by_kernel
+from variants.window_and_summaries import Summaries, WindowKeys, by_bands, by_kernel, summary_weights
 
 
 class Carried(NamedTuple):
@@ -85,6 +88,7 @@ class Linformer(MultiHead, OnKernels):
         self.inner = self.heads * self.d_head
         self.d_index = d_index if top_k else 0
         if top_k:
+            self.limits = frozenset({"likelihood"})
             self.index_query = nn.Linear(context.d_model, d_index, bias=False)
             self.index_key = nn.Linear(self.inner, d_index, bias=False)
         sizes = {"ratio": ratio, "heads": self.heads, "d_head": self.d_head}
@@ -103,11 +107,17 @@ class Linformer(MultiHead, OnKernels):
         all_summaries = self._summarise(segment, past, start, carried)
         q = self.position.rotate(q, start)
         keys = self._window_keys(segment, past, start, carried)
-        summaries = self._chunk_summaries(x, all_summaries, carried)
+        summaries, index_keys = self._chunk_summaries(x.shape[1], all_summaries, carried)
+        loss = None
+        if self.d_index:
+            index_queries = self.blocks.chunked(self.index_query(x.detach()))
+            scores = index_queries @ index_keys.mT * self.d_index**-0.5  # [B, n, Q, G]
+            loss = self._index_loss(q, summaries, scores) if self.training else None
+            summaries = self._select_summaries(summaries, scores.detach())
         y = self._attend(q, keys, summaries)
         stats = self._stats(q, keys, summaries) if collect_stats else None
         state = self._next_state(x if self.cache == "hidden" else segment, all_summaries, carried)
-        return SublayerOutput(self.join(y), state, stats=stats)
+        return SublayerOutput(self.join(y), state, loss, stats)
 
     def _initial_state(self, x: Tensor) -> Carried:
         width = x.shape[-1] if self.cache == "hidden" else 2 * self.inner
@@ -125,7 +135,7 @@ class Linformer(MultiHead, OnKernels):
         last = (start - phase)[:, None] + ratio * after - 1  # position of a block's last byte, [B, M]
         s = rearrange(s, "B M (H K) -> (B M) H 1 K", H=self.heads)
         s = rearrange(self.position.rotate(s, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
-        index_keys = [self.index_key(rows[..., : self.inner].mean(dim=2))] if self.d_index else []
+        index_keys = [self.index_key(rows[..., : self.inner].mean(dim=2).detach())] if self.d_index else []
         new = torch.cat([s, u, *index_keys], dim=-1)
         return torch.cat([_last_rows(carried.summaries.to(new.dtype), self.blocks.max_visible), new], dim=1)
 
@@ -138,38 +148,47 @@ class Linformer(MultiHead, OnKernels):
             tensors += [self.position.rotate(self.split(k), position), self.split(v)]
         return WindowKeys(*tensors, carried.past_bytes)
 
-    def _chunk_summaries(self, x: Tensor, summaries: Tensor, carried: Carried) -> Summaries:
-        """Return the summaries that chunks of queries may see. With ``top_k``, a query sees only those it reads."""
-        blocks, (chunks, size) = self.blocks, self.blocks.chunks(x.shape[1])
-        first = size * torch.arange(chunks, device=x.device)[:, None]  # [n, 1]
-        j = first // blocks.ratio + blocks.visible_indices(size, x.device)  # [n, G]; 0 is the first carried summary
-        s, u, index_keys = summaries[:, j.clamp(max=summaries.shape[1] - 1)].split(
-            [self.inner, self.inner, self.d_index], -1
-        )
+    def _chunk_summaries(self, length: int, summaries: Tensor, carried: Carried) -> tuple[Summaries, Tensor]:
+        """Return the summaries that chunks of queries may see, and their index keys ``[B, n, G, I]``."""
+        blocks, (chunks, size), device = self.blocks, self.blocks.chunks(length), summaries.device
+        first = size * torch.arange(chunks, device=device)[:, None]  # [n, 1]
+        j = first // blocks.ratio + blocks.visible_indices(size, device)  # [n, G]; 0 is the first carried summary
+        rows = summaries[:, j.clamp(max=summaries.shape[1] - 1)]  # [B, n, G, 2 H K (+ I)]
+        s, u, index_keys = rows.split([self.inner, self.inner, self.d_index], dim=-1)
         k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (s, u))
         phase, finished = carried.phase[:, None, None, None], carried.finished[:, None, None, None]
-        max_finished, t = blocks.max_visible + blocks.lag, (first + torch.arange(size, device=x.device))[:, :, None]
+        max_finished, t = blocks.max_visible + blocks.lag, (first + torch.arange(size, device=device))[:, :, None]
         distance = phase + t + blocks.ratio * (max_finished - j[:, None])  # from the query to the block's first byte
         visible = (distance >= blocks.nearest) & (distance < blocks.span + blocks.shift)
         visible = visible & (j[:, None] >= max_finished - finished)
-        chunk_summaries = Summaries(k, v, visible, distance - (blocks.ratio - 1) - blocks.shift)
-        if not self.d_index or not j.numel():
-            return chunk_summaries
-        scores = blocks.chunked(self.index_query(x)) @ index_keys.mT * self.d_index**-0.5  # [B, n, Q, G]
-        visible = visible.expand(len(x), -1, -1, -1)
-        top = top_mask(scores.detach().masked_fill(~visible, -torch.inf), blocks.n_read(scores.shape[-1]))
-        return chunk_summaries._replace(visible=visible & top, added=scores)
+        return Summaries(k, v, visible, distance - (blocks.ratio - 1) - blocks.shift), index_keys
+
+    def _select_summaries(self, summaries: Summaries, scores: Tensor) -> Summaries:
+        """Hide the summaries that a query does not read, by index scores ``[B, n, Q, G]``."""
+        visible = summaries.visible.expand_as(scores)
+        top = top_mask(scores.masked_fill(~visible, -torch.inf), self.blocks.n_read(scores.shape[-1]))
+        return summaries._replace(visible=visible & top)
+
+    def _index_loss(self, q: Tensor, summaries: Summaries, scores: Tensor) -> Tensor:
+        """Return KL(p_t || softmax of index scores ``[B, n, Q, G]``), as a mean over bytes. The KL of a query that sees
+        no summary is 0."""
+        p = summary_weights(q, summaries, blocks=self.blocks, position=self.position).mean(dim=2)
+        hidden = ~summaries.visible
+        scores = scores.to(p.dtype).masked_fill(hidden, torch.finfo(p.dtype).min)
+        terms = F.kl_div(scores.log_softmax(dim=-1).masked_fill(hidden, 0), p, reduction="none")
+        sums = terms.sum(dim=-1).flatten(1)[:, : q.shape[2]]  # [B, T]
+        return sums.sum() / sums.numel()
 
     def _attend(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> Tensor:
         """Return head outputs ``[B, H, T, K]``."""
         options = {"blocks": self.blocks, "position": self.position}
         if self.backend(q.device, training=self.training) == "kernel":
             return by_kernel(q, keys, summaries, **options)
-        attend = partial(by_bands, dropout=self.dropout if self.training else 0.0, **options)
-        if summaries.added is not None and torch.is_grad_enabled():
+        options |= {"dropout": self.dropout if self.training else 0.0}
+        if self.d_index and torch.is_grad_enabled():
             # With ``top_k`` blocks are short and summaries many, so the backward pass computes scores again.
-            attend = partial(checkpoint.checkpoint, attend, use_reentrant=False)
-        return attend(q, keys, summaries)
+            return checkpoint.checkpoint(by_bands, q, keys, summaries, use_reentrant=False, **options)
+        return by_bands(q, keys, summaries, **options)
 
     def able(self, device: torch.device) -> tuple[str, ...]:
         return ("kernel", "plain") if device.type == "cpu" else ("plain",)
@@ -216,7 +235,9 @@ class Linformer(MultiHead, OnKernels):
         """Count pairs of a query and a key or summary that it reads; after a full past, their mean over phases.
 
         With ``cache: kv`` the past has no gradient. Carried summaries have no gradient; summaries of the segment have
-        one if it reaches a parameter. With ``top_k``, queries are assumed to read summaries of the segment first.
+        one if it reaches a parameter. With ``top_k``, queries are assumed to read summaries of the segment first. The
+        loss of the index adds the attention scores of unread summaries to the forward pass. In the backward pass, the
+        inputs of the index have no gradient.
         """
         ratio = self.blocks.ratio
         in_segment, past = count_pairs(segment, carried, self.blocks.window_keys, shift=self.blocks.shift)
@@ -233,7 +254,9 @@ class Linformer(MultiHead, OnKernels):
         indexed = sum(self.blocks.visible_after(index_past + t) for t in range(segment))
         learned = sum(self.blocks.n_read(self.blocks.visible_after(value_past + t)) for t in range(segment))
         forward = self._forward_flops((in_segment + past) / segment, visible / segment, read / segment)
-        needed = NeededFlops.of_products(forward)
+        unread = (visible - read) / segment
+        target = self.heads * (2 * unread * self.d_head + self.position.ideal_flops(unread))
+        needed = NeededFlops(forward + target, 2 * forward - 2 * self._index_sizes())
         constant = self.heads * 4 * self.d_head * max(0, read - learned) + 2 * self.d_index * max(0, visible - indexed)
         if self.cache == "kv":
             constant += self.heads * 4 * self.d_head * past
@@ -245,10 +268,14 @@ class Linformer(MultiHead, OnKernels):
     def _forward_flops(self, window_keys: float, visible: float, read: float) -> float:
         """Return FLOPs per byte for ``window_keys`` keys, ``visible`` ranked summaries and ``read`` read summaries."""
         per_head = 4 * (window_keys + read) * self.d_head + self.position.ideal_flops(window_keys + read)
-        matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
-        if self.d_index:  # index keys are computed once per block
-            matrices -= (1 - 1 / self.blocks.ratio) * self.index_key.weight.numel()
+        matrices = self.matrix_sizes() + self._index_sizes()
         return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * visible * self.d_index
+
+    def _index_sizes(self) -> float:
+        """Return multiply-adds per byte of the index's projections: one query per byte, and one key per block."""
+        if not self.d_index:
+            return 0
+        return self.index_query.weight.numel() + self.index_key.weight.numel() / self.blocks.ratio
 
 
 def _last_rows(x: Tensor, n: int) -> Tensor:

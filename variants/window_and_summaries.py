@@ -36,7 +36,6 @@ class Summaries(NamedTuple):
     v: Tensor
     visible: Tensor  # whether a query sees a summary, [B or 1, n, Q, G]
     distance: Tensor  # column of the block's last byte (kernels/window.py), int64 [B or 1, n, Q, G]
-    added: Tensor | None = None  # term added to scores of all heads, [B, n, Q, G]
 
 
 @torch.compiler.disable
@@ -52,8 +51,9 @@ def by_kernel(q: Tensor, keys: WindowKeys, summaries: Summaries, *, blocks: Bloc
         biases = {"key_bias": segment_bias, "query_bias": torch.zeros_like(segment_bias)}
     visible, vectors = summaries.visible[:, :, None], position.vectors(max_keys)
     bias = position.bias(q, max_keys) if vectors is None else None
-    terms = _score_terms(q, summaries.distance, summaries.added, blocks=blocks, position=position)
-    added = sum(terms, torch.zeros_like(visible, dtype=dtype)).masked_fill(~visible, -torch.inf)
+    summary_bias = _position_bias(q, summaries.distance, blocks=blocks, position=position)
+    added = torch.zeros_like(visible, dtype=dtype) if summary_bias is None else summary_bias.to(dtype)
+    added = added.masked_fill(~visible, -torch.inf)
     past = [PastKV(tuple(range(heads)), keys.old_k, keys.old_v, past_bias)] if past_rows else []
     chunk_keys = ChunkKeys(summaries.k, summaries.v, added) if added.shape[-1] else None
     options = {"past": past, "bias": bias, "vectors": vectors, "chunk_keys": chunk_keys, **biases}
@@ -83,40 +83,52 @@ def by_bands(
     in_window = in_window & (first + key_offset >= -keys.past_bytes[:, None, None, None])
     distance = torch.cat([distance.expand(len(summaries.distance), -1, -1, -1), summaries.distance], dim=3)
     visible = torch.cat([in_window.expand(len(summaries.visible), -1, -1, -1), summaries.visible], dim=3)
-    added = None if summaries.added is None else F.pad(summaries.added, (past_rows + size, 0))
-    terms = _score_terms(q, distance, added, blocks=blocks, position=position)
+    bias = _position_bias(q, distance, blocks=blocks, position=position)
     k, v = join_summaries(k, summaries.k), join_summaries(v, summaries.v)
     chunked_q = blocks.chunked(q).transpose(1, 2)
-    y = _softmax(chunked_q, k, v, visible[:, :, None], terms, dropout=dropout, may_be_empty=blocks.shift > 0)
+    y = _softmax(chunked_q, k, v, visible[:, :, None], bias, dropout=dropout, may_be_empty=blocks.shift > 0)
     return rearrange(y, "B n H Q K -> B H (n Q) K")[:, :, : q.shape[2]]
 
 
-def _score_terms(
-    q: Tensor, distance: Tensor, added: Tensor | None, *, blocks: Blocks, position: Position
-) -> list[Tensor]:
-    """Return the terms of scores at distances ``[B or 1, n, Q, m]``; they broadcast to ``[B, n, H, Q, m]``."""
-    terms = [] if added is None else [added[:, :, None]]
+@torch.no_grad()
+def summary_weights(q: Tensor, summaries: Summaries, *, blocks: Blocks, position: Position) -> Tensor:
+    """Return attention weights ``[B, n, H, Q, G]`` among the visible summaries, without the window. All weights of a
+    query that sees no summary are 0."""
+    bias = _position_bias(q, summaries.distance, blocks=blocks, position=position)
+    visible = summaries.visible[:, :, None]
+    weights = _weights(blocks.chunked(q).transpose(1, 2), summaries.k, visible, bias)
+    return weights.masked_fill_(~visible, 0)
+
+
+def _position_bias(q: Tensor, distance: Tensor, *, blocks: Blocks, position: Position) -> Tensor | None:
+    """Return the term of the position scheme for scores at distances ``[B or 1, n, Q, m]``. It is ``[B, n, H, Q, m]``,
+    or None for a scheme without a bias."""
     bias = position.bias(q, blocks.span)
     if bias is None:  # else [H, S] or [B, H, T, S]
-        return terms
+        return None
     bias = bias[None, None, :, None] if bias.dim() == 2 else blocks.chunked(bias).transpose(1, 2)
     shape = (len(q), distance.shape[1], q.shape[1], distance.shape[2])
     columns = distance.clamp(0, blocks.span - 1)[:, :, None].expand(*shape, -1)
-    return [bias.expand(*shape, -1).gather(-1, columns), *terms]
+    return bias.expand(*shape, -1).gather(-1, columns)
 
 
 def _softmax(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, terms: list[Tensor], *, dropout: float, may_be_empty: bool
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, *, dropout: float, may_be_empty: bool
 ) -> Tensor:
-    """Return outputs ``[B, n, H, Q, K]``, by torch's kernel if there are no ``terms`` and no dropout. The output of a
+    """Return outputs ``[B, n, H, Q, K]``, by torch's kernel if there is no bias and no dropout. The output of a
     query that sees nothing is 0; there is none unless ``may_be_empty``."""
     empty = ~visible.any(-1, keepdim=True)
     visible = (visible | empty).expand(len(q), -1, -1, -1, -1)
-    if not terms and not dropout:
+    if bias is None and not dropout:
         parts = (x.flatten(0, 1) for x in (q, k, v))
         y = F.scaled_dot_product_attention(*parts, attn_mask=visible.flatten(0, 1), scale=1.0).view(q.shape)
     else:
-        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
-        scores = sum(terms, scores).masked_fill(~visible, -torch.inf)
-        y = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype) @ v
+        y = F.dropout(_weights(q, k, visible, bias), dropout).to(v.dtype) @ v
     return y.masked_fill(empty, 0) if may_be_empty else y
+
+
+def _weights(q: Tensor, k: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
+    """Return attention weights ``[B, n, H, Q, m]``, in float32 or better; equal ones for a query that sees nothing."""
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores if bias is None else scores + bias
+    return scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(dim=-1)

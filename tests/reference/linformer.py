@@ -7,8 +7,10 @@ The query at index t, whose nearest visible key has the distance x = 0 and the i
 
 - the window: the keys x = 0 .. w - 1;
 - summaries: of complete blocks j, (j + 1) r <= t, whose first byte has a distance w <= x < S. A summary has the
-  distance and the position of the last byte of its block. With ``top_k`` only the k with the largest index
-  I_tj = a_t . C mean_i k_{jr+i} / sqrt(I) are visible, and I_tj is added to the scores of all heads.
+  distance and the position of the last byte of its block. With ``top_k`` a query reads only the k with the largest
+  index I_tj = a_t . C mean_i k_{jr+i} / sqrt(I). For the index, x and k are constants. It has a loss (2512.02556, 2.1):
+  the mean over bytes of KL(p_t || softmax_j I_tj), where p_t is the mean over heads of softmax_j of the scores of j.
+  p_t is a constant.
 
 One softmax runs over all of them. Past keys and values have no gradient. With ``cache: hidden`` they are computed again
 from constant inputs, so that the projections have one. Existing summaries are constants with either cache. A block is
@@ -38,8 +40,8 @@ def linformer(
     cache: str,
     compressor: str,
     top_k: int | None,
-) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x [B, T, D]``. The streams begin with ``past [B, P, D]``.
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, T, D]`` and the loss for ``x [B, T, D]``. The streams begin with ``past [B, P, D]``.
 
     Args:
         weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]``;
@@ -51,7 +53,7 @@ def linformer(
     lag = max(0, window + shift - ratio) // ratio
     fixed = {name: w.detach() for name, w in weights.items()}
     slopes = alibi_slopes(heads)
-    y = torch.zeros_like(x)
+    y, loss = torch.zeros_like(x), torch.zeros((), dtype=x.dtype)
     for b in range(len(x)):
         stream = torch.cat([past[b].detach(), x[b]])
 
@@ -76,16 +78,16 @@ def linformer(
         def index_score(query_index: int, j: int, stream: Tensor = stream) -> Tensor:
             matrices = fixed if (j + 1 + lag) * ratio <= before else weights
             mean = sum(projected("key", i, matrices) for i in range(j * ratio, (j + 1) * ratio)) / ratio
-            index_key = matrices["index_key"] @ mean
-            return (weights["index_query"] @ stream[query_index]) @ index_key / math.sqrt(len(index_key))
+            index_key = matrices["index_key"] @ mean.detach()
+            return (weights["index_query"] @ stream[query_index].detach()) @ index_key / math.sqrt(len(index_key))
 
         for t in range(x.shape[1]):
             query_index = before + t
             blocks = [j for j in range(query_index // ratio) if window <= query_index - shift - j * ratio < span]
-            added = dict.fromkeys(blocks, torch.zeros((), dtype=x.dtype))
+            blocks_read, index, p = blocks, {}, 0
             if top_k is not None:
-                added = {j: index_score(query_index, j) for j in blocks}
-                blocks = sorted(blocks, key=lambda j: -added[j].item())[:top_k]
+                index = {j: index_score(query_index, j) for j in blocks}
+                blocks_read = sorted(blocks, key=lambda j: -index[j].item())[:top_k]
             outputs = []
             for h in range(heads):
                 rows = slice(h * width, (h + 1) * width)
@@ -100,12 +102,21 @@ def linformer(
                     k, v = projected("key", at, weights)[rows], projected("value", at, weights)[rows]
                     shares.append(torch.exp(score(query, k, distance=distance, key_at=at, **terms)))
                     values.append(v)
+                summary_shares = {}
                 for j in blocks:
                     k, v = summary(h, j)
                     end = (j + 1) * ratio - 1
-                    s = score(query, k, distance=query_index - shift - end, key_at=end, **terms) + added[j]
-                    shares.append(torch.exp(s))
-                    values.append(v)
+                    s = score(query, k, distance=query_index - shift - end, key_at=end, **terms)
+                    summary_shares[j] = torch.exp(s)
+                    if j in blocks_read:
+                        shares.append(summary_shares[j])
+                        values.append(v)
+                if index:
+                    of_head = torch.stack([*summary_shares.values()]).detach()
+                    p = p + of_head / of_head.sum() / heads
                 outputs.append(weighted_mean(shares, values, width=width))
+            if index:
+                log_softmax = torch.log_softmax(torch.stack([*index.values()]), dim=0)
+                loss = loss + (p * (torch.log(p) - log_softmax)).sum() / x[..., 0].numel()
             y[b, t] = weights["output"] @ torch.cat(outputs)
-    return y
+    return y, loss
