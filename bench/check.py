@@ -126,9 +126,8 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
             config = copy.deepcopy(composed(position))
             config.model.cache, config.model.attend_self = cache, attend_self
             pop_keys(config, *COMMAND_KEYS)
-            plan = apply_small(
-                contract_plan(make_plan(config), named_kind(cfg.runtime.device)), command_line_keys=typed
-            )
+            plan = contract_plan(make_plan(config), named_kind(cfg.runtime.device))
+            plan = apply_small(plan, command_line_keys=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield combination, error

@@ -164,9 +164,8 @@ def main(cfg: DictConfig) -> None:
     code = encoder.finish()
     write_atomically(Path(out), packed := pack(header, code))
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
-    cut = (
-        f"{pluralize(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each without initial state"
-    )
+    longest = max(lengths, default=0)
+    cut = f"{pluralize(len(lengths), 'stream')} of at most {longest:,} bytes, each without initial state"
     print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
     if not counts["predicted"]:
         return print("no byte was predicted, so there is no score to compare with")

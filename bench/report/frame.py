@@ -38,23 +38,17 @@ REACHED_BITS = 1.0
 
 @dataclass(kw_only=True)
 class Rows:
-    """The rows of a report.
-
-    Attributes:
-        frame: runs in the order in which they ended, followed by rows of commands in the order of their folders' names.
-            Numbers are columns of floats, named by dotted keys. ``kind`` is run, failed, cost or peers. ``row`` is the
-            whole row; for a run, its provenance and summary. ``record`` has the rows of a run's record.
-        refused, unfinished, failed: ``path: reason`` of each row or run that is not shown.
-        files: the number of files that were read.
-        test_scores: how many times runs and ``bench.evaluate`` scored test, by SHA-256 of the data.
-    """
+    """The rows of a report. ``frame`` has runs in the order in which they ended, followed by rows of commands in the
+    order of their folders' names. Numbers are columns of floats, named by dotted keys. ``kind`` is run, failed, cost or
+    peers. ``row`` is the whole row; for a run, its provenance and summary. ``record`` has the rows of a run's record.
+    ``refused``, ``unfinished`` and ``failed`` have ``path: reason`` of each row or run that is not shown."""
 
     frame: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["kind", "row", "run"]))
     refused: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    files: int = 0
-    test_scores: Counter = field(default_factory=Counter)
+    files: int = 0  # number of files that were read
+    test_scores: Counter = field(default_factory=Counter)  # times that test was scored, by SHA-256 of the data
 
     def of(self, kind: str) -> pd.DataFrame:
         return self.frame[self.frame["kind"] == kind]

@@ -87,10 +87,8 @@ def _table(table: Table) -> str:
 
 def _heading(column: Column) -> str:
     """The heading of a column, a button that sorts the table."""
-    number = ' class="number"' if column.numeric else ""
-    return (
-        f'<th scope="col"{number}><button title="{escape(column.explanation)}">{escape(column.heading)}</button></th>'
-    )
+    number, heading = ' class="number"' if column.numeric else "", escape(column.heading)
+    return f'<th scope="col"{number}><button title="{escape(column.explanation)}">{heading}</button></th>'
 
 
 def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:

@@ -98,15 +98,14 @@ def command_of_run() -> str:
     """The command line that repeats this run alone, also if the run is a job of a sweep."""
     hydra, launch = HydraConfig.get(), read_launch()
     is_checkout = (source.ROOT / "pyproject.toml").exists()
+    script = ("python", "train.py") if is_checkout else ("windtunnel", "train")
     if hydra.mode != RunMode.MULTIRUN:
-        script = (
-            (*launch.command_prefix, sys.argv[0]) if is_checkout or launch.world_size > 1 else ("windtunnel", "train")
-        )
+        if is_checkout or launch.world_size > 1:
+            script = (*launch.command_prefix, sys.argv[0])
         return shlex.join([*script, *sys.argv[1:]])
     folders = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
     options = [word for folder in folders for word in ("-cd", folder)]
     options += [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
-    script = ("python", "train.py") if is_checkout else ("windtunnel", "train")
     return shlex.join([*script, *options, *hydra.overrides.task])
 
 

@@ -26,25 +26,18 @@ from harness.device.sharded_tables import ShardedTables
 
 
 class DistributedParameters(ModelParameters):
-    """``ModelParameters`` of one of several processes. All processes make it, from models with equal weights.
-
-    Args:
-        units: modules of the model that become FSDP units; the model itself becomes the last one.
-        unsharded: parameters that FSDP must leave alone.
-        tables: modules and names of their tables, which ``shard="full"`` shards by columns.
-        device: where the model is moved after tables are sharded; until then it may be on the host.
-    """
+    """``ModelParameters`` of one of several processes. All processes make it, from models with equal weights."""
 
     def __init__(
         self,
         model: nn.Module,
         processes: ProcessGroup,
-        units: Iterable[nn.Module],
+        units: Iterable[nn.Module],  # modules that become FSDP units; the model itself becomes the last one
         *,
-        unsharded: Set[nn.Parameter],
-        tables: Sequence[tuple[nn.Module, str]],
+        unsharded: Set[nn.Parameter],  # parameters that FSDP must leave alone
+        tables: Sequence[tuple[nn.Module, str]],  # modules and names of tables, which ``full`` shards by columns
         shard: str,
-        device: torch.device,
+        device: torch.device,  # where the model is moved after tables are sharded; until then it may be on the host
     ):
         super().__init__(model)
         self._model, self._processes = model, processes

@@ -54,13 +54,9 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
 
 
 class Run:
-    """One run. If it has several processes, only the main one locks the folder and writes.
-
-    Attributes:
-        trainer: None if an earlier command has finished the run.
-        best_bits: lowest bits per byte of all validations so far, or infinity.
-        last_validation: ``bytes`` and ``fraction`` of the budget spent at it, and ``size``, the pairs that each scores.
-    """
+    """One run. If it has several processes, only the main one locks the folder and writes. ``trainer`` is None if an
+    earlier command has finished the run. ``best_bits`` is the lowest of all validations so far, or infinity.
+    ``last_validation`` has the ``bytes`` and ``fraction`` spent at it, and ``size``, the pairs that each scores."""
 
     def __init__(
         self,

@@ -49,23 +49,15 @@ def score_stream(
     split: Tensor,
     *,
     runtime: Runtime,
-    streams: int,
-    segment: int,
-    context: int = 0,
-    pairs: int | None = None,
-    collect_stats: bool = False,
-    future_seed: int | None = None,
+    streams: int,  # number of streams that read the split side by side
+    segment: int,  # bytes of each stream in a forward pass
+    context: int = 0,  # bytes that each stream reads before its first scored byte, as far as ``round_context`` allows
+    pairs: int | None = None,  # number of pairs in a sample spread over the split; None scores each pair once
+    collect_stats: bool = False,  # also of sublayers, from the first batch in which all streams are scored
+    future_seed: int | None = None,  # seed of a ``CausalityCheck``, or None for no check
 ) -> Score:
     """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns the whole
-    score.
-
-    Args:
-        streams, segment: number of streams that read the split side by side, and bytes of each in a forward pass.
-        context: bytes that each stream reads before its first scored byte, as far as ``round_context`` allows.
-        pairs: number of pairs in a sample spread over the split; None scores each pair once.
-        collect_stats: also collect the sublayers' statistics, from the first batch in which all streams are scored.
-        future_seed: seed of a ``CausalityCheck``, or None for no check.
-    """
+    score."""
     cut = {"streams": streams, "segment": segment, "shard": runtime.processes.shard}
     if pairs is None:
         context = round_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)

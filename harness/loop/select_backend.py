@@ -123,9 +123,8 @@ def agreement(
         model.load_state_dict(weights)
         model.project_()
         forward = device.forward(model.to(device.device).train())
-        return logits_and_gradients(
-            model, tokens.to(device.device), segments, forward=forward, autocast=device.autocast
-        )
+        on_device = tokens.to(device.device)
+        return logits_and_gradients(model, on_device, segments, forward=forward, autocast=device.autocast)
 
     # Plain PyTorch shows how large the errors of a lower precision are: of bfloat16 on a CPU, of TF32 on the device.
     rounding = None

@@ -21,10 +21,8 @@ class ClippedAdagrad(Optimizer):
 
     def __init__(self, params, *, lr: float, clip: Annotated[float, Gt(0)] | None = None, eps: float = 1e-10):
         super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
-        self._step_supports_amp_scaling, self.sharded_parameters = (
-            True,
-            None,
-        )  # see optimizers.py
+        self._step_supports_amp_scaling = True  # see optimizers.py
+        self.sharded_parameters = None
 
     @torch.no_grad()
     def step(self) -> None:

@@ -39,31 +39,21 @@ MAX_CONTEXT = 16_384
 
 @section
 class Plan(RunSettings):
-    """A configured run: the sections of ``RunSettings``, some of them replaced by factories.
-
-    Attributes:
-        data: keywords of ``harness.data.corpora.load``.
-        config: the resolved configuration as a plain dictionary, for hashing and the record.
-        layers: for each layer, the factories of its sublayers by name.
-        scheme: the factory of the position scheme.
-        point: for each hyperparameter searched, the trial's relative position between its bounds; None without a trial.
-        backend_choice: the backend that ``harness.loop.select_backend`` has selected, and the errors of its candidates.
-        admission: how ``harness.loop.admission`` has checked the mechanism.
-    """
+    """A configured run: the sections of ``RunSettings``, some of them replaced by factories."""
 
     variant: str
     outputs: Path
-    data: dict
+    data: dict  # keywords of ``harness.data.corpora.load``
     optim: dict
     trust: tuple[str, ...]
-    config: dict
-    layers: Layers
-    scheme: Callable[..., Position]
+    config: dict  # the resolved configuration as a plain dictionary, for hashing and the record
+    layers: Layers  # for each layer, the factories of its sublayers by name
+    scheme: Callable[..., Position]  # the factory of the position scheme
     groups: dict
-    point: dict | None
+    point: dict | None  # relative position of each hyperparameter searched between its bounds; None without a trial
     sweeping: bool
-    backend_choice: dict | None = None
-    admission: str | None = None
+    backend_choice: dict | None = None  # what ``loop/select_backend.py`` has selected, and the errors of its candidates
+    admission: str | None = None  # how ``harness.loop.admission`` has checked the mechanism
 
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's default generator; ValueError for incompatible sizes."""
@@ -78,17 +68,10 @@ class Plan(RunSettings):
 
     def protocol(self) -> dict:
         """The evaluation protocol. Bits per byte of two runs compare only if their protocols are equal."""
-        return {
-            "streams": self.eval.streams,
-            "segment": self.eval.segment,
-            "span": self.model.span,
-            "bytes": self.eval.bytes,
-            "context": streamed_context(self.model.span, self.model.layers),
-            "selection_bytes": self.eval.selection_bytes,
-            "vocabulary": self.data["vocabulary"],
-            "drop_newlines": self.data["drop_newlines"],
-            "split": self.data["split"],
-        }
+        context = streamed_context(self.model.span, self.model.layers)
+        protocol = {"streams": self.eval.streams, "segment": self.eval.segment, "span": self.model.span}
+        protocol |= {"bytes": self.eval.bytes, "context": context, "selection_bytes": self.eval.selection_bytes}
+        return protocol | {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
 
 
 def streamed_context(span: int, layers: int) -> int:

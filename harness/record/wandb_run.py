@@ -27,16 +27,14 @@ INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0
 
 
 class WandbRun:
-    """The W&B run of a job, a context that finishes it.
+    """The W&B run of a job, a context that finishes it. ``hint`` is a line with the URL of the W&B run, or with the
+    command that uploads it; it is empty if W&B is disabled.
 
     Args:
         folder: the run folder; W&B writes into its subfolder ``wandb``.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
         id: that of the W&B run to continue, from a checkpoint, or None.
         tags, more: as in ``wandb.init``; empty tags are left out, and long ones are cut.
-
-    Attributes:
-        hint: a line with the URL of the W&B run, or with the command that uploads it; empty if W&B is disabled.
     """
 
     def __init__(self, folder: Path, *, mode: str = "auto", id: str | None = None, tags: Iterable[str] = (), **more):
