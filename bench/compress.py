@@ -3,8 +3,7 @@
 ``bench.decompress`` decodes the file. Encoder and decoder make the same forward passes in the same order, one byte of
 each stream at a time, so that on one machine their probabilities are equal bit for bit. The header names everything
 that could change a bit of them; a decoder that differs refuses the file. Format: AWT1, the header's length in 2 bytes,
-the header (JSON, deflated), the code.
-"""
+the header (JSON, deflated), the code."""
 
 import json
 import math

@@ -2,8 +2,7 @@
 (``harness.loop.update.Update`` on bytes of the corpus), evaluation and generation.
 
 The learning rate is 0, so that weights and spans do not change. Noise is added to the initial weights, because hardware
-is faster on zeros, and because a weight matrix of zeros passes no gradient to the layers before it.
-"""
+is faster on zeros, and because a weight matrix of zeros passes no gradient to the layers before it."""
 
 import dataclasses
 import gc

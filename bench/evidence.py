@@ -3,8 +3,7 @@
 ``conf/evidence.yaml`` defines stages. A stage is a list of cells, and a cell is one training run: a point of a sweep's
 grid, a learning rate beyond the tested ones, or a replay of the spans that a run of the same seed learned. Each run has
 a core of its own and adds a row to ``<rows>/<table>.jsonl``: cell, summary, configuration and scores. A cell that has a
-row is skipped on every machine. An interrupted run continues in its run folder.
-"""
+row is skipped on every machine. An interrupted run continues in its run folder."""
 
 import json
 import math

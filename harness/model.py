@@ -51,8 +51,7 @@ class RMSNorm(nn.RMSNorm):
     operations (torch 2.13), and fourteen in the backward pass. This one makes fewer passes over memory:
 
         y = x r w,   r = 1 / sqrt(mean(x^2) + eps)                                                    (1910.07467)
-        dx = r (g w - x r^2 mean(g w x)),   dw = sum over rows of g x r,   g = dL/dy
-    """
+        dx = r (g w - x r^2 mean(g w x)),   dw = sum over rows of g x r,   g = dL/dy"""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu" or x.dtype != self.weight.dtype or torch.compiler.is_compiling():

@@ -2,8 +2,7 @@
 
 It reads run folders and rows of ``bench.cost`` and ``bench.peers``. Rows that compare share a table. Each table becomes
 a CSV file, each figure a PNG and an SVG file, and all of them one ``index.html``, which can be opened from disk.
-``runs.csv`` has all numbers of every run. Rows that are not shown are listed with the reason.
-"""
+``runs.csv`` has all numbers of every run. Rows that are not shown are listed with the reason."""
 
 import argparse
 import shlex

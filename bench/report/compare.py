@@ -2,8 +2,7 @@
 
 Runs compare in bits per byte if their ``score_conditions`` and the numerics of the shared code are equal. Rows compare
 in time and memory if code and *ground* are equal; the ground is all that they depend on except code, such as device,
-threads and versions. An *arm* is one configuration of a variant with one code, over all seeds.
-"""
+threads and versions. An *arm* is one configuration of a variant with one code, over all seeds."""
 
 import json
 import re

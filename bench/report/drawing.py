@@ -2,8 +2,7 @@
 
 Colours are Okabe and Ito's, which are told apart with any colour vision. Each variant also has a marker, for prints in
 grey. Equal rows give equal files: SVGs have text as paths, which need no font, identifiers with a fixed salt, and no
-date. Figures use matplotlib's object interface, which needs no window system and leaves no global state.
-"""
+date. Figures use matplotlib's object interface, which needs no window system and leaves no global state."""
 
 import io
 from collections.abc import Iterable

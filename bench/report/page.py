@@ -1,8 +1,7 @@
 """The report's page: one HTML file with tables, drawings, style and script, which can be opened from disk.
 
 All text is escaped, because rows may come from strangers. A content security policy allows the page's own style, script
-and images only. Without the script, everything but sorting works.
-"""
+and images only. Without the script, everything but sorting works."""
 
 import base64
 import hashlib

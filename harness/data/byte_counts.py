@@ -4,8 +4,7 @@
 
 n(x) is the count of the sequence x in train, and d(c) the number of different bytes that follow the context c of k
 bytes. c' is c without its oldest byte, and p_{-1} = 1/256. If c does not occur in train, or begins before the split,
-p_k is p_{k-1}. The counts do not change while a split is scored.
-"""
+p_k is p_{k-1}. The counts do not change while a split is scored."""
 
 import bz2
 import gzip

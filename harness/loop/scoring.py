@@ -123,8 +123,7 @@ class CausalityCheck:
     Args:
         seed: draws batches, and in each of them one position of each row. None checks nothing.
         rows: number of streams or windows in a batch, of all processes.
-        first: index of the first batch in which all streams are scored.
-    """
+        first: index of the first batch in which all streams are scored."""
 
     def __init__(self, seed: int | None, batches: Sized, *, rows: int, vocabulary: int, first: int = 0):
         self.seed, self.vocabulary, self._changes = seed, vocabulary, [torch.empty(0)]

@@ -4,8 +4,7 @@
     w <- w - lr min(1, clip / |g|) g / (sqrt(A) + eps)       |g| is the norm of one tensor's gradient
 
 The paper's text clips each module, its code each tensor. Only the update is clipped. ``clip_grad_norm_`` would also
-clip the gradients in A: the division by sqrt(A) would then cancel most of its effect.
-"""
+clip the gradients in A: the division by sqrt(A) would then cancel most of its effect."""
 
 from typing import Annotated
 

@@ -7,8 +7,7 @@
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. The update is that of
 ``torch.optim.Muon`` with ``adjust_lr_fn="original"``. torch updates one matrix at a time, which is mostly overhead for
-small matrices; this file batches matrices of equal shape.
-"""
+small matrices; this file batches matrices of equal shape."""
 
 from collections import defaultdict
 from typing import Annotated, Literal

@@ -28,8 +28,7 @@ class Optimizers:
     Args:
         lr, schedule: the peak learning rate of a group with ``lr_scale`` 1, and its schedule.
         clip: maximum norm of the dense gradients of all groups without a clip of their own, taken together, and of the
-            sparse gradients of each of these groups; None for no clipping.
-    """
+            sparse gradients of each of these groups; None for no clipping."""
 
     def __init__(self, groups: list[Group], *, lr: float, schedule: Schedule, clip: float | None = None):
         self.groups = {group.name: group for group in groups}

@@ -98,8 +98,7 @@ def assign(
         matrices: ``optim.matrices``, with keys ``optimizer`` and ``lr_scale``, or None.
         groups: the variant's ``groups``, by name: ``match``, a pattern or list of patterns in which ``*`` also matches
             dots, and keywords of :class:`Group`. A shared parameter matches by any of its names. A group without
-            ``optimizer`` has the default one.
-    """
+            ``optimizer`` has the default one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:

@@ -88,8 +88,7 @@ def plan_run(
     Args:
         trusted: modules that targets may come from, in addition to the configuration's ``trust``.
         sweeping: whether this is a job of a sweep, which never reads a fallback corpus.
-        command_line_keys: keys that the command line sets; a trial may set none of them.
-    """
+        command_line_keys: keys that the command line sets; a trial may set none of them."""
     config, point = _resolve_config(cfg, command_line_keys)
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}

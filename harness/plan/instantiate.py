@@ -32,8 +32,7 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
         node: ``_target_``, ``_partial_: true`` (optional for a torch.nn.Module), and keywords of the class.
         key: the node's key in the configuration, for errors.
         base: the class must derive from it: a contract type, or the part or module that an annotation names.
-        trust: modules of the user that targets may come from; for a torch.nn.Module, no other module is allowed.
-    """
+        trust: modules of the user that targets may come from; for a torch.nn.Module, no other module is allowed."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be {PART_DESCRIPTION}")
     cls = _load_class(str(node.get("_target_")), key=key, base=base, trust=trust)

@@ -2,8 +2,7 @@
 
 A file is written completely or not at all. It is torch's zip archive with the SHA-256 of the preceding bytes as
 comment, which is compared before unpickling. A run folder keeps the newest checkpoints, and ``best.pt``, which has only
-weights.
-"""
+weights."""
 
 import hashlib
 import io

@@ -3,8 +3,7 @@
 Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and all numbers in tables and figures
 come from rows. A checkpoint has the number of rows at its step. A resumed run truncates the file to these rows and then
 writes the same rows again, in which only ``clock`` and ``memory`` may differ. ``summary.json`` is one row, written
-completely or not at all.
-"""
+completely or not at all."""
 
 import errno
 import hashlib
