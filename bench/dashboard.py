@@ -12,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from bench import CONF
 from harness.compose.cli import run_command
 
-COLUMNS = 3
-"""Panels in a row."""
+COLUMNS = 3  # panels in a row
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="dashboard")

@@ -32,8 +32,7 @@ GENERATED_CORPUS = {"sweep=recall", "sweep=skills"}
 """Sweeps whose corpus is generated, so that they take no ``data.path``."""
 LR_FACTOR = "++variant.lr_scale.muon"
 """The key that ``sweep=rates`` varies: Muon's learning rate as a factor of ``optim.lr``."""
-MIN_FACTORS = 3
-"""Factors that a mechanism must have been trained with before its grid is extended."""
+MIN_FACTORS = 3  # factors that a mechanism must have been trained with before its grid is extended
 COUNTED_EXIT_CODES = (0, BUG, Diverged.exit_code)
 """A run with one of these exit codes gets a row. After any other code the cell is trained again."""
 

@@ -13,10 +13,8 @@ import numpy as np
 from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.record.cells import MIN_CALLS
 
-MAX_MS = 60_000.0
-"""Milliseconds spent on one quantity of an entry, after which it takes part in no further round."""
-CODE_KEYS = ("variant", "backend", "evaluation_backend")
-"""Two entries run the same code if these facts are equal."""
+MAX_MS = 60_000.0  # milliseconds spent on one quantity of an entry, after which it takes part in no further round
+CODE_KEYS = ("variant", "backend", "evaluation_backend")  # two entries run the same code if these facts are equal
 
 
 def show_progress(text: str) -> None:

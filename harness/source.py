@@ -117,12 +117,6 @@ def _read_once(path: Path) -> str:
         return "cannot be read"
 
 
-def clear_caches() -> None:
-    """Let this process read all files again."""
-    for function in (_module_files, _read_once, _imported_files):
-        function.cache_clear()
-
-
 def commit() -> str | None:
     """The commit of the project's working tree, with ``-dirty`` if files other than result rows differ; None outside of
     git. A repository that contains the project's folder is ignored, because git would execute programs that its

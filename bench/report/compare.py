@@ -23,8 +23,7 @@ NOT_ARM_KEYS += ("purpose", "trial", "space")
 """Keys of a configuration that tell no arms apart: seeds of an arm may differ in them, or a table holds them equal."""
 IGNORED_KEYS = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
 """Keys that change no number. ``numerics`` is also a key of the row; ``global_bytes`` of older rows is 0."""
-ADDED_KEYS = {"check": True}
-"""Values of keys that older configurations lack."""
+ADDED_KEYS = {"check": True}  # values of keys that older configurations lack
 IDENTITY = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"

@@ -29,8 +29,7 @@ from harness.device.torchrun import check_launch, is_secondary, read_launch
 TRACE_VARIABLE = "WINDTUNNEL_TRACE"
 """Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it overwrites it."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
-task: TaskFunction | None = None
-"""The function that the launcher of a sweep calls for each job."""
+task: TaskFunction | None = None  # the function that the launcher of a sweep calls for each job
 
 
 class JobFailed(RuntimeError):

@@ -19,8 +19,7 @@ from harness.cache import cache_folder, write_atomically
 from harness.data.sources import digest
 
 ORDERS = (2, 3, 5)
-MAX_TRAIN_BYTES = 2**24
-"""A longer train split is not counted, because that takes minutes."""
+MAX_TRAIN_BYTES = 2**24  # a longer train split is not counted, because that takes minutes
 
 
 def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
@@ -30,11 +29,8 @@ def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
     cache_file = cache_folder() / "compressed" / f"{digest(content)}-{digest(train.numpy())}.json"
     with suppress(OSError, ValueError):
         return json.loads(cache_file.read_bytes())
-    compressed = {
-        "gzip": gzip.compress(content, 9, mtime=0),
-        "bzip2": bz2.compress(content, 9),
-        "xz": lzma.compress(content, preset=9 | lzma.PRESET_EXTREME),
-    }
+    compressed = {"gzip": gzip.compress(content, 9, mtime=0), "bzip2": bz2.compress(content, 9)}
+    compressed["xz"] = lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
     bits = {name: 8 * len(archive) / len(content) for name, archive in compressed.items()}
     bits |= order_bits(train.numpy(), split.numpy())
     with suppress(OSError):  # without a cache they are computed again

@@ -26,8 +26,7 @@ from harness.record.folder import RunFolder
 from harness.record.rows import CONFIG, Record, write_summary
 from harness.record.wandb_run import WandbRun
 
-WARM_UP_STEPS = 2
-"""Steps before peak memory is measured, which compile and allocate the optimizers' state."""
+WARM_UP_STEPS = 2  # steps before peak memory is measured, which compile and allocate the optimizers' state
 TRAINED_BYTES_PER_SCORED_BYTE = 10
 """Bytes trained per byte scored in a validation. Not seconds, so that the selected weights do not depend on speed."""
 

@@ -17,8 +17,7 @@ from harness.device.runtime import Runtime
 from harness.hashing import integer_hash
 from harness.model import LanguageModel, ModelOut, add_stats
 
-WINDOWS = (8, 1024)
-"""Windows in a batch, and bytes in a window, of the score without state."""
+WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score without state
 CHECKED_POSITIONS = 64  # in each score, by CausalityCheck
 NOT_CAUSAL = "not causal"
 MAX_FUTURE_NATS = 0.02

@@ -14,8 +14,7 @@ from harness.model import LanguageModel
 from harness.optim.optimizers import Optimizers
 from variants.contract import State, cat_streams, map_state
 
-PROBE_BYTES = 16
-"""Length of the segments by which ``unsharded_parameters`` tries a model."""
+PROBE_BYTES = 16  # length of the segments by which ``unsharded_parameters`` tries a model
 
 
 class Update:

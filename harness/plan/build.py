@@ -4,7 +4,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -18,26 +18,17 @@ from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
 from harness.plan.instantiate import resolve
 from harness.plan.network import make_network, plan_layers
-from harness.plan.settings import (
-    OptimSettings,
-    PositiveFloat,
-    RunSettings,
-    check_keys,
-    parse_section,
-    parse_setting,
-    section,
-)
+from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, parse_section, parse_setting
 from harness.plan.space import apply_trial
 from variants.contract import Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
 GROUP_HINTS = {name: _HINTS[name] for name in ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")}
 """Keys of a variant's parameter group, and their types."""
-MAX_CONTEXT = 16_384
-"""Most unscored bytes that a stream of an evaluation reads before its first scored byte."""
+MAX_CONTEXT = 16_384  # most unscored bytes that a stream of an evaluation reads before its first scored byte
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class Plan(RunSettings):
     """A configured run: the sections of ``RunSettings``, some of them replaced by factories."""
 

@@ -17,13 +17,8 @@ from pydantic import BeforeValidator, ConfigDict, PydanticUserError, Strict, Typ
 from harness.optim.budget import Budget, Fraction, Schedule
 
 PART_DESCRIPTION = "a part with _target_ and _partial_: true"
-PHRASES = {
-    "callable": PART_DESCRIPTION,
-    "valid tuple": "list",
-    "valid list": "list",
-    "valid dictionary": "mapping",
-    "a valid int": "an int",
-}
+PHRASES = {"callable": PART_DESCRIPTION, "valid tuple": "list", "valid list": "list"}
+PHRASES |= {"valid dictionary": "mapping", "a valid int": "an int"}
 """Phrases in pydantic's messages, and the phrases that replace them in ours."""
 
 Positive = Annotated[int, Gt(0)]

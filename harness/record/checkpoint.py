@@ -20,8 +20,7 @@ from harness.record.rows import FORMAT, check_format, read_file
 FOLDER = "checkpoints"
 BEST = "best.pt"
 _NAME = re.compile(r"step-(\d{9,})\.pt")
-_NO_COMMENT = bytes(2)
-"""Last bytes of a zip archive without comment: the length of the comment, which is 0."""
+_NO_COMMENT = bytes(2)  # last bytes of a zip archive without comment: the length of the comment, which is 0
 _COMMENT_PREFIX = b"sha256:"
 _ENDING_BYTES = len(_NO_COMMENT) + len(_COMMENT_PREFIX) + 64
 

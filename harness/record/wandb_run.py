@@ -21,8 +21,7 @@ from typing import Self
 from harness.record.schema import flatten, is_number
 
 PROGRESS_KEYS = ("bytes_seen", "step", "epochs", "fraction", "training_flops", "seconds", "bytes_per_second")
-INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0
-"""Longest waits: for the server at the start, and for uploads at the end."""
+INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0  # longest waits: for the server at the start, and for uploads at the end
 
 
 class WandbRun:
