@@ -31,9 +31,8 @@ def time_calls(
     max_seconds: float = 1.0,
     warmup_calls: int = 0,
 ) -> list[float]:
-    """Milliseconds of each ``call``; the device is idle before and after it, for which ``synchronise`` waits. After
-    ``max_seconds`` no further call begins, but at least ``min_calls`` (1 or more) are timed. ``warmup_calls`` untimed
-    calls come before the timed ones."""
+    """Milliseconds of each ``call``, after ``warmup_calls`` untimed ones. ``synchronise`` waits until the device is
+    idle. After ``max_seconds`` no further call begins, but at least ``min_calls`` (1 or more) are timed."""
     for _ in range(warmup_calls):
         call()
     synchronise()
@@ -49,8 +48,7 @@ def time_calls(
 
 @dataclass(kw_only=True)
 class Entry:
-    """A configuration that is measured in a process of its own. ``rounds`` has the milliseconds of each call, by
-    quantity and round."""
+    """A configuration, measured in a process of its own. ``rounds`` has milliseconds of calls by quantity and round."""
 
     name: str  # shown on the terminal
     task: object  # a ``cost_worker.Task``

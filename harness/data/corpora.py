@@ -27,8 +27,7 @@ NAMES = (*PUBLISHED, "file", "stdlib", *GENERATED)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """A corpus as a run reads it. ``floor`` and ``answers`` are ``floor_bits`` and ``answers`` of a
-    ``GeneratedCorpus``, else None."""
+    """A corpus as a run reads it. ``floor`` and ``answers`` are those of a ``GeneratedCorpus``, else None."""
 
     name: str  # the corpus's name, or ``file:`` and the last part of a path
     sha256: str  # of the whole corpus, before newlines are dropped or a vocabulary is applied
@@ -41,8 +40,7 @@ class Corpus:
     fallback_from: str | None = None  # the name of the configured corpus, if this one was read instead of it
 
     def scored_part(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
-        """The bytes of a split that are scored for a report: its first ``limit`` ones, or all. The end of valid that is
-        the ``selection_part`` is left out."""
+        """The bytes of a split that are scored for a report: the first ``limit`` or all, without ``selection_part``."""
         tokens = self.splits[split]
         if split == "valid":
             tokens = tokens[: len(tokens) - len(self.selection_part(selection_bytes))]

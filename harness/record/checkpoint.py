@@ -1,8 +1,7 @@
 """Checkpoints have everything that an exact resume needs (``Trainer.checkpoint_content`` and ``Run.save``).
 
 A file is written completely or not at all. It is torch's zip archive with the SHA-256 of the preceding bytes as
-comment, which is compared before unpickling. A run folder keeps the newest checkpoints, and ``best.pt``, which has only
-weights."""
+comment, which is compared before unpickling. A run folder keeps the newest ones, and ``best.pt`` with only weights."""
 
 import hashlib
 import io
