@@ -1,8 +1,7 @@
 """Arithmetic coding in integers, from symbols to bytes and back.
 
 Each symbol narrows an interval to its share of it. Shares are frequencies out of 2^24, so a symbol of frequency f costs
-24 - log2(f) bits. The interval's width has at least 48 bits, so that rounding costs less than 2^-23 bits a symbol.
-"""
+24 - log2(f) bits. The interval's width has at least 48 bits, so that rounding costs less than 2^-23 bits a symbol."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -16,8 +16,7 @@ exit code is 2.
 With a ``runtime.device`` other than a CPU, one more line compares the device with plain PyTorch in float64 on a CPU:
 logits and gradients of a model with few layers, computed as ``train.py`` would. ``-m`` runs several settings, such as
 ``-m runtime.backend=plain,kernel runtime.precision=float32,bfloat16``. The contract itself is then checked in plain
-PyTorch, because the CPU's kernels are not the device's.
-"""
+PyTorch, because the CPU's kernels are not the device's."""
 
 import copy
 import functools
@@ -126,9 +125,8 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
             config = copy.deepcopy(composed(position))
             config.model.cache, config.model.attend_self = cache, attend_self
             pop_keys(config, *COMMAND_KEYS)
-            plan = apply_small(
-                contract_plan(make_plan(config), named_kind(cfg.runtime.device)), command_line_keys=typed
-            )
+            plan = contract_plan(make_plan(config), named_kind(cfg.runtime.device))
+            plan = apply_small(plan, command_line_keys=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield combination, error

@@ -3,8 +3,7 @@
 ``bench.decompress`` decodes the file. Encoder and decoder make the same forward passes in the same order, one byte of
 each stream at a time, so that on one machine their probabilities are equal bit for bit. The header names everything
 that could change a bit of them; a decoder that differs refuses the file. Format: AWT1, the header's length in 2 bytes,
-the header (JSON, deflated), the code.
-"""
+the header (JSON, deflated), the code."""
 
 import json
 import math
@@ -166,9 +165,8 @@ def main(cfg: DictConfig) -> None:
     code = encoder.finish()
     write_atomically(Path(out), packed := pack(header, code))
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
-    cut = (
-        f"{pluralize(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each without initial state"
-    )
+    longest = max(lengths, default=0)
+    cut = f"{pluralize(len(lengths), 'stream')} of at most {longest:,} bytes, each without initial state"
     print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
     if not counts["predicted"]:
         return print("no byte was predicted, so there is no score to compare with")

@@ -25,8 +25,7 @@ from variants.contract import Position
 
 NEEDED_FLOPS = "needed FLOPs are at most the executed ones"
 WIDE_SPAN = 70  # keys; widths are multiples of 64 keys, so heads with different spans have different widths
-Weights = list[dict[str, Tensor]]
-"""Parameters by name, for the first segment and for the second."""
+Weights = list[dict[str, Tensor]]  # parameters by name, for the first segment and for the second
 
 
 def named_kind(device: str) -> str:

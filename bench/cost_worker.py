@@ -2,8 +2,7 @@
 (``harness.loop.update.Update`` on bytes of the corpus), evaluation and generation.
 
 The learning rate is 0, so that weights and spans do not change. Noise is added to the initial weights, because hardware
-is faster on zeros, and because a weight matrix of zeros passes no gradient to the layers before it.
-"""
+is faster on zeros, and because a weight matrix of zeros passes no gradient to the layers before it."""
 
 import dataclasses
 import gc
@@ -48,19 +47,12 @@ LEARNED_SPANS = [sorted(layer, reverse=True) for layer in LEARNED_SPANS]  # so a
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A measurement as plain values, to be sent to another process.
+    """A measurement as plain values, to be sent to another process."""
 
-    Attributes:
-        config: the resolved configuration of a training run; with ``batch.carry`` the streams carry a full state.
-        spans: the values of learned spans: ``learned``, those of a trained run, or ``initial``, the configuration's.
-        command: the command as typed.
-        peer: name of the package's or reference model that is measured instead of the plan's model, or None.
-    """
-
-    config: dict
-    spans: Literal["learned", "initial"] = "initial"
-    command: str = ""
-    peer: str | None = None
+    config: dict  # the resolved configuration of a training run; with ``batch.carry`` the streams carry a full state
+    spans: Literal["learned", "initial"] = "initial"  # values of learned spans: a trained run's, or the configuration's
+    command: str = ""  # as typed
+    peer: str | None = None  # name of the package's or reference model that is measured instead of the plan's, or None
 
 
 class CostWorker:

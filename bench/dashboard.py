@@ -1,8 +1,7 @@
 """Saves a dashboard of all runs in W&B: ``python -m bench.dashboard entity=me project=attention-windtunnel``.
 
 The dashboard is a workspace with the panels of ``conf/dashboard.yaml``. The command needs an API key, a server and the
-extra ``dashboard``. ``python -m bench.report`` makes a page of all runs without them.
-"""
+extra ``dashboard``. ``python -m bench.report`` makes a page of all runs without them."""
 
 import os
 import re
@@ -13,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from bench import CONF
 from harness.compose.cli import run_command
 
-COLUMNS = 3
-"""Panels in a row."""
+COLUMNS = 3  # panels in a row
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="dashboard")

@@ -2,8 +2,7 @@
 
 A score depends on streams, segment and span. On valid, the bytes that selected the weights are left out. Each call adds
 a row to the run's ``evaluations.jsonl``: the protocol, bits per byte in streams, and bits per byte by context in
-windows without state. The latter are also drawn in ``context.png``.
-"""
+windows without state. The latter are also drawn in ``context.png``."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -3,8 +3,7 @@
 ``conf/evidence.yaml`` defines stages. A stage is a list of cells, and a cell is one training run: a point of a sweep's
 grid, a learning rate beyond the tested ones, or a replay of the spans that a run of the same seed learned. Each run has
 a core of its own and adds a row to ``<rows>/<table>.jsonl``: cell, summary, configuration and scores. A cell that has a
-row is skipped on every machine. An interrupted run continues in its run folder.
-"""
+row is skipped on every machine. An interrupted run continues in its run folder."""
 
 import json
 import math
@@ -33,8 +32,7 @@ GENERATED_CORPUS = {"sweep=recall", "sweep=skills"}
 """Sweeps whose corpus is generated, so that they take no ``data.path``."""
 LR_FACTOR = "++variant.lr_scale.muon"
 """The key that ``sweep=rates`` varies: Muon's learning rate as a factor of ``optim.lr``."""
-MIN_FACTORS = 3
-"""Factors that a mechanism must have been trained with before its grid is extended."""
+MIN_FACTORS = 3  # factors that a mechanism must have been trained with before its grid is extended
 COUNTED_EXIT_CODES = (0, BUG, Diverged.exit_code)
 """A run with one of these exit codes gets a row. After any other code the cell is trained again."""
 

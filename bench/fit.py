@@ -7,8 +7,7 @@ initial values.
 The prediction is for one process without compilation. On a CPU it is within 10% of the measured peak
 (``tests/test_fit.py``). For a GPU (any ``runtime.device`` but ``cpu``) it is not verified: it is the memory of a CPU at
 the GPU's precision, with chunked attention in place of kernels. It leaves out the memory of kernels, libraries and
-allocators (a CUDA context takes about half a GiB), and on a CPU the corpus and freed blocks of the C library.
-"""
+allocators (a CUDA context takes about half a GiB), and on a CPU the corpus and freed blocks of the C library."""
 
 import dataclasses
 from bisect import bisect_right

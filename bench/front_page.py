@@ -1,8 +1,7 @@
 """Writes README's table and figure, and ``docs/results.md``, from the rows in ``bench/results``:
 ``python -m bench.front_page``.
 
-In each page it replaces the text between two markers. A test fails if the text is not that of the rows.
-"""
+In each page it replaces the text between two markers. A test fails if the text is not that of the rows."""
 
 from collections.abc import Sequence
 from pathlib import Path

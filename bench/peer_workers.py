@@ -28,8 +28,7 @@ INSTALL = "not installed; python -m pip install -e .[peers]"
 class ReferenceModel(nn.Module):
     """A minimal transformer as users write it in PyTorch: pre-norm, ``scaled_dot_product_attention``, a GELU
     feed-forward of four times the width, learned absolute positions, and biases in the norms only. It carries no state
-    and has 2 V D + T D + layers (12 D^2 + 4 D) + 2 D parameters.
-    """
+    and has 2 V D + T D + layers (12 D^2 + 4 D) + 2 D parameters."""
 
     def __init__(self, *, vocabulary: int, d_model: int, layers: int, heads: int, max_length: int):
         super().__init__()

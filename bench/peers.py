@@ -2,8 +2,7 @@
 ``python -m bench.peers model=small context=512``.
 
 All train on the same bytes in the same order, with the same width, layers, heads, context, streams, threads, precision
-and AdamW. None has dropout or carried state. Rows go to ``rows=FILE`` or ``outputs/bench/<time>-peers/rows.jsonl``.
-"""
+and AdamW. None has dropout or carried state. Rows go to ``rows=FILE`` or ``outputs/bench/<time>-peers/rows.jsonl``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Checks every shipped variant, and lists the files of ``variants/`` in ``shipped.json``: ``python -m bench.shipped``.
 
 Variants are checked with their defaults, at small sizes and at those of a run, so that ``train.py`` need not check the
-listed files. If a promise is broken, the exit code is 1 and nothing is listed.
-"""
+listed files. If a promise is broken, the exit code is 1 and nothing is listed."""
 
 import json
 import sys

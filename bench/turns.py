@@ -13,10 +13,8 @@ import numpy as np
 from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.record.cells import MIN_CALLS
 
-MAX_MS = 60_000.0
-"""Milliseconds spent on one quantity of an entry, after which it takes part in no further round."""
-CODE_KEYS = ("variant", "backend", "evaluation_backend")
-"""Two entries run the same code if these facts are equal."""
+MAX_MS = 60_000.0  # milliseconds spent on one quantity of an entry, after which it takes part in no further round
+CODE_KEYS = ("variant", "backend", "evaluation_backend")  # two entries run the same code if these facts are equal
 
 
 def show_progress(text: str) -> None:
@@ -33,14 +31,8 @@ def time_calls(
     max_seconds: float = 1.0,
     warmup_calls: int = 0,
 ) -> list[float]:
-    """Milliseconds of each ``call``; the device is idle before and after it.
-
-    Args:
-        synchronise: waits until the device is idle (``Runtime.synchronise``).
-        min_calls: number of calls that are timed even if they exceed ``max_seconds``, at least 1.
-        max_seconds: seconds after which no further call begins.
-        warmup_calls: number of untimed calls before the timed ones.
-    """
+    """Milliseconds of each ``call``, after ``warmup_calls`` untimed ones. ``synchronise`` waits until the device is
+    idle. After ``max_seconds`` no further call begins, but at least ``min_calls`` (1 or more) are timed."""
     for _ in range(warmup_calls):
         call()
     synchronise()
@@ -56,23 +48,14 @@ def time_calls(
 
 @dataclass(kw_only=True)
 class Entry:
-    """A configuration that is measured in a process of its own.
+    """A configuration, measured in a process of its own. ``rounds`` has milliseconds of calls by quantity and round."""
 
-    Attributes:
-        name: shown on the terminal.
-        task: a ``cost_worker.Task``.
-        cell: the process.
-        status, reason: ``failed`` or ``out of memory`` and the error's message, or None.
-        facts: keys of the entry's row.
-        rounds: milliseconds of each call, by quantity and round.
-    """
-
-    name: str
-    task: object
-    cell: WorkerProcess | None = None
-    status: str | None = None
-    reason: str | None = None
-    facts: dict = field(default_factory=dict)
+    name: str  # shown on the terminal
+    task: object  # a ``cost_worker.Task``
+    cell: WorkerProcess | None = None  # the process
+    status: str | None = None  # ``failed`` or ``out of memory``
+    reason: str | None = None  # the message of the error
+    facts: dict = field(default_factory=dict)  # keys of the entry's row
     rounds: dict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
 
     def ask(self, method: str, *arguments, **keywords):
@@ -110,13 +93,8 @@ def measure(
     entries: Sequence[Entry], *, worker: type, rounds: int, seconds: float, limit_bytes: int | None = None
 ) -> list[Entry]:
     """Measure the entries, and return those that were measured. An entry is left out if it runs the same code as an
-    earlier one.
-
-    Args:
-        worker: ``cost_worker.CostWorker`` or a subclass.
-        rounds, seconds: number of rounds in which each quantity is timed, and seconds per entry and round.
-        limit_bytes: memory that each process may take beyond its initial size.
-    """
+    earlier one. ``worker`` is ``CostWorker`` or a subclass. Each quantity is timed in ``rounds`` rounds of ``seconds``
+    per entry. A process may take ``limit_bytes`` beyond its initial size."""
     measured: list[Entry] = []
     with ExitStack() as stack:
         for entry in entries:

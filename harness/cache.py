@@ -23,8 +23,7 @@ def cache_folder() -> Path:
 
 
 def try_lock(file: IO) -> bool:
-    """Lock an open file against other processes until it is closed, unless another process has locked it. Returns
-    whether this process has the lock."""
+    """Lock an open file against other processes until it is closed. Returns False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -45,8 +44,7 @@ def file_lock(path: Path, *, waiting: str = "data: waiting for another process t
 
 
 def storage_failure(path: Path, error: OSError, *, needed: int = 0) -> StorageFailure:
-    """The StorageFailure for an ``error`` in writing ``needed`` bytes to a file. If the disk is full, it states the
-    free space."""
+    """The StorageFailure for an error in writing ``needed`` bytes. If the disk is full, it states the free space."""
     if isinstance(error, StorageFailure):
         return error
     space = ""

@@ -12,16 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import checkpoint as recomputation
 
-from variants.contract import (
-    Inspection,
-    LayerContext,
-    NeededFlops,
-    Position,
-    State,
-    Sublayer,
-    SublayerOutput,
-    set_shapes,
-)
+from variants.contract import Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, set_shapes
 
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
@@ -60,8 +51,7 @@ class RMSNorm(nn.RMSNorm):
     operations (torch 2.13), and fourteen in the backward pass. This one makes fewer passes over memory:
 
         y = x r w,   r = 1 / sqrt(mean(x^2) + eps)                                                    (1910.07467)
-        dx = r (g w - x r^2 mean(g w x)),   dw = sum over rows of g x r,   g = dL/dy
-    """
+        dx = r (g w - x r^2 mean(g w x)),   dw = sum over rows of g x r,   g = dL/dy"""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu" or x.dtype != self.weight.dtype or torch.compiler.is_compiling():
@@ -101,34 +91,25 @@ def _run_layer(
 
 
 class LanguageModel(nn.Module):
-    """A causal model of bytes, which predicts a distribution over the next byte.
-
-    Args:
-        layers: for each layer, the names of its sublayers and functions that build them, in order of execution.
-        context: returns the ``LayerContext`` of a layer's index.
-        vocabulary: V, the number of token ids.
-        norm, norm_after, tied, head_bias: as described in ``conf/model/tiny.yaml``.
-        embedding_std, embedding_scale, embedding_dropout: the initial standard deviation of the embedding, and the
-            factor and dropout rate of embedded bytes.
-        head_zero_init: initialise the head to zero, so that it predicts the uniform distribution.
-        checkpoint: ``layers`` saves only the input of each layer, and computes the layer again in the backward pass,
-            with the same random numbers; ``none`` saves all activations that the backward pass needs.
-    """
+    """A causal model of bytes, which predicts a distribution over the next byte. ``conf/model/tiny.yaml`` describes
+    ``norm``, ``norm_after``, ``tied`` and ``head_bias``. With ``checkpoint="layers"`` only the input of each layer is
+    saved, and the layer is computed again in the backward pass, with the same random numbers. With ``none`` all
+    activations that the backward pass needs are saved."""
 
     def __init__(
         self,
-        layers: Layers,
-        context: Callable[[int], LayerContext],
+        layers: Layers,  # for each layer, the names of its sublayers and functions that build them, in order
+        context: Callable[[int], LayerContext],  # returns the ``LayerContext`` of a layer's index
         *,
-        vocabulary: int,
+        vocabulary: int,  # V, the number of token ids
         norm: str = "rms",
         norm_after: bool = False,
         tied: bool = False,
         head_bias: bool = False,
-        embedding_std: float = 1.0,
-        embedding_scale: float = 1.0,
-        embedding_dropout: float = 0.0,
-        head_zero_init: bool = False,
+        embedding_std: float = 1.0,  # the initial standard deviation of the embedding
+        embedding_scale: float = 1.0,  # a factor of embedded bytes
+        embedding_dropout: float = 0.0,  # the dropout rate of embedded bytes
+        head_zero_init: bool = False,  # initialise the head to zero, so that it predicts the uniform distribution
         checkpoint: str = "none",
     ):
         super().__init__()
@@ -136,16 +117,11 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.scale, self.dropout, self.checkpoint = embedding_scale, embedding_dropout, checkpoint
-        self.position: Position = context(0).position(0)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    name: Residual(make(context(i)), norms[norm](width), norm_after=norm_after)
-                    for name, make in layer.items()
-                }
-            )
-            for i, layer in enumerate(layers)
-        )
+        self.position = context(0).position(0)
+        self.layers = nn.ModuleList(nn.ModuleDict() for _ in layers)
+        for i, layer in enumerate(layers):
+            for name, make in layer.items():
+                self.layers[i][name] = Residual(make(context(i)), norms[norm](width), norm_after=norm_after)
         self.norm = nn.Identity() if norm_after else norms[norm](width)
         self.head = nn.Linear(width, vocabulary, bias=head_bias)
         if tied:

@@ -40,13 +40,9 @@ def digest_of_tree(*, measuring: bool = False) -> str:
 
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
     """Names and paths of the user's files, and of the files below ``variants/`` that they or the configuration's
-    targets import.
-
-    Args:
-        trust: modules of the user. Of a package all files count. Of a single file, these count: the file itself, what
-            it imports from its folder (unless it is installed), and files of the same stem, as ``mine.cpp`` of
-            ``mine.py``. ValueError for a module without a source file.
-    """
+    targets import. ``trust`` has the modules of the user. Of a package all files count. Of a single file, these count:
+    the file itself, what it imports from its folder (unless it is installed), and files of the same stem, as
+    ``mine.cpp`` of ``mine.py``. ValueError for a module without a source file."""
     user_files = tuple(file for module in trust for file in _module_files(module))
     user_code = tuple(path for _, path in user_files if path.suffix == ".py")
     targets = frozenset(name for name in _targets(config) if name.startswith("variants."))
@@ -121,17 +117,10 @@ def _read_once(path: Path) -> str:
         return "cannot be read"
 
 
-def clear_caches() -> None:
-    """Let this process read all files again."""
-    for function in (_module_files, _read_once, _imported_files):
-        function.cache_clear()
-
-
 def commit() -> str | None:
-    """The commit of the project's working tree, with ``-dirty`` if files other than result rows differ;
-    None outside of git. A
-    repository that contains the project's folder is ignored, because git would execute programs that its settings
-    name."""
+    """The commit of the project's working tree, with ``-dirty`` if files other than result rows differ; None outside of
+    git. A repository that contains the project's folder is ignored, because git would execute programs that its
+    settings name."""
     environment = {name: setting for name, setting in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(ROOT.parent), "GIT_OPTIONAL_LOCKS": "0"}
 

@@ -35,9 +35,15 @@ class CommandOutcome:
     err: str
 
 
+def clear_source_caches() -> None:
+    """Let this process read all source files again, as a new process does."""
+    for function in (source._module_files, source._read_once, source._imported_files):
+        function.cache_clear()
+
+
 def call(script: str, *words: str) -> CommandOutcome:
     """Run ``python SCRIPT WORDS`` in this process. ``script`` is relative to the repository."""
-    source.clear_caches()
+    clear_source_caches()
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     sys.argv, code = [str(ROOT / script), *words], 0

@@ -8,7 +8,7 @@ import pytest
 
 from harness import source
 from harness.source import digest, mechanism_files
-from tests.command_line import ROOT
+from tests.command_line import ROOT, clear_source_caches
 
 CHECKOUT = {
     "train.py": "",
@@ -67,9 +67,9 @@ CONFIG = {"variant": {"attention": {"_partial_": True, "parts": [{"_target_": "v
 @pytest.fixture(autouse=True)
 def new_process():
     """Clear the cache of read files before and after each test."""
-    source.clear_caches()
+    clear_source_caches()
     yield
-    source.clear_caches()
+    clear_source_caches()
 
 
 @pytest.fixture
@@ -95,14 +95,14 @@ def test_the_digest_depends_on_exactly_the_files_that_a_run_can_import(checkout,
         text = (checkout / name).read_text()
         write(checkout / name, f"{text}\n# edited")
         assert digest(CONFIG, **arguments) == before, "a process remembers what it read"
-        source.clear_caches()
+        clear_source_caches()
         assert (digest(CONFIG, **arguments) != before) == (name in counting), name
         write(checkout / name, text)
-        source.clear_caches()
+        clear_source_caches()
         assert digest(CONFIG, **arguments) == before
     for name in ("variants/__pycache__/window.pyc", "variants/.window.py.swp", "bench/.cost.py.swp", "variants/new.py"):
         write(checkout / name, "new")
-    source.clear_caches()
+    clear_source_caches()
     assert digest(CONFIG, **arguments) == before
 
 
@@ -122,7 +122,7 @@ def test_the_digest_is_that_of_a_copied_checkout_and_ignores_installed_packages(
     # Imports of installed files are not followed, otherwise all of torch would be read.
     monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(checkout / "users"))
     before = digest({}, trust=("mine",))
-    source.clear_caches()
+    clear_source_caches()
     write(checkout / "users/helper.py", "edited")
     assert digest({}, trust=("mine",)) == before
 

@@ -2,8 +2,7 @@
 
 It reads run folders and rows of ``bench.cost`` and ``bench.peers``. Rows that compare share a table. Each table becomes
 a CSV file, each figure a PNG and an SVG file, and all of them one ``index.html``, which can be opened from disk.
-``runs.csv`` has all numbers of every run. Rows that are not shown are listed with the reason.
-"""
+``runs.csv`` has all numbers of every run. Rows that are not shown are listed with the reason."""
 
 import argparse
 import shlex
@@ -31,8 +30,7 @@ LIMITATIONS = (
     "corpus (English Wikipedia). A result at one size may not hold at another. A row with n = 1 has no interval. "
     "Times on a CPU depend on other programs of the machine. docs/metrics.md and docs/statistics.md have more."
 )
-CONTENTS = "contents.txt"
-"""Lists the files of a report, so that a later report in the same folder can remove them."""
+CONTENTS = "contents.txt"  # lists the files of a report, so that a later report in the same folder can remove them
 COMMAND_TABLES = {"cost": cost_tables, "peers": peer_tables}
 """The function that makes the tables of a command's rows."""
 

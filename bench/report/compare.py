@@ -1,9 +1,8 @@
 """Decides which rows share a table, names them, and writes the texts of captions.
 
-Runs compare in bits per byte if ``score_conditions`` of ``harness.record.comparison`` and the numerics of the shared code are
-equal. Rows compare in time and memory if code and *ground* are equal; the ground is all that they depend on except
-code, such as device, threads and versions. An *arm* is one configuration of a variant with one code, over all seeds.
-"""
+Runs compare in bits per byte if their ``score_conditions`` and the numerics of the shared code are equal. Rows compare
+in time and memory if code and *ground* are equal; the ground is all that they depend on except code, such as device,
+threads and versions. An *arm* is one configuration of a variant with one code, over all seeds."""
 
 import json
 import re
@@ -13,17 +12,9 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
+from harness.record import comparison
 from harness.record.cells import join_words, pluralize
 from harness.record.closing_table import data_label, short_commit
-from harness.record.comparison import (
-    ENVIRONMENT_KEYS,
-    code_digest,
-    code_version,
-    cost_condition,
-    cost_conditions,
-    score_conditions,
-    shared_code_version,
-)
 from harness.record.schema import BENCH_COMMANDS, flatten
 
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
@@ -32,8 +23,7 @@ NOT_ARM_KEYS += ("purpose", "trial", "space")
 """Keys of a configuration that tell no arms apart: seeds of an arm may differ in them, or a table holds them equal."""
 IGNORED_KEYS = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
 """Keys that change no number. ``numerics`` is also a key of the row; ``global_bytes`` of older rows is 0."""
-ADDED_KEYS = {"check": True}
-"""Values of keys that older configurations lack."""
+ADDED_KEYS = {"check": True}  # values of keys that older configurations lack
 IDENTITY = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"
@@ -46,7 +36,7 @@ def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, lis
     their variant. Groups are numbered from 1 in the order in which their first runs ended."""
     tuning = [row.get("purpose") == "tune" for row in runs["row"]]
     selecting = {*zip(runs[tuning]["variant"], runs[tuning]["seed"], strict=True)} if any(tuning) else set()
-    keys = [f"{score_conditions(row)} {shared_code_version(row)}" for row in runs["row"]]
+    keys = [f"{comparison.score_conditions(row)} {comparison.shared_code_version(row)}" for row in runs["row"]]
     for index, (_, group) in enumerate(runs.groupby(keys, sort=False) if keys else (), start=1):
         reported = group[[pair not in selecting for pair in zip(group["variant"], group["seed"], strict=True)]]
         if len(reported):
@@ -55,7 +45,7 @@ def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, lis
 
 def cost_ground(row: dict) -> str:
     """A text that is equal for rows whose times and memory compare."""
-    return str((*cost_conditions(row), code_digest(row)))
+    return str((*comparison.cost_conditions(row), comparison.code_digest(row)))
 
 
 def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
@@ -68,15 +58,12 @@ def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
 
 def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
     """The rows of a table with three more columns, sorted by variant, arm and seed: ``settings``; ``arm``, the arm's
-    name, with the settings that tell it apart; and ``order``, its number among the arms of its variant.
-
-    Args:
-        without: keys that tell no arms apart here, such as ``model.span`` or ``backend``.
-    """
+    name, with the settings that tell it apart; and ``order``, its number among the arms of its variant. The keys
+    ``without``, such as ``model.span`` or ``backend``, tell no arms apart here."""
 
     def identity(row: dict) -> dict[str, str]:
         timed = row["kind"] in BENCH_COMMANDS  # times and memory depend on all of the code
-        code = {"source": row["source"]} if timed else code_version(row)
+        code = {"source": row["source"]} if timed else comparison.code_version(row)
         code |= {"source": row["source"][:6]} if "source" in code else {}
         products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]
         facts = {name: row.get(name) for name in IDENTITY if name not in without} | {"products": products}
@@ -170,7 +157,8 @@ def precision_word(row: dict) -> str:
 
 def ground_differences(rows: Sequence[dict]) -> str:
     """The keys in which the grounds of the rows differ, as text."""
-    return join_words(key for key in ENVIRONMENT_KEYS if len({cost_condition(row, key) for row in rows}) > 1)
+    keys = comparison.ENVIRONMENT_KEYS
+    return join_words(key for key in keys if len({comparison.cost_condition(row, key) for row in rows}) > 1)
 
 
 def optimizer_words(optimizers: Sequence[dict] | None) -> str | None:

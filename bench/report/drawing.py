@@ -2,8 +2,7 @@
 
 Colours are Okabe and Ito's, which are told apart with any colour vision. Each variant also has a marker, for prints in
 grey. Equal rows give equal files: SVGs have text as paths, which need no font, identifiers with a fixed salt, and no
-date. Figures use matplotlib's object interface, which needs no window system and leaves no global state.
-"""
+date. Figures use matplotlib's object interface, which needs no window system and leaves no global state."""
 
 import io
 from collections.abc import Iterable
@@ -20,14 +19,8 @@ from harness.cache import write_atomically
 from harness.record.table import Drawing
 
 GREY, FAINT, INK, BLUE = "#7F7F7F", "0.9", "0.15", "#0072B2"
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10.0,
-    "axes.titlesize": 10.5,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "attention-windtunnel",
-    "text.parse_math": False,  # a $ in a name starts no formula
-}
+STYLE = {"font.family": "DejaVu Sans", "font.size": 10.0, "axes.titlesize": 10.5, "svg.fonttype": "path"}
+STYLE |= {"svg.hashsalt": "attention-windtunnel", "text.parse_math": False}  # a $ in a name starts no formula
 LINE_STYLES = ("-", "--", ":", "-.")
 SPARE_COLOURS = ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")
 SPARE_STYLES = [(colour, marker) for marker in "Xp*h>d" for colour in SPARE_COLOURS]

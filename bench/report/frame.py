@@ -4,7 +4,7 @@ DataFrame. Rows that cannot be read, have no provenance or have a wrong shape ar
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,16 +14,7 @@ from bench.report.compare import optimizer_words
 from bench.rows import ROWS, refusal
 from harness.record.cells import interval
 from harness.record.comparison import INCOMPARABLE_CHECKS
-from harness.record.rows import (
-    EVALUATIONS,
-    FAILED,
-    MAX_RECORD_BYTES,
-    RECORD,
-    SUMMARY,
-    parse_object,
-    read_file,
-    try_read_object,
-)
+from harness.record.rows import EVALUATIONS, FAILED, RECORD, SUMMARY, read_accepted_rows, try_read_object
 from harness.record.schema import BENCH_COMMANDS, flatten, is_number, schema_of_run_row, shorten, violation
 
 SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
@@ -32,29 +23,22 @@ SAME_RUN_KEYS = ("variant", "seed", "config_hash", "source", "data", "protocol",
 """Keys that are equal in record and summary of a run."""
 TEXT_KEYS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
 """Keys of texts that become columns of the frame."""
-REACHED_BITS = 1.0
-"""Bits below which a copied byte counts as recalled; a model without recall needs 4."""
+REACHED_BITS = 1.0  # bits below which a copied byte counts as recalled; a model without recall needs 4
 
 
 @dataclass(kw_only=True)
 class Rows:
-    """The rows of a report.
-
-    Attributes:
-        frame: runs in the order in which they ended, followed by rows of commands in the order of their folders' names.
-            Numbers are columns of floats, named by dotted keys. ``kind`` is run, failed, cost or peers. ``row`` is the
-            whole row; for a run, its provenance and summary. ``record`` has the rows of a run's record.
-        refused, unfinished, failed: ``path: reason`` of each row or run that is not shown.
-        files: the number of files that were read.
-        test_scores: how many times runs and ``bench.evaluate`` scored test, by SHA-256 of the data.
-    """
+    """The rows of a report. ``frame`` has runs in the order in which they ended, followed by rows of commands in the
+    order of their folders' names. Numbers are columns of floats, named by dotted keys. ``kind`` is run, failed, cost or
+    peers. ``row`` is the whole row; for a run, its provenance and summary. ``record`` has the rows of a run's record.
+    ``refused``, ``unfinished`` and ``failed`` have ``path: reason`` of each row or run that is not shown."""
 
     frame: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["kind", "row", "run"]))
     refused: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    files: int = 0
-    test_scores: Counter = field(default_factory=Counter)
+    files: int = 0  # number of files that were read
+    test_scores: Counter = field(default_factory=Counter)  # times that test was scored, by SHA-256 of the data
 
     def of(self, kind: str) -> pd.DataFrame:
         return self.frame[self.frame["kind"] == kind]
@@ -85,7 +69,7 @@ def read_folders(folders: Sequence[Path]) -> Rows:
             if path.name in (RECORD, SUMMARY):
                 runs += _read_run(path.parent, rows)
             else:
-                good, reasons = _read_lines(path, check=_command_row_error)
+                good, reasons = read_accepted_rows(path, check=_command_row_error)
                 rows.refuse(path, *(reasons if good or reasons else ["no rows in it"]))
                 measured += [_tidy(row | {"read_from": str(path.parent)}, row["kind"]) for row in good]
         except OSError as error:
@@ -136,24 +120,6 @@ def _tidy(row: dict, kind: str, **columns) -> dict:
     return tidy | columns
 
 
-def _read_lines(path: Path, *, check: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
-    """The accepted rows of a file, and the reasons why the other lines are refused. ``check`` gets a row and its line
-    number, and returns the reason of a refusal or None."""
-    rows, reasons = [], []
-    text = read_file(path, max_bytes=MAX_RECORD_BYTES).decode("utf-8", "replace")
-    for line_number, line in enumerate(text.splitlines(), start=1):
-        try:
-            row = parse_object(line)
-            reason = check(row, line_number)
-        except ValueError as error:
-            reason = str(error)
-        if reason:
-            reasons.append(f"line {line_number}: {reason}")
-        else:
-            rows.append(row)
-    return rows, reasons
-
-
 def _command_row_error(row: dict, line_number: int) -> str | None:
     """The reason why a row of a command is refused, or None."""
     if reason := refusal(row):
@@ -186,7 +152,7 @@ def _read_run(folder: Path, rows: Rows) -> list[tuple]:
     """A run folder as ``[(time, row of the frame)]``, where time is that of its summary file. A run that is not shown
     gives an empty list, and the reason is added to ``rows``."""
     path = folder / RECORD
-    record, reasons = _read_lines(path, check=_run_row_error) if path.exists() else ([], [])
+    record, reasons = read_accepted_rows(path, check=_run_row_error) if path.exists() else ([], [])
     first_refused = bool(reasons) and reasons[0].startswith("line 1:")
     traced = bool(record) and record[0].get("kind") == "provenance" and not first_refused
     if not traced:  # without its provenance, no row of the record is accepted
@@ -202,7 +168,7 @@ def _read_run(folder: Path, rows: Rows) -> list[tuple]:
     if traced:
         n_scores = sum(row["kind"] == "test" for row in record)
         if (folder / EVALUATIONS).exists():
-            evaluations, _ = _read_lines(folder / EVALUATIONS, check=lambda row, line_number: None)
+            evaluations, _ = read_accepted_rows(folder / EVALUATIONS, check=lambda row, line_number: None)
             n_scores += sum(row.get("split") == "test" for row in evaluations)
         rows.test_scores[record[0]["data"]["sha256"]] += n_scores
     if reason:

@@ -1,8 +1,7 @@
 """The report's page: one HTML file with tables, drawings, style and script, which can be opened from disk.
 
 All text is escaped, because rows may come from strangers. A content security policy allows the page's own style, script
-and images only. Without the script, everything but sorting works.
-"""
+and images only. Without the script, everything but sorting works."""
 
 import base64
 import hashlib
@@ -87,10 +86,8 @@ def _table(table: Table) -> str:
 
 def _heading(column: Column) -> str:
     """The heading of a column, a button that sorts the table."""
-    number = ' class="number"' if column.numeric else ""
-    return (
-        f'<th scope="col"{number}><button title="{escape(column.explanation)}">{escape(column.heading)}</button></th>'
-    )
+    number, heading = ' class="number"' if column.numeric else "", escape(column.heading)
+    return f'<th scope="col"{number}><button title="{escape(column.explanation)}">{heading}</button></th>'
 
 
 def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:

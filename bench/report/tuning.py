@@ -1,8 +1,7 @@
 """Tables of tuning sweeps: the trial that each setting picks, by validation bits on tuning seeds.
 
 A *trial* is a numbered point of the search space. A *setting* is a configuration without the search space's keys and
-the seed. Its *pick* is the trial with the lowest mean, among those with a score of every tuning seed.
-"""
+the seed. Its *pick* is the trial with the lowest mean, among those with a score of every tuning seed."""
 
 import json
 

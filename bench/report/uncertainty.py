@@ -16,19 +16,12 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """The mean of paired differences.
-
-    Attributes:
-        n: the number of pairs.
-        mean: the mean of the differences.
-        half_width: half of the interval around the mean, or None for one pair.
-        p: probability of a mean at least as far from 0 without a true difference (two-sided), or None for one pair.
-    """
+    """The mean of ``n`` paired differences. ``half_width`` and ``p`` are None for one pair."""
 
     n: int
     mean: float
-    half_width: float | None
-    p: float | None
+    half_width: float | None  # half of the interval around the mean
+    p: float | None  # probability of a mean at least as far from 0 without a true difference (two-sided)
 
 
 def paired(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> Paired:

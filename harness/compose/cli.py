@@ -29,8 +29,7 @@ from harness.device.torchrun import check_launch, is_secondary, read_launch
 TRACE_VARIABLE = "WINDTUNNEL_TRACE"
 """Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it overwrites it."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
-task: TaskFunction | None = None
-"""The function that the launcher of a sweep calls for each job."""
+task: TaskFunction | None = None  # the function that the launcher of a sweep calls for each job
 
 
 class JobFailed(RuntimeError):
@@ -98,15 +97,14 @@ def command_of_run() -> str:
     """The command line that repeats this run alone, also if the run is a job of a sweep."""
     hydra, launch = HydraConfig.get(), read_launch()
     is_checkout = (source.ROOT / "pyproject.toml").exists()
+    script = ("python", "train.py") if is_checkout else ("windtunnel", "train")
     if hydra.mode != RunMode.MULTIRUN:
-        script = (
-            (*launch.command_prefix, sys.argv[0]) if is_checkout or launch.world_size > 1 else ("windtunnel", "train")
-        )
+        if is_checkout or launch.world_size > 1:
+            script = (*launch.command_prefix, sys.argv[0])
         return shlex.join([*script, *sys.argv[1:]])
     folders = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
     options = [word for folder in folders for word in ("-cd", folder)]
     options += [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
-    script = ("python", "train.py") if is_checkout else ("windtunnel", "train")
     return shlex.join([*script, *options, *hydra.overrides.task])
 
 

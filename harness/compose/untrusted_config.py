@@ -1,6 +1,5 @@
 """Configuration from outside the project. Files of a user's folder (``-cd``) must not set ``hydra.*`` or ``trust``,
-because these decide which code may run. The ``config.yaml`` of a run folder may come from anybody, so it must have
-plain values only."""
+which decide which code may run. The ``config.yaml`` of a run folder may come from anybody and has plain values only."""
 
 import io
 import re

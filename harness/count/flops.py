@@ -14,6 +14,7 @@ Operations without a formula (softmax, norms, top-k, elementwise ones) add nothi
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -151,11 +152,6 @@ def _attention(a: Arguments, *, widths: tuple[int, int] = (1, 1)) -> int:
     return 2 * pairs * (widths[0] * width + widths[1] * a["value"].shape[3])
 
 
-def _attention_backward(a: Arguments) -> int:
-    """Five products, 2 (3K + 2K'): the scores again, and the gradients of weights, values, queries and keys."""
-    return _attention(a, widths=(3, 2))
-
-
 def _embedding_bag(a: Arguments) -> int:
     """For each row that is read or updated, D multiply-adds if rows have weights, else D additions."""
     table = a["grad"] if "grad" in a else a["weight"]
@@ -185,7 +181,8 @@ def _scan(a: Arguments) -> int:
 ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 FORMULAS: dict[str, Callable[[Arguments], int]] = {
     **{f"_scaled_dot_product_{kind}": _attention for kind in ATTENTIONS},
-    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in ATTENTIONS},
+    # Five products, 2 (3K + 2K'): the scores again, and the gradients of weights, values, queries and keys.
+    **{f"_scaled_dot_product_{kind}_backward": partial(_attention, widths=(3, 2)) for kind in ATTENTIONS},
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward"), _embedding_bag),
     "_embedding_bag_per_sample_weights_backward": lambda a: 2 * a["indices"].numel() * a["weight"].shape[1],
     # Gradients of indexing: one addition for each element.

@@ -53,17 +53,11 @@ def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 
 
 class Peak(NamedTuple):
-    """Most bytes in use at one time.
+    """Most bytes in use at one time."""
 
-    Attributes:
-        bytes: the peak; None if nothing was measured.
-        approximate: whether the memory of the process was measured, instead of that of torch's tensors.
-        reserved_bytes: peak of the memory that the GPU's allocator reserved, also in evaluations; None on a CPU.
-    """
-
-    bytes: int | None
-    approximate: bool
-    reserved_bytes: int | None = None
+    bytes: int | None  # None if nothing was measured
+    approximate: bool  # whether the memory of the process was measured, instead of that of torch's tensors
+    reserved_bytes: int | None = None  # peak of what the GPU's allocator reserved, also in evaluations; None on a CPU
 
     def maximum(self, new: "Peak") -> "Peak":
         """The maximum of both peaks, in each figure; ``approximate`` is that of ``new``."""

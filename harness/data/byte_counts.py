@@ -4,8 +4,7 @@
 
 n(x) is the count of the sequence x in train, and d(c) the number of different bytes that follow the context c of k
 bytes. c' is c without its oldest byte, and p_{-1} = 1/256. If c does not occur in train, or begins before the split,
-p_k is p_{k-1}. The counts do not change while a split is scored.
-"""
+p_k is p_{k-1}. The counts do not change while a split is scored."""
 
 import bz2
 import gzip
@@ -20,8 +19,7 @@ from harness.cache import cache_folder, write_atomically
 from harness.data.sources import digest
 
 ORDERS = (2, 3, 5)
-MAX_TRAIN_BYTES = 2**24
-"""A longer train split is not counted, because that takes minutes."""
+MAX_TRAIN_BYTES = 2**24  # a longer train split is not counted, because that takes minutes
 
 
 def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
@@ -31,11 +29,8 @@ def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
     cache_file = cache_folder() / "compressed" / f"{digest(content)}-{digest(train.numpy())}.json"
     with suppress(OSError, ValueError):
         return json.loads(cache_file.read_bytes())
-    compressed = {
-        "gzip": gzip.compress(content, 9, mtime=0),
-        "bzip2": bz2.compress(content, 9),
-        "xz": lzma.compress(content, preset=9 | lzma.PRESET_EXTREME),
-    }
+    compressed = {"gzip": gzip.compress(content, 9, mtime=0), "bzip2": bz2.compress(content, 9)}
+    compressed["xz"] = lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
     bits = {name: 8 * len(archive) / len(content) for name, archive in compressed.items()}
     bits |= order_bits(train.numpy(), split.numpy())
     with suppress(OSError):  # without a cache they are computed again

@@ -27,31 +27,20 @@ NAMES = (*PUBLISHED, "file", "stdlib", *GENERATED)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """A corpus as a run reads it.
+    """A corpus as a run reads it. ``floor`` and ``answers`` are those of a ``GeneratedCorpus``, else None."""
 
-    Attributes:
-        name: the corpus's name, or ``file:`` and the last part of a path.
-        sha256, n_bytes: of the whole corpus, before newlines are dropped or a vocabulary is applied.
-        splits: token ids of ``train``, ``valid`` and ``test``, uint8 ``[n]`` each, in memory or memory-mapped.
-        vocabulary: V; all token ids are below it.
-        symbols: the byte of each token id; fewer than V if the corpus has fewer different bytes.
-        floor, answers: ``floor_bits`` and ``answers`` of a ``GeneratedCorpus``, else None.
-        fallback_from: the name of the corpus that was configured, if this one was read instead of it.
-    """
-
-    name: str
-    sha256: str
-    n_bytes: int
-    splits: dict[str, Tensor]
-    vocabulary: int
-    symbols: bytes
+    name: str  # the corpus's name, or ``file:`` and the last part of a path
+    sha256: str  # of the whole corpus, before newlines are dropped or a vocabulary is applied
+    n_bytes: int  # as for ``sha256``
+    splits: dict[str, Tensor]  # token ids of train, valid and test, uint8 ``[n]`` each, in memory or memory-mapped
+    vocabulary: int  # V; all token ids are below it
+    symbols: bytes  # the byte of each token id; fewer than V if the corpus has fewer different bytes
     floor: Callable[[np.ndarray], float] | None = None
     answers: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
-    fallback_from: str | None = None
+    fallback_from: str | None = None  # the name of the configured corpus, if this one was read instead of it
 
     def scored_part(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
-        """The bytes of a split that are scored for a report: its first ``limit`` ones, or all. The end of valid that is
-        the ``selection_part`` is left out."""
+        """The bytes of a split that are scored for a report: the first ``limit`` or all, without ``selection_part``."""
         tokens = self.splits[split]
         if split == "valid":
             tokens = tokens[: len(tokens) - len(self.selection_part(selection_bytes))]

@@ -10,8 +10,7 @@ A capital costs log2(16) = 4 bits. A small letter costs 0 bits for a model that 
 for a model without memory: 2 bits per byte against 4. Only its position determines what a byte must cost, so the floor
 holds for every part of the stream. The probability that a causal predictor saves k bits below the floor is at most
 2^-k: a score of 40 bits below it means that the model sees its targets. The default distances differ by less than one
-ramp (32 keys) of a soft mask, so that the loss of a learned span has a gradient towards the next distance.
-"""
+ramp (32 keys) of a soft mask, so that the loss of a learned span has a gradient towards the next distance."""
 
 from collections.abc import Sequence
 

@@ -7,8 +7,7 @@
 
 Random choices are independent. Answers are bytes that follow from earlier bytes, so that they cost a model with the
 skill 0 bits. The entropy of every byte is known. The floor of a part is therefore exact, except for answers that depend
-on bytes before the part.
-"""
+on bytes before the part."""
 
 from collections.abc import Callable
 from math import log2
@@ -113,8 +112,7 @@ class GeneratedCorpus(NamedTuple):
     Attributes:
         stream: ``stream(n_bytes, seed)`` returns the first bytes, uint8 ``[n_bytes]``.
         floor_bits: ``floor_bits(part)`` is the lowest possible bits per byte of a causal model on the part's targets.
-        answers: ``answers(part)`` returns, for each label, which bytes follow from earlier ones: bool ``[n]``.
-    """
+        answers: ``answers(part)`` returns, for each label, which bytes follow from earlier ones: bool ``[n]``."""
 
     stream: Callable[..., np.ndarray]
     floor_bits: Callable[[np.ndarray], float] | None = None

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from harness.hashing import integer_hash
 
-Shard = tuple[int, int]
-"""The part of the streams that one process reads: (its rank, the number of processes)."""
+Shard = tuple[int, int]  # the part of the streams that one process reads: (its rank, the number of processes)
 UNSHARDED: Shard = (0, 1)
 _RING, _WINDOW = 1, 2  # first key of the hash, so that offsets of rings and of windows are independent
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from harness.hashing import integer_hash
 
-OCTAVES = 13
-"""Number of octaves of ranks: 1, 2 to 3, 4 to 7, ..., 4096 to 8191."""
+OCTAVES = 13  # number of octaves of ranks: 1, 2 to 3, 4 to 7, ..., 4096 to 8191
 ONSETS = [*"tsnrdlhmcpbwfg", "th", *"ykv", "st", "tr", "ch", "pr", "sh", "z", "qu", "x"]
 NUCLEI = [*"eaiou", "ea", "ou", "io", "ai", "y"]
 CODAS = ["", "", "n", "r", "s", "t", "l", "d", "ng", "m", "nd", "st", "ck", "x"]
@@ -22,8 +21,7 @@ GREEK = ["α", "ει", "ον", *"τσρκ", "πλ", *"μη", "υς", "δ", "θω
 GAPS = [" "] * 96 + [", "] * 10 + [". "] * 7 + ["\n"] * 3 + [" [[", "]] "] * 3
 GAPS += ["]], ", " (", ") ", " ''", "'' ", "|", ":", "-", "/", " = ", "\n\n== ", " ==\n", "\n* ", " {{", "}}\n"]
 GAPS += ["&nbsp;", " &quot;", "&quot; ", " &lt;br&gt;", "</text>\n<text xml:space=#", "\t"]
-FORMS = 16
-"""One word in ``FORMS`` is a number of one to four digits, and one begins with a capital."""
+FORMS = 16  # one word in ``FORMS`` is a number of one to four digits, and one begins with a capital
 _LEXICON, _TEXT = 1, 2  # first key of the hash, so that the draws of lexicon and text are independent
 
 

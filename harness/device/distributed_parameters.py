@@ -6,8 +6,7 @@ rows of each parameter, of its gradient and of its optimizer state (``fully_shar
 Parameters that FSDP cannot shard stay plain tensors; ``ProcessGroup.average_gradients_`` averages their gradients.
 
 torch replaces a unit's parameters by ``DTensor``. The optimizers keep the original parameter objects: each gets the
-memory of this process's shard, and the averaged gradient of the shard. Importing this module takes most of a second.
-"""
+memory of this process's shard, and the averaged gradient of the shard. Importing this module takes most of a second."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -26,25 +25,18 @@ from harness.device.sharded_tables import ShardedTables
 
 
 class DistributedParameters(ModelParameters):
-    """``ModelParameters`` of one of several processes. All processes make it, from models with equal weights.
-
-    Args:
-        units: modules of the model that become FSDP units; the model itself becomes the last one.
-        unsharded: parameters that FSDP must leave alone.
-        tables: modules and names of their tables, which ``shard="full"`` shards by columns.
-        device: where the model is moved after tables are sharded; until then it may be on the host.
-    """
+    """``ModelParameters`` of one of several processes. All processes make it, from models with equal weights."""
 
     def __init__(
         self,
         model: nn.Module,
         processes: ProcessGroup,
-        units: Iterable[nn.Module],
+        units: Iterable[nn.Module],  # modules that become FSDP units; the model itself becomes the last one
         *,
-        unsharded: Set[nn.Parameter],
-        tables: Sequence[tuple[nn.Module, str]],
+        unsharded: Set[nn.Parameter],  # parameters that FSDP must leave alone
+        tables: Sequence[tuple[nn.Module, str]],  # modules and names of tables, which ``full`` shards by columns
         shard: str,
-        device: torch.device,
+        device: torch.device,  # where the model is moved after tables are sharded; until then it may be on the host
     ):
         super().__init__(model)
         self._model, self._processes = model, processes

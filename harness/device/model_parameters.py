@@ -11,18 +11,13 @@ ROWS_PER_GATHER = 2**20
 
 
 class ModelParameters:
-    """Parameters of a model that is trained by one process. ``DistributedParameters`` is the subclass for several.
-
-    Attributes:
-        local_parameters: what the optimizers update: each parameter, or this process's shard of it.
-        averaged_parameters: those of them whose gradients are averaged after the backward pass, not during it.
-        dtensors: the ``DTensor`` of each shard in ``local_parameters``.
-    """
+    """Parameters of a model that is trained by one process. ``DistributedParameters`` is the subclass for several. The
+    optimizers update ``local_parameters``: each parameter, or this process's shard of it."""
 
     def __init__(self, model: nn.Module):
         self.local_parameters = list(model.parameters())
-        self.averaged_parameters = self.local_parameters
-        self.dtensors: dict[nn.Parameter, nn.Parameter] = {}
+        self.averaged_parameters = self.local_parameters  # their gradients are averaged after the backward pass
+        self.dtensors: dict[nn.Parameter, nn.Parameter] = {}  # the ``DTensor`` of each shard in ``local_parameters``
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Prepare the backward pass of a microbatch; ``last`` is the one after which the optimizers step."""

@@ -3,8 +3,7 @@
 ``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process trains on its share of
 ``batch.streams``, and gradients are averaged, so that all processes make the same update. For matrices torch averages
 them during the backward pass (``distributed_parameters.py``). For vectors, shared parameters and sparse rows this
-module averages them after it. The main process, of rank 0, makes decisions, writes into the run folder and prints.
-"""
+module averages them after it. The main process, of rank 0, makes decisions, writes into the run folder and prints."""
 
 import math
 import os

@@ -22,12 +22,9 @@ def seed_rank(number: int, *, step: int, rank: int) -> None:
 def random_state() -> dict[str, object]:
     """Return every generator's state; None for an unused GPU, where reading the state would allocate memory."""
     name, keys, *rest = _numpy().get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "accelerator": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
-    }
+    accelerator = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    state = {"torch": torch.get_rng_state(), "accelerator": accelerator, "python": random.getstate()}
+    return state | {"numpy": (name, keys.tolist(), *rest)}
 
 
 def set_random_state(state: dict[str, object]) -> None:

@@ -54,22 +54,13 @@ def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """A device with its precision.
+    """A device with its precision. ``compiled`` has, for each compiled model, the function that runs its graphs."""
 
-    Attributes:
-        device: where tensors live; each process of the run has one of its own.
-        precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
-        compile: whether the model's forward pass is compiled.
-        tf32: whether matrix products of float32 use NVIDIA's TF32, which is several times faster and rounds factors.
-        allocator: as ``machine.set_allocator`` returns it.
-        compiled: for each compiled model, the function that runs its graphs.
-    """
-
-    device: torch.device
-    precision: str
-    compile: bool
-    tf32: bool = False
-    allocator: str | None = None
+    device: torch.device  # where tensors live; each process of the run has one of its own
+    precision: str  # ``float32``, or ``bfloat16`` for autocast with float32 parameters
+    compile: bool  # whether the model's forward pass is compiled
+    tf32: bool = False  # whether float32 matrix products use NVIDIA's TF32, which is much faster and rounds factors
+    allocator: str | None = None  # as ``machine.set_allocator`` returns it
     processes: ProcessGroup = SINGLE
     compiled: dict[nn.Module, Compiled] = field(default_factory=dict, repr=False, compare=False)
 
@@ -239,11 +230,5 @@ def start(settings: RuntimeSettings, *, processes: ProcessGroup = SINGLE) -> Run
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # this debugging aid would fill every new tensor
-    return Runtime(
-        device=device,
-        precision=settings.precision,
-        compile=settings.compile,
-        tf32=settings.tf32,
-        allocator=machine.set_allocator(settings.allocator),
-        processes=processes,
-    )
+    options = {name: getattr(settings, name) for name in ("precision", "compile", "tf32")}
+    return Runtime(device=device, processes=processes, allocator=machine.set_allocator(settings.allocator), **options)

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from harness.device.processes import ProcessGroup
 
-FINISHED = -1
-"""Sent in place of a table's index by a process that has no more reads."""
+FINISHED = -1  # sent in place of a table's index by a process that has no more reads
 
 
 class ShardedTables:

@@ -1,8 +1,7 @@
 """Admission of a mechanism before its first step: it is a shipped one, or it is checked against the contract.
 
 A shipped mechanism has the digests of all its files in ``variants/conformance/shipped.json``, which
-``python -m bench.shipped`` writes. A passed check is cached by source, sizes and version of torch.
-"""
+``python -m bench.shipped`` writes. A passed check is cached by source, sizes and version of torch."""
 
 import hashlib
 import json

@@ -20,8 +20,7 @@ from harness.record import checkpoint, folder
 from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import RECORD, read_object
 
-WARM_UP_BYTES = 16
-"""Largest segment of the warm-up step."""
+WARM_UP_BYTES = 16  # largest segment of the warm-up step
 KEYS_THAT_MAY_DIFFER = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "default_bytes")
 """Keys of ``model`` in which a run may differ from the run of ``init_from.run``."""
 

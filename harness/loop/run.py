@@ -26,8 +26,7 @@ from harness.record.folder import RunFolder
 from harness.record.rows import CONFIG, Record, write_summary
 from harness.record.wandb_run import WandbRun
 
-WARM_UP_STEPS = 2
-"""Steps before peak memory is measured, which compile and allocate the optimizers' state."""
+WARM_UP_STEPS = 2  # steps before peak memory is measured, which compile and allocate the optimizers' state
 TRAINED_BYTES_PER_SCORED_BYTE = 10
 """Bytes trained per byte scored in a validation. Not seconds, so that the selected weights do not depend on speed."""
 
@@ -54,13 +53,9 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
 
 
 class Run:
-    """One run. If it has several processes, only the main one locks the folder and writes.
-
-    Attributes:
-        trainer: None if an earlier command has finished the run.
-        best_bits: lowest bits per byte of all validations so far, or infinity.
-        last_validation: ``bytes`` and ``fraction`` of the budget spent at it, and ``size``, the pairs that each scores.
-    """
+    """One run. If it has several processes, only the main one locks the folder and writes. ``trainer`` is None if an
+    earlier command has finished the run. ``best_bits`` is the lowest of all validations so far, or infinity.
+    ``last_validation`` has the ``bytes`` and ``fraction`` spent at it, and ``size``, the pairs that each scores."""
 
     def __init__(
         self,

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from harness.model import LanguageModel
 
-PROMPT_SEGMENT = 512
-"""Bytes of a prompt that one forward pass reads."""
+PROMPT_SEGMENT = 512  # bytes of a prompt that one forward pass reads
 
 
 def token_ids(text: bytes, symbols: bytes, *, key: str) -> Tensor:

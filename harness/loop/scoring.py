@@ -17,8 +17,7 @@ from harness.device.runtime import Runtime
 from harness.hashing import integer_hash
 from harness.model import LanguageModel, ModelOut, add_stats
 
-WINDOWS = (8, 1024)
-"""Windows in a batch, and bytes in a window, of the score without state."""
+WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score without state
 CHECKED_POSITIONS = 64  # in each score, by CausalityCheck
 NOT_CAUSAL = "not causal"
 MAX_FUTURE_NATS = 0.02
@@ -49,23 +48,15 @@ def score_stream(
     split: Tensor,
     *,
     runtime: Runtime,
-    streams: int,
-    segment: int,
-    context: int = 0,
-    pairs: int | None = None,
-    collect_stats: bool = False,
-    future_seed: int | None = None,
+    streams: int,  # number of streams that read the split side by side
+    segment: int,  # bytes of each stream in a forward pass
+    context: int = 0,  # bytes that each stream reads before its first scored byte, as far as ``round_context`` allows
+    pairs: int | None = None,  # number of pairs in a sample spread over the split; None scores each pair once
+    collect_stats: bool = False,  # also of sublayers, from the first batch in which all streams are scored
+    future_seed: int | None = None,  # seed of a ``CausalityCheck``, or None for no check
 ) -> Score:
     """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns the whole
-    score.
-
-    Args:
-        streams, segment: number of streams that read the split side by side, and bytes of each in a forward pass.
-        context: bytes that each stream reads before its first scored byte, as far as ``round_context`` allows.
-        pairs: number of pairs in a sample spread over the split; None scores each pair once.
-        collect_stats: also collect the sublayers' statistics, from the first batch in which all streams are scored.
-        future_seed: seed of a ``CausalityCheck``, or None for no check.
-    """
+    score."""
     cut = {"streams": streams, "segment": segment, "shard": runtime.processes.shard}
     if pairs is None:
         context = round_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)
@@ -131,8 +122,7 @@ class CausalityCheck:
     Args:
         seed: draws batches, and in each of them one position of each row. None checks nothing.
         rows: number of streams or windows in a batch, of all processes.
-        first: index of the first batch in which all streams are scored.
-    """
+        first: index of the first batch in which all streams are scored."""
 
     def __init__(self, seed: int | None, batches: Sized, *, rows: int, vocabulary: int, first: int = 0):
         self.seed, self.vocabulary, self._changes = seed, vocabulary, [torch.empty(0)]

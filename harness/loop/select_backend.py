@@ -24,14 +24,11 @@ from variants.conformance.agreement import compare, logits_and_gradients
 from variants.conformance.fixture import spread_projected
 
 PLAIN = "plain"
-TESTED_DEVICES = ("cpu",)
-"""Types of devices for which the kernels have tests."""
+TESTED_DEVICES = ("cpu",)  # types of devices for which the kernels have tests
 SEGMENTS = (300, 301, 1, 65)
 """Lengths of the compared segments, in bytes: longer than the kernels' blocks, and not multiples of them."""
-TOLERANCE = 1e-4
-"""Relative error that is always allowed."""
-LIMIT_SECONDS = 120.0
-"""Longest time of a comparison; the run's processes wait ten minutes for each other."""
+TOLERANCE = 1e-4  # relative error that is always allowed
+LIMIT_SECONDS = 120.0  # longest time of a comparison; the run's processes wait ten minutes for each other
 DROPOUT_SEED = 0x123456789ABCDEF
 _comparisons: dict[str, tuple[bool, str]] = {}
 """Whether a backend agreed, and its error, for each comparison that this process has finished without an exception."""
@@ -123,9 +120,8 @@ def agreement(
         model.load_state_dict(weights)
         model.project_()
         forward = device.forward(model.to(device.device).train())
-        return logits_and_gradients(
-            model, tokens.to(device.device), segments, forward=forward, autocast=device.autocast
-        )
+        on_device = tokens.to(device.device)
+        return logits_and_gradients(model, on_device, segments, forward=forward, autocast=device.autocast)
 
     # Plain PyTorch shows how large the errors of a lower precision are: of bfloat16 on a CPU, of TF32 on the device.
     rounding = None

@@ -24,14 +24,10 @@ from variants.contract import cat_streams, map_state
 
 
 class Trainer:
-    """Trains a model, in one process of a run. ValueError if processes cannot divide the work, or a split is too short
-    to score.
-
-    Attributes:
-        spent: bytes, seconds, steps and FLOPs of all processes so far. Seconds are those of the main process, without
-            ``compile_seconds``; ``wait`` adds the seconds of steps that the device has not finished.
-        state: carried state of this process's streams after the last step, or None.
-    """
+    """Trains a model, in one process of a run. ``spent`` has bytes, seconds, steps and FLOPs of all processes so far.
+    Seconds are those of the main process, without ``compile_seconds``; ``wait`` adds the seconds of steps that the
+    device has not finished. ``state`` is that of this process's streams after the last step, or None. ValueError if
+    processes cannot divide the work, or a split is too short to score."""
 
     def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
         self.plan, self.corpus, self.runtime = plan, corpus, device

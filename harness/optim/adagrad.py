@@ -4,8 +4,7 @@
     w <- w - lr min(1, clip / |g|) g / (sqrt(A) + eps)       |g| is the norm of one tensor's gradient
 
 The paper's text clips each module, its code each tensor. Only the update is clipped. ``clip_grad_norm_`` would also
-clip the gradients in A: the division by sqrt(A) would then cancel most of its effect.
-"""
+clip the gradients in A: the division by sqrt(A) would then cancel most of its effect."""
 
 from typing import Annotated
 
@@ -21,10 +20,8 @@ class ClippedAdagrad(Optimizer):
 
     def __init__(self, params, *, lr: float, clip: Annotated[float, Gt(0)] | None = None, eps: float = 1e-10):
         super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
-        self._step_supports_amp_scaling, self.sharded_parameters = (
-            True,
-            None,
-        )  # see optimizers.py
+        self._step_supports_amp_scaling = True  # see optimizers.py
+        self.sharded_parameters = None
 
     @torch.no_grad()
     def step(self) -> None:

@@ -58,21 +58,14 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate as a factor of its peak: a linear warm-up times a decay.
+    """The learning rate as a factor of its peak: a linear warm-up times a decay. If both warm-ups are set, the lower
+    factor applies."""
 
-    Args:
-        warmup_fraction: fraction of the budget over which the factor rises from 0; 0 for no such warm-up.
-        warmup_steps: optimizer steps over which it rises from ``1 / warmup_steps``; 0 for no such warm-up. If both
-            warm-ups are set, the lower factor applies.
-        decay_fraction: last fraction of the budget, over which the factor falls from 1.
-        floor: factor at the end of the decay.
-    """
-
-    warmup_fraction: Fraction = 0.0
-    warmup_steps: Annotated[int, Ge(0)] = 0
+    warmup_fraction: Fraction = 0.0  # of the budget, over which the factor rises from 0; 0 for no such warm-up
+    warmup_steps: Annotated[int, Ge(0)] = 0  # over which it rises from ``1 / warmup_steps``; 0 for no such warm-up
     decay: Literal["linear", "cosine", "constant"] = "constant"
-    decay_fraction: Fraction = 1.0
-    floor: Fraction = 0.0
+    decay_fraction: Fraction = 1.0  # last fraction of the budget, over which the factor falls from 1
+    floor: Fraction = 0.0  # the factor at the end of the decay
 
     def factor(self, fraction: float, *, step: int) -> float:
         """The factor for optimizer step ``step``, counted from 0, at this spent ``fraction`` of the budget."""

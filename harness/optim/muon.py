@@ -7,8 +7,7 @@
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. The update is that of
 ``torch.optim.Muon`` with ``adjust_lr_fn="original"``. torch updates one matrix at a time, which is mostly overhead for
-small matrices; this file batches matrices of equal shape.
-"""
+small matrices; this file batches matrices of equal shape."""
 
 from collections import defaultdict
 from typing import Annotated, Literal
@@ -54,14 +53,8 @@ def _has_amx() -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for 2-D parameters.
-
-    Args:
-        lr: learning rate, without the factor ``max(1, rows / columns) ** 0.5``.
-        momentum: mu, of Nesterov's momentum.
-        weight_decay: wd, decoupled: it is multiplied by ``lr``.
-        precision: of the products in ``orthogonalize``, see ``product_dtype``.
-    """
+    """Muon for 2-D parameters. ``momentum`` is mu, and ``weight_decay`` is wd. The factor
+    ``max(1, rows / columns) ** 0.5`` is not part of ``lr``. ``precision`` is that of ``product_dtype``."""
 
     def __init__(
         self,
@@ -74,10 +67,8 @@ class Muon(torch.optim.Optimizer):
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "precision": precision}
         super().__init__(params, defaults)
-        self._step_supports_amp_scaling, self.sharded_parameters = (
-            True,
-            None,
-        )  # see optimizers.py
+        self._step_supports_amp_scaling = True  # see optimizers.py
+        self.sharded_parameters = None
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim != 2:
                 raise ValueError(f"Muon: requires matrices, but a parameter has shape {tuple(parameter.shape)}")

@@ -21,25 +21,20 @@ SHARDABLE += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, to
 
 
 class Optimizers:
-    """All optimizers of a run, one for each parameter group, stepped together.
+    """All optimizers of a run, one for each parameter group, stepped together. On the device, ``found_inf`` is 1 after
+    an update was skipped, else 0; it is None before the first step. It stays 1, so that all later updates are skipped,
+    and the host can still read the last finite weights.
 
     Args:
         lr, schedule: the peak learning rate of a group with ``lr_scale`` 1, and its schedule.
         clip: maximum norm of the dense gradients of all groups without a clip of their own, taken together, and of the
-            sparse gradients of each of these groups; None for no clipping.
-
-    Attributes:
-        found_inf: on the device, 1 after an update was skipped, else 0; None before the first step. It stays 1, so that
-            all later updates are skipped, and the host can still read the last finite weights.
-        sharded_parameters: ``DistributedParameters`` of ``harness/device/distributed_parameters.py`` if parameters are
-            sharded over processes, else None.
-    """
+            sparse gradients of each of these groups; None for no clipping."""
 
     def __init__(self, groups: list[Group], *, lr: float, schedule: Schedule, clip: float | None = None):
         self.groups = {group.name: group for group in groups}
         self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
         self.found_inf: Tensor | None = None
-        self.sharded_parameters = None
+        self.sharded_parameters = None  # ``DistributedParameters`` if parameters are sharded over processes
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 

@@ -18,27 +18,17 @@ from harness.optim.muon import Muon
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters that share an optimizer, a learning rate and a gradient clip.
-
-    Args:
-        key: the group's key in the configuration, for errors.
-        parameters: the parameters by name; a shared parameter has one of its names.
-        undecayed: names of the parameters that have no weight decay, unless ``weight_decay`` is set.
-        optimizer: a partial without a learning rate, called with parameter groups and ``lr``.
-        lr_scale: learning rate as a factor of ``optim.lr``; 0 leaves the parameters at their initial values.
-        weight_decay: weight decay of all parameters; None for the optimizer's own on all but ``undecayed``.
-        schedule: ``run`` for the run's schedule, ``constant`` for the peak learning rate.
-        clip: maximum norm of this group's gradients; None to clip them together with other groups by ``optim.clip``.
-    """
+    """Parameters that share an optimizer, a learning rate and a gradient clip, the maximum norm of their gradients.
+    Groups without ``clip`` are clipped together, by ``optim.clip``."""
 
     name: str
-    key: str
-    parameters: Mapping[str, nn.Parameter]
-    undecayed: frozenset[str] = frozenset()
-    optimizer: Callable[..., Optimizer]
-    lr_scale: Annotated[float, Ge(0)] = 1.0
-    weight_decay: Annotated[float, Ge(0)] | None = None
-    schedule: Literal["run", "constant"] = "run"
+    key: str  # the group's key in the configuration, for errors
+    parameters: Mapping[str, nn.Parameter]  # by name; a shared parameter has one of its names
+    undecayed: frozenset[str] = frozenset()  # parameters that have no weight decay unless ``weight_decay`` is set
+    optimizer: Callable[..., Optimizer]  # a partial without a learning rate, called with parameter groups and ``lr``
+    lr_scale: Annotated[float, Ge(0)] = 1.0  # factor of ``optim.lr``; 0 leaves the parameters at their initial values
+    weight_decay: Annotated[float, Ge(0)] | None = None  # None is the optimizer's own, on all but ``undecayed``
+    schedule: Literal["run", "constant"] = "run"  # the run's schedule, or always the peak learning rate
     clip: Annotated[float, Gt(0)] | None = None
 
     def build(self, *, lr: float) -> Optimizer:
@@ -95,7 +85,8 @@ def assign(
     matrices: Mapping[str, object] | None = None,
     groups: Mapping[str, Mapping[str, object]] | None = None,
 ) -> list[Group]:
-    """Assign every trainable parameter of a model to exactly one group.
+    """Assign every trainable parameter of a model to exactly one group. ValueError if a pattern matches no parameter,
+    or a parameter is in two groups.
 
     A parameter whose name matches a pattern of the variant is in the pattern's group. Of the rest, ``nn.Linear``
     weights inside ``layers`` are in the group ``matrices`` if the run has it, all others in ``default``. Only
@@ -107,11 +98,7 @@ def assign(
         matrices: ``optim.matrices``, with keys ``optimizer`` and ``lr_scale``, or None.
         groups: the variant's ``groups``, by name: ``match``, a pattern or list of patterns in which ``*`` also matches
             dots, and keywords of :class:`Group`. A shared parameter matches by any of its names. A group without
-            ``optimizer`` has the default one.
-
-    Raises:
-        ValueError: a pattern matches no parameter, or a parameter is in two groups.
-    """
+            ``optimizer`` has the default one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -138,16 +125,12 @@ def assign(
         is_layer_matrix = parameter in linears and any(alias.startswith("layers.") for alias in aliases)
         run_group = "matrices" if is_layer_matrix and matrices is not None else "default"
         members[group_of.get(parameter, run_group)][aliases[0]] = parameter
-    return [
-        Group(
-            name=name,
-            parameters=parameters,
-            undecayed=frozenset(n for n, p in parameters.items() if p not in linears),
-            **settings[name],
-        )
-        for name, parameters in members.items()
-        if parameters
-    ]
+    assigned = []
+    for name, parameters in members.items():
+        undecayed = frozenset(n for n, p in parameters.items() if p not in linears)
+        if parameters:
+            assigned.append(Group(name=name, parameters=parameters, undecayed=undecayed, **settings[name]))
+    return assigned
 
 
 def _match(names: Mapping[nn.Parameter, list[str]], group: str, match: str | list[str]) -> list[nn.Parameter]:

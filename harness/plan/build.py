@@ -4,7 +4,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -18,52 +18,33 @@ from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
 from harness.plan.instantiate import resolve
 from harness.plan.network import make_network, plan_layers
-from harness.plan.settings import (
-    OptimSettings,
-    PositiveFloat,
-    RunSettings,
-    check_keys,
-    parse_section,
-    parse_setting,
-    section,
-)
+from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, parse_section, parse_setting
 from harness.plan.space import apply_trial
 from variants.contract import Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
 GROUP_HINTS = {name: _HINTS[name] for name in ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")}
 """Keys of a variant's parameter group, and their types."""
-MAX_CONTEXT = 16_384
-"""Most unscored bytes that a stream of an evaluation reads before its first scored byte."""
+MAX_CONTEXT = 16_384  # most unscored bytes that a stream of an evaluation reads before its first scored byte
 
 
-@section
+@dataclass(frozen=True, kw_only=True)
 class Plan(RunSettings):
-    """A configured run: the sections of ``RunSettings``, some of them replaced by factories.
-
-    Attributes:
-        data: keywords of ``harness.data.corpora.load``.
-        config: the resolved configuration as a plain dictionary, for hashing and the record.
-        layers: for each layer, the factories of its sublayers by name.
-        scheme: the factory of the position scheme.
-        point: for each hyperparameter searched, the trial's relative position between its bounds; None without a trial.
-        backend_choice: the backend that ``harness.loop.select_backend`` has selected, and the errors of its candidates.
-        admission: how ``harness.loop.admission`` has checked the mechanism.
-    """
+    """A configured run: the sections of ``RunSettings``, some of them replaced by factories."""
 
     variant: str
     outputs: Path
-    data: dict
+    data: dict  # keywords of ``harness.data.corpora.load``
     optim: dict
     trust: tuple[str, ...]
-    config: dict
-    layers: Layers
-    scheme: Callable[..., Position]
+    config: dict  # the resolved configuration as a plain dictionary, for hashing and the record
+    layers: Layers  # for each layer, the factories of its sublayers by name
+    scheme: Callable[..., Position]  # the factory of the position scheme
     groups: dict
-    point: dict | None
+    point: dict | None  # relative position of each hyperparameter searched between its bounds; None without a trial
     sweeping: bool
-    backend_choice: dict | None = None
-    admission: str | None = None
+    backend_choice: dict | None = None  # what ``loop/select_backend.py`` has selected, and the errors of its candidates
+    admission: str | None = None  # how ``harness.loop.admission`` has checked the mechanism
 
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's default generator; ValueError for incompatible sizes."""
@@ -78,17 +59,10 @@ class Plan(RunSettings):
 
     def protocol(self) -> dict:
         """The evaluation protocol. Bits per byte of two runs compare only if their protocols are equal."""
-        return {
-            "streams": self.eval.streams,
-            "segment": self.eval.segment,
-            "span": self.model.span,
-            "bytes": self.eval.bytes,
-            "context": streamed_context(self.model.span, self.model.layers),
-            "selection_bytes": self.eval.selection_bytes,
-            "vocabulary": self.data["vocabulary"],
-            "drop_newlines": self.data["drop_newlines"],
-            "split": self.data["split"],
-        }
+        context = streamed_context(self.model.span, self.model.layers)
+        protocol = {"streams": self.eval.streams, "segment": self.eval.segment, "span": self.model.span}
+        protocol |= {"bytes": self.eval.bytes, "context": context, "selection_bytes": self.eval.selection_bytes}
+        return protocol | {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
 
 
 def streamed_context(span: int, layers: int) -> int:
@@ -105,8 +79,7 @@ def plan_run(
     Args:
         trusted: modules that targets may come from, in addition to the configuration's ``trust``.
         sweeping: whether this is a job of a sweep, which never reads a fallback corpus.
-        command_line_keys: keys that the command line sets; a trial may set none of them.
-    """
+        command_line_keys: keys that the command line sets; a trial may set none of them."""
     config, point = _resolve_config(cfg, command_line_keys)
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}

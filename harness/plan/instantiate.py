@@ -25,17 +25,14 @@ CONTRACT = tuple(RESERVED_KEYWORDS)
 
 
 def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Callable:
-    """A partial of the node's class, with nested targets resolved the same way.
+    """A partial of the node's class, with nested targets resolved the same way. ValueError if the node is malformed, or
+    its target is not allowed.
 
     Args:
         node: ``_target_``, ``_partial_: true`` (optional for a torch.nn.Module), and keywords of the class.
         key: the node's key in the configuration, for errors.
         base: the class must derive from it: a contract type, or the part or module that an annotation names.
-        trust: modules of the user that targets may come from; for a torch.nn.Module, no other module is allowed.
-
-    Raises:
-        ValueError: the node is malformed, or its target is not allowed.
-    """
+        trust: modules of the user that targets may come from; for a torch.nn.Module, no other module is allowed."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be {PART_DESCRIPTION}")
     cls = _load_class(str(node.get("_target_")), key=key, base=base, trust=trust)

@@ -71,8 +71,7 @@ def make_network(
     checkpoint: str = "none",
 ) -> LanguageModel:
     """The model, initialised by torch's default generator. ``sizes`` is the section ``model``; other arguments are as
-    for ``LanguageModel`` and ``LayerContext``. ValueError if sizes are incompatible, or if a sublayer does not support
-    a setting of the run."""
+    for ``LanguageModel`` and ``LayerContext``. ValueError for sizes or settings that a sublayer does not support."""
     pool: dict = {}
     context_settings = {name: getattr(sizes, name) for name in CONTEXT_KEYS}
     context_settings |= {"n_layers": sizes.layers, "pool": pool, "backend": backend, "scheme": scheme}

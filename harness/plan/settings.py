@@ -1,6 +1,5 @@
 """The sections of the configuration as dataclasses, whose fields and annotations define the keys, types and bounds.
-pydantic validates the values in strict mode, except that a float without a fraction, such as 1e6, is accepted as an
-integer."""
+pydantic validates values in strict mode, but accepts a float without a fraction, such as 1e6, as an integer."""
 
 import collections.abc
 import dataclasses
@@ -17,13 +16,8 @@ from pydantic import BeforeValidator, ConfigDict, PydanticUserError, Strict, Typ
 from harness.optim.budget import Budget, Fraction, Schedule
 
 PART_DESCRIPTION = "a part with _target_ and _partial_: true"
-PHRASES = {
-    "callable": PART_DESCRIPTION,
-    "valid tuple": "list",
-    "valid list": "list",
-    "valid dictionary": "mapping",
-    "a valid int": "an int",
-}
+PHRASES = {"callable": PART_DESCRIPTION, "valid tuple": "list", "valid list": "list"}
+PHRASES |= {"valid dictionary": "mapping", "a valid int": "an int"}
 """Phrases in pydantic's messages, and the phrases that replace them in ours."""
 
 Positive = Annotated[int, Gt(0)]
@@ -188,8 +182,7 @@ def parse_section(cls: type, node: object, *, key: str):
 
 
 def check_keys(node: object, names: Iterable[str], *, key: str, required: Iterable[str] | None = None) -> None:
-    """ValueError unless ``node`` is a section whose keys are among ``names``, with all ``required`` ones (default: all
-    ``names``)."""
+    """ValueError unless ``node`` is a section with keys of ``names`` only, and all ``required`` ones (default: all)."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be a section with the keys {', '.join(names)}")
     prefix = f"{key}." if key else ""

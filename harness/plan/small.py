@@ -14,8 +14,7 @@ from harness.plan.settings import check_keys, parse_setting
 HEADS = 2
 HEAD_WIDTH = 16
 ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}
-SPANS = (13, 64)
-"""A prime, and a power of 2 for mechanisms whose span must be a multiple of a block."""
+SPANS = (13, 64)  # a prime, and a power of 2 for mechanisms whose span must be a multiple of a block
 
 
 def apply_small(plan: Plan, *, command_line_keys: Collection[str] = ()) -> Plan:

@@ -57,15 +57,10 @@ class Choice:
 
 
 def apply_trial(cfg: DictConfig, *, command_line_keys: Collection[str]) -> tuple[DictConfig, dict[str, float] | None]:
-    """Set the keys of ``space`` to the point of the configuration's ``trial``.
-
-    Returns:
-        The changed copy of the configuration, and for each key of the space its relative position between the bounds,
-        from 0 to 1. Without a trial: a copy whose space is null, and None.
-
-    Raises:
-        ValueError: the space is malformed, or has a key that the configuration lacks or that the command line sets.
-    """
+    """Set the keys of ``space`` to the point of the configuration's ``trial``. Returns the changed copy of the
+    configuration, and for each key of the space its relative position between the bounds, from 0 to 1. Without a trial
+    it returns a copy whose space is null, and None. ValueError if the space is malformed, or has a key that the
+    configuration lacks or that the command line sets."""
     cfg = cfg.copy()
     trial = cfg.trial
     if trial is None:

@@ -7,8 +7,7 @@ from harness.record.table import Cell, Column, Table
 
 MIB = 2**20
 EMPTY = Cell(text="")
-CAPPED_MARK = "*"
-"""Mark of a score of the first bytes of a split only."""
+CAPPED_MARK = "*"  # mark of a score of the first bytes of a split only
 MIN_CALLS = 20
 """Fewest timed calls for which a 20th and an 80th percentile are reported; for fewer there is only the median."""
 

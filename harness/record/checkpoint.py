@@ -1,9 +1,7 @@
 """Checkpoints have everything that an exact resume needs (``Trainer.checkpoint_content`` and ``Run.save``).
 
 A file is written completely or not at all. It is torch's zip archive with the SHA-256 of the preceding bytes as
-comment, which is compared before unpickling. A run folder keeps the newest checkpoints, and ``best.pt``, which has only
-weights.
-"""
+comment, which is compared before unpickling. A run folder keeps the newest ones, and ``best.pt`` with only weights."""
 
 import hashlib
 import io
@@ -21,8 +19,7 @@ from harness.record.rows import FORMAT, check_format, read_file
 FOLDER = "checkpoints"
 BEST = "best.pt"
 _NAME = re.compile(r"step-(\d{9,})\.pt")
-_NO_COMMENT = bytes(2)
-"""Last bytes of a zip archive without comment: the length of the comment, which is 0."""
+_NO_COMMENT = bytes(2)  # last bytes of a zip archive without comment: the length of the comment, which is 0
 _COMMENT_PREFIX = b"sha256:"
 _ENDING_BYTES = len(_NO_COMMENT) + len(_COMMENT_PREFIX) + 64
 

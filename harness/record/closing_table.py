@@ -8,8 +8,7 @@ from harness.record import cells
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
 COMPRESSORS |= {f"order-{order}": f"counts of order {order}" for order in (2, 3, 5)}
 """Labels by key of ``compressors`` in a summary."""
-WINDOWS_LABEL = "window 1024, stride 512"
-"""Label of the score without carried state."""
+WINDOWS_LABEL = "window 1024, stride 512"  # label of the score without carried state
 
 
 def print_closing_table(summary: dict) -> None:

@@ -9,10 +9,8 @@ ENVIRONMENT_KEYS += ("machine", "allocator", "instruction_set", "environment", "
 OLD_ROW_DEFAULTS = {"processes": 1, "machine": None, "allocator": None, "instruction_set": None, "environment": {}}
 OLD_ROW_DEFAULTS |= {"recomputation": "none", "tf32": False}
 """Values of keys that older rows do not have."""
-OLD_ROW_SPLIT = [0.9, 0.05, 0.05]
-"""Shares of train, valid and test in a row whose protocol has no ``split``."""
-INCOMPARABLE_CHECKS = ("unchecked", "not causal")
-"""Values of ``check`` in the rows of runs that no table compares."""
+OLD_ROW_SPLIT = [0.9, 0.05, 0.05]  # shares of train, valid and test in a row whose protocol has no ``split``
+INCOMPARABLE_CHECKS = ("unchecked", "not causal")  # values of ``check`` in the rows of runs that no table compares
 
 
 def _mapping(row: Mapping, key: str) -> Mapping:

@@ -3,8 +3,7 @@
 Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and all numbers in tables and figures
 come from rows. A checkpoint has the number of rows at its step. A resumed run truncates the file to these rows and then
 writes the same rows again, in which only ``clock`` and ``memory`` may differ. ``summary.json`` is one row, written
-completely or not at all.
-"""
+completely or not at all."""
 
 import errno
 import hashlib
@@ -12,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,12 +21,10 @@ from harness.failures import Damaged, Failure
 RECORD = "record.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
-EVALUATIONS = "evaluations.jsonl"
-"""Rows that ``bench.evaluate`` appends."""
+EVALUATIONS = "evaluations.jsonl"  # rows that ``bench.evaluate`` appends
 MAX_ROW_BYTES = 2**24
 MAX_RECORD_BYTES = 2**29
-MAX_LEVELS = 50
-"""Most levels of lists and dictionaries in a row; a configuration has fewer than ten."""
+MAX_LEVELS = 50  # most levels of lists and dictionaries in a row; a configuration has fewer than ten
 MAX_TEXT_LENGTH = 10_000
 FORMAT = 3
 """Version of run folders, checkpoints and rows. It rises when keys or contents change."""
@@ -182,6 +179,24 @@ def try_read_object(path: Path, *, first_line: bool = False) -> tuple[dict | Non
         return None, f"cannot be read ({error.strerror})"
     except ValueError as error:
         return None, str(error)
+
+
+def read_accepted_rows(path: Path, *, check: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
+    """Return the accepted rows of a file, and the reasons why the other lines are refused. ``check`` gets a row and its
+    line number, and returns the reason of a refusal or None."""
+    rows, reasons = [], []
+    text = read_file(path, max_bytes=MAX_RECORD_BYTES).decode("utf-8", "replace")
+    for line_number, line in enumerate(text.splitlines(), start=1):
+        try:
+            row = parse_object(line)
+            reason = check(row, line_number)
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            reasons.append(f"line {line_number}: {reason}")
+        else:
+            rows.append(row)
+    return rows, reasons
 
 
 def read_object(path: Path, *, first_line: bool = False) -> dict:

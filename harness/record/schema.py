@@ -12,8 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
 BENCH_COMMANDS = ("cost", "peers")  # which append rows
 MAYBE = "maybe "
-MAX_NUMBER = 1e30
-"""No measured number is larger, and products of larger ones would overflow."""
+MAX_NUMBER = 1e30  # no measured number is larger, and products of larger ones would overflow
 CONFIG = ConfigDict(strict=True, allow_inf_nan=False)
 
 Number = Annotated[float, Interval(gt=-MAX_NUMBER, lt=MAX_NUMBER)]

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-DEFAULT_WIDTH = 150
-"""Characters in a line if the output is no terminal; no number is wrapped then."""
+DEFAULT_WIDTH = 150  # characters in a line if the output is no terminal; no number is wrapped then
 
 _MARKED_NUMBER = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
 

@@ -6,8 +6,7 @@ Names of metrics:
     train/learning_rate             a number of a row, after the row's kind
     valid_bits_per_byte             a final score
     train_span/layers.0.attention   a sublayer's metric; for a list with /mean, /min and /max
-    train_span/mean                 the mean over all sublayers
-"""
+    train_span/mean                 the mean over all sublayers"""
 
 import os
 import secrets
@@ -22,22 +21,18 @@ from typing import Self
 from harness.record.schema import flatten, is_number
 
 PROGRESS_KEYS = ("bytes_seen", "step", "epochs", "fraction", "training_flops", "seconds", "bytes_per_second")
-INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0
-"""Longest waits: for the server at the start, and for uploads at the end."""
+INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0  # longest waits: for the server at the start, and for uploads at the end
 
 
 class WandbRun:
-    """The W&B run of a job, a context that finishes it.
+    """The W&B run of a job, a context that finishes it. ``hint`` is a line with the URL of the W&B run, or with the
+    command that uploads it; it is empty if W&B is disabled.
 
     Args:
         folder: the run folder; W&B writes into its subfolder ``wandb``.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
         id: that of the W&B run to continue, from a checkpoint, or None.
-        tags, more: as in ``wandb.init``; empty tags are left out, and long ones are cut.
-
-    Attributes:
-        hint: a line with the URL of the W&B run, or with the command that uploads it; empty if W&B is disabled.
-    """
+        tags, more: as in ``wandb.init``; empty tags are left out, and long ones are cut."""
 
     def __init__(self, folder: Path, *, mode: str = "auto", id: str | None = None, tags: Iterable[str] = (), **more):
         self.id, self.hint, self._run = os.environ.get("WANDB_RUN_ID") or id or secrets.token_hex(4), "", None
