@@ -22,5 +22,4 @@ To add a mechanism, write one class and two small YAML files::
     groups: {}
 
 A mechanism that sees past bytes also declares ``honours`` and ``reach()``, as in ``docs/adding_a_variant.md``. The
-contract is in ``contract.py``; ``python -m bench.check -cd my_conf trust=[my_file] variant=mine`` checks a variant.
-"""
+contract is in ``contract.py``; ``python -m bench.check -cd my_conf trust=[my_file] variant=mine`` checks a variant."""

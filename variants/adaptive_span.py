@@ -7,8 +7,7 @@ z = S * fraction: each head learns a fraction in [0, 1], clamped after every opt
 the nearest, x = 0. Scores of keys beyond a head's z + R are not computed, and only keys that heads may see are carried.
 
 In the dynamic span (end of section 2.2) z depends on the input: z_t = S * sigmoid(v . x_t + b) per head. Attention
-still computes the whole window; ``ideal_flops`` counts the keys for a zero input, within the span S * sigmoid(b).
-"""
+still computes the whole window; ``ideal_flops`` counts the keys for a zero input, within the span S * sigmoid(b)."""
 
 import math
 from collections.abc import Sequence
@@ -32,8 +31,7 @@ class SoftSpan(AttentionSpan):
 
     Args:
         ramp: R, number of keys over which the mask falls from 1 to 0; at least 1.
-        loss_weight: lambda, in nats per byte and key of span, times the mean of z over heads and positions.
-    """
+        loss_weight: lambda, in nats per byte and key of span, times the mean of z over heads and positions."""
 
     def __init__(self, context: LayerContext, *, ramp: int, loss_weight: float):
         super().__init__(context)
@@ -54,8 +52,7 @@ class AdaptiveSpan(SoftSpan):
 
     Args:
         ramp, loss_weight: see ``SoftSpan``.
-        initial: initial fraction of S of every head, in [0, 1].
-    """
+        initial: initial fraction of S of every head, in [0, 1]."""
 
     placeable = True
 
@@ -107,8 +104,7 @@ class DynamicSpan(SoftSpan):
 
     Args:
         ramp, loss_weight: see ``SoftSpan``.
-        bias: initial b; with -4, spans start at 0.018 S.
-    """
+        bias: initial b; with -4, spans start at 0.018 S."""
 
     constant_spans = False
 

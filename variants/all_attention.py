@@ -7,8 +7,7 @@ each layer has N learned key-value vectors, in one softmax with the context, wit
 
 The factors give M_k and M_v the scale of embeddings, while the parameters ``key`` and ``value`` have the scale of other
 weights. ``key_std`` may be smaller than in the paper: with the paper's initial keys, most of the softmax is on
-persistent vectors at first, which is a disadvantage in a short training.
-"""
+persistent vectors at first, which is a disadvantage in a short training."""
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,7 @@ class PersistentKV(Part):
 
     Args:
         number: N, from 1; None for 2 D, as in the paper's 18-layer model.
-        key_std: initial standard deviation of M_k, at least 0; 1 in the paper.
-    """
+        key_std: initial standard deviation of M_k, at least 0; 1 in the paper."""
 
     def __init__(self, context: LayerContext, *, d_head: int, number: int | None = None, key_std: float = 1.0):
         super().__init__()

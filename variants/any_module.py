@@ -3,8 +3,7 @@
 The module gets only the normalised input of one segment. It carries no state and gets no position scheme. Its sizes are
 keywords in the YAML, such as ``${model.d_model}``. The YAML also declares promises that the module does not fulfil, its
 reach, and the keywords that get choices of the run; ``python -m bench.check`` tests these (``docs/any_module.md``).
-``ideal_flops`` counts only products of ``nn.Linear``, a lower bound; ``needed_flops`` is None.
-"""
+``ideal_flops`` counts only products of ``nn.Linear``, a lower bound; ``needed_flops`` is None."""
 
 import functools
 import inspect
@@ -30,8 +29,7 @@ class AnyModule(Sublayer):
             for a module in which each byte sees only itself.
         limits: promises of ``LIMITS`` that the module does not fulfil; ``segments`` is required if it sees a past.
         reach: how many bytes back an output depends on inputs; None for the whole segment.
-        period: bytes after which the computation repeats, such as a block.
-    """
+        period: bytes after which the computation repeats, such as a block."""
 
     def __init__(
         self,

@@ -18,8 +18,7 @@ output of head h, the other options are:
 
 The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, for all
 bytes that the window reaches. With ``cache: kv``, heads of unequal spans carry pasts of unequal length, except on the
-plain backend, so the size of the state follows the mean span.
-"""
+plain backend, so the size of the state follows the mean span."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -123,8 +122,7 @@ class Attention(MultiHead, OnKernels):
         span: factory of the ``AttentionSpan``; None for a fixed span.
         persistent: factory of the ``PersistentKV``, or None.
         qk_norm, gate, sink: whether to use each option.
-        key_bias: factory of a ``Part`` that maps ``[B, T, D]`` to key and query biases ``[B, H, T]``, or None.
-    """
+        key_bias: factory of a ``Part`` that maps ``[B, T, D]`` to key and query biases ``[B, H, T]``, or None."""
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
 
@@ -355,8 +353,7 @@ class Attention(MultiHead, OnKernels):
 
         With ``cache: kv`` the past is constant. With ``hidden`` each head projects its visible past inputs again in
         every segment, with gradients of the weights but not of the inputs. Keys at the end of a ramp have weight 0 and
-        do not count. After a span grows, the longer past is assumed to be in the state.
-        """
+        do not count. After a span grows, the longer past is assumed to be in the state."""
         in_segment, past, inputs = self._pairs(segment, carried)
         needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
         if self.cache == "kv":

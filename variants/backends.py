@@ -9,8 +9,7 @@
     visible = Window((span,) * heads, shift)                  # kernels/window.py: the keys that a query may see
     keys = VisibleKeys.joined(k, v, before(state, visible.past(), k.dtype))           # context.py: past and segment
     y = attend(self.backend(x.device, training=self.training), q, keys, visible, bias=.., vectors=..)   # [B, H, T, K]
-    state = keys.last(visible.past())
-"""
+    state = keys.last(visible.past())"""
 
 import torch
 from torch import Tensor
@@ -50,8 +49,7 @@ def attend(
         keys: keys, values and their biases. They are packed if heads have pasts of unequal length.
         seed: seed of dropout that is drawn from counters; None to draw a seed.
         past_learns: whether keys and values of the past get gradients.
-        q, visible, bias, vectors, persistent, sink, dropout: see ``window.attend``.
-    """
+        q, visible, bias, vectors, persistent, sink, dropout: see ``window.attend``."""
     added = {"bias": bias, "persistent": persistent, "sink": sink, "query_bias": keys.query_bias}
     if (backend, q.device.type) == ("kernel", "cpu"):  # this kernel reads past and segment without a copy
         added |= {"vectors": vectors, "key_bias": keys.key_bias}
@@ -101,8 +99,7 @@ class OnKernels(Sublayer):
     def backend(self, device: torch.device, *, training: bool) -> str:
         """Return the configured backend, or for ``auto`` the first that can run; on a GPU the first in plain PyTorch.
 
-        On a GPU the harness tests kernels before a run, and replaces ``auto`` by a kernel that passed.
-        """
+        On a GPU the harness tests kernels before a run, and replaces ``auto`` by a kernel that passed."""
         name = self.wanted_backend
         if name == "auto":
             in_pytorch = [name for name in ("chunked", "plain") if name in self.able(device)]

@@ -4,8 +4,7 @@
     linear    sum_i E_i k_i, sum_i F_i v_i                                    learned weights: 2006.04768, section 4
     softmax   sum_i a_i k_i, sum_i a_i v_i,  a = softmax_i(c . k_i / sqrt(K) + b_i)
 
-All three start as the mean. Sums and the softmax are in float32 or better.
-"""
+All three start as the mean. Sums and the softmax are in float32 or better."""
 
 import torch
 from einops import rearrange, repeat
@@ -23,8 +22,7 @@ class Compressor(nn.Module):
     Args:
         kind: a key of ``SHARES``.
         share: sharing of the ``linear`` weights. ``none``: each head has an E and an F; ``heads``: all heads share one
-            E and one F; ``key_value``: all heads share one E = F; ``layers``: the whole network shares one E = F.
-    """
+            E and one F; ``key_value``: all heads share one E = F; ``layers``: the whole network shares one E = F."""
 
     def __init__(self, context: LayerContext, *, kind: str, share: str, ratio: int, heads: int, d_head: int):
         super().__init__()

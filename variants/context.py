@@ -2,8 +2,7 @@
 
 A state of keys and values is ``(keys, values)``. Each is a tensor ``[B, H, P, K]``; or a tuple with a tensor ``[B, 1,
 P_h, K]`` for each head, if heads carry pasts of unequal length. Key biases, if any, are a third entry, without the
-dimension K; they are relative to the bias of the last byte.
-"""
+dimension K; they are relative to the bias of the last byte."""
 
 import math
 from collections.abc import Callable, Sequence

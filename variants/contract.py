@@ -4,8 +4,7 @@ A model is a list of layers, and a layer is a few named residual sublayers. A va
 sublayer maps ``x [B, T, D]`` to ``y [B, T, D]``; the harness normalises x and adds y to the residual stream. A stream
 is a sequence of bytes that is read in segments of T bytes; B streams form a batch. State is passed in and returned: a
 module stores nothing that a forward pass computes. ``python -m bench.check variant=mine`` checks the whole contract
-(``variants/conformance``).
-"""
+(``variants/conformance``)."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
@@ -42,8 +41,7 @@ class LayerContext:
         dropout: dropout rate on attention weights and inside feed-forward blocks.
         backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` to select one for the device.
         scheme: factory of the run's position scheme for one sublayer.
-        pool: objects that layers share, while the model is built.
-    """
+        pool: objects that layers share, while the model is built."""
 
     d_model: int
     layer: int
@@ -87,8 +85,7 @@ class Inspection(NamedTuple):
         entries: indices of the learned vectors that each byte reads, int64 ``[B, H, T, n]``, or None.
         shares: weights of these vectors, ``[B, H, T, n]``, or None. ``weights`` and ``shares`` are parts of one softmax
             if neither is None.
-        mask: soft mask of a learned span for visible key x, counted from the nearest, ``[H, S]``; or None.
-    """
+        mask: soft mask of a learned span for visible key x, counted from the nearest, ``[H, S]``; or None."""
 
     weights: Tensor | None = None
     entries: Tensor | None = None
@@ -155,8 +152,7 @@ class Sublayer(nn.Module):
             x: ``[B, T, D]``, T >= 1.
             state: the state that the previous call returned for the same streams; None at their beginning.
             start: position of ``x[:, 0]`` in its stream, int64 ``[B]``; None for zeros.
-            collect_stats: also return statistics.
-        """
+            collect_stats: also return statistics."""
         raise NotImplementedError
 
     def reach(self) -> int | None:
@@ -246,8 +242,7 @@ class Position(nn.Module):
     """A position scheme. Each sublayer has one, and the embedding of the input has one with ``d_head=0``.
 
     The positions of a segment are consecutive, so methods take only the first, ``start [B]``. A scheme can compute with
-    ``start`` in integers and with positions relative to it, so that stream position 10**7 is as exact as 0.
-    """
+    ``start`` in integers and with positions relative to it, so that stream position 10**7 is as exact as 0."""
 
     relative: bool = True
     """Whether scores depend only on differences of positions."""
@@ -299,8 +294,7 @@ def check_numbers(least: int, *, null: str = "", **numbers: float | None) -> Non
     """Raise ValueError for a number below ``least``; None is accepted.
 
     Args:
-        null: meaning of null for the message, ``null for ..``; empty if null is not allowed.
-    """
+        null: meaning of null for the message, ``null for ..``; empty if null is not allowed."""
     for name, number in numbers.items():
         if number is not None and number < least:
             alternative = f", or {null}" if null else ""

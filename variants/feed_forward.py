@@ -7,8 +7,7 @@
 
 ``hidden`` is the input width of W2. With swiglu, W1 has two outputs per hidden unit, and the block has 1.5 times the
 parameters; with 2/3 of the width it has as many as with another activation. Weights are initialised as in
-``nn.Linear``. Dropout is applied to the activations.
-"""
+``nn.Linear``. Dropout is applied to the activations."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,8 +35,7 @@ class FeedForward(Sublayer):
         hidden: input width of the second matrix; None for 4 D.
         activation: one of ``ACTIVATIONS``.
         zero_init: start the second matrix and its bias at zero, so that the block adds nothing at first. The first
-            matrix then gets no gradient in the first step.
-    """
+            matrix then gets no gradient in the first step."""
 
     def __init__(self, context: LayerContext, *, hidden: int | None, activation: str, bias: bool, zero_init: bool):
         super().__init__()

@@ -8,8 +8,7 @@ Sums and the product w_f . x_t are computed without autocast, because the errors
 - The position scheme is that of the run, rotary by default; the paper has none. Its "Pro" block has ``gate``,
   ``qk_norm`` and other changes.
 - The initial b_f is a keyword, ``initial``.
-- The weights of a sink and of persistent vectors do not decay.
-"""
+- The weights of a sink and of persistent vectors do not decay."""
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +22,7 @@ class ForgetGate(Part):
     """Key biases that are computed from the sublayer's input.
 
     Args:
-        initial: initial b_f. With 0, each byte halves the weights of the past; with 4, it lowers them by 1/55.
-    """
+        initial: initial b_f. With 0, each byte halves the weights of the past; with 4, it lowers them by 1/55."""
 
     def __init__(self, context: LayerContext, *, initial: float = 0.0):
         super().__init__()

@@ -16,8 +16,7 @@ Departures from the papers:
 - Values are as wide as keys, K = D / H; 2412.06464 has values of twice this width and fewer heads. The harness
   normalises the input.
 - Without ``attend_self`` a query reads S_{t-1}, but its filters still see its own byte.
-- Decays replace a position scheme: rotary and ALiBi are refused. Without weights to drop, dropout has no effect.
-"""
+- Decays replace a position scheme: rotary and ALiBi are refused. Without weights to drop, dropout has no effect."""
 
 from typing import Unpack
 

@@ -11,8 +11,7 @@ Departures from the papers:
   output and an output gate. 2405.21060 also scales a key by its step size and convolves queries, keys and values.
 - a is the sigmoid itself; 2312.06635 has the 16th root of the sigmoid.
 - Without ``attend_self``, a query does not apply a_t to the sums that it reads, because a_t would cancel in the ratio.
-- The decay replaces a position scheme: rotary and ALiBi are refused. Dropout has no effect, as in ``linear.py``.
-"""
+- The decay replaces a position scheme: rotary and ALiBi are refused. Dropout has no effect, as in ``linear.py``."""
 
 from typing import Unpack
 
@@ -30,8 +29,7 @@ class InputDecay(nn.Module):
 
     Args:
         channels: decays per head.
-        rank: inner width of W as a product of two matrices; None for a single matrix.
-    """
+        rank: inner width of W as a product of two matrices; None for a single matrix."""
 
     def __init__(self, context: LayerContext, *, channels: int = 1, rank: int | None = None):
         super().__init__()

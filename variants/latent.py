@@ -15,8 +15,7 @@ Departures from the paper:
 - The paper multiplies W_k and W_v into W_q and W_o, so that single bytes read c itself. This implementation projects
   the keys of the whole window, also for a single byte.
 - Values are padded with zeros to width K + R, because backends need keys and values of equal width.
-- ``cache: hidden`` is refused, because inputs are not carried. Relative vectors are refused.
-"""
+- ``cache: hidden`` is refused, because inputs are not carried. Relative vectors are refused."""
 
 from typing import Unpack
 
@@ -37,8 +36,7 @@ class Latent(Attention):
         latent: width of c; None for 2 K.
         d_position: R, width of r, even for rotary positions; None for K / 2, rounded down to an even number, at least
             2.
-        heads: keywords of ``MultiHead``.
-    """
+        heads: keywords of ``MultiHead``."""
 
     honours = Honours(position={"rotate", "decay"}, attend_self={True, False}, span=True)
     maps = ()

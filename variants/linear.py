@@ -53,8 +53,7 @@ class CarriedSums(MultiHead):
 
     Args:
         chunk: C, bytes of a chunk, within which all pairs of queries and keys are multiplied; it changes only the cost.
-        heads: keywords of ``MultiHead``.
-    """
+        heads: keywords of ``MultiHead``."""
 
     honours = Honours(position={"decay"}, attend_self={True, False})
     scaled = False
@@ -102,8 +101,7 @@ class LinearAttention(CarriedSums):
     Args:
         feature_map: ``elu`` for elu(x) + 1 as in the paper, or ``relu``. With ``relu``, all weights of a query can be
             0; its output is then 0.
-        sums: keywords of ``CarriedSums``.
-    """
+        sums: keywords of ``CarriedSums``."""
 
     def __init__(self, context: LayerContext, *, feature_map: str = "elu", **sums: Unpack[SumsKeywords]):
         super().__init__(context, **sums)

@@ -60,8 +60,7 @@ class Linformer(MultiHead, OnKernels):
         compressor, share: see ``Compressor``.
         top_k: summaries that a query reads, from 1; None for all.
         d_index: I, width of the index that ranks summaries, from 1.
-        d_head, zero_init: see ``MultiHead``.
-    """
+        d_head, zero_init: see ``MultiHead``."""
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
 
@@ -237,8 +236,7 @@ class Linformer(MultiHead, OnKernels):
         With ``cache: kv`` the past has no gradient. Carried summaries have no gradient; summaries of the segment have
         one if it reaches a parameter. With ``top_k``, queries are assumed to read summaries of the segment first. The
         loss of the index adds the attention scores of unread summaries to the forward pass. In the backward pass, the
-        inputs of the index have no gradient.
-        """
+        inputs of the index have no gradient."""
         ratio = self.blocks.ratio
         in_segment, past = count_pairs(segment, carried, self.blocks.window_keys, shift=self.blocks.shift)
         if carried < self.blocks.span + ratio:

@@ -8,8 +8,7 @@ gradient, and its number of bytes, the phase of the stream.
 
 Backends get the independent blocks as separate streams. If the phases can be read on the host, streams of equal phase
 are computed in one batch: first the remaining bytes of the open block, then whole blocks, without hidden pairs. If
-the phases are only on the device, rows are moved to their blocks by index.
-"""
+the phases are only on the device, rows are moved to their blocks by index."""
 
 from dataclasses import replace
 from typing import Unpack
@@ -36,8 +35,7 @@ class LocalAttention(Attention):
 
     Args:
         block: M, bytes of a block, from 1 (from 2 without ``attend_self``) to S; None for S / 4.
-        heads: keywords of ``MultiHead``.
-    """
+        heads: keywords of ``MultiHead``."""
 
     keyword = "block"
     """Name of M in the configuration."""

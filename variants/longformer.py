@@ -9,8 +9,7 @@ counted from the nearest. They see fewer than w keys if n (w - 1) exceeds the la
 A dilated head is a window without dilation in each of the n classes of positions that are equal modulo n, so every
 backend can compute it. Positions count from the segment's first byte, so that no phase is carried. Default windows,
 which grow from S/16 to S/2 in equal ratios, are not the paper's. There is no global attention, as in the paper's
-language models.
-"""
+language models."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -50,8 +49,7 @@ class DilatedWindows(AttentionSpan):
 
     Args:
         window: w in keys; None for ``grown_window``.
-        steps: n of each head; heads of equal n are neighbours.
-    """
+        steps: n of each head; heads of equal n are neighbours."""
 
     def __init__(self, context: LayerContext, *, window: int | None, steps: tuple[int, ...]):
         super().__init__(context)
@@ -78,8 +76,7 @@ class Longformer(Attention):
         windows: w in keys for each layer, from 1 to S; None for S/16 at the bottom to S/2 at the top.
         dilation: n for each layer, at least 1 (no dilation); None for 1 in the lower half, then up to 4.
         dilated_heads: number of dilated heads in a layer with n > 1; they are the last heads.
-        heads: keywords of ``MultiHead``.
-    """
+        heads: keywords of ``MultiHead``."""
 
     # Plain PyTorch multiplies all pairs of a segment, of which a short window sees few.
     limits = frozenset({"ideal_flops"})

@@ -9,8 +9,7 @@
     y = sum over heads, and the top k experts of each, of w_i gelu(u_i . x) v_i
 
 Departures from the papers, in addition to those of ``product_key_memory.py``: queries pass a LayerNorm. 2412.09764
-normalises queries and keys if training is unstable; 2407.04153 has BatchNorm.
-"""
+normalises queries and keys if training is unstable; 2407.04153 has BatchNorm."""
 
 from typing import Unpack
 
@@ -27,8 +26,7 @@ class MemoryPlus(ProductKeyMemory):
 
     Args:
         share, sparse, search: see ``ProductKeyMemory``.
-        zero_init: start W_2 at zero, so that the sublayer adds nothing at first.
-    """
+        zero_init: start W_2 at zero, so that the sublayer adds nothing at first."""
 
     def __init__(
         self,

@@ -27,8 +27,7 @@ class MultiHead(Sublayer):
         d_head: head width K, or None for D / H.
         bias: whether the projections have biases.
         kv_heads: G, key-value heads, each read by H / G query heads (2305.13245; G = 1 is 1911.02150); None for H.
-        zero_init: start W_o at zero, so that the sublayer adds nothing at first.
-    """
+        zero_init: start W_o at zero, so that the sublayer adds nothing at first."""
 
     maps: tuple[str, ...] = ("query", "key", "value")
     """Names of the linear maps of the input."""

@@ -15,8 +15,7 @@ that the compressor gets a gradient.
 
 Departures from the paper: in the paper each branch has separate keys. Its summarised blocks overlap and are shorter
 than the selected ones, an MLP computes summaries, and the first block and the two nearest are always selected. ALiBi,
-relative positions and ``cache: hidden`` are refused here.
-"""
+relative positions and ``cache: hidden`` are refused here."""
 
 from dataclasses import replace
 from functools import partial
@@ -46,8 +45,7 @@ class NativeSparse(Attention):
         selected: blocks whose bytes a query reads, from 1.
         window: w, keys of the window branch, from 1; None for S / 4.
         compressor: see ``Compressor``.
-        context, d_head, bias, zero_init, kv_heads: see ``MultiHead``.
-    """
+        context, d_head, bias, zero_init, kv_heads: see ``MultiHead``."""
 
     honours = Honours(position={"rotate"}, attend_self={True, False}, span=True)
 
@@ -100,8 +98,7 @@ class NativeSparse(Attention):
         """Return outputs of the compressed and the selected branch, ``[B, H, T, K]`` each.
 
         ``rows [B, P + T, 2 G K]`` are keys and values of past and segment. They are shifted so that the blocks of all
-        streams align, and the first P // l blocks are before the segment. Rows beyond either end are hidden.
-        """
+        streams align, and the first P // l blocks are before the segment. Rows beyond either end are hidden."""
         size, length = self.block, q.shape[2]
         past = rows.shape[1] - length
         past_blocks, n_blocks = past // size, past // size + (length + 2 * size - 2) // size
@@ -141,8 +138,7 @@ class NativeSparse(Attention):
             blocks: concatenated keys and values, ``[B, G, n, l, 2 K]``.
             newest: positions of the nearest keys ``[Q]``.
             firsts: positions of the blocks' first bytes ``[B, n]``.
-            oldest: position of the earliest byte of the state. All positions count from the segment's first byte.
-        """
+            oldest: position of the earliest byte of the state. All positions count from the segment's first byte."""
         drop = partial(F.dropout, p=self.dropout, training=self.training)
         size, q = self.block, rearrange(q, "B (G h) Q K -> B G h Q K", G=k.shape[1])
         distance = newest[:, None] - firsts[:, None]  # from the nearest key to the block's first byte, [B, Q, n]

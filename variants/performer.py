@@ -50,8 +50,7 @@ class Performer(CarriedSums):
 
     Args:
         features: m, features per head; None for round(K ln K), the order of the paper's theorem 4.
-        sums: keywords of ``CarriedSums``.
-    """
+        sums: keywords of ``CarriedSums``."""
 
     def __init__(self, context: LayerContext, *, features: int | None = None, **sums: Unpack[SumsKeywords]):
         super().__init__(context, **sums)

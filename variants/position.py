@@ -1,8 +1,7 @@
 """Position schemes: one choice for all attention sublayers of a run.
 
 All schemes depend only on distances to the query, except sinusoids, which are added to the embedded bytes. All are
-exact at stream position 10**7: they compute rotations in integers, or use no absolute positions.
-"""
+exact at stream position 10**7: they compute rotations in integers, or use no absolute positions."""
 
 import math
 
@@ -132,8 +131,7 @@ class Relative(Position):
 
     Args:
         share: ``network`` for one table in the whole model, as in the paper's code; ``layer`` for one per layer.
-        std: standard deviation of the initial table.
-    """
+        std: standard deviation of the initial table."""
 
     constant_bias = False
 

@@ -60,8 +60,7 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
         pairs: ``candidate_pairs`` for these sizes, on the device of ``scores``.
 
     Returns: i and j, int64 ``[2, ..., top_k]``, in descending order of their sums, and the sums ``[..., top_k]``,
-        without a gradient.
-    """
+        without a gradient."""
     # ``topk`` does not define which of equal scores it returns.
     sorted_scores, indices = scores.detach().sort(dim=-1, descending=True, stable=True)
     ranks = pairs.view(2, *(1,) * (scores.dim() - 2), -1).expand(*scores.shape[:-1], -1)  # [2, ..., P]
@@ -123,8 +122,7 @@ def select_slots(
         query: ``[n, 2 H, d]``, with the two halves of a head next to each other.
         keys: ``[2 H, C, d]``, the half-keys for each half.
         pairs: ``candidate_pairs`` for these sizes.
-        kernel: whether to search by ``product_search``, on a CPU only.
-    """
+        kernel: whether to search by ``product_search``, on a CPU only."""
     return _SelectSlots.apply(query, keys, pairs, top_k, kernel)
 
 
@@ -162,8 +160,7 @@ class ProductKeyMemory(Sublayer):
             training does not fulfil these promises.
         activation: ``softmax`` or ``relu``.
         share: ``layer`` for a table per layer, ``network`` for one table for all layers with the same number of slots.
-        sparse: whether the gradient of the values is a sparse tensor.
-    """
+        sparse: whether the gradient of the values is a sparse tensor."""
 
     sum_rows = staticmethod(table.sum_rows)
 

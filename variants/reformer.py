@@ -54,8 +54,7 @@ class Reformer(MultiHead):
             ``set_span`` does not change it.
         rounds: number of hashing rounds.
         bucket_keys: w, the largest number of keys of its bucket that a query sees in a round.
-        heads: keywords of ``MultiHead``.
-    """
+        heads: keywords of ``MultiHead``."""
 
     honours = Honours(position={"rotate", "decay"}, cache={"kv", "hidden"}, attend_self={True, False}, span=True)
     maps, scaled = ("query", "value"), False
@@ -195,8 +194,7 @@ def lsh_attention(
         dropout: dropout rate of normalised weights, from counters, because the order in a bucket depends on later
             bytes.
 
-    Returns: outputs ``[B, H, T, K]``, and the number of keys that each query sees, ``[B, H, T]``.
-    """
+    Returns: outputs ``[B, H, T, K]``, and the number of keys that each query sees, ``[B, H, T]``."""
     total, width, length = kv.shape[2], kv.shape[3] // 2, factors.shape[2]
     dtype = torch.promote_types(kv.dtype, torch.float32)
     order = hashes.argsort(dim=-1, stable=True)  # [B, H, R, L]: positions, sorted by bucket, then position

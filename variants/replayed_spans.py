@@ -3,8 +3,7 @@
 Windows and soft mask are those of ``adaptive_span.py``, but training does not change the spans. With ``ramp: 1``, a
 query with an integer span z sees the z + 1 nearest keys. The buffer has the name of the learned parameter, so that
 ``variant=replayed_spans init_from.run=FOLDER`` loads spans and other weights of a finished run. Configured spans take
-precedence over loaded ones.
-"""
+precedence over loaded ones."""
 
 import torch
 
@@ -17,8 +16,7 @@ class ReplayedSpans(AdaptiveSpan):
 
     Args:
         ramp: R, number of keys over which the mask falls from 1 to 0; at least 1.
-        spans: spans in keys, from 0 to S: for each layer, a list with a span for each head; None for S.
-    """
+        spans: spans in keys, from 0 to S: for each layer, a list with a span for each head; None for S."""
 
     placeable = False
 

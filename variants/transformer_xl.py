@@ -14,8 +14,7 @@ Content and position terms are one product of width K + 1, which backends can co
 
     A_tj = [q_t + u, 1] . ([k_j, 0] + [p_x, (v - u) . p_x])   with p = W_R r
 
-For each head, this is a window with one vector per distance. For few queries, (q + v) W_R is computed first.
-"""
+For each head, this is a window with one vector per distance. For few queries, (q + v) W_R is computed first."""
 
 import torch
 import torch.nn.functional as F
@@ -85,8 +84,7 @@ class TransformerXL(Attention):
     Args:
         d_head, zero_init: see ``MultiHead``.
         share: ``network`` for one pair u, v in the whole model, as in the paper's code; ``layer`` for one pair per
-            layer.
-    """
+            layer."""
 
     honours = Honours(cache={"kv", "hidden"}, attend_self={True, False}, span=True)
 

@@ -1,8 +1,7 @@
 """Window and summaries: one softmax over the nearest keys and over summaries of earlier blocks (``linformer.py``).
 
 - ``by_kernel`` computes windows by the CPU's kernel, and summaries by matrix products. It multiplies no hidden key.
-- ``by_bands`` is plain PyTorch. It multiplies a chunk of queries with all keys of their windows, and with summaries.
-"""
+- ``by_bands`` is plain PyTorch. It multiplies a chunk of queries with all keys of their windows, and with summaries."""
 
 from typing import NamedTuple
 

@@ -34,8 +34,7 @@ def logits_and_gradients(
     Args:
         tokens: int64 ``[B, T + 1]`` on the model's device, T = sum of ``segments``; the last byte is only predicted.
         forward: function to call in place of ``model``.
-        autocast: returns the context of a forward pass.
-    """
+        autocast: returns the context of a forward pass."""
     model.zero_grad(set_to_none=True)
     seed_cpu(0)
     state, outputs = None, {}
@@ -58,8 +57,7 @@ def compare(
 
     Args:
         tolerance: an error that is always allowed.
-        plain: logits and gradients of plain PyTorch in the precision of ``actual``.
-    """
+        plain: logits and gradients of plain PyTorch in the precision of ``actual``."""
     errors, allowed = _errors(actual, expected), dict.fromkeys(expected, tolerance)
     if plain is not None:
         plain_errors = _errors(plain, expected)

@@ -153,8 +153,7 @@ def differences(case: str, expected: Outputs, actual: Outputs, *, tolerance: flo
 
     Args:
         case: describes the comparison; the line begins with it.
-        tolerance: relative to the largest entry where that is above 1; None for the rounding of the outputs' dtype.
-    """
+        tolerance: relative to the largest entry where that is above 1; None for the rounding of the outputs' dtype."""
     for name, a in expected.items():
         b = actual[name]
         if a.shape != b.shape:
@@ -211,8 +210,7 @@ def spread_projected(model: nn.Module, low: float, high: float) -> nn.Module:
     """Spread the ``projected_parameters`` over their legal ranges, and return the model.
 
     A parameter that ``project_`` clamps at two ends gets values in random order from share ``low`` to share ``high`` of
-    its range, both included. A parameter that is clamped at one end moves away from that end.
-    """
+    its range, both included. A parameter that is clamped at one end moves away from that end."""
     parameters = projected_parameters(model)
     before, ends = [p.clone() for p in parameters], []
     for shift in (-1e3, 1e3):

@@ -3,8 +3,7 @@
 At small sizes every byte is changed. At the sizes of a run, a narrow network reads what the run and its final score
 will read: batches, whole and shorter segments after a warm state, and windows without state. That shows errors that
 occur only in whole blocks of 64, or beyond 300 bytes. Each stream is changed at a position of its own, so that one
-forward pass checks one position per stream.
-"""
+forward pass checks one position per stream."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -164,8 +163,7 @@ class _Streams:
         Args:
             case: describes the change, with ``{at}`` for its position.
             reaches: None to change all bytes from a position on; no output before it may move. Otherwise the past and
-                all bytes up to a position, or to none for -1, are changed; outputs may move only within their reach.
-        """
+                all bytes up to a position, or to none for -1, are changed; outputs may move only within their reach."""
         before, byte = self.run(self.tokens), torch.arange(self.tokens.shape[1])
 
         def compare(at: Tensor) -> tuple[str, str] | None:

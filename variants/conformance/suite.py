@@ -10,8 +10,7 @@ order of execution, and then the logits. The finding names the first output that
   float32 for precision, it must use ``torch.promote_types(x.dtype, torch.float32)``.
 - Noise is added to all parameters before any check: a matrix that starts at zero would hide the computation before it.
 - A declared limit (``Sublayer.limits``) must be real: its check has to fail, and the finding reports the difference.
-- An exception of the model is a finding too. It names the mode and bytes of the forward pass, and the line of code.
-"""
+- An exception of the model is a finding too. It names the mode and bytes of the forward pass, and the line of code."""
 
 import traceback
 from collections.abc import Callable, Iterator
@@ -65,8 +64,7 @@ def check(
         vocabulary: V, at least 2.
         checks: the promises to check; by default all.
         batch_sizes: numbers of streams in the large batches of the check that streams do not mix.
-        sizes: the sizes of a run, for ``SIZED`` checks; a model is not checked for promises that its limits excuse.
-    """
+        sizes: the sizes of a run, for ``SIZED`` checks; a model is not checked for promises that its limits excuse."""
     subject = Subject(make_model, span, vocabulary, batch_sizes, sizes)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -85,8 +83,7 @@ def run_check(promise: str, function: Callable[..., Verdict], *subjects: Subject
     """Run a check and return its finding, also if it raises an exception. The caller's random state does not change.
 
     Args:
-        limit: a declared limit that excuses the model from the promise; then the check must fail.
-    """
+        limit: a declared limit that excuses the model from the promise; then the check must fail."""
     for subject in subjects:
         subject.forward_pass.clear()
     try:

@@ -4,5 +4,4 @@
 queries at a time), ``fused`` (torch's flash attention), ``window_cpu`` (C++) and ``triton_window`` (CUDA) compute the
 same in less memory. ``chunk_keys`` adds keys that differ for each chunk of queries to a window's softmax.
 ``carried_sums`` and ``decayed_sums`` replace the window by sums over all of the past. ``table`` and ``product_search``
-read a product-key memory. ``native`` compiles C++ sources at their first use.
-"""
+read a product-key memory. ``native`` compiles C++ sources at their first use."""

@@ -137,8 +137,7 @@ def _q_dot_p(
 ):  # fmt: skip
     """q . p_x of a block of pairs, with queries along axis 1 - AXIS, from diagonals of q . p for 2 BLOCK distances.
 
-    ``x_first``: the smallest distance in the block, between its first query and its last key.
-    """
+    ``x_first``: the smallest distance in the block, between its first query and its last key."""
     p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     if AXIS == 1:
@@ -168,8 +167,7 @@ def forward(
 ):  # fmt: skip
     """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf for a query that sees no key. Grid: (B * blocks, H).
 
-    ``start``, ``start_lse``: float32 output and log-sum-exp of a part of the same softmax, to merge with; or None.
-    """
+    ``start``, ``start_lse``: float32 output and log-sum-exp of a part of the same softmax, to merge with; or None."""
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
@@ -224,8 +222,7 @@ def query_gradient(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write ``dq``, ``delta`` = g . y, ``dquery_bias [B, H, T]`` and each program's part of ``dz [H, B * blocks]``;
-    ``dquery_bias`` and ``dz`` may be None. Grid: (B * blocks, H).
-    """
+    ``dquery_bias`` and ``dz`` may be None. Grid: (B * blocks, H)."""
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
@@ -292,8 +289,7 @@ def key_gradient(
 ):  # fmt: skip
     """Write ``dk`` and ``dv``, packed like keys, but for each stream even if streams share keys; with OWN only for the
     last T keys of each head, ``[B, H, T, K]``. ``dkey_bias`` has the same shape without K, or is None. ``longest`` is
-    the largest number of rows of a head. Grid: (B * blocks of ``longest``, H).
-    """
+    the largest number of rows of a head. Grid: (B * blocks of ``longest``, H)."""
     H, blocks = tl.num_programs(1), tl.cdiv(longest, BLOCK)
     b, row0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)

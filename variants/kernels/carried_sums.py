@@ -11,8 +11,7 @@ chunk. There is no epsilon: a query that sees no key gives 0.
 
 **Scales.** The caller divides the features of key j by exp(l_j). S is stored divided by exp(M), with M the largest
 ``l_j - slope (t - j)`` so far, and a query's weights are divided by exp of the largest that the query sees. Both scales
-depend only on the past and cancel in the ratio. With them, no exponent is above 0.
-"""
+depend only on the past and cancel in the ratio. With them, no exponent is above 0."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -47,8 +46,7 @@ def attend(
         slopes: decay per byte of distance, ``[H]``; None for no decay.
         state: (S ``[B, H, F, K + 1]``, M ``[B, H]``) after the previous segment, or None.
         attend_self: whether a query sees the key of its own position.
-        chunk: C, bytes.
-    """
+        chunk: C, bytes."""
     v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # the last column sums the weights
     if state is None:
         state = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), v.new_full(k.shape[:2], -torch.inf)
@@ -81,8 +79,7 @@ def map_pieces(step: Callable[..., tuple[Tensor, Any]], state: Any, *tensors: Te
 
     Args:
         step: maps a state and parts ``[B, H, n, C, ..]`` to outputs ``[B, H, n, C, V]`` and the next state.
-        tensors: ``[B, H, T, ..]``, cut into pieces of whole chunks, and a last piece for an incomplete chunk.
-    """
+        tensors: ``[B, H, T, ..]``, cut into pieces of whole chunks, and a last piece for an incomplete chunk."""
     length, outputs = tensors[0].shape[2], []
     n_whole = length // chunk
     shapes = [(min(CHUNKS_PER_PIECE, n_whole - n), chunk) for n in range(0, n_whole, CHUNKS_PER_PIECE)]

@@ -4,8 +4,7 @@
     y_t = exp(lse of the window - lse_t) y of the window + sum_g exp(s_tg - lse_t) v_g
 
 The backward pass of each of the two parts depends on the other part only through lse and y. So a kernel for the window
-computes correct gradients from the lse and y of the whole softmax. The backward pass computes scores again.
-"""
+computes correct gradients from the lse and y of the whole softmax. The backward pass computes scores again."""
 
 from typing import NamedTuple
 
@@ -46,8 +45,7 @@ def chunk_key_gradients(
 
     Args:
         y, lse: output and log-sum-exp of the whole softmax.
-        added: whether to compute the gradient of the field ``added``; otherwise it is None.
-    """
+        added: whether to compute the gradient of the field ``added``; otherwise it is None."""
     scores = _scores(q, chunk_keys)
     weights = scores.sub_(_chunked(lse[..., None], like=scores)).exp_()
     delta = _chunked((g * y).sum(dim=-1, keepdim=True), like=weights)

@@ -2,8 +2,7 @@
 
 Each chunk reads only the band of keys that its heads may see. Only one chunk's scores are in memory at a time; torch's
 checkpoints recompute them in the backward pass. Dropout is drawn from counters (``dropout.py``), so that chunks drop
-the same weights as the whole.
-"""
+the same weights as the whole."""
 
 from functools import partial
 

@@ -16,8 +16,7 @@ and |k_t| = 1, then S_t^T k_t = v_t (2412.06464, 3.1; 2510.26692, 3). The u_t of
     u_t + b_t sum_{j < t} (k_t . exp(G_t - G_j) k_j) u_j = b_t (v_t - S^T (exp(G_t) k_t)).
 
 The system is solved for v and exp(G) k of all chunks in parallel. Then S is carried through the chunks (2412.06464,
-3.3).
-"""
+3.3)."""
 
 from functools import partial
 
@@ -48,8 +47,7 @@ def attend(
         strength: b of the delta rule, ``[B, H, T, 1]``; None for plain sums.
         sums: S after the previous segment; None for zeros.
         attend_self: whether query t reads S_t; otherwise it reads S_{t-1}.
-        chunk: C, bytes.
-    """
+        chunk: C, bytes."""
     sums = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if sums is None else sums.to(v.dtype)
     constant = log_decay if log_decay.shape[2] == 1 else None
     gates = [x for x in (log_decay if constant is None else None, strength) if x is not None]

@@ -5,8 +5,7 @@
 So any tiling drops the same weights, in the forward and the backward pass, on any device, and no mask is stored. The
 head's index is added to the seed: a head computed as head 0 with the seed increased by its index drops the same
 weights. ``mix`` is a bijection of 32 bits: flipping one input bit flips each output bit about half the time. A kernel
-in another language can draw the same numbers by this formula; ``tests/test_dropout.py`` pins some of them.
-"""
+in another language can draw the same numbers by this formula; ``tests/test_dropout.py`` pins some of them."""
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ def row_numbers(seed: Tensor, *, streams: Tensor, heads: Tensor, queries: Tensor
 
     Args:
         seed: from ``draw_seed``.
-        streams, heads, queries: indices, int64 ``[B]``, ``[H]`` and ``[T]``.
-    """
+        streams, heads, queries: indices, int64 ``[B]``, ``[H]`` and ``[T]``."""
     seeds = seed + heads
     x = mix((seeds & MASK_32) ^ (streams[:, None] * FACTORS["stream"] & MASK_32)) ^ (seeds >> 32)
     return mix(mix(x)[..., None] ^ (queries * FACTORS["query"] & MASK_32))
@@ -55,6 +53,5 @@ def keep_mask(row: Tensor, keys: Tensor, rate: float) -> Tensor:
         row: random numbers of the rows, from ``row_numbers``.
         keys: key numbers, int64 ``[T, L]`` or ``[L]``: column x of a key, or ``PERSISTENT`` + n for persistent vector
             n. The mask has no meaning for keys that a query does not see.
-        rate: share of the weights to drop, in [0, 1).
-    """
+        rate: share of the weights to drop, in [0, 1)."""
     return mix(row[..., None] ^ (keys * FACTORS["key"] & MASK_32)) >= threshold(rate)

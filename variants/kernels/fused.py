@@ -12,8 +12,7 @@ Three facts make it exact, with the soft mask of 1905.07799 as an additive bias:
 
 The kernels are torch's: flash attention on a CPU and memory-efficient attention on CUDA. Their additive mask must be a
 constant. Dropout is not supported: the CPU's kernel has none, and CUDA's kernel does not return the dropout mask that
-fact 3 needs. If every query sees all keys up to its own, torch chooses the kernel (``full_causal``).
-"""
+fact 3 needs. If every query sees all keys up to its own, torch chooses the kernel (``full_causal``)."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
@@ -38,8 +37,7 @@ class Engine(NamedTuple):
         forward: maps scaled q ``[B, n, t, K]``, k and v ``[B, n, j, K]`` and an additive mask ``[1, n or 1, t, j]`` or
             None to the output, and the log-sum-exp ``[B, n, t]`` in float32 or float64.
         backward: maps the output's gradient, the four arguments of ``forward``, and the output and log-sum-exp of the
-            whole softmax to gradients of q, k and v.
-    """
+            whole softmax to gradients of q, k and v."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -111,8 +109,7 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, which are 0 and -inf for a query that sees no key.
 
     Keys that no query sees are not read. A constant bias ``[H, n]`` is allowed; vectors, key biases and dropout are
-    not.
-    """
+    not."""
     assert inputs.vectors is None and not inputs.dropout, "the fused backend has no vectors and no dropout"
     assert inputs.key_bias is None, "the fused backend has no key biases"
     q, k, v = _cast_like_queries(inputs)
@@ -174,8 +171,7 @@ def group_heads(keys: Iterable[_Group]) -> Iterator[tuple[_Group, slice]]:
 
 def query_chunks(rows: int, keys: int, max_keys: int, shift: int) -> Iterator[tuple[int, int, int, int]]:
     """Cut the queries that see a key into chunks: yields ``(begin, end, low, high)``, a chunk's rows and its band of
-    keys. The band ends with the nearest key of the chunk's last row.
-    """
+    keys. The band ends with the nearest key of the chunk's last row."""
     size = max(32, min(128, max_keys))
     nearest = keys - rows - shift  # key of row 0, column 0
     for begin in range(max(0, -nearest), rows, size):
@@ -189,8 +185,7 @@ def executed_flops(
     """FLOPs of the products in a forward and in a backward pass, 2 per multiply-add.
 
     All pairs of a chunk and its band count, also hidden ones, and scores that the backward pass computes again. Padding
-    inside a kernel's tiles, softmax and masks do not count.
-    """
+    inside a kernel's tiles, softmax and masks do not count."""
     streams, _, rows, width = inputs.q.shape
     padded_width = width if inputs.q.device.type == "cpu" else width + -width % ALIGNMENT
     pairs = 0
@@ -222,8 +217,7 @@ def _calls(
 ) -> Iterator[tuple[slice, slice, slice, Tensor, tuple[Tensor | None, ...]]]:
     """Heads, queries, keys and mask of each call of a kernel, and with ``needs_slopes`` its bias and dm/dz.
 
-    Calls of equal shape share one mask.
-    """
+    Calls of equal shape share one mask."""
     bias = table = inputs.bias  # table [H, n] is added to the scores of columns
     slope = None
     if inputs.z is not None:

@@ -2,8 +2,7 @@
 
 The sources are plain C++ with OpenMP, without torch's headers. Compilation takes a few seconds, once for each source,
 compiler and CPU model. Libraries are stored in ``WINDTUNNEL_KERNELS``, which the harness sets, or in the folder of
-torch's extensions. They share torch's threads, because torch and they load the same libgomp.
-"""
+torch's extensions. They share torch's threads, because torch and they load the same libgomp."""
 
 import ctypes
 import hashlib
@@ -25,8 +24,7 @@ COMPILERS = ("c++", "g++", "clang++")
 def load(name: str, source: str) -> ctypes.CDLL | str:
     """The library compiled from ``source``, or the reason why it cannot be compiled or loaded.
 
-    The compiler is ``CXX``, or the first of ``COMPILERS`` on the PATH.
-    """
+    The compiler is ``CXX``, or the first of ``COMPILERS`` on the PATH."""
     compiler = shlex.split(os.environ.get("CXX", "")) or list(filter(None, map(shutil.which, COMPILERS)))[:1]
     if not compiler:
         return f"no C++ compiler (none of {', '.join(COMPILERS)} is on the PATH)"

@@ -12,8 +12,7 @@ A hard window is a constant, because a graph for a GPU would need a C++ compiler
 
 ``k`` and ``v`` hold keys and values of the past, then those of the segment. If the past needs no gradient, ``k`` and
 ``v`` are detached and the segment's part is also passed as ``segment``: then only that part gets gradients. Key biases
-are passed in the same way.
-"""
+are passed in the same way."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -39,8 +38,7 @@ def attend(
 
     Args:
         segment: the segment's keys and values ``[B, H, T, K]``, equal to the last T of ``k`` and ``v``, and its key
-            biases, if any. Then these get gradients, and ``k`` and ``v`` get none.
-    """
+            biases, if any. Then these get gradients, and ``k`` and ``v`` get none."""
     inputs = Inputs.from_call(q, k, v, window, **added)
     named = inputs._asdict() | dict(zip(SEGMENT_NAMES, segment, strict=False))
     rate = named.pop("dropout")

@@ -27,8 +27,7 @@ def search(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         scores: float32 or float64 ``[2 H, n, C]``, with the two halves of a head next to each other.
         top_k: from 1 to C.
 
-    Returns: slots i C + j, int64, and their sums; both are ``[n, H, top_k]`` in any order.
-    """
+    Returns: slots i C + j, int64, and their sums; both are ``[n, H, top_k]`` in any order."""
     scores = scores.contiguous()
     n_halves, queries, size = scores.shape
     slots, sums = _empty_results(scores, top_k)

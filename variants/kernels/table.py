@@ -5,8 +5,7 @@
 with s the rows that byte n reads and g the gradient of y. The backward pass sorts the pairs (n, r) by row instead of by
 byte. Then the table's gradient is itself a weighted sum of rows of g. Each of its rows is written once, g stays in the
 cache (2 MiB at 2048 bytes of width 256; the table has 16 to 256 MiB), and a row that many bytes read is loaded once.
-torch's derivative (2.13, CPU) sorts too, but it clears the table's gradient first and then adds one pair at a time.
-"""
+torch's derivative (2.13, CPU) sorts too, but it clears the table's gradient first and then adds one pair at a time."""
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +19,7 @@ EMBEDDING_BAG_SUM = 0
 def read_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
     """Weighted sums ``[n, D]`` of the rows ``slots [n, r]`` of ``values [M, D]``, by ``weights [n, r]``.
 
-    With ``sparse``, the gradient of ``values`` is a sparse tensor with the rows that were read.
-    """
+    With ``sparse``, the gradient of ``values`` is a sparse tensor with the rows that were read."""
     # embedding_bag needs one dtype for both, and autocast does not convert its arguments.
     weights = weights.to(values.dtype)
     if values.device.type == "cpu":

@@ -9,8 +9,7 @@ of one softmax are merged by their log-sum-exps. The gradient of a span is a sum
 A program reads only the keys within its head's z + R. It reads z + R on the device, so that new spans neither
 recompile a kernel nor wait for the host. For q_t . p_x, with a vector p per distance, a block of queries is multiplied
 with all 2 BLOCK distances to its block of keys, and the diagonals are read. Every sum has a fixed order, so that
-repeated runs give equal numbers.
-"""
+repeated runs give equal numbers."""
 
 import importlib.util
 import math
@@ -36,8 +35,7 @@ device."""
 def obstacle(device: torch.device, width: int) -> str | None:
     """The reason why ``forward`` cannot run on this device for heads of this width; None if it can.
 
-    On a CPU it can run if triton interprets kernels (TRITON_INTERPRET=1), for tests without a GPU.
-    """
+    On a CPU it can run if triton interprets kernels (TRITON_INTERPRET=1), for tests without a GPU."""
     if not _installed():
         return "triton is not installed"
     if device.type != "cuda" and not _kernels().INTERPRETED:
@@ -64,8 +62,7 @@ def launch_options(
     """Rows of a block, equal for queries, keys and distances, and the compiler's options.
 
     Blocks are the largest for which the compiler keeps everything in registers, on the architectures that
-    ``tests/triton_spills.py`` names, and no two warps hold the same elements. They are not selected by timing.
-    """
+    ``tests/triton_spills.py`` names, and no two warps hold the same elements. They are not selected by timing."""
     columns = padded_width(width)
     if dtype != torch.float32:
         block, warps = 16 if vectors and columns == 32 else 64 >> ((columns > 64) + vectors), 4
@@ -88,8 +85,7 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]`` and, for ``backward``, the log-sum-exp of the whole softmax in base 2, ``[B, H, T]``.
 
     Each head has one span. Vectors or a constant bias are allowed, but not both, with a row or column for each of
-    ``window.max_keys``.
-    """
+    ``window.max_keys``."""
     q, z, n_distances = inputs.q, inputs.z, _n_distances(inputs)
     assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), (q.dtype, z)
     assert inputs.vectors is None or inputs.bias is None, "vectors and a bias"
@@ -134,8 +130,7 @@ def executed_flops(
 ) -> tuple[int, int]:
     """FLOPs of the products that ``forward`` and ``backward`` compute, in whole tiles, with padding.
 
-    If spans are fake tensors, which have no values, the largest number of visible keys counts for each head.
-    """
+    If spans are fake tensors, which have no values, the largest number of visible keys counts for each head."""
     (streams, _, rows, width), ramp_end = inputs.q.shape, None
     vectors = inputs.vectors is not None
     block = launch_options(width, inputs.q.dtype, precision=precision(), vectors=vectors)["BLOCK"]

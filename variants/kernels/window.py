@@ -10,8 +10,7 @@ with a soft mask m in [0, 1] (1905.07799, 2.2), and scores p and values u of per
 (1907.01470, 3.1). The softmax has no epsilon: the output of a query that sees no key is 0. At kinks of m the gradient
 is that of torch.clamp.
 
-``fused.py`` computes the same without a score matrix in memory.
-"""
+``fused.py`` computes the same without a score matrix in memory."""
 
 import math
 from functools import partial
@@ -89,8 +88,7 @@ class Inputs(NamedTuple):
         query_bias: ``[B, H, T]`` and finite, or None without ``key_bias``; it is subtracted from a query's scores.
         seed: seed of the dropout, an int64 scalar from ``dropout.draw_seed``, or None.
         dropout: dropout rate of attention weights.
-        lengths: L of each head, int64 ``[H]`` on the CPU, or None if it is equal for all heads.
-    """
+        lengths: L of each head, int64 ``[H]`` on the CPU, or None if it is equal for all heads."""
 
     q: Tensor
     k: Tensor
@@ -144,8 +142,7 @@ def ramp_slope(z: Tensor, ramp: int, max_keys: int) -> Tensor:
 def skew(band: Tensor, keys: int, *, shift: int) -> Tensor:
     """Move columns to keys: ``[..., T, n]`` over x to ``[..., T, keys]`` over j, with zeros for keys without a column.
 
-    Row t, column x goes to key keys - T + t - shift - x. Columns that fall before the first key are dropped.
-    """
+    Row t, column x goes to key keys - T + t - shift - x. Columns that fall before the first key are dropped."""
     rows, n = band.shape[-2:]
     width = n + rows - 1 + shift
     # Padded rows have width + 1 entries, so reading them as rows of ``width`` entries moves row t by t entries.
@@ -202,8 +199,7 @@ def attend(
         seed: seed of the dropout, which is then drawn from counters (``dropout.py``); or the row numbers ``[B, H, T]``
             that ``dropout.row_numbers`` computes from a seed; None for torch's generator.
 
-    Returns: ``[B, H, T, K]``.
-    """
+    Returns: ``[B, H, T, K]``."""
     rows, max_keys = q.shape[2], max(window.max_keys)
     n_keys = min(k.shape[2], rows + window.past())
     k, v = k[:, :, k.shape[2] - n_keys :], v[:, :, v.shape[2] - n_keys :]
@@ -270,8 +266,7 @@ def merge_parts(y: Tensor, lse: Tensor, extra_y: Tensor | None, extra_lse: Tenso
 
     Args:
         y, extra_y: outputs ``[B, H, T, K]``; None for zeros.
-        lse, extra_lse: log-sum-exps ``[B, H, T]``, inf or -inf for a query that sees no key.
-    """
+        lse, extra_lse: log-sum-exps ``[B, H, T]``, inf or -inf for a query that sees no key."""
     lses = [x.masked_fill(x == torch.inf, -torch.inf) for x in (lse, extra_lse)]
     merged_lse = torch.logaddexp(*lses)
     empty = merged_lse == -torch.inf
@@ -290,8 +285,7 @@ def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
     Args:
         delta: product of output and upstream gradient, summed over K, ``[B, H, T]``.
-        lse: log-sum-exp of the whole softmax, ``[B, H, T]``.
-    """
+        lse: log-sum-exp of the whole softmax, ``[B, H, T]``."""
     weights = (sink.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
     return -(weights * delta).sum(dim=(0, 2))
 

@@ -58,8 +58,7 @@ def attend(
         k, v: keys and values of the segment ``[B, H, T, K]``; ``key_bias`` is that of the segment, too.
         past: keys and values before the segment: parts of unequal length for different heads, with every head in one
             part; or empty. Their gradients are computed only if they are needed.
-        chunk_keys: keys and values for each chunk of queries, in the same softmax.
-    """
+        chunk_keys: keys and values for each chunk of queries, in the same softmax."""
     inputs, n_distances = Inputs.from_call(q, k, v, window, **added), max(window.max_keys)
     for name, x in (("vectors", inputs.vectors), ("bias", None if inputs.bias is None else inputs.bias.mT)):
         if x is not None and len(x) < n_distances:
@@ -142,8 +141,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]``, inf for a query that sees no key, and executed FLOPs.
 
-    The first tensor is q; ``part_of_head`` has the index of each head's part of the past.
-    """
+    The first tensor is q; ``part_of_head`` has the index of each head's part of the past."""
     call = _call(dict(zip(names.split(), tensors, strict=True)), part_of_head, max_keys, shift, ramp, backward=False)
     y, lse, _ = _empty_outputs(names, tensors)
     call.set_pointers(y=y, lse=lse)
