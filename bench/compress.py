@@ -42,7 +42,7 @@ CONDITIONS += ("tf32", "torch", "environment")
 DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of the format
     b'{"bytes":,"sha256":"","streams":,"weights":"","source":"","device":"Intel(R) Xeon(R) Processor (family 6 model '
     b'143 stepping 8)","device_kind":"cpu","instruction_set":"AVX512","threads":2,"precision":"float32",'
-    b'"backend":"kernel+plain","torch":"2.13.0+cpu","environment":{"GOMP_SPINCOUNT":"10000"},"checksum":'
+    b'"backend":"kernel+plain","tf32":false,"torch":"2.13.0+cpu","environment":{"GOMP_SPINCOUNT":"10000"},"checksum":'
 )
 
 

@@ -91,7 +91,7 @@ def of_features(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
     del same["past_is_constant"]
     if isinstance(sublayer, Performer):
         return linear.linear_attention(x, **same, product=random_feature_product(sublayer.directions))
-    phi = getattr(linear, choices.get("feature_map", "elu"))
+    phi = {"elu": linear.elu_plus_one, "relu": linear.relu}[choices.get("feature_map", "elu")]
     return linear.linear_attention(x, **same, product=lambda head, query, key: phi(query) @ phi(key))
 
 
