@@ -13,7 +13,7 @@ MOST_GRAPHS = 8
 
 
 def check(folder: Path, *, device: str) -> None:
-    """Print a line for each comparison. AssertionError at the first one that fails."""
+    """Print a line for each comparison. Raises AssertionError at the first that fails."""
     runs = {}
     for name in ("compiled", "again", "eager"):
         runs[name] = json.loads((folder / name / "latest" / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""``python -m bench.compress`` and ``bench.decompress``: files come back, and other conditions are refused by name."""
+"""``python -m bench.compress`` and ``bench.decompress``: decoding restores a file, and other conditions are refused."""
 
 import math
 import re
@@ -18,6 +18,7 @@ from tests.small_runs import whole_run
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 TEXT = b"One byte of each stream at a time, and the decoder does as the encoder did. " * 30
 LAST = r"(\d+\.\d{4}) bits per byte by the file, (\d+\.\d{4}) by the score under the same cut: ([+-]\d+\.\d\d) %\n$"
+"""The last line that ``bench.compress`` prints."""
 
 
 @pytest.fixture(scope="module")
@@ -205,5 +206,6 @@ def test_a_mistake_is_refused_and_writes_no_file(run, tmp_path, monkeypatch, wor
 def test_both_commands_end_with_exit_code_2_after_a_mistake(run, code, monkeypatch):
     monkeypatch.chdir(code.parent)
     for script, words in (("compress", ("file=nowhere", "out=b")), ("decompress", ("file=nowhere", "out=b"))):
-        ended = call(f"bench/{script}.py", f"run={run}", *words, *CPU)
-        assert (ended.code, ended.out) == (2, "") and ended.err.startswith("error: file=nowhere: cannot be read"), ended
+        outcome = call(f"bench/{script}.py", f"run={run}", *words, *CPU)
+        assert (outcome.code, outcome.out) == (2, ""), outcome
+        assert outcome.err.startswith("error: file=nowhere: cannot be read"), outcome

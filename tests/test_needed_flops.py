@@ -8,7 +8,7 @@ import torch
 
 from harness.count.flops import count_flops
 from harness.model import LanguageModel
-from tests.attention_case import DOUBLE, B, Case, D, covering
+from tests.attention_case import DOUBLE, B, Case, D, covering_array
 from tests.promises import Gate
 from tests.small_configs import TINY, plan
 from tests.small_runs import CARRY, make_run, temporary_cwd  # noqa: F401 - a fixture
@@ -25,7 +25,7 @@ CASES = {
     "position": ["rotary", "relative"],
     "cache": ["kv", "hidden"],
     "attend_self": [True, False],
-    "spans": ["fixed", "between", "zero", "dynamic"],
+    "spans": ["fixed", "fractional", "zero", "dynamic"],
     "persistent": [0, 3],
     "kv_heads": [None, 1],
     "parts": ["", "gate sink", "key_bias"],
@@ -79,7 +79,7 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
     return forward, backward
 
 
-@pytest.mark.parametrize("sizes", covering(CASES, strength=2), ids=lambda sizes: "-".join(map(str, sizes.values())))
+@pytest.mark.parametrize("sizes", covering_array(CASES, strength=2), ids=lambda row: "-".join(map(str, row.values())))
 def test_needed_flops_of_attention_equal_those_of_loops(sizes):
     attention = Case(**sizes).build()
     needed = attention.needed_flops(sizes["length"], carried=sizes["past"])
@@ -145,8 +145,8 @@ def test_segments_without_a_carried_state_are_charged_for_their_visible_keys():
 def test_streams_are_charged_for_their_carried_keys():
     run = make_run("variant=mhsa", *CARRY, "data.bytes=600", "eval.bytes=null", "model.span=40", "budget.steps=100")
     needed = [run.model.needed_flops(16, carried=carried) for carried in (0, 16, 32, 48)]
-    cold, *growing, full = (round(64 * of.training) for of in needed)
+    cold, *growing, full = (round(64 * flops.training) for flops in needed)
     assert charged(run) == [cold, *growing, *[full] * 5] and cold < growing[0] < growing[1] < full
     assert run.stream.steps_per_epoch == 8
     run.step()
-    assert run.spent.flops == cold + sum(growing) + 5 * full + cold, "a new turn begins without a past"
+    assert run.spent.flops == cold + sum(growing) + 5 * full + cold, "a new epoch begins without a past"

@@ -40,12 +40,12 @@ class Toy(nn.Module):
         return self.head(x)
 
 
-def train(model, optimizers, *, first, last, of=10):
+def train(model, optimizers, *, first, last, total=10):
     for step in range(first, last):
         tokens = torch.randint(16, (32,), generator=torch.Generator().manual_seed(step))
         optimizers.zero_grad()
         nn.functional.cross_entropy(model(tokens), (tokens * 3 + 1) % 16).backward()
-        optimizers.step((step + 0.5) / of)
+        optimizers.step((step + 0.5) / total)
 
 
 def names(groups):
@@ -61,8 +61,8 @@ def test_parameters_without_a_group_are_assigned_by_rules():
     }
     assert set(groups[0].parameters) - groups[0].undecayed == {"head.weight"} and not groups[1].undecayed
     assert [part["weight_decay"] for part in groups[0].build(lr=1.0).param_groups] == [0.1, 0.0]
-    (alone,) = assign(Toy(), default=ADAMW)
-    assert set(alone.parameters) - alone.undecayed == {"head.weight", "layers.0.mix.weight", "layers.1.mix.weight"}
+    (group,) = assign(Toy(), default=ADAMW)
+    assert set(group.parameters) - group.undecayed == {"head.weight", "layers.0.mix.weight", "layers.1.mix.weight"}
     frozen = Toy()
     frozen.span.requires_grad_(False)
     assert "span" not in names(assign(frozen, default=ADAMW))["default"]
@@ -89,8 +89,8 @@ def test_a_pattern_matches_a_shared_parameter_by_any_of_its_names():
     groups = assign(Toy(), default=ADAMW, groups=nodes)
     assert names(groups)["values"] == ["layers.0.memory.weight"]
     assert names(groups)["spans"] == ["layers.0.norm.weight", "layers.1.norm.weight", "span"]
-    every = [p for group in groups for p in group.parameters.values()]
-    assert len(every) == len({id(p) for p in every}) == len(list(Toy().parameters()))
+    parameters = [p for group in groups for p in group.parameters.values()]
+    assert len(parameters) == len({id(p) for p in parameters}) == len(list(Toy().parameters()))
 
 
 IMPOSSIBLE = {

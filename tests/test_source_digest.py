@@ -65,7 +65,7 @@ CONFIG = {"variant": {"attention": {"_partial_": True, "parts": [{"_target_": "v
 
 
 @pytest.fixture(autouse=True)
-def new_process():
+def empty_cache():
     """Clear the cache of read files before and after each test."""
     source.clear_caches()
     yield
@@ -89,14 +89,14 @@ def write(path: Path, text: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_the_digest_depends_on_exactly_the_files_that_a_run_can_import(checkout, case):
     assert {name for name, _ in mechanism_files(CONFIG)} == WINDOW
-    arguments, counting = CASES[case]
+    arguments, relevant_files = CASES[case]
     before = digest(CONFIG, **arguments)
     for name in CHECKOUT:
         text = (checkout / name).read_text()
         write(checkout / name, f"{text}\n# edited")
         assert digest(CONFIG, **arguments) == before, "a process remembers what it read"
         source.clear_caches()
-        assert (digest(CONFIG, **arguments) != before) == (name in counting), name
+        assert (digest(CONFIG, **arguments) != before) == (name in relevant_files), name
         write(checkout / name, text)
         source.clear_caches()
         assert digest(CONFIG, **arguments) == before

@@ -20,12 +20,12 @@ from harness.optim.parameter_groups import assign
 from tests.small_runs import MEMORY, VARIANTS, make_run, tensors
 
 CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
-MOVING = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.3")
+SPANS = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.3")
 LEARNS = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_zero_init=false")
 
 
 def test_accumulation_equals_the_unsplit_step():
-    whole, split = (make_run(*MOVING, *LEARNS, f"batch.accumulate={parts}") for parts in (1, 3))
+    whole, split = (make_run(*SPANS, *LEARNS, f"batch.accumulate={parts}") for parts in (1, 3))
     for run in (whole, split):
         run.model.double()  # Adam amplifies the rounding errors of float32
         for _ in range(3):
@@ -41,7 +41,7 @@ def test_accumulation_equals_the_unsplit_step():
 @pytest.mark.parametrize("parts", [1, 3])
 def test_auxiliary_losses_are_in_the_gradient_but_not_in_the_score(parts):
     weight, heads, span, lr = 0.01, 2, 16, 0.5
-    words = (*MOVING, "model.head_zero_init=false")
+    words = (*SPANS, "model.head_zero_init=false")
     runs = [make_run(*words, f"variant.attention.span.loss_weight={w}") for w in (0.0, weight)]
     batch = runs[0].stream.batch(0)
     logits = runs[0].model(batch[0]).logits.detach()
@@ -82,7 +82,7 @@ def test_parameters_are_projected_after_every_step():
 
 
 def test_bfloat16_training_is_finite_and_close_to_float32_with_parameters_in_float32():
-    high, low = (make_run(*MOVING, *LEARNS, f"runtime.precision={precision}") for precision in ("float32", "bfloat16"))
+    high, low = (make_run(*SPANS, *LEARNS, f"runtime.precision={precision}") for precision in ("float32", "bfloat16"))
     bits = []
     for run in (high, low):
         for _ in range(3):

@@ -14,7 +14,7 @@ from variants.transformer_xl import TransformerXL
 def test_without_some_parameters_it_equals_attention_without_or_with_relative_positions(position):
     """Without W_R and u there are no positions. Without u and v the relative position vectors are W_R r."""
     case = Case(length=9, past=7, span=6, heads=1, cache="hidden", position=position)
-    other, attention = case.build(), case.build(TransformerXL, moved=1.0)
+    other, attention = case.build(), case.build(TransformerXL, noise=1.0)
     with torch.no_grad():
         attention.position.to_keys.zero_()
         attention.position.to_distances.mul_(position == "none")
@@ -28,12 +28,12 @@ def test_without_some_parameters_it_equals_attention_without_or_with_relative_po
 
 
 def test_by_default_layers_share_u_and_v_and_the_cache_is_hidden():
-    made = plan(*TINY, "variant=transformer_xl")
-    assert (made.model.cache, made.scheme.func.__name__) == ("hidden", "NoPosition")
-    usual, counts = sum(p.numel() for p in plan(*TINY, "variant=mhsa").make_model().parameters()), {}
+    run_plan = plan(*TINY, "variant=transformer_xl")
+    assert (run_plan.model.cache, run_plan.scheme.func.__name__) == ("hidden", "NoPosition")
+    mhsa_parameters, counts = sum(p.numel() for p in plan(*TINY, "variant=mhsa").make_model().parameters()), {}
     for share in ("network", "layer"):
         model = plan(*TINY, "variant=transformer_xl", f"variant.attention.share={share}").make_model()
         first, second = (sublayer.position for _, sublayer in model.sublayers() if isinstance(sublayer, Attention))
         assert (first.to_keys is second.to_keys) == (first.to_distances is second.to_distances) == (share == "network")
         counts[share] = sum(p.numel() for p in model.parameters())
-    assert counts == {"network": usual + 2 * 32**2 + 2 * 32, "layer": usual + 2 * 32**2 + 4 * 32}
+    assert counts == {"network": mhsa_parameters + 2 * 32**2 + 2 * 32, "layer": mhsa_parameters + 2 * 32**2 + 4 * 32}
