@@ -25,7 +25,7 @@ def refused(cwd, *words) -> str:
     return lines[0]
 
 
-# Mistakes with parts of the message. test_config.py has the mistakes that the plan detects.
+# Each mistake has parts of its message. test_config.py has the mistakes that planning a run detects.
 
 VARIANTS = sorted(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
 MISTAKES = {

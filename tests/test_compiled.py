@@ -64,7 +64,7 @@ HIDDEN_CACHE = pytest.param(("model.layers=3", "budget.steps=400", "model.cache=
 
 @pytest.mark.parametrize("words", [("model.layers=1", "budget.steps=24"), THREE_LAYERS, HIDDEN_CACHE])
 def test_a_run_needs_few_graphs_though_its_spans_change(words, monkeypatch):
-    """The run trains with carried state, validates and scores, and takes random spans at every step."""
+    """The run trains with carried state, validates and scores, and has random spans at every step."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()

@@ -53,17 +53,17 @@ def test_each_call_appends_a_row_with_its_protocol(trained, capsys):
     run, _ = trained
     before = len((run / EVALUATIONS).read_text().splitlines()) if (run / EVALUATIONS).exists() else 0
     words = (("eval.streams=1", "eval.segment=7"), ("eval.context=0",), ("eval.context=0", "eval.segment=16"))
-    whole, other, *cold = (evaluate_run(run, "split=test", *more) for more in ((), *words))
+    row, one_stream, *cold = (evaluate_run(run, "split=test", *more) for more in ((), *words))
     assert len((run / EVALUATIONS).read_text().splitlines()) == before + 4
     protocol = {"streams": 3, "segment": 64, "span": 16, "bytes": None, "context": 32, "selection_bytes": 200}
     protocol |= {"vocabulary": 256, "drop_newlines": False, "split": [0.9, 0.05, 0.05]}
-    assert whole["protocol"] == protocol and other["protocol"] == protocol | {"streams": 1, "segment": 7}
-    assert whole["bytes"] == other["bytes"] == 999 and whole["split"] == "test"
+    assert row["protocol"] == protocol and one_stream["protocol"] == protocol | {"streams": 1, "segment": 7}
+    assert row["bytes"] == one_stream["bytes"] == 999 and row["split"] == "test"
     assert "*" not in capsys.readouterr().out  # the mark of a capped split
-    assert whole["bits_per_byte"] != other["bits_per_byte"]
-    assert whole["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=0.02)  # two cold starts fewer
+    assert row["bits_per_byte"] != one_stream["bits_per_byte"]
+    assert row["bits_per_byte"] == pytest.approx(one_stream["bits_per_byte"], abs=0.02)  # two cold starts fewer
     assert cold[0]["bits_per_byte"] == pytest.approx(cold[1]["bits_per_byte"], abs=1e-6)
-    assert cold[0]["protocol"] == protocol | {"context": 0} and cold[0]["bits_per_byte"] != whole["bits_per_byte"]
+    assert cold[0]["protocol"] == protocol | {"context": 0} and cold[0]["bits_per_byte"] != row["bits_per_byte"]
 
 
 @pytest.mark.numeric

@@ -38,10 +38,10 @@ def test_every_stage_has_the_cells_of_its_grids(tmp_path):
 def test_a_sweep_has_the_cells_protocol_and_precision_of_its_stage(name, tmp_path):
     words = [f"{key}={value}" for key, value in sweep_grid(name).items()]
     jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
-    typed = {frozenset(job) for job in jobs}
+    sweep_jobs = {frozenset(job) for job in jobs}
     all_grids = [grid for grids in STAGES.values() for grid in grids]
     staged = {frozenset(cell.words[1:]) for cell in stage_cells(all_grids, words=[], rows=tmp_path, replays=REPLAYS)}
-    assert typed <= staged, "what the sweep's command runs is what the driver runs"
+    assert sweep_jobs <= staged, "the driver must run every job of the sweep"
     run_plan = plan(f"sweep={name}", *jobs[-1])
     assert (run_plan.runtime.precision, run_plan.runtime.threads, run_plan.eval.bytes) == ("float32", 1, None)
     assert run_plan.config["optim"]["matrices"]["optimizer"]["precision"] == "float32"

@@ -92,7 +92,7 @@ def test_the_parts_of_the_prediction_have_their_closed_forms():
 def test_the_predicted_state_follows_the_learned_spans():
     words = ("variant=adaptive_span", "model.layers=1", "model.span=512", "batch.carry=true", "batch.segment=64")
     plans = [plan(*ON_CPU, *TINY, *words, f"variant.attention.span.initial={share}") for share in (0.02, 1)]
-    short, long = (predict(start)["split"]["state"] for start in plans)
+    short, long = (predict(run_plan)["split"]["state"] for run_plan in plans)
     assert long > 5 * short
 
 

@@ -36,18 +36,14 @@ def test_figures_are_written_for_the_corpus_of_the_run_or_a_text_file(trained, t
     for name in FIGURES:
         pixels = image.imread(trained / name)
         assert 400 < pixels.shape[0] < 2000 and pixels[..., :3].std() > 0.02, "something is drawn"
-    attention_maps, draw = [], inspect.draw_attention
-    monkeypatch.setattr(
-        inspect,
-        "draw_attention",
-        lambda layers, path, **about: attention_maps.append(layers) or draw(layers, path, **about),
-    )
+    maps, draw = [], inspect.draw_attention
+    recorded_draw = lambda layers, *args, **kwargs: maps.append(layers) or draw(layers, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(inspect, "draw_attention", recorded_draw)
     monkeypatch.setattr("harness.data.corpora.load", lambda **_: pytest.fail("data were read"))
     (tmp_path / "text").write_bytes("Grüße, $x$ <b>\0\xff with some more".encode("latin-1"))
     assert draw_figures(trained, f"text={tmp_path / 'text'}") == FIGURES
-    assert {name: layers.shape for name, layers in attention_maps[0].items()} == {
-        f"layers.{i}.attention": (2, 24, 24) for i in range(2)
-    }
+    shapes = {name: layers.shape for name, layers in maps[0].items()}
+    assert shapes == {f"layers.{i}.attention": (2, 24, 24) for i in range(2)}
 
 
 def test_a_sublayer_without_an_attention_map_is_named(trained, monkeypatch, capsys):

@@ -110,8 +110,8 @@ def test_the_initial_output_is_the_uniform_distribution():
     assert build("model.head_zero_init=false")(torch.zeros(1, 3, dtype=torch.int64)).logits.any()
 
 
-WHOLE = LAYERS * (ATTENTION + FEED_FORWARD) + 5 * NORM
-READ = MEMORY_ALONE + MEMORY_HEADS * K * D
+BODY = LAYERS * (ATTENTION + FEED_FORWARD) + 5 * NORM
+MEMORY_READ = MEMORY_ALONE + MEMORY_HEADS * K * D
 TWO_MEMORIES = "+variant.at={1: [attention, memory]}"  # layer 0 has a memory by default
 SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network", TWO_MEMORIES)
 
@@ -122,14 +122,14 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
         (
             HIDDEN_WIDTH,
             {"layers.0.attention": ATTENTION, "layers.1.feed_forward": FEED_FORWARD, "norms": 5 * NORM, "head": V * D},
-            WHOLE + V * D + D,
+            BODY + V * D + D,
         ),
         # A tied embedding is part of the head.
-        ((*HIDDEN_WIDTH, "model.tied=true"), {"embedding": V * D, "head": 0}, WHOLE + V * D),
+        ((*HIDDEN_WIDTH, "model.tied=true"), {"embedding": V * D, "head": 0}, BODY + V * D),
         (
             (*HIDDEN_WIDTH, "position=relative"),
             {"layers.0.attention": ATTENTION + RELATIVE, "layers.1.attention": ATTENTION},
-            WHOLE + RELATIVE + V * D + D,
+            BODY + RELATIVE + V * D + D,
         ),
         (
             ("variant=all_attention_fixed", "variant.attention.persistent.number=5"),
@@ -139,7 +139,7 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
         (  # two layers that share a table
             SHARED,
             {"layers.0.memory": MEMORY_ALONE + TABLE, "layers.1.memory": MEMORY_ALONE},
-            WHOLE - 2 * FEED_FORWARD + 2 * READ + V * D + D,
+            BODY - 2 * FEED_FORWARD + 2 * MEMORY_READ + V * D + D,
         ),
     ],
 )

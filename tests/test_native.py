@@ -119,5 +119,5 @@ def test_keys_that_no_query_sees_have_a_gradient_of_zero():
 def test_nan_in_an_input_gives_nan_in_the_output(where):
     inputs = {name: torch.randn(1, 1, 20, 4) for name in ("query", "key", "value")}
     inputs[where][:, :, 9] = torch.nan
-    bad = window_cpu.attend(*inputs.values(), Window((5,))).isnan().all(-1)[0, 0]
-    assert bad[9 : 10 if where == "query" else 14].all()  # other rows of the block may be NaN as well
+    nan_rows = window_cpu.attend(*inputs.values(), Window((5,))).isnan().all(-1)[0, 0]
+    assert nan_rows[9 : 10 if where == "query" else 14].all()  # other rows of the block may be NaN as well

@@ -51,9 +51,9 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
     if hasattr(attention.span, "gate"):
         gate = segment * 2 * attention.span.gate.weight.numel()
         forward, backward = forward + gate, backward + 2 * gate
-    of_bias = 0 if attention.key_bias is None else 2 * D  # for each head and byte
-    forward += segment * attention.heads * of_bias
-    backward += 2 * segment * attention.heads * of_bias
+    bias_flops = 0 if attention.key_bias is None else 2 * D  # for each head and byte
+    forward += segment * attention.heads * bias_flops
+    backward += 2 * segment * attention.heads * bias_flops
     past_keys = set()
     for head in range(attention.heads):
         distances = visible_distances(attention, head)
@@ -74,7 +74,7 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
                 for _ in range(attention.persistent.number):
                     forward, backward = forward + 4 * width, backward + 8 * width
     if hidden:  # past inputs are projected again, and the matrices have gradients
-        projections = len(past_keys) * (2 * (2 * D * width) + of_bias * attention.heads // attention.kv_heads)
+        projections = len(past_keys) * (2 * (2 * D * width) + bias_flops * attention.heads // attention.kv_heads)
         forward, backward = forward + projections, backward + projections
     return forward, backward
 

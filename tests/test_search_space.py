@@ -66,7 +66,7 @@ def test_a_trial_is_recorded_and_planned_again_as_the_same_run():
     assert run_plan.config["trial"] == 3 and values(run_plan)["optim.lr"] == run_plan.config["optim"]["lr"]
     again = plan_run(OmegaConf.create(json.loads(json.dumps(run_plan.config))))
     assert again.config == json.loads(json.dumps(run_plan.config)) and again.point == run_plan.point
-    assert plan("variant=adaptive_span", *TINY).config["space"] is None, "no part of a run that is no trial"
+    assert plan("variant=adaptive_span", *TINY).config["space"] is None, "a run that is not a trial has no space"
     assert list(plan("variant=adaptive_span", "space=rate", *TUNE, "trial=3").point) == ["optim.lr"]
 
 

@@ -21,11 +21,11 @@ from tests.small_runs import MEMORY, VARIANTS, make_run, tensors
 
 CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
 SPANS = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.3")
-LEARNS = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_zero_init=false")
+TRAINING = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_zero_init=false")
 
 
 def test_accumulation_equals_the_unsplit_step():
-    whole, split = (make_run(*SPANS, *LEARNS, f"batch.accumulate={parts}") for parts in (1, 3))
+    whole, split = (make_run(*SPANS, *TRAINING, f"batch.accumulate={parts}") for parts in (1, 3))
     for run in (whole, split):
         run.model.double()  # Adam amplifies the rounding errors of float32
         for _ in range(3):
@@ -82,7 +82,7 @@ def test_parameters_are_projected_after_every_step():
 
 
 def test_bfloat16_training_is_finite_and_close_to_float32_with_parameters_in_float32():
-    high, low = (make_run(*SPANS, *LEARNS, f"runtime.precision={precision}") for precision in ("float32", "bfloat16"))
+    high, low = (make_run(*SPANS, *TRAINING, f"runtime.precision={precision}") for precision in ("float32", "bfloat16"))
     bits = []
     for run in (high, low):
         for _ in range(3):

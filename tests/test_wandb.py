@@ -144,8 +144,10 @@ def test_the_mode_follows_the_configuration_the_variable_and_the_login(
     hint = run_job(tmp_path, mode=configured).hint
     assert [keywords["mode"] for keywords in module.arguments("init")] == started
     assert len(capsys.readouterr().err.splitlines()) == lines
-    assert hint.startswith({"online": "wandb: https://", "offline": "wandb sync "}[started[-1]] if started else "")
+    prefixes = {"online": "wandb: https://", "offline": "wandb sync "}
     assert bool(hint) == bool(started)
+    if started:
+        assert hint.startswith(prefixes[started[-1]])
 
 
 def test_environment_variables_of_wandb_override_the_configuration(fake, monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from harness.record.rows import RECORD
 from tests.small_runs import crash, make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 WORDS = ("variant=mhsa", "budget.steps=13", "checkpoint.every_steps=3", "eval.test=false")
-NEWEST, BEFORE, BEST = (f"checkpoints/{name}.pt" for name in ("step-000000009", "step-000000006", "best"))
+NEWEST, PREVIOUS, BEST = (f"checkpoints/{name}.pt" for name in ("step-000000009", "step-000000006", "best"))
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def assert_refused(message: str) -> None:
 
 def test_without_a_good_checkpoint_resuming_is_refused_until_forced(crashed, undisturbed_rows):
     before = (crashed / RECORD).read_bytes()
-    for name in (NEWEST, BEFORE):
+    for name in (NEWEST, PREVIOUS):
         flip_middle_bit(crashed / name)
     for _ in range(2):
         assert_refused(r"step-000000009\.pt is damaged.*step-000000006\.pt is damaged.*allowed is force=true")
