@@ -59,25 +59,25 @@ def lengths(state) -> list[int]:
 def test_with_the_cpu_kernel_each_head_carries_only_the_keys_that_it_can_reach(attend_self):
     case = Case(length=400, span=300, heads=4, spans="zero", position="rotary", attend_self=attend_self)
     attention, (_, x) = case.build(), case.stream()
-    whole = attention(x, None, starts(0)).state
-    assert whole[0].shape[2] == 299 + (not attend_self)
+    full_state = attention(x, None, starts(0)).state
+    assert full_state[0].shape[2] == 299 + (not attend_self)
     attention.wanted_backend = "kernel"
     state = attention(x, None, starts(0)).state
     assert attention.span.max_keys == (64, 128, 128, 300)
     # The state has the keys of one more bucket of 64, because an optimizer step may grow a span.
     assert lengths(state) == [n - 1 + (not attend_self) for n in (128, 192, 192, 300)]
     assert lengths(attention(x[:, :5], None, starts(0)).state) == [5] * 4
-    more = torch.randn(B, 7, D, dtype=DOUBLE)
+    next_x = torch.randn(B, 7, D, dtype=DOUBLE)
     for fractions in (None, [0.3, 0.4, 0.4, 1.0]):  # the second list grows spans into the next bucket
         if fractions:
             set_fractions(attention, fractions)
             assert attention.span.max_keys == (128, 128, 128, 300)
         attention.wanted_backend = "plain"
-        expected = attention(more, whole, starts(400)).y
-        for backend, carried in (("plain", state), ("fused", state), ("kernel", state), ("kernel", whole)):
+        expected = attention(next_x, full_state, starts(400)).y
+        for backend, carried in (("plain", state), ("fused", state), ("kernel", state), ("kernel", full_state)):
             attention.wanted_backend = backend
             with patch.object(operation, "attend", wraps=operation.attend) as call:
-                out = attention(more, carried, starts(400), collect_stats=True)
+                out = attention(next_x, carried, starts(400), collect_stats=True)
             assert call.call_count == (backend == "fused")  # one call for all heads
             assert_near(out.y, expected)
             assert not any(k.requires_grad for k in out.state[0])

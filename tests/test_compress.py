@@ -157,16 +157,16 @@ def test_each_differing_condition_is_refused_by_its_name(run, code, name):
 
 
 def test_a_damaged_code_is_refused(run, code):
-    whole = code.read_bytes()
-    end = len(whole) - len(unpack(whole, key="file")[1])
-    for content in (b"", whole[:3], b"PK\3\4" + whole[4:], TEXT):
+    intact = code.read_bytes()
+    end = len(intact) - len(unpack(intact, key="file")[1])
+    for content in (b"", intact[:3], b"PK\3\4" + intact[4:], TEXT):
         code.write_bytes(content)
         assert_refused(r"is no file of this format \(AWT1\)", run, code)
-    for content in (whole[:5], whole[:20], whole[:end], whole[:-1], whole + b"\0"):
+    for content in (intact[:5], intact[:20], intact[:end], intact[:-1], intact + b"\0"):
         code.write_bytes(content)
         assert_refused("is damaged or cut off", run, code)
-    for at in (4, 5, 7, end // 2, end - 1, end, (end + len(whole)) // 2, len(whole) - 1):
-        code.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    for at in (4, 5, 7, end // 2, end - 1, end, (end + len(intact)) // 2, len(intact) - 1):
+        code.write_bytes(intact[:at] + bytes([intact[at] ^ 4]) + intact[at + 1 :])
         assert_refused("is damaged or cut off", run, code)
 
 

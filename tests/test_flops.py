@@ -46,8 +46,8 @@ def test_torchs_attention_counts_the_visible_pairs(kernel, causal):
     q, k, v = queries_keys_values(rows, keys, requires_grad=True, **device)
     forward = partial(ATTENTION[kernel], q, k, v, causal)
     assert count_flops(forward) == (4 * 2 * 3 * pairs * 8, {})
-    whole = count_flops(lambda: forward().sum().backward(), gradients=True)
-    assert whole == ((4 + 10) * 2 * 3 * pairs * 8, {"sum": 1})  # two products forward, five backward
+    total = count_flops(lambda: forward().sum().backward(), gradients=True)
+    assert total == ((4 + 10) * 2 * 3 * pairs * 8, {"sum": 1})  # two products forward, five backward
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -16,7 +16,7 @@ def gpu_row(**changes) -> dict:
     return cost_row(length=512, **(H100 | {"streams": 64, "segment": 512} | changes))
 
 
-def test_utilisation_is_flops_per_second_over_the_peak_and_none_where_one_is_missing():
+def test_utilisation_is_flops_per_second_over_the_peak_and_none_where_either_is_missing():
     row = gpu_row(time={"train_ms": {"p20": 19.0, "p50": 20.0, "p80": 22.0, "n": 9}})
     row["flops"] = row["flops"] | {"training_per_byte": 3 * 88e6}
     share = utilisation(row)

@@ -85,8 +85,8 @@ def test_context_and_persistent_vectors_are_merged_before_they_are_rounded(engin
 @BACKENDS
 def test_keys_beyond_the_ramp_change_nothing_and_keys_beyond_the_window_are_not_read(backend):
     trimmed = Case(T=129, past=40, persistent=1, **HEADS["long"])
-    whole, inputs = replace(trimmed, max_keys=(290,) * 4), trimmed.inputs()
-    assert_same(trimmed.call(ATTEND[backend], inputs), whole.call(ATTEND[backend], inputs), named=inputs)
+    untrimmed, inputs = replace(trimmed, max_keys=(290,) * 4), trimmed.inputs()
+    assert_same(trimmed.call(ATTEND[backend], inputs), untrimmed.call(ATTEND[backend], inputs), named=inputs)
     q, k, v = normal(1, 2, 3, 4), normal(1, 2, 20, 4, seed=1), normal(1, 2, 20, 4, seed=2)
     with torch.no_grad():
         k[:, :, :13], v[:, :, :13] = torch.nan, torch.nan  # 3 rows and a window of 4 or 5: at most 7 keys
@@ -186,9 +186,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor, z: Tensor, ramp: int) -> Tensor:
 @pytest.mark.parametrize("ramp", [1, 3, 32])
 def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_clamp(backend, ramp, dtype):
     """Spans are integers and their floating-point neighbours, for which the rounded z + R decides on the side."""
-    whole = torch.tensor([0, 1, 2, 5, 9, 20, 39], dtype=dtype)
-    rounded = torch.cat([torch.nextafter(whole, whole + 1), torch.nextafter(whole[1:], whole[1:] - 1)])
-    z = torch.cat([whole, rounded]).requires_grad_()
+    integers = torch.tensor([0, 1, 2, 5, 9, 20, 39], dtype=dtype)
+    rounded = torch.cat([torch.nextafter(integers, integers + 1), torch.nextafter(integers[1:], integers[1:] - 1)])
+    z = torch.cat([integers, rounded]).requires_grad_()
     q, k, v = (normal(1, len(z), 40, 4, seed=n).to(dtype) for n in range(3))
     (dz,) = gradients(ATTEND[backend](q, k, v, Window((40,) * len(z), z=z, ramp=ramp)), [z])
     assert_near(dz, gradients(dense(q, k, v, z, ramp), [z])[0], tolerance=1e-11 if dtype == DOUBLE else 2e-5)
@@ -213,11 +213,11 @@ def test_backward_can_omit_the_past_and_executed_flops_are_counted(engine, name,
     with torch.inference_mode():
         y, saved = fused.forward(inputs, visible)
         g = torch.randn_like(y)
-        whole = fused.backward(g, y, saved, inputs, visible, wanted)
+        all_gradients = fused.backward(g, y, saved, inputs, visible, wanted)
         segment = fused.backward(g, y, saved, inputs, visible, frozenset("qkv"), segment_only=True)
-    assert whole.keys() == wanted and segment.keys() == set("qkv")
+    assert all_gradients.keys() == wanted and segment.keys() == set("qkv")
     for field, gradient in segment.items():
-        assert_near(gradient, whole[field][:, :, 0 if field == "q" else case.past :])
+        assert_near(gradient, all_gradients[field][:, :, 0 if field == "q" else case.past :])
     if engine == "cpu":  # on CUDA the widths of heads are padded
         calls = lambda: fused.forward(inputs, visible), lambda: fused.backward(g, y, saved, inputs, visible, wanted)
         assert tuple(count_flops(call).total for call in calls) == fused.executed_flops(inputs, visible, wanted)

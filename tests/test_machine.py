@@ -102,12 +102,12 @@ def test_each_type_of_machine_has_a_cache_folder_of_compiled_graphs(monkeypatch,
             return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
     default = folder()
-    others = [
+    changed = [
         folder(torch.backends.cpu, get_cpu_capability="ANOTHER"),
         folder(get_num_threads=99),
         folder(torch.cpu, get_capabilities=dict(torch.cpu.get_capabilities()) | {"amx_tile": "another"}),
     ]
-    assert len({default, *others}) == 4 and {path.parent for path in (default, *others)} == {tmp_path}
+    assert len({default, *changed}) == 4 and {path.parent for path in (default, *changed)} == {tmp_path}
     assert folder() == default, "the folder must not depend on earlier calls"
 
 

@@ -115,9 +115,9 @@ def test_streams_of_a_batch_may_be_at_any_phase_of_a_block(words, ages):
         out = layer(torch.cat([x[:, first : first + length] for first in start.tolist()]), state, start)
         state, start = out.state, start + length
         pieces.append(out.y)
-    whole = layer(x, None, starts(0, streams=1)).y
+    expected = layer(x, None, starts(0, streams=1)).y
     for row, age in zip(torch.cat(pieces, dim=1), ages, strict=True):
-        assert_near(row, whole[0, age : age + 25], tolerance=1e-9)
+        assert_near(row, expected[0, age : age + 25], tolerance=1e-9)
 
 
 @pytest.mark.parametrize(

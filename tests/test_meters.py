@@ -85,8 +85,8 @@ def test_on_a_gpu_reserved_and_allocated_memory_are_both_measured(monkeypatch):
     assert meter.read() == Peak(50, False, 50), "the peak is that since the meter was made"
     counters |= {"allocated_bytes.all.peak": 250, "reserved_bytes.all.peak": 400}
     assert meter.read() == Peak(250, False, 400)
-    one, other = Peak(5, False, 7), Peak(3, False, 9)
-    assert one.maximum(other) == other.maximum(one) == Peak(5, False, 9)
+    first, second = Peak(5, False, 7), Peak(3, False, 9)
+    assert first.maximum(second) == second.maximum(first) == Peak(5, False, 9)
     assert Peak(None, False).maximum(Peak(4, True)) == Peak(4, True)
     assert Peak(4, True).over_processes(lambda number: number + 1) == Peak(5, True)
 

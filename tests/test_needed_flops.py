@@ -95,8 +95,8 @@ def test_needed_flops_of_attention_equal_those_of_loops(sizes):
 def executed(sublayer: Sublayer, x: torch.Tensor, state=None, start=None) -> tuple[int, int]:
     """Executed forward and backward FLOPs per byte of a sublayer whose input has a gradient."""
     forward = count_flops(lambda: sublayer(x, state, start)).total
-    whole = count_flops(lambda: sublayer(x, state, start).y.sum().backward(), gradients=True).total
-    return forward / x[..., 0].numel(), (whole - forward) / x[..., 0].numel()
+    total = count_flops(lambda: sublayer(x, state, start).y.sum().backward(), gradients=True).total
+    return forward / x[..., 0].numel(), (total - forward) / x[..., 0].numel()
 
 
 def test_needed_flops_of_sublayers_without_a_past_equal_the_executed_ones():

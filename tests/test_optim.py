@@ -185,8 +185,8 @@ def test_resumed_optimizers_continue_exactly(default):
         assigned = assign(model, default=default, matrices=MATRICES, groups=SPARSE)
         return model, Optimizers(assigned, lr=0.01, schedule=Schedule(warmup_steps=8, decay="linear"), clip=1.0)
 
-    whole, optimizers = make()
-    train(whole, optimizers, first=0, last=10)
+    undisturbed, optimizers = make()
+    train(undisturbed, optimizers, first=0, last=10)
 
     stopped, optimizers = make()
     train(stopped, optimizers, first=0, last=5)
@@ -199,10 +199,10 @@ def test_resumed_optimizers_continue_exactly(default):
     optimizers.load_state_dict(saved["optimizers"])
     train(resumed, optimizers, first=5, last=10)
     assert optimizers.steps == 10
-    for name, value in whole.state_dict().items():
+    for name, value in undisturbed.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
         assert not torch.equal(value, stopped.state_dict()[name]), name
 
-    other = Optimizers(assign(Toy(), default=ADAMW), lr=0.01, schedule=Schedule())
+    adamw = Optimizers(assign(Toy(), default=ADAMW), lr=0.01, schedule=Schedule())
     with pytest.raises(ValueError, match="matrices"):
-        other.load_state_dict(optimizers.state_dict())
+        adamw.load_state_dict(optimizers.state_dict())

@@ -215,8 +215,8 @@ def test_gradients_are_averaged_where_a_process_has_none(ranks):
 def test_parameters_that_fsdp_cannot_shard_are_detected():
     model = model_of(Outsider)()
     before, random = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
-    whole = unsharded_parameters(model)
-    units = {name for name, parameter in model.named_parameters() if parameter not in whole}
+    unsharded = unsharded_parameters(model)
+    units = {name for name, parameter in model.named_parameters() if parameter not in unsharded}
     inside = {f"layers.{i}.part0.sublayer.{name}.weight" for i in (0, 1) for name in ("inner", "outer")}
     assert units == inside | {"embedding.weight", "head.weight"}
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())

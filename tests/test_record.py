@@ -88,8 +88,8 @@ def test_the_closing_table_has_the_numbers_of_the_summary_and_marks_capped_ones(
     words += ("stdlib (fallback for enwik8), 10,485,760 bytes", "* first 65,536 bytes of valid only")
     assert not [word for word in words if word not in text]
     print_closing_table(make_summary(capped={}, compile_seconds=0.0))
-    whole = capsys.readouterr().out
-    assert "*" not in whole and "first" not in whole and "compiling" not in whole
+    printed = capsys.readouterr().out
+    assert "*" not in printed and "first" not in printed and "compiling" not in printed
 
 
 def comparable(a, b):

@@ -103,7 +103,7 @@ def test_a_soft_mask_is_a_bias_of_its_logarithm(fractions):
     assert_same(actual, expected, inputs=[*PARAMETERS, fractions])
 
 
-def test_persistent_vectors_are_further_keys_and_without_context_a_feed_forward_with_softmax():
+def test_persistent_vectors_are_additional_keys_and_equal_a_softmax_feed_forward_without_context():
     keys, values = normal(H, 3, K, seed=1), normal(H, 3, K, seed=2)
     scaled = persistent_vectors(keys / 2, value_parameters=values / math.sqrt(3))  # sqrt(K) = 2
     vectors = dict(zip(("persistent_keys", "persistent_values"), scaled, strict=True))

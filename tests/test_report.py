@@ -112,7 +112,7 @@ def test_runs_with_and_without_a_test_score_share_a_table(tmp_path):
     assert "on valid" in table.caption
 
 
-def test_every_score_on_test_is_counted_also_of_failed_runs_and_later_evaluations(tmp_path):
+def test_scores_on_test_are_counted_including_those_of_failed_runs_and_later_evaluations(tmp_path):
     folder = write_run(tmp_path, variant="mhsa")
     rows = [{"split": "test"}, {"split": "valid"}, {"split": "test"}, [], "garbage"]
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
@@ -142,14 +142,14 @@ def test_hyperparameters_are_picked_on_tuning_seeds_whose_scores_are_not_reporte
             score = None if (trial, seed) == (2, 101) else bits + seed / 1e4
             point = {"optim.lr": 0.99 if trial == 1 else 0.5}
             write_trial(tmp_path, rate=rate, seed=seed, bits=score, trial=trial, point=point)
-    shown = tables(tmp_path)["picked-1"]
-    (flags,) = column(shown, "flags")
+    by_name = tables(tmp_path)["picked-1"]
+    (flags,) = column(by_name, "flags")
     assert all(flag in flags for flag in ("high end of optim.lr", "1 run without a score"))
-    assert column(shown, "picked") == ["optim.lr=0.003"]
+    assert column(by_name, "picked") == ["optim.lr=0.003"]
     write_trial(tmp_path, rate=0.003, seed=0, bits=2.45)
     tuning_seed = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
-    shown = tables(tmp_path)
-    results = next(table for name, table in shown.items() if name.startswith("runs-"))
+    by_name = tables(tmp_path)
+    results = next(table for name, table in by_name.items() if name.startswith("runs-"))
     assert column(results, "valid, bits per byte")[0] == "2.4500" and column(results, "n")[0] == "1"
     assert any(tuning_seed.name in note for note in results.notes)
 
@@ -202,7 +202,7 @@ def test_unfinished_corrupt_and_uncompared_runs_are_named_and_not_shown(tmp_path
     assert f"{folders[4] / 'record.jsonl'}: line 1: no provenance" in reasons
 
 
-def test_costs_have_percentiles_of_20_calls_or_more_and_tables_by_machine_and_source(tmp_path):
+def test_costs_have_percentiles_from_20_calls_on_and_tables_by_machine_and_source(tmp_path):
     many = {"train_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0, "n": 20}}
     write_rows(
         tmp_path,

@@ -40,7 +40,7 @@ RESUMED = {
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, monkeypatch, capsys):
     words = RESUMED[name] if "FLOPs" in name else (*RESUMED[name], "budget.steps=13")
-    whole, summary = whole_run(*words)
+    undisturbed, summary = whole_run(*words)
     change_folder(cwd, monkeypatch)
     capsys.readouterr()
     stop(make_job(*words), step=5)  # between two train rows, and after a validation that made best.pt
@@ -49,9 +49,9 @@ def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, 
     resumed = make_job(*words)
     assert resumed.folder.checkpoint is not None and resumed.trainer.spent.steps == 0
     again = run_job(resumed)
-    assert rows_of(resumed) == rows_of(whole)
+    assert rows_of(resumed) == rows_of(undisturbed)
     assert again["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
-    last = [checkpoint.load(checkpoint.newest(job.folder.path)) for job in (whole, resumed)]
+    last = [checkpoint.load(checkpoint.newest(job.folder.path)) for job in (undisturbed, resumed)]
     for name, tensor in last[0]["model"].items():
         assert torch.equal(tensor, last[1]["model"][name]), name
     if words[: len(SPANS)] == SPANS:
@@ -60,7 +60,7 @@ def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, 
 
 def test_a_crashed_run_resumes_from_its_last_checkpoint(cwd, monkeypatch):
     words = (*SPANS, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
-    whole, _ = whole_run(*words)
+    undisturbed, _ = whole_run(*words)
     change_folder(cwd, monkeypatch)
     crash(make_job(*words), step=11)
     folder = make_job(*words).folder.path / checkpoint.FOLDER
@@ -72,5 +72,5 @@ def test_a_crashed_run_resumes_from_its_last_checkpoint(cwd, monkeypatch):
     resumed = make_job(*words)
     assert checkpoint.load(resumed.folder.checkpoint)["rows"] < written
     run_job(resumed)
-    assert rows_of(resumed) == rows_of(whole)
+    assert rows_of(resumed) == rows_of(undisturbed)
     assert len(list(folder.glob("step-*.pt"))) == 2

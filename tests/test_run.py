@@ -144,11 +144,11 @@ def test_the_summary_and_the_closing_table_are_complete(variant, monkeypatch, ca
     assert summary["bytes_seen"] == 512 and summary["epochs"] == pytest.approx(512 / 18_000)
     assert summary["training_flops"] > 0 and math.isfinite(summary["valid_windows_bits_per_byte"])
     assert summary["allocator"] in ("return", None)
-    shown, rows = capsys.readouterr().out, rows_of(job)
+    printed, rows = capsys.readouterr().out, rows_of(job)
     words = ("xz -9e", "window 1024, stride 512", "sha256")
     words += tuple(f"{row['bits_per_byte']:.4f} bits/byte after" for row in rows if row["kind"] == "train")
     words += tuple(f"{row['bits_per_byte']:.4f}* bits/byte after" for row in rows if "size" in row)
-    assert not [word for word in (*words, f"{summary['valid_bits_per_byte']:.4f}*") if word not in shown]
+    assert not [word for word in (*words, f"{summary['valid_bits_per_byte']:.4f}*") if word not in printed]
     finals = [row for row in rows if row.get("final")]
     assert {row["check"] for row in finals} == {"shipped"} and max(row["future_nats"] for row in finals) < 1e-5
     spans = summary["spans"]

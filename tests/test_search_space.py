@@ -86,7 +86,7 @@ def test_an_invalid_or_missing_space_is_refused(space, message):
     assert str(caught.value).startswith(message)
 
 
-def test_keys_of_a_trial_may_not_be_typed_and_its_number_and_purpose_are_checked():
+def test_keys_of_a_trial_may_not_be_typed_and_the_trial_number_and_purpose_are_checked():
     with pytest.raises(ValueError, match=r"^optim\.lr: is set by trial=0"):
         plan_trial(SPACE, 0, "optim.lr=0.5", command_line_keys=("optim.lr", "seed"))
     with pytest.raises(ValueError, match=r"^purpose=result: trial=0 is only allowed with purpose=tune"):

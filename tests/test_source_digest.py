@@ -106,7 +106,7 @@ def test_the_digest_depends_on_exactly_the_files_that_a_run_can_import(checkout,
     assert digest(CONFIG, **arguments) == before
 
 
-def test_the_digest_is_that_of_a_copied_checkout_and_ignores_installed_packages(
+def test_a_copied_checkout_has_the_same_digest_and_installed_packages_do_not_count(
     checkout, monkeypatch, tmp_path_factory
 ):
     before, copied = digest(CONFIG, measuring=True), tmp_path_factory.mktemp("copied")

@@ -172,7 +172,7 @@ def test_the_context_curve_is_the_score_by_position_in_a_window(model):
     assert [(point["from_bytes"], point["to_bytes"]) for point in short] == [(1, 1), (2, 2), (3, 4), (5, 5)]
 
 
-def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_is_not_causal():
+def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_the_floor_is_not_causal():
     words = ("data.distances=[3]", "batch.streams=8", "batch.segment=64", "optim.lr=0.01", "budget.steps=80")
     run = make_run(*VARIANTS["adaptive_span"], *words, "model.d_model=32", "model.span=8", "data.bytes=30000")
     while not run.finished:

@@ -14,17 +14,17 @@ from variants.transformer_xl import TransformerXL
 def test_without_some_parameters_it_equals_attention_without_or_with_relative_positions(position):
     """Without W_R and u there are no positions. Without u and v the relative position vectors are W_R r."""
     case = Case(length=9, past=7, span=6, heads=1, cache="hidden", position=position)
-    other, attention = case.build(), case.build(TransformerXL, noise=1.0)
+    plain, attention = case.build(), case.build(TransformerXL, noise=1.0)
     with torch.no_grad():
         attention.position.to_keys.zero_()
         attention.position.to_distances.mul_(position == "none")
         attention.position.project.weight.mul_(position == "relative")
         if position == "relative":
-            other.position.table.copy_(attention.position.vectors(6)[0])
-    matrices = {n: p for n, p in other.named_parameters() if not n.startswith("position")}
+            plain.position.table.copy_(attention.position.vectors(6)[0])
+    matrices = {n: p for n, p in plain.named_parameters() if not n.startswith("position")}
     attention.load_state_dict(matrices, strict=False)
     past, x = case.stream()
-    assert_same(run(attention, x, past), run(other, x, past), named={"x": x})
+    assert_same(run(attention, x, past), run(plain, x, past), named={"x": x})
 
 
 def test_by_default_layers_share_u_and_v_and_the_cache_is_hidden():

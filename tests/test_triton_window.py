@@ -180,13 +180,13 @@ def test_backward_can_omit_the_past_and_the_executed_flops_are_those_of_the_prod
     y, saved = triton_window.forward(inputs, visible)
     assert sum(executed) == triton_window.executed_flops(inputs, visible, wanted)[0]
     executed.clear()
-    whole = triton_window.backward(g, y, saved, inputs, visible, wanted)
+    all_gradients = triton_window.backward(g, y, saved, inputs, visible, wanted)
     assert sum(executed) == triton_window.executed_flops(inputs, visible, wanted)[1]
     executed.clear()
     segment = triton_window.backward(g, y, saved, inputs, visible, wanted, segment_only=True)
     assert sum(executed) == triton_window.executed_flops(inputs, visible, wanted, segment_only=True)[1]
     for name, gradient in segment.items():
-        expected = whole[name]
+        expected = all_gradients[name]
         if name in ("k", "v", "key_bias"):
             heads = [inputs.of_heads(expected, slice(h, h + 1)) for h in range(2)]
             expected = torch.cat([x[:, :, -case.T :] for x in heads], 1)
@@ -196,8 +196,8 @@ def test_backward_can_omit_the_past_and_the_executed_flops_are_those_of_the_prod
 @needs_triton
 def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_plain(small_blocks):
     """Spans are integers and their floating-point neighbours, for which the rounded z + R decides on the side."""
-    whole = torch.tensor([1.0, 5.0, 14.0])
-    z = torch.cat([whole, torch.nextafter(whole, whole + 1), torch.nextafter(whole, whole - 1)])
+    integers = torch.tensor([1.0, 5.0, 14.0])
+    z = torch.cat([integers, torch.nextafter(integers, integers + 1), torch.nextafter(integers, integers - 1)])
     case = Case(T=18, max_keys=(20,) * len(z), z=tuple(z.tolist()), ramp=3, dropout=0.25)
     case.compare(like=torch.float32, tolerance=2e-5)
 

@@ -39,10 +39,10 @@ def test_a_run_continued_with_more_budget_validates_by_its_own_schedule_and_limi
     first, _ = whole_run("budget.steps=8", "outputs=first")
     words = ("budget.steps=16", f"init_from.run={first.folder.path}", "init_from.restore=everything", "outputs=more")
     for word, size in (("eval.bytes=400", 24), ("eval.bytes=20", 18), ("eval.selection_bytes=20", 18)):
-        more = make_job(*words, word)
-        run_job(more)
-        assert [row["bytes_seen"] for row in validations(more)] == [12 * 64, 16 * 64]
-        assert {row["capped_bytes"] for row in validations(more)} == {size}
+        extended = make_job(*words, word)
+        run_job(extended)
+        assert [row["bytes_seen"] for row in validations(extended)] == [12 * 64, 16 * 64]
+        assert {row["capped_bytes"] for row in validations(extended)} == {size}
 
 
 def test_a_validation_scores_bytes_after_a_full_window_of_context():
