@@ -138,7 +138,7 @@ BROKEN = {
     "ForgetsInTraining": (toy(Sums, read_state=lambda self, state: None if self.training else state), {p.SEGMENTS, p.MODES}, ""),
     "ForgetsOneKey": (broken.ForgetsOneKey, {p.SEGMENTS}, ""),
     "IgnoresThePast": (forgetting, {p.INFLUENCE}, r"eval, byte 2 changed: .* byte 3 did not"),
-    # its past has hardly any gradient
+    # The past influences the output too little.
     "FaintPast": (with_output(lambda self, y, x: 1e-4 * y + self.gate(x).sigmoid() * self.value(x), Sums), {p.INFLUENCE}, ""),
     "MapOfMore": (toy(broken.Mapped, changed=add_vectors), {p.MAP}, "layers.0.part0: the weights of byte 0 .*: 2$"),
     "MapOfSigns": (with_map(lambda shares: 2 * shares - shares.roll(1, dims=-1)), {p.MAP}, "[^;]*$"),
@@ -152,10 +152,10 @@ BROKEN = {
     "Remembers": (broken.Remembers, None, rf"eval, a forward repeated after one of other bytes: {LOCATION}"),
     "SizedState": (broken.SizedState, {p.PROJECTION}, r"RuntimeError: .* \(eval, byte 1 to 5, broken_sublayers.py line \d+\)"),
     "Shrinks": (toy(project_=lambda self: self.value.weight.data.mul_(0.5)), {p.PROJECTION, p.SAVED}, ""),
-    # a root of a parameter that ``project_`` should keep positive and does not
+    # The root of a parameter that ``project_`` does not keep positive.
     "Illegal": (with_output(lambda self, y, x: y * self.extra.sqrt(), **clamped(None, 2)), {p.PROJECTION}, ""),
     "Dead": (toy(init=parameter([1.0, 1.0, 1.0])), {p.GRADIENT}, r".* likelihood gives layers\.0\.part0\.sublayer\.extra no"),
-    # a parameter that is in the auxiliary loss only
+    # Only the auxiliary loss depends on the parameter.
     "Regularised": (with_loss(lambda self: 0.1 * self.extra if self.training else None, **clamped(0, 1)), {p.GRADIENT}, ""),
     "CutOff": (with_output(lambda self, y, x: self.gate(x).sigmoid().detach() * self.value(x)), {p.GRADIENT, p.DERIVATIVE}, ""),
     "Shares": (with_output(lambda self, y, x: y * self.extra, init=share_scale), {p.NO_SHARING}, ""),
@@ -174,7 +174,7 @@ BROKEN = {
     "OneNumber": (toy(**one_number), {p.FLOPS}, ""),
     "Invents": (toy(limits=frozenset({"anything"})), {p.LIMITS_KNOWN}, "anything is not one of causal_in_training, ideal_flops,"),
     "Overflows": (with_output(lambda self, y, x: y * 1e50 * 1e-50), {p.LOGITS, p.FAR_START, p.BFLOAT16, p.LARGE}, ""),
-    # a division by zero for a segment of one byte
+    # Divides by zero in a segment of one byte.
     "DividesByNone": (with_output(lambda self, y, x: y / min(1, x.shape[1] - 1)), None, r"eval, a segment of 1: .* \(3 of 3 b"),
     "Exponentials": (with_output(exponentials), {p.LARGE}, ""),
     "VanishesBackwards": (with_output(vanishes_backwards), {p.LARGE}, ""),

@@ -32,7 +32,7 @@ PRELOADED = (
 
 @contextmanager
 def one_server() -> Iterator[None]:
-    """Context in which one fork server serves all tests, with every module preloaded that any of them needs."""
+    """Context in which one fork server, which has imported all modules that tests need, serves all tests."""
     start = forkserver.ForkServer.ensure_running
 
     def ensure_running(server: forkserver.ForkServer) -> None:

@@ -30,7 +30,7 @@ def test_an_interval_decides_whether_a_claim_holds():
     ):
         assert [judge(case, expected=expected, margin=margin)[0] for case in (below, close, above)] == verdicts_of
     assert judge(close, expected="equal", margin=0.02)[0] == UNDECIDED
-    assert judge([0.0] * 3, expected="lower", margin=0.0)[0] == FAILS, "equal costs are not less"
+    assert judge([0.0] * 3, expected="lower", margin=0.0)[0] == FAILS, "equal costs are not lower"
     assert [judge(case, expected="lower", margin=0.0)[0] for case in (below[:2], [-1.0])] == [TOO_FEW, TOO_FEW]
     assert judge(below, expected="lower", margin=0.0)[1] == "-0.1100 ± 0.0248"  # 4.303 x 0.01 / sqrt(3)
 

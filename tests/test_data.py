@@ -177,7 +177,7 @@ def test_a_vocabulary_maps_byte_values_in_order_and_newlines_are_dropped_after_s
         load("file", path=bare, split=[0.9, 0.06, 0.04], drop_newlines=True)
 
 
-@pytest.mark.filterwarnings("error")  # about memory that torch may not write
+@pytest.mark.filterwarnings("error")  # torch warns about memory that it may not write
 def test_stdlib_is_the_source_of_python_without_generated_files_and_tests():
     corpus = load("stdlib")
     text, folder = all_bytes(corpus), Path(sysconfig.get_path("stdlib"))

@@ -101,7 +101,7 @@ def test_the_value_of_auto_is_part_of_the_identity_of_a_run(cwd, monkeypatch):
         job = make_job(*AUTO)
         assert job.trainer.runtime.precision == job.plan.config["runtime"]["precision"] == precision
         typed = make_job(f"runtime.precision={precision}", "runtime.compile=false")
-        assert typed.folder.path == job.folder.path, "what is typed is what auto means"
+        assert typed.folder.path == job.folder.path, "typed values must identify the same run as auto"
         folders.add(job.folder.path)
     assert len(folders) == 2
 

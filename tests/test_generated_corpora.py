@@ -135,7 +135,7 @@ def test_answers_of_skills_are_predictable_and_the_floor_is_the_score_of_an_orac
         assert 0 <= mean - corpus.floor_bits(part) <= 3 * 26 / len(part)
         for label, mask in answers.items():
             assert mask.sum() > 5 and (bits[begin + 1 : begin + len(part)][mask] == 0).all(), label
-    assert 0.1 < np.mean(sum(mask.numpy() for mask in answers.values())) < 0.4, "and they do not overlap"
+    assert 0.1 < np.mean(sum(mask.numpy() for mask in answers.values())) < 0.4, "answers must not overlap"
 
 
 def test_answers_are_grouped_by_distance_or_length():

@@ -71,5 +71,5 @@ def test_the_checkpoint_of_init_from_identifies_a_run_and_its_path_does_not():
     words = ("budget.steps=4", f"init_from.run={start.folder.path}")
     name = make_job(*words).folder.path.name
     assert make_job(*words).folder.path.name == name
-    whole_run("budget.steps=2", "outputs=first", "force=true")  # its checkpoint is another file now
+    whole_run("budget.steps=2", "outputs=first", "force=true")  # the repeated run has another checkpoint
     assert make_job(*words).folder.path.name != name

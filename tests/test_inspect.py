@@ -35,7 +35,7 @@ def test_figures_are_written_for_the_corpus_of_the_run_or_a_text_file(trained, t
     assert draw_figures(trained) == FIGURES
     for name in FIGURES:
         pixels = image.imread(trained / name)
-        assert 400 < pixels.shape[0] < 2000 and pixels[..., :3].std() > 0.02, "something is drawn"
+        assert 400 < pixels.shape[0] < 2000 and pixels[..., :3].std() > 0.02, "the figure must not be empty"
     maps, draw = [], inspect.draw_attention
     recorded_draw = lambda layers, *args, **kwargs: maps.append(layers) or draw(layers, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(inspect, "draw_attention", recorded_draw)

@@ -185,7 +185,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, z: Tensor, ramp: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ramp", [1, 3, 32])
 def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_clamp(backend, ramp, dtype):
-    """Spans are integers and their floating-point neighbours, for which the rounded z + R decides on the side."""
+    """Spans are integers and their floating-point neighbours, for which rounding of z + R decides the side of a kink."""
     integers = torch.tensor([0, 1, 2, 5, 9, 20, 39], dtype=dtype)
     rounded = torch.cat([torch.nextafter(integers, integers + 1), torch.nextafter(integers[1:], integers[1:] - 1)])
     z = torch.cat([integers, rounded]).requires_grad_()
@@ -218,7 +218,7 @@ def test_backward_can_omit_the_past_and_executed_flops_are_counted(engine, name,
     assert all_gradients.keys() == wanted and segment.keys() == set("qkv")
     for field, gradient in segment.items():
         assert_near(gradient, all_gradients[field][:, :, 0 if field == "q" else case.past :])
-    if engine == "cpu":  # on CUDA the widths of heads are padded
+    if engine == "cpu":  # on CUDA the heads are padded to a larger width
         calls = lambda: fused.forward(inputs, visible), lambda: fused.backward(g, y, saved, inputs, visible, wanted)
         assert tuple(count_flops(call).total for call in calls) == fused.executed_flops(inputs, visible, wanted)
     monkeypatch.setattr(fused, "_span_gradient", None)

@@ -74,7 +74,7 @@ def test_the_noise_is_the_same_at_every_call_and_does_not_change_spans(monkeypat
         assert torch.equal(a, b)
     assert all(map(torch.equal, before, [part.fraction for part in learned_spans(models[0])]))
     table = nn.Embedding(40, 8, _weight=torch.zeros(40, 8))
-    monkeypatch.setattr("bench.cost_worker.NOISE_CHUNK", 64)  # a large table is drawn in pieces
+    monkeypatch.setattr("bench.cost_worker.NOISE_CHUNK", 64)  # noise for a large table is drawn in pieces
     add_noise_(table)
     assert 0.015 < table.weight.std() < 0.025 and (table.weight != 0).all()
 

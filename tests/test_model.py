@@ -92,7 +92,7 @@ def test_logits_and_every_gradient_equal_those_of_the_reference(position, placem
     choices = (f"position={position}", f"model.norm_after={after}", f"model.tied={str(tied).lower()}")
     model = randomised(build(*HIDDEN_WIDTH, *choices, *more))
     tokens = torch.randint(V, (2, 7), generator=torch.Generator().manual_seed(1))
-    start = 9  # a position inside a stream, of which no past is carried
+    start = 9  # a position inside a stream whose past is not carried
     states = tuple(None for _ in model.sublayers())
     actual = model(tokens, (torch.full((2,), start), states)).logits
     expected = reference(model, tokens, position=position, placement=placement, tied=tied, start=start)

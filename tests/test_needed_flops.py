@@ -139,7 +139,7 @@ def test_segments_without_a_carried_state_are_charged_for_their_visible_keys():
     step = 3 * 64 * (products + layers * 4 * width * (span + 1) / 2)
     run = make_run("variant=mhsa", f"budget.flops={7.2 * step}")
     assert charged(run) == [step] * 8 and run.finished
-    assert math.ceil(7.2 * step / (3 * 64 * run.model.ideal_flops())) == 7, "the steps with a full past in that budget"
+    assert math.ceil(7.2 * step / (3 * 64 * run.model.ideal_flops())) == 7, "a full past would allow 7 steps only"
 
 
 def test_streams_are_charged_for_their_carried_keys():

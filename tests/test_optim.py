@@ -141,7 +141,7 @@ def test_the_clip_of_the_run_excludes_groups_with_a_clip_of_their_own():
     moves = sgd_step(clip=0.5, groups={"spans": {"match": "span", "clip": 0.25}, "heads": {"match": "head.*"}})
     assert joint_norm([moves.pop("span")]) == pytest.approx(0.25)
     assert joint_norm(moves.values()) == pytest.approx(0.5)
-    assert len({round(move.max().item(), 6) for move in moves.values()}) == 1, "one factor for all of them"
+    assert len({round(move.max().item(), 6) for move in moves.values()}) == 1, "one factor must clip all groups"
     moves = sgd_step(clip=1e3, scale=0.125)
     assert all(torch.allclose(move, torch.full_like(move, 0.125)) for move in moves.values())
 

@@ -108,7 +108,7 @@ def test_runs_with_and_without_a_test_score_share_a_table(tmp_path):
     write_run(tmp_path, variant="adaptive_span", capped={"valid": 1000, "test": 1000})
     table = tables(tmp_path)["runs-1"]
     assert column(table, "n")[:2] == ["1", "2"] and column(table, "variant")[:2] == ["adaptive_span", "mhsa"]
-    assert column(table, "test, bits per byte")[:2] == ["2.4300*", ""], "no mean over some of the seeds"
+    assert column(table, "test, bits per byte")[:2] == ["2.4300*", ""], "a mean over only some seeds must not be shown"
     assert "on valid" in table.caption
 
 
@@ -278,4 +278,4 @@ def test_csv_has_unrounded_numbers_and_a_column_for_marks():
     assert rows[:3] == [["variant", "bits", "bits (mark)"], ["a, b", "2.40001", "*"], ["'=1+1", "12.2", "~"]]
     assert rows[3:] == [["big", "", ""], ["a?b", "1.5", "leak"]]
     plain = table_of((Cell(text="a"), Cell(text="-1.2e-05", value=-1.2e-5)))
-    assert to_csv(plain) == "variant,bits\na,-1.2e-05\n", "a column without marks"
+    assert to_csv(plain) == "variant,bits\na,-1.2e-05\n", "a table without marks has no column for them"

@@ -108,7 +108,7 @@ def assert_sorted_by_numbers_then_words_then_empty_cells(page) -> None:
     assert page.execute_script(cells, 1) == [*reversed(ascending), "out", "lost", ""]
     variant_button.click()
     assert page.execute_script(cells, 0) == ["v0"] * 4 + ["v1"] * 5
-    assert page.execute_script(cells, 1)[:4] == ["20", "0.25", "-3", "-20"], "equal rows keep the order before"
+    assert page.execute_script(cells, 1)[:4] == ["20", "0.25", "-3", "-20"], "equal rows must keep their order"
 
 
 def assert_hostile_text_is_text(page) -> None:

@@ -172,7 +172,7 @@ def test_the_test_split_is_scored_on_request_only_and_the_purpose_identifies_a_r
         job, summaries[purpose] = whole_run("budget.steps=4", "eval.test=false", f"purpose={purpose}")
         assert not [row for row in rows_of(job) if row["kind"] == "test"]
         headings = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("bits per byte")]
-        assert headings == [["bits", "per", "byte", "valid"]], "a column for test"
+        assert headings == [["bits", "per", "byte", "valid"]], "the table must have no column for test"
         assert summaries[purpose]["purpose"] == rows_of(job)[0]["config"]["purpose"] == purpose
     result, tuned = summaries.values()
     assert result["test_bits_per_byte"] is None and result["config_hash"] != tuned["config_hash"]

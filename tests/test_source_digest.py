@@ -94,7 +94,7 @@ def test_the_digest_depends_on_exactly_the_files_that_a_run_can_import(checkout,
     for name in CHECKOUT:
         text = (checkout / name).read_text()
         write(checkout / name, f"{text}\n# edited")
-        assert digest(CONFIG, **arguments) == before, "a process remembers what it read"
+        assert digest(CONFIG, **arguments) == before, "a process must read each file only once"
         source.clear_caches()
         assert (digest(CONFIG, **arguments) != before) == (name in relevant_files), name
         write(checkout / name, text)

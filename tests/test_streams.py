@@ -49,7 +49,7 @@ def test_a_turn_reads_every_byte_at_most_once_and_several_turns_reach_all_bytes(
     assert read == set(range(203)) and [p for p in range(9) if stream.resets_state(p)] == [0, 3, 6]
     windows_of = Streams(torch.arange(12, dtype=torch.uint8), streams=8, segment=4, seed=0, carry=False)
     begins = {row[0] for position in range(60) for row in windows_of.batch(position)[0].tolist()}
-    assert begins == set(range(8)) and all(windows_of.resets_state(p) for p in range(9)), "windows reach both ends"
+    assert begins == set(range(8)) and all(windows_of.resets_state(p) for p in range(9)), "windows must reach both ends"
 
 
 def test_the_order_is_pinned_and_does_not_depend_on_earlier_batches():

@@ -47,7 +47,7 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
             failed.append(weakref.ref(self))
             raise RuntimeError("no such luck\nsecond line")
         if failed:
-            assert failed[0]() is None, "the failed job is kept in memory"
+            assert failed[0]() is None, "the failed job must not stay in memory"
         return step(self)
 
     words = (*GENERATED, "checkpoint.every_steps=1")

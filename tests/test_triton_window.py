@@ -195,7 +195,7 @@ def test_backward_can_omit_the_past_and_the_executed_flops_are_those_of_the_prod
 
 @needs_triton
 def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_plain(small_blocks):
-    """Spans are integers and their floating-point neighbours, for which the rounded z + R decides on the side."""
+    """Spans are integers and their floating-point neighbours, for which rounding of z + R decides the side of a kink."""
     integers = torch.tensor([1.0, 5.0, 14.0])
     z = torch.cat([integers, torch.nextafter(integers, integers + 1), torch.nextafter(integers, integers - 1)])
     case = Case(T=18, max_keys=(20,) * len(z), z=tuple(z.tolist()), ramp=3, dropout=0.25)
