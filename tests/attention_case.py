@@ -29,8 +29,7 @@ SCHEMES = {"none": NoPosition, "rotary": Rotary, "relative": Relative, "alibi": 
 HIDING_THRESHOLD = 0.8
 """Bytes whose first input is above this threshold are not keys, in cases with ``key_bias``."""
 FRACTIONS = {"zero": 0.0, "integer": 0.25, "fractional": 0.37, "all": 1.0}
-"""Initial span of the first head as a fraction of S. With S = 8 it has no, an integer, a fractional or the full number of
-keys. Each further head takes the next value, so that heads differ."""
+"""Initial span of the first head as a fraction of S. Each further head takes the next value, so that heads differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
