@@ -29,7 +29,8 @@ def test_devices_are_the_cpu_and_the_existing_gpus(monkeypatch):
     assert runtime.device_of("auto") == runtime.device_of("cuda") == torch.device("cuda")
     assert runtime.device_of("cuda:1").index == 1
     for wrong in ("tpu", "xpu", "cuda:2"):
-        with pytest.raises(ValueError, match=f"runtime.device={wrong}: .* sees 2 .* are auto, cpu, cuda, cuda:N"):
+        message = f"runtime.device={wrong}: .* sees 2 .* allowed are auto, cpu, cuda, cuda:N"
+        with pytest.raises(ValueError, match=message):
             runtime.device_of(wrong)
     simulate_gpus(monkeypatch, devices=0)
     assert runtime.device_of("auto").type == runtime.device_of("cpu").type == "cpu"
