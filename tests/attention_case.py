@@ -1,4 +1,4 @@
-"""Sublayers in float64 and their references. Sizes are odd and D is not H K, so that a confusion of axes shows."""
+"""Sublayers in float64 and their references. Sizes are odd and D is not H K, so that confused axes fail."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ from variants.position import Alibi, NoPosition, Relative, Rotary
 B, D = 2, 5
 DOUBLE = torch.float64
 SCHEMES = {"none": NoPosition, "rotary": Rotary, "relative": Relative, "alibi": Alibi}
-HIDDEN = 0.8
+HIDING_THRESHOLD = 0.8
 """Bytes whose first input is above this threshold are not keys, in cases with ``key_bias``."""
-FRACTIONS = {"zero": 0.0, "whole": 0.25, "between": 0.37, "all": 1.0}
+FRACTIONS = {"zero": 0.0, "integer": 0.25, "fractional": 0.37, "all": 1.0}
 """Initial span of the first head as a fraction of S. Each further head takes the next value, so that heads differ."""
 
 
@@ -62,19 +62,19 @@ class Case:
         scheme = lambda context, *, d_head: SCHEMES[self.position](context, d_head=d_head)  # noqa: E731
         return LayerContext(**{"d_model": D, "layer": 0, "n_layers": 1, "scheme": scheme} | keywords | changes)
 
-    def build(self, make: Callable[..., Sublayer] | None = None, *, moved: float = 0.0, **keywords) -> Sublayer:
+    def build(self, make: Callable[..., Sublayer] | None = None, *, noise: float = 0.0, **keywords) -> Sublayer:
         """A sublayer in training mode with seeded weights: ``Attention``, or what ``make`` returns.
 
         Args:
-            moved: scale of the noise that is added to the initial parameters, because zeros could hide errors.
+            noise: scale of the noise that is added to the initial parameters, because zeros could hide errors.
         """
         torch.manual_seed(0)
         if make is not None:
             keywords |= {"kv_heads": self.kv_heads} if self.kv_heads else {}
             sublayer = make(self.context(), d_head=self.d_head, **keywords).to(DOUBLE)
             with torch.no_grad():
-                for parameter in sublayer.parameters() if moved else ():
-                    parameter.add_(moved * torch.randn(parameter.shape, dtype=DOUBLE))
+                for parameter in sublayer.parameters() if noise else ():
+                    parameter.add_(noise * torch.randn(parameter.shape, dtype=DOUBLE))
             return sublayer
         spans = {"fixed": None, "dynamic": partial(DynamicSpan, ramp=self.ramp, bias=-0.5)}
         persistent = partial(PersistentKV, number=self.persistent) if self.persistent else None
@@ -100,7 +100,7 @@ class Case:
         x = torch.randn(B, self.past + self.length, D, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
         return x[:, : self.past], x[:, self.past :].clone().requires_grad_()
 
-    def whole(self) -> Tensor:
+    def joined(self) -> Tensor:
         """Past and segment in one tensor, detached."""
         return torch.cat(self.stream(), dim=1).detach()
 
@@ -140,7 +140,7 @@ class Hiding(ForgetGate):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         b = super().forward(x)[0]
-        return b.masked_fill(x[..., :1].mT > HIDDEN, -torch.inf), b
+        return b.masked_fill(x[..., :1].mT > HIDING_THRESHOLD, -torch.inf), b
 
 
 def reference_biases(attention: Attention, x: Tensor, past: Tensor) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ def reference_biases(attention: Attention, x: Tensor, past: Tensor) -> dict[str,
     constant = past.shape[1] if attention.cache == "kv" else 0
     biases = forget_biases(stream, weight=gate.weight, bias=gate.bias, constant=constant)
     hides = isinstance(attention.key_bias, Hiding)
-    return {"biases": biases} | ({"hidden": stream[..., 0] > HIDDEN} if hides else {})
+    return {"biases": biases} | ({"hidden": stream[..., 0] > HIDING_THRESHOLD} if hides else {})
 
 
 def matrices(attention: nn.Module) -> dict[str, Tensor]:
@@ -215,7 +215,7 @@ def assert_same(actual: Tensor, expected: Tensor, *, named: dict[str, Tensor], t
 
 
 class Largest(TorchDispatchMode):
-    """Records ``elements``, the size of the largest tensor that an operation returns."""
+    """Records in ``elements`` the size of the largest tensor that an operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,7 @@ class Largest(TorchDispatchMode):
         return outputs
 
 
-def covering(factors: dict[str, list], *, strength: int) -> list[dict]:
+def covering_array(factors: dict[str, list], *, strength: int) -> list[dict]:
     """A covering array, found greedily: every combination of values of ``strength`` factors occurs in some row."""
     random, names, rows = Random(0), list(factors), []
     missing = {

@@ -9,10 +9,10 @@ from harness.record.rows import FORMAT
 DATA = {"name": "file", "bytes": 4_000_000, "sha256": "ab" * 32}
 PROTOCOL = {"streams": 8, "segment": 512, "span": 512, "context": 2048, "bytes": None, "selection_bytes": 100_000}
 PROTOCOL |= {"vocabulary": 256, "drop_newlines": False}
-WHERE = {"device": "A made-up CPU", "device_kind": "cpu", "threads": 2, "precision": "float32", "compile": False}
-WHERE |= {"versions": {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"}}
+MACHINE = {"device": "A made-up CPU", "device_kind": "cpu", "threads": 2, "precision": "float32", "compile": False}
+MACHINE |= {"versions": {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"}}
 PARAMETERS = {"total": 855_680, "touched": 823_040, "by_sublayer": {"layers.0.attention": 65_536}}
-KEPT = {"parameter_bytes": 3_422_720, "gradient_bytes": 3_422_720, "optimizer_bytes": 5_000_000, "approximate": True}
+MEMORY = {"parameter_bytes": 3_422_720, "gradient_bytes": 3_422_720, "optimizer_bytes": 5_000_000, "approximate": True}
 METRICS = {
     "adaptive_span": {"layers.0.attention.span": [4.0, 90.0], "layers.1.attention.span": [0.0, 300.0]},
     "product_key_memory": {"layers.1.memory.usage": 0.8, "layers.1.memory.kl": 0.6},
@@ -26,12 +26,12 @@ def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = No
     row = {"kind": kind, "format": FORMAT, "variant": variant, "seed": seed, "config": config}
     row |= {"command": f"python -m bench.{kind} variant={variant}", "config_hash": f"{variant}-config"}
     row |= {"source": "cd" * 32, "commit": "ef" * 20, "data": DATA, "protocol": PROTOCOL, "backend": "fused"}
-    return row | WHERE
+    return row | MACHINE
 
 
-def times(middle_ms: float) -> dict:
+def times(median_ms: float) -> dict:
     """The 20th, 50th and 80th percentiles of n calls, in milliseconds."""
-    return {"p20": middle_ms * 0.95, "p50": middle_ms, "p80": middle_ms * 1.1, "n": 12}
+    return {"p20": median_ms * 0.95, "p50": median_ms, "p80": median_ms * 1.1, "n": 12}
 
 
 def cost_row(
@@ -48,7 +48,7 @@ def cost_row(
     row["flops"] |= {"flops_estimated_3x": [], "step": 3 * 2.9e6 * length}
     row["flops"] |= {"unknown": {"_softmax": 4, "mul": 20}}
     peak = int(3e7 + (4e2 * length**2 if plain else 3e5 * length / 10))
-    row["memory"] = KEPT | {"state_bytes": 2 * 4 * 128 * 4 * length}
+    row["memory"] = MEMORY | {"state_bytes": 2 * 4 * 128 * 4 * length}
     row["memory"] |= {"train_peak_bytes": peak, "inference_peak_bytes": int(1e7 + 1e4 * length)}
     # A step and an evaluation take streams x segment bytes; generation takes one byte of one stream.
     row["time"] = {"train_ms": times(step_ms), "evaluate_ms": times(step_ms / 3), "generate_ms": times(2.0)}
@@ -101,7 +101,7 @@ def write_run(
     summary |= {"flops_per_byte": {"executed": 2.95e6, "ideal": 2.69e6, "unknown": {"mul": 3}, "warm": True}}
     summary |= {"training_flops": 20 * 8e11, "flops_estimated_3x": [], "valid_metrics": METRICS.get(variant, {})}
     peaks = {"peak_bytes": 340 * 2**20, "inference_peak_bytes": 90 * 2**20, "state_bytes": 1_048_576}
-    summary |= {"memory": KEPT | peaks}
+    summary |= {"memory": MEMORY | peaks}
     summary |= {"spans": {"mean": 98.5, "min": 0.0, "max": 300.0} if variant == "adaptive_span" else None}
     digest = hashlib.sha256(str((variant, seed, bits, config)).encode()).hexdigest()
     folder = outputs / f"{variant}-s{seed}-{digest[:8]}"
@@ -127,8 +127,8 @@ def write_trial(
     """
     point = changes.pop("point", {"optim.lr": 0.5})
     scores = {"valid_bits_per_byte": bits, "purpose": "result" if trial is None else "tune"}
-    none = {"point": point, "test_bits_per_byte": None, "test_windows_bits_per_byte": None}
-    scores |= {"point": None} if trial is None else none
+    untested = {"point": point, "test_bits_per_byte": None, "test_windows_bits_per_byte": None}
+    scores |= {"point": None} if trial is None else untested
     space = {key: {"low": 1e-4, "high": 0.1, "scale": "log"} for key in point}
     config = {"variant": {"name": variant}, "model": {"d_model": 128, "layers": 4, "heads": 4, "span": 512}}
     config |= {"optim": {"lr": rate}, "record": {"wandb": {"group": "rates-1a2b"}}, "trial": trial, "space": space}

@@ -1,6 +1,7 @@
 """Mechanisms that break promises of the contract.
 
-``BROKEN`` has for each name its class, the broken promises (None: not compared), and a pattern of one of the details.
+``BROKEN`` maps a name to a class, the promises that it breaks (None if they are not compared), and a pattern that the
+detail of one of them matches.
 """
 
 import torch
@@ -10,54 +11,54 @@ from tests import promises as p
 from tests.promises import Gate, Sums, parameter, toy
 from variants.contract import LIMITS, Inspection, NeededFlops, Sublayer
 
-PLACE = r"layers\.0\.part0 moved by [\d.e+-]+ at byte \d+ of stream \d"
+LOCATION = r"layers\.0\.part0 moved by [\d.e+-]+ at byte \d+ of stream \d"
 CUT_OFF = frozenset({"segments"})
 SCALE, TABLE = torch.nn.Parameter(torch.ones(())), torch.ones(16)
 
 
-def hears(change, base: type = Gate, **members) -> type:
+def with_input(change, base: type = Gate, **members) -> type:
     """A sublayer whose input is replaced by ``change(self, x)``."""
     return toy(base, transform_input=change, **members)
 
 
-def gives(change, base: type = Gate, **members) -> type:
+def with_output(change, base: type = Gate, **members) -> type:
     """A sublayer whose output is replaced by ``change(self, y, x)``."""
     return toy(base, transform_output=lambda self, out, x, collect: out._replace(y=change(self, out.y, x)), **members)
 
 
-def mapped(change) -> type:
+def with_map(change) -> type:
     """A sublayer whose attention map is replaced by ``change(shares)``."""
     return toy(broken.Mapped, changed=lambda self, shares: Inspection(change(shares)))
 
 
-def with_vectors(self, shares):
+def add_vectors(self, shares):
     """A map with additional shares of learned vectors that do not exist, so that its rows sum to more than 1."""
     vectors = shares[..., :3]
     return Inspection(shares, torch.zeros(vectors.shape, dtype=torch.int64), vectors)
 
 
-def counted(statistics) -> type:
+def with_stats(statistics) -> type:
     """A sublayer that returns ``statistics(y)`` where statistics are collected."""
     return toy(
         transform_output=lambda self, out, x, collect: out._replace(stats=statistics(out.y) if collect else None)
     )
 
 
-def costing(loss, **members) -> type:
+def with_loss(loss, **members) -> type:
     """A sublayer with the auxiliary loss ``loss(self)``."""
     return toy(transform_output=lambda self, out, x, collect: out._replace(loss=loss(self)), **members)
 
 
 def clamped(low: float | None, high: float) -> dict:
     """Members that add a parameter, clamped between two bounds."""
-    return {"also": parameter(0.5), "project_": lambda self: self.own.data.clamp_(low, high)}
+    return {"also": parameter(0.5), "project_": lambda self: self.extra.data.clamp_(low, high)}
 
 
 def share_scale(self):
-    self.register_parameter("own", SCALE)
+    self.register_parameter("extra", SCALE)
 
 
-def draw_scale(self):
+def set_scale(self):
     """A tensor that is not in the module's state."""
     self.scale = torch.randn(16)
 
@@ -80,7 +81,7 @@ def at_one_offset(self, x):
     return torch.where((torch.arange(x.shape[1]) % 8 == 2)[:, None], x.roll(-1, dims=1), x)
 
 
-def nan_in_bfloat16(self, y, x):
+def bfloat16_nan(self, y, x):
     return torch.cat([y[:, :2], y[:, 2:] / 0], dim=1) if y.dtype == torch.bfloat16 and self.training else y
 
 
@@ -102,91 +103,91 @@ def vanishes_backwards(self, y, x):
 
 
 FUTURES = {p.FUTURE_EVAL, p.FUTURE_TRAIN}
-ONE_ON = f"15 x 15 bytes .*, all from byte 1 on changed: {PLACE}"
-CUT = rf"eval, 3 x 15 bytes without a past cut at 1: {PLACE}"
-UNSEEN = r"eval: layers\.0\.part0 gives the same at byte {} changed, .* {}"
+CHANGED_FROM_ONE = f"15 x 15 bytes .*, all from byte 1 on changed: {LOCATION}"
+CUT = rf"eval, 3 x 15 bytes without a past cut at 1: {LOCATION}"
+NO_INFLUENCE = r"eval: layers\.0\.part0 gives the same at byte {} changed, .* {}"
 quarter = toy(broken.OfDistances, reach=lambda self: 4 * len(self.weight) - 1)
-half_in_evaluation = toy(broken.OfDistances, halved=property(lambda self: not self.training))
-in_part = hears(lambda self, x: 0.5 * x + 0.5 * x.detach())
+thinned_in_evaluation = toy(broken.OfDistances, thinned=property(lambda self: not self.training))
+in_part = with_input(lambda self, x: 0.5 * x + 0.5 * x.detach())
 twice = toy(transform_output=lambda self, out, x, collect: out._replace(y=out.y * (2 if collect else 1)))
 forgetting = toy(transform_output=lambda self, out, x, collect: out._replace(state=x[:, -1].detach()))
-peeking = hears(lambda self, x: x + 1e-4 * x.mean(dim=1, keepdim=True) if self.training else x)
-leaking = hears(lambda self, x: x if self.training else x + 1e-4 * x.roll(-1, dims=1))
-mixing = hears(lambda self, x: x + 1e-4 * x.mean(dim=0) if len(x) > 8 else x)
-noisy = hears(lambda self, x: x + 0.1 * torch.randn_like(x) if self.training else x)
+peeking = with_input(lambda self, x: x + 1e-4 * x.mean(dim=1, keepdim=True) if self.training else x)
+leaking = with_input(lambda self, x: x if self.training else x + 1e-4 * x.roll(-1, dims=1))
+mixing = with_input(lambda self, x: x + 1e-4 * x.mean(dim=0) if len(x) > 8 else x)
+noisy = with_input(lambda self, x: x + 0.1 * torch.randn_like(x) if self.training else x)
 needing = {"needed_flops": lambda self, segment, *, carried: NeededFlops(0.0, 0.0)}
 one_number = {"needed_flops": lambda self, segment, *, carried: 3 * self.ideal_flops()}
-negative = costing(lambda self: -self.gate.weight.square().mean() if self.training else None)
+negative = with_loss(lambda self: -self.gate.weight.square().mean() if self.training else None)
 excused = {"limits": frozenset({"likelihood"}), **clamped(0, 1)}
 half_of_its_loss = costing(lambda self: self.own * self.own.detach() if self.training else None, **excused)
 # fmt: off
 BROKEN = {
-    "Peeks": (hears(lambda self, x: x.roll(-1, dims=1)), {*FUTURES, p.REACH, p.SEGMENTS}, ""),
-    "LeaksAtOneOffset": (hears(at_one_offset, limits=CUT_OFF), FUTURES, ""),
-    "LeaksInEvaluation": (leaking, {p.FUTURE_EVAL, p.REACH, p.SEGMENTS, p.MODES}, f"eval, {ONE_ON}"),
-    "PeeksInTraining": (peeking, {p.FUTURE_TRAIN, p.SEGMENTS, p.MODES}, f"train, {ONE_ON}"),
+    "Peeks": (with_input(lambda self, x: x.roll(-1, dims=1)), {*FUTURES, p.REACH, p.SEGMENTS}, ""),
+    "LeaksAtOneOffset": (with_input(at_one_offset, limits=CUT_OFF), FUTURES, ""),
+    "LeaksInEvaluation": (leaking, {p.FUTURE_EVAL, p.REACH, p.SEGMENTS, p.MODES}, f"eval, {CHANGED_FROM_ONE}"),
+    "PeeksInTraining": (peeking, {p.FUTURE_TRAIN, p.SEGMENTS, p.MODES}, f"train, {CHANGED_FROM_ONE}"),
     "Undeclared": (toy(Sums, honours=None, reach=Sublayer.reach), {p.REACH}, ".*: a sublayer that sees a past must declare"),
-    "Unsaid": (toy(Sums, reach=Sublayer.reach), {p.REACH, p.USED}, "NotImplementedError: Toy: a sublayer with"),
+    "Unsaid": (toy(Sums, reach=Sublayer.reach), {p.REACH, p.REACH_USED}, "NotImplementedError: Toy: a sublayer with"),
     "ShortReach": (toy(Sums, reach=lambda self: 9), {p.REACH}, ".*, beyond its reach of 9$"),
     "ReachesThroughState": (broken.ReachesThroughState, {p.REACH, p.INFLUENCE}, ""),
     "Wrapped": (broken.Wrapped, {p.REACH}, ""),
     "OneBlock": (toy(broken.Delayed, period=1), {p.GRADIENT, p.INFLUENCE}, ""),
     "BatchNormUndeclared": (broken.BatchNormUndeclared, {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES}, ""),
-    "Mixes": (hears(lambda self, x: x + 1e-4 * x.mean(dim=0)), {p.STREAMS}, f"eval, stream 0 changed: {PLACE}"),
-    "MixesInTraining": (hears(mean_in_training), {p.STREAMS, p.MODES}, f"train, stream 0 changed: {PLACE}"),
-    "MixesBeyondEight": (mixing, {p.STREAMS}, f"eval, 17 streams at once: {PLACE}; train, .*"),
+    "Mixes": (with_input(lambda self, x: x + 1e-4 * x.mean(dim=0)), {p.STREAMS}, f"eval, stream 0 changed: {LOCATION}"),
+    "MixesInTraining": (with_input(mean_in_training), {p.STREAMS, p.MODES}, f"train, stream 0 changed: {LOCATION}"),
+    "MixesBeyondEight": (mixing, {p.STREAMS}, f"eval, 17 streams at once: {LOCATION}; train, .*"),
     "Forgets": (toy(Sums, read_state=lambda self, state: None), {p.SEGMENTS}, CUT),
     "ForgetsInTraining": (toy(Sums, read_state=lambda self, state: None if self.training else state), {p.SEGMENTS, p.MODES}, ""),
     "ForgetsOneKey": (broken.ForgetsOneKey, {p.SEGMENTS}, ""),
     "IgnoresThePast": (forgetting, {p.INFLUENCE}, r"eval, byte 2 changed: .* byte 3 did not"),
-    # its past has hardly any gradient
-    "FaintPast": (gives(lambda self, y, x: 1e-4 * y + self.gate(x).sigmoid() * self.value(x), Sums), {p.INFLUENCE}, ""),
-    "MapOfMore": (toy(broken.Mapped, changed=with_vectors), {p.MAP}, "layers.0.part0: the weights of byte 0 .*: 2$"),
-    "MapOfSigns": (mapped(lambda shares: 2 * shares - shares.roll(1, dims=-1)), {p.MAP}, "[^;]*$"),
-    "MapOfTheFuture": (mapped(lambda shares: shares.flip(-1)), {p.MAP}, ".* byte 0 has weight 1 on byte 14, which it cannot see"),
-    "MapOfTheBlind": (mapped(lambda shares: shares.tril(-1) / shares.tril(-1).sum(-1, keepdim=True)), {p.MAP}, ".*nan"),
-    "MapWithoutHeads": (mapped(lambda shares: shares[:, 0]), {p.MAP}, r".*\[B, H, T, T\]"),
+    # The past influences the output too little.
+    "FaintPast": (with_output(lambda self, y, x: 1e-4 * y + self.gate(x).sigmoid() * self.value(x), Sums), {p.INFLUENCE}, ""),
+    "MapOfMore": (toy(broken.Mapped, changed=add_vectors), {p.MAP}, "layers.0.part0: the weights of byte 0 .*: 2$"),
+    "MapOfSigns": (with_map(lambda shares: 2 * shares - shares.roll(1, dims=-1)), {p.MAP}, "[^;]*$"),
+    "MapOfTheFuture": (with_map(lambda a: a.flip(-1)), {p.MAP}, ".* byte 0 has weight 1 on byte 14, which it cannot see"),
+    "MapOfTheBlind": (with_map(lambda shares: shares.tril(-1) / shares.tril(-1).sum(-1, keepdim=True)), {p.MAP}, ".*nan"),
+    "MapWithoutHeads": (with_map(lambda shares: shares[:, 0]), {p.MAP}, r".*\[B, H, T, T\]"),
     "Attached": (toy(Sums, carry=lambda self, sums: sums), {p.DETACHED}, r"eval: a tensor \(3, 16\) of the state is not det"),
     "StreamsLast": (broken.StreamsLast, {p.DETACHED, p.STREAMS}, ""),
     "OverwritesState": (broken.OverwritesState, {p.WRITES, p.STREAMS}, ""),
-    "Counts": (hears(counts, also=begin_count), {p.WRITES}, r"eval: a forward changed layers\.0\.part0\.sublayer\.count"),
-    "Remembers": (broken.Remembers, None, rf"eval, a forward repeated after one of other bytes: {PLACE}"),
+    "Counts": (with_input(counts, init=begin_count), {p.WRITES}, r"eval: a forward changed layers\.0\.part0\.sublayer\.count"),
+    "Remembers": (broken.Remembers, None, rf"eval, a forward repeated after one of other bytes: {LOCATION}"),
     "SizedState": (broken.SizedState, {p.PROJECTION}, r"RuntimeError: .* \(eval, byte 1 to 5, broken_sublayers.py line \d+\)"),
     "Shrinks": (toy(project_=lambda self: self.value.weight.data.mul_(0.5)), {p.PROJECTION, p.SAVED}, ""),
-    # a root of a parameter that ``project_`` should keep positive and does not
-    "Illegal": (gives(lambda self, y, x: y * self.own.sqrt(), **clamped(None, 2)), {p.PROJECTION}, ""),
-    "Dead": (toy(also=parameter([1.0, 1.0, 1.0])), {p.GRADIENT}, r".* likelihood gives layers\.0\.part0\.sublayer\.own no"),
-    # a parameter that is in the auxiliary loss only
-    "Regularised": (costing(lambda self: 0.1 * self.own if self.training else None, **clamped(0, 1)), {p.GRADIENT}, ""),
+    # The root of a parameter that ``project_`` does not keep positive.
+    "Illegal": (with_output(lambda self, y, x: y * self.extra.sqrt(), **clamped(None, 2)), {p.PROJECTION}, ""),
+    "Dead": (toy(init=parameter([1.0, 1.0, 1.0])), {p.GRADIENT}, r".* likelihood gives layers\.0\.part0\.sublayer\.extra no"),
+    # Only the auxiliary loss depends on the parameter.
+    "Regularised": (with_loss(lambda self: 0.1 * self.extra if self.training else None, **clamped(0, 1)), {p.GRADIENT}, ""),
     # half of the loss's derivative is detached, and the limit ``likelihood`` does not excuse that
     "HalfOfItsLoss": (half_of_its_loss, {p.DERIVATIVE}, r"train: along a direction of layers\.0\.part0\.sublayer\.own the"),
-    "CutOff": (gives(lambda self, y, x: self.gate(x).sigmoid().detach() * self.value(x)), {p.GRADIENT, p.DERIVATIVE}, ""),
-    "Shares": (gives(lambda self, y, x: y * self.own, also=share_scale), {p.APART}, ""),
-    "SharesBuffer": (toy(also=lambda self: self.register_buffer("own", TABLE)), {p.APART}, ""),
-    "NotSaved": (gives(lambda self, y, x: y * self.scale, also=draw_scale), {p.SAVED}, "eval, a fresh model with loaded par"),
-    "LossAlways": (costing(lambda self: self.gate.weight.square().mean()), {p.AUXILIARY}, r"eval: [\d.]+ nats"),
+    "CutOff": (with_output(lambda self, y, x: self.gate(x).sigmoid().detach() * self.value(x)), {p.GRADIENT, p.DERIVATIVE}, ""),
+    "Shares": (with_output(lambda self, y, x: y * self.extra, init=share_scale), {p.NO_SHARING}, ""),
+    "SharesBuffer": (toy(init=lambda self: self.register_buffer("extra", TABLE)), {p.NO_SHARING}, ""),
+    "Unsaved": (with_output(lambda self, y, x: y * self.scale, init=set_scale), {p.SAVED}, "eval, a fresh model with loaded par"),
+    "LossAlways": (with_loss(lambda self: self.gate.weight.square().mean()), {p.AUXILIARY}, r"eval: [\d.]+ nats"),
     "NegativeLoss": (negative, {p.AUXILIARY}, ""),
-    "Means": (counted(lambda y: {"mean": y.detach().mean()}), {p.STATISTICS}, r"eval, bytes before and from 7: layers\.0\.pa"),
-    "AttachedSeen": (counted(lambda y: {"sum": y.sum()}), {p.STATISTICS}, ""),
+    "Means": (with_stats(lambda y: {"mean": y.detach().mean()}), {p.STATISTICS}, r"eval, bytes before and from 7: layers\.0\.pa"),
+    "AttachedSeen": (with_stats(lambda y: {"sum": y.sum()}), {p.STATISTICS}, ""),
     "LooksTwice": (twice, {p.STATISTICS}, ""),
     "NanMetric": (toy(metrics=lambda self, stats: {"share": float("nan")}), {p.STATISTICS}, "eval: metric .* is nan"),
-    "OneType": (gives(one_type), {p.BFLOAT16}, ""),
-    "NanInBfloat16": (gives(nan_in_bfloat16), {p.BFLOAT16}, r"train: logits is not finite at byte 2 of stream 0 \(39 of 45"),
+    "OneType": (with_output(one_type), {p.BFLOAT16}, ""),
+    "NanInBfloat16": (with_output(bfloat16_nan), {p.BFLOAT16}, r"train: logits is not finite at byte 2 of stream 0 \(39 of 45"),
     "NoFlops": (toy(ideal_flops=lambda self: float("nan")), {p.FLOPS}, ""),
     "NeedsNothing": (toy(**needing), {p.FLOPS}, ""),
     "OneNumber": (toy(**one_number), {p.FLOPS}, ""),
-    "Invents": (toy(limits=frozenset({"anything"})), {p.KNOWN}, "anything is not one of causal_in_training, ideal_flops,"),
-    "Overflows": (gives(lambda self, y, x: y * 1e50 * 1e-50), {p.LOGITS, p.FAR, p.BFLOAT16, p.LARGE}, ""),
-    # a division by zero for a segment of one byte
-    "DividesByNone": (gives(lambda self, y, x: y / min(1, x.shape[1] - 1)), None, r"eval, a segment of 1: .* \(3 of 3 b"),
-    "Exponentials": (gives(exponentials), {p.LARGE}, ""),
-    "VanishesBackwards": (gives(vanishes_backwards), {p.LARGE}, ""),
+    "Invents": (toy(limits=frozenset({"anything"})), {p.LIMITS_KNOWN}, "anything is not one of causal_in_training, ideal_flops,"),
+    "Overflows": (with_output(lambda self, y, x: y * 1e50 * 1e-50), {p.LOGITS, p.FAR_START, p.BFLOAT16, p.LARGE}, ""),
+    # Divides by zero in a segment of one byte.
+    "DividesByNone": (with_output(lambda self, y, x: y / min(1, x.shape[1] - 1)), None, r"eval, a segment of 1: .* \(3 of 3 b"),
+    "Exponentials": (with_output(exponentials), {p.LARGE}, ""),
+    "VanishesBackwards": (with_output(vanishes_backwards), {p.LARGE}, ""),
     "Cautious": (toy(limits=LIMITS), {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES, p.GRADIENT}, "limit segments is declared"),
     "DoubledKeys": (broken.DoubledKeys, {p.DERIVATIVE}, r"train: along a direction of embedding\.weight the loss changes by"),
     "ScaledBackwards": (in_part, {p.DERIVATIVE}, ""),
-    "HalfInEvaluation": (half_in_evaluation, {p.MODES}, rf"train without dropout, against eval: {PLACE}"),
+    "ThinnedInEvaluation": (thinned_in_evaluation, {p.MODES}, rf"train without dropout, against eval: {LOCATION}"),
     "Noisy": (noisy, {p.MODES}, r"train: draws random numbers that are not dropout's.*"),
-    "QuarterOfTheWindow": (quarter, {p.USED}, UNSEEN.format("t - 19", "a reach of 19")),
-    "Fades": (toy(Sums, decay=1e-3), {p.USED, p.INFLUENCE}, UNSEEN.format("0 and at the end", "the past")),
+    "QuarterOfTheWindow": (quarter, {p.REACH_USED}, NO_INFLUENCE.format("t - 19", "a reach of 19")),
+    "Fades": (toy(Sums, decay=1e-3), {p.REACH_USED, p.INFLUENCE}, NO_INFLUENCE.format("0 and at the end", "the past")),
 }
 # fmt: on

@@ -177,10 +177,10 @@ class DoubledPast(Attention):
 
 
 class OfDistances(Gate):
-    """A learned weight for each of the last S bytes. With ``halved`` only every third of them has a weight."""
+    """A learned weight for each of the last S bytes. With ``thinned`` only every third of them has a weight."""
 
     honours = Honours()
-    halved = False
+    thinned = False
 
     def __init__(self, context: LayerContext):
         super().__init__(context)
@@ -194,7 +194,7 @@ class OfDistances(Gate):
         past = x.new_zeros(len(x), span - 1, x.shape[2]) if state is None else state.to(x.dtype)
         past = torch.cat([past, x], dim=1)
         windows = past.unfold(1, span, 1).flip(-1)  # [B, T, D, S], the nearest first
-        weight = self.weight * (torch.arange(span) % 3 == 1) if self.halved else self.weight
+        weight = self.weight * (torch.arange(span) % 3 == 1) if self.thinned else self.weight
         return SublayerOutput(super().forward(windows @ weight).y, past[:, past.shape[1] - span + 1 :].detach())
 
 

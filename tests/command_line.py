@@ -70,7 +70,7 @@ def run_folders(outputs: Path) -> list[Path]:
     return sorted(path for path in outputs.glob("*-s*-*") if not path.is_symlink())
 
 
-@pytest.fixture(name="here")
+@pytest.fixture(name="cwd")
 def empty_folder(tmp_path, monkeypatch) -> Path:
     """An empty current folder, with an empty cache and a network that refuses every connection."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -78,6 +78,6 @@ def empty_folder(tmp_path, monkeypatch) -> Path:
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "HYDRA_FULL_ERROR"):
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    return tmp_path / "empty"

@@ -61,7 +61,7 @@ def few_causality_checks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
+def restored_settings() -> Iterator[None]:
     """Restore the settings that a run changes for the whole process."""
     import torch
 

@@ -22,7 +22,7 @@ PADDED_QUERIES = 32
 
 
 def refuse_unaligned(name: str, x: Tensor) -> None:
-    """RuntimeError unless strides and address are multiples of 8 elements: 16 bytes of a two-byte dtype."""
+    """Raise RuntimeError unless strides and address are multiples of 8 elements: 16 bytes of a two-byte dtype."""
     alignment = 8
     if x.stride(-1) != 1:
         raise RuntimeError(f"{name} must be contiguous in the last dimension")
@@ -111,8 +111,8 @@ def backward(
     g, y = grad_out_.to(weights.dtype), out.to(weights.dtype)
     d_scores = weights * (g @ value.to(g.dtype).mT - (g * y).sum(-1, keepdim=True)) * factor
     d_query, d_key = d_scores @ key.to(g.dtype), d_scores.mT @ query.to(g.dtype)
-    raw = (heads_inside(x.to(query.dtype)) for x in (d_query, d_key, weights.mT @ g))
-    return *raw, torch.empty(0, dtype=query.dtype)
+    gradients = (heads_inside(x.to(query.dtype)) for x in (d_query, d_key, weights.mT @ g))
+    return *gradients, torch.empty(0, dtype=query.dtype)
 
 
 @contextmanager

@@ -30,13 +30,13 @@ def change(folder: Path, **changes) -> Path:
 def write_fixed_rows(folder: Path) -> None:
     """Write all rows into sub-folders of ``folder``. Modification times of summaries follow the order of writing."""
     run_folders = []
-    for place, (variant, bits) in enumerate((("mhsa", 2.4), ("adaptive_span", 2.36), ("all_attention", 2.41))):
+    for index, (variant, bits) in enumerate((("mhsa", 2.4), ("adaptive_span", 2.36), ("all_attention", 2.41))):
         for seed in range(3):
-            wave = ((seed * 7 + place * 5) % 11) / 1000
-            total = 855_680 + 4_000 * place
+            offset = ((seed * 7 + index * 5) % 11) / 1000
+            total = 855_680 + 4_000 * index
             parameters = {"total": total, "touched": total - 32_640}
             changes = {"parameters": parameters, "bytes_per_second": 12_500.0 - 100 * seed}
-            run = write_run(folder / "plain", variant=variant, seed=seed, bits=bits + wave, **changes)
+            run = write_run(folder / "plain", variant=variant, seed=seed, bits=bits + offset, **changes)
             run_folders.append(change(run, parameters=parameters))
     run_folders.append(write_run(folder / "plain", variant="linformer", seed=0, bits=2.5))
     run_folders.append(write_run(folder / "plain", variant="local", seed=0, bits=2.45, valid_bits_per_byte=None))
@@ -44,32 +44,32 @@ def write_fixed_rows(folder: Path) -> None:
         config = {"variant": {"name": "mhsa"}, "model": {"d_model": 64, "layers": 2, "heads": 2, "span": span}}
         run = write_run(folder / "plain", variant="mhsa", seed=0, bits=2.6 - span / 1000, config=config)
         run_folders.append(change(run, source="aa" * 32))
-    for variant, reach in (("mhsa", 0.2), ("linear", 3.9)):
+    for variant, copy_bits in (("mhsa", 0.2), ("linear", 3.9)):
         for seed in (0, 1):
-            copies = {"64": reach / 10, "256": reach, "1024": min(4.0, 3 * reach) + seed / 100}
+            copies = {"64": copy_bits / 10, "256": copy_bits, "1024": min(4.0, 3 * copy_bits) + seed / 100}
             run = write_run(folder / "recall", variant=variant, seed=seed, bits=3.0, valid_bits_per_copy=copies)
             data = {"name": "recall", "bytes": 1_000_000, "sha256": "12" * 32}
             run_folders.append(change(run, data=data, capped={"valid": 10_000, "test": 10_000}))
-    for place, changes in enumerate(({}, {"threads": 4}, {"threads": 4, "allocator": "return"})):
-        run = write_run(folder / "grounds", variant=("mhsa", "local", "mhsa")[place], seed=place, bits=2.2 + place / 10)
+    for index, changes in enumerate(({}, {"threads": 4}, {"threads": 4, "allocator": "return"})):
+        run = write_run(folder / "grounds", variant=("mhsa", "local", "mhsa")[index], seed=index, bits=2.2 + index / 10)
         run_folders.append(change(run, budget={"bytes": 9_000_000}, **changes))
     for variant in ("mhsa", "adaptive_span"):
         for trial, rate in enumerate((0.001, 0.003, 0.01)):
             for seed in (100, 101):
                 bits = 2.5 + abs(rate - 0.003) * 10 + seed / 1e5
-                about = {"variant": variant, "point": {"optim.lr": (0.3, 0.5, 0.99)[trial]}}
+                keywords = {"variant": variant, "point": {"optim.lr": (0.3, 0.5, 0.99)[trial]}}
                 run_folders.append(
-                    write_trial(folder / "trials", rate=rate, seed=seed, bits=bits, trial=trial, **about)
+                    write_trial(folder / "trials", rate=rate, seed=seed, bits=bits, trial=trial, **keywords)
                 )
     run_folders.append(write_failed(folder / "trials", error="out of memory", seed=100, trial=3))
     for seed in (0, 1, 101):
         run_folders.append(write_trial(folder / "trials", rate=0.003, seed=seed, bits=2.45 + seed / 1e3))
-    for place, run in enumerate(run_folders):
-        os.utime(run / "summary.json", (1.8e9 + place, 1.8e9 + place))
+    for index, run in enumerate(run_folders):
+        os.utime(run / "summary.json", (1.8e9 + index, 1.8e9 + index))
     costs = [cost_row(variant=v, length=n) for v in ("mhsa", "adaptive_span") for n in (256, 512, 1024)]
     costs += [cost_row(length=n, backend="plain") for n in (256, 512)]
-    lost = {"parameters": None, "spans": None, "flops": None, "memory": None, "time": None}
-    costs += [cost_row(length=1024, backend="plain", status="out of memory", reason="8 GiB", **lost)]
+    absent = {"parameters": None, "spans": None, "flops": None, "memory": None, "time": None}
+    costs += [cost_row(length=1024, backend="plain", status="out of memory", reason="8 GiB", **absent)]
     stream = [cost_row(variant=v, length=n, mode="stream", segment=128) for v in ("mhsa", "linear") for n in (256, 512)]
     stream.append(cost_row(length=256, mode="stream", segment=128, allocator="return"))
     write_rows(folder, [*costs, cost_row(), cost_row(variant="linear"), *stream], name="20261120-120000-cost")

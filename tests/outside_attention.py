@@ -29,7 +29,7 @@ class OutsideAttention(backends.OnKernels):
         visible = Window((self.span,) * self.heads, self.shift)
         keys = VisibleKeys.joined(k, v, before(state, visible.past(), k.dtype))
         backend, vectors = self.backend(x.device, training=self.training), self.position.vectors(self.span)
-        takes = backend in backends.TAKE_VECTORS
-        bias = None if takes and vectors is not None else self.position.bias(q, self.span)
-        y = backends.attend(backend, q, keys, visible, bias=bias, vectors=vectors if takes else None)
+        takes_vectors = backend in backends.TAKE_VECTORS
+        bias = None if takes_vectors and vectors is not None else self.position.bias(q, self.span)
+        y = backends.attend(backend, q, keys, visible, bias=bias, vectors=vectors if takes_vectors else None)
         return SublayerOutput(self.out(rearrange(y, "B H T K -> B T (H K)")), keys.last(visible.past()))

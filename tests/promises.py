@@ -19,10 +19,10 @@ REACH = "no byte beyond the declared reach matters"
 INFLUENCE = "bytes influence logits"
 MAP = "attention maps are weights of visible bytes"
 SEGMENTS = "segments do not matter"
-FAR = "a stream may start at 10**7"
+FAR_START = "a stream may start at 10**7"
 STREAMS = "streams do not mix"
 DETACHED = "state is detached, and its dimension 0 is streams"
-APART = "two models share no tensor"
+NO_SHARING = "two models share no tensor"
 PROJECTION = "project_ is legal and idempotent, and earlier states are accepted"
 SAVED = "a saved model continues with equal outputs"
 WRITES = "a forward pass has no side effects"
@@ -31,10 +31,10 @@ STATISTICS = "statistics add up"
 BFLOAT16 = "bfloat16 autocast is finite"
 LARGE = "large weights give finite numbers"
 FLOPS = "ideal_flops() is a positive int, and the forward of needed_flops() is no less"
-KNOWN = "declared limits are known"
+LIMITS_KNOWN = "declared limits are known"
 DERIVATIVE = "gradients match finite differences"
 MODES = "training without dropout is evaluation"
-USED = "the declared reach is used"
+REACH_USED = "the declared reach is used"
 GRADIENT = "the likelihood moves every parameter"
 
 memory = partial(
@@ -64,11 +64,11 @@ def model_of(
         pool = {}
         layer = {f"part{i}": sublayer for i, sublayer in enumerate(sublayers)}
 
-        def at(i: int) -> LayerContext:
+        def context_of(i: int) -> LayerContext:
             common = {"d_model": 16, "n_layers": layers, "heads": heads, "span": span, "scheme": scheme, "pool": pool}
             return LayerContext(layer=i, **common, **context)
 
-        return LanguageModel([layer] * layers, at, vocabulary=31)
+        return LanguageModel([layer] * layers, context_of, vocabulary=31)
 
     return make
 
@@ -124,16 +124,16 @@ class Sums(Gate):
         return total.detach()
 
 
-def toy(base: type[Sublayer] = Gate, *, also: Callable[[Sublayer], object] | None = None, **members) -> type[Sublayer]:
-    """A subclass with other members. ``also(self)`` runs at the end of its constructor."""
+def toy(base: type[Sublayer] = Gate, *, init: Callable[[Sublayer], object] | None = None, **members) -> type[Sublayer]:
+    """A subclass with other members. ``init(self)`` runs at the end of its constructor."""
 
     def __init__(self, context: LayerContext):
         base.__init__(self, context)
-        also(self)
+        init(self)
 
-    return type("Toy", (base,), members | ({"__init__": __init__} if also else {}))
+    return type("Toy", (base,), members | ({"__init__": __init__} if init else {}))
 
 
 def parameter(value: object) -> Callable[[Sublayer], None]:
-    """A function for ``also`` of ``toy`` that registers a parameter ``own``."""
-    return lambda self: self.register_parameter("own", nn.Parameter(torch.tensor(value)))
+    """A function for ``init`` of ``toy`` that registers a parameter ``extra``."""
+    return lambda self: self.register_parameter("extra", nn.Parameter(torch.tensor(value)))

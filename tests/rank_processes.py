@@ -17,21 +17,22 @@ from tests.timeouts import TIMEOUT_SECONDS
 from variants.kernels import product_search, window_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
-AHEAD = (
+PRELOADED = (
+    "tests.rank_processes",
     "tests.small_runs",
     "tests.command_line",
     "tests.test_distributed_training",
     "train",
     "torch._dynamo",
     "hydra._internal.hydra",
+    "harness.device.distributed_parameters",
 )
-AHEAD += ("harness.device.distributed_parameters",)
 """Modules that the server imports. Some of them torch and Hydra would otherwise import at their first use."""
 
 
 @contextmanager
 def one_server() -> Iterator[None]:
-    """Context in which one fork server serves all tests, with every module preloaded that any of them needs."""
+    """Context in which one fork server, which has imported all modules that tests need, serves all tests."""
     start = forkserver.ForkServer.ensure_running
 
     def ensure_running(server: forkserver.ForkServer) -> None:
@@ -39,7 +40,7 @@ def one_server() -> Iterator[None]:
             patched.setenv("PYTHONPATH", str(ROOT))  # the server imports the preloaded modules by it
             start(server)
 
-    forkserver.set_forkserver_preload(["tests.rank_processes", *AHEAD, *worker_process.PRELOAD, "tests.server_preload"])
+    forkserver.set_forkserver_preload([*PRELOADED, *worker_process.PRELOAD, "tests.server_preload"])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(forkserver, "set_forkserver_preload", lambda names: None)
         patched.setattr(forkserver.ForkServer, "ensure_running", ensure_running)
@@ -62,19 +63,19 @@ def launch(function: Callable, *arguments, world_size: int = 2) -> list:
     Returns: by rank, what the function returns, or ``ExitedWithoutAnswer``.
     """
     window_cpu.obstacle(), product_search.obstacle()  # compile once, before the processes start
-    context, started = multiprocessing.get_context("forkserver"), []
+    context, children = multiprocessing.get_context("forkserver"), []
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     for rank in range(world_size):
         pipe, child_pipe = context.Pipe(duplex=False)
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
         process = context.Process(target=_answer, args=(child_pipe, environment, os.getcwd(), function, arguments))
         process.start()
-        started.append((process, pipe))
+        children.append((process, pipe))
         child_pipe.close()
     try:
-        return [_receive(process, pipe) for process, pipe in started]
+        return [_receive(process, pipe) for process, pipe in children]
     finally:
-        for process, _ in started:
+        for process, _ in children:
             process.kill()
             process.join()
 

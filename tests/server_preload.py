@@ -5,10 +5,10 @@ import gc
 from harness import source
 from harness.loop import scoring
 from tests.small_configs import plan
-from tests.small_runs import MOVING, SMALL, _hydra
+from tests.small_runs import SMALL, SPANS, _hydra
 
 scoring.CHECKED_POSITIONS = 6  # as in conftest.py
 _hydra()
-source.digest(plan(*SMALL, *MOVING).config)
+source.digest(plan(*SMALL, *SPANS).config)
 gc.collect()
 gc.freeze()

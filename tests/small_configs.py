@@ -46,15 +46,15 @@ def _composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
         return compose(name, overrides=list(overrides))
 
 
-FILES: dict[str, ConfigResult | None] = {}
-READ = ConfigRepository.load_config
+CACHED_FILES: dict[str, ConfigResult | None] = {}
+LOAD_CONFIG = ConfigRepository.load_config
 
 
 def _load(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
     """A copy of a cached configuration file. Reading files takes half of the time of a composition."""
-    if config_path not in FILES:
-        FILES[config_path] = READ(repository, config_path)
-    if result := copy.copy(FILES[config_path]):
+    if config_path not in CACHED_FILES:
+        CACHED_FILES[config_path] = LOAD_CONFIG(repository, config_path)
+    if result := copy.copy(CACHED_FILES[config_path]):
         result.config = copy.deepcopy(result.config)
     return result
 
@@ -76,7 +76,7 @@ def variant_file(variant: str) -> dict:
 
 
 def small(variant: str, *, slot: str | None = None) -> list[str]:
-    """Overrides that shrink a variant to ``TINY``, as ``small`` in its file has them.
+    """Overrides that shrink a variant to the sizes under ``small`` in its file, which fit ``TINY``.
 
     Args:
         slot: name of the sublayer in the configuration, if not that of the variant's file.

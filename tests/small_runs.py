@@ -39,7 +39,7 @@ VARIANTS = {
 }
 SPARSE = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad", "optim.lr=0.003")
 SPARSE += ("optim.schedule.warmup_steps=0",)
-MOVING = (*VARIANTS["adaptive_span"], "variant.attention.span.initial=0.3", "variant.groups.spans.lr_scale=5.0")
+SPANS = (*VARIANTS["adaptive_span"], "variant.attention.span.initial=0.3", "variant.groups.spans.lr_scale=5.0")
 DROPOUT = ("model.dropout=0.1", "model.embedding_dropout=0.1")
 CARRY = ("batch.carry=true",)
 
@@ -48,17 +48,17 @@ class PowerFailure(Exception):
     """Raised in place of ending the process."""
 
 
-@pytest.fixture(name="here", autouse=True)
+@pytest.fixture(name="cwd", autouse=True)
 def temporary_cwd(tmp_path, monkeypatch) -> Path:
     """An empty current folder, so that every run can use the same relative path ``outputs``."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def change_folder(here: Path, monkeypatch) -> None:
+def change_folder(cwd: Path, monkeypatch) -> None:
     """Change to another folder, which has no ``outputs`` yet."""
-    (here / "other").mkdir()
-    monkeypatch.chdir(here / "other")
+    (cwd / "other").mkdir()
+    monkeypatch.chdir(cwd / "other")
 
 
 def make_run(*overrides: str) -> Trainer:
@@ -127,9 +127,9 @@ def after_step(job: Run, step: int, do: Callable[[], None]) -> Run:
 def stop(job: Run, *, step: int) -> None:
     """Train, send SIGTERM during that step, and assert the exit code of SIGTERM."""
     after_step(job, step, lambda: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         run_job(job)
-    assert ended.value.code == 128 + signal.SIGTERM
+    assert caught.value.code == 128 + signal.SIGTERM
 
 
 def crash(job: Run, *, step: int) -> None:

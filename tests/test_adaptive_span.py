@@ -1,4 +1,4 @@
-"""Adaptive spans and persistent vectors: trimming, loss, metrics and initial values, besides their references."""
+"""Adaptive spans and persistent vectors: trimming, loss, metrics and initial values."""
 
 from functools import partial
 
@@ -73,7 +73,7 @@ def test_invalid_sizes_are_refused_by_name():
             make(Case().context(), **words)
 
 
-@pytest.mark.parametrize("kind", ["whole", "dynamic"])
+@pytest.mark.parametrize("kind", ["integer", "dynamic"])
 def test_auxiliary_loss_is_the_weighted_mean_span_in_training_only(kind):
     case = Case(spans=kind, heads=3, span=8)
     attention, (_, x) = case.build(), case.stream()
@@ -113,7 +113,7 @@ def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
 # Persistent vectors
 
 
-def test_persistent_vectors_start_with_unit_variance_and_keys_with_that_of_key_std():
+def test_persistent_vectors_start_with_unit_variance_and_keys_with_the_standard_deviation_key_std():
     """The parameters are smaller by sqrt(K) for keys and sqrt(N) for values."""
     torch.manual_seed(0)
     for std in (1.0, 0.3):
@@ -123,7 +123,7 @@ def test_persistent_vectors_start_with_unit_variance_and_keys_with_that_of_key_s
 
 
 @pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
-@pytest.mark.parametrize("spans", ["fixed", "between"])
+@pytest.mark.parametrize("spans", ["fixed", "fractional"])
 def test_persistent_mass_is_the_mean_share_of_the_softmax(backend, spans):
     case = Case(length=9, span=8, spans=spans, attend_self=False, persistent=3, backend=backend)
     attention, (_, x) = case.build().eval(), case.stream()

@@ -9,7 +9,7 @@ from bench.shipped import listing
 from harness.loop import admission
 from harness.loop.admission import SHIPPED
 from tests.command_line import GENERATED, TINY, CommandOutcome, call, run_folders, train
-from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
+from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.small_configs import plan
 from variants.conformance import Finding
 
@@ -18,10 +18,10 @@ SIZES = ("batch.segment=128", "eval.segment=128", "eval.bytes=600", "position=no
 WORDS = ("-cd", "my_conf", "trust=[tests.broken_at_run_size]", "variant=mine")
 
 
-def toy(here: Path, cls: str) -> tuple[str, ...]:  # noqa: F811
+def toy(cwd: Path, cls: str) -> tuple[str, ...]:  # noqa: F811
     """Words of a training of two seconds with a sublayer of ``broken_at_run_size.py``."""
-    (here / "my_conf" / "variant").mkdir(parents=True, exist_ok=True)
-    (here / "my_conf" / "variant" / "mine.yaml").write_text(YAML.format(cls=cls), encoding="utf-8")
+    (cwd / "my_conf" / "variant").mkdir(parents=True, exist_ok=True)
+    (cwd / "my_conf" / "variant" / "mine.yaml").write_text(YAML.format(cls=cls), encoding="utf-8")
     return (*WORDS, *TINY, *GENERATED, *SIZES)
 
 
@@ -37,62 +37,62 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("cls", REFUSED)
-def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(here, monkeypatch, cls):  # noqa: F811
-    words = (*toy(here, cls), *(("eval.segment=512",) if cls == "ForgetsAShift" else ()))
-    ended = train(*words)
-    assert ended.code == 2 and f"variant=mine: {REFUSED[cls]}" in ended.err, ended
-    assert 'check=false trains anyway and marks the row "unchecked"' in ended.err and not (here / "outputs").exists()
-    assert "it is checked once at the sizes of this run" in ended.out
+def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(cwd, monkeypatch, cls):  # noqa: F811
+    words = (*toy(cwd, cls), *(("eval.segment=512",) if cls == "ForgetsAShift" else ()))
+    outcome = train(*words)
+    assert outcome.code == 2 and f"variant=mine: {REFUSED[cls]}" in outcome.err, outcome
+    assert 'check=false trains anyway and marks the row "unchecked"' in outcome.err and not (cwd / "outputs").exists()
+    assert "it is checked once at the sizes of this run" in outcome.out
     if cls != "ShortWindow":  # for bench.check one case suffices
         return
     monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
-    ended = check(*words)
-    assert ended.code == 1 and f"\n  FAIL  {REFUSED[cls]}" in ended.out, ended
+    outcome = check(*words)
+    assert outcome.code == 1 and f"\n  FAIL  {REFUSED[cls]}" in outcome.out, outcome
 
 
-def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(here, monkeypatch):  # noqa: F811
-    words = toy(here, "LeaksInTwoHundred")
+def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkeypatch):  # noqa: F811
+    words = toy(cwd, "LeaksInTwoHundred")
     assert "it is checked once" in train(*words).out
     again = train(*words, "seed=1")
     assert again.code == 0 and "it is checked once" not in again.out
-    ended = train(*words, "batch.segment=200")
-    assert ended.code == 2 and "does not see the future at the sizes of the run" in ended.err
+    outcome = train(*words, "batch.segment=200")
+    assert outcome.code == 2 and "does not see the future at the sizes of the run" in outcome.err
     with monkeypatch.context() as updated:
-        made = plan("variant=mhsa")
-        before = admission._identity(made)
+        run_plan = plan("variant=mhsa")
+        before = admission._identity(run_plan)
         updated.setattr("torch.__version__", "0.0")
-        assert admission._identity(made) != before
+        assert admission._identity(run_plan) != before
 
 
-def summaries(here: Path) -> list[dict]:  # noqa: F811
-    return [json.loads((run / "summary.json").read_text()) for run in run_folders(here / "outputs")]
+def summaries(cwd: Path) -> list[dict]:  # noqa: F811
+    return [json.loads((run / "summary.json").read_text()) for run in run_folders(cwd / "outputs")]
 
 
-def test_an_unchecked_run_is_trained_and_marked_and_not_compared(here):  # noqa: F811
-    ended = train(*toy(here, "NextInWholeBlocks"), "check=false")
-    assert ended.code == 0 and "not checked" in ended.out, ended
-    (summary,) = summaries(here)
-    assert summary["check"] == "not causal" and "NOT CAUSAL" in ended.out
-    words = toy(here, "LeaksInTwoHundred")
-    ended = train(*words, "check=false", "seed=1")
-    assert sorted(row["check"] for row in summaries(here)) == ["not causal", "unchecked"]
+def test_an_unchecked_run_is_trained_and_marked_and_not_compared(cwd):  # noqa: F811
+    outcome = train(*toy(cwd, "NextInWholeBlocks"), "check=false")
+    assert outcome.code == 0 and "not checked" in outcome.out, outcome
+    (summary,) = summaries(cwd)
+    assert summary["check"] == "not causal" and "NOT CAUSAL" in outcome.out
+    words = toy(cwd, "LeaksInTwoHundred")
+    train(*words, "check=false", "seed=1")
+    assert sorted(row["check"] for row in summaries(cwd)) == ["not causal", "unchecked"]
     report = call("bench/report/__main__.py", "outputs")
     assert "unchecked" in report.out + report.err and "not causal" in report.out + report.err
 
 
-def test_a_model_whose_final_score_is_not_causal_is_marked(here):  # noqa: F811
+def test_a_model_whose_final_score_is_not_causal_is_marked(cwd):  # noqa: F811
     wide = ("model.d_model=64", "eval.windows=true", "eval.test=true", "optim.lr=0.05")
-    ended = train(*toy(here, "LeaksWhenWide"), *wide)
-    assert ended.code == 0 and "final valid: NOT CAUSAL: bytes after a position change" in ended.out, ended
-    (summary,) = summaries(here)
-    (run,) = run_folders(here / "outputs")
+    outcome = train(*toy(cwd, "LeaksWhenWide"), *wide)
+    assert outcome.code == 0 and "final valid: NOT CAUSAL: bytes after a position change" in outcome.out, outcome
+    (summary,) = summaries(cwd)
+    (run,) = run_folders(cwd / "outputs")
     rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
     assert summary["check"] == "not causal"
     assert [row["check"] for row in rows if row.get("final")] == ["not causal"] * 2 and rows[0]["check"] == "passed"
-    ended = call(
+    outcome = call(
         "bench/evaluate.py", f"run={run}", "split=test", "trust=[tests.broken_at_run_size]", "runtime.device=cpu"
     )
-    assert ended.code == 0 and "NOT CAUSAL" in ended.out, ended
+    assert outcome.code == 0 and "NOT CAUSAL" in outcome.out, outcome
     assert json.loads((run / "evaluations.jsonl").read_text())["check"] == "not causal"
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from harness.plan.instantiate import resolve
 from tests.command_line import GENERATED, run_folders, train
-from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
+from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, findings_of, model_of
 from variants.any_module import AnyModule
 from variants.contract import Honours, LayerContext, Position, Sublayer
@@ -24,16 +24,16 @@ from torch.nn import Linear
 class Mean(nn.Module):
     \"\"\"The mean of the bytes so far or, if not causal, of all bytes: [B, T, D] to [B, T, D].\"\"\"
 
-    def __init__(self, dim, *, width: int = 16, causal=True, out_dim=None, several: bool = False, table=None):
+    def __init__(self, dim, *, width: int = 16, causal=True, out_dim=None, returns_tuple: bool = False, table=None):
         super().__init__()
         self.into, self.out = nn.Linear(dim, width), nn.Linear(width, out_dim or dim)
-        self.causal, self.several = causal, several
+        self.causal, self.returns_tuple = causal, returns_tuple
 
     def forward(self, x):
         h = self.into(x)
-        place = torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)[:, None]
-        y = self.out(h.cumsum(1) / place if self.causal else h.mean(1, keepdim=True).expand_as(h))
-        return (y, {"seen": place}) if self.several else y
+        counts = torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)[:, None]
+        y = self.out(h.cumsum(1) / counts if self.causal else h.mean(1, keepdim=True).expand_as(h))
+        return (y, {"counts": counts}) if self.returns_tuple else y
 
 
 class Window(nn.Module):
@@ -90,16 +90,16 @@ def node(target: str = f"{NAME}.Mean", **keywords) -> dict:
     return {"_target_": target, "dim": 16, **keywords}
 
 
-def test_a_module_of_a_package_trains_by_yaml_alone(here, layers):  # noqa: F811
-    write_yaml(width=24, several=True)
-    ended = train(*TRUSTED, "batch.carry=true")
-    assert ended.code == 0, ended
-    (run,) = run_folders(here / "outputs")
+def test_a_module_of_a_package_trains_by_yaml_alone(cwd, layers):  # noqa: F811
+    write_yaml(width=24, returns_tuple=True)
+    outcome = train(*TRUSTED, "batch.carry=true")
+    assert outcome.code == 0, outcome
+    (run,) = run_folders(cwd / "outputs")
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["steps"], summary["memory"]["state_bytes"]) == ("finished", 2, 8)
     assert summary["parameters"]["by_sublayer"]["layers.1.mixer"] == (32 + 1) * 24 + (24 + 1) * 32
     # Only the FLOPs of its matrices are known: a step is estimated as three forwards, and marked as an estimate.
-    assert summary["flops_estimated_3x"] == ["layers.0.mixer", "layers.1.mixer"] and "about" in ended.out
+    assert summary["flops_estimated_3x"] == ["layers.0.mixer", "layers.1.mixer"] and "about" in outcome.out
     assert summary["flops_per_byte"]["ideal"] == 2 * (2 * 2 * 32 * 24 + 32 * 256)
 
 
@@ -115,16 +115,17 @@ def test_a_module_of_a_package_trains_by_yaml_alone(here, layers):  # noqa: F811
         ({"out_dim": 8}, TRUSTED, r"Mean: maps \(\d+, \d+, 32\) to \(\d+, \d+, 8\); .* \[B, T, D\] to \[B, T, D\]"),
     ],
 )
-def test_a_mistake_ends_with_2_and_leaves_nothing(here, layers, keywords, words, message):  # noqa: F811
+def test_a_mistake_ends_with_exit_code_2_and_writes_no_file(cwd, layers, keywords, words, message):  # noqa: F811
     write_yaml(**keywords)
-    ended = train(*words)
-    assert ended.code == 2 and re.search(message, ended.err), ended.err
-    assert len(ended.err.splitlines()) == 1 and not (here / "outputs").exists()
-    assert words is TRUSTED or NAME not in sys.modules, "a package without trust must not be imported"
+    outcome = train(*words)
+    assert outcome.code == 2 and re.search(message, outcome.err), outcome.err
+    assert len(outcome.err.splitlines()) == 1 and not (cwd / "outputs").exists()
+    if words is not TRUSTED:
+        assert NAME not in sys.modules, "a package without trust must not be imported"
 
 
 @pytest.mark.parametrize(
-    ("target", "message"),
+    ("refused_node", "message"),
     [
         (node("torch.nn.Identity"), "allowed are classes of someones_layers"),
         (node(f"{NAME}.Linear"), "is defined in torch.nn.modules.linear; allowed are classes of someones"),
@@ -132,9 +133,9 @@ def test_a_mistake_ends_with_2_and_leaves_nothing(here, layers, keywords, words,
         (node(table={"deep": [{"_target_": f"{NAME}.exploding"}]}), "must be plain values without _target_"),
     ],
 )
-def test_a_module_is_accepted_only_under_the_key_module_and_from_trusted_packages(layers, target, message):
+def test_a_module_is_accepted_only_under_the_key_module_and_from_trusted_packages(layers, refused_node, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        resolve_adapter(target)
+        resolve_adapter(refused_node)
     module = node(_partial_=True)
     part = {"_target_": "variants.attention.Attention", "_partial_": True, "persistent": module}
     for sublayer in (module, part):

@@ -25,7 +25,7 @@ def files_on_stack() -> list[str]:
     return list(dict.fromkeys(path for path in ours if not path.startswith("tests/")))
 
 
-def test_the_page_names_the_files_of_the_call_stacks(here, monkeypatch):
+def test_the_page_names_the_files_of_the_call_stacks(cwd, monkeypatch):
     stacks: dict[str, list[list[str]]] = {"kernel": [], "score": [], "row": []}
 
     def watch(module, name: str, label: str) -> None:
@@ -41,12 +41,11 @@ def test_the_page_names_the_files_of_the_call_stacks(here, monkeypatch):
     watch(window_cpu, "_call", "kernel")
     watch(trainer, "score_stream", "score")
     watch(rows.Record, "append", "row")
-    ended = train(*GENERATED, "variant=mhsa", "eval.every=0.5")
-    assert ended.code == 0, ended
-    steps = [
-        stack for stack in stacks["kernel"] if "harness/loop/update.py" in stack and "harness/loop/run.py" in stack
-    ]
+    outcome = train(*GENERATED, "variant=mhsa", "eval.every=0.5")
+    assert outcome.code == 0, outcome
+    steps = [stack for stack in stacks["kernel"] if {"harness/loop/update.py", "harness/loop/run.py"} <= {*stack}]
     assert list(dict.fromkeys(steps[0])) == files_on_page("A batch") and len(files_on_page("A batch")) <= 14
-    row = [path for path in files_on_page("A number") if path.startswith(("harness/loop", "harness/record/rows"))]
+    folders = ("harness/loop", "harness/record/rows")
+    listed_files = [path for path in files_on_page("A number") if path.startswith(folders)]
     visited = {path for stack in stacks["score"] + stacks["row"] for path in stack}
-    assert visited - {"train.py", "harness/compose/cli.py"} == {*row} and len(row) <= 5
+    assert visited - {"train.py", "harness/compose/cli.py"} == set(listed_files) and len(listed_files) <= 5

@@ -64,6 +64,6 @@ def test_weights_of_nan_are_refused():
     model = plan(*TINY).make_model()
     with torch.no_grad():
         model.head.weight.fill_(math.nan)
-    how = {"streams": 5, "symbols": bytes(range(256))}
+    coding = {"streams": 5, "symbols": bytes(range(256))}
     with pytest.raises(ValueError, match="run: its weights give logits that are not finite"):
-        code_streams(Encoder(), b"some text" * 9, model=model, device=runtime.start(plan(*TINY).runtime), **how)
+        code_streams(Encoder(), b"some text" * 9, model=model, device=runtime.start(plan(*TINY).runtime), **coding)

@@ -8,7 +8,7 @@ from tests.attention_case import Case
 from tests.promises import memory, model_of
 
 CASES = [
-    ({"position": "rotary", "spans": "between", "persistent": 3}, ("plain", "chunked", "fused", "kernel")),
+    ({"position": "rotary", "spans": "fractional", "persistent": 3}, ("plain", "chunked", "fused", "kernel")),
     ({"position": "relative", "cache": "hidden", "attend_self": False}, ("plain", "kernel")),
     ({"position": "alibi", "spans": "zero", "attend_self": False, "persistent": 3}, ("plain", "fused", "kernel")),
     ({"position": "none", "spans": "dynamic", "cache": "hidden"}, ("plain", "chunked")),
@@ -34,7 +34,7 @@ def test_reported_weights_reproduce_the_output_of_every_backend(choices, backend
 
 
 def test_the_reported_soft_mask_follows_the_spans():
-    attention = Case(spans="between", span=8, ramp=3).build().eval()  # fractions 0.37, 1, 0
+    attention = Case(spans="fractional", span=8, ramp=3).build().eval()  # fractions 0.37, 1, 0
     mask = attention.inspect(torch.zeros(1, 4, 5, dtype=torch.float64)).mask
     z = attention.span.fraction * 8
     assert mask.shape == (3, 8)

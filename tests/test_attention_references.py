@@ -11,7 +11,7 @@ from tests.attention_case import (
     Case,
     assert_outcome,
     by_reference,
-    covering,
+    covering_array,
     matrices,
     outcome,
     run,
@@ -59,7 +59,7 @@ class Mechanism(NamedTuple):
         expected: the reference's output, a function of the sublayer, ``Case``, the other choices, ``x`` and ``past``.
         factors: choices of which every pair of values is tested.
         more: further choices to test.
-        moved: scale of the noise that is added to the initial parameters.
+        noise: scale of the noise that is added to the initial parameters.
     """
 
     make: Callable[..., Sublayer] | None
@@ -67,10 +67,10 @@ class Mechanism(NamedTuple):
     factors: dict[str, list]
     more: Sequence[dict] = ()
     backends: Sequence[str] = ("auto",)
-    moved: float = 0.0
+    noise: float = 0.0
 
 
-def shared(sublayer: Sublayer, case: Case, past: Tensor) -> dict:
+def common_arguments(sublayer: Sublayer, case: Case, past: Tensor) -> dict:
     """Keyword arguments that most references take."""
     choices = {"attend_self": case.attend_self, "position": case.position, "past": past}
     return matrices(sublayer) | choices | {"past_is_constant": case.cache == "kv"}
@@ -83,22 +83,22 @@ def of_attention(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tenso
 def of_transformer_xl(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
     position = sublayer.position
     vectors = {"wr": position.project.weight, "u": position.to_keys, "v": position.to_distances}
-    return transformer_xl(x, **vectors, **shared(sublayer, case, past), span=case.span)
+    return transformer_xl(x, **vectors, **common_arguments(sublayer, case, past), span=case.span)
 
 
 def of_features(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
-    same = shared(sublayer, case, past) | {"heads": case.heads}
-    del same["past_is_constant"]
+    common = common_arguments(sublayer, case, past) | {"heads": case.heads}
+    del common["past_is_constant"]
     if isinstance(sublayer, Performer):
-        return linear.linear_attention(x, **same, product=random_feature_product(sublayer.directions))
+        return linear.linear_attention(x, **common, product=random_feature_product(sublayer.directions))
     phi = {"elu": linear.elu_plus_one, "relu": linear.relu}[choices.get("feature_map", "elu")]
-    return linear.linear_attention(x, **same, product=lambda head, query, key: phi(query) @ phi(key))
+    return linear.linear_attention(x, **common, product=lambda head, query, key: phi(query) @ phi(key))
 
 
 def of_differential(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
-    same = shared(sublayer, case, past) | {name: getattr(sublayer, name) for name in ("gain", "initial", "heads")}
-    table = getattr(sublayer.position, "table", None)
-    return differential(x, **same, factors=[*sublayer.factors], span=case.span, table=table)
+    parameters = {name: getattr(sublayer, name) for name in ("gain", "initial", "heads")}
+    parameters |= {"factors": [*sublayer.factors], "table": getattr(sublayer.position, "table", None)}
+    return differential(x, **common_arguments(sublayer, case, past), **parameters, span=case.span)
 
 
 def of_latent(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
@@ -106,55 +106,56 @@ def of_latent(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) 
     weights = {"wq": sublayer.query.weight, "wo": sublayer.output.weight, "gain": sublayer.gain}
     weights |= {"wc": down[: sublayer.latent], "wr": down[sublayer.latent :]}
     weights |= dict(zip(("wk", "wv"), up.chunk(2), strict=True))
-    same = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position")}
-    return latent_attention(x, **weights, **same, past=past)
+    common = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position")}
+    return latent_attention(x, **weights, **common, past=past)
 
 
 def of_gates(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
-    decay, same = sublayer.decay, {"heads": case.heads, "attend_self": case.attend_self, "past": past}
+    decay, common = sublayer.decay, {"heads": case.heads, "attend_self": case.attend_self, "past": past}
     wa = decay.up.weight if decay.down is None else decay.up.weight @ decay.down.weight
-    same |= matrices(sublayer) | {"wa": wa, "ba": decay.up.bias}
+    common |= matrices(sublayer) | {"wa": wa, "ba": decay.up.bias}
     if isinstance(sublayer, GatedLinear):
-        return gated_linear(x, **same)
-    more = {"wg": sublayer.gate.weight, "wb": sublayer.strength.weight}
-    return gated_delta(x, **same, **more, filters=sublayer.filters, gain=sublayer.gain)
+        return gated_linear(x, **common)
+    gate_weights = {"wg": sublayer.gate.weight, "wb": sublayer.strength.weight}
+    return gated_delta(x, **common, **gate_weights, filters=sublayer.filters, gain=sublayer.gain)
 
 
 def of_linformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
     weights = {n.removesuffix(".weight").split("compressor.")[-1]: p for n, p in sublayer.named_parameters()}
     if "position.table" in weights:
         weights["table"] = weights["position.table"]
-    same = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position", "cache")}
-    return sum(linformer(x, past=past, weights=weights, **same, **choices))
+    common = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position", "cache")}
+    return sum(linformer(x, past=past, weights=weights, **common, **choices))
 
 
 def of_native_sparse(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
     weights = {n.removesuffix(".weight").split("compressor.")[-1]: p for n, p in sublayer.named_parameters()}
     weights |= {"gates": sublayer.branch_gates.weight, "gate_bias": sublayer.branch_gates.bias}
-    same = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position", "kv_heads")}
-    return native_sparse(x, past=past, weights=weights, **same, **choices)
+    common = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position", "kv_heads")}
+    return native_sparse(x, past=past, weights=weights, **common, **choices)
 
 
 def of_local(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
-    same = shared(sublayer, case, past) | {"past": list(past), "table": getattr(sublayer.position, "table", None)}
-    return local_attention(x, **same, heads=case.heads, **choices)
+    table = getattr(sublayer.position, "table", None)
+    common = common_arguments(sublayer, case, past) | {"past": list(past), "table": table}
+    return local_attention(x, **common, heads=case.heads, **choices)
 
 
 def of_longformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
     windows = {"windows": list(sublayer.span.visible_keys), "dilations": list(sublayer.span.steps)}
-    same = shared(sublayer, case, past) | {"table": getattr(sublayer.position, "table", None)}
-    return longformer_attention(x, **same, **windows)
+    common = common_arguments(sublayer, case, past) | {"table": getattr(sublayer.position, "table", None)}
+    return longformer_attention(x, **common, **windows)
 
 
 def of_reformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
-    same = shared(sublayer, case, past) | {"span": case.span, "rotations": sublayer.rotations}
-    return reformer(x, **same, bucket_keys=choices["bucket_keys"])
+    common = common_arguments(sublayer, case, past) | {"span": case.span, "rotations": sublayer.rotations}
+    return reformer(x, **common, bucket_keys=choices["bucket_keys"])
 
 
 SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **CACHES}
 OF_ATTENTION = SHAPES | {
     "position": list(SCHEMES),
-    "spans": ["fixed", "dynamic", "zero", "between"],
+    "spans": ["fixed", "dynamic", "zero", "fractional"],
     "persistent": [0, 3],
 }
 CARRIED = {"length": [1, 8], "past": [0, 4], "position": ["none", "alibi"], "attend_self": [True, False]}
@@ -173,8 +174,8 @@ SPARSE |= {"attend_self": [True, False], "position": ["none", "rotary"], "d_head
 OF_LOCAL = CACHES | {"length": [1, 5, 12], "past": [0, 1, 4, 13], "position": list(SCHEMES), "block": [5]}
 DILATED = CACHES | {"windows": [(1,), (4,)], "dilation": [(1,), (2,), (3,)], "dilated_heads": [1, 3], "span": [12]}
 WINDOWS = DILATED | {"length": [1, 2, 7], "past": [0, 1, 4, 13], "position": list(SCHEMES)}
-LSH = {"buckets": 4, "rounds": 3, "bucket_keys": 2, "d_head": 4, "heads": 2, "length": 9, "past": 8}
-LSHS = [
+REFORMER = {"buckets": 4, "rounds": 3, "bucket_keys": 2, "d_head": 4, "heads": 2, "length": 9, "past": 8}
+REFORMER_CHANGES = [
     {"past": 0, "length": 13, "position": "rotary"},
     {"position": "alibi"},
     {"length": 1, "past": 12, "position": "rotary", "attend_self": False},
@@ -201,24 +202,24 @@ ALL = ("plain", "fused", "kernel", "chunked")
 MECHANISMS = {
     "attention": Mechanism(None, of_attention, OF_ATTENTION, [WHOLE_SPANS | {"ramp": r} for r in (1, 20)], ALL),
     "parts": Mechanism(None, of_attention, PARTS, backends=ALL),
-    "transformer_xl": Mechanism(TransformerXL, of_transformer_xl, SHAPES, backends=ALL, moved=1.0),
+    "transformer_xl": Mechanism(TransformerXL, of_transformer_xl, SHAPES, backends=ALL, noise=1.0),
     "linear": Mechanism(LinearAttention, of_features, OF_LINEAR),
-    "differential": Mechanism(Differential, of_differential, PAIRS, backends=ALL, moved=0.3),
-    "latent": Mechanism(Latent, of_latent, LATENTS, backends=ALL, moved=0.3),
-    "gated_linear": Mechanism(GatedLinear, of_gates, GATED, moved=1.0),
-    "gated_delta": Mechanism(GatedDelta, of_gates, DELTA, moved=1.0),
-    "performer": Mechanism(Performer, of_features, OF_PERFORMER, moved=0.5),
-    "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel", "fused"), moved=0.3),
-    "nsa": Mechanism(NativeSparse, of_native_sparse, SPARSE, backends=("auto", "plain"), moved=0.5),
+    "differential": Mechanism(Differential, of_differential, PAIRS, backends=ALL, noise=0.3),
+    "latent": Mechanism(Latent, of_latent, LATENTS, backends=ALL, noise=0.3),
+    "gated_linear": Mechanism(GatedLinear, of_gates, GATED, noise=1.0),
+    "gated_delta": Mechanism(GatedDelta, of_gates, DELTA, noise=1.0),
+    "performer": Mechanism(Performer, of_features, OF_PERFORMER, noise=0.5),
+    "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel", "fused"), noise=0.3),
+    "nsa": Mechanism(NativeSparse, of_native_sparse, SPARSE, backends=("auto", "plain"), noise=0.5),
     "local": Mechanism(LocalAttention, of_local, OF_LOCAL, backends=ALL),
     "longformer": Mechanism(Longformer, of_longformer, WINDOWS, backends=("plain", "auto", "chunked", "fused")),
-    "reformer": Mechanism(Reformer, of_reformer, {}, [LSH | row for row in LSHS]),
+    "reformer": Mechanism(Reformer, of_reformer, {}, [REFORMER | row for row in REFORMER_CHANGES]),
 }
 
 
 def choices_of(mechanism: Mechanism) -> list[dict]:
     """All choices to test. A factor named "a, b" sets both choices a and b."""
-    rows = covering(mechanism.factors, strength=2) if mechanism.factors else []
+    rows = covering_array(mechanism.factors, strength=2) if mechanism.factors else []
     return [*({name: x for n, v in row.items() for name, x in split(n, v)} for row in rows), *mechanism.more]
 
 
@@ -226,7 +227,7 @@ def split(names: str, values: object) -> list[tuple[str, object]]:
     return list(zip(names.split(", "), values, strict=True)) if ", " in names else [(names, values)]
 
 
-def refused(name: str, row: dict, backend: str) -> bool:
+def must_refuse(name: str, row: dict, backend: str) -> bool:
     """Whether a backend must refuse these choices."""
     relative = name == "transformer_xl" or row.get("position") == "relative"
     dynamic = row.get("spans") == "dynamic" and backend in ("fused", "kernel")
@@ -239,13 +240,11 @@ CASES = [(name, row) for name, mechanism in MECHANISMS.items() for row in choice
 @pytest.mark.parametrize(("name", "row"), CASES, ids=["-".join(map(str, (name, *row.values()))) for name, row in CASES])
 def test_output_and_every_gradient_equal_those_of_the_reference(name, row, monkeypatch):
     """A backend that cannot compute the choices refuses them."""
-    monkeypatch.setattr(
-        carried_sums, "CHUNKS_PER_PIECE", 2
-    )  # chunks in memory at once, so that the loop over chunks runs
+    monkeypatch.setattr(carried_sums, "CHUNKS_PER_PIECE", 2)  # so that the loop over pieces of chunks runs
     mechanism, fields = MECHANISMS[name], Case.__dataclass_fields__
     case = Case(backend="auto", **{key: value for key, value in row.items() if key in fields})
     choices = {key: value for key, value in row.items() if key not in fields}
-    sublayer = case.build(mechanism.make, moved=mechanism.moved, **choices)
+    sublayer = case.build(mechanism.make, noise=mechanism.noise, **choices)
     if "ramp" in row:  # z = 0, 1, .., 8 = S: at both kinks of the mask
         set_fractions(sublayer, [n / 8 for n in range(9)])
     past, x = case.stream()
@@ -253,7 +252,7 @@ def test_output_and_every_gradient_equal_those_of_the_reference(name, row, monke
     expected = outcome(mechanism.expected(sublayer, case, choices, x, past), named)
     for backend in mechanism.backends:
         sublayer.wanted_backend = backend
-        if refused(name, row, backend):
+        if must_refuse(name, row, backend):
             with pytest.raises(ValueError, match=rf"runtime\.backend={backend} .*allowed are auto, .*plain"):
                 run(sublayer, x, past)
         elif backend != "kernel" or window_cpu.obstacle() is None:

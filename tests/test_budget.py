@@ -31,7 +31,7 @@ def test_invalid_budgets_and_learning_rates_are_refused_by_key():
 
 def test_of_warmups_by_steps_and_by_fraction_the_lower_factor_counts():
     assert [Schedule().factor(f, step=s) for f, s in [(0.0, 0), (0.5, 10), (1.0, 20)]] == [1.0, 1.0, 1.0]
-    schedule = Schedule(warmup_steps=32000)  # the span paper's
+    schedule = Schedule(warmup_steps=32000)  # of the paper on adaptive spans
     assert schedule.factor(0.0, step=0) == 1 / 32000
     assert schedule.factor(0.3, step=15999) == 0.5
     assert schedule.factor(0.9, step=100_000) == 1.0

@@ -20,10 +20,10 @@ from variants.conformance.fixture import Subject
 from variants.contract import NeededFlops
 from variants.kernels import fused, operation, window_cpu
 
-ONE = ("position=none", "model.cache=kv", "model.attend_self=true")
+SINGLE = ("position=none", "model.cache=kv", "model.attend_self=true")
 
 
-class Boasts(Gate):
+class OverstatesFlops(Gate):
     def ideal_flops(self):
         return 10**9
 
@@ -31,12 +31,12 @@ class Boasts(Gate):
         return NeededFlops(1e9, 2e9)
 
 
-class SaysOne(Gate):
+class UnderstatesFlops(Gate):
     def ideal_flops(self):
         return 1
 
 
-class SaysSo(SaysOne):
+class DeclaresUnderstatement(UnderstatesFlops):
     limits = frozenset({"ideal_flops"})
 
 
@@ -52,17 +52,15 @@ def toy(cls: type, *words: str) -> Plan:
 
 
 def test_ideal_or_needed_flops_above_the_executed_ones_are_caught():
-    small = shrink(toy(Boasts))
+    small = shrink(toy(OverstatesFlops))
     ideal, needed = (finding for finding in findings(small) if not finding.passed)
     assert ideal == compare_flops(small) and needed.promise == NEEDED_FLOPS
     executed = r"[\d,]+ executed per byte"
     assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
-    assert collect_breaks(needed_at_most_executed(shrink(toy(Gate)))) == (
-        [],
-        "not declared by layers.0.toy, layers.1.toy",
-    )
+    breaks, compared = collect_breaks(needed_at_most_executed(shrink(toy(Gate))))
+    assert (breaks, compared) == ([], "not declared by layers.0.toy, layers.1.toy")
 
 
 def test_ideal_flops_far_below_the_executed_ones_are_caught_or_excused_by_a_limit():
@@ -72,12 +70,12 @@ def test_ideal_flops_far_below_the_executed_ones_are_caught_or_excused_by_a_limi
     def of(cls: type) -> Plan:
         return shrink(toy(cls, *with_feed_forward, "variant.layers=[toy,feed_forward]"))
 
-    broken, excused = compare_flops(of(SaysOne)), compare_flops(of(SaysSo))
+    broken, excused = compare_flops(of(UnderstatesFlops)), compare_flops(of(DeclaresUnderstatement))
     detail = r"layers\.0\.toy: ideal is 0\.0002\d of 4,096 executed per byte; must be at least 0\.5, or the"
     assert not broken.passed and re.match(detail, broken.detail), broken
     assert excused.passed and "0.0002" in excused.detail
     line = "layers.0.toy: ideal FLOPs may be less than half of the executed ones"
-    assert excuses(of(SaysSo).make_model())[0] == line and excuses(of(Gate).make_model()) == []
+    assert excuses(of(DeclaresUnderstatement).make_model())[0] == line and excuses(of(Gate).make_model()) == []
 
 
 def check(*words: str) -> CommandOutcome:
@@ -85,15 +83,15 @@ def check(*words: str) -> CommandOutcome:
 
 
 @pytest.fixture
-def quick(monkeypatch) -> list[Plan]:
+def checked_plans(monkeypatch) -> list[Plan]:
     """A check that passes every plan at once, and the list of the plans."""
     plans = []
 
-    def passes(plan: Plan) -> list[Finding]:
+    def pass_all(plan: Plan) -> list[Finding]:
         plans.append(plan)
         return [Finding("a promise", True, "kept")]
 
-    monkeypatch.setattr("bench.conformance.findings", passes)
+    monkeypatch.setattr("bench.conformance.findings", pass_all)
     monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
     return plans
 
@@ -102,9 +100,9 @@ def combination(plan: Plan) -> tuple:
     return plan.scheme.func.__name__, plan.model.cache, plan.model.attend_self, plan.runtime.backend
 
 
-def test_every_combination_of_choices_is_checked(here, quick):
-    ended = check("variant=mhsa")
-    checked = [combination(plan) for plan in quick]
+def test_every_combination_of_choices_is_checked(cwd, checked_plans):
+    outcome = check("variant=mhsa")
+    checked = [combination(plan) for plan in checked_plans]
     factors = (("Alibi", "NoPosition", "Relative", "Rotary", "Sinusoidal"), ("kv", "hidden"), (True, False))
     assert len(set(checked)) == len(checked)
     assert {c[:3] for c in checked if c[3] == "auto"} == set(itertools.product(*factors))
@@ -112,62 +110,60 @@ def test_every_combination_of_choices_is_checked(here, quick):
     assert len(plain) == 10
     for i, j in itertools.combinations(range(3), 2):
         assert {(c[i], c[j]) for c in plain} == set(itertools.product(factors[i], factors[j]))
-    lines = ended.out.splitlines()
-    assert ended.code == 0 and lines[-2:] == ["mhsa: keeps the contract in 30 combinations", LIMITATION]
-    assert lines[0] == "pass  alibi, kv, attend_self=true, kernel: 1 promises" and not list(here.iterdir())
+    lines = outcome.out.splitlines()
+    assert outcome.code == 0 and lines[-2:] == ["mhsa: keeps the contract in 30 combinations", LIMITATION]
+    assert lines[0] == "pass  alibi, kv, attend_self=true, kernel: 1 promises" and not list(cwd.iterdir())
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("position.base=100.0", *ONE[1:], "runtime.backend=plain"), {("Rotary", "kv", True, "plain")}),
+        (("position.base=100.0", *SINGLE[1:], "runtime.backend=plain"), {("Rotary", "kv", True, "plain")}),
         (("recipe=adaptive_span_12",), {("Relative", "hidden", False, p) for p in ("auto", "plain")}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_choices_on_the_command_line_are_not_varied(here, quick, words, expected):
+def test_choices_on_the_command_line_are_not_varied(cwd, checked_plans, words, expected):
     assert check(*words).code == 0
-    assert {combination(plan) for plan in quick} == expected
+    assert {combination(plan) for plan in checked_plans} == expected
 
 
-def test_a_refused_combination_is_listed_and_does_not_count_as_passed(here, quick):
-    words = ("variant=dynamic_span", "position=rotary", *ONE[1:], "runtime.backend=fused")
-    ended = check(*words)
-    assert ended.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in ended.err
-    assert not quick and not ended.out
-    ended = check("variant=mhsa", *ONE[1:], "variant.attention.d_head=5")
-    refused = [line for line in ended.out.splitlines() if line.startswith("refused")]
-    assert len(refused) == 1 and refused[0].startswith(
-        "refused  rotary, kv, attend_self=true: position=rotary: head width"
-    )
-    assert ended.code == 0 and "\nmhsa: keeps the contract in 7 combinations, 1 refused\n" in ended.out
+def test_a_refused_combination_is_listed_and_does_not_count_as_passed(cwd, checked_plans):
+    words = ("variant=dynamic_span", "position=rotary", *SINGLE[1:], "runtime.backend=fused")
+    outcome = check(*words)
+    assert outcome.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in outcome.err
+    assert not checked_plans and not outcome.out
+    outcome = check("variant=mhsa", *SINGLE[1:], "variant.attention.d_head=5")
+    (refused,) = [line for line in outcome.out.splitlines() if line.startswith("refused")]
+    assert refused.startswith("refused  rotary, kv, attend_self=true: position=rotary: head width")
+    assert outcome.code == 0 and "\nmhsa: keeps the contract in 7 combinations, 1 refused\n" in outcome.out
 
 
 POSITION = "from variants.position import Alibi\n\nclass Steep(Alibi):\n    pass\n"
 STEEP = "_target_: my_mixer.Steep\n_partial_: true\n"
 
 
-def test_position_schemes_of_the_user_are_checked_as_well(here, quick, imports):
-    write(here, module="my_mixer", conf="my_conf")
-    (here / "my_mixer.py").write_text(f"{MIXER}\n{POSITION}", encoding="utf-8")
-    (here / "my_conf" / "position").mkdir()
-    (here / "my_conf" / "position" / "steep.yaml").write_text(STEEP, encoding="utf-8")
-    ended = check("-cd", "my_conf", "trust=[my_mixer]", "variant=mine", *ONE[1:])
-    assert ended.code == 0 and "mine: keeps the contract in 6 combinations\n" in ended.out, ended
-    assert [combination(plan)[0] for plan in quick].count("Steep") == 1
+def test_position_schemes_of_the_user_are_checked_as_well(cwd, checked_plans, imports):
+    write(cwd, module="my_mixer", conf="my_conf")
+    (cwd / "my_mixer.py").write_text(f"{MIXER}\n{POSITION}", encoding="utf-8")
+    (cwd / "my_conf" / "position").mkdir()
+    (cwd / "my_conf" / "position" / "steep.yaml").write_text(STEEP, encoding="utf-8")
+    outcome = check("-cd", "my_conf", "trust=[my_mixer]", "variant=mine", *SINGLE[1:])
+    assert outcome.code == 0 and "mine: keeps the contract in 6 combinations\n" in outcome.out, outcome
+    assert [combination(plan)[0] for plan in checked_plans].count("Steep") == 1
 
 
 LEAK = ("self.into(x)", "self.into(x if self.training else x.roll(-1, 1))")
 
 
-def test_a_broken_promise_is_shown_with_byte_and_mode_and_the_next_job_still_runs(here, imports, monkeypatch):
+def test_a_broken_promise_is_shown_with_byte_and_mode_and_the_next_job_still_runs(cwd, imports, monkeypatch):
     monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
-    write(here, module="my_mixer", conf="my_conf")
-    (here / "my_mixer.py").write_text(MIXER.replace(*LEAK), encoding="utf-8")
-    words = ("-cd", "my_conf", "-m", "trust=[my_mixer]", *ONE, "runtime.backend=plain", "variant=mine", "seed=0,1")
-    ended = check(*words)
-    lines = ended.out.splitlines()
-    assert ended.code == 1 and not ended.err and not list(here.glob("multirun*")), ended
+    write(cwd, module="my_mixer", conf="my_conf")
+    (cwd / "my_mixer.py").write_text(MIXER.replace(*LEAK), encoding="utf-8")
+    words = ("-cd", "my_conf", "-m", "trust=[my_mixer]", *SINGLE, "runtime.backend=plain", "variant=mine", "seed=0,1")
+    outcome = check(*words)
+    lines = outcome.out.splitlines()
+    assert outcome.code == 1 and not outcome.err and not list(cwd.glob("multirun*")), outcome
     assert re.match(r"FAIL  none, kv, attend_self=true, plain: \d of 27 promises broken", lines[0])
     broken = [line for line in lines if line.startswith("  FAIL  evaluation does not see the future: ")]
     detail = r"all from byte 1 on changed: layers\.0\.mixer moved by [\d.e-]+ at byte 0 of stream \d"
@@ -177,13 +173,13 @@ def test_a_broken_promise_is_shown_with_byte_and_mode_and_the_next_job_still_run
 
 # Backends
 
-FAST = {"fused": operation, "kernel": window_cpu}
+FAST_BACKENDS = {"fused": operation, "kernel": window_cpu}
 
 
 @pytest.mark.parametrize("backend", ["fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 def test_a_wrong_fast_backend_is_caught(monkeypatch, backend):
-    right = FAST[backend].attend
-    monkeypatch.setattr(FAST[backend], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
+    right = FAST_BACKENDS[backend].attend
+    monkeypatch.setattr(FAST_BACKENDS[backend], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
     finding = backends_agree(shrink(plan("variant=adaptive_span", f"runtime.backend={backend}")), backend)
     assert not finding.passed and finding.promise == f"the {backend} backend equals the plain one"
     assert re.match(r"span 78, eval: \S+ of .*, at most 1e-09", finding.detail)
@@ -208,18 +204,18 @@ class Phased(Gate):
 SMALL = "+variant.small={toy:{block:4},model:{span:12}}"
 
 
-def test_a_variant_is_checked_at_the_small_sizes_of_its_file_unless_sizes_are_typed(here, quick):
+def test_a_variant_is_checked_at_the_small_sizes_of_its_file_unless_sizes_are_typed(cwd, checked_plans):
     small = shrink(toy(Phased, SMALL))
     assert small.model.span == 12 and [s.period for _, s in small.make_model().sublayers()] == [4, 4]
     assert Subject(small.make_model, small.model.span, 256).length == 29
     assert Subject(toy(Phased).make_model, 13, 256).length == 6 * 64 + 5
-    (here / "my_conf" / "variant").mkdir(parents=True)
+    (cwd / "my_conf" / "variant").mkdir(parents=True)
     text = "toy: {_target_: tests.test_check.Phased, _partial_: true}\nname: mine\nlayers: [toy]\nat: {}\ngroups: {}\n"
     text += "small: {toy: {block: 4}, model: {span: 12}}\n"
-    (here / "my_conf" / "variant" / "mine.yaml").write_text(text, encoding="utf-8")
-    words = ("-cd", "my_conf", "trust=[tests.test_check]", "variant=mine", *ONE, "runtime.backend=plain")
+    (cwd / "my_conf" / "variant" / "mine.yaml").write_text(text, encoding="utf-8")
+    words = ("-cd", "my_conf", "trust=[tests.test_check]", "variant=mine", *SINGLE, "runtime.backend=plain")
     assert check(*words).code == 0 and check(*words, "+variant.toy.block=8", "model.span=20").code == 0
-    assert [(p.model.span, p.config["variant"]["toy"]["block"]) for p in quick] == [(12, 4), (20, 8)]
+    assert [(p.model.span, p.config["variant"]["toy"]["block"]) for p in checked_plans] == [(12, 4), (20, 8)]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def assert_equal_bits(actual, expected) -> None:
 
 @pytest.mark.parametrize("broken", ["save", "fsync", "replace"])
 def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch, broken):
-    whole = checkpoint.save(tmp_path, {"step": 1}, step=1, keep=1)
+    older = checkpoint.save(tmp_path, {"step": 1}, step=1, keep=1)
     checkpoint.save_best(tmp_path, {"bytes": 1})
 
     def fail(*_, **__):
@@ -55,7 +55,7 @@ def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch, broke
     with pytest.raises(OSError, match="full"):
         checkpoint.save_best(tmp_path, {"bytes": 2})
     monkeypatch.undo()
-    assert checkpoint.newest(tmp_path) == whole and checkpoint.load(whole) == {"step": 1}
+    assert checkpoint.newest(tmp_path) == older and checkpoint.load(older) == {"step": 1}
     assert checkpoint.load(tmp_path / checkpoint.FOLDER / checkpoint.BEST) == {"bytes": 1}
 
 

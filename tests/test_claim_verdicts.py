@@ -9,11 +9,11 @@ CLAIMED = ("mhsa", "adaptive_span", "uniform_span", "replayed_spans", "all_atten
 CLAIMED += ("mhsa_8_layers",)
 
 
-def made_runs(bits: dict[str, list[float]]) -> pd.DataFrame:
+def runs_with_scores(bits: dict[str, list[float]]) -> pd.DataFrame:
     """Runs with these scores, one seed for each number."""
-    same = {"state": 100, "flops": 1e6, "conditions": "one protocol"}
+    common = {"state": 100, "flops": 1e6, "conditions": "one protocol"}
     scores = [(name, seed, score) for name, seeds in bits.items() for seed, score in enumerate(seeds)]
-    return pd.DataFrame([{"variant": name, "seed": seed, "test": score} | same for name, seed, score in scores])
+    return pd.DataFrame([{"variant": name, "seed": seed, "test": score} | common for name, seed, score in scores])
 
 
 def verdicts(table: str) -> list[str]:
@@ -30,7 +30,7 @@ def test_an_interval_decides_whether_a_claim_holds():
     ):
         assert [judge(case, expected=expected, margin=margin)[0] for case in (below, close, above)] == verdicts_of
     assert judge(close, expected="equal", margin=0.02)[0] == UNDECIDED
-    assert judge([0.0] * 3, expected="lower", margin=0.0)[0] == FAILS, "equal costs are not less"
+    assert judge([0.0] * 3, expected="lower", margin=0.0)[0] == FAILS, "equal costs are not lower"
     assert [judge(case, expected="lower", margin=0.0)[0] for case in (below[:2], [-1.0])] == [TOO_FEW, TOO_FEW]
     assert judge(below, expected="lower", margin=0.0)[1] == "-0.1100 ± 0.0248"  # 4.303 x 0.01 / sqrt(3)
 
@@ -38,16 +38,17 @@ def test_an_interval_decides_whether_a_claim_holds():
 def test_a_claim_holds_if_all_of_its_parts_hold():
     bits = {name: [2.3, 2.31, 2.32] for name in CLAIMED} | {"mhsa_8_layers": [2.4, 2.42, 2.43]}
     bits |= {"uniform_span": [2.29, 2.33, 2.32], "replayed_spans": [2.2, 2.21, 2.22]}
-    runs = made_runs(bits)
+    runs = runs_with_scores(bits)
     runs.loc[runs["variant"] == "adaptive_span", "state"] = 50
     table = claims_table(runs)
-    # Adaptive spans have less state but as many FLOPs, and are not separated from a uniform span.
+    # The first claim fails, because adaptive spans have less state but as many FLOPs. In the second claim they are not
+    # separated from a uniform span.
     assert verdicts(table) == [FAILS, UNDECIDED, FAILS, HOLDS, HOLDS]
     assert "| -50.0000 ± 0.0000 | holds |" in table
 
 
 def test_runs_without_a_score_are_counted_and_runs_of_two_protocols_are_refused():
-    runs = made_runs({name: [2.3, 2.31, 2.32, 2.33] for name in CLAIMED})
+    runs = runs_with_scores({name: [2.3, 2.31, 2.32, 2.33] for name in CLAIMED})
     complete = claims_table(runs)
     assert "without a score" not in complete and TOO_FEW not in complete
     runs.loc[runs.index[-3:-1], "test"] = None  # two runs of mhsa_8_layers

@@ -13,19 +13,19 @@ from tests.timeouts import TIMEOUT_SECONDS
 ALPHABET = b"abcdefghijklmnopqrstuvwxyz " * 1000
 
 
-def refused(here, *words) -> str:
+def refused(cwd, *words) -> str:
     """The only message of a command that ends with exit code 2 before training and leaves no file."""
-    before = sorted(here.rglob("*"))
-    ended = train(*words)
-    lines = [line for line in ended.err.splitlines() if not line.startswith("data: downloading ")]
-    out = [line for line in ended.out.splitlines() if not (line.startswith("sweep ") and ": 0 of " in line)]
-    assert (ended.code, out, len(lines)) == (2, [], 1), ended
-    assert sorted(here.rglob("*")) == before
+    before = sorted(cwd.rglob("*"))
+    outcome = train(*words)
+    lines = [line for line in outcome.err.splitlines() if not line.startswith("data: downloading ")]
+    out = [line for line in outcome.out.splitlines() if not (line.startswith("sweep ") and ": 0 of " in line)]
+    assert (outcome.code, out, len(lines)) == (2, [], 1), outcome
+    assert sorted(cwd.rglob("*")) == before
     assert lines[0].startswith("error: ")
     return lines[0]
 
 
-# Mistakes with parts of the message. test_config.py has the mistakes that the plan detects.
+# Each mistake has parts of its message. test_config.py has the mistakes that planning a run detects.
 
 VARIANTS = sorted(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
 MISTAKES = {
@@ -43,29 +43,29 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
-def test_a_mistake_is_one_error_message_and_leaves_no_file(here, words):
+def test_a_mistake_is_one_error_message_and_leaves_no_file(cwd, words):
     flags = [word for word in words if "=" not in word and words[0] == "-cd"]
-    message = refused(here, *flags, *GENERATED, *(word for word in words if word not in flags))
+    message = refused(cwd, *flags, *GENERATED, *(word for word in words if word not in flags))
     for part in MISTAKES[words]:
         assert part in message
 
 
-def test_a_mistake_about_files_names_the_key_or_the_file(here, tmp_path):
-    ended = call("bench/evaluate.py")
-    assert (ended.code, ended.err) == (2, "error: run: Missing mandatory value: run\n") and not list(here.iterdir())
+def test_a_mistake_about_files_names_the_key_or_the_file(cwd, tmp_path):
+    outcome = call("bench/evaluate.py")
+    assert (outcome.code, outcome.err) == (2, "error: run: Missing mandatory value: run\n") and not list(cwd.iterdir())
     path, wrong = tmp_path / "whole.txt", "0" * 64
-    assert f"data.path='{path}'" in refused(here, "data=file", f"data.path={path}")
+    assert f"data.path='{path}'" in refused(cwd, "data=file", f"data.path={path}")
     path.write_bytes(ALPHABET)
-    assert f"data.sha256={wrong}" in refused(here, "data=file", f"data.path={path}", f"data.sha256='{wrong}'")
+    assert f"data.sha256={wrong}" in refused(cwd, "data=file", f"data.path={path}", f"data.sha256='{wrong}'")
     (tmp_path / "conf" / "variant").mkdir(parents=True)
     (tmp_path / "conf" / "variant" / "mine.yaml").write_text("layers: [attention\nname: mine\n")
-    assert "mine.yaml" in refused(here, "-cd", str(tmp_path / "conf"), *GENERATED, "variant=mine")
+    assert "mine.yaml" in refused(cwd, "-cd", str(tmp_path / "conf"), *GENERATED, "variant=mine")
 
 
-def test_a_bug_has_a_traceback_and_a_mistake_only_on_request(here, monkeypatch):
+def test_a_bug_has_a_traceback_and_a_mistake_only_on_request(cwd, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    ended = train(*GENERATED, "model.heads=3")
-    assert ended.code == 2 and "Traceback" in ended.err and "error: model.heads=3" in ended.err
+    outcome = train(*GENERATED, "model.heads=3")
+    assert outcome.code == 2 and "Traceback" in outcome.err and "error: model.heads=3" in outcome.err
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
     monkeypatch.delenv("HYDRA_FULL_ERROR")
 
@@ -74,45 +74,45 @@ def test_a_bug_has_a_traceback_and_a_mistake_only_on_request(here, monkeypatch):
 
     monkeypatch.setattr("harness.loop.prepare.plan_run", broken)
     for flags in ((), ("-m", "seed=0,1")):
-        ended = train(*flags, *GENERATED)
-        assert ended.code == 1 and ended.err.count("Traceback") == 1 + bool(flags) and "in broken" in ended.err
-        assert "Error executing job" not in ended.err and not list(here.iterdir())
+        outcome = train(*flags, *GENERATED)
+        assert outcome.code == 1 and outcome.err.count("Traceback") == 1 + bool(flags) and "in broken" in outcome.err
+        assert "Error executing job" not in outcome.err and not list(cwd.iterdir())
 
 
-def test_without_network_the_fallback_corpus_is_read_and_labelled(here):
-    ended = train()
-    (warning,) = [line for line in ended.err.splitlines() if "ENWIK8 IS NOT HERE" in line]
+def test_without_network_the_fallback_corpus_is_read_and_labelled(cwd):
+    outcome = train()
+    (warning,) = [line for line in outcome.err.splitlines() if "ENWIK8 IS NOT HERE" in line]
     assert "READING STDLIB INSTEAD" in warning and "data.path=FILE" in warning
-    (run,) = run_folders(here / "outputs")
+    (run,) = run_folders(cwd / "outputs")
     corpus = json.loads((run / "summary.json").read_text())["data"]
     assert (corpus["name"], corpus["fallback_for"]) == ("stdlib", "enwik8")
     assert f"{corpus['bytes']:,} bytes, sha256 {corpus['sha256']}" in warning
     label = f"stdlib (fallback for enwik8), {corpus['bytes']:,} bytes, sha256 {corpus['sha256'][:12]}"
-    assert ended.code == 0 and label in ended.out
+    assert outcome.code == 0 and label in outcome.out
     for words in (("-m", "variant=mhsa"), ("recipe=adaptive_span_12",)):  # sweeps and recipes refuse the fallback
-        message = refused(here, *words)
+        message = refused(cwd, *words)
         assert "data=enwik8" in message and "data.path=FILE" in message and "harness.data enwik8" in message
 
 
-def test_a_finished_run_is_repeated_only_by_force(here, tmp_path):
+def test_a_finished_run_is_repeated_only_by_force(cwd, tmp_path):
     words = ("data=file", f"data.path={tmp_path / 'text'}")
     (tmp_path / "text").write_bytes(ALPHABET)
     first, again = train(*words), train(*words)
-    (run,) = run_folders(here / "outputs")
+    (run,) = run_folders(cwd / "outputs")
     assert (first.code, again.code) == (0, 0)
     assert f"finished before: outputs/{run.name} (force=true" in again.out and "training:" not in again.out
-    result = [line for line in first.out.splitlines() if line.startswith("this run")]
-    assert result and result == [line for line in again.out.splitlines() if line.startswith("this run")]
+    closing_lines = [line for line in first.out.splitlines() if line.startswith("this run")]
+    assert closing_lines and closing_lines == [line for line in again.out.splitlines() if line.startswith("this run")]
 
-    (run / "evaluations.jsonl").write_text("of the run that was\n")
+    (run / "evaluations.jsonl").write_text("of the earlier run\n")
     forced = train(*words, "force=true")
     assert forced.code == 0 and f"training: outputs/{run.name}" in forced.out
-    assert result == [line for line in forced.out.splitlines() if line.startswith("this run")]
-    assert run_folders(here / "outputs") == [run] and (here / "outputs" / "latest").resolve() == run
+    assert closing_lines == [line for line in forced.out.splitlines() if line.startswith("this run")]
+    assert run_folders(cwd / "outputs") == [run] and (cwd / "outputs" / "latest").resolve() == run
     assert not (run / "evaluations.jsonl").exists()
 
 
-def test_help_and_completion_do_not_import_torch(here):
+def test_help_and_completion_do_not_import_torch(cwd):
     code = f"""
 import os, runpy, sys
 from hydra.core.global_hydra import GlobalHydra
@@ -127,8 +127,8 @@ for words in (["--help"], ["-sc", "query=bash"]):
 assert not {{"torch", "numpy", "matplotlib", "wandb", "rich"}} & sys.modules.keys()
 assert len(sys.modules) < 700, len(sys.modules)  # Hydra and what it needs are 350
 """
-    line = {"COMP_LINE": "python train.py variant=prod", "COMP_POINT": "1000"}
-    common = {"env": os.environ | line, "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=here, check=False, **common)
-    assert ended.returncode == 0 and "variant: " + ", ".join(VARIANTS) in ended.stdout, ended
-    assert ended.stdout.split()[-1] == "variant=product_key_memory", ended
+    completion = {"COMP_LINE": "python train.py variant=prod", "COMP_POINT": "1000"}
+    common = {"env": os.environ | completion, "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
+    process = subprocess.run([sys.executable, "-c", code], cwd=cwd, check=False, **common)
+    assert process.returncode == 0 and "variant: " + ", ".join(VARIANTS) in process.stdout, process
+    assert process.stdout.split()[-1] == "variant=product_key_memory", process

@@ -1,4 +1,4 @@
-"""Compiled steps have the gradients of uncompiled ones, in few graphs, which mostly run by torch's backend eager."""
+"""Compiled steps have the gradients of uncompiled steps and few graphs. Most tests use torch's backend ``eager``."""
 
 from functools import partial
 from random import Random
@@ -58,13 +58,13 @@ def test_with_the_fused_backend_the_whole_model_is_one_graph(monkeypatch):
     assert bits[True] == pytest.approx(bits[False], abs=1e-4) and shapes[True] == shapes[False]
 
 
-SEVERAL = pytest.param(("model.layers=3", "budget.steps=400"), marks=pytest.mark.faults)
-HIDDEN = pytest.param(("model.layers=3", "budget.steps=400", "model.cache=hidden"), marks=pytest.mark.faults)
+THREE_LAYERS = pytest.param(("model.layers=3", "budget.steps=400"), marks=pytest.mark.faults)
+HIDDEN_CACHE = pytest.param(("model.layers=3", "budget.steps=400", "model.cache=hidden"), marks=pytest.mark.faults)
 
 
-@pytest.mark.parametrize("words", [("model.layers=1", "budget.steps=24"), SEVERAL, HIDDEN])
+@pytest.mark.parametrize("words", [("model.layers=1", "budget.steps=24"), THREE_LAYERS, HIDDEN_CACHE])
 def test_a_run_needs_few_graphs_though_its_spans_change(words, monkeypatch):
-    """The run trains with carried state, validates and scores, and takes random spans at every step."""
+    """The run trains with carried state, validates and scores, and has random spans at every step."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -127,4 +127,4 @@ def test_a_hard_window_shorter_than_the_span_compiles_to_one_graph():
     keep = lambda graph, _: graphs.append(graph) or graph  # noqa: E731
     y = torch.compile(attention, backend=keep, fullgraph=True)(x, None, starts(0)).y
     assert torch.allclose(y, attention(x, None, starts(0)).y, atol=1e-6)
-    assert len(graphs) == 1 and not [n for n in graphs[0].graph.nodes if n.target is torch.tensor]  # on a GPU: C++ code
+    assert len(graphs) == 1 and not [n for n in graphs[0].graph.nodes if n.target is torch.tensor]  # C++ code on a GPU

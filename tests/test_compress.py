@@ -1,4 +1,4 @@
-"""``python -m bench.compress`` and ``bench.decompress``: files come back, and other conditions are refused by name."""
+"""``python -m bench.compress`` and ``bench.decompress``: decoding restores a file, and other conditions are refused."""
 
 import math
 import re
@@ -18,6 +18,7 @@ from tests.small_runs import whole_run
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 TEXT = b"One byte of each stream at a time, and the decoder does as the encoder did. " * 30
 LAST = r"(\d+\.\d{4}) bits per byte by the file, (\d+\.\d{4}) by the score of the same streams: ([+-]\d+\.\d\d) %\n$"
+"""The last line that ``bench.compress`` prints."""
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +157,16 @@ def test_each_differing_condition_is_refused_by_its_name(run, code, name):
 
 
 def test_a_damaged_code_is_refused(run, code):
-    whole = code.read_bytes()
-    end = len(whole) - len(unpack(whole, key="file")[1])
-    for content in (b"", whole[:3], b"PK\3\4" + whole[4:], TEXT):
+    intact = code.read_bytes()
+    end = len(intact) - len(unpack(intact, key="file")[1])
+    for content in (b"", intact[:3], b"PK\3\4" + intact[4:], TEXT):
         code.write_bytes(content)
         assert_refused(r"is no file of this format \(AWT1\)", run, code)
-    for content in (whole[:5], whole[:20], whole[:end], whole[:-1], whole + b"\0"):
+    for content in (intact[:5], intact[:20], intact[:end], intact[:-1], intact + b"\0"):
         code.write_bytes(content)
         assert_refused("is damaged or cut off", run, code)
-    for at in (4, 5, 7, end // 2, end - 1, end, (end + len(whole)) // 2, len(whole) - 1):
-        code.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    for at in (4, 5, 7, end // 2, end - 1, end, (end + len(intact)) // 2, len(intact) - 1):
+        code.write_bytes(intact[:at] + bytes([intact[at] ^ 4]) + intact[at + 1 :])
         assert_refused("is damaged or cut off", run, code)
 
 
@@ -205,5 +206,6 @@ def test_a_mistake_is_refused_and_writes_no_file(run, tmp_path, monkeypatch, wor
 def test_both_commands_end_with_exit_code_2_after_a_mistake(run, code, monkeypatch):
     monkeypatch.chdir(code.parent)
     for script, words in (("compress", ("file=nowhere", "out=b")), ("decompress", ("file=nowhere", "out=b"))):
-        ended = call(f"bench/{script}.py", f"run={run}", *words, *CPU)
-        assert (ended.code, ended.out) == (2, "") and ended.err.startswith("error: file=nowhere: cannot be read"), ended
+        outcome = call(f"bench/{script}.py", f"run={run}", *words, *CPU)
+        assert (outcome.code, outcome.out) == (2, ""), outcome
+        assert outcome.err.startswith("error: file=nowhere: cannot be read"), outcome

@@ -18,10 +18,10 @@ from variants.contract import Part, Position, Sublayer
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
 # Groups of Hydra and sweeps of W&B do not compose by themselves.
 FILES = [file for file in FILES if not file.startswith(("hydra/", "sweep/wandb_"))]
-VERBS = {"train": TINY, "bench": TINY, "evidence": ("stage=a",)}
-VERBS |= dict.fromkeys(("check", "cost", "dashboard", "fit", "peers"), ())
-VERBS |= dict.fromkeys(("evaluate", "inspect"), ("run=somewhere",))
-VERBS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
+COMMANDS = {"train": TINY, "bench": TINY, "evidence": ("stage=a",)}
+COMMANDS |= dict.fromkeys(("check", "cost", "dashboard", "fit", "peers"), ())
+COMMANDS |= dict.fromkeys(("evaluate", "inspect"), ("run=somewhere",))
+COMMANDS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
 STEPPED = ("optim/", "recipe/")
 """Groups whose files train with code that tests/golden does not run. For the others the plan is tested only."""
 
@@ -34,8 +34,8 @@ def read(file):
 
 
 def test_every_command_composes():
-    assert {*VERBS, "command"} == {path.stem for path in CONF.glob("*.yaml")}  # "command" is a base of others
-    for name, overrides in VERBS.items():
+    assert {*COMMANDS, "command"} == {path.stem for path in CONF.glob("*.yaml")}  # "command" is a base of others
+    for name, overrides in COMMANDS.items():
         assert compose_config(*overrides, name=name)
 
 
@@ -54,12 +54,12 @@ def test_every_file_composes_builds_and_takes_a_step(file):
     if file in SPACES:  # a search space may need a window of 256
         tiny += ["purpose=tune", "trial=1", "optim=adamw", "model.span=256"]
     group, _, name = file.partition("/")
-    made = plan(f"{group}={name}", *(small(name) if group == "variant" else []), *tiny)
+    run_plan = plan(f"{group}={name}", *(small(name) if group == "variant" else []), *tiny)
     if file in SPACES:
         fixed = name in ("mhsa", "all_attention_fixed", "replayed_spans")
-        assert "optim.lr" in made.point and any(key.startswith("variant.") for key in made.point) != fixed
+        assert "optim.lr" in run_plan.point and any(key.startswith("variant.") for key in run_plan.point) != fixed
     if file.startswith(STEPPED):
-        row = one_step(made, recall())
+        row = one_step(run_plan, recall())
         assert row["step"] == 1 and math.isfinite(row["bits_per_byte"])
 
 
@@ -74,8 +74,8 @@ def nodes(node, key):
 def test_keys_in_the_files_are_keywords_of_the_constructors():
     for file in [file for file in FILES if file.startswith(("sublayer/", "position/"))]:
         for key, node in nodes(read(file), file):
-            kind = Position if file.startswith("position/") else Sublayer if key == file else Part
-            cls = resolve(node, key=key, base=kind, trust=()).func
+            base = Position if file.startswith("position/") else Sublayer if key == file else Part
+            cls = resolve(node, key=key, base=base, trust=()).func
             assert set(node) - {"_target_", "_partial_"} <= set(constructor_schema(cls, key=key)), key
     assert set(settings.DataSettings.__dataclass_fields__) == {*corpora.load.__kwdefaults__, "name"}
 
@@ -88,30 +88,30 @@ def names_of(plan):
 
 
 def test_sublayers_are_replaced_for_all_layers_or_for_one():
-    made = plan("sublayer@variant.feed_forward=product_key_memory", *TINY)
-    assert {type(s).__name__ for _, s in made.make_model().sublayers()} == {"Attention", "ProductKeyMemory"}
+    run_plan = plan("sublayer@variant.feed_forward=product_key_memory", *TINY)
+    assert {type(s).__name__ for _, s in run_plan.make_model().sublayers()} == {"Attention", "ProductKeyMemory"}
     default, with_memory = ["attention", "feed_forward"], ["attention", "memory"]
-    four = [*TINY, "model.layers=4", "variant=product_key_memory"]
-    assert names_of(plan(*four)) == [default, default, with_memory, default]
+    four_layers = [*TINY, "model.layers=4", "variant=product_key_memory"]
+    assert names_of(plan(*four_layers)) == [default, default, with_memory, default]
     first_and_last = "+variant.at={0:[memory],-1:[attention,memory]}"
-    assert names_of(plan(*four, first_and_last)) == [["memory"], default, with_memory, with_memory]
-    moved = "+variant.at={-2:null,-3:[attention,memory]}"
-    assert names_of(plan(*four, moved)) == [default, with_memory, default, default]
-    assert names_of(plan(*four, "+variant.at.0=[feed_forward]"))[0] == ["feed_forward"]
+    assert names_of(plan(*four_layers, first_and_last)) == [["memory"], default, with_memory, with_memory]
+    from_the_end = "+variant.at={-2:null,-3:[attention,memory]}"
+    assert names_of(plan(*four_layers, from_the_end)) == [default, with_memory, default, default]
+    assert names_of(plan(*four_layers, "+variant.at.0=[feed_forward]"))[0] == ["feed_forward"]
 
 
 def test_numbers_are_converted_to_the_types_of_their_keys_and_a_sweep_reads_no_fallback_corpus():
     cfg = compose_config(*TINY, "budget.bytes=1e6", "model.dropout=0", "eval.bytes=2e5")
-    made, swept = plan_run(cfg), plan_run(cfg, sweeping=True)
-    assert made.budget.amount == 10**6 and isinstance(made.model.dropout, float)
-    assert made.eval.bytes == 200_000 and isinstance(made.eval.bytes, int)
-    assert made.data["fallback"] == "stdlib" and swept.data["fallback"] is swept.config["data"]["fallback"] is None
+    run_plan, swept = plan_run(cfg), plan_run(cfg, sweeping=True)
+    assert run_plan.budget.amount == 10**6 and isinstance(run_plan.model.dropout, float)
+    assert run_plan.eval.bytes == 200_000 and isinstance(run_plan.eval.bytes, int)
+    assert run_plan.data["fallback"] == "stdlib" and swept.data["fallback"] is swept.config["data"]["fallback"] is None
 
 
 # Mistakes
 
 
-BAD = [
+MISTAKES = [
     # choices and keys
     ("+budget.hours=3", "budget.hours=3", "bytes", "seconds"),
     ("+variant.attention.ramp=3", "variant.attention.ramp=3", "span"),
@@ -138,21 +138,21 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("case", BAD, ids=lambda case: case[0])
+@pytest.mark.parametrize("case", MISTAKES, ids=lambda case: case[0])
 def test_a_mistake_is_refused_with_key_value_and_requirement(case):
     words, *fragments = case
     with pytest.raises((ValueError, HydraException)) as caught:
-        made = plan(*TINY, "data=recall", *words.split())
-        made.make_optimizers(made.make_model())
-        corpora.load(**made.data)
+        run_plan = plan(*TINY, "data=recall", *words.split())
+        run_plan.make_optimizers(run_plan.make_model())
+        corpora.load(**run_plan.data)
     for fragment in fragments:
         assert fragment in explain(caught.value)
 
 
 def test_the_factors_of_a_variant_multiply_the_learning_rates_of_the_named_optimizers():
     def rates(*words):
-        made = plan(*TINY, *words)
-        return {row["name"]: row["lr"] for row in made.make_optimizers(made.make_model()).describe()}
+        run_plan = plan(*TINY, *words)
+        return {row["name"]: row["lr"] for row in run_plan.make_optimizers(run_plan.make_model()).describe()}
 
     factors = "++variant.lr_scale={muon:2,adamw:0.5}"
     assert rates(factors) == pytest.approx({"default": 0.006, "matrices": 0.006 * 13.3})

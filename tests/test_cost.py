@@ -25,9 +25,9 @@ def cost(*words: str) -> CommandOutcome:
     return call("bench/cost.py", *TINY, *QUICK, *words)
 
 
-def rows_of(ended: CommandOutcome) -> list[dict]:
-    assert ended.code == 0, ended.err
-    path = Path(ended.out.rpartition("rows: ")[2].strip())
+def rows_of(outcome: CommandOutcome) -> list[dict]:
+    assert outcome.code == 0, outcome.err
+    path = Path(outcome.out.rpartition("rows: ")[2].strip())
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -35,7 +35,7 @@ def headings(rows: list[dict]) -> list[str]:
     return [column.heading for column in cost_tables(rows)[0].columns]
 
 
-def test_every_combination_has_a_complete_row_with_its_costs(here):
+def test_every_combination_has_a_complete_row_with_its_costs(cwd):
     words = ("variants=[mhsa,adaptive_span]", "lengths=[256]", "backends=[auto]")
     cold = {(row["variant"], row["spans_from"]): row for row in rows_of(cost(*words))}
     assert [*cold] == [("mhsa", None), ("adaptive_span", "learned")]
@@ -55,18 +55,21 @@ def test_every_combination_has_a_complete_row_with_its_costs(here):
             assert flops["training_per_byte"] == 6 * (PRODUCTS + 2 * 2 * 32 * 257 / 2)
         for time in (row["time"][f"{kind}_ms"] for kind in ("train", "evaluate", "generate")):
             assert time["p50"] > 0 and time["n"] > 0
-            assert (time["p20"] is time["p80"] is None) if time["n"] < 20 else time["p20"] <= time["p50"] <= time["p80"]
+            if time["n"] < 20:
+                assert time["p20"] is time["p80"] is None
+            else:
+                assert time["p20"] <= time["p50"] <= time["p80"]
     learned, fixed = cold["adaptive_span", "learned"], cold["mhsa", None]
     assert learned["spans"]["max"] == pytest.approx(119.59)
     assert learned["flops"]["ideal_per_byte"] < fixed["flops"]["ideal_per_byte"]
 
 
-def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(here, monkeypatch):
+def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(cwd, monkeypatch):
     """The kernel has no dropout, so both rows train on the plain backend, but evaluate on different ones."""
     words = ("mode=stream", "batch.segment=32", "streams=2", "model.dropout=0.1", "memory_limit_gib=8", "rows=r.jsonl")
     words += ("lengths=[128]", "backends=[plain,auto]")
-    ended = cost(*words)
-    plain, auto = rows_of(ended)
+    outcome = cost(*words)
+    plain, auto = rows_of(outcome)
     monkeypatch.setattr(turns, "measure", lambda *_, **__: pytest.fail("measured again"))
     assert rows_of(cost(*words)) == [plain, auto]
     for row in (plain, auto):
@@ -80,7 +83,7 @@ def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(
     assert plain["flops"]["training_per_byte"] == pytest.approx(needed, rel=1e-12)
     column = headings([plain, auto]).index("evaluation backend")
     assert {row[column].text for row in cost_tables([plain, auto])[0].rows} == {"", auto["evaluation_backend"]}
-    assert "evaluation backend" in ended.out and "evaluation backend" not in headings([plain])
+    assert "evaluation backend" in outcome.out and "evaluation backend" not in headings([plain])
 
 
 def test_by_default_a_quantity_is_timed_twenty_times_or_for_a_minute():
@@ -93,7 +96,7 @@ def test_by_default_a_quantity_is_timed_twenty_times_or_for_a_minute():
     assert (len(slow.rounds["train"]), len(quick.rounds["train"])) == (3, 5)
 
 
-def test_out_of_memory_gives_a_row_with_that_status(here):
+def test_out_of_memory_gives_a_row_with_that_status(cwd):
     (row,) = rows_of(cost("lengths=[1024]", "backends=[plain]", "memory_limit_gib=0.05"))
     assert row["status"] == "out of memory" and "allocate" in row["reason"]
     assert row["time"]["train_ms"] is None and refusal(row) is None
@@ -106,8 +109,8 @@ def test_out_of_memory_gives_a_row_with_that_status(here):
         (("variants=[mhsa,nope]",), ("variant=nope", "adaptive_span")),
     ],
 )
-def test_mistakes_are_refused_and_leave_no_file(here, words, parts):
-    ended = cost(*words)
-    assert ended.code == 2
-    assert all(part in ended.err for part in parts), ended.err
-    assert ended.err.count("error:") == 1 and not list(here.iterdir())
+def test_mistakes_are_refused_and_leave_no_file(cwd, words, parts):
+    outcome = cost(*words)
+    assert outcome.code == 2
+    assert all(part in outcome.err for part in parts), outcome.err
+    assert outcome.err.count("error:") == 1 and not list(cwd.iterdir())

@@ -51,7 +51,7 @@ def zipped(*files: bytes) -> bytes:
     return out.getvalue()
 
 
-PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zip": zipped}
+PACKERS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zip": zipped}
 
 
 def test_data_files_have_exactly_the_keys_of_load():
@@ -88,7 +88,7 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path):
         load("file", path=str(folder))
 
 
-@pytest.mark.parametrize(("suffix", "pack"), PACK.items())
+@pytest.mark.parametrize(("suffix", "pack"), PACKERS.items())
 def test_a_compressed_file_is_unpacked_and_refused_if_damaged_or_too_large(tmp_path, monkeypatch, suffix, pack):
     packed = pack(TEXT)
     assert all_bytes(load("file", path=write(tmp_path, f"small.{suffix}", packed))) == TEXT
@@ -177,7 +177,7 @@ def test_a_vocabulary_maps_byte_values_in_order_and_newlines_are_dropped_after_s
         load("file", path=bare, split=[0.9, 0.06, 0.04], drop_newlines=True)
 
 
-@pytest.mark.filterwarnings("error")  # about memory that torch may not write
+@pytest.mark.filterwarnings("error")  # torch warns about memory that it may not write
 def test_stdlib_is_the_source_of_python_without_generated_files_and_tests():
     corpus = load("stdlib")
     text, folder = all_bytes(corpus), Path(sysconfig.get_path("stdlib"))
@@ -241,9 +241,9 @@ def test_a_corpus_that_is_the_first_bytes_of_another_is_read_from_either_file(tm
     monkeypatch.setattr(corpora, "NAMES", (*NAMES, "long", "part"))
     write(cache, "long", TEXT)
     part, longer = (write(tmp_path, f"{name}.txt", TEXT[:n]) for name, n in (("part", 1000), ("longer", None)))
-    ways = [{"name": "part"}, {"name": "part", "path": part}, {"name": "part", "path": longer}]
-    ways += [{"name": "file", "path": part}, {"name": "long", "path": longer, "first_bytes": 1000}]
-    for keywords in ways:
+    requests = [{"name": "part"}, {"name": "part", "path": part}, {"name": "part", "path": longer}]
+    requests += [{"name": "file", "path": part}, {"name": "long", "path": longer, "first_bytes": 1000}]
+    for keywords in requests:
         corpus = load(**keywords, split=[0.85, 0.05, 0.1])
         assert all_bytes(corpus) == TEXT[:1000]
         assert corpus.provenance() == {"name": "part", "bytes": 1000, "sha256": digest}

@@ -1,4 +1,4 @@
-"""Gated linear attention and the gated delta rule besides their references: initial decays and extreme decays."""
+"""Gated linear attention and the gated delta rule: initial decays and extreme decays."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_initial_decays_equal_those_of_linear_attention_with_alibi():
     assert_near(delta[1](x).y, delta[0](x).y)
 
 
-def drawn(*, length: int = 40, channels: int = 1) -> tuple[torch.Tensor, ...]:
+def random_inputs(*, length: int = 40, channels: int = 1) -> tuple[torch.Tensor, ...]:
     """Queries, keys of norm 1, values ``[2, 2, T, 3]``, logarithms of decays ``[2, 2, T, channels]``, strengths."""
     random = torch.Generator().manual_seed(0)
     q, k, v, g, b = torch.randn(5, 2, 2, length, 3, dtype=DOUBLE, generator=random)
@@ -36,7 +36,7 @@ def drawn(*, length: int = 40, channels: int = 1) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("channels", [1, 3])
 def test_decays_between_zero_and_one_stay_finite_and_exact_in_float32(channels, delta):
     """Some bytes forget all that precedes them, others forget nothing."""
-    q, k, v, _, strength = drawn()
+    q, k, v, _, strength = random_inputs()
     rule = {"strength": strength} if delta else {}
     decay = torch.tensor([0.0, -1e-4, -3.0, -200.0], dtype=DOUBLE)
     decay = decay[torch.randint(4, (2, 2, 40, channels), generator=torch.Generator().manual_seed(0))].requires_grad_()
@@ -51,7 +51,7 @@ def test_decays_between_zero_and_one_stay_finite_and_exact_in_float32(channels, 
 
 @pytest.mark.parametrize("make", [GatedLinear, GatedDelta])
 def test_carried_sums_are_float32_under_autocast(make):
-    layer, x = Case(length=9).build(make).float(), Case(length=9).whole().float()
+    layer, x = Case(length=9).build(make).float(), Case(length=9).joined().float()
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x)
     *_, sums = state_tensors(out.state)

@@ -9,7 +9,7 @@ from harness.loop import select_backend
 from harness.plan.build import replan
 from harness.plan.small import contract_plan
 from tests.command_line import CommandOutcome, call
-from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
+from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.small_configs import TINY, plan
 from variants.conformance import Finding
 from variants.kernels import window
@@ -17,7 +17,7 @@ from variants.kernels import window
 SMALL = (*TINY, "data=recall", "data.bytes=20000", "budget.steps=4", "eval.selection_bytes=400", "eval.bytes=400")
 SMALL += ("optim=adamw",)
 QUICK = ("runtime.precision=float32", "runtime.device=cpu", "runtime.threads=1", "model.d_model=32", "model.layers=1")
-PLACE = ("position=rotary", "model.cache=kv", "model.attend_self=true")
+CHOICES = ("position=rotary", "model.cache=kv", "model.attend_self=true")
 
 
 @pytest.fixture(autouse=True)
@@ -29,46 +29,46 @@ def quick_checks(monkeypatch):
 
 
 def check(*words: str) -> CommandOutcome:
-    return call("bench/check.py", "-m", *QUICK, *PLACE, *words)
+    return call("bench/check.py", "-m", *QUICK, *CHOICES, *words)
 
 
-def test_backends_agree_and_a_backend_that_cannot_run_is_refused(here):  # noqa: F811
-    ended = check("agree=true", "variant=adaptive_span", "runtime.backend=plain,kernel")
-    assert ended.code == 0, ended.out + ended.err
-    lines = [line for line in ended.out.splitlines() if "agrees" in line]
+def test_backends_agree_and_a_backend_that_cannot_run_is_refused(cwd):  # noqa: F811
+    outcome = check("agree=true", "variant=adaptive_span", "runtime.backend=plain,kernel")
+    assert outcome.code == 0, outcome.out + outcome.err
+    lines = [line for line in outcome.out.splitlines() if "agrees" in line]
     assert [line.partition(":")[0] for line in lines] == [
         f"pass  agrees with float64 on cpu, {backend}, float32" for backend in ("plain", "kernel+plain")
     ]
     assert "at most 0.0001" in lines[1]
-    ended = check("agree=true", "variant=dynamic_span", "runtime.backend=fused")
-    assert ended.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in ended.err
+    outcome = check("agree=true", "variant=dynamic_span", "runtime.backend=fused")
+    assert outcome.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in outcome.err
 
 
 @pytest.mark.parametrize(
     ("precision", "wrong", "words"),
     [("float32", "gradient", "query.weight, at most 0.0001"), ("bfloat16", "value", "at most 0.0")],
 )
-def test_a_wrong_output_or_gradient_fails(here, monkeypatch, precision, wrong, words):  # noqa: F811
-    """float64 is right. In bfloat16 the host is right as well, and twice its error is allowed."""
+def test_a_wrong_output_or_gradient_fails(cwd, monkeypatch, precision, wrong, words):  # noqa: F811
+    """float64 is correct. In bfloat16 the host is correct as well, and twice its error is allowed."""
     inner, calls = window.attend, []
 
     def attend(q, k, v, *arguments, **keywords):
-        exact = q.dtype == torch.float64 or len(calls) >= 2  # after 2 segments on the device comes the host
+        exact = q.dtype == torch.float64 or len(calls) >= 2  # the host computes after 2 segments on the device
         calls.extend([] if q.dtype == torch.float64 else [q])
         y = inner(q.detach() if not exact and wrong == "gradient" else q, k, v, *arguments, **keywords)
         return y * 1.1 if wrong == "value" and not exact else y
 
     monkeypatch.setattr(window, "attend", attend)
     words_of_run = ("runtime.backend=plain", f"runtime.precision={precision}", "runtime.deterministic=false")
-    ended = check("agree=true", "variant=mhsa", *words_of_run)
-    (line,) = [line for line in ended.out.splitlines() if "agrees" in line]
-    assert ended.code == 1 and line.startswith(f"FAIL  agrees with float64 on cpu, plain, {precision}: "), ended
+    outcome = check("agree=true", "variant=mhsa", *words_of_run)
+    (line,) = [line for line in outcome.out.splitlines() if "agrees" in line]
+    assert outcome.code == 1 and line.startswith(f"FAIL  agrees with float64 on cpu, plain, {precision}: "), outcome
     assert words in line
 
 
-def test_a_missing_device_is_refused_and_a_cpu_is_compared_on_request_only(here):  # noqa: F811
-    ended = call("bench/check.py", "variant=mhsa", "runtime.device=cuda:99")
-    assert ended.code == 2 and "runtime.device=cuda:99: " in ended.err and not ended.out
+def test_a_missing_device_is_refused_and_a_cpu_is_compared_on_request_only(cwd):  # noqa: F811
+    outcome = call("bench/check.py", "variant=mhsa", "runtime.device=cuda:99")
+    assert outcome.code == 2 and "runtime.device=cuda:99: " in outcome.err and not outcome.out
     assert "agrees" not in check("variant=mhsa", "runtime.backend=plain").out
 
 
@@ -80,7 +80,7 @@ def test_the_contract_of_a_run_on_a_gpu_is_checked_on_the_cpu_in_plain_pytorch()
 
 
 def test_cost_and_peers_measure_the_selected_backend_and_refuse_one_that_fails(monkeypatch):
-    made = plan("variant=mhsa", *SMALL)
+    run_plan = plan("variant=mhsa", *SMALL)
 
     def select(run_plan, where):
         if run_plan.runtime.backend != "auto":
@@ -89,10 +89,10 @@ def test_cost_and_peers_measure_the_selected_backend_and_refuse_one_that_fails(m
 
     monkeypatch.setattr(select_backend, "TESTED_DEVICES", ())
     monkeypatch.setattr(select_backend, "select", select)
-    facts = CostWorker(Task(config=made.config)).build()
+    facts = CostWorker(Task(config=run_plan.config)).build()
     assert facts["backend"] == "fused" and facts["backend_choice"]["errors"] == {"fused": "1e-6"}
-    assert PeerWorker(Task(config=made.config)).build()["backend"] == "fused"
-    named = replan(made, runtime={"backend": "kernel"}).config
+    assert PeerWorker(Task(config=run_plan.config)).build()["backend"] == "fused"
+    named = replan(run_plan, runtime={"backend": "kernel"}).config
     for worker in (CostWorker, PeerWorker):
         with pytest.raises(ValueError, match="kernel failed"):
             worker(Task(config=named))

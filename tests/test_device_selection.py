@@ -14,7 +14,7 @@ AUTO = ("runtime.precision=auto", "runtime.compile=auto")
 TYPED = ("runtime.precision=float32", "runtime.compile=false")
 
 
-def pretend(patch: pytest.MonkeyPatch, *, devices: int) -> list[int]:
+def simulate_gpus(patch: pytest.MonkeyPatch, *, devices: int) -> list[int]:
     """Let torch report GPUs that cannot compute. Returns a list of the indices that later become the current device."""
     chosen: list[int] = []
     patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a run would set it permanently
@@ -25,24 +25,21 @@ def pretend(patch: pytest.MonkeyPatch, *, devices: int) -> list[int]:
 
 
 def test_devices_are_the_cpu_and_the_existing_gpus(monkeypatch):
-    pretend(monkeypatch, devices=2)
-    assert (
-        runtime.device_of("auto") == runtime.device_of("cuda") == torch.device("cuda")
-        and runtime.device_of("cuda:1").index == 1
-    )
+    simulate_gpus(monkeypatch, devices=2)
+    assert runtime.device_of("auto") == runtime.device_of("cuda") == torch.device("cuda")
+    assert runtime.device_of("cuda:1").index == 1
     for wrong in ("tpu", "xpu", "cuda:2"):
-        with pytest.raises(
-            ValueError, match=f"runtime.device={wrong}: .* sees 2 .* allowed are auto, cpu, cuda, cuda:N"
-        ):
+        message = f"runtime.device={wrong}: .* sees 2 .* allowed are auto, cpu, cuda, cuda:N"
+        with pytest.raises(ValueError, match=message):
             runtime.device_of(wrong)
-    pretend(monkeypatch, devices=0)
+    simulate_gpus(monkeypatch, devices=0)
     assert runtime.device_of("auto").type == runtime.device_of("cpu").type == "cpu"
     with pytest.raises(ValueError, match="runtime.device=cuda: .* sees 0 CUDA devices; allowed are auto, cpu$"):
         runtime.device_of("cuda")
 
 
 def test_auto_is_refused_where_torch_cannot_use_an_existing_gpu(monkeypatch, tmp_path):
-    pretend(monkeypatch, devices=0)
+    simulate_gpus(monkeypatch, devices=0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(runtime, "NVIDIA_DEVICES", tmp_path)
     assert runtime.device_of("auto").type == "cpu", "a driver without a device"
@@ -69,7 +66,7 @@ def test_a_requirement_of_compilation_that_is_missing_is_named(monkeypatch, tmp_
 
 
 def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
-    chosen = pretend(monkeypatch, devices=2)
+    chosen = simulate_gpus(monkeypatch, devices=2)
     second = ProcessGroup(rank=3, world_size=4, local_rank=1, local_world_size=2)
     for name in ("auto", "cuda"):
         assert runtime.start(plan(f"runtime.device={name}", *TYPED).runtime, processes=second).device.index == 1
@@ -85,20 +82,19 @@ def test_auto_is_bfloat16_where_the_device_multiplies_it_and_compiles_where_a_gp
     for capabilities, expected in (({"amx_bf16": True}, True), ({"avx512_bf16": False, "avx512_f": True}, False)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
         assert runtime.has_native_bfloat16(torch.device("cpu")) is expected
-    pretend(monkeypatch, devices=1)
-    for real, lack in ((True, "Python.h"), (False, None)):
-        monkeypatch.setattr(
-            torch.cuda, "is_bf16_supported", lambda including_emulation, real=real: including_emulation or real
-        )
-        monkeypatch.setattr(runtime, "missing_for_compile", lambda lack=lack: lack)
+    simulate_gpus(monkeypatch, devices=1)
+    for native, missing in ((True, "Python.h"), (False, None)):
+        is_supported = lambda including_emulation, native=native: including_emulation or native  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+        monkeypatch.setattr(runtime, "missing_for_compile", lambda missing=missing: missing)
         settings = runtime.resolve_auto(plan("runtime.device=cpu").runtime)
         on_gpu = dataclasses.replace(settings, device="cuda", precision="auto", compile="auto")
-        word = "bfloat16" if real else "float32"
-        assert runtime.resolve_auto(on_gpu) == dataclasses.replace(on_gpu, precision=word, compile=lack is None)
-        assert ("Python.h is not installed" in capsys.readouterr().out) == (lack is not None)
+        word = "bfloat16" if native else "float32"
+        assert runtime.resolve_auto(on_gpu) == dataclasses.replace(on_gpu, precision=word, compile=missing is None)
+        assert ("Python.h is not installed" in capsys.readouterr().out) == (missing is not None)
 
 
-def test_the_value_of_auto_is_part_of_the_identity_of_a_run(here, monkeypatch):
+def test_the_value_of_auto_is_part_of_the_identity_of_a_run(cwd, monkeypatch):
     """The same command finds its run again on a machine where ``auto`` means the same."""
     folders = set()
     for precision in ("float32", "bfloat16"):
@@ -106,7 +102,7 @@ def test_the_value_of_auto_is_part_of_the_identity_of_a_run(here, monkeypatch):
         job = make_job(*AUTO)
         assert job.trainer.runtime.precision == job.plan.config["runtime"]["precision"] == precision
         typed = make_job(f"runtime.precision={precision}", "runtime.compile=false")
-        assert typed.folder.path == job.folder.path, "what is typed is what auto means"
+        assert typed.folder.path == job.folder.path, "typed values must identify the same run as auto"
         folders.add(job.folder.path)
     assert len(folders) == 2
 
@@ -114,7 +110,7 @@ def test_the_value_of_auto_is_part_of_the_identity_of_a_run(here, monkeypatch):
 def test_tf32_is_set_on_cuda_only_where_it_is_requested(monkeypatch):
     with pytest.raises(ValueError, match="runtime.tf32=true: runtime.device=cpu does not support TF32"):
         runtime.start(plan("runtime.device=cpu", "runtime.tf32=true").runtime)
-    pretend(monkeypatch, devices=1)
+    simulate_gpus(monkeypatch, devices=1)
     settings = plan("runtime.device=cuda", *TYPED).runtime
     try:
         on = runtime.start(dataclasses.replace(settings, tf32=True))
@@ -127,7 +123,7 @@ def test_tf32_is_set_on_cuda_only_where_it_is_requested(monkeypatch):
 def test_the_random_state_of_a_gpu_is_saved_once_it_is_initialized(monkeypatch):
     generator = {"state": torch.tensor([1])}
     assert random_state.random_state()["accelerator"] is None, "an unused GPU has no random state"
-    pretend(monkeypatch, devices=1)
+    simulate_gpus(monkeypatch, devices=1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: generator["state"])
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: generator.update(state=state))

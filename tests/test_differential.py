@@ -30,5 +30,5 @@ def test_needed_flops_are_the_executed_ones_less_the_scores_computed_twice():
     state = pairs(past).state
     executed = count_flops(lambda: pairs(x, state)).total / B
     assert executed - 4 * 2 * 5 * 2 == pairs.ideal_flops() == pairs.needed_flops(1, carried=4).forward
-    less = 2 * pairs.ideal_flops() - pairs.needed_flops(1, carried=4).backward
-    assert less == 4 * 4 * 6 * 2, "4 past keys and both their values have no gradient, in each of 4 heads"
+    omitted = 2 * pairs.ideal_flops() - pairs.needed_flops(1, carried=4).backward
+    assert omitted == 4 * 4 * 6 * 2, "4 past keys and both their values have no gradient, in each of 4 heads"

@@ -16,7 +16,7 @@ from tests.small_configs import CONF, compose_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
-STARTS = ("python", "torchrun", ".venv/bin/python")
+PROGRAMS = ("python", "torchrun", ".venv/bin/python")
 
 
 def commands() -> dict[tuple[str, ...], str]:
@@ -28,7 +28,7 @@ def commands() -> dict[tuple[str, ...], str]:
         lines = [*"".join(blocks).replace("\\\n", " ").splitlines(), *inline]
         for part in (part for line in lines for part in line.split("&&")):
             words = shlex.split(part, comments=True)
-            if words and words[0] in STARTS and "..." not in words[-1]:
+            if words and words[0] in PROGRAMS and "..." not in words[-1]:
                 pages[tuple(words[1:])] = page
     return pages
 
@@ -38,7 +38,7 @@ def jobs(words: list[str]) -> list[list[str]]:
 
 
 def test_every_command_on_the_pages_composes():
-    planned, verbs = set(), set()
+    planned, command_names = set(), set()
     for words, page in commands().items():
         overrides = [word for word in words if re.match(r"\+*[\w@./]+=", word) and not word.startswith("hydra")]
         if "-cd" in words or {"variant=mine", "variant=V"} & {*overrides}:
@@ -50,12 +50,13 @@ def test_every_command_on_the_pages_composes():
                 plan_run(compose_config(*job), sweeping=sweeping)
                 planned.add(job)
         elif words[0] == "-m" and words[1].startswith("bench."):
-            verb = words[1].removeprefix("bench.")
+            name = words[1].removeprefix("bench.")
             assert find_spec(words[1]), (page, words)
-            if (CONF / f"{verb}.yaml").exists():
-                compose_config(*overrides, name=verb)
-            verbs.add(verb)
-    assert len(planned) >= 12 and {"cost", "fit", "peers", "evaluate", "compress", "evidence", "report"} <= verbs
+            if (CONF / f"{name}.yaml").exists():
+                compose_config(*overrides, name=name)
+            command_names.add(name)
+    assert len(planned) >= 12
+    assert {"cost", "fit", "peers", "evaluate", "compress", "evidence", "report"} <= command_names
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -69,12 +70,12 @@ def test_every_link_has_a_target(page):
             assert anchor in slugs, f"{page}: {target}#{anchor}"
 
 
-def test_the_yaml_of_readme_is_a_variant(here):
+def test_the_yaml_of_readme_is_a_variant(cwd):
     block = "".join(re.findall(r"^```yaml\n(.*?)^```$", TEXTS["README.md"], re.MULTILINE | re.DOTALL))
     for name, text in re.findall(r"^# (my_conf/\S+)\n(.*?)(?=^# my_conf/|\Z)", block, re.MULTILINE | re.DOTALL):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
-    shown = call("train.py", "-cd", "my_conf", "trust=[performer_pytorch]", "variant=their_performer", "--cfg", "job")
-    config = yaml.safe_load(shown.out)
+    outcome = call("train.py", "-cd", "my_conf", "trust=[performer_pytorch]", "variant=their_performer", "--cfg", "job")
+    config = yaml.safe_load(outcome.out)
     assert config["variant"]["attention"]["module"]["causal"] is True and config["variant"]["name"] == "their_performer"
     assert len(TEXTS["README.md"].splitlines()) <= 180

@@ -38,12 +38,12 @@ class Server(ThreadingHTTPServer):
     ranges, delay_s = True, 0.0
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answer)
+        super().__init__(("127.0.0.1", 0), Handler)
         self.requested_ranges: list[str | None] = []
         self.url = f"http://127.0.0.1:{self.server_port}/enwik8.zip"
 
 
-class Answer(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self):
@@ -106,12 +106,13 @@ INTERRUPTED = {
 
 @pytest.mark.parametrize("case", INTERRUPTED)
 def test_a_download_resumes_from_the_partial_file(server, cache, case):
-    have, behaviour, requested_ranges = INTERRUPTED[case]
+    size, behaviour, requested_ranges = INTERRUPTED[case]
     for name, value in behaviour.items():
         setattr(server, name, value)
     cache.mkdir()
-    if have:
-        (cache / "enwik8.zip.part").write_bytes(b"x" * have if case == "no ranges" else (server.body + b"more")[:have])
+    if size:
+        content = b"x" * size if case == "no ranges" else (server.body + b"more")[:size]
+        (cache / "enwik8.zip.part").write_bytes(content)
     assert fetch("enwik8").read_bytes() == TEXT
     assert server.requested_ranges == requested_ranges
 

@@ -11,7 +11,8 @@ PINNED = [4062030576, 2427499623, 1513036796, 93295047, 2092645796, 1060211399, 
 
 def rows_of(seed: int | Tensor, *, streams, heads, queries) -> Tensor:
     indices = {"streams": streams, "heads": heads, "queries": queries}
-    return dropout.row_numbers(torch.as_tensor(seed), **{name: torch.tensor(list(of)) for name, of in indices.items()})
+    indices = {name: torch.tensor(list(numbers)) for name, numbers in indices.items()}
+    return dropout.row_numbers(torch.as_tensor(seed), **indices)
 
 
 def keep_mask(seed: int, *, streams=2, heads=3, size=128, rate=0.3) -> Tensor:
@@ -26,16 +27,16 @@ def test_numbers_are_pinned_for_implementations_in_other_languages():
     assert rows.flatten().tolist() == PINNED
 
 
-def test_masks_have_the_rate_along_every_axis_no_correlation_and_depend_on_the_seed_only():
-    stay = keep_mask(5, rate=0.4, streams=4, heads=4, size=256).double()
+def test_masks_have_the_rate_along_every_axis_are_uncorrelated_and_depend_only_on_the_seed():
+    mask = keep_mask(5, rate=0.4, streams=4, heads=4, size=256).double()
     for dims in ((0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 2, 3)):
-        share = stay.mean(dims)
-        assert (share - 0.6).abs().max() < 5 * (0.4 * 0.6 * share.numel() / stay.numel()) ** 0.5
-    stay = keep_mask(9, rate=0.5, heads=2, size=512).double() - 0.5
+        share = mask.mean(dims)
+        assert (share - 0.6).abs().max() < 5 * (0.4 * 0.6 * share.numel() / mask.numel()) ** 0.5
+    mask = keep_mask(9, rate=0.5, heads=2, size=512).double() - 0.5
     for dim in range(4):
-        n = stay.shape[dim] - 1
-        product = (stay.narrow(dim, 0, n) * stay.narrow(dim, 1, n)).mean() * 4
-        assert product.abs() < 5 / (stay.numel() / 2) ** 0.5
+        n = mask.shape[dim] - 1
+        product = (mask.narrow(dim, 0, n) * mask.narrow(dim, 1, n)).mean() * 4
+        assert product.abs() < 5 / (mask.numel() / 2) ** 0.5
     assert torch.equal(keep_mask(1), keep_mask(1))
     assert not torch.equal(keep_mask(1), keep_mask(2)) and not torch.equal(keep_mask(1), keep_mask(1 + 2**32))
     for h in range(3):  # the mask of a head does not depend on the other heads
@@ -49,10 +50,10 @@ def test_plain_attention_applies_the_mask_and_divides_by_one_minus_the_rate():
     q, k = torch.randn(2, 2, rows, 4).double(), torch.randn(2, 2, keys, 4).double()
     persistent = Persistent(q, torch.randn(2, n, 4).double(), torch.eye(keys + n)[keys:].double().expand(2, -1, -1))
     inputs = (q, k, torch.eye(keys, keys + n).double().expand(2, 2, -1, -1), Window((4, 6), shift))
-    whole, seed = window.attend(*inputs, persistent=persistent), torch.tensor(77)
+    without_dropout, seed = window.attend(*inputs, persistent=persistent), torch.tensor(77)
     y = window.attend(*inputs, persistent=persistent, dropout=rate, seed=seed)
     drawn_rows = rows_of(seed, streams=range(2), heads=range(2), queries=range(rows))
     for t in range(rows):
         columns = [keys - rows + t - shift - j for j in range(keys)] + [dropout.PERSISTENT + i for i in range(n)]
-        stay = dropout.keep_mask(drawn_rows[:, :, t : t + 1], torch.tensor(columns), rate)[:, :, 0]
-        assert torch.allclose(y[:, :, t], whole[:, :, t] * stay / (1 - rate))
+        mask = dropout.keep_mask(drawn_rows[:, :, t : t + 1], torch.tensor(columns), rate)[:, :, 0]
+        assert torch.allclose(y[:, :, t], without_dropout[:, :, t] * mask / (1 - rate))

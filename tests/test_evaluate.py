@@ -24,7 +24,7 @@ def trained(tmp_path_factory) -> tuple[Path, dict]:
     return job.folder.path, summary
 
 
-def evaluated(run: Path, *overrides: str) -> dict:
+def evaluate_run(run: Path, *overrides: str) -> dict:
     """Run the command in this process. Returns the row that it appended."""
     evaluate.main.__wrapped__(compose_config(f"run={run}", *CPU, *overrides, name="evaluate"))
     return json.loads((run / EVALUATIONS).read_text().splitlines()[-1])
@@ -37,11 +37,11 @@ def spans(row: dict) -> list[float]:
 @pytest.mark.parametrize("split", ["valid", "test"])
 def test_the_protocol_of_the_run_reproduces_its_score(trained, split, capsys):
     run, summary = trained
-    row = evaluated(run, f"split={split}", "eval.bytes=400")
+    row = evaluate_run(run, f"split={split}", "eval.bytes=400")
     assert row["bits_per_byte"] == summary[f"{split}_bits_per_byte"]
     assert row["windows_bits_per_byte"] == summary[f"{split}_windows_bits_per_byte"]
-    same = ("variant", "seed", "data", "config_hash", "command", "source", "device", "precision")
-    assert {key: row[key] for key in same} == {key: summary[key] for key in same}
+    copied_keys = ("variant", "seed", "data", "config_hash", "command", "source", "device", "precision")
+    assert {key: row[key] for key in copied_keys} == {key: summary[key] for key in copied_keys}
     assert row["trained_source"] == summary["source"] != row["measuring_source"] and row["versions"]["torch"]
     assert f"{row['bits_per_byte']:.4f}* bits per byte" in capsys.readouterr().out
     context = [(point["from_bytes"], point["to_bytes"]) for point in row["context_curve"]]
@@ -53,31 +53,30 @@ def test_each_call_appends_a_row_with_its_protocol(trained, capsys):
     run, _ = trained
     before = len((run / EVALUATIONS).read_text().splitlines()) if (run / EVALUATIONS).exists() else 0
     words = (("eval.streams=1", "eval.segment=7"), ("eval.context=0",), ("eval.context=0", "eval.segment=16"))
-    whole, other, *cold = (evaluated(run, "split=test", *more) for more in ((), *words))
+    row, one_stream, *cold = (evaluate_run(run, "split=test", *more) for more in ((), *words))
     assert len((run / EVALUATIONS).read_text().splitlines()) == before + 4
     protocol = {"streams": 3, "segment": 64, "span": 16, "bytes": None, "context": 32, "selection_bytes": 200}
     protocol |= {"vocabulary": 256, "drop_newlines": False, "split": [0.9, 0.05, 0.05]}
-    assert whole["protocol"] == protocol and other["protocol"] == protocol | {"streams": 1, "segment": 7}
-    assert whole["bytes"] == other["bytes"] == 999 and whole["split"] == "test"
+    assert row["protocol"] == protocol and one_stream["protocol"] == protocol | {"streams": 1, "segment": 7}
+    assert row["bytes"] == one_stream["bytes"] == 999 and row["split"] == "test"
     assert "*" not in capsys.readouterr().out  # the mark of a capped split
-    assert whole["bits_per_byte"] != other["bits_per_byte"]
-    assert whole["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=0.02)  # two cold starts fewer
+    assert row["bits_per_byte"] != one_stream["bits_per_byte"]
+    assert row["bits_per_byte"] == pytest.approx(one_stream["bits_per_byte"], abs=0.02)  # two cold starts fewer
     assert cold[0]["bits_per_byte"] == pytest.approx(cold[1]["bits_per_byte"], abs=1e-6)
-    assert cold[0]["protocol"] == protocol | {"context": 0} and cold[0]["bits_per_byte"] != whole["bits_per_byte"]
+    assert cold[0]["protocol"] == protocol | {"context": 0} and cold[0]["bits_per_byte"] != row["bits_per_byte"]
 
 
 @pytest.mark.numeric
 def test_another_span_keeps_the_learned_spans_as_numbers_of_keys(trained):
     run, summary = trained
-    same = evaluated(run, "eval.bytes=400")
-    assert all(4 < span < 12 for span in spans(same)) and summary["protocol"]["span"] == 16
-    wider = evaluated(run, "eval.bytes=400", "eval.span=40")
-    assert spans(wider) == pytest.approx(spans(same), abs=1e-4) and wider["protocol"]["span"] == 40
-    assert wider["bits_per_byte"] == pytest.approx(
-        same["bits_per_byte"], abs=1e-5
-    )  # the learned spans are shorter than both
-    narrower = evaluated(run, "eval.bytes=400", "eval.span=3")
-    assert spans(narrower) == [3.0] * 4 and narrower["bits_per_byte"] != same["bits_per_byte"]
+    unchanged = evaluate_run(run, "eval.bytes=400")
+    assert all(4 < span < 12 for span in spans(unchanged)) and summary["protocol"]["span"] == 16
+    wider = evaluate_run(run, "eval.bytes=400", "eval.span=40")
+    assert spans(wider) == pytest.approx(spans(unchanged), abs=1e-4) and wider["protocol"]["span"] == 40
+    # The learned spans are shorter than both spans of the model.
+    assert wider["bits_per_byte"] == pytest.approx(unchanged["bits_per_byte"], abs=1e-5)
+    narrower = evaluate_run(run, "eval.bytes=400", "eval.span=3")
+    assert spans(narrower) == [3.0] * 4 and narrower["bits_per_byte"] != unchanged["bits_per_byte"]
 
 
 @pytest.mark.parametrize(
@@ -92,19 +91,19 @@ def test_invalid_values_are_refused_and_append_no_row(trained, override, words):
     run, _ = trained
     before = (run / EVALUATIONS).read_text() if (run / EVALUATIONS).exists() else None
     with pytest.raises(ValueError, match=words):
-        evaluated(run, override)
+        evaluate_run(run, override)
     assert before == ((run / EVALUATIONS).read_text() if (run / EVALUATIONS).exists() else None)
 
 
-def test_folders_without_a_run_changed_weights_and_spans_beyond_the_positions_are_refused(tmp_path):
+def test_a_folder_without_a_run_an_absent_weight_and_a_span_beyond_the_positions_are_refused(tmp_path):
     with pytest.raises(ValueError, match="run=.*: must be a run folder"):
-        evaluated(tmp_path)
+        evaluate_run(tmp_path)
     job, _ = whole_run("position=relative", "budget.steps=2", f"outputs={tmp_path}")
     with pytest.raises(ValueError, match="eval.span=17: allowed are 1 to 16"):
-        evaluated(job.folder.path, "eval.span=17")
+        evaluate_run(job.folder.path, "eval.span=17")
     content = checkpoint.load_best(job.folder.path)
     content["model"].pop("head.weight")
     checkpoint.save_best(job.folder.path, content)
     with pytest.raises(ValueError, match="run: its model differs, head.weight is absent"):
-        evaluated(job.folder.path)
+        evaluate_run(job.folder.path)
     assert not (job.folder.path / EVALUATIONS).exists()

@@ -38,36 +38,38 @@ def test_every_stage_has_the_cells_of_its_grids(tmp_path):
 def test_a_sweep_has_the_cells_protocol_and_precision_of_its_stage(name, tmp_path):
     words = [f"{key}={value}" for key, value in sweep_grid(name).items()]
     jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
-    typed = {frozenset(job) for job in jobs}
-    every = [grid for grids in STAGES.values() for grid in grids]
-    staged = {frozenset(cell.words[1:]) for cell in stage_cells(every, words=[], rows=tmp_path, replays=REPLAYS)}
-    assert typed <= staged, "what the sweep's command runs is what the driver runs"
-    made = plan(f"sweep={name}", *jobs[-1])
-    assert (made.runtime.precision, made.runtime.threads, made.eval.bytes) == ("float32", 1, None)
-    assert made.config["optim"]["matrices"]["optimizer"]["precision"] == "float32"
-    assert (made.purpose, made.eval.test) == (("tune", False) if name == "rates" else ("result", True))
-    assert made.data["name"] == ("recall" if name == "recall" else "enwik8_4m")
+    sweep_jobs = {frozenset(job) for job in jobs}
+    all_grids = [grid for grids in STAGES.values() for grid in grids]
+    staged = {frozenset(cell.words[1:]) for cell in stage_cells(all_grids, words=[], rows=tmp_path, replays=REPLAYS)}
+    assert sweep_jobs <= staged, "the driver must run every job of the sweep"
+    run_plan = plan(f"sweep={name}", *jobs[-1])
+    assert (run_plan.runtime.precision, run_plan.runtime.threads, run_plan.eval.bytes) == ("float32", 1, None)
+    assert run_plan.config["optim"]["matrices"]["optimizer"]["precision"] == "float32"
+    assert (run_plan.purpose, run_plan.eval.test) == (("tune", False) if name == "rates" else ("result", True))
+    assert run_plan.data["name"] == ("recall" if name == "recall" else "enwik8_4m")
 
 
 def rates_file(folder, scores: dict[str, dict[str, float | None]]) -> None:
     """Write fictitious lines of the sweep of learning rates. A run without a score has diverged."""
-    made = []
+    lines = []
     for name, rates in scores.items():
         for rate, bits in rates.items():
             cell = ["sweep=rates", "seed=100", f"variant={name}", f"{LR_FACTOR}={rate}"]
             summary = {"status": "finished" if bits else "diverged", "valid_bits_per_byte": bits}
-            made.append(json.dumps({"cell": cell, "summary": summary}) + "\n")
-    (folder / "rates.jsonl").write_text("".join(made))
+            lines.append(json.dumps({"cell": cell, "summary": summary}) + "\n")
+    (folder / "rates.jsonl").write_text("".join(lines))
 
 
 def test_a_best_rate_at_an_end_of_the_range_extends_the_range_by_a_step(tmp_path):
     scores = {"mhsa": {"0.5": 3.0, "1": 2.9, "2": 2.8}, "local": {"0.5": 2.7, "1": 2.8, "2": None}}
-    scores |= {"linear": {"0.5": 3.0, "1": 2.9, "2": 2.95}, "reformer": {"1": 3.0, "2": 2.9}}  # in between; not whole
+    scores |= {"linear": {"0.5": 3.0, "1": 2.9, "2": 2.95}}  # the best rate is inside the range
+    scores |= {"reformer": {"1": 3.0, "2": 2.9}}  # a row is missing
     rates_file(tmp_path, scores)
-    left = stage_cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
+    extensions = stage_cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
     first, ends = ("sweep=rates", "seed=100"), (("mhsa", "4"), ("local", "0.25"))
-    assert [cell.words for cell in left] == [(*first, f"variant={name}", f"{LR_FACTOR}={rate}") for name, rate in ends]
-    assert plan(*left[0].words).config["variant"]["lr_scale"] == {"muon": 4}
+    expected = [(*first, f"variant={name}", f"{LR_FACTOR}={rate}") for name, rate in ends]
+    assert [cell.words for cell in extensions] == expected
+    assert plan(*extensions[0].words).config["variant"]["lr_scale"] == {"muon": 4}
     scores["mhsa"]["4"], scores["local"]["0.25"] = 2.85, 2.6
     rates_file(tmp_path, scores)
     (again,) = stage_cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
@@ -79,15 +81,15 @@ def test_spans_are_replayed_for_each_layer_or_as_their_mean():
     word = span_word(line([], spans), mean=False)
     assert json.loads(word.partition("=")[2]) == [[0.0, 3.0], *spans[1:]]
     assert json.loads(span_word(line([], spans), mean=True).partition("=")[2]) == [[4.2273, 4.2273]] * 11
-    for nothing in (None, line([], [], status="diverged")):
+    for row in (None, line([], [], status="diverged")):
         with pytest.raises(ValueError, match="the run whose spans are replayed has no row with spans"):
-            span_word(nothing, mean=True)
+            span_word(row, mean=True)
 
 
 def test_a_replay_uses_the_spans_of_its_seed_and_a_completed_run_gets_a_line(tmp_path, monkeypatch):
     words = ("sweep=front_page", "seed=3", "variant=uniform_span")
-    every = stage_cells(STAGES["d"], words=[], rows=tmp_path / "rows", replays=REPLAYS)
-    (cell,) = [cell for cell in every if cell.words[:3] == words]
+    cells = stage_cells(STAGES["d"], words=[], rows=tmp_path / "rows", replays=REPLAYS)
+    (cell,) = [cell for cell in cells if cell.words[:3] == words]
     assert cell.mean_span and cell.span_words == ("sweep=front_page", "seed=3", "variant=adaptive_span")
     cell = replace(cell, score_context=False)
     runner, typed, code = Runner(outputs=tmp_path, path=f"{tmp_path}/corpus.xz"), [], 0
@@ -116,9 +118,8 @@ def test_a_replay_uses_the_spans_of_its_seed_and_a_completed_run_gets_a_line(tmp
     runner.run(cell)
     assert "variant.attention.span.spans=[[3.0,3.0]]" in typed[-1] and f"data.path={tmp_path}/corpus.xz" in typed[-1]
     assert cell.find_row(words)["summary"]["status"] == "diverged"
-    assert "outputs=outputs data.path=corpus.xz" in cell.find_row(words)["summary"]["command"], (
-        "no path of this machine"
-    )
+    command = cell.find_row(words)["summary"]["command"]
+    assert "outputs=outputs data.path=corpus.xz" in command, "no path of this machine"
     assert str(tmp_path) not in cell.file.read_text()
     assert cell.find_row(words)["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
     assert len(cell.file.read_text().splitlines()) == 3

@@ -30,19 +30,19 @@ def peak_bytes(words: tuple[str, ...]) -> int:
     """Peak memory of the second training step, in a process that has computed nothing yet."""
     # glibc reads the variable at the start of the server, before the test sets it.
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
-    made = plan(*words)
-    list(steps(made, 1, streams=1))  # libraries allocate memory at their first use
+    run_plan = plan(*words)
+    list(steps(run_plan, 1, streams=1))  # libraries allocate memory at their first use
     meter = PeakMemory(torch.device("cpu"))
-    for step, _ in enumerate(steps(made, 2, streams=made.batch.streams)):
+    for step, _ in enumerate(steps(run_plan, 2, streams=run_plan.batch.streams)):
         if step == 1:
             meter.reset()
     return meter.read().bytes
 
 
-def steps(made: Plan, n_steps: int, *, streams: int) -> Iterator[None]:
+def steps(run_plan: Plan, n_steps: int, *, streams: int) -> Iterator[None]:
     """Take training steps on random bytes. Yields before each of them."""
-    model, batch, state = made.make_model(), made.batch, None
-    update = Update(model, made.make_optimizers(model), runtime.start(made.runtime))
+    model, batch, state = run_plan.make_model(), run_plan.batch, None
+    update = Update(model, run_plan.make_optimizers(model), runtime.start(run_plan.runtime))
     for _ in range(n_steps):
         yield
         inputs, targets = (torch.randint(256, (streams, batch.segment)) for _ in range(2))
@@ -55,7 +55,7 @@ KERNEL = (*TWO_LAYERS, "runtime.backend=kernel", "batch.segment=512")
 CASES = {
     "spans": (*TWO_LAYERS, "variant=adaptive_span", "runtime.backend=plain", "batch.segment=256", "batch.streams=4"),
     "a table": (*KERNEL, "variant=product_key_memory", "batch.streams=5"),
-    "carried, layers again, AdamW": (
+    "carried state, recomputed layers, AdamW": (
         *(*TWO_LAYERS, "runtime.backend=fused", "batch.segment=512", "batch.streams=4"),
         *("batch.carry=true", "runtime.checkpoint=layers", "optim=adamw", "model.d_model=256"),
     ),
@@ -74,11 +74,11 @@ def test_the_prediction_is_within_10_percent_of_the_measured_peak(monkeypatch):
 
 
 def test_the_parts_of_the_prediction_have_their_closed_forms():
-    made = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
-    split, model = predict(made)["split"], made.make_model()
+    run_plan = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
+    split, model = predict(run_plan)["split"], run_plan.make_model()
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     assert split["parameters"] == tensor_bytes(model.parameters()) + buffers
-    optimizers = made.make_optimizers(model)
+    optimizers = run_plan.make_optimizers(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizers.step(0.5)
@@ -91,8 +91,8 @@ def test_the_parts_of_the_prediction_have_their_closed_forms():
 
 def test_the_predicted_state_follows_the_learned_spans():
     words = ("variant=adaptive_span", "model.layers=1", "model.span=512", "batch.carry=true", "batch.segment=64")
-    starts = [plan(*ON_CPU, *TINY, *words, f"variant.attention.span.initial={share}") for share in (0.02, 1)]
-    short, long = (predict(start)["split"]["state"] for start in starts)
+    plans = [plan(*ON_CPU, *TINY, *words, f"variant.attention.span.initial={share}") for share in (0.02, 1)]
+    short, long = (predict(run_plan)["split"]["state"] for run_plan in plans)
     assert long > 5 * short
 
 
@@ -127,14 +127,14 @@ def run_fit(*words: str):
     return call("bench/fit.py", "data.bytes=20000", *TINY[:-2], "model.layers=1", *words)
 
 
-def test_the_command_prints_the_parts_of_the_peak(here):
-    ended = run_fit("device_memory=1MiB", "runtime.backend=plain", "runtime.device=cpu")
-    assert ended.code == 0, ended.err
-    table = dict(re.split(r"  +", line.strip())[:2] for line in ended.out.splitlines() if "  " in line.strip())
+def test_the_command_prints_the_parts_of_the_peak(cwd):
+    outcome = run_fit("device_memory=1MiB", "runtime.backend=plain", "runtime.device=cpu")
+    assert outcome.code == 0, outcome.err
+    table = dict(re.split(r"  +", line.strip())[:2] for line in outcome.out.splitlines() if "  " in line.strip())
     parts = [float(table[f"{cause}, MiB"]) for cause in fit.CAUSES]
     assert sum(parts) == pytest.approx(float(table["peak, MiB"]), rel=0.01) and table["fits"] == "yes"
-    assert "within 10%" in ended.out and int(table["most streams"]) > 2
+    assert "within 10%" in outcome.out and int(table["most streams"]) > 2
     assert "not verified" in run_fit("runtime.device=cuda").out
-    ended = run_fit("device_memory=24GX")
-    assert ended.code == 2 and "device_memory=24GX: allowed are bytes above 0" in ended.err
-    assert not list(here.iterdir())
+    outcome = run_fit("device_memory=24GX")
+    assert outcome.code == 2 and "device_memory=24GX: allowed are bytes above 0" in outcome.err
+    assert not list(cwd.iterdir())

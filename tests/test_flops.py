@@ -22,7 +22,7 @@ from variants.product_key_memory import ProductKeyMemory
 aten = torch.ops.aten
 
 
-def heads(rows: int, keys: int, **choices) -> list[Tensor]:
+def queries_keys_values(rows: int, keys: int, **choices) -> list[Tensor]:
     """Queries, keys and values of 2 streams and 3 heads of width 8."""
     return [torch.randn(2, 3, length, 8, **choices) for length in (rows, keys, keys)]
 
@@ -43,11 +43,11 @@ def test_torchs_attention_counts_the_visible_pairs(kernel, causal):
     rows, keys = (7, 5) if kernel == "cpu" else (7, 7)
     pairs = int(torch.ones(rows, keys).tril().sum()) if causal else rows * keys
     device = {} if kernel == "cpu" else {"device": "meta", "dtype": torch.bfloat16}  # without data no GPU is needed
-    q, k, v = heads(rows, keys, requires_grad=True, **device)
+    q, k, v = queries_keys_values(rows, keys, requires_grad=True, **device)
     forward = partial(ATTENTION[kernel], q, k, v, causal)
     assert count_flops(forward) == (4 * 2 * 3 * pairs * 8, {})
-    whole = count_flops(lambda: forward().sum().backward(), gradients=True)
-    assert whole == ((4 + 10) * 2 * 3 * pairs * 8, {"sum": 1})  # two products forward, five backward
+    total = count_flops(lambda: forward().sum().backward(), gradients=True)
+    assert total == ((4 + 10) * 2 * 3 * pairs * 8, {"sum": 1})  # two products forward, five backward
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -102,12 +102,15 @@ def test_sorts_and_cumulative_sums_are_counted():
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize("old", [False, True], ids=["past is carried", "past has gradients"])
-def test_the_cpu_kernel_executes_little_more_than_the_visible_pairs(old):
-    """Blocks of 8 rows meet up to 7 keys more than a row, and vectors of 16 keys are computed completely."""
-    rows, past, width, n = 128, 600, 16, (37, 517)  # n: keys of each head with a weight or a gradient, z + R + 1
+@pytest.mark.parametrize("past_gradients", [False, True], ids=["past is carried", "past has gradients"])
+def test_the_cpu_kernel_executes_little_more_than_the_visible_pairs(past_gradients):
+    """Blocks of 8 rows meet up to 7 keys more than a row, and vectors of 16 keys are computed completely.
+
+    ``key_counts`` are the keys of each head with a weight or a gradient, z + R + 1.
+    """
+    rows, past, width, key_counts = 128, 600, 16, (37, 517)
     q, k, v = (torch.randn(2, 2, rows, width, requires_grad=True) for _ in range(3))
-    before = [torch.randn(2, 2, past, width, requires_grad=old) for _ in range(2)]
+    before = [torch.randn(2, 2, past, width, requires_grad=past_gradients) for _ in range(2)]
     z = torch.tensor([20.0, 500.5], requires_grad=True)
 
     def attend():
@@ -115,10 +118,11 @@ def test_the_cpu_kernel_executes_little_more_than_the_visible_pairs(old):
 
     products = 2 * 2 * rows * width  # FLOPs of one product of all rows with a key, in two streams
     forward = count_flops(attend).total
-    assert 2 * products * sum(n) <= forward <= 2 * products * sum(met + 7 + 2 * 16 for met in n)
+    assert 2 * products * sum(key_counts) <= forward <= 2 * products * sum(count + 7 + 2 * 16 for count in key_counts)
     backward = count_flops(lambda: attend().sum().backward(), gradients=True).total - forward
-    learned = sum(n) if old else sum(min(met, rows) - min(met, rows) ** 2 / (2 * rows) for met in n)
-    assert products * (3 * sum(n) + 2 * learned) <= backward <= 1.25 * products * (3 * sum(n) + 2 * learned + 2 * 48)
+    segment_counts = [min(count, rows) - min(count, rows) ** 2 / (2 * rows) for count in key_counts]
+    least = 3 * sum(key_counts) + 2 * sum(key_counts if past_gradients else segment_counts)
+    assert products * least <= backward <= 1.25 * products * (least + 2 * 48)
 
 
 D, H, K, V, HIDDEN, VECTORS = 16, 4, 4, 32, 24, 5

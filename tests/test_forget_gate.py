@@ -1,4 +1,4 @@
-"""The forget gate (2503.02130) besides its reference: the limit of open gates, and positions far along a stream."""
+"""The forget gate (2503.02130): the limit of open gates, and positions far along a stream."""
 
 from functools import partial
 

@@ -17,14 +17,14 @@ from tests.command_line import GENERATED, call, empty_folder, run_folders, train
 OLDER = rf"it is of format {FORMAT - 1}, and this code reads format {FORMAT}"
 
 
-def test_runs_write_their_format_and_runs_of_another_format_are_refused(here):
+def test_runs_write_their_format_and_runs_of_another_format_are_refused(cwd):
     train(*GENERATED)
-    (folder,) = run_folders(here / "outputs")
+    (folder,) = run_folders(cwd / "outputs")
     *lines, summary = (folder / RECORD).read_text().splitlines() + [(folder / SUMMARY).read_text()]
     assert json.loads(lines[0])["format"] == json.loads(summary)["format"] == FORMAT
     contents = [torch.load(path, weights_only=True) for path in (folder / checkpoint.FOLDER).glob("*.pt")]
     assert len(contents) == 2 and all(content["format"] == FORMAT for content in contents)
-    old = shutil.move(folder, here / "old")
+    old = shutil.move(folder, cwd / "old")
     lines[0] = json.dumps(json.loads(lines[0]) | {"format": FORMAT - 1})
     (old / RECORD).write_text("\n".join(lines) + "\n")
     with patch.object(checkpoint, "FORMAT", FORMAT - 1):
@@ -32,9 +32,9 @@ def test_runs_write_their_format_and_runs_of_another_format_are_refused(here):
         del best["format"]
         checkpoint.save_best(old, best)
     small = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
-    for ended in (train(*GENERATED, "init_from.run=old"), call("bench/evaluate.py", "run=old", *small)):
-        assert ended.code == 2 and len(ended.err.splitlines()) == 1, ended
-        assert re.search(OLDER, ended.err), ended.err
+    for outcome in (train(*GENERATED, "init_from.run=old"), call("bench/evaluate.py", "run=old", *small)):
+        assert outcome.code == 2 and len(outcome.err.splitlines()) == 1, outcome
+        assert re.search(OLDER, outcome.err), outcome.err
     with pytest.raises(ValueError, match=OLDER):
         checkpoint.load_best(old)
 

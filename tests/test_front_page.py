@@ -88,7 +88,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         "**Learned spans are better than a uniform span of the same mean**",
     ):
         assert words in text, words
-    assert "## A span of 4,096" not in text, "there are no such rows"
+    assert "## A span of 4,096" not in text, "a table without rows must be left out"
 
 
 def test_the_picture_is_drawn_and_a_page_without_markers_is_refused(folder, tmp_path, monkeypatch):

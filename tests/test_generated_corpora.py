@@ -28,7 +28,7 @@ SKILL_DIGESTS = {
     "selective_copying": "e29fdb1a497ea6d9",
     "state_tracking": "07c2cb685e5ca205",
 }
-FROZEN = {
+PINNED = {
     "recall": ("528bc5b25622b5e520139597bb3f302ddff5128d7f4a56e3220671a15f75e1ea", b"PpMkNbJoHnPdGhDoJmKgJoHh"),
     "synthetic_text": ("a8ae164c7132a081d8a3686a35489e79745a5caeea09625461a692d482adf53c", b"Xain Leandla"),
 }
@@ -36,7 +36,7 @@ FROZEN = {
 
 @pytest.mark.parametrize(("name", "make"), [("recall", recall_stream), ("synthetic_text", synthetic_text)])
 def test_streams_are_pinned_and_a_shorter_stream_is_a_prefix(name, make):
-    digest, first = FROZEN[name]
+    digest, first = PINNED[name]
     assert load(name).sha256 == digest
     stream = make(1000)
     assert bytes(stream[: len(first)]) == first
@@ -57,14 +57,15 @@ def test_letters_are_copied_from_the_distance_that_the_capital_names(distances):
     assert set(stream[1::2]) <= set(b"abcdefghijklmnop")
     for at in range(1, len(stream), 2):
         source = source_of(stream, at, distances)
-        assert source < 0 or stream[at : at + 1].upper() == stream[source : source + 1].upper()
+        if source >= 0:
+            assert stream[at : at + 1].upper() == stream[source : source + 1].upper()
     corpus = load("recall", bytes=20_000, vocabulary=32, distances=list(distances))
     begin, part = len(corpus.splits["train"]) + 1, corpus.splits["valid"][1:]  # begins with a small letter
-    copied = corpus.answer_masks(part)
-    assert tuple(copied) == tuple(map(str, distances)) and all(len(where) == len(part) - 1 for where in copied.values())
+    masks = corpus.answer_masks(part)
+    assert tuple(masks) == tuple(map(str, distances)) and all(len(mask) == len(part) - 1 for mask in masks.values())
     for at in range(len(part) - 1):
         position = begin + 1 + at
-        sources = [int(distance) for distance, where in copied.items() if where[at]]
+        sources = [int(distance) for distance, mask in masks.items() if mask[at]]
         assert sources == ([] if position % 2 == 0 else [position - source_of(stream, position, distances)])
     assert load("synthetic_text", bytes=20_000).answer_masks(part) == {}
     capitals = np.bincount(recall_stream(320_000)[::2])[ord("A") :]
@@ -76,9 +77,9 @@ def test_an_oracle_scores_the_floor_of_recall(n_bytes):
     stream = bytes(recall_stream(n_bytes + 100, distances=[2, 40]))
     for begin in (0, 1):
         scored = range(begin + 1, begin + n_bytes)
-        oracle = sum(4.0 if at % 2 == 0 or source_of(stream, at, [2, 40]) < 0 else 0.0 for at in scored) / (n_bytes - 1)
+        bits = sum(4 * (at % 2 == 0 or source_of(stream, at, [2, 40]) < 0) for at in scored) / (n_bytes - 1)
         unknown = sum(at % 2 == 1 and source_of(stream, at, [2, 40]) < 0 for at in scored)
-        assert recall_floor(n_bytes) <= oracle <= recall_floor(n_bytes) + 4 * (1 + unknown) / (n_bytes - 1)
+        assert recall_floor(n_bytes) <= bits <= recall_floor(n_bytes) + 4 * (1 + unknown) / (n_bytes - 1)
     corpus = load("recall", bytes=10_000, distances=[7], seed=2)
     for part in corpus.splits.values():
         assert 1.98 < corpus.floor_bits(part) == recall_floor(len(part)) < 2
@@ -91,7 +92,8 @@ def oracle(name: str, stream: bytes) -> list[float]:
         before = chr(stream[at - 1]) if at else ""
         if name == "multi_query_recall" and letter.isdigit():
             written = before.islower() and before in memory
-            assert not written or memory[before] == letter
+            if written:
+                assert memory[before] == letter
             bits.append(0.0 if written else 3.0)
             memory[before.lower()] = letter
         elif name == "multi_query_recall":
@@ -102,7 +104,8 @@ def oracle(name: str, stream: bytes) -> list[float]:
             if len(body) == 65 + len(answers) and len(body) > 64:
                 body, copies = "", ""
             certain = len(body) >= 64
-            assert not certain or letter == (">" if len(body) == 64 else answers[len(copies)])
+            if certain:
+                assert letter == (">" if len(body) == 64 else answers[len(copies)])
             bits.append(0.0 if certain else 6.0 if letter.isupper() else math.log2(4 / 3))
             body += letter
         elif letter.isupper():
@@ -130,9 +133,9 @@ def test_answers_of_skills_are_predictable_and_the_floor_is_the_score_of_an_orac
         part = corpus.splits[split]
         mean, answers = bits[begin + 1 : begin + len(part)].mean(), corpus.answer_masks(part)
         assert 0 <= mean - corpus.floor_bits(part) <= 3 * 26 / len(part)
-        for label, where in answers.items():
-            assert where.sum() > 5 and (bits[begin + 1 : begin + len(part)][where] == 0).all(), label
-    assert 0.1 < np.mean(sum(where.numpy() for where in answers.values())) < 0.4, "and they do not overlap"
+        for label, mask in answers.items():
+            assert mask.sum() > 5 and (bits[begin + 1 : begin + len(part)][mask] == 0).all(), label
+    assert 0.1 < np.mean(sum(mask.numpy() for mask in answers.values())) < 0.4, "answers must not overlap"
 
 
 def test_answers_are_grouped_by_distance_or_length():
@@ -140,7 +143,7 @@ def test_answers_are_grouped_by_distance_or_length():
     first = next(iter(SKILLS["multi_query_recall"].answers(queries).values()))
     assert np.flatnonzero(first).tolist() == [5, 9]
     words = np.frombuffer(b"de=A12=bcadeB1", np.uint8)
-    at = {label: np.flatnonzero(where).tolist() for label, where in SKILLS["state_tracking"].answers(words).items()}
+    at = {label: np.flatnonzero(mask).tolist() for label, mask in SKILLS["state_tracking"].answers(words).items()}
     assert at == {"2": [7, 8, 9, 10, 11], "4": [], "8": [], "16": []}
 
 
@@ -149,5 +152,5 @@ def test_synthetic_text_has_the_entropy_of_text_and_cost_commands_use_it():
     share = np.bincount(stream) / len(stream)
     assert abs(-(share[share > 0] * np.log2(share[share > 0])).sum() - 5.059) < 0.4  # of the first 10^6 bytes of enwik8
     assert 64 < len(np.unique(stream)) < 205  # data.vocabulary of the targets
-    for verb in ("cost", "peers", "fit"):
-        assert compose_config(name=verb).data.name == "synthetic_text"
+    for command in ("cost", "peers", "fit"):
+        assert compose_config(name=command).data.name == "synthetic_text"

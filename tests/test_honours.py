@@ -13,7 +13,7 @@ from variants.conformance import collect_breaks
 from variants.contract import Honours, Position
 from variants.position import Alibi, Relative, Rotary
 
-SAME = "the output of BOTH is the same with {}, which its honours declare"
+UNCHANGED = "the output of SUBLAYERS is the same with {}, which its honours declare"
 IGNORED = ("position=alibi,none", "model.cache=hidden,kv", "model.attend_self=false,true", "model.span=13,26,6")
 
 
@@ -73,18 +73,18 @@ def test_a_choice_that_a_mechanism_does_not_follow_is_refused(cls, words, line):
 @pytest.mark.parametrize(
     ("cls", "words", "lines"),
     [
-        (broken.IgnoresPosition, (), [SAME.format("position=none,rotary")]),
-        (broken.IgnoresCache, (), [SAME.format("model.cache=hidden,kv")]),
-        (broken.IgnoresSpan, (), [SAME.format("model.span=13,26,6")]),
-        (broken.DeniesSpan, (), ["the output of BOTH differs with model.span=13,26,6, which its honours exclude"]),
-        (broken.WrappedBoasting, ("position=alibi",), [SAME.format(key) for key in IGNORED]),
+        (broken.IgnoresPosition, (), [UNCHANGED.format("position=none,rotary")]),
+        (broken.IgnoresCache, (), [UNCHANGED.format("model.cache=hidden,kv")]),
+        (broken.IgnoresSpan, (), [UNCHANGED.format("model.span=13,26,6")]),
+        (broken.DeniesSpan, (), ["the output of SUBLAYERS differs with model.span=13,26,6, which its honours exclude"]),
+        (broken.WrappedBoasting, ("position=alibi",), [UNCHANGED.format(key) for key in IGNORED]),
         (Sums, ("position=none",), []),
     ],
 )
 def test_a_choice_that_is_declared_and_ignored_is_caught(cls, words, lines):
-    both = "layers.0.toy, layers.1.toy"
+    sublayers = "layers.0.toy, layers.1.toy"
     breaks = list(check_choices(shrink(toy(cls, *words, "runtime.backend=plain"))))
-    assert breaks == [line.replace("BOTH", both) for line in lines]
+    assert breaks == [line.replace("SUBLAYERS", sublayers) for line in lines]
 
 
 @pytest.mark.parametrize(

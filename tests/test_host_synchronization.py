@@ -9,9 +9,9 @@ from torch import Tensor
 
 from harness.device.runtime import Runtime
 from harness.loop.update import Update
-from tests.small_runs import MOVING, VARIANTS, make_run
+from tests.small_runs import SPANS, VARIANTS, make_run
 
-WAYS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+WAITING_METHODS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the CPU kernel reads spans
 
 
@@ -27,7 +27,7 @@ def counted(monkeypatch) -> list[str]:
 
         return call
 
-    for name in WAYS:
+    for name in WAITING_METHODS:
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
     monkeypatch.setattr(Runtime, "synchronise", counting("synchronise", Runtime.synchronise))
     monkeypatch.setattr(Runtime, "to_host", lambda self, number: lambda: 0.0)  # not counted: the host reads it later
@@ -37,7 +37,7 @@ def counted(monkeypatch) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((*MOVING, *DEEP), ["tolist"]),
+        ((*SPANS, *DEEP), ["tolist"]),
         ((*VARIANTS["mhsa"], *DEEP), []),
         (("budget.steps=null", "budget.seconds=100"), ["synchronise"]),
     ],
@@ -79,19 +79,19 @@ def test_the_next_batch_is_sent_before_a_step_and_the_outcome_is_read_after_the_
 
 
 def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_steps(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
     def work(self: Runtime) -> None:
-        now[0] += 5.0
+        clock[0] += 5.0
 
     monkeypatch.setattr(Runtime, "synchronise", work)
     run = make_run("budget.steps=100")
     run.step()
     run.step()
     assert run.progress()["clock"]["seconds"] == 5.0
-    now[0] += 100.0
-    assert run.progress()["clock"]["seconds"] == 5.0, "the device had no work since"
+    clock[0] += 100.0
+    assert run.progress()["clock"]["seconds"] == 5.0, "idle time must not count"
     run.step()
     assert run.checkpoint_content()["spent"]["seconds"] == 10.0
     run.step()

@@ -29,18 +29,17 @@ def test_restoring_everything_equals_a_run_with_the_larger_budget_from_the_start
     trainer = extended.trainer
     assert trainer.spent.steps == trainer.optimizers.steps == 6 and trainer.state is not None
     assert all(torch.equal(p, weights(six_steps)[name]) for name, p in trainer.model.state_dict().items())
-    again = run_job(extended)
+    extended_summary = run_job(extended)
     first, last = weights(whole.folder.path), weights(extended.folder.path)
     assert all(torch.equal(first[name], last[name]) for name in first) and extended.folder.path != six_steps
     for key in ("valid_bits_per_byte", "bytes_seen", "training_flops", "steps"):
-        assert summary[key] == again[key]
+        assert summary[key] == extended_summary[key]
     assert rows_of(extended)[0]["kind"] == "provenance"
 
 
 def test_restoring_weights_begins_a_new_schedule(six_steps):
-    run = make_job(
-        *WORDS, "budget.steps=4", "optim.lr=0.001", f"init_from.run={six_steps}", "model.dropout=0.2"
-    ).trainer
+    changes = ("budget.steps=4", "optim.lr=0.001", "model.dropout=0.2")
+    run = make_job(*WORDS, *changes, f"init_from.run={six_steps}").trainer
     assert all(torch.equal(p, weights(six_steps)[name]) for name, p in run.model.state_dict().items())
     assert run.spent.steps == 0 and run.optimizers.steps == 0 and run.state is None
     assert all(state["step"] == 0 for o in run.optimizers.optimizers.values() for state in o.state.values())
@@ -72,5 +71,5 @@ def test_the_checkpoint_of_init_from_identifies_a_run_and_its_path_does_not():
     words = ("budget.steps=4", f"init_from.run={start.folder.path}")
     name = make_job(*words).folder.path.name
     assert make_job(*words).folder.path.name == name
-    whole_run("budget.steps=2", "outputs=first", "force=true")  # its checkpoint is another file now
+    whole_run("budget.steps=2", "outputs=first", "force=true")  # the repeated run has another checkpoint
     assert make_job(*words).folder.path.name != name

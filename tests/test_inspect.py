@@ -22,7 +22,7 @@ def trained(tmp_path_factory) -> Path:
     return whole_run(*MIXED, "budget.steps=2", f"outputs={tmp_path_factory.mktemp('runs')}")[0].folder.path
 
 
-def inspected(run: Path, *words: str) -> list[str]:
+def draw_figures(run: Path, *words: str) -> list[str]:
     """Run the command in this process. Returns the names of the figures that it wrote."""
     machine = ("runtime.device=cpu", "runtime.threads=1", "runtime.backend=plain", "bytes=24")
     for name in FIGURES:
@@ -32,25 +32,23 @@ def inspected(run: Path, *words: str) -> list[str]:
 
 
 def test_figures_are_written_for_the_corpus_of_the_run_or_a_text_file(trained, tmp_path, monkeypatch):
-    assert inspected(trained) == FIGURES
+    assert draw_figures(trained) == FIGURES
     for name in FIGURES:
         pixels = image.imread(trained / name)
-        assert 400 < pixels.shape[0] < 2000 and pixels[..., :3].std() > 0.02, "something is drawn"
+        assert 400 < pixels.shape[0] < 2000 and pixels[..., :3].std() > 0.02, "the figure must not be empty"
     maps, draw = [], inspect.draw_attention
-    monkeypatch.setattr(
-        inspect, "draw_attention", lambda layers, path, **about: maps.append(layers) or draw(layers, path, **about)
-    )
+    recorded_draw = lambda layers, *args, **kwargs: maps.append(layers) or draw(layers, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(inspect, "draw_attention", recorded_draw)
     monkeypatch.setattr("harness.data.corpora.load", lambda **_: pytest.fail("data were read"))
     (tmp_path / "text").write_bytes("Grüße, $x$ <b>\0\xff with some more".encode("latin-1"))
-    assert inspected(trained, f"text={tmp_path / 'text'}") == FIGURES
-    assert {name: layers.shape for name, layers in maps[0].items()} == {
-        f"layers.{i}.attention": (2, 24, 24) for i in range(2)
-    }
+    assert draw_figures(trained, f"text={tmp_path / 'text'}") == FIGURES
+    shapes = {name: layers.shape for name, layers in maps[0].items()}
+    assert shapes == {f"layers.{i}.attention": (2, 24, 24) for i in range(2)}
 
 
 def test_a_sublayer_without_an_attention_map_is_named(trained, monkeypatch, capsys):
     monkeypatch.setattr("harness.model.LanguageModel.inspect", lambda *_: (None, {}))
-    assert inspected(trained) == [] and "layers.0.attention is not drawn" in capsys.readouterr().out
+    assert draw_figures(trained) == [] and "layers.0.attention is not drawn" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -64,17 +62,17 @@ def test_a_sublayer_without_an_attention_map_is_named(trained, monkeypatch, caps
 def test_mistakes_are_refused_by_key(trained, monkeypatch, words, message):
     monkeypatch.setattr(inspect, "MAX_CELLS", 4 * 40**2)
     with pytest.raises(ValueError, match=message):
-        inspected(trained, *words)
+        draw_figures(trained, *words)
     assert not list(trained.glob("inspect_*.png"))
 
 
 def test_reach_is_the_distance_that_contains_a_fraction_of_the_mass():
-    maps = np.zeros((3, 8, 8))
+    attention_maps = np.zeros((3, 8, 8))
     for query in range(8):
-        maps[0, query, query] = 1.0  # itself
-        maps[1, query, max(0, query - 3)] = 1.0
-        maps[2, query, : query + 1] = 1 / (query + 1)  # uniform over all visible keys
-    assert reach(maps, 0.5)[:2].tolist() == [0, 3] and reach(maps, 0.9)[:2].tolist() == [0, 3]
+        attention_maps[0, query, query] = 1.0  # itself
+        attention_maps[1, query, max(0, query - 3)] = 1.0
+        attention_maps[2, query, : query + 1] = 1 / (query + 1)  # uniform over all visible keys
+    assert reach(attention_maps, 0.5)[:2].tolist() == [0, 3] and reach(attention_maps, 0.9)[:2].tolist() == [0, 3]
     distances = [distance for query in range(4, 8) for distance in range(query + 1) for _ in range(840 // (query + 1))]
-    assert reach(maps, 0.5)[2] == pytest.approx(np.median(distances), abs=1)
-    assert reach(maps, 1.0 - 1e-9)[2] == 7
+    assert reach(attention_maps, 0.5)[2] == pytest.approx(np.median(distances), abs=1)
+    assert reach(attention_maps, 1.0 - 1e-9)[2] == 7

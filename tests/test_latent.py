@@ -17,7 +17,7 @@ def test_with_the_input_as_latent_it_equals_attention_with_the_hidden_cache():
         latent.query.weight.zero_()
         latent.query.weight.view(3, 4, D)[:, :2] = attention.query.weight.view(3, 2, D) * 2**0.5
     latent.output = attention.output
-    x = case.whole()
+    x = case.joined()
     x = x * ((1 - 1e-6) / x.square().mean(-1, keepdim=True)).sqrt()
     past, x = x.split([4, 9], dim=1)
     outputs = [layer(x, layer(past).state, torch.tensor([4, 4])).y for layer in (latent, attention)]

@@ -1,4 +1,4 @@
-"""Linear attention and Performer besides their references: numerical range, causality, and random features."""
+"""Linear attention and Performer: numerical range, causality, and random features."""
 
 import pytest
 import torch

@@ -28,11 +28,11 @@ class Summarised(Case):
     top_k: int | None = None
     d_index: int = 3
 
-    def build_linformer(self, *, moved: float = 0.3) -> Linformer:
+    def build_linformer(self, *, noise: float = 0.3) -> Linformer:
         names = ("ratio", "window", "compressor", "share", "top_k", "d_index")
-        return self.build(Linformer, moved=moved, **{name: getattr(self, name) for name in names})
+        return self.build(Linformer, noise=noise, **{name: getattr(self, name) for name in names})
 
-    def window_alone(self, like: Linformer, *, span: int):
+    def windowed_attention(self, like: Linformer, *, span: int):
         """Attention over ``span`` keys with the same matrices."""
         fields = {name: getattr(self, name) for name in Case.__dataclass_fields__} | {"span": span, "backend": "plain"}
         attention = Case(**fields).build()
@@ -44,10 +44,10 @@ class Summarised(Case):
 @BACKENDS
 def test_without_summaries_it_equals_windowed_attention_and_the_span_may_change_between_segments(backend):
     case = Summarised(length=30, position="rotary", backend=backend)
-    sublayer, x = case.build_linformer(), case.whole()
+    sublayer, x = case.build_linformer(), case.joined()
     wide = sublayer(x[:, :20], None, starts(0))
     sublayer.set_span(4)
-    attention = case.window_alone(sublayer, span=4)
+    attention = case.windowed_attention(sublayer, span=4)
     expected = attention(x, None, starts(0)).y
     assert_near(sublayer(x, None, starts(0)).y, expected)
     narrow = sublayer(x[:, 20:25], wide.state, starts(20))
@@ -100,12 +100,12 @@ def test_needed_flops_count_no_gradient_of_the_inputs_of_the_index_and_none_of_u
 @numeric
 def test_every_compressor_starts_as_the_mean_and_its_weights_are_shared_as_configured():
     case = Summarised(length=30, ratio=4, position="rotary")
-    mean = replace(case, compressor="mean").build_linformer(moved=0.0)
+    mean = replace(case, compressor="mean").build_linformer(noise=0.0)
     shapes = {"none": (2, 2, 4), "heads": (2, 1, 4), "key_value": (1, 1, 4), "layers": (1, 1, 4)}
     for compressor, share in [("softmax", "none"), *(("linear", share) for share in shapes)]:
-        other = replace(case, compressor=compressor, share=share).build_linformer(moved=0.0)
+        other = replace(case, compressor=compressor, share=share).build_linformer(noise=0.0)
         other.load_state_dict(mean.state_dict(), strict=False)
-        assert_near(other(case.whole()).y, mean(case.whole()).y)
+        assert_near(other(case.joined()).y, mean(case.joined()).y)
         if compressor == "linear":
             context = case.context(pool={})
             first, second = (Linformer(context, ratio=4, window=4, share=share, d_head=2) for _ in range(2))
@@ -126,7 +126,7 @@ def test_of_summaries_with_equal_scores_the_first_are_selected(number):
 @BACKENDS
 def test_summary_mass_is_the_mean_attention_to_summaries(backend):
     case = Summarised(length=30, backend=backend)
-    sublayer, x = case.build_linformer(), case.whole()
+    sublayer, x = case.build_linformer(), case.joined()
     torch.nn.init.zeros_(sublayer.query.weight)  # equal attention to all keys
     first = sublayer(x[:, :11], collect_stats=True)
     second = sublayer(x[:, 11:], first.state, collect_stats=True)

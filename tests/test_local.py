@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention_case import DOUBLE, Case, D, assert_near, assert_outcome, covering, matrices, outcome
+from tests.attention_case import DOUBLE, Case, D, assert_near, assert_outcome, covering_array, matrices, outcome
 from tests.reference.local import local_attention
 from variants.contract import cat_streams
 from variants.kernels import window_cpu
@@ -13,7 +13,7 @@ from variants.local import LocalAttention
 BACKENDS = ["plain", "chunked", "fused"] + ([] if window_cpu.obstacle() else ["kernel"])
 PASTS = [0, 1, 4, 5, 13]
 """Past bytes of each stream, at different phases of a block; some streams have seen several blocks."""
-CASES = covering({"position": ["none", "rotary", "relative", "alibi"], "cache": ["kv", "hidden"]}, strength=1)
+CASES = covering_array({"position": ["none", "rotary", "relative", "alibi"], "cache": ["kv", "hidden"]}, strength=1)
 
 
 def build(*, block: int | None = 5, **choices) -> LocalAttention:
@@ -38,16 +38,16 @@ def test_streams_at_different_phases_equal_the_reference(choices, length):
     attention, x = build(**choices), inputs(len(PASTS), length)
     pasts = [inputs(n, seed=10 + n).detach() for n in PASTS]
     # A stream without a past has the state after one complete block, which is no longer visible.
-    fed = [past if len(past) else inputs(5, seed=9).detach() for past in pasts]
-    began = (torch.tensor([n - len(past)]) for n, past in zip(PASTS, fed, strict=True))
-    state = cat_streams([attention(past[None], None, start).state for past, start in zip(fed, began, strict=True)])
-    same = {"position": choices["position"], "table": getattr(attention.position, "table", None), "heads": 3}
-    same |= {"past_is_constant": choices["cache"] == "kv", "past": pasts, "block": 5, "attend_self": True}
+    fed_pasts = [past if len(past) else inputs(5, seed=9).detach() for past in pasts]
+    starts = (torch.tensor([n - len(past)]) for n, past in zip(PASTS, fed_pasts, strict=True))
+    states = [attention(past[None], None, start).state for past, start in zip(fed_pasts, starts, strict=True)]
+    common = {"position": choices["position"], "table": getattr(attention.position, "table", None), "heads": 3}
+    common |= {"past_is_constant": choices["cache"] == "kv", "past": pasts, "block": 5, "attend_self": True}
     named = {"x": x} | dict(attention.named_parameters())
-    expected = outcome(local_attention(x, **matrices(attention), **same), named)
+    expected = outcome(local_attention(x, **matrices(attention), **common), named)
     for attention.wanted_backend in BACKENDS:
         if (attention.wanted_backend, choices["position"]) != ("fused", "relative"):
-            assert_outcome(outcome(attention(x, state, torch.tensor(PASTS)).y, named), expected)
+            assert_outcome(outcome(attention(x, cat_streams(states), torch.tensor(PASTS)).y, named), expected)
 
 
 @pytest.mark.numeric
@@ -61,13 +61,13 @@ def test_a_block_longer_than_a_backend_processes_at_once_equals_plain_attention(
     for first, length in ((0, 283), (7, 283)):
         past, segment = x[:, :first].detach(), x[:, first : first + length]
 
-        def moved(layer, past=past, segment=segment) -> dict[str, Tensor]:
+        def outcome_of(layer, past=past, segment=segment) -> dict[str, Tensor]:
             y = layer(segment, layer(past).state if len(past[0]) else None, torch.full((2,), past.shape[1])).y
             return outcome(y, {"x": x} | dict(layer.named_parameters()))
 
-        expected = moved(mhsa)
+        expected = outcome_of(mhsa)
         for attention.wanted_backend in BACKENDS:
-            assert_outcome(moved(attention), expected)
+            assert_outcome(outcome_of(attention), expected)
 
 
 def test_a_state_of_another_block_size_is_accepted_and_by_default_blocks_follow_the_span():

@@ -9,10 +9,10 @@ from tests.small_configs import plan
 from variants.longformer import Longformer, grown_dilation, grown_window
 
 
-def build(window: int = 4, step: int = 3, *, dilated: int = 2, **of_case) -> Longformer:
+def build(window: int = 4, step: int = 3, *, dilated: int = 2, **fields) -> Longformer:
     """A layer of three heads, of which the last ``dilated`` have the dilation ``step``."""
     sizes = {"windows": (window,), "dilation": (step,), "dilated_heads": dilated}
-    return Case(**{"heads": 3, "span": 12} | of_case).build(Longformer, **sizes)
+    return Case(**{"heads": 3, "span": 12} | fields).build(Longformer, **sizes)
 
 
 @pytest.mark.numeric

@@ -51,9 +51,9 @@ def test_a_process_sets_openmp_and_the_allocator_and_imports_no_distributed_engi
     environment = {k: v for k, v in os.environ.items() if k not in chosen and not is_tuned(k, v)}
     environment |= {"OMP_DISPLAY_ENV": "VERBOSE"}
     command = [sys.executable, "-c", CHILD]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0 and "GOMP_SPINCOUNT = '10000'" in ended.stderr, ended
-    returning, keeping, engines = json.loads(ended.stdout)
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0 and "GOMP_SPINCOUNT = '10000'" in process.stderr, process
+    returning, keeping, engines = json.loads(process.stdout)
     assert keeping < returning / 20 and not engines
     command[-1] = "import os, train; assert 'GOMP_SPINCOUNT' not in os.environ"
     subprocess.run(command, cwd=ROOT, env=environment | {"OMP_WAIT_POLICY": "passive"}, check=True)
@@ -83,10 +83,10 @@ def test_the_name_and_driver_of_a_gpu_are_in_every_row(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "NVIDIA_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    where = runtime.Runtime(device=torch.device("cuda"), precision="float32", compile=False)
-    assert "driver" not in where.describe()["versions"]
+    gpu = runtime.Runtime(device=torch.device("cuda"), precision="float32", compile=False)
+    assert "driver" not in gpu.describe()["versions"]
     (tmp_path / "version").write_text("550.54.15\n")
-    described = where.describe()
+    described = gpu.describe()
     assert described["device"] == "A GPU" and described["versions"].items() >= {"driver": "550.54.15"}.items()
     assert described["versions"]["cudnn"] == "91002"
 
@@ -102,12 +102,12 @@ def test_each_type_of_machine_has_a_cache_folder_of_compiled_graphs(monkeypatch,
             return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
     default = folder()
-    others = [
+    changed = [
         folder(torch.backends.cpu, get_cpu_capability="ANOTHER"),
         folder(get_num_threads=99),
         folder(torch.cpu, get_capabilities=dict(torch.cpu.get_capabilities()) | {"amx_tile": "another"}),
     ]
-    assert len({default, *others}) == 4 and {path.parent for path in (default, *others)} == {tmp_path}
+    assert len({default, *changed}) == 4 and {path.parent for path in (default, *changed)} == {tmp_path}
     assert folder() == default, "the folder must not depend on earlier calls"
 
 

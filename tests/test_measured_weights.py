@@ -15,23 +15,23 @@ SMALL += ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1"
 SMALL += ("data=synthetic_text", "data.bytes=40000")
 
 
-def made(variant: str, *words: str) -> Plan:
+def plan_of(variant: str, *words: str) -> Plan:
     return plan(f"variant={variant}", *SMALL, *small(variant), *words)
 
 
 def without_gradient(model: nn.Module, step) -> list[str]:
     """Parameters whose gradient in one training step is missing or zero."""
-    moved = set()
+    with_gradient = set()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda p, name=name: moved.add(name) if p.grad.to_dense().any() else None
+            lambda p, name=name: with_gradient.add(name) if p.grad.to_dense().any() else None
         )
     step()
-    return [name for name, _ in model.named_parameters() if name not in moved]
+    return [name for name, _ in model.named_parameters() if name not in with_gradient]
 
 
 def task(variant: str, *words: str, **more) -> Task:
-    return Task(config=made(variant, *words).config, **more)
+    return Task(config=plan_of(variant, *words).config, **more)
 
 
 def subject(variant: str, *words: str) -> CostWorker:
@@ -65,16 +65,16 @@ def test_without_noise_many_parameters_have_no_gradient(monkeypatch):
 
 
 def test_the_noise_is_the_same_at_every_call_and_does_not_change_spans(monkeypatch):
-    models = [made("all_attention").make_model() for _ in range(2)]
+    models = [plan_of("all_attention").make_model() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     before = [part.fraction.clone() for part in learned_spans(models[0])]
     for model in models:
         add_noise_(model)
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
-    assert all(torch.equal(part.fraction, old) for part, old in zip(learned_spans(models[0]), before, strict=True))
+    assert all(map(torch.equal, before, [part.fraction for part in learned_spans(models[0])]))
     table = nn.Embedding(40, 8, _weight=torch.zeros(40, 8))
-    monkeypatch.setattr("bench.cost_worker.NOISE_CHUNK", 64)  # a large table is drawn in pieces
+    monkeypatch.setattr("bench.cost_worker.NOISE_CHUNK", 64)  # noise for a large table is drawn in pieces
     add_noise_(table)
     assert 0.015 < table.weight.std() < 0.025 and (table.weight != 0).all()
 
@@ -85,8 +85,9 @@ def spans(model) -> list[list[float]]:
 
 @pytest.mark.parametrize(("layers", "heads", "span"), [(4, 4, 64), (6, 2, 512)])
 def test_spans_are_set_to_the_lists_of_lengths_which_repeat_over_layers_and_heads(layers, heads, span):
-    model = made("adaptive_span", f"model.span={span}", f"model.layers={layers}", f"model.heads={heads}").make_model()
+    sizes = (f"model.span={span}", f"model.layers={layers}", f"model.heads={heads}")
+    model = plan_of("adaptive_span", *sizes).make_model()
     place_spans(model, heads=heads)
     for lengths, expected in zip(spans(model), LEARNED_SPANS * 2, strict=False):
         assert lengths == pytest.approx([min(span, expected[head % 4]) for head in range(heads)], abs=1e-3)
-    assert not any(learned_spans(made(variant).make_model()) for variant in ("mhsa", "all_attention_fixed"))
+    assert not any(learned_spans(plan_of(variant).make_model()) for variant in ("mhsa", "all_attention_fixed"))

@@ -36,7 +36,7 @@ def inputs(length: int, *, streams: int = STREAMS) -> Tensor:
     return torch.randn(streams, length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def at(position: int, *, streams: int = STREAMS) -> Tensor:
+def starts(position: int, *, streams: int = STREAMS) -> Tensor:
     """The same stream position for every stream."""
     return torch.full((streams,), position)
 
@@ -55,14 +55,13 @@ def test_a_mechanism_compiles_to_one_graph_with_the_same_output_gradients_and_st
     layer, x = mechanism(*words.split()), inputs(60)
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    state = layer(x[:, :20], None, at(0)).state
+    state = layer(x[:, :20], None, starts(0)).state
     for position in (20, 40):
         segment = x[:, position : position + 20].clone().requires_grad_()
-        actual, expected = (forward(segment, state, at(position)) for forward in (compiled, layer))
+        actual, expected = (forward(segment, state, starts(position)) for forward in (compiled, layer))
         assert_same(actual.y, expected.y, named={"x": segment} | dict(layer.named_parameters()))
-        for part, expected_part in zip(
-            state_tensors(layer.trim(actual.state)), state_tensors(expected.state), strict=True
-        ):
+        states = (state_tensors(layer.trim(actual.state)), state_tensors(expected.state))
+        for part, expected_part in zip(*states, strict=True):
             assert_near(part.double(), expected_part.double())
         state = expected.state
     torch.compiler.reset()
@@ -82,21 +81,21 @@ def test_far_along_a_stream_the_state_does_not_grow_and_float32_stays_close_to_f
     """Where rounded scores select other keys, only a few bytes differ."""
     layers = {dtype: mechanism(*words.split()).to(dtype) for dtype in (torch.float64, torch.float32)}
     lengths, position = [125] * 8 + [1] * 8, 10**7
-    states, shapes, off = dict.fromkeys(layers), [], []
+    states, shapes, errors = dict.fromkeys(layers), [], []
     with torch.no_grad():
         for piece in inputs(sum(lengths)).split(lengths, 1):
-            outs = {dtype: layer(piece.to(dtype), states[dtype], at(position)) for dtype, layer in layers.items()}
+            outs = {dtype: layer(piece.to(dtype), states[dtype], starts(position)) for dtype, layer in layers.items()}
             states, position = {dtype: out.state for dtype, out in outs.items()}, position + piece.shape[1]
             shapes.append([part.shape for part in state_tensors(states[torch.float64])])
-            off.append((outs[torch.float32].y.double() - outs[torch.float64].y).abs().amax(-1))
+            errors.append((outs[torch.float32].y.double() - outs[torch.float64].y).abs().amax(-1))
     assert all(shape == shapes[0] for shape in shapes)
     rounded = [outs[torch.float32].y, *state_tensors(states[torch.float32])]
     assert all(part.dtype == torch.float32 for part in rounded if part.is_floating_point())
-    off = torch.cat(off, dim=1)
+    errors = torch.cat(errors, dim=1)
     if words.startswith(("compressed_top_k", "nsa", "reformer")):
-        assert off.median() < 1e-6 and (off > 1e-4).double().mean() < 0.01
+        assert errors.median() < 1e-6 and (errors > 1e-4).double().mean() < 0.01
     else:
-        assert off.max() < 1e-5
+        assert errors.max() < 1e-5
 
 
 @pytest.mark.numeric
@@ -110,15 +109,15 @@ def test_far_along_a_stream_the_state_does_not_grow_and_float32_stays_close_to_f
 )
 def test_streams_of_a_batch_may_be_at_any_phase_of_a_block(words, ages):
     layer, x = mechanism(*words.split()), inputs(90, streams=1)
-    state = cat_streams([layer(x[:, :age], None, at(0, streams=1)).state for age in ages])
+    state = cat_streams([layer(x[:, :age], None, starts(0, streams=1)).state for age in ages])
     start, pieces = torch.tensor(ages), []
     for length in (1, 20, 4):
         out = layer(torch.cat([x[:, first : first + length] for first in start.tolist()]), state, start)
         state, start = out.state, start + length
         pieces.append(out.y)
-    whole = layer(x, None, at(0, streams=1)).y
+    expected = layer(x, None, starts(0, streams=1)).y
     for row, age in zip(torch.cat(pieces, dim=1), ages, strict=True):
-        assert_near(row, whole[0, age : age + 25], tolerance=1e-9)
+        assert_near(row, expected[0, age : age + 25], tolerance=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_no_tensor_is_read_on_the_host(words):
     layer = mechanism(*words.split())
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(STREAMS, 40, WIDTH, dtype=torch.float64)
-        out = layer(x, layer(x, None, at(0)).state, at(40))
+        out = layer(x, layer(x, None, starts(0)).state, starts(40))
         total = out.y.sum() + (0 if out.loss is None else out.loss)
         gradients = torch.autograd.grad(total, list(layer.parameters()))
     assert [g.shape for g in gradients] == [p.shape for p in layer.parameters()]
@@ -155,18 +154,18 @@ def test_dropout_in_training_is_causal_and_reproducible_and_keeps_the_mean(varia
     layer, without_dropout = mechanism(variant, *words), mechanism(variant, words[1])
     for past, length in ((0, 12), (20, 9)):
         x = inputs(45, streams=1)[:, : past + length]
-        state = layer.eval()(x[:, :past], None, at(0, streams=1)).state if past else None
-        expected, y = (module.eval()(x[:, past:], state, at(past, streams=1)).y for module in (without_dropout, layer))
+        state = layer.eval()(x[:, :past], None, starts(0, streams=1)).state if past else None
+        expected, y = (each.eval()(x[:, past:], state, starts(past, streams=1)).y for each in (without_dropout, layer))
         assert_near(y, expected)
 
         def drawn(x: Tensor, seed: int, *, streams: int = 1, state=state, past=past) -> Tensor:
             torch.manual_seed(seed)
             states = map_state(lambda part: part.expand(streams, *part.shape[1:]), state)
             with torch.no_grad():
-                return layer.train()(x[:, past:].expand(streams, -1, -1), states, at(past, streams=streams)).y
+                return layer.train()(x[:, past:].expand(streams, -1, -1), states, starts(past, streams=streams)).y
 
-        off = (drawn(x, 3, streams=2000).mean(0) - expected[0]).detach()
-        assert off.abs().max() < 0.1 * expected.abs().max() and off.norm() < 0.1 * expected.norm()
+        error = (drawn(x, 3, streams=2000).mean(0) - expected[0]).detach()
+        assert error.abs().max() < 0.1 * expected.abs().max() and error.norm() < 0.1 * expected.norm()
         assert torch.equal(drawn(x, 1), drawn(x, 1)) and not torch.allclose(drawn(x, 1), drawn(x, 2))
         early = length // 2
         later = torch.cat([x[:, : past + early], x[:, past + early :] + 1], dim=1)

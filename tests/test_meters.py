@@ -77,17 +77,16 @@ def test_the_peak_where_the_high_water_mark_cannot_be_read_or_lowered(monkeypatc
 
 
 def test_on_a_gpu_reserved_and_allocated_memory_are_both_measured(monkeypatch):
-    counted = {"allocated_bytes.all.peak": 250, "reserved_bytes.all.peak": 400}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: counted)
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda device: counted.update(dict.fromkeys(counted, 50))
-    )
+    counters = {"allocated_bytes.all.peak": 250, "reserved_bytes.all.peak": 400}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: counters)
+    reset = lambda device: counters.update(dict.fromkeys(counters, 50))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     meter = PeakMemory(torch.device("cuda"))
     assert meter.read() == Peak(50, False, 50), "the peak is that since the meter was made"
-    counted |= {"allocated_bytes.all.peak": 250, "reserved_bytes.all.peak": 400}
+    counters |= {"allocated_bytes.all.peak": 250, "reserved_bytes.all.peak": 400}
     assert meter.read() == Peak(250, False, 400)
-    one, other = Peak(5, False, 7), Peak(3, False, 9)
-    assert one.maximum(other) == other.maximum(one) == Peak(5, False, 9)
+    first, second = Peak(5, False, 7), Peak(3, False, 9)
+    assert first.maximum(second) == second.maximum(first) == Peak(5, False, 9)
     assert Peak(None, False).maximum(Peak(4, True)) == Peak(4, True)
     assert Peak(4, True).over_processes(lambda number: number + 1) == Peak(5, True)
 
@@ -116,8 +115,7 @@ def test_calls_are_timed_one_by_one_after_the_warm_up_until_the_time_is_over(mon
     work = time_calls(lambda: pending.append(0.25), synchronise=synchronise, max_seconds=0)
     assert work == [250], "work from before the call must not count"
     waits = [8, 8, 0, 0.25, 2]
-    each = time_calls(
-        lambda: clock.sleep(waits.pop(0)), synchronise=synchronise, min_calls=3, max_seconds=0, warmup_calls=2
-    )
+    limits = {"min_calls": 3, "max_seconds": 0, "warmup_calls": 2}
+    each = time_calls(lambda: clock.sleep(waits.pop(0)), synchronise=synchronise, **limits)
     assert not waits and each == [0, 250, 2000]
     assert time_calls(lambda: clock.sleep(0.25), synchronise=synchronise, max_seconds=0.9, warmup_calls=1) == [250] * 4

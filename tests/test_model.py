@@ -20,7 +20,7 @@ SMALL = (
     *("data=recall", f"model.d_model={D}", f"model.heads={H}", f"model.layers={LAYERS}", f"model.span={S}"),
     *("model.norm=layer", "runtime.device=cpu", "runtime.precision=float32"),
 )
-FEED = (f"variant.feed_forward.hidden={F}",)
+HIDDEN_WIDTH = (f"variant.feed_forward.hidden={F}",)
 C, K, MEMORY_HEADS, DQ = 6, 3, 2, 4
 MEMORY = (
     *(f"variant.memory.half_keys={C}", f"variant.memory.top_k={K}"),
@@ -52,14 +52,14 @@ def randomised(model: LanguageModel) -> LanguageModel:
 def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement: str, tied: bool, start: int) -> Tensor:
     """The logits of tests/reference with the parameters of ``model``."""
     score = "none" if position == "sinusoidal" else position
-    same = {"heads": H, "span": S, "attend_self": True, "position": score, "start": start}
+    common = {"heads": H, "span": S, "attend_self": True, "position": score, "start": start}
     sublayers, norms = [], []
     for layer in model.layers:
         for residual in layer.values():
             w = dict(residual.sublayer.named_parameters())
             norms.append((residual.norm.weight, residual.norm.bias))
             if "query.weight" in w:
-                sublayers.append(partial(attention, **matrices(residual.sublayer), **same))
+                sublayers.append(partial(attention, **matrices(residual.sublayer), **common))
             else:
                 weights = {"up": w["enter.weight"], "down": w["leave.weight"], "activation": "relu"}
                 sublayers.append(partial(feed_forward, **weights, up_bias=w["enter.bias"], down_bias=w["leave.bias"]))
@@ -90,9 +90,9 @@ def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement:
 def test_logits_and_every_gradient_equal_those_of_the_reference(position, placement, tied, more):
     after = str(placement == "post").lower()
     choices = (f"position={position}", f"model.norm_after={after}", f"model.tied={str(tied).lower()}")
-    model = randomised(build(*FEED, *choices, *more))
+    model = randomised(build(*HIDDEN_WIDTH, *choices, *more))
     tokens = torch.randint(V, (2, 7), generator=torch.Generator().manual_seed(1))
-    start = 9  # a position inside a stream, of which no past is carried
+    start = 9  # a position inside a stream whose past is not carried
     states = tuple(None for _ in model.sublayers())
     actual = model(tokens, (torch.full((2,), start), states)).logits
     expected = reference(model, tokens, position=position, placement=placement, tied=tied, start=start)
@@ -110,8 +110,8 @@ def test_the_initial_output_is_the_uniform_distribution():
     assert build("model.head_zero_init=false")(torch.zeros(1, 3, dtype=torch.int64)).logits.any()
 
 
-WHOLE = LAYERS * (ATTENTION + FEED_FORWARD) + 5 * NORM
-READ = MEMORY_ALONE + MEMORY_HEADS * K * D
+BODY = LAYERS * (ATTENTION + FEED_FORWARD) + 5 * NORM
+MEMORY_READ = MEMORY_ALONE + MEMORY_HEADS * K * D
 TWO_MEMORIES = "+variant.at={1: [attention, memory]}"  # layer 0 has a memory by default
 SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network", TWO_MEMORIES)
 
@@ -120,19 +120,16 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
     ("overrides", "counts", "touched"),
     [
         (
-            FEED,
+            HIDDEN_WIDTH,
             {"layers.0.attention": ATTENTION, "layers.1.feed_forward": FEED_FORWARD, "norms": 5 * NORM, "head": V * D},
-            WHOLE + V * D + D,
+            BODY + V * D + D,
         ),
+        # A tied embedding is part of the head.
+        ((*HIDDEN_WIDTH, "model.tied=true"), {"embedding": V * D, "head": 0}, BODY + V * D),
         (
-            (*FEED, "model.tied=true"),
-            {"embedding": V * D, "head": 0},
-            WHOLE + V * D,
-        ),  # the embedding is part of the head
-        (
-            (*FEED, "position=relative"),
+            (*HIDDEN_WIDTH, "position=relative"),
             {"layers.0.attention": ATTENTION + RELATIVE, "layers.1.attention": ATTENTION},
-            WHOLE + RELATIVE + V * D + D,
+            BODY + RELATIVE + V * D + D,
         ),
         (
             ("variant=all_attention_fixed", "variant.attention.persistent.number=5"),
@@ -142,7 +139,7 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
         (  # two layers that share a table
             SHARED,
             {"layers.0.memory": MEMORY_ALONE + TABLE, "layers.1.memory": MEMORY_ALONE},
-            WHOLE - 2 * FEED_FORWARD + 2 * READ + V * D + D,
+            BODY - 2 * FEED_FORWARD + 2 * MEMORY_READ + V * D + D,
         ),
     ],
 )
@@ -169,6 +166,6 @@ def test_embedding_dropout_follows_the_seed_and_is_in_training_only():
     inputs = []
     model.layers[0]["attention"].register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
     logits(model, seed=1, training=True)
-    embedded, stays = model.embedding(tokens), inputs[0] != 0
-    assert torch.equal(inputs[0][stays], 2 * embedded[stays])
-    assert 0.3 < stays.double().mean() < 0.7
+    embedded, mask = model.embedding(tokens), inputs[0] != 0
+    assert torch.equal(inputs[0][mask], 2 * embedded[mask])
+    assert 0.3 < mask.double().mean() < 0.7

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.attention_case import gradients
-from tests.window_case import UGLY, kernel
+from tests.window_case import SMALL_CASES, kernel
 from variants.kernels import native, product_search, window_cpu
 from variants.kernels.window import Window
 
@@ -74,12 +74,12 @@ def test_several_processes_may_build_a_library_at_once(source, tmp_path):
     assert [process.exitcode for process in processes] == [0, 0, 0] and len(libraries(tmp_path)) == 1
 
 
-def computed(threads: int) -> list[torch.Tensor]:
+def kernel_outputs(threads: int) -> list[torch.Tensor]:
     """Outputs and gradients of the kernels at awkward shapes in both precisions."""
     results = []
     torch.set_num_threads(threads)
     for dtype in (torch.float32, torch.float64):
-        case = replace(UGLY["persistent and everything"], T=50, width=5, dtype=dtype)
+        case = replace(SMALL_CASES["persistent and everything"], T=50, width=5, dtype=dtype)
         inputs = case.inputs()
         y = case.call(kernel, inputs)
         scores = torch.randn(4, 9, 21, dtype=dtype, generator=torch.Generator().manual_seed(0))
@@ -92,7 +92,7 @@ def computed(threads: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("threads", [3, 64])
 def test_the_number_of_threads_changes_no_bit(threads):
     """64 threads are more than there are cores, heads or rows."""
-    assert all(map(torch.equal, computed(1), computed(threads)))
+    assert all(map(torch.equal, kernel_outputs(1), kernel_outputs(threads)))
 
 
 def test_keys_that_no_query_sees_have_a_gradient_of_zero():
@@ -119,5 +119,5 @@ def test_keys_that_no_query_sees_have_a_gradient_of_zero():
 def test_nan_in_an_input_gives_nan_in_the_output(where):
     inputs = {name: torch.randn(1, 1, 20, 4) for name in ("query", "key", "value")}
     inputs[where][:, :, 9] = torch.nan
-    bad = window_cpu.attend(*inputs.values(), Window((5,))).isnan().all(-1)[0, 0]
-    assert bad[9 : 10 if where == "query" else 14].all()  # other rows of the block may be NaN as well
+    nan_rows = window_cpu.attend(*inputs.values(), Window((5,))).isnan().all(-1)[0, 0]
+    assert nan_rows[9 : 10 if where == "query" else 14].all()  # other rows of the block may be NaN as well

@@ -8,7 +8,7 @@ import torch
 
 from harness.count.flops import count_flops
 from harness.model import LanguageModel
-from tests.attention_case import DOUBLE, B, Case, D, covering
+from tests.attention_case import DOUBLE, B, Case, D, covering_array
 from tests.promises import Gate
 from tests.small_configs import TINY, plan
 from tests.small_runs import CARRY, make_run, temporary_cwd  # noqa: F401 - a fixture
@@ -25,7 +25,7 @@ CASES = {
     "position": ["rotary", "relative"],
     "cache": ["kv", "hidden"],
     "attend_self": [True, False],
-    "spans": ["fixed", "between", "zero", "dynamic"],
+    "spans": ["fixed", "fractional", "zero", "dynamic"],
     "persistent": [0, 3],
     "kv_heads": [None, 1],
     "parts": ["", "gate sink", "key_bias"],
@@ -51,9 +51,9 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
     if hasattr(attention.span, "gate"):
         gate = segment * 2 * attention.span.gate.weight.numel()
         forward, backward = forward + gate, backward + 2 * gate
-    of_bias = 0 if attention.key_bias is None else 2 * D  # for each head and byte
-    forward += segment * attention.heads * of_bias
-    backward += 2 * segment * attention.heads * of_bias
+    bias_flops = 0 if attention.key_bias is None else 2 * D  # for each head and byte
+    forward += segment * attention.heads * bias_flops
+    backward += 2 * segment * attention.heads * bias_flops
     past_keys = set()
     for head in range(attention.heads):
         distances = visible_distances(attention, head)
@@ -74,12 +74,12 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
                 for _ in range(attention.persistent.number):
                     forward, backward = forward + 4 * width, backward + 8 * width
     if hidden:  # past inputs are projected again, and the matrices have gradients
-        projections = len(past_keys) * (2 * (2 * D * width) + of_bias * attention.heads // attention.kv_heads)
+        projections = len(past_keys) * (2 * (2 * D * width) + bias_flops * attention.heads // attention.kv_heads)
         forward, backward = forward + projections, backward + projections
     return forward, backward
 
 
-@pytest.mark.parametrize("sizes", covering(CASES, strength=2), ids=lambda sizes: "-".join(map(str, sizes.values())))
+@pytest.mark.parametrize("sizes", covering_array(CASES, strength=2), ids=lambda row: "-".join(map(str, row.values())))
 def test_needed_flops_of_attention_equal_those_of_loops(sizes):
     attention = Case(**sizes).build()
     needed = attention.needed_flops(sizes["length"], carried=sizes["past"])
@@ -95,8 +95,8 @@ def test_needed_flops_of_attention_equal_those_of_loops(sizes):
 def executed(sublayer: Sublayer, x: torch.Tensor, state=None, start=None) -> tuple[int, int]:
     """Executed forward and backward FLOPs per byte of a sublayer whose input has a gradient."""
     forward = count_flops(lambda: sublayer(x, state, start)).total
-    whole = count_flops(lambda: sublayer(x, state, start).y.sum().backward(), gradients=True).total
-    return forward / x[..., 0].numel(), (whole - forward) / x[..., 0].numel()
+    total = count_flops(lambda: sublayer(x, state, start).y.sum().backward(), gradients=True).total
+    return forward / x[..., 0].numel(), (total - forward) / x[..., 0].numel()
 
 
 def test_needed_flops_of_sublayers_without_a_past_equal_the_executed_ones():
@@ -139,14 +139,14 @@ def test_segments_without_a_carried_state_are_charged_for_their_visible_keys():
     step = 3 * 64 * (products + layers * 4 * width * (span + 1) / 2)
     run = make_run("variant=mhsa", f"budget.flops={7.2 * step}")
     assert charged(run) == [step] * 8 and run.finished
-    assert math.ceil(7.2 * step / (3 * 64 * run.model.ideal_flops())) == 7, "the steps with a full past in that budget"
+    assert math.ceil(7.2 * step / (3 * 64 * run.model.ideal_flops())) == 7, "a full past would allow 7 steps only"
 
 
 def test_streams_are_charged_for_their_carried_keys():
     run = make_run("variant=mhsa", *CARRY, "data.bytes=600", "eval.bytes=null", "model.span=40", "budget.steps=100")
     needed = [run.model.needed_flops(16, carried=carried) for carried in (0, 16, 32, 48)]
-    cold, *growing, full = (round(64 * of.training) for of in needed)
+    cold, *growing, full = (round(64 * flops.training) for flops in needed)
     assert charged(run) == [cold, *growing, *[full] * 5] and cold < growing[0] < growing[1] < full
     assert run.stream.steps_per_epoch == 8
     run.step()
-    assert run.spent.flops == cold + sum(growing) + 5 * full + cold, "a new turn begins without a past"
+    assert run.spent.flops == cold + sum(growing) + 5 * full + cold, "a new epoch begins without a past"

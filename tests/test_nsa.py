@@ -27,25 +27,25 @@ def single_branch(layer: NativeSparse, branch: str) -> NativeSparse:
 def test_selecting_all_blocks_equals_attention(span, chosen, attend_self, monkeypatch):
     monkeypatch.setattr("variants.nsa.QUERIES", 5)  # queries processed at once
     case = replace(CASE, span=span, attend_self=attend_self)
-    layer, attention = single_branch(case.build(NativeSparse, moved=0.3, **chosen), "selected"), case.build()
+    layer, attention = single_branch(case.build(NativeSparse, noise=0.3, **chosen), "selected"), case.build()
     attention.query, attention.output = layer.query, layer.output
     with torch.no_grad():
         for linear, weight in zip((attention.key, attention.value), layer.far.weight.chunk(2), strict=True):
             linear.weight.copy_(weight)
-    assert_near(layer(case.whole()).y, attention(case.whole()).y)
+    assert_near(layer(case.joined()).y, attention(case.joined()).y)
 
 
 @pytest.mark.numeric
 def test_the_window_branch_equals_attention_over_the_window():
-    layer, attention = single_branch(CASE.build(NativeSparse, moved=0.3, block=3, window=5), "window"), CASE.build()
+    layer, attention = single_branch(CASE.build(NativeSparse, noise=0.3, block=3, window=5), "window"), CASE.build()
     attention.load_state_dict(layer.state_dict(), strict=False)
     attention.set_span(5)
-    assert_near(layer(CASE.whole()).y, attention(CASE.whole()).y)
+    assert_near(layer(CASE.joined()).y, attention(CASE.joined()).y)
 
 
 @pytest.mark.numeric
 def test_the_span_may_change_between_segments():
-    layer, x = CASE.build(NativeSparse, moved=0.5, block=4, selected=2), CASE.whole()
+    layer, x = CASE.build(NativeSparse, noise=0.5, block=4, selected=2), CASE.joined()
     first = layer(x[:, :20], None, starts(0))
     layer.set_span(6)
     narrow = layer(x[:, 20:24], first.state, starts(20))
@@ -57,7 +57,7 @@ def test_the_span_may_change_between_segments():
 
 def test_mean_gates_of_the_branches_are_reported():
     layer = CASE.build(NativeSparse, block=4, selected=2)
-    stats = layer(CASE.whole(), collect_stats=True).stats
+    stats = layer(CASE.joined(), collect_stats=True).stats
     assert all(layer.metrics(stats)[name].shape == (4,) for name in BRANCHES) and layer.metrics({}) == {}
 
 
@@ -65,6 +65,6 @@ def test_ideal_flops_are_slightly_below_the_executed_ones():
     """A block may have bytes beyond the query, for which products are executed and not needed."""
     layer = CASE.build(NativeSparse, block=4, selected=2, window=5, kv_heads=1).eval()
     with torch.no_grad():
-        states = [layer(CASE.whole()[:, :length]).state for length in (20, 21, 22, 23)]
-        executed = [count_flops(lambda state=state: layer(CASE.whole()[:, :1], state)).total / B for state in states]
+        states = [layer(CASE.joined()[:, :length]).state for length in (20, 21, 22, 23)]
+        executed = [count_flops(lambda state=state: layer(CASE.joined()[:, :1], state)).total / B for state in states]
     assert all(0.8 * flops < layer.ideal_flops() < flops for flops in executed)

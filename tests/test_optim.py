@@ -40,12 +40,12 @@ class Toy(nn.Module):
         return self.head(x)
 
 
-def train(model, optimizers, *, first, last, of=10):
+def train(model, optimizers, *, first, last, total=10):
     for step in range(first, last):
         tokens = torch.randint(16, (32,), generator=torch.Generator().manual_seed(step))
         optimizers.zero_grad()
         nn.functional.cross_entropy(model(tokens), (tokens * 3 + 1) % 16).backward()
-        optimizers.step((step + 0.5) / of)
+        optimizers.step((step + 0.5) / total)
 
 
 def names(groups):
@@ -61,8 +61,8 @@ def test_parameters_without_a_group_are_assigned_by_rules():
     }
     assert set(groups[0].parameters) - groups[0].undecayed == {"head.weight"} and not groups[1].undecayed
     assert [part["weight_decay"] for part in groups[0].build(lr=1.0).param_groups] == [0.1, 0.0]
-    (alone,) = assign(Toy(), default=ADAMW)
-    assert set(alone.parameters) - alone.undecayed == {"head.weight", "layers.0.mix.weight", "layers.1.mix.weight"}
+    (group,) = assign(Toy(), default=ADAMW)
+    assert set(group.parameters) - group.undecayed == {"head.weight", "layers.0.mix.weight", "layers.1.mix.weight"}
     frozen = Toy()
     frozen.span.requires_grad_(False)
     assert "span" not in names(assign(frozen, default=ADAMW))["default"]
@@ -89,8 +89,8 @@ def test_a_pattern_matches_a_shared_parameter_by_any_of_its_names():
     groups = assign(Toy(), default=ADAMW, groups=nodes)
     assert names(groups)["values"] == ["layers.0.memory.weight"]
     assert names(groups)["spans"] == ["layers.0.norm.weight", "layers.1.norm.weight", "span"]
-    every = [p for group in groups for p in group.parameters.values()]
-    assert len(every) == len({id(p) for p in every}) == len(list(Toy().parameters()))
+    parameters = [p for group in groups for p in group.parameters.values()]
+    assert len(parameters) == len({id(p) for p in parameters}) == len(list(Toy().parameters()))
 
 
 IMPOSSIBLE = {
@@ -141,7 +141,7 @@ def test_the_clip_of_the_run_excludes_groups_with_a_clip_of_their_own():
     moves = sgd_step(clip=0.5, groups={"spans": {"match": "span", "clip": 0.25}, "heads": {"match": "head.*"}})
     assert joint_norm([moves.pop("span")]) == pytest.approx(0.25)
     assert joint_norm(moves.values()) == pytest.approx(0.5)
-    assert len({round(move.max().item(), 6) for move in moves.values()}) == 1, "one factor for all of them"
+    assert len({round(move.max().item(), 6) for move in moves.values()}) == 1, "one factor must clip all groups"
     moves = sgd_step(clip=1e3, scale=0.125)
     assert all(torch.allclose(move, torch.full_like(move, 0.125)) for move in moves.values())
 
@@ -185,8 +185,8 @@ def test_resumed_optimizers_continue_exactly(default):
         assigned = assign(model, default=default, matrices=MATRICES, groups=SPARSE)
         return model, Optimizers(assigned, lr=0.01, schedule=Schedule(warmup_steps=8, decay="linear"), clip=1.0)
 
-    whole, optimizers = make()
-    train(whole, optimizers, first=0, last=10)
+    undisturbed, optimizers = make()
+    train(undisturbed, optimizers, first=0, last=10)
 
     stopped, optimizers = make()
     train(stopped, optimizers, first=0, last=5)
@@ -199,10 +199,10 @@ def test_resumed_optimizers_continue_exactly(default):
     optimizers.load_state_dict(saved["optimizers"])
     train(resumed, optimizers, first=5, last=10)
     assert optimizers.steps == 10
-    for name, value in whole.state_dict().items():
+    for name, value in undisturbed.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
         assert not torch.equal(value, stopped.state_dict()[name]), name
 
-    other = Optimizers(assign(Toy(), default=ADAMW), lr=0.01, schedule=Schedule())
+    adamw = Optimizers(assign(Toy(), default=ADAMW), lr=0.01, schedule=Schedule())
     with pytest.raises(ValueError, match="matrices"):
-        other.load_state_dict(optimizers.state_dict())
+        adamw.load_state_dict(optimizers.state_dict())

@@ -57,7 +57,7 @@ PAGE = (ROOT / "docs" / "adding_a_variant.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
 
-def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(here, imports, monkeypatch):
+def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(cwd, imports, monkeypatch):
     assert sum(len(text.splitlines()) for text in FILES.values()) <= 40 and len(FILES) == 3
     for path, text in FILES.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -66,41 +66,41 @@ def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(her
     check, trained = (shlex.split(line)[1:] for line in commands.splitlines())
     checked = call("bench/check.py", *check[2:])
     assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
-    ended = train(*trained[1:], *GENERATED)
-    assert ended.code == 0, ended
-    (run,) = run_folders(here / "outputs")
+    outcome = train(*trained[1:], *GENERATED)
+    assert outcome.code == 0, outcome
+    (run,) = run_folders(cwd / "outputs")
     assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["status"] == "finished"
 
 
 @pytest.mark.parametrize("name", ["variant/mhsa", "train"])
-def test_a_users_file_with_the_name_of_one_of_ours_is_refused(here, name):
+def test_a_users_file_with_the_name_of_one_of_ours_is_refused(cwd, name):
     """Our file would be read in place of the user's."""
-    write(here, module="my_mixer", conf="my_conf")
-    (here / "my_conf" / f"{name}.yaml").write_text("{}\n")
-    ended = train("-cd", "my_conf", *GENERATED, "variant=mhsa")
-    assert ended.code == 2 and len(ended.err.splitlines()) == 1, ended
-    assert f"{here / 'my_conf' / name}.yaml: has the name of a file of the project" in ended.err
+    write(cwd, module="my_mixer", conf="my_conf")
+    (cwd / "my_conf" / f"{name}.yaml").write_text("{}\n")
+    outcome = train("-cd", "my_conf", *GENERATED, "variant=mhsa")
+    assert outcome.code == 2 and len(outcome.err.splitlines()) == 1, outcome
+    assert f"{cwd / 'my_conf' / name}.yaml: has the name of a file of the project" in outcome.err
     assert train("-cd", str(ROOT / "conf"), *GENERATED, "--cfg", "job").code == 0  # our own folder is allowed
 
 
-def test_a_module_without_trust_is_not_imported(here, imports):
-    write(here, module="my_mixer", conf="my_conf")
-    (here / "my_mixer.py").write_text("raise SystemExit('it was imported')\n", encoding="utf-8")
-    before = sorted(here.rglob("*"))
-    ended = train("-cd", "my_conf", *GENERATED, "variant=mine")
-    assert ended.code == 2 and "my_mixer.Mixer" in ended.err and "trust=[" in ended.err
-    assert len(ended.err.splitlines()) == 1 and sorted(here.rglob("*")) == before
+def test_a_module_without_trust_is_not_imported(cwd, imports):
+    write(cwd, module="my_mixer", conf="my_conf")
+    (cwd / "my_mixer.py").write_text("raise SystemExit('it was imported')\n", encoding="utf-8")
+    before = sorted(cwd.rglob("*"))
+    outcome = train("-cd", "my_conf", *GENERATED, "variant=mine")
+    assert outcome.code == 2 and "my_mixer.Mixer" in outcome.err and "trust=[" in outcome.err
+    assert len(outcome.err.splitlines()) == 1 and sorted(cwd.rglob("*")) == before
 
 
-def test_a_package_on_the_search_path_needs_trust(here, imports):
-    write(here, module="my_pkg.mixer", conf="my_pkg/conf")
+def test_a_package_on_the_search_path_needs_trust(cwd, imports):
+    write(cwd, module="my_pkg.mixer", conf="my_pkg/conf")
     for package in ("my_pkg", "my_pkg/conf"):
-        (here / package / "__init__.py").touch()
-    sys.path.append(str(here))  # stands for an installed package
+        (cwd / package / "__init__.py").touch()
+    sys.path.append(str(cwd))  # stands for an installed package
     words = (*GENERATED, "hydra.searchpath=[pkg://my_pkg.conf]", "variant=mine")
-    ended = train(*words)
-    assert ended.code == 2 and "my_pkg.mixer.Mixer: allowed are classes of" in ended.err
-    ended = train(*words, "trust=[my_pkg]")
-    assert ended.code == 0, ended
-    (run,) = run_folders(here / "outputs")
+    outcome = train(*words)
+    assert outcome.code == 2 and "my_pkg.mixer.Mixer: allowed are classes of" in outcome.err
+    outcome = train(*words, "trust=[my_pkg]")
+    assert outcome.code == 0, outcome
+    (run,) = run_folders(cwd / "outputs")
     assert run.name.startswith("mine-s0-")

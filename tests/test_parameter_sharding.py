@@ -22,7 +22,7 @@ from harness.optim.parameter_groups import assign
 from tests.promises import model_of
 from tests.rank_processes import launch
 from tests.small_runs import CARRY, SPARSE, VARIANTS, make_run
-from tests.test_distributed_training import divided_run, trained
+from tests.test_distributed_training import divided_run, train_and_score
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 
 pytestmark = pytest.mark.numeric
@@ -46,31 +46,31 @@ CASES = {
 class Outsider(Sublayer):
     """A sublayer written for one process, with a parameter of each type that FSDP cannot shard.
 
-    ``looked_at`` is read outside of the forward pass, ``shared`` belongs to all layers, ``forgotten`` is unused, and
-    ``table`` has sparse gradients.
+    ``inspected`` is read outside of the forward pass, ``shared`` belongs to all layers, ``unused`` has no part in the
+    output, and ``table`` has sparse gradients.
     """
 
     def __init__(self, context: LayerContext):
         super().__init__()
         width = context.d_model
         self.inner, self.outer = nn.Linear(width, 3 * width + 1, bias=False), nn.Linear(3 * width + 1, width)
-        self.looked_at, self.forgotten = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.inspected, self.unused = nn.Linear(width, width, bias=False), nn.Linear(width, width)
         self.shared = context.shared(nn.Linear, "matrix", lambda: nn.Linear(width, width, bias=False))
         self.table = nn.Parameter(torch.randn(16, width))
 
     def project_(self) -> None:
-        assert type(self.looked_at.weight) is nn.Parameter
+        assert type(self.inspected.weight) is nn.Parameter
         with torch.no_grad():
-            self.looked_at.weight.clamp_(-0.1, 0.1)
+            self.inspected.weight.clamp_(-0.1, 0.1)
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        return {"norm": self.looked_at.weight.norm(), "shared": self.shared.weight.norm()}
+        return {"norm": self.inspected.weight.norm(), "shared": self.shared.weight.norm()}
 
     def ideal_flops(self) -> int:
-        return 2 * int((self.looked_at.weight != 0).sum()) + 2 * self.inner.weight.numel()
+        return 2 * int((self.inspected.weight != 0).sum()) + 2 * self.inner.weight.numel()
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
-        y = self.outer(self.inner(x).relu()) + self.looked_at(x) + self.shared(x)
+        y = self.outer(self.inner(x).relu()) + self.inspected(x) + self.shared(x)
         return SublayerOutput(y + F.embedding(torch.arange(x.shape[1], device=x.device) % 5, self.table, sparse=True))
 
 
@@ -113,7 +113,7 @@ def outsiders_steps(processes: ProcessGroup, shard: str) -> dict:
 
 def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
     run = divided_run(processes, *TABLES, *words, precision="float64")
-    results, units = trained(run), run.update.parameters
+    results, units = train_and_score(run), run.update.parameters
     named = zip((name for name, _ in run.model.named_parameters()), units.local_parameters, strict=True)
     tables = [parameter for name, parameter in named if name.endswith("values")]
     return results | {
@@ -138,7 +138,7 @@ def scores(processes: ProcessGroup) -> dict:
     }
 
 
-def averaged(processes: ProcessGroup) -> list[Tensor | None]:
+def averaged_gradients(processes: ProcessGroup) -> list[Tensor | None]:
     """Averages of a dense and a sparse gradient that rank 1 lacks, and of a gradient that all lack."""
     parameters = [nn.Parameter(torch.zeros(3, 2)) for _ in range(3)]
     if processes.rank != 1:
@@ -150,18 +150,18 @@ def averaged(processes: ProcessGroup) -> list[Tensor | None]:
     return [p.grad if p.grad is None else p.grad.to_dense() for p in parameters]
 
 
-def everything() -> dict:
+def all_steps() -> dict:
     with join_processes() as processes:
         results = {shard: outsiders_steps(processes, shard) for shard in ("none", "full")}
         results |= {name: tables_steps(processes, words) for name, words in CASES.items()}
-        return results | {"scores": scores(processes), "averaged": averaged(processes)}
+        return results | {"scores": scores(processes), "averaged": averaged_gradients(processes)}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(tmp_path_factory.mktemp("three"))
-        return launch(everything, world_size=3)
+        return launch(all_steps, world_size=3)
 
 
 def assert_same(results: dict, expected: dict, *, within: float) -> None:
@@ -179,7 +179,11 @@ def test_a_mechanism_written_for_one_process_trains_as_in_one_process(ranks, sha
         assert results["plain"] and not results["divided"]
         assert_same(results, one, within=1e-6)
     assert all(map(torch.equal, first["model"].values(), second["model"].values()))
-    assert first["bytes"] == one["bytes"] if shard == "none" else first["bytes"] < 0.7 * one["bytes"]
+    share = first["bytes"] / one["bytes"]
+    if shard == "none":
+        assert share == 1
+    else:
+        assert share < 0.7
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -211,8 +215,8 @@ def test_gradients_are_averaged_where_a_process_has_none(ranks):
 def test_parameters_that_fsdp_cannot_shard_are_detected():
     model = model_of(Outsider)()
     before, random = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
-    whole = unsharded_parameters(model)
-    units = {name for name, parameter in model.named_parameters() if parameter not in whole}
+    unsharded = unsharded_parameters(model)
+    units = {name for name, parameter in model.named_parameters() if parameter not in unsharded}
     inside = {f"layers.{i}.part0.sublayer.{name}.weight" for i in (0, 1) for name in ("inner", "outer")}
     assert units == inside | {"embedding.weight", "head.weight"}
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
@@ -221,6 +225,6 @@ def test_parameters_that_fsdp_cannot_shard_are_detected():
 
 def test_a_table_with_fewer_columns_than_heads_and_processes_need_is_refused():
     model = make_run(*VARIANTS["product_key_memory"], "model.d_model=4", "model.heads=1").model
-    few = ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3)
+    processes = ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3)
     with pytest.raises(ValueError, match=re.escape("a table of 4 columns cannot be divided among 3 processes")):
-        ShardedTables([(sublayer, "values") for _, sublayer in model.sublayers() if sublayer.tables], few)
+        ShardedTables([(sublayer, "values") for _, sublayer in model.sublayers() if sublayer.tables], processes)

@@ -14,7 +14,7 @@ from bench.turns import Entry, measure
 from harness.device.worker_process import WorkerError
 from tests.bench_rows import identity
 from tests.command_line import call
-from tests.command_line import empty_folder as here  # noqa: F401 - a fixture
+from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 
 SMALL = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.precision=float32")
 SMALL += ("runtime.threads=1", "data=synthetic_text", "data.bytes=20000")
@@ -28,8 +28,8 @@ def test_the_reference_model_has_the_expected_number_of_parameters_and_is_causal
     tokens = torch.randint(256, (2, 16))
     later = tokens.clone()
     later[:, 9] = (later[:, 9] + 1) % 256
-    moved = (model(later) - model(tokens)).abs().amax(dim=(0, 2))
-    assert not moved[:9].any() and (moved[9:] > 0).all()
+    change = (model(later) - model(tokens)).abs().amax(dim=(0, 2))
+    assert not change[:9].any() and (change[9:] > 0).all()
 
 
 def entry(name: str, *rounds: float, **changes) -> Entry:
@@ -44,38 +44,38 @@ def test_speeds_are_compared_within_each_round():
     assert row["relative_to_reference"] == 0.5 and row["relative_range"] == [0.5, 2.0] and row["rounds"] == 3
     assert make_row(reference, reference)["relative_to_reference"] == 1
     assert row["bytes_per_second"] == pytest.approx(16 / 0.005)
-    lost = make_row(entry("lost", status="failed", reason="x: not installed"), reference)
-    assert (lost["status"], lost["rounds"], lost["relative_to_reference"]) == ("failed", 0, None)
+    failed = make_row(entry("lost", status="failed", reason="x: not installed"), reference)
+    assert (failed["status"], failed["rounds"], failed["relative_to_reference"]) == ("failed", 0, None)
 
 
 def test_entries_take_turns_and_a_failed_entry_is_not_measured_again(monkeypatch):
-    order, clocks = [], {"a": iter((1.0, 2.0)), "b": iter((3.0, 4.0))}
+    calls, times = [], {"a": iter((1.0, 2.0)), "b": iter((3.0, 4.0))}
 
-    def cell(worker, name, *, memory_limit_bytes):
-        def ask(method, *_, **__):
-            order.append((method, name))
+    def fake_worker(worker, name, *, memory_limit_bytes):
+        def call_worker(method, *_, **__):
+            calls.append((method, name))
             if method == "build" and name == "lost":
                 raise WorkerError("failed", "x: not installed")
             answers = {"identity": identity("peers", variant=name), "build": {"backend": "plain"}}
-            return [next(clocks[name])] if method == "times" else answers.get(method)
+            return [next(times[name])] if method == "times" else answers.get(method)
 
-        return MagicMock(call=ask, __enter__=lambda self: self)
+        return MagicMock(call=call_worker, __enter__=lambda self: self)
 
-    monkeypatch.setattr("bench.turns.WorkerProcess", cell)
+    monkeypatch.setattr("bench.turns.WorkerProcess", fake_worker)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
     assert measure(entries, worker=PeerWorker, rounds=2, seconds=0.0) == entries
-    assert [name for method, name in order if method == "times"] == ["a", "b", "b", "a"]
+    assert [name for method, name in calls if method == "times"] == ["a", "b", "b", "a"]
     assert entries[0].rounds["train"] == [[1.0], [2.0]]
-    assert entries[2].reason == "x: not installed" and order.count(("train_memory", "lost")) == 0
+    assert entries[2].reason == "x: not installed" and calls.count(("train_memory", "lost")) == 0
 
 
-def test_the_command_measures_all_peers_and_prints_a_table(here):  # noqa: F811
+def test_the_command_measures_all_peers_and_prints_a_table(cwd):  # noqa: F811
     words = ("context=16", "variants=[adaptive_span]", *QUICK, "batch.streams=2", "rows=rows.jsonl")
-    ended = call("bench/peers.py", *words)
-    assert ended.code == 0, ended
-    rows = [json.loads(line) for line in (here / "rows.jsonl").read_text().splitlines()]
+    outcome = call("bench/peers.py", *words)
+    assert outcome.code == 0, outcome
+    rows = [json.loads(line) for line in (cwd / "rows.jsonl").read_text().splitlines()]
     names = [REFERENCE, TRANSFORMERS, "adaptive_span"]
-    assert [row["name"] for row in rows] == names and "Peers: language model, " in ended.out
+    assert [row["name"] for row in rows] == names and "Peers: language model, " in outcome.out
     assert rows[-1]["status"] == "measured", rows[-1]["reason"]
     for row in rows:
         assert row["package"] and row["config"]["variant"]["name"] == row["variant"]

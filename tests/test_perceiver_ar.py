@@ -45,7 +45,7 @@ def test_the_model_equals_the_reference_and_a_byte_influences_latents_up_to_the_
     assert_same(model(tokens).logits, expected, named=named, tolerance=1e-9)
     before = model.eval()(tokens).logits
     for at in (0, 5):
-        other = tokens.clone()
-        other[:, at] = (other[:, at] + 3) % 7
-        moved = ((model(other).logits - before).abs() > 1e-9).any(-1).all(0).nonzero().flatten().tolist()
-        assert moved == list(range(at, min(14, (at + 8) // 4 * 4 + 4)))
+        changed = tokens.clone()
+        changed[:, at] = (changed[:, at] + 3) % 7
+        changed_positions = ((model(changed).logits - before).abs() > 1e-9).any(-1).all(0).nonzero().flatten().tolist()
+        assert changed_positions == list(range(at, min(14, (at + 8) // 4 * 4 + 4)))

@@ -50,7 +50,7 @@ def test_alibi_slopes_and_biases_equal_numbers_worked_out_by_hand():
     assert Alibi(context(), d_head=4).bias(normal(1, 2, 3, 4).bfloat16(), 4).dtype == torch.float32
 
 
-def test_relative_tables_are_shared_by_the_network_or_not_and_differ_by_run_and_width():
+def test_relative_tables_are_shared_as_configured_and_differ_by_run_and_width():
     for share, n_tables in (("network", 1), ("layer", 2)):
         network = context(scheme=lambda context, *, d_head, share=share: Relative(context, d_head=d_head, share=share))
         layers = torch.nn.ModuleList([Attention(network), Attention(network)])

@@ -20,9 +20,9 @@ READERS = r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_n
 def run(tmp_path_factory):
     """The folder of a run with learned spans and tied and shared matrices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("door"))
-        ended = train(*GENERATED, "variant=adaptive_span_memory", *MEMORY, "position=relative", "model.tied=true")
-        assert ended.code == 0, ended
+        patch.chdir(tmp_path_factory.mktemp("run"))
+        outcome = train(*GENERATED, "variant=adaptive_span_memory", *MEMORY, "position=relative", "model.tied=true")
+        assert outcome.code == 0, outcome
         yield run_folders(Path("outputs"))[0].resolve()
 
 
@@ -56,9 +56,8 @@ def test_attention_maps_are_causal_shares_and_mistakes_are_named(run, tmp_path):
 
 
 def test_the_python_example_of_the_readme_runs(run, monkeypatch, capsys):
-    (lines,) = re.findall(
-        r"^```python\n(import windtunnel.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    readme = (ROOT / "README.md").read_text()
+    (lines,) = re.findall(r"^```python\n(import windtunnel.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert len(lines.splitlines()) <= 10
     monkeypatch.chdir(run.parents[1])
     exec(lines, {})

@@ -48,9 +48,9 @@ class Unset(TorchFunctionMode):
 
 
 def build(name: str, *overrides: str) -> LanguageModel:
-    made = plan(f"recipe={name}", *overrides)
+    run_plan = plan(f"recipe={name}", *overrides)
     with Unset():
-        return made.make_model()
+        return run_plan.make_model()
 
 
 def count(tensors: Iterator[Tensor]) -> int:
@@ -111,12 +111,12 @@ def test_flags_equal_those_of_the_published_scripts(name):
     assert len(tables) == 1 and spans == 2
 
 
-def stated(name: str) -> set[str]:
+def keys_set_by(name: str) -> set[str]:
     """Keys that the file of a recipe and the files that it includes set."""
     node = OmegaConf.to_container(OmegaConf.load(CONF / "recipe" / f"{name}.yaml"))
     parents = [entry for entry in node.pop("defaults", []) if isinstance(entry, str)]
     keys = {f"{section}.{key}" for section, part in node.items() for key in part}
-    return keys.union(*(stated(parent) for parent in parents))
+    return keys.union(*(keys_set_by(parent) for parent in parents))
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -126,20 +126,20 @@ def test_a_recipe_sets_all_keys_that_its_result_depends_on_and_reads_enwik8(name
     required = {f"model.{key}" for key in settings.ModelSettings.__dataclass_fields__} - {"model.default_bytes"}
     required |= {f"batch.{key}" for key in settings.BatchSettings.__dataclass_fields__}
     required |= {"data.fallback", "data.vocabulary", "data.drop_newlines", "data.split", "eval.bytes", "budget.steps"}
-    assert required <= stated(name)
+    assert required <= keys_set_by(name)
 
 
-def flat(node: dict, prefix: str = "") -> dict[str, object]:
+def flattened(node: dict, prefix: str = "") -> dict[str, object]:
     leaves = {}
     for key, value in node.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+        leaves |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
     return leaves
 
 
 @pytest.mark.parametrize(("name", "steps"), list(zip(FINETUNES, (20_000, 30_000, 10_000), strict=True)))
 def test_a_finetune_recipe_adds_steps_at_a_tenth_of_the_learning_rate(name, steps):
     recipes = (name.removesuffix("_finetune"), name)
-    before, after = (flat(OmegaConf.to_container(compose_config(f"recipe={recipe}"))) for recipe in recipes)
+    before, after = (flattened(OmegaConf.to_container(compose_config(f"recipe={recipe}"))) for recipe in recipes)
     assert {key: value for key, value in after.items() if before[key] != value} == {
         "init_from.restore": "everything",
         "optim.lr": pytest.approx(before["optim.lr"] / 10),
@@ -151,8 +151,8 @@ def test_a_finetune_recipe_adds_steps_at_a_tenth_of_the_learning_rate(name, step
 
 def test_the_product_key_memory_recipe_trains_values_with_a_group_of_their_own():
     tiny = (*TINY, "variant.memory.half_keys=8", "variant.memory.top_k=4")
-    made = plan("recipe=product_key_memory_12", *tiny)
-    optimizers = made.make_optimizers(made.make_model())
+    run_plan = plan("recipe=product_key_memory_12", *tiny)
+    optimizers = run_plan.make_optimizers(run_plan.make_model())
     rates = {row["name"]: row["lr"] for row in optimizers.describe()}
     assert rates == {"default": pytest.approx(2.5e-4), "values": pytest.approx(1e-3)}
     values = optimizers.groups["values"]

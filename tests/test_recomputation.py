@@ -7,13 +7,13 @@ from harness.count.flops import count_flops
 from harness.record.comparison import cost_conditions
 from tests.bench_rows import cost_row
 from tests.small_configs import plan
-from tests.small_runs import CARRY, DROPOUT, MEMORY, MOVING, make_run, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import CARRY, DROPOUT, MEMORY, SPANS, make_run, temporary_cwd  # noqa: F401 - a fixture
 from variants.attention import Attention
 from variants.conformance.fixture import state_tensors
 
 CASES = {
-    "spans, keys and values carried": (*MOVING, *CARRY),
-    "spans, inputs carried, dropout": (*MOVING, *CARRY, "position=relative", "model.cache=hidden", *DROPOUT),
+    "spans, keys and values carried": (*SPANS, *CARRY),
+    "spans, inputs carried, dropout": (*SPANS, *CARRY, "position=relative", "model.cache=hidden", *DROPOUT),
     "memory, keys and values carried, dropout, in parts": (
         *("variant=product_key_memory", "batch.accumulate=2", *MEMORY, *CARRY, *DROPOUT),
     ),
@@ -52,14 +52,14 @@ def test_recomputation_changes_no_loss_gradient_or_state(case, monkeypatch):
 def test_recomputation_changes_no_gradient_of_a_compiled_model(monkeypatch):
     monkeypatch.setattr("harness.device.runtime.Runtime.forward", lambda self, model: model)
     torch.compiler.reset()
-    words = (*MOVING, *CARRY, "runtime.checkpoint=layers")
+    words = (*SPANS, *CARRY, "runtime.checkpoint=layers")
     plain, compiled = (after_two_steps(*words, compiled=compiled) for compiled in (False, True))
     for expected, actual in zip(plain.model.parameters(), compiled.model.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-5)
 
 
 def test_recomputation_does_not_count_statistics_twice():
-    models = [make_run(*MOVING, *CARRY, f"runtime.checkpoint={how}").model for how in ("none", "layers")]
+    models = [make_run(*SPANS, *CARRY, f"runtime.checkpoint={mode}").model for mode in ("none", "layers")]
     tokens, collected = torch.randint(256, (2, 16)), []
     for model in models:
         model.load_state_dict(models[0].state_dict())
@@ -74,16 +74,16 @@ def test_recomputation_does_not_count_statistics_twice():
 
 def test_recomputation_executes_a_second_forward_and_saves_only_the_inputs_of_layers():
     flops, needed, saved = {}, {}, {}
-    for how in ("none", "layers"):
-        run, sizes = make_run("variant=mhsa", "runtime.backend=plain", f"runtime.checkpoint={how}"), []
+    for mode in ("none", "layers"):
+        run, sizes = make_run("variant=mhsa", "runtime.backend=plain", f"runtime.checkpoint={mode}"), []
         inputs, targets = torch.zeros(2, 4, 16, dtype=torch.int64)
         step = count_flops(lambda run=run, x=inputs, y=targets: run.update(x, y, None, fraction=0.0), gradients=True)
-        flops[how], needed[how] = step.total, run.model.needed_flops(16, carried=0)
+        flops[mode], needed[mode] = step.total, run.model.needed_flops(16, carried=0)
         with torch.no_grad():
             forward = count_flops(lambda run=run, x=inputs: run.model(x)).total
         with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()), lambda x: x):
             run.model.train()(torch.zeros(4, 64, dtype=torch.int64))
-        saved[how] = sum(sizes)
+        saved[mode] = sum(sizes)
     # The last product of a layer is not needed in the backward pass, and the head is in no layer.
     last = [layer["feed_forward"].sublayer.leave.weight.numel() for layer in run.model.layers]
     once = 2 * inputs.numel() * (run.model.head.weight.numel() + sum(last))

@@ -26,12 +26,12 @@ def test_a_resumed_record_equals_an_uninterrupted_one(tmp_path):
     with Record(tmp_path / "resumed", rows=0) as record:
         for step in range(3):
             record.append(train_row(step))
-        seen = {"rows": record.rows, "sha256": record.sha256}
+        saved = {"rows": record.rows, "sha256": record.sha256}
         record.append(train_row(3) | {"clock": {"seconds": 99.0}})
         assert len(read_rows(record.path)) == 4, "a row is on disk as soon as it is appended"
     with record.path.open("a") as file:
         file.write('{"kind": "train", "st')  # killed while it wrote
-    with Record(tmp_path / "resumed", **seen) as record:
+    with Record(tmp_path / "resumed", **saved) as record:
         for step in range(3, 6):
             record.append(train_row(step) | {"clock": {"seconds": 7.0}})
     whole, resumed = (read_rows(tmp_path / name / "record.jsonl") for name in ("whole", "resumed"))
@@ -88,8 +88,8 @@ def test_the_closing_table_has_the_numbers_of_the_summary_and_marks_capped_ones(
     words += ("stdlib (fallback for enwik8), 10,485,760 bytes", "* first 65,536 bytes of valid only")
     assert not [word for word in words if word not in text]
     print_closing_table(make_summary(capped={}, compile_seconds=0.0))
-    whole = capsys.readouterr().out
-    assert "*" not in whole and "first" not in whole and "compiling" not in whole
+    printed = capsys.readouterr().out
+    assert "*" not in printed and "first" not in printed and "compiling" not in printed
 
 
 def comparable(a, b):
@@ -102,7 +102,7 @@ OTHER = {"source": "bb", "tree": "other"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "same"),
+    ("changes", "comparable_rows"),
     [
         (OTHER | {"device": "Another CPU"}, True),
         (OTHER | {"numerics": {"variant": 2, "shared": 1}}, False),
@@ -124,11 +124,11 @@ OTHER = {"source": "bb", "tree": "other"}
         ({"protocol": {"streams": 8, "span": 9}}, False),
     ],
 )
-def test_rows_compare_unless_numerics_data_budget_or_protocol_differ(changes, same):
+def test_rows_compare_unless_numerics_data_budget_or_protocol_differ(changes, comparable_rows):
     a = make_summary(**PINNED, protocol={"streams": 8})
     a |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}
     b = a | changes
-    assert comparable(a, b) == comparable(b, a) == same
+    assert comparable(a, b) == comparable(b, a) == comparable_rows
 
 
 def test_rows_of_models_with_different_spans_compare_if_each_is_scored_with_its_span():

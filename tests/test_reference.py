@@ -16,8 +16,8 @@ from tests.reference_case import EXACT, B, D, H, K, S, T, assert_same, normal
 
 pytestmark = pytest.mark.numeric
 X, WEIGHTS = normal(B, T, D), {name: normal(D, D, seed=i + 1) for i, name in enumerate(("wq", "wk", "wv", "wo"))}
-LEARNED = [X, *WEIGHTS.values()]
-SAME = WEIGHTS | {"heads": H, "span": S, "attend_self": True}
+PARAMETERS = [X, *WEIGHTS.values()]
+ARGUMENTS = WEIGHTS | {"heads": H, "span": S, "attend_self": True}
 DISTANCES = torch.arange(T)[:, None] - torch.arange(T)
 """Distance x of every query and key ``[T, T]``, negative where the key is later than the query."""
 HARD = torch.zeros(T, T, dtype=torch.float64).masked_fill((DISTANCES < 0) | (DISTANCES >= S), -math.inf)
@@ -30,7 +30,7 @@ def projected(*names: str) -> list[Tensor]:
 
 
 def by_torch(bias: Tensor, *, more_keys: Tensor | None = None, more_values: Tensor | None = None) -> Tensor:
-    """The same attention by torch with ``bias [.., T, keys]`` added to the scores.
+    """The attention of ``ARGUMENTS`` by torch, with ``bias [.., T, keys]`` added to the scores.
 
     Args:
         more_keys, more_values: ``[H, N, K]``, appended to keys and values.
@@ -47,25 +47,25 @@ def test_attention_equals_torchs_multihead_attention():
     parameters = {"in_proj_weight": inside, "out_proj.weight": WEIGHTS["wo"]}
     causal = {"attn_mask": torch.ones(T, T, dtype=torch.bool).triu(1), "need_weights": False}
     expected, _ = torch.func.functional_call(layer, parameters, (X, X, X), causal)
-    assert_same(attention(X, **SAME | {"span": T}), expected, inputs=LEARNED)
+    assert_same(attention(X, **ARGUMENTS | {"span": T}), expected, inputs=PARAMETERS)
 
 
 def test_alibi_and_relative_positions_are_biases_of_scaled_scores():
     slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)  # two heads
     expected = by_torch(HARD - slopes[:, None, None] * DISTANCES)
-    assert_same(attention(X, **SAME, position="alibi"), expected, inputs=LEARNED)
+    assert_same(attention(X, **ARGUMENTS, position="alibi"), expected, inputs=PARAMETERS)
     table, (q,) = normal(S, K), projected("wq")
     columns = DISTANCES.clamp(0, S - 1).expand(B, H, T, T)
     expected = by_torch(HARD + (q @ table.T / math.sqrt(K)).gather(-1, columns))
-    assert_same(attention(X, **SAME, position="relative", table=table), expected, inputs=[*LEARNED, table])
+    assert_same(attention(X, **ARGUMENTS, position="relative", table=table), expected, inputs=[*PARAMETERS, table])
 
 
 def test_rotations_sinusoids_and_slopes_equal_numbers_worked_out_by_hand():
     vector, position = normal(K).detach(), 5
     pairs = torch.complex(vector[: K // 2], vector[K // 2 :])
     angles = torch.tensor([5.0, 5 / 100], dtype=torch.float64)  # 10000^(-2i/4) = 1, 1/100
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)
-    torch.testing.assert_close(rotary(vector, position=position), torch.cat([turned.real, turned.imag]), **EXACT)
+    rotated = pairs * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(rotary(vector, position=position), torch.cat([rotated.real, rotated.imag]), **EXACT)
     expected = [math.sin(3), math.cos(3), math.sin(0.03), math.cos(0.03)]  # 10000^(2/4) = 100
     torch.testing.assert_close(sinusoid(3, d_model=4), torch.tensor(expected, dtype=torch.float64), **EXACT)
     assert alibi_slopes(8).tolist() == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
@@ -98,19 +98,19 @@ def test_a_soft_mask_is_a_bias_of_its_logarithm(fractions):
     q, k, v = projected("wq", "wk", "wv")
     unnormalised = mask * torch.exp(q @ k.transpose(-1, -2) / math.sqrt(K))
     expected = (unnormalised / unnormalised.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2) @ WEIGHTS["wo"].T
-    actual = attention(X, **SAME, mask=adaptive_mask(fractions, span=S, ramp=2))
+    actual = attention(X, **ARGUMENTS, mask=adaptive_mask(fractions, span=S, ramp=2))
     torch.testing.assert_close(expected, by_torch(mask.log()), **EXACT)
-    assert_same(actual, expected, inputs=[*LEARNED, fractions])
+    assert_same(actual, expected, inputs=[*PARAMETERS, fractions])
 
 
-def test_persistent_vectors_are_further_keys_and_without_context_a_feed_forward_with_softmax():
+def test_persistent_vectors_are_additional_keys_and_equal_a_softmax_feed_forward_without_context():
     keys, values = normal(H, 3, K, seed=1), normal(H, 3, K, seed=2)
     scaled = persistent_vectors(keys / 2, value_parameters=values / math.sqrt(3))  # sqrt(K) = 2
     vectors = dict(zip(("persistent_keys", "persistent_values"), scaled, strict=True))
     bias = torch.cat([HARD, torch.zeros(T, 3, dtype=torch.float64)], dim=1)
     expected = by_torch(bias, more_keys=keys, more_values=values)
-    assert_same(attention(X, **SAME, **vectors), expected, inputs=[*LEARNED, keys, values])
-    without_context = attention(X, **SAME | {"span": 0, "position": "rotary"}, **vectors)
+    assert_same(attention(X, **ARGUMENTS, **vectors), expected, inputs=[*PARAMETERS, keys, values])
+    without_context = attention(X, **ARGUMENTS | {"span": 0, "position": "rotary"}, **vectors)
     expected = torch.zeros_like(X)
     for h in range(H):  # the sum of H feed-forwards with 3 inner units each
         block = slice(h * K, (h + 1) * K)
@@ -118,5 +118,5 @@ def test_persistent_vectors_are_further_keys_and_without_context_a_feed_forward_
         expected = expected + feed_forward(X, up=up, down=down, activation="softmax")
     assert_same(without_context, expected, inputs=[X, keys, values, WEIGHTS["wq"], WEIGHTS["wo"]])
     closed = adaptive_mask(torch.zeros(H, dtype=torch.float64), span=S, ramp=1)  # leaves x = 0 and the vectors
-    only_itself = attention(X, **SAME | {"span": 1}, **vectors)
-    assert_same(attention(X, **SAME, **vectors, mask=closed), only_itself, inputs=[*LEARNED, keys, values])
+    only_itself = attention(X, **ARGUMENTS | {"span": 1}, **vectors)
+    assert_same(attention(X, **ARGUMENTS, **vectors, mask=closed), only_itself, inputs=[*PARAMETERS, keys, values])

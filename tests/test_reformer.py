@@ -22,7 +22,7 @@ def build(**choices) -> Reformer:
 
 
 def inputs(length: int) -> Tensor:
-    return Case(length=length).whole()
+    return Case(length=length).joined()
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -35,9 +35,9 @@ def test_with_a_single_bucket_it_equals_windowed_attention_for_any_number_of_rou
     queries = keys[:, :, -length:, :K] * sizes[..., None]
     expected = window.attend(queries, keys[..., :K], keys[..., K:], Window((5,) * H, 1))
     hashes = torch.zeros(B, H, rounds, 12, dtype=torch.int32)
-    y, seen = lsh_attention(keys, sizes, hashes, bucket_keys=20, max_distance=5, shift=1)
+    y, n_visible = lsh_attention(keys, sizes, hashes, bucket_keys=20, max_distance=5, shift=1)
     assert_same(y, expected, named={"keys": keys, "sizes": sizes})
-    assert seen[0, 0].tolist() == [min(5, at) for at in range(12 - length, 12)]
+    assert n_visible[0, 0].tolist() == [min(5, at) for at in range(12 - length, 12)]
 
 
 def test_a_query_sees_itself_only_without_any_other_key():

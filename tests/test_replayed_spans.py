@@ -52,7 +52,7 @@ def test_integer_spans_with_a_ramp_of_one_are_a_hard_window():
     assert torch.allclose(soft.eval()(tokens).logits, hard.eval()(tokens).logits, atol=1e-5)
 
 
-def test_init_from_a_finished_run_takes_its_spans_unless_spans_are_configured(here):
+def test_init_from_a_finished_run_takes_its_spans_unless_spans_are_configured(cwd):
     job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
     source = (f"init_from.run={job.folder.path}", "budget.steps=2")
     follower = make_job("variant=replayed_spans", "variant.attention.span.ramp=4", *source).trainer

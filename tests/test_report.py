@@ -61,10 +61,10 @@ def test_tables_of_the_fixed_rows_equal_the_golden_tables(tmp_path):
 def test_runs_that_do_not_compare_are_in_different_tables(tmp_path, changes):
     write_run(tmp_path, variant="mhsa")
     change(write_run(tmp_path, variant="adaptive_span"), **changes)
-    made = tables(tmp_path)
-    shown = [{*column(made[name], "variant")} - {"gzip", "bzip2", "xz"} for name in ("runs-1", "runs-2")]
-    assert sorted(map(sorted, shown)) == [["adaptive_span"], ["mhsa"]]
-    assert "minus the reference, bits" not in headings(made["runs-1"])
+    by_name = tables(tmp_path)
+    variants = [{*column(by_name[name], "variant")} - {"gzip", "bzip2", "xz"} for name in ("runs-1", "runs-2")]
+    assert sorted(map(sorted, variants)) == [["adaptive_span"], ["mhsa"]]
+    assert "minus the reference, bits" not in headings(by_name["runs-1"])
 
 
 NUMERICS = {"variant": 1, "shared": 1}
@@ -75,11 +75,11 @@ def test_scores_of_equal_numerics_pool_over_commits_but_times_do_not(tmp_path):
         attention = {"_target_": f"variants.moved_{seed}.Attention"}
         config = {"variant": {"name": "mhsa", "numerics": 1, "attention": attention}}
         config |= {"check": True} if seed else {}
-        about = {"config": config, "numerics": NUMERICS, "source": f"{seed}" * 64, "tree": f"{seed}" * 64}
-        change(write_run(tmp_path / str(seed), variant="mhsa", seed=seed), commit=f"{seed}" * 40, **about)
-    (shown,) = tables(tmp_path).values()
-    assert column(shown, "n")[0] == "3" and "bytes/s" not in headings(shown)
-    assert "Commit 00000000, 11111111 and 22222222." in shown.notes
+        keywords = {"config": config, "numerics": NUMERICS, "source": f"{seed}" * 64, "tree": f"{seed}" * 64}
+        change(write_run(tmp_path / str(seed), variant="mhsa", seed=seed), commit=f"{seed}" * 40, **keywords)
+    (table,) = tables(tmp_path).values()
+    assert column(table, "n")[0] == "3" and "bytes/s" not in headings(table)
+    assert "Commit 00000000, 11111111 and 22222222." in table.notes
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_scores_of_equal_numerics_pool_over_commits_but_times_do_not(tmp_path):
 def test_runs_whose_numbers_may_differ_do_not_pool(tmp_path, changes):
     muon = [{"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["float32"]}]
     config = {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Rotary"}}
-    same = {"numerics": NUMERICS, "optimizers": muon, "config": config}
-    change(write_run(tmp_path, seed=0), source="aa" * 32, **same)
-    change(write_run(tmp_path, seed=1), **same)
+    common = {"numerics": NUMERICS, "optimizers": muon, "config": config}
+    change(write_run(tmp_path, seed=0), source="aa" * 32, **common)
+    change(write_run(tmp_path, seed=1), **common)
     assert column(tables(tmp_path)["runs-1"], "n")[0] == "2"
-    change(write_run(tmp_path, seed=1, bits=2.5), **same | changes)
+    change(write_run(tmp_path, seed=1, bits=2.5), **common | changes)
     assert sorted(column(tables(tmp_path)["runs-1"], "n")[:2]) in (["1", "1"], ["1", "2"])
 
 
@@ -106,13 +106,13 @@ def test_runs_with_and_without_a_test_score_share_a_table(tmp_path):
     write_run(tmp_path, variant="mhsa", seed=0, capped={"valid": 1000, "test": 1000})
     write_run(tmp_path, variant="mhsa", seed=1, capped={"valid": 1000}, test_bits_per_byte=None)
     write_run(tmp_path, variant="adaptive_span", capped={"valid": 1000, "test": 1000})
-    shown = tables(tmp_path)["runs-1"]
-    assert column(shown, "n")[:2] == ["1", "2"] and column(shown, "variant")[:2] == ["adaptive_span", "mhsa"]
-    assert column(shown, "test, bits per byte")[:2] == ["2.4300*", ""], "no mean over some of the seeds"
-    assert "on valid" in shown.caption
+    table = tables(tmp_path)["runs-1"]
+    assert column(table, "n")[:2] == ["1", "2"] and column(table, "variant")[:2] == ["adaptive_span", "mhsa"]
+    assert column(table, "test, bits per byte")[:2] == ["2.4300*", ""], "a mean over only some seeds must not be shown"
+    assert "on valid" in table.caption
 
 
-def test_every_score_on_test_is_counted_also_of_failed_runs_and_later_evaluations(tmp_path):
+def test_scores_on_test_are_counted_including_those_of_failed_runs_and_later_evaluations(tmp_path):
     folder = write_run(tmp_path, variant="mhsa")
     rows = [{"split": "test"}, {"split": "valid"}, {"split": "test"}, [], "garbage"]
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
@@ -126,13 +126,13 @@ def test_differences_from_the_reference_are_paired_by_seed_and_corrected_by_holm
     for variant, shifts in (("mhsa", (0, 0, 0, 5)), ("local", (0.10, 0.11, 0.12)), ("linear", (-0.01, 0.02, 0.0))):
         for seed, difference in enumerate(shifts):
             write_run(tmp_path, variant=variant, seed=seed, bits=2.0 + seed + difference, test_bits_per_byte=None)
-    made = tables(tmp_path)["runs-1"]
-    cells = zip(*(column(made, name) for name in ("pairs", "minus the reference, bits", "p", "verdict")), strict=True)
-    shown = dict(zip(column(made, "variant"), cells, strict=True))
-    assert made.caption.startswith("Differences are from mhsa on valid.")
-    assert shown["local"] == ("3", "+0.1100 ± 0.0248", "0.0055", "worse") and shown["mhsa"] == ("",) * 4
-    assert shown["linear"][3] == "not separated" and float(shown["linear"][2]) > 0.05
-    assert column(made, "valid, bits per byte")[0].endswith(" ± 2.4968"), "4.3027 x 1.0051 / sqrt(3)"
+    table = tables(tmp_path)["runs-1"]
+    cells = zip(*(column(table, name) for name in ("pairs", "minus the reference, bits", "p", "verdict")), strict=True)
+    cells_of = dict(zip(column(table, "variant"), cells, strict=True))
+    assert table.caption.startswith("Differences are from mhsa on valid.")
+    assert cells_of["local"] == ("3", "+0.1100 ± 0.0248", "0.0055", "worse") and cells_of["mhsa"] == ("",) * 4
+    assert cells_of["linear"][3] == "not separated" and float(cells_of["linear"][2]) > 0.05
+    assert column(table, "valid, bits per byte")[0].endswith(" ± 2.4968"), "4.3027 x 1.0051 / sqrt(3)"
 
 
 def test_hyperparameters_are_picked_on_tuning_seeds_whose_scores_are_not_reported(tmp_path):
@@ -142,14 +142,14 @@ def test_hyperparameters_are_picked_on_tuning_seeds_whose_scores_are_not_reporte
             score = None if (trial, seed) == (2, 101) else bits + seed / 1e4
             point = {"optim.lr": 0.99 if trial == 1 else 0.5}
             write_trial(tmp_path, rate=rate, seed=seed, bits=score, trial=trial, point=point)
-    shown = tables(tmp_path)["picked-1"]
-    (flags,) = column(shown, "flags")
+    by_name = tables(tmp_path)["picked-1"]
+    (flags,) = column(by_name, "flags")
     assert all(flag in flags for flag in ("high end of optim.lr", "1 run without a score"))
-    assert column(shown, "picked") == ["optim.lr=0.003"]
+    assert column(by_name, "picked") == ["optim.lr=0.003"]
     write_trial(tmp_path, rate=0.003, seed=0, bits=2.45)
     tuning_seed = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
-    shown = tables(tmp_path)
-    results = next(table for name, table in shown.items() if name.startswith("runs-"))
+    by_name = tables(tmp_path)
+    results = next(table for name, table in by_name.items() if name.startswith("runs-"))
     assert column(results, "valid, bits per byte")[0] == "2.4500" and column(results, "n")[0] == "1"
     assert any(tuning_seed.name in note for note in results.notes)
 
@@ -202,7 +202,7 @@ def test_unfinished_corrupt_and_uncompared_runs_are_named_and_not_shown(tmp_path
     assert f"{folders[4] / 'record.jsonl'}: line 1: no provenance" in reasons
 
 
-def test_costs_have_percentiles_of_20_calls_or_more_and_tables_by_machine_and_source(tmp_path):
+def test_costs_have_percentiles_from_20_calls_on_and_tables_by_machine_and_source(tmp_path):
     many = {"train_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0, "n": 20}}
     write_rows(
         tmp_path,
@@ -210,11 +210,11 @@ def test_costs_have_percentiles_of_20_calls_or_more_and_tables_by_machine_and_so
     )
     rows = [peer_row(), peer_row(name="mhsa"), peer_row(job="another")]
     write_rows(tmp_path, rows, name="20261121-000000-peers")
-    shown = tables(tmp_path)
-    assert sorted(shown) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(shown["cost-2"].rows) == 1
-    assert column(shown["cost-1"], "step, ms") == ["2.00", "51.20"]
-    assert column(shown["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
-    assert column(shown["peers-1"], "relative speed") == ["1.000", "1.000"]
+    by_name = tables(tmp_path)
+    assert sorted(by_name) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(by_name["cost-2"].rows) == 1
+    assert column(by_name["cost-1"], "step, ms") == ["2.00", "51.20"]
+    assert column(by_name["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
+    assert column(by_name["peers-1"], "relative speed") == ["1.000", "1.000"]
 
 
 def mutated(random: Random, row: dict) -> dict:
@@ -252,13 +252,13 @@ def test_arbitrary_changes_of_rows_and_runs_cause_no_error(tmp_path_factory, see
         shared = {key: lines[0][key] for key in lines[0].keys() & summary.keys() - {"kind"}}
         (run / "summary.json").write_text(json.dumps(summary | shared))
     (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = read_folders([folder])
-    bench_rows = len(shown.frame) - len(shown.frame[shown.frame["kind"].isin(("run", "failed"))])
-    assert bench_rows + sum(str(path) in reason for reason in shown.refused) == 6
-    for table in all_tables(shown):
+    read = read_folders([folder])
+    bench_rows = len(read.frame) - len(read.frame[read.frame["kind"].isin(("run", "failed"))])
+    assert bench_rows + sum(str(path) in reason for reason in read.refused) == 6
+    for table in all_tables(read):
         assert all(len(row) == len(table.columns) for row in table.rows)
         to_csv(table).encode("utf-8")
-    runs_csv(shown.of("run")).encode("utf-8")
+    runs_csv(read.of("run")).encode("utf-8")
 
 
 def table_of(*rows: tuple[Cell, Cell]) -> Table:
@@ -278,4 +278,4 @@ def test_csv_has_unrounded_numbers_and_a_column_for_marks():
     assert rows[:3] == [["variant", "bits", "bits (mark)"], ["a, b", "2.40001", "*"], ["'=1+1", "12.2", "~"]]
     assert rows[3:] == [["big", "", ""], ["a?b", "1.5", "leak"]]
     plain = table_of((Cell(text="a"), Cell(text="-1.2e-05", value=-1.2e-5)))
-    assert to_csv(plain) == "variant,bits\na,-1.2e-05\n", "a column without marks"
+    assert to_csv(plain) == "variant,bits\na,-1.2e-05\n", "a table without marks has no column for them"

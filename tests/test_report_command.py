@@ -20,16 +20,16 @@ def test_the_command_writes_all_files_without_torch_and_removes_outdated_ones(tm
     write_run(rows, variant="adaptive_span", valid_bits_per_copy={"64": 0.1})
     write_rows(rows, [cost_row(length=n) for n in (256, 512)] + [peer_row(), {"kind": "cost"}])
     words = [sys.executable, "-c", CODE, str(rows), "--out", str(out)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    assert done.returncode == 0, done.stderr
-    drawn = {path.name.partition("-")[0] for path in (out / "figures").glob("*.png")}
-    assert drawn == {"trade", "curves", "cost"}
+    process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, process.stderr
+    figures = {path.name.partition("-")[0] for path in (out / "figures").glob("*.png")}
+    assert figures == {"trade", "curves", "cost"}
     for name in ("runs-1.csv", "cost-1.csv", "index.html"):
-        assert (out / name).stat().st_size and name in done.stdout
-    heads, run = (line.split(",") for line in (out / "runs.csv").read_text().splitlines())
-    cells = dict(zip(heads, run, strict=True))
+        assert (out / name).stat().st_size and name in process.stdout
+    headings, run = (line.split(",") for line in (out / "runs.csv").read_text().splitlines())
+    cells = dict(zip(headings, run, strict=True))
     assert (cells["variant"], cells["seed"], cells["valid_bits_per_byte"]) == ("adaptive_span", "0.0", "2.4")
-    assert "refused: " in done.stdout and "no provenance: variant" in done.stdout and "2.4000" in done.stdout
+    assert "refused: " in process.stdout and "no provenance: variant" in process.stdout and "2.4000" in process.stdout
     page = (out / "index.html").read_text()
     assert "python train.py variant=adaptive_span seed=0" in page and "Refused: " in page
     (out / "mine.md").write_text("not of the report")

@@ -100,15 +100,15 @@ def assert_complete_without_requests(page, path) -> None:
 
 def assert_sorted_by_numbers_then_words_then_empty_cells(page) -> None:
     cells = "return [...document.querySelectorAll('tbody tr')].map((row) => row.cells[arguments[0]].textContent)"
-    head, name = page.find_elements(By.CSS_SELECTOR, "thead button")[1::-1]
+    step_button, variant_button = page.find_elements(By.CSS_SELECTOR, "thead button")[1::-1]
     ascending = ["-20", "-3", "0.25", "0.5", "20", "1,000"]
-    head.send_keys(Keys.ENTER)
+    step_button.send_keys(Keys.ENTER)
     assert page.execute_script(cells, 1) == [*ascending, "lost", "out", ""]
-    head.click()
+    step_button.click()
     assert page.execute_script(cells, 1) == [*reversed(ascending), "out", "lost", ""]
-    name.click()
+    variant_button.click()
     assert page.execute_script(cells, 0) == ["v0"] * 4 + ["v1"] * 5
-    assert page.execute_script(cells, 1)[:4] == ["20", "0.25", "-3", "-20"], "equal rows keep the order before"
+    assert page.execute_script(cells, 1)[:4] == ["20", "0.25", "-3", "-20"], "equal rows must keep their order"
 
 
 def assert_hostile_text_is_text(page) -> None:

@@ -9,7 +9,7 @@ from harness.record.rows import RECORD, read_rows
 from tests.small_runs import (
     CARRY,
     DROPOUT,
-    MOVING,
+    SPANS,
     VARIANTS,
     change_folder,
     crash,
@@ -29,39 +29,39 @@ def spans(job: Run) -> list[float]:
 RESUMED = {
     "carry, dropout, accumulated, Muon": ("variant=mhsa", *CARRY, *DROPOUT, "batch.accumulate=2"),
     "carry, moved spans, hidden cache, Adagrad": (
-        *(*MOVING, *CARRY, "model.cache=hidden", "position=relative"),
+        *(*SPANS, *CARRY, "model.cache=hidden", "position=relative"),
         *("optim=adagrad", "optim.lr=0.003", "optim.schedule.warmup_steps=6"),
     ),
     "Adagrad, sparse": (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad"),
-    "budget of FLOPs": (*MOVING, "budget.flops=1e8"),
+    "budget of FLOPs": (*SPANS, "budget.flops=1e8"),
 }
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, here, monkeypatch, capsys):
+def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, monkeypatch, capsys):
     words = RESUMED[name] if "FLOPs" in name else (*RESUMED[name], "budget.steps=13")
-    whole, summary = whole_run(*words)
-    change_folder(here, monkeypatch)
+    undisturbed, summary = whole_run(*words)
+    change_folder(cwd, monkeypatch)
     capsys.readouterr()
     stop(make_job(*words), step=5)  # between two train rows, and after a validation that made best.pt
     assert "the same command resumes the run" in capsys.readouterr().out.splitlines()[-1]
-    assert not list(here.glob("other/outputs/*/summary.json"))
+    assert not list(cwd.glob("other/outputs/*/summary.json"))
     resumed = make_job(*words)
     assert resumed.folder.checkpoint is not None and resumed.trainer.spent.steps == 0
     again = run_job(resumed)
-    assert rows_of(resumed) == rows_of(whole)
+    assert rows_of(resumed) == rows_of(undisturbed)
     assert again["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
-    last = [checkpoint.load(checkpoint.newest(job.folder.path)) for job in (whole, resumed)]
+    last = [checkpoint.load(checkpoint.newest(job.folder.path)) for job in (undisturbed, resumed)]
     for name, tensor in last[0]["model"].items():
         assert torch.equal(tensor, last[1]["model"][name]), name
-    if words[: len(MOVING)] == MOVING:
+    if words[: len(SPANS)] == SPANS:
         assert len(set(spans(resumed))) > 1
 
 
-def test_a_crashed_run_resumes_from_its_last_checkpoint(here, monkeypatch):
-    words = (*MOVING, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
-    whole, _ = whole_run(*words)
-    change_folder(here, monkeypatch)
+def test_a_crashed_run_resumes_from_its_last_checkpoint(cwd, monkeypatch):
+    words = (*SPANS, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
+    undisturbed, _ = whole_run(*words)
+    change_folder(cwd, monkeypatch)
     crash(make_job(*words), step=11)
     folder = make_job(*words).folder.path / checkpoint.FOLDER
     assert sorted(path.name for path in folder.iterdir()) == ["best.pt", "step-000000006.pt", "step-000000009.pt"]
@@ -72,5 +72,5 @@ def test_a_crashed_run_resumes_from_its_last_checkpoint(here, monkeypatch):
     resumed = make_job(*words)
     assert checkpoint.load(resumed.folder.checkpoint)["rows"] < written
     run_job(resumed)
-    assert rows_of(resumed) == rows_of(whole)
+    assert rows_of(resumed) == rows_of(undisturbed)
     assert len(list(folder.glob("step-*.pt"))) == 2

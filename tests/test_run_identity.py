@@ -22,7 +22,7 @@ IDENTITY = Identity(
 )
 
 
-def written(outputs: Path, identity: Identity, *, finished: bool) -> Path:
+def write_run_folder(outputs: Path, identity: Identity, *, finished: bool) -> Path:
     """Write the folder of a run of this identity."""
     path = outputs / identity.name
     path.mkdir(parents=True)
@@ -62,7 +62,7 @@ def test_the_hash_covers_exactly_the_keys_that_can_change_a_number():
 
 @pytest.mark.parametrize("field", ["source", "data", "device", "precision"])
 def test_other_code_data_device_or_precision_is_another_run(tmp_path, field):
-    path = written(tmp_path, IDENTITY, finished=True)
+    path = write_run_folder(tmp_path, IDENTITY, finished=True)
     another = RunFolder(tmp_path, replace(IDENTITY, **{field: "x"}))
     assert another.summary is None and another.path != path
 
@@ -81,7 +81,7 @@ def test_a_run_that_another_process_has_finished_since_it_was_prepared_is_return
 @pytest.mark.parametrize("name", [SUMMARY, RECORD])
 @pytest.mark.parametrize("content", ["[]", "{"])
 def test_a_folder_with_invalid_files_counts_as_no_finished_run(tmp_path, name, content):
-    path = written(tmp_path, IDENTITY, finished=False)
+    path = write_run_folder(tmp_path, IDENTITY, finished=False)
     (path / name).write_text(content)
     assert RunFolder(tmp_path, IDENTITY).summary is None
 

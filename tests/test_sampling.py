@@ -18,7 +18,7 @@ def network(variant: str, *words: str):
     torch.manual_seed(0)
     model = plan(f"variant={variant}", *TINY, "model.span=24", *small(variant), *words).make_model().double()
     add_noise_(model)
-    for part in learned_spans(model):  # not integers, where the mask has kinks
+    for part in learned_spans(model):  # the mask has kinks at integer spans
         part.place_([keys + 0.5 for keys in part.metrics({})["span"].tolist()])
     return model.eval()
 

@@ -21,5 +21,5 @@ def test_bits_per_byte_of_a_trained_run_equal_those_of_the_scorer(variant):
     split = job.trainer.corpus.splits["test"].numpy().astype(np.int64)
     assert len(split) == 1000 and summary["protocol"]["segment"] == 64  # sixteen segments
     expected = bits_per_byte(weights, split, **SIZES)
-    assert summary["test_bits_per_byte"] < 4.5  # the alphabet has been learned
+    assert summary["test_bits_per_byte"] < 4.5  # the model has learned the alphabet
     assert summary["test_bits_per_byte"] == pytest.approx(expected, abs=1e-6)

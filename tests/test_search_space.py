@@ -25,9 +25,9 @@ def plan_trial(space: dict, trial: int, *words: str, command_line_keys: tuple[st
     return plan_run(cfg, command_line_keys=command_line_keys)
 
 
-def values(made) -> dict:
-    keys = made.config["space"]
-    return {key: OmegaConf.select(OmegaConf.create(made.config), key) for key in sorted(keys)}
+def values(run_plan) -> dict:
+    keys = run_plan.config["space"]
+    return {key: OmegaConf.select(OmegaConf.create(run_plan.config), key) for key in sorted(keys)}
 
 
 def test_the_first_points_are_pinned():
@@ -39,17 +39,14 @@ def test_the_first_points_are_pinned():
             {"model.dropout": 0.4053, "model.heads": 2, "model.layers": 3, "optim.lr": 0.05583},
             {"model.dropout": 0.2859, "model.heads": 4, "model.layers": 1, "optim.lr": 0.0013},
         ]
-    assert plan_trial(SPACE, 0).point == pytest.approx(
-        {"model.dropout": 0.475107, "model.heads": 0.5, "model.layers": 0.5, "optim.lr": 0.313852}, abs=1e-6
-    )
+    point = {"model.dropout": 0.475107, "model.heads": 0.5, "model.layers": 0.5, "optim.lr": 0.313852}
+    assert plan_trial(SPACE, 0).point == pytest.approx(point, abs=1e-6)
 
 
 def test_intervals_and_choices_are_covered_from_end_to_end():
     log, linear = Interval(low=1e-4, high=1.0, scale="log"), Interval(low=-1.0, high=1.0, scale="linear")
-    assert [log.select(unit)[0] for unit in (0.0, 0.25, 0.5)] == [1e-4, 1e-3, 1e-2] and linear.select(0.75) == (
-        0.5,
-        0.75,
-    )
+    assert [log.select(unit)[0] for unit in (0.0, 0.25, 0.5)] == [1e-4, 1e-3, 1e-2]
+    assert linear.select(0.75) == (0.5, 0.75)
     counts = Counter(Choice(choices=["a", "b", "c"]).select(step / 999) for step in range(999))
     assert counts == dict.fromkeys((("a", 0.0), ("b", 0.5), ("c", 1.0)), 333)
     assert log.select(1 / 3)[0] == 0.002154, "four digits, so that it can be repeated on the command line"
@@ -58,18 +55,18 @@ def test_intervals_and_choices_are_covered_from_end_to_end():
 def test_sweeps_that_compare_variants_have_five_seeds_and_adamw():
     for sweep in ("variants", "spans", "slots"):
         assert OmegaConf.load(CONF / "sweep" / f"{sweep}.yaml").hydra.sweeper.params.seed == "0,1,2,3,4"
-        made = plan(f"sweep={sweep}")
-        assert made.optim["default"].func.__name__ == "AdamW" and made.optim["matrices"] is None
-        assert made.purpose == "result"
+        run_plan = plan(f"sweep={sweep}")
+        assert run_plan.optim["default"].func.__name__ == "AdamW" and run_plan.optim["matrices"] is None
+        assert run_plan.purpose == "result"
     assert plan("sweep=variants", "optim=muon").optim["matrices"] is not None, "a typed override wins"
 
 
 def test_a_trial_is_recorded_and_planned_again_as_the_same_run():
-    made = plan("variant=adaptive_span", *TINY, *TUNE, "trial=3")
-    assert made.config["trial"] == 3 and values(made)["optim.lr"] == made.config["optim"]["lr"]
-    again = plan_run(OmegaConf.create(json.loads(json.dumps(made.config))))
-    assert again.config == json.loads(json.dumps(made.config)) and again.point == made.point
-    assert plan("variant=adaptive_span", *TINY).config["space"] is None, "no part of a run that is no trial"
+    run_plan = plan("variant=adaptive_span", *TINY, *TUNE, "trial=3")
+    assert run_plan.config["trial"] == 3 and values(run_plan)["optim.lr"] == run_plan.config["optim"]["lr"]
+    again = plan_run(OmegaConf.create(json.loads(json.dumps(run_plan.config))))
+    assert again.config == json.loads(json.dumps(run_plan.config)) and again.point == run_plan.point
+    assert plan("variant=adaptive_span", *TINY).config["space"] is None, "a run that is not a trial has no space"
     assert list(plan("variant=adaptive_span", "space=rate", *TUNE, "trial=3").point) == ["optim.lr"]
 
 
@@ -89,7 +86,7 @@ def test_an_invalid_or_missing_space_is_refused(space, message):
     assert str(caught.value).startswith(message)
 
 
-def test_keys_of_a_trial_may_not_be_typed_and_its_number_and_purpose_are_checked():
+def test_keys_of_a_trial_may_not_be_typed_and_the_trial_number_and_purpose_are_checked():
     with pytest.raises(ValueError, match=r"^optim\.lr: is set by trial=0"):
         plan_trial(SPACE, 0, "optim.lr=0.5", command_line_keys=("optim.lr", "seed"))
     with pytest.raises(ValueError, match=r"^purpose=result: trial=0 is only allowed with purpose=tune"):

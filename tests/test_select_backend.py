@@ -16,7 +16,7 @@ from tests.small_configs import TINY, compose_config, plan
 from tests.small_runs import make_job, run_job, stop, temporary_cwd  # noqa: F401 - a fixture
 from variants.kernels import chunked
 
-GOOD = (True, "1e-6 of the gradient of x")
+PASSED = (True, "1e-6 of the gradient of x")
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +27,11 @@ def untested_cpu(monkeypatch):
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[str]:
+def compared(monkeypatch) -> list[str]:
     """Backends that were compared, by a substitute for processes: ``fused`` passes, ``chunked`` hangs, others fail."""
     names = []
 
-    class Quick:
+    class FakeWorker:
         def __init__(self, make, config, trusted, settings):
             self.backend = settings.backend
 
@@ -45,9 +45,9 @@ def asked(monkeypatch) -> list[str]:
             names.append(self.backend)
             if self.backend == "chunked":
                 raise WorkerError("failed", "the process hung: not done after 120 s")
-            return GOOD if self.backend == "fused" else (False, "2e-2 of the gradient of y, at most 1e-4")
+            return PASSED if self.backend == "fused" else (False, "2e-2 of the gradient of y, at most 1e-4")
 
-    monkeypatch.setattr(select_backend, "WorkerProcess", Quick)
+    monkeypatch.setattr(select_backend, "WorkerProcess", FakeWorker)
     return names
 
 
@@ -60,40 +60,40 @@ def offering(*offered: str, **runtime_keys: object) -> Plan:
     return plan_run(OmegaConf.create(config), trusted=("tests.candidate_attention",))
 
 
-def select_for(made: Plan) -> dict | None:
-    return select(made, runtime.start(made.runtime))
+def select_for(run_plan: Plan) -> dict | None:
+    return select(run_plan, runtime.start(run_plan.runtime))
 
 
 def test_a_wrong_and_a_crashing_candidate_are_rejected_and_a_correct_one_is_selected():
-    made = offering("kernel", "chunked", "fused")
-    selected = with_backend(made, runtime.start(made.runtime))
+    run_plan = offering("kernel", "chunked", "fused")
+    selected = with_backend(run_plan, runtime.start(run_plan.runtime))
     choice = selected.backend_choice
-    assert selected.runtime.backend == choice["backend"] == "fused" and selected.config == made.config
+    assert selected.runtime.backend == choice["backend"] == "fused" and selected.config == run_plan.config
     assert list(choice["errors"]) == ["kernel", "chunked", "fused"]
     assert "of the gradient of layers.0.attention" in choice["errors"]["kernel"]
     assert "the process ended by SIGSEGV" in choice["errors"]["chunked"]
     json.dumps(choice, allow_nan=False)
 
 
-def test_on_a_tested_device_or_with_the_plain_backend_nothing_is_compared(monkeypatch, asked):
+def test_on_a_tested_device_or_with_the_plain_backend_nothing_is_compared(monkeypatch, compared):
     plain = offering("fused", backend="plain")
     assert with_backend(plain, runtime.start(plain.runtime)) is plain
     monkeypatch.setattr(select_backend, "TESTED_DEVICES", ("cpu",))
-    made = offering("fused")
-    assert with_backend(made, runtime.start(made.runtime)) is made and not asked
+    run_plan = offering("fused")
+    assert with_backend(run_plan, runtime.start(run_plan.runtime)) is run_plan and not compared
 
 
-def test_a_comparison_is_cached_for_the_jobs_of_a_process_but_a_timeout_is_not(asked):
-    made = offering("kernel", "chunked", "fused")
-    assert select_for(made)["backend"] == "fused" and asked == ["kernel", "chunked", "fused"]
-    assert select_for(made)["errors"]["kernel"].startswith("2e-2 of") and asked[3:] == ["chunked"]
+def test_a_comparison_is_cached_for_the_jobs_of_a_process_but_a_timeout_is_not(compared):
+    run_plan = offering("kernel", "chunked", "fused")
+    assert select_for(run_plan)["backend"] == "fused" and compared == ["kernel", "chunked", "fused"]
+    assert select_for(run_plan)["errors"]["kernel"].startswith("2e-2 of") and compared[3:] == ["chunked"]
     for section, keys in {"model": {"heads": 4}, "runtime": {"precision": "bfloat16"}}.items():
-        del asked[:]
-        config = made.config | {section: made.config[section] | keys}
-        assert select_for(plan_run(OmegaConf.create(config), trusted=made.trust)) and len(asked) == 3, section
+        del compared[:]
+        config = run_plan.config | {section: run_plan.config[section] | keys}
+        assert select_for(plan_run(OmegaConf.create(config), trusted=run_plan.trust)) and len(compared) == 3, section
 
 
-def test_without_a_correct_candidate_plain_is_selected_with_a_warning(asked, capsys):
+def test_without_a_correct_candidate_plain_is_selected_with_a_warning(compared, capsys):
     choice = select_for(offering("kernel", "chunked"))
     assert choice["backend"] == "plain" and list(choice["errors"]) == ["kernel", "chunked"]
     first, second, last = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
@@ -101,13 +101,13 @@ def test_without_a_correct_candidate_plain_is_selected_with_a_warning(asked, cap
     assert "plain, which is slow" in last
 
 
-def test_a_backend_set_by_name_is_compared_and_its_failure_is_an_error(asked):
-    assert select_for(offering("kernel", "fused", backend="fused"))["backend"] == "fused" and asked == ["fused"]
+def test_a_backend_set_by_name_is_compared_and_its_failure_is_an_error(compared):
+    assert select_for(offering("kernel", "fused", backend="fused"))["backend"] == "fused" and compared == ["fused"]
     with pytest.raises(ValueError, match=r"runtime.backend=kernel: failed with 2e-2 of.*allowed are auto, plain"):
         select_for(offering("kernel", "fused", backend="kernel"))
 
 
-def test_a_run_records_the_selection_of_its_backend_and_resumes_with_it(asked):
+def test_a_run_records_the_selection_of_its_backend_and_resumes_with_it(compared):
     words = ("variant=mhsa", "budget.steps=6", "checkpoint.every_steps=2")
     job = make_job(*words)
     assert job.trainer.backend == "fused"
@@ -115,22 +115,22 @@ def test_a_run_records_the_selection_of_its_backend_and_resumes_with_it(asked):
     (row,) = [row for row in read_rows(job.folder.path / RECORD) if row["kind"] == "provenance"]
     assert row["config"]["runtime"]["backend"] == "auto"
     assert row["backend_choice"]["backend"] == row["backend"] == "fused"
-    del asked[:]
+    del compared[:]
     resumed = make_job(*words)
-    assert resumed.folder.path == job.folder.path and not asked
+    assert resumed.folder.path == job.folder.path and not compared
     summary = run_job(resumed)
-    assert not asked and summary["backend"] == "fused" and summary["backend_choice"] == row["backend_choice"]
+    assert not compared and summary["backend"] == "fused" and summary["backend_choice"] == row["backend_choice"]
 
 
 # Agreement
 
 SMALL = ("data=recall", *TINY, "model.span=24", "batch.streams=2", "position=relative")
-SHORT = (30, 31, 1)
+SEGMENTS = (30, 31, 1)
 
 
 def agrees(*words: str) -> tuple[bool, str]:
-    made = plan(*SMALL, *words)
-    return agreement(made, runtime.start(made.runtime), segments=SHORT)
+    run_plan = plan(*SMALL, *words)
+    return agreement(run_plan, runtime.start(run_plan.runtime), segments=SEGMENTS)
 
 
 def test_correct_backends_agree_also_with_dropout():
@@ -145,8 +145,8 @@ def test_correct_backends_agree_also_with_dropout():
 def test_a_wrong_seed_a_nan_or_a_wrong_number_fails_the_comparison(monkeypatch, wrong, name):
     right = chunked.attend
 
-    def attend(q, *arguments, seed, **same):
-        y = right(q, *arguments, seed=seed + 1 if wrong == "seed" and q.dtype == torch.float32 else seed, **same)
+    def attend(q, *arguments, seed, **keywords):
+        y = right(q, *arguments, seed=seed + 1 if wrong == "seed" and q.dtype == torch.float32 else seed, **keywords)
         if wrong == "nan":
             y = torch.where(torch.arange(y.shape[2])[:, None] == y.shape[2] - 1, torch.nan, y)
         if wrong == "one number" and q.dtype == torch.float32:
@@ -154,7 +154,6 @@ def test_a_wrong_seed_a_nan_or_a_wrong_number_fails_the_comparison(monkeypatch, 
         return y
 
     monkeypatch.setattr(chunked, "attend", attend)
-    passed, detail = agrees(
-        "variant=mhsa", "variant.layers=[attention]", "runtime.backend=chunked", "model.dropout=0.2"
-    )
+    words = ("variant=mhsa", "variant.layers=[attention]", "runtime.backend=chunked", "model.dropout=0.2")
+    passed, detail = agrees(*words)
     assert not passed and name in detail, detail

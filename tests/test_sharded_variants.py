@@ -23,7 +23,7 @@ CASES |= {
 }
 
 
-def trained(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
+def train_and_resume(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
     """Scores of all steps and the final weights of a run, and of the same run resumed from the middle."""
     results, middle, first = {}, None, []
     try:
@@ -42,18 +42,18 @@ def trained(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
     return results
 
 
-def trained_by_all(words: tuple[str, ...]) -> dict:
+def train_in_all_processes(words: tuple[str, ...]) -> dict:
     with join_processes() as processes:
-        return trained(processes, words)
+        return train_and_resume(processes, words)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_sharded_variant_trains_as_in_one_process_and_resumes_bit_for_bit(name, here):
-    first, second = launch(trained_by_all, CASES[name])
+def test_a_sharded_variant_trains_as_in_one_process_and_resumes_bit_for_bit(name, cwd):
+    first, second = launch(train_in_all_processes, CASES[name])
     if "refused" in first:
         assert "processes sees only a part" in first["refused"]
         return
-    bits, weights = trained(SINGLE, CASES[name])["whole"]
+    bits, weights = train_and_resume(SINGLE, CASES[name])["whole"]
     assert first["whole"][0] == second["whole"][0] == first["resumed"][0] == pytest.approx(bits, abs=1e-11)
     torch.testing.assert_close(first["resumed"][1], first["whole"][1], rtol=0, atol=0)
     torch.testing.assert_close(first["whole"][1], weights, rtol=0, atol=1e-11)

@@ -20,12 +20,12 @@ from harness.optim.parameter_groups import assign
 from tests.small_runs import MEMORY, VARIANTS, make_run, tensors
 
 CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
-MOVING = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.3")
-LEARNS = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_zero_init=false")
+SPANS = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.3")
+TRAINING = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_zero_init=false")
 
 
 def test_accumulation_equals_the_unsplit_step():
-    whole, split = (make_run(*MOVING, *LEARNS, f"batch.accumulate={parts}") for parts in (1, 3))
+    whole, split = (make_run(*SPANS, *TRAINING, f"batch.accumulate={parts}") for parts in (1, 3))
     for run in (whole, split):
         run.model.double()  # Adam amplifies the rounding errors of float32
         for _ in range(3):
@@ -41,7 +41,7 @@ def test_accumulation_equals_the_unsplit_step():
 @pytest.mark.parametrize("parts", [1, 3])
 def test_auxiliary_losses_are_in_the_gradient_but_not_in_the_score(parts):
     weight, heads, span, lr = 0.01, 2, 16, 0.5
-    words = (*MOVING, "model.head_zero_init=false")
+    words = (*SPANS, "model.head_zero_init=false")
     runs = [make_run(*words, f"variant.attention.span.loss_weight={w}") for w in (0.0, weight)]
     batch = runs[0].stream.batch(0)
     logits = runs[0].model(batch[0]).logits.detach()
@@ -82,7 +82,7 @@ def test_parameters_are_projected_after_every_step():
 
 
 def test_bfloat16_training_is_finite_and_close_to_float32_with_parameters_in_float32():
-    high, low = (make_run(*MOVING, *LEARNS, f"runtime.precision={precision}") for precision in ("float32", "bfloat16"))
+    high, low = (make_run(*SPANS, *TRAINING, f"runtime.precision={precision}") for precision in ("float32", "bfloat16"))
     bits = []
     for run in (high, low):
         for _ in range(3):
@@ -172,7 +172,7 @@ def test_the_context_curve_is_the_score_by_position_in_a_window(model):
     assert [(point["from_bytes"], point["to_bytes"]) for point in short] == [(1, 1), (2, 2), (3, 4), (5, 5)]
 
 
-def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_is_not_causal():
+def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_the_floor_is_not_causal():
     words = ("data.distances=[3]", "batch.streams=8", "batch.segment=64", "optim.lr=0.01", "budget.steps=80")
     run = make_run(*VARIANTS["adaptive_span"], *words, "model.d_model=32", "model.span=8", "data.bytes=30000")
     while not run.finished:

@@ -94,8 +94,8 @@ def test_imports_have_no_cycle_of_modules_or_folders():
     """The commands of bench count as one folder, and the modules that they share as another."""
     modules = import_graph()
     commands = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
-    between = {(command, imports) for command in commands for imports in modules[command] & commands}
-    assert len(commands) > 5 and between == {("bench.decompress", "bench.compress")}  # implemented in one file
+    shared = {(command, imports) for command in commands for imports in modules[command] & commands}
+    assert len(commands) > 5 and shared == {("bench.decompress", "bench.compress")}  # implemented in one file
     commands |= {"bench.results_page"}  # modules of one command only
 
     def group_of(module: str) -> str:

@@ -33,12 +33,12 @@ def records(outputs: Path) -> dict[str, list[dict]]:
     rows_of = {run.name: [repeatable(row) for row in read_rows(run / "record.jsonl")] for run in run_folders(outputs)}
     for rows in rows_of.values():
         assert rows[0].pop("command").startswith("python train.py ")
-    return {
-        name: [{key: row[key] for key in row.keys() - {"commit"}} for row in rows] for name, rows in rows_of.items()
-    }
+        for row in rows:
+            row.pop("commit", None)
+    return rows_of
 
 
-def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(here, monkeypatch):
+def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(cwd, monkeypatch):
     step, failed, groups = Trainer.step, [], []
 
     def failing(self) -> None:
@@ -46,32 +46,33 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
         if self.plan.seed == 1 and self.spent.steps == 2:
             failed.append(weakref.ref(self))
             raise RuntimeError("no such luck\nsecond line")
-        assert not failed or failed[0]() is None, "the failed job is kept in memory"
+        if failed:
+            assert failed[0]() is None, "the failed job must not stay in memory"
         return step(self)
 
     words = (*GENERATED, "checkpoint.every_steps=1")
-    ended = train("-m", *words, "variant=mhsa,nonsense")
-    assert ended.code == 2 and "error: variant=nonsense: no such choice" in ended.err and not ended.out
-    assert not list(here.iterdir()), "no job may run if one does not compose"
+    outcome = train("-m", *words, "variant=mhsa,nonsense")
+    assert outcome.code == 2 and "error: variant=nonsense: no such choice" in outcome.err and not outcome.out
+    assert not list(cwd.iterdir()), "no job may run if one does not compose"
     # The sizes of two jobs are invalid, and one job fails.
     with monkeypatch.context() as broken:
         broken.setattr(Trainer, "step", failing)
-        ended = train("-m", *words, "model.heads=3,2", "seed=1,2")
-    assert ended.code == 1 and ended.err.count("Traceback") == 1 and "in failing" in ended.err
-    assert ended.err.count("error: model.heads=3 must divide") == 2
-    assert ended.out.splitlines()[-1].endswith(": 1 of 4 done") and groups[0].startswith("sweep-")
-    failed_run, finished_run = run_folders(here / "outputs")
-    row = summaries(here / "outputs")[failed_run.name]
+        outcome = train("-m", *words, "model.heads=3,2", "seed=1,2")
+    assert outcome.code == 1 and outcome.err.count("Traceback") == 1 and "in failing" in outcome.err
+    assert outcome.err.count("error: model.heads=3 must divide") == 2
+    assert outcome.out.splitlines()[-1].endswith(": 1 of 4 done") and groups[0].startswith("sweep-")
+    failed_run, finished_run = run_folders(cwd / "outputs")
+    row = summaries(cwd / "outputs")[failed_run.name]
     assert (row["status"], row["seed"], row["error"]) == ("failed", 1, "RuntimeError: no such luck second line")
     assert row["command"].startswith("python train.py")
-    assert [path.name for path in here.iterdir()] == ["outputs"]
+    assert [path.name for path in cwd.iterdir()] == ["outputs"]
 
     again = train("-m", *words, "seed=1,2")
     assert again.code == 0 and again.out.count("resuming at ") == 1
     assert again.out.count("finished before: ") == 1 and again.out.splitlines()[-1].endswith("2 of 2 done")
-    assert [row["status"] for row in summaries(here / "outputs").values()] == ["finished"] * 2
-    typed = summaries(here / "outputs")[finished_run.name]["command"].split()
-    assert "finished before: " in call("train.py", *typed[2:]).out, "the recorded command repeats a single job"
+    assert [row["status"] for row in summaries(cwd / "outputs").values()] == ["finished"] * 2
+    recorded_words = summaries(cwd / "outputs")[finished_run.name]["command"].split()
+    assert "finished before: " in call("train.py", *recorded_words[2:]).out, "the recorded command repeats a single job"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf/sweep").glob("[!w]*.yaml")))
@@ -83,7 +84,7 @@ def test_the_last_job_of_each_sweep_can_be_planned(name):
     assert hydra.mode.name == "MULTIRUN" and jobs[0] != jobs[-1] and plan(f"sweep={name}", *jobs[-1])
 
 
-DYING = """
+KILLED_PROGRAM = """
 import os, runpy, signal, sys
 from harness.loop.trainer import Trainer
 
@@ -100,25 +101,26 @@ runpy.run_path(SCRIPT, run_name="__main__")
 """A program in which the sweep kills itself in its second job. A signal from outside could come too late."""
 
 
-def test_a_killed_sweep_is_resumed_with_the_record_of_an_undisturbed_run(here):
+def test_a_killed_sweep_is_resumed_with_the_record_of_an_undisturbed_run(cwd):
     words = ("-m", *TINY, *GENERATED, *LONGER, "variant=adaptive_span", "seed=0,1")
     words += ("hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
-    (here / "dying.py").write_text(DYING.replace("SCRIPT", repr(str(ROOT / "train.py"))))
-    with started(here / "dying.py", *words, out=here / "printed") as process:
-        assert exit_code(process) == -signal.SIGKILL, (here / "printed").read_text()
-    killed = run_folders(here / "outputs")
+    (cwd / "dying.py").write_text(KILLED_PROGRAM.replace("SCRIPT", repr(str(ROOT / "train.py"))))
+    with started(cwd / "dying.py", *words, out=cwd / "printed") as process:
+        assert exit_code(process) == -signal.SIGKILL, (cwd / "printed").read_text()
+    killed = run_folders(cwd / "outputs")
     assert [(run / "summary.json").exists() for run in killed] == [True, False]
     assert list(killed[1].glob("checkpoints/step-*.pt"))
-    ended = call("train.py", *words)
-    assert ended.code == 0 and ended.out.count("resuming at ") == 1 and ended.out.count("finished before: ") == 1, ended
-    disturbed = records(here / "outputs")
-    (here / "outputs").rename(here / "first")
+    outcome = call("train.py", *words)
+    assert outcome.code == 0, outcome
+    assert outcome.out.count("resuming at ") == outcome.out.count("finished before: ") == 1, outcome
+    disturbed = records(cwd / "outputs")
+    (cwd / "outputs").rename(cwd / "first")
     assert call("train.py", *words[:-2], "seed=1").code == 0
-    undisturbed = records(here / "outputs")
+    undisturbed = records(cwd / "outputs")
     assert len(undisturbed) == 1 and undisturbed.items() <= disturbed.items()
 
 
-def test_threads_and_random_numbers_of_a_job_do_not_depend_on_earlier_jobs(here, monkeypatch):
+def test_threads_and_random_numbers_of_a_job_do_not_depend_on_earlier_jobs(cwd, monkeypatch):
     default, settings, step = runtime._DEFAULT_THREADS, [], Trainer.step
 
     def recorded_step(self) -> None:

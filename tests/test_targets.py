@@ -56,22 +56,22 @@ def node(target=Attention, **words):
     return {"_target_": path, "_partial_": True, **words}
 
 
-def made(words, kind=Sublayer, trust=MINE):
-    return resolve(words, key="variant.attention", base=kind, trust=trust)
+def resolve_node(words, base=Sublayer, trust=MINE):
+    return resolve(words, key="variant.attention", base=base, trust=trust)
 
 
 def test_a_node_and_the_nodes_inside_it_become_partials():
-    part = made(node(d_head=4, bias=True, span=node(AdaptiveSpan, ramp=8)))
+    part = resolve_node(node(d_head=4, bias=True, span=node(AdaptiveSpan, ramp=8)))
     assert isinstance(part, functools.partial) and part.func is Attention
     assert part.keywords["d_head"] == 4 and part.keywords["bias"] is True
     spans = part.keywords["span"]
     assert isinstance(spans, functools.partial) and (spans.func, spans.keywords) == (AdaptiveSpan, {"ramp": 8})
     for name in ("part", "bare"):
-        assert made(node(Mine, needed=1, **{name: node(AdaptiveSpan)})).keywords[name].func is AdaptiveSpan
+        assert resolve_node(node(Mine, needed=1, **{name: node(AdaptiveSpan)})).keywords[name].func is AdaptiveSpan
 
 
 @pytest.mark.parametrize(
-    ("target", "kind", "message"),
+    ("target", "base", "message"),
     [
         ("os.system", Sublayer, "allowed are classes of variants, harness, torch.optim, tests.test_targets"),
         ("harness.source.subprocess", Sublayer, "class derived from variants.contract.Sublayer"),
@@ -80,28 +80,28 @@ def test_a_node_and_the_nodes_inside_it_become_partials():
         (None, Sublayer, "_target_=None: allowed are classes of"),
     ],
 )
-def test_targets_must_be_classes_of_the_contract_from_trusted_modules(target, kind, message):
+def test_targets_must_be_classes_of_the_contract_from_trusted_modules(target, base, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        made({"_target_": target, "_partial_": True}, kind=kind)
+        resolve_node({"_target_": target, "_partial_": True}, base=base)
     assert f"variant.attention._target_={target}" in str(caught.value)
 
 
 def test_a_class_must_be_defined_in_a_trusted_module_and_an_import_of_it_does_not_count(monkeypatch):
-    assert made({**node(), "_target_": "tests.test_targets.Attention"}).func is Attention
+    assert resolve_node({**node(), "_target_": "tests.test_targets.Attention"}).func is Attention
     with pytest.raises(ValueError, match=r"tests\.test_targets\.Mine: allowed are.*trust=\["):
-        made(node(Mine, needed=1), trust=())
+        resolve_node(node(Mine, needed=1), trust=())
     borrower = types.ModuleType("harness.borrower")
     borrower.Mine = Mine
     monkeypatch.setitem(sys.modules, borrower.__name__, borrower)
     with pytest.raises(ValueError, match=r"is defined in tests\.test_targets"):
-        made(node("harness.borrower.Mine", needed=1), trust=())
+        resolve_node(node("harness.borrower.Mine", needed=1), trust=())
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"), [("rate", 2, 2.0), ("needed", 1e3, 1000), ("pair", [0.9, 0.95], (0.9, 0.95))]
 )
 def test_values_are_converted_to_their_annotations(name, value, expected):
-    converted = made(node(Mine, **{"needed": 1, name: value})).keywords[name]
+    converted = resolve_node(node(Mine, **{"needed": 1, name: value})).keywords[name]
     assert converted == expected and type(converted) is type(expected)
 
 
@@ -123,20 +123,19 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
 )
 def test_values_that_do_not_match_their_annotation_are_refused_by_key(words, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        made(node(Mine, **{"needed": 1} | words))
+        resolve_node(node(Mine, **{"needed": 1} | words))
     assert str(caught.value).startswith("variant.attention.")
 
 
 def test_the_keywords_of_a_constructor_are_the_allowed_keys():
     assert list(constructor_schema(AdaptiveSpan, key="k")) == ["ramp", "loss_weight", "initial"]
     assert [name for name, (_, required) in constructor_schema(Mine, key="k").items() if required] == ["needed"]
-    assert "betas" in constructor_schema(torch.optim.AdamW, key="k") and "lr" not in constructor_schema(
-        torch.optim.AdamW, key="k"
-    )
+    adamw = constructor_schema(torch.optim.AdamW, key="k")
+    assert "betas" in adamw and "lr" not in adamw
     for target, message in {
         Mine: r"variant\.attention\.needed: is required, but",
         NoContext: r"tests\.test_targets\.NoContext must take a LayerContext first",
         BadAnnotation: r"tests\.test_targets\.BadAnnotation: name 'NoSuchType' is not defined",
     }.items():
         with pytest.raises(ValueError, match=message):
-            made(node(target))
+            resolve_node(node(target))

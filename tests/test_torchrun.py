@@ -36,30 +36,30 @@ def commands(ports: list[int]) -> list[command_line.CommandOutcome]:
 
     For ``data=file`` rank 1 has another current folder, in which the file does not exist, as on another machine.
     """
-    ended, here = [], Path.cwd()
+    outcomes, cwd = [], Path.cwd()
     for port, words in zip(ports, [*REFUSED, command_line.GENERATED, command_line.GENERATED], strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        os.chdir(here / "other" if "data=file" in words and os.environ["RANK"] == "1" else here)
-        ended.append(command_line.train(*words))
+        os.chdir(cwd / "other" if "data=file" in words and os.environ["RANK"] == "1" else cwd)
+        outcomes.append(command_line.train(*words))
         if dist.is_initialized():  # as at the end of a process
             dist.destroy_process_group()
-    return ended
+    return outcomes
 
 
-def test_a_mistake_is_printed_once_and_only_one_process_prints_and_writes(here):
+def test_a_mistake_is_printed_once_and_only_one_process_prints_and_writes(cwd):
     Path("second").write_bytes(bytes(range(256)) * 100)
     Path("other").mkdir()
     ranks = launch(commands, [free_port() for _ in (*REFUSED, 1, 2)])
-    for expected, *ended in zip(REFUSED.values(), *ranks, strict=False):
-        (line,) = [line for outcome in ended for line in outcome.err.splitlines()]
-        assert [outcome.code for outcome in ended] == [2, 2] and not any(outcome.out for outcome in ended)
+    for expected, *outcomes in zip(REFUSED.values(), *ranks, strict=False):
+        (line,) = [line for outcome in outcomes for line in outcome.err.splitlines()]
+        assert [outcome.code for outcome in outcomes] == [2, 2] and not any(outcome.out for outcome in outcomes)
         assert line.startswith("error: ") and all(part in line for part in expected), line
-    first, second = (ended[len(REFUSED) :] for ended in ranks)
+    first, second = (outcomes[len(REFUSED) :] for outcomes in ranks)
     assert [outcome.code for outcome in (*first, *second)] == [0, 0, 0, 0], (first, second)
     assert "training: outputs" in first[0].out and "2 processes" in first[0].out
     assert first[0].out.count("bits per byte  ") == 1 and "finished before" in first[1].out
     assert not any(outcome.out or outcome.err for outcome in second)
-    (folder,) = command_line.run_folders(here / "outputs")
+    (folder,) = command_line.run_folders(cwd / "outputs")
     row = read_rows(folder / RECORD)[0]
     assert row["processes"] == 2 and row["command"].startswith("torchrun --nproc-per-node=2 ")
     assert not os.listdir("other")
@@ -67,9 +67,8 @@ def test_a_mistake_is_printed_once_and_only_one_process_prints_and_writes(here):
 
 def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_checked():
     several = Launch(1, 4, 1, 2)
-    assert several.command_prefix == ("torchrun", "--nnodes=2", "--nproc-per-node=2") and Launch().command_prefix == (
-        "python",
-    )
+    assert several.command_prefix == ("torchrun", "--nnodes=2", "--nproc-per-node=2")
+    assert Launch().command_prefix == ("python",)
     for many, arguments in ((False, ("variant=mhsa",)), (True, ("--multirun",)), (True, ("hydra.mode=MULTIRUN",))):
         with pytest.raises(ValueError, match="processes"):
             check_launch(arguments, many=many, launch=several)
@@ -83,15 +82,15 @@ def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_check
             read_launch(FOURTH | wrong)
 
 
-def test_a_process_that_cannot_connect_to_the_others_prints_the_address_in_one_line(here, monkeypatch):
+def test_a_process_that_cannot_connect_to_the_others_prints_the_address_in_one_line(cwd, monkeypatch):
     monkeypatch.setattr(processes, "LONG_TIMEOUT", timedelta(seconds=0.5))
     port = str(free_port())
     for name, value in (FOURTH | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
-    ended = command_line.train("variant=mhsa", *SMALL)
-    (line,) = ended.err.splitlines()
-    assert ended.code == 6 and f"MASTER_ADDR:MASTER_PORT=127.0.0.1:{port}: process" in line
-    assert "timed out" in line and "GLOO_SOCKET_IFNAME" in line and not os.listdir(here)
+    outcome = command_line.train("variant=mhsa", *SMALL)
+    (line,) = outcome.err.splitlines()
+    assert outcome.code == 6 and f"MASTER_ADDR:MASTER_PORT=127.0.0.1:{port}: process" in line
+    assert "timed out" in line and "GLOO_SOCKET_IFNAME" in line and not os.listdir(cwd)
 
 
 def lose_rank_1(how: str) -> tuple[int, int, str]:
@@ -120,9 +119,7 @@ def lose_rank_1(how: str) -> tuple[int, int, str]:
 def test_a_lost_process_ends_the_others(how):
     (code, steps, reason), second = launch(lose_rank_1, how)
     assert (code, steps) == (6, 3) and isinstance(second, ExitedWithoutAnswer)
-    assert ("timed out" in reason.lower()) == (how == "silent"), (
-        "the end of a process must be noticed without a timeout"
-    )
+    assert ("timed out" in reason.lower()) == (how == "silent"), "an ended process must be noticed without a timeout"
     assert reason.startswith("process 0 of 2: another process has ended or does not answer (")
     assert reason.endswith("; the same command resumes the run")
 
@@ -151,7 +148,7 @@ def test_a_failure_of_one_process_ends_all_and_is_printed_once():
 
 
 @pytest.mark.faults
-def test_torchrun_restarts_after_a_kill_and_passes_sigterm_on_to_its_processes(here):
+def test_torchrun_restarts_after_a_kill_and_passes_sigterm_on_to_its_processes(cwd):
     words = ("variant=mhsa", "budget.steps=100000", "eval.every=0.0001", "checkpoint.every_steps=5", *CARRY, *DROPOUT)
     words += ("runtime.shard=full",)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]

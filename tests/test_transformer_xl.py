@@ -14,26 +14,26 @@ from variants.transformer_xl import TransformerXL
 def test_without_some_parameters_it_equals_attention_without_or_with_relative_positions(position):
     """Without W_R and u there are no positions. Without u and v the relative position vectors are W_R r."""
     case = Case(length=9, past=7, span=6, heads=1, cache="hidden", position=position)
-    other, attention = case.build(), case.build(TransformerXL, moved=1.0)
+    plain, attention = case.build(), case.build(TransformerXL, noise=1.0)
     with torch.no_grad():
         attention.position.to_keys.zero_()
         attention.position.to_distances.mul_(position == "none")
         attention.position.project.weight.mul_(position == "relative")
         if position == "relative":
-            other.position.table.copy_(attention.position.vectors(6)[0])
-    matrices = {n: p for n, p in other.named_parameters() if not n.startswith("position")}
+            plain.position.table.copy_(attention.position.vectors(6)[0])
+    matrices = {n: p for n, p in plain.named_parameters() if not n.startswith("position")}
     attention.load_state_dict(matrices, strict=False)
     past, x = case.stream()
-    assert_same(run(attention, x, past), run(other, x, past), named={"x": x})
+    assert_same(run(attention, x, past), run(plain, x, past), named={"x": x})
 
 
 def test_by_default_layers_share_u_and_v_and_the_cache_is_hidden():
-    made = plan(*TINY, "variant=transformer_xl")
-    assert (made.model.cache, made.scheme.func.__name__) == ("hidden", "NoPosition")
-    usual, counts = sum(p.numel() for p in plan(*TINY, "variant=mhsa").make_model().parameters()), {}
+    run_plan = plan(*TINY, "variant=transformer_xl")
+    assert (run_plan.model.cache, run_plan.scheme.func.__name__) == ("hidden", "NoPosition")
+    mhsa_parameters, counts = sum(p.numel() for p in plan(*TINY, "variant=mhsa").make_model().parameters()), {}
     for share in ("network", "layer"):
         model = plan(*TINY, "variant=transformer_xl", f"variant.attention.share={share}").make_model()
         first, second = (sublayer.position for _, sublayer in model.sublayers() if isinstance(sublayer, Attention))
         assert (first.to_keys is second.to_keys) == (first.to_distances is second.to_distances) == (share == "network")
         counts[share] = sum(p.numel() for p in model.parameters())
-    assert counts == {"network": usual + 2 * 32**2 + 2 * 32, "layer": usual + 2 * 32**2 + 4 * 32}
+    assert counts == {"network": mhsa_parameters + 2 * 32**2 + 2 * 32, "layer": mhsa_parameters + 2 * 32**2 + 4 * 32}

@@ -37,13 +37,16 @@ def interpreted():
     if DEVICE == "cuda":
         yield
         return
-    ours = lambda: [n for n in sys.modules if re.match(r"triton(?!\._C)\b|variants\.kernels\._triton_kernels", n)]  # noqa: E731
+
+    def triton_modules() -> list[str]:
+        return [n for n in sys.modules if re.match(r"triton(?!\._C)\b|variants\.kernels\._triton_kernels", n)]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        others = {name: sys.modules.pop(name) for name in ours()}
+        others = {name: sys.modules.pop(name) for name in triton_modules()}
         vars(variants.kernels).pop("_triton_kernels", None)
         yield
-        for name in ours():
+        for name in triton_modules():
             del sys.modules[name]
         vars(variants.kernels).pop("_triton_kernels", None)
         sys.modules.update(others)
@@ -121,7 +124,7 @@ INTERPRETED += ("a sink and nothing else", "a hidden byte and nothing else", "ke
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_output_and_gradients_of_the_interpreted_kernel_equal_those_of_plain(small_blocks, name):
     """Every second case has dropout."""
-    fields_of = {f.name: getattr(window_case.UGLY[name], f.name) for f in fields(window_case.Case)}
+    fields_of = {f.name: getattr(window_case.SMALL_CASES[name], f.name) for f in fields(window_case.Case)}
     rate = 0.4 * (INTERPRETED.index(name) % 2)
     Case(**fields_of | {"dtype": torch.float32, "dropout": rate}).compare(tolerance=2e-5)
 
@@ -145,8 +148,8 @@ def test_context_and_persistent_vectors_are_merged_before_they_are_rounded(small
     case = Case(T=33, persistent=32, streams=2, dtype=torch.float16)
     inputs = {name: x * ("v" in name) for name, x in case.inputs().items()}
     expected = case.call(window.attend, {name: x.double() for name, x in inputs.items()})
-    off = (case.call(KERNEL, inputs).double() - expected).abs()
-    assert (off <= (expected.half().double() - expected).abs() + 1e-6).all()
+    errors = (case.call(KERNEL, inputs).double() - expected).abs()
+    assert (errors <= (expected.half().double() - expected).abs() + 1e-6).all()
 
 
 @pytest.fixture
@@ -170,22 +173,20 @@ def executed(monkeypatch):
 def test_backward_can_omit_the_past_and_the_executed_flops_are_those_of_the_products(small_blocks, executed, packed):
     spans = {"max_keys": (10, 39), "z": (3.5, 33.0)}
     case = Case(T=18, past=21, **spans, persistent=5, vectors=True, key_bias=True, streams=2, dropout=0.3)
-    inputs, seen = (
-        Inputs(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE)),
-        case.hard_window(),
-    )
-    inputs = window_case.packed_inputs(inputs, seen) if packed else inputs
+    inputs = Inputs(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE))
+    visible = case.hard_window()
+    inputs = window_case.packed_inputs(inputs, visible) if packed else inputs
     g, wanted = torch.randn(inputs.q.shape, generator=torch.Generator().manual_seed(2)), frozenset(case.inputs())
-    y, saved = triton_window.forward(inputs, seen)
-    assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted)[0]
+    y, saved = triton_window.forward(inputs, visible)
+    assert sum(executed) == triton_window.executed_flops(inputs, visible, wanted)[0]
     executed.clear()
-    whole = triton_window.backward(g, y, saved, inputs, seen, wanted)
-    assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted)[1]
+    all_gradients = triton_window.backward(g, y, saved, inputs, visible, wanted)
+    assert sum(executed) == triton_window.executed_flops(inputs, visible, wanted)[1]
     executed.clear()
-    segment = triton_window.backward(g, y, saved, inputs, seen, wanted, segment_only=True)
-    assert sum(executed) == triton_window.executed_flops(inputs, seen, wanted, segment_only=True)[1]
+    segment = triton_window.backward(g, y, saved, inputs, visible, wanted, segment_only=True)
+    assert sum(executed) == triton_window.executed_flops(inputs, visible, wanted, segment_only=True)[1]
     for name, gradient in segment.items():
-        expected = whole[name]
+        expected = all_gradients[name]
         if name in ("k", "v", "key_bias"):
             heads = [inputs.of_heads(expected, slice(h, h + 1)) for h in range(2)]
             expected = torch.cat([x[:, :, -case.T :] for x in heads], 1)
@@ -194,9 +195,9 @@ def test_backward_can_omit_the_past_and_the_executed_flops_are_those_of_the_prod
 
 @needs_triton
 def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_plain(small_blocks):
-    """Spans are integers and their floating-point neighbours, for which the rounded z + R decides on the side."""
-    whole = torch.tensor([1.0, 5.0, 14.0])
-    z = torch.cat([whole, torch.nextafter(whole, whole + 1), torch.nextafter(whole, whole - 1)])
+    """Spans are integers and their floating-point neighbours, for which rounding of z + R decides the side of a kink."""
+    integers = torch.tensor([1.0, 5.0, 14.0])
+    z = torch.cat([integers, torch.nextafter(integers, integers + 1), torch.nextafter(integers, integers - 1)])
     case = Case(T=18, max_keys=(20,) * len(z), z=tuple(z.tolist()), ramp=3, dropout=0.25)
     case.compare(like=torch.float32, tolerance=2e-5)
 
@@ -211,7 +212,7 @@ def test_each_head_may_have_a_hard_window_of_its_own(small_blocks):
         assert_near(y.double(), window.attend(*one, Window((max_keys,))), tolerance=2e-5)
 
 
-def test_available_returns_why_the_kernels_cannot_run(interpreted, monkeypatch):
+def test_obstacle_returns_why_the_kernels_cannot_run(interpreted, monkeypatch):
     device = torch.device(DEVICE)
     if importlib.util.find_spec("triton") is None:
         assert triton_window.obstacle(device, 64) == "triton is not installed"

@@ -18,8 +18,8 @@ TABLE = [  # degrees of freedom, 0.90, 0.975, 0.995 quantiles as printed in text
 
 def test_quantiles_of_t_equal_printed_tables_and_closed_forms():
     for freedom, *quantiles in TABLE:
-        pair = [t_quantile(probability, freedom=freedom) for probability in (0.90, 0.975, 0.995)]
-        assert pair == pytest.approx(quantiles, abs=6e-4)
+        actual = [t_quantile(probability, freedom=freedom) for probability in (0.90, 0.975, 0.995)]
+        assert actual == pytest.approx(quantiles, abs=6e-4)
     for t in (0.01, 0.5, 1.0, 3.0, 40.0):
         assert t_below(t, freedom=1) == pytest.approx(0.5 + math.atan(t) / math.pi, rel=1e-12)
         assert t_below(t, freedom=2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), rel=1e-12)

@@ -24,7 +24,7 @@ def test_bytes_that_select_the_weights_are_in_no_reported_score(selection_bytes,
     assert torch.equal(run.reported("test"), run.corpus.splits["test"])
 
 
-def test_an_interrupted_run_validates_at_the_same_steps_on_a_tenth_of_the_trained_bytes(here):
+def test_an_interrupted_run_validates_at_the_same_steps_on_a_tenth_of_the_trained_bytes(cwd):
     words = ("budget.steps=40", "eval.every=0.2", "eval.streams=2")
     whole, summary = whole_run(*words, "outputs=whole")
     rows = validations(whole)
@@ -35,23 +35,20 @@ def test_an_interrupted_run_validates_at_the_same_steps_on_a_tenth_of_the_traine
     assert rows_of(parts)[1:] == rows_of(whole)[1:]
 
 
-def test_a_run_continued_with_more_budget_validates_by_its_own_schedule_and_limits(here):
+def test_a_run_continued_with_more_budget_validates_by_its_own_schedule_and_limits(cwd):
     first, _ = whole_run("budget.steps=8", "outputs=first")
     words = ("budget.steps=16", f"init_from.run={first.folder.path}", "init_from.restore=everything", "outputs=more")
     for word, size in (("eval.bytes=400", 24), ("eval.bytes=20", 18), ("eval.selection_bytes=20", 18)):
-        more = make_job(*words, word)
-        run_job(more)
-        assert [row["bytes_seen"] for row in validations(more)] == [12 * 64, 16 * 64]
-        assert {row["capped_bytes"] for row in validations(more)} == {size}
+        extended = make_job(*words, word)
+        run_job(extended)
+        assert [row["bytes_seen"] for row in validations(extended)] == [12 * 64, 16 * 64]
+        assert {row["capped_bytes"] for row in validations(extended)} == {size}
 
 
 def test_a_validation_scores_bytes_after_a_full_window_of_context():
     run = make_run("eval.selection_bytes=null", "eval.segment=16", "model.span=60", "model.head_zero_init=false")
-    score, (length, context), part = (
-        run.evaluate(run.selection_split(), pairs=399),
-        (133, 64),
-        run.selection_split().long(),
-    )
+    score, part = run.evaluate(run.selection_split(), pairs=399), run.selection_split().long()
+    length, context = 133, 64
     rows = torch.stack([part[begin : begin + length + 1] for begin in (0, 183, 366)])
     logits = run.model(rows[:, :-1]).logits.transpose(1, 2)
     nats = torch.nn.functional.cross_entropy(logits, rows[:, 1:], reduction="none")[:, context:]

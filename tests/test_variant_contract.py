@@ -30,20 +30,20 @@ OTHER_CHOICES = {
     "transformer_xl": ("position=sinusoidal", "model.cache=kv", "model.attend_self=false"),
 }
 OTHER = [pytest.param(*choices, marks=pytest.mark.faults) for choices in OTHER_CHOICES.items()]
-SAME = ("name", "numerics", "lr_scale", "groups", "small")
+IRRELEVANT_KEYS = ("name", "numerics", "lr_scale", "groups", "small")
 """Keys of a variant that cannot change the outcome of a check."""
-BROKEN: dict[str, list[str]] = {}
+BROKEN_PROMISES: dict[str, list[str]] = {}
 """Broken promises by checked configuration: some variants differ only in sizes that a small plan overrides."""
 
 
 def broken(plan: Plan) -> list[str]:
     """Broken promises of a plan, shrunk to small sizes."""
     small = shrink(plan)
-    variant = {name: node for name, node in small.config["variant"].items() if name not in SAME}
+    variant = {name: node for name, node in small.config["variant"].items() if name not in IRRELEVANT_KEYS}
     key = json.dumps([variant, small.config["model"], small.config["position"]])
-    if key not in BROKEN:
-        BROKEN[key] = [str(finding) for finding in findings(small) if not finding.passed]
-    return BROKEN[key]
+    if key not in BROKEN_PROMISES:
+        BROKEN_PROMISES[key] = [str(finding) for finding in findings(small) if not finding.passed]
+    return BROKEN_PROMISES[key]
 
 
 @pytest.mark.parametrize(("variant", "words"), [*((variant, ()) for variant in VARIANTS), *OTHER], ids=str)

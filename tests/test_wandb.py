@@ -35,8 +35,8 @@ def offline_runs(tmp_path_factory) -> list[tuple[Path, dict]]:
     environment |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_ERROR_REPORTING": "false", "PYTHONPATH": str(ROOT)}
     words = (*SIZES, "variant=adaptive_span,product_key_memory", "budget.steps=12", "eval.every=0.4", "eval.test=true")
     words += ("record.every_steps=3", "record.wandb.tags=[mine]", "eval.windows=true")
-    ended = script_process.run("train.py", "-m", *words, folder=folder, environment=environment)
-    assert ended.code == 0, ended
+    outcome = script_process.run("train.py", "-m", *words, folder=folder, environment=environment)
+    assert outcome.code == 0, outcome
 
     def read(run: Path) -> dict:
         (file,) = (run / "wandb").glob("offline-run-*")
@@ -144,8 +144,10 @@ def test_the_mode_follows_the_configuration_the_variable_and_the_login(
     hint = run_job(tmp_path, mode=configured).hint
     assert [keywords["mode"] for keywords in module.arguments("init")] == started
     assert len(capsys.readouterr().err.splitlines()) == lines
-    assert hint.startswith({"online": "wandb: https://", "offline": "wandb sync "}[started[-1]] if started else "")
+    prefixes = {"online": "wandb: https://", "offline": "wandb sync "}
     assert bool(hint) == bool(started)
+    if started:
+        assert hint.startswith(prefixes[started[-1]])
 
 
 def test_environment_variables_of_wandb_override_the_configuration(fake, monkeypatch, tmp_path):
@@ -157,9 +159,8 @@ def test_environment_variables_of_wandb_override_the_configuration(fake, monkeyp
     (keywords,) = module.arguments("init")
     assert not {"project", "dir"} & keywords.keys()
     assert (keywords["id"], keywords["group"], keywords["resume"]) == ("theirs", "sweep", "allow")
-    assert keywords["reinit"] == "finish_previous" and keywords["tags"] == ["mine", "x" * 64], (
-        "W&B refuses empty and long tags"
-    )
+    assert keywords["reinit"] == "finish_previous"
+    assert keywords["tags"] == ["mine", "x" * 64], "W&B refuses empty and long tags"
 
 
 def test_a_row_is_logged_as_numbers_with_metrics_by_layer_and_their_extent():
@@ -167,7 +168,7 @@ def test_a_row_is_logged_as_numbers_with_metrics_by_layer_and_their_extent():
     row = {"kind": "valid", "step": 3, "bytes_seen": 200, "bits_per_byte": 2.5, "text": "no", "blocks": [1.0]}
     extent = {"mean": 2.5, "min": 1.0, "max": 4.0}
     expected = {"step": 3, "bytes_seen": 200, "seconds": 0.5, "valid/bits_per_byte": 2.5}
-    expected |= {f"valid_span{place}/{key}": extent[key] for place in ("", "/layers.0.attention") for key in extent}
+    expected |= {f"valid_span{layer}/{key}": extent[key] for layer in ("", "/layers.0.attention") for key in extent}
     expected |= {f"valid_usage_percent/{key}": 12.5 for key in ("layers.2.memory", *extent)}
     assert metrics_of(row | {"clock": {"seconds": 0.5}, "metrics": metrics}) == expected
 
@@ -190,9 +191,9 @@ def test_jobs_of_a_sweep_are_separate_runs_with_their_configurations_and_summari
         assert summary["valid/bits_per_byte"] == {"min": min(valid)} and len(valid) > 1
         trained = [row["bits_per_byte"] for row in rows if row["kind"] == "train"]
         assert summary["train/bits_per_byte"] == trained[-1]
-        same = {name: saved[name] for name in ("variant", "seed", "valid_bits_per_byte", "training_flops")}
-        same |= {"parameters/total": saved["parameters"]["total"], "data/sha256": saved["data"]["sha256"]}
-        assert {name: summary.get(name) for name in same} == same
+        expected = {name: saved[name] for name in ("variant", "seed", "valid_bits_per_byte", "training_flops")}
+        expected |= {"parameters/total": saved["parameters"]["total"], "data/sha256": saved["data"]["sha256"]}
+        assert {name: summary.get(name) for name in expected} == expected
     assert written["variant"]["at"].keys() == {-2} and run["config"]["variant"]["at"].keys() == {"-2"}
 
 
@@ -240,33 +241,34 @@ def test_every_metric_of_a_panel_is_logged_and_in_the_workspace(offline_runs):
             assert any(re.search(pattern_of(name), metric) for metric in logged), name
         else:
             assert name in stored, (panel, name)
-    made = workspace(SECTIONS, entity="me", project="mine", name="A title")
-    spec = json.loads(made._to_model().model_dump_json(by_alias=True))["spec"]
+    board = workspace(SECTIONS, entity="me", project="mine", name="A title")
+    spec = json.loads(board._to_model().model_dump_json(by_alias=True))["spec"]
     sizes = [(bank["name"], len(bank["panels"])) for bank in spec["section"]["panelBankConfig"]["sections"]]
     assert sizes == [(section["title"], len(section["panels"])) for section in SECTIONS]
     text = json.dumps(spec)
     assert all(name in text for _, name in METRICS if "*" not in name)
 
 
-def test_the_dashboard_command_saves_a_workspace_or_prints_the_reason(here, monkeypatch):
+def test_the_dashboard_command_saves_a_workspace_or_prints_the_reason(cwd, monkeypatch):
     words, saved = ("bench/dashboard.py", "entity=me", "project=p"), []
-    ended = call(*words)
-    assert ended.code == 2 and ended.err.count("\n") == 1 and "WANDB_MODE=disabled" in ended.err
+    outcome = call(*words)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "WANDB_MODE=disabled" in outcome.err
     monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setattr("wandb.login", lambda **asked: bool(saved))
-    ended = call(*words)
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1) and "no API key is configured" in ended.err
+    monkeypatch.setattr("wandb.login", lambda **keywords: bool(saved))
+    outcome = call(*words)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert "no API key is configured" in outcome.err
     saved.append("a key")
-    monkeypatch.setattr(ws.Workspace, "save", lambda made: saved.append((made.entity, made.project)))
+    monkeypatch.setattr(ws.Workspace, "save", lambda new: saved.append((new.entity, new.project)))
     monkeypatch.setattr(ws.Workspace, "url", "https://example.org/here")
-    ended = call(*words)
-    assert (ended.code, ended.err, saved[1:]) == (0, "", [("me", "p")])
-    assert ended.out.splitlines() == ["workspace: https://example.org/here"]
+    outcome = call(*words)
+    assert (outcome.code, outcome.err, saved[1:]) == (0, "", [("me", "p")])
+    assert outcome.out.splitlines() == ["workspace: https://example.org/here"]
 
-    def refuse(made):
+    def refuse(_):
         raise ConnectionError("nobody\nthere")
 
     monkeypatch.setattr(ws.Workspace, "save", refuse)
-    ended = call(*words)
-    assert ended.code == 2 and "entity=me project=p: W&B refused (ConnectionError: nobody there)" in ended.err
-    assert not list(here.iterdir())
+    outcome = call(*words)
+    assert outcome.code == 2 and "entity=me project=p: W&B refused (ConnectionError: nobody there)" in outcome.err
+    assert not list(cwd.iterdir())

@@ -16,11 +16,11 @@ from windtunnel.__main__ import BENCH
 PARTS = ("windtunnel", "variants", "harness", "bench", "conf")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
-TYPED = """import windtunnel, windtunnel.__main__
+PROGRAM = """import windtunnel, windtunnel.__main__
 try:
     windtunnel.__main__.main()
-except SystemExit as ended:
-    assert not ended.code
+except SystemExit as stop:
+    assert not stop.code
 print(windtunnel.load("outputs/latest").about["command"])
 """
 
@@ -59,10 +59,10 @@ def test_an_installed_wheel_trains_and_loads_the_run_in_an_empty_folder(wheel, t
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     (tmp_path / "empty").mkdir()
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", TYPED, "train", *TINY, *GENERATED]
-    started = {"cwd": tmp_path / "empty", "env": environment, "timeout": TIMEOUT_SECONDS}
-    ended = subprocess.run(command, **started, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    command = [sys.executable, "-c", PROGRAM, "train", *TINY, *GENERATED]
+    options = {"cwd": tmp_path / "empty", "env": environment, "timeout": TIMEOUT_SECONDS}
+    process = subprocess.run(command, **options, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     (row,) = (tmp_path / "empty" / "outputs" / "latest").glob("summary.json")
     assert json.loads(row.read_text())["status"] == "finished"
-    assert ended.stdout.splitlines()[-1].startswith("windtunnel train model.d_model=32 ")
+    assert process.stdout.splitlines()[-1].startswith("windtunnel train model.d_model=32 ")

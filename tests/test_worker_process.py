@@ -1,4 +1,4 @@
-"""``Cell``: an object in a new process whose methods are called one at a time, and how the process ends."""
+"""``WorkerProcess``: an object in a new process whose methods are called one at a time, and how the process ends."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ class Toy:
     def hang(self) -> None:
         time.sleep(600)
 
-    def ask(self, number: int) -> int:
+    def call_another(self, number: int) -> int:
         with WorkerProcess(Toy, number) as inner:
             return inner.call("add", 1)
 
@@ -56,7 +56,7 @@ def test_an_object_keeps_its_state_between_calls_in_a_process_of_its_own(tmp_pat
     monkeypatch.chdir(tmp_path)
     with WorkerProcess(Toy, 3) as one, WorkerProcess(Toy, 10) as other:
         assert one.call("add", 1) == 4 and other.call("add", 1) == 11
-        assert one.call("add", 2, twice=True) == 8 and one.call("ask", 3) == 4, "a cell may ask another"
+        assert one.call("add", 2, twice=True) == 8 and one.call("call_another", 3) == 4, "workers may be nested"
         (first, folder), (second, _) = one.call("place"), other.call("place")
         assert len({os.getpid(), first, second}) == 3 and Path(folder).samefile(tmp_path)
         with pytest.raises(ValueError, match="number=-1: must be at least 0"):  # ValueError keeps its type
@@ -66,28 +66,28 @@ def test_an_object_keeps_its_state_between_calls_in_a_process_of_its_own(tmp_pat
 
 
 def test_an_allocation_above_the_memory_limit_is_out_of_memory():
-    with WorkerProcess(Toy, 0, memory_limit_bytes=200 * MIB) as cell:
-        assert cell.call("hold", 100 * MIB) == 100 * MIB
+    with WorkerProcess(Toy, 0, memory_limit_bytes=200 * MIB) as worker:
+        assert worker.call("hold", 100 * MIB) == 100 * MIB
         with pytest.raises(WorkerError, match="allocate") as error:
-            cell.call("hold", 150 * MIB)
+            worker.call("hold", 150 * MIB)
         assert error.value.status == "out of memory"
 
 
 @pytest.mark.parametrize(
-    ("question", "status", "reason"),
+    ("method_call", "status", "reason"),
     [(("die", signal.SIGKILL), "out of memory", "SIGKILL"), (("break_",), "failed", "^KeyError: 'missing'$")],
 )
-def test_the_reason_for_the_end_of_a_process_is_one_line(question, status, reason):
-    cell = WorkerProcess(Toy, 0)
+def test_the_reason_for_the_end_of_a_process_is_one_line(method_call, status, reason):
+    worker = WorkerProcess(Toy, 0)
     with pytest.raises(WorkerError, match=reason) as error:
-        cell.call(*question)
-    assert error.value.status == status and not cell._process.is_alive()
+        worker.call(*method_call)
+    assert error.value.status == status and not worker._process.is_alive()
 
 
 def test_a_hanging_process_is_killed_with_its_children():
-    cell = WorkerProcess(Toy, 0)
-    child = Path(f"/proc/{cell.call('begin')}/cmdline")
+    worker = WorkerProcess(Toy, 0)
+    child = Path(f"/proc/{worker.call('begin')}/cmdline")
     with pytest.raises(WorkerError, match="hung: not done after 0.5 s") as error:
-        cell.call("hang", limit_seconds=0.5)
-    assert error.value.status == "failed" and not cell._process.is_alive()
+        worker.call("hang", limit_seconds=0.5)
+    assert error.value.status == "failed" and not worker._process.is_alive()
     wait_for(lambda: not child.exists() or not child.read_bytes(), "the end of the child process")

@@ -27,9 +27,8 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 WIDTHS = (16, 32, 64, 96, 128)
 DTYPES = {"bf16": (torch.bfloat16, "ieee"), "tf32": (torch.float32, "tf32"), "fp32": (torch.float32, "ieee")}
 PARTS = {
-    **dict.fromkeys(
-        ("persistent", "persistent+vectors"), {"ALL": True, "ramp_end": None, "table": None, "vectors": None}
-    ),
+    "persistent": {"ALL": True, "ramp_end": None, "table": None, "vectors": None},
+    "persistent+vectors": {"ALL": True, "ramp_end": None, "table": None, "vectors": None},
     "hard": {"ramp_end": None, "table": None, "vectors": None, "dz": None},
     "soft": {"table": None, "vectors": None},
     "soft+table": {"vectors": None},
@@ -73,25 +72,24 @@ def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: s
 
 def main(words: list[str]) -> int:
     """Print a line for each configuration. Returns how many of them spill or need too much shared memory."""
-    bad, names = 0, ("forward", "query_gradient", "key_gradient", "vector_gradient")
+    n_failures, names = 0, ("forward", "query_gradient", "key_gradient", "vector_gradient")
     for architecture, dtype, width, part, dropout, name in product(
         SHARED_BYTES, DTYPES, WIDTHS, PARTS, (True, False), names
     ):
         if name == "vector_gradient" and part not in ("hard+vectors", "soft+vectors"):
             continue
         kind, precision = DTYPES[dtype]
-        same = {"precision": precision, "vectors": "vectors" in part, "architecture": architecture}
-        options = triton_window.launch_options(width, kind, **same)
+        choices = {"precision": precision, "vectors": "vectors" in part, "architecture": architecture}
+        options = triton_window.launch_options(width, kind, **choices)
         options |= triton_window.key_gradient_options(options) if name == "key_gradient" else {}
         line = f"sm_{architecture} {dtype} K={width} {name} {part} {'dropout' if dropout else '-'}"
         if all(word in line.split() for word in words):
-            same = {"architecture": architecture, "dtype": dtype, "width": width, "dropout": dropout}
-            registers, spilled, shared = compiled(name, options, part, **same)
-            bad += bool(spilled) or shared > SHARED_BYTES[architecture]
-            print(
-                f"{line} {options}: {registers} registers, {spilled} bytes spilled, {shared} bytes shared", flush=True
-            )
-    return bad
+            choices = {"architecture": architecture, "dtype": dtype, "width": width, "dropout": dropout}
+            registers, spilled, shared = compiled(name, options, part, **choices)
+            n_failures += bool(spilled) or shared > SHARED_BYTES[architecture]
+            needs = f"{registers} registers, {spilled} bytes spilled, {shared} bytes shared"
+            print(f"{line} {options}: {needs}", flush=True)
+    return n_failures
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tests.attention_case import DOUBLE, covering
+from tests.attention_case import DOUBLE, covering_array
 from variants.kernels import chunked, operation, window, window_cpu
 from variants.kernels.window import Inputs, PastKV, Persistent, Window
 from variants.position import alibi_slopes
 
 
-def kernel(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, dropout: float = 0.0, seed=None, **added) -> Tensor:
+def kernel(q: Tensor, k: Tensor, v: Tensor, visible: Window, *, dropout: float = 0.0, seed=None, **added) -> Tensor:
     """The CPU kernel. It takes past and segment separately, and each group of heads has a past of its own length."""
     past, half, pasts = k.shape[2] - q.shape[2], q.shape[1] // 2, []
     of_keys = [k, v] if added.get("key_bias") is None else [k, v, added["key_bias"]]
@@ -21,24 +21,24 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, dropout: float = 0.
         added["key_bias"] = of_keys[2][:, :, past:]
     for heads in (range(half), range(half, q.shape[1])) if past else ():
         if heads:
-            begin = max(0, past - max(seen.max_keys[h] for h in heads) + 1 - seen.shift)
+            begin = max(0, past - max(visible.max_keys[h] for h in heads) + 1 - visible.shift)
             pasts.append(PastKV(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in of_keys)))
-    return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], seen, past=pasts, **added)
+    return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], visible, past=pasts, **added)
 
 
 def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The same backend called with the visible keys of all heads concatenated."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, key_bias: Tensor | None = None, **added) -> Tensor:
-        row = packed_inputs(Inputs(q, k, v, key_bias=key_bias), seen)
-        return attend(q, row.k, row.v, seen, key_bias=row.key_bias, lengths=row.lengths, **added)
+    def call(q: Tensor, k: Tensor, v: Tensor, visible: Window, *, key_bias: Tensor | None = None, **added) -> Tensor:
+        row = packed_inputs(Inputs(q, k, v, key_bias=key_bias), visible)
+        return attend(q, row.k, row.v, visible, key_bias=row.key_bias, lengths=row.lengths, **added)
 
     return call
 
 
-def packed_inputs(inputs: Inputs, seen: Window) -> Inputs:
+def packed_inputs(inputs: Inputs, visible: Window) -> Inputs:
     """Inputs whose keys, values and key biases have the heads' visible keys one head after the other."""
-    counts = [min(inputs.k.shape[2], n - 1 + seen.shift + inputs.q.shape[2]) for n in seen.max_keys]
+    counts = [min(inputs.k.shape[2], n - 1 + visible.shift + inputs.q.shape[2]) for n in visible.max_keys]
     of_keys = {n: x for n in ("k", "v", "key_bias") if (x := getattr(inputs, n)) is not None}
     rows = {n: [x[:, h, x.shape[2] - m :] for h, m in enumerate(counts)] for n, x in of_keys.items()}
     return inputs._replace(**{n: torch.cat(x, 1) for n, x in rows.items()}, lengths=torch.tensor(counts))
@@ -116,7 +116,7 @@ class Case:
 
 
 small = partial(Case, streams=1, width=16)
-UGLY = {
+SMALL_CASES = {
     "one byte": small(T=1, max_keys=(24,)),
     "one byte that sees nothing": small(T=1, shift=1, max_keys=(4, 4), z=(0.0, 3.5), persistent=3),
     "a sink and nothing else": small(T=1, shift=1, max_keys=(4, 4), sink=True),
@@ -185,8 +185,8 @@ FACTORS = {
     "shift": [0, 1],
     "streams": [1, 2],
 }
-CASES = UGLY | LARGE | OF_QUERIES
-for row in covering(FACTORS, strength=2):
+CASES = SMALL_CASES | LARGE | OF_QUERIES
+for row in covering_array(FACTORS, strength=2):
     name = "-".join(map(str, row.values()))
     CASES[name] = Case(**HEADS[row.pop("heads")], **ADDED[row.pop("added")], **row)
 ATTEND = {"plain": window.attend, "chunked": chunked.attend, "kernel": kernel}

@@ -34,20 +34,20 @@ EDGES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 
 """Sizes just below, at and above multiples of vectors, blocks and chunks."""
 
 
-def runs(march: str) -> bool:
+def is_supported(march: str) -> bool:
     """Whether this CPU supports an instruction set."""
     return INSTRUCTIONS[march] in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
-def sanitized(march: str, *, cases: int, seed: int, fault: str = "", **how) -> subprocess.CompletedProcess:
+def sanitized(march: str, *, cases: int, seed: int, fault: str = "", **options) -> subprocess.CompletedProcess:
     """Run ``fuzz`` in a process whose kernels are compiled with the sanitizers for one instruction set."""
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
     command = [sys.executable, "-m", "tests.faults.sanitizer_runs", str(cases), str(seed), fault]
     with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
         # Leaks are not detected, because Python has some. The compiler runs without the sanitizers.
-        places = {"CXX": f"env -u LD_PRELOAD g++ {SANITIZERS}", native.MARCH: march, native.FOLDER: folder}
-        places |= {"LD_PRELOAD": library.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
-        return subprocess.run(command, cwd=ROOT, env=os.environ | places, **how)
+        variables = {"CXX": f"env -u LD_PRELOAD g++ {SANITIZERS}", native.MARCH: march, native.FOLDER: folder}
+        variables |= {"LD_PRELOAD": library.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+        return subprocess.run(command, cwd=ROOT, env=os.environ | variables, **options)
 
 
 def fuzz(*, cases: int, seed: int, memory: str) -> None:

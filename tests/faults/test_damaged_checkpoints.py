@@ -15,7 +15,7 @@ from harness.record.rows import RECORD
 from tests.small_runs import crash, make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 WORDS = ("variant=mhsa", "budget.steps=13", "checkpoint.every_steps=3", "eval.test=false")
-NEWEST, BEFORE, BEST = (f"checkpoints/{name}.pt" for name in ("step-000000009", "step-000000006", "best"))
+NEWEST, PREVIOUS, BEST = (f"checkpoints/{name}.pt" for name in ("step-000000009", "step-000000006", "best"))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def other_seed(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def crashed(crashed_outputs, here) -> Path:
+def crashed(crashed_outputs, cwd) -> Path:
     """A copy of the crashed run's folder, below ``outputs`` of the current folder."""
     shutil.copytree(crashed_outputs, "outputs")
     (folder,) = Path("outputs").iterdir()
@@ -119,10 +119,10 @@ def test_a_run_resumes_from_the_last_good_checkpoint_with_one_warning(crashed, u
     run_job(job)
     printed = capsys.readouterr()
     assert "resuming at 384 bytes" in printed.out  # six steps
-    named = [line for line in printed.err.splitlines() if line.startswith("WARNING")]
+    warnings = [line for line in printed.err.splitlines() if line.startswith("WARNING")]
     reason = "cannot be read" if damage == "gone" else "is damaged"
-    assert len(named) == 1 and f"step-000000009.pt {reason}" in named[0]
-    assert "step-000000006.pt, the one before, is loaded" in named[0]
+    assert len(warnings) == 1 and f"step-000000009.pt {reason}" in warnings[0]
+    assert "step-000000006.pt, the one before, is loaded" in warnings[0]
     assert rows_of(job)[1:] == undisturbed_rows
     checkpoints = checkpoint._checkpoints(crashed)
     assert len(checkpoints) == 2 and [checkpoint.load(path) for path in checkpoints]
@@ -138,7 +138,7 @@ def assert_refused(message: str) -> None:
 
 def test_without_a_good_checkpoint_resuming_is_refused_until_forced(crashed, undisturbed_rows):
     before = (crashed / RECORD).read_bytes()
-    for name in (NEWEST, BEFORE):
+    for name in (NEWEST, PREVIOUS):
         flip_middle_bit(crashed / name)
     for _ in range(2):
         assert_refused(r"step-000000009\.pt is damaged.*step-000000006\.pt is damaged.*allowed is force=true")
@@ -171,12 +171,12 @@ def test_a_damaged_record_is_refused_before_training(crashed, damage):
     assert record.read_bytes() == b"".join(lines), "the refused record must stay as it is"
 
 
-def test_temporary_files_of_a_killed_process_are_removed(crashed, here):
+def test_temporary_files_of_a_killed_process_are_removed(crashed, cwd):
     leftovers = [crashed / f"{name}.4711.tmp" for name in ("summary.json", NEWEST, BEST)] + [crashed / "latest.tmp"]
     for path in leftovers[:-1]:
         path.write_bytes(b"a part")
     leftovers[-1].symlink_to("gone")
     whole_run(*WORDS)
     assert not any(path.is_symlink() or path.exists() for path in leftovers)
-    assert (here / "outputs" / "latest").resolve() == crashed
+    assert (cwd / "outputs" / "latest").resolve() == crashed
     assert sorted(path.name for path in Path("outputs").iterdir()) == sorted(["latest", crashed.name])

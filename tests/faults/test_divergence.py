@@ -15,17 +15,17 @@ from harness.failures import Diverged
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
 from tests.rank_processes import launch
-from tests.small_runs import CARRY, DROPOUT, MOVING, SPARSE, VARIANTS, make_job, make_run, run_job, temporary_cwd  # noqa: F401
+from tests.small_runs import CARRY, DROPOUT, SPANS, SPARSE, VARIANTS, make_job, make_run, run_job, temporary_cwd  # noqa: F401
 from tests.test_distributed_training import divided_run
 
 OPTIMIZERS = {
-    "adamw": (*MOVING, "optim=adamw", "optim.clip=1.0", *DROPOUT),
+    "adamw": (*SPANS, "optim=adamw", "optim.clip=1.0", *DROPOUT),
     "muon": (*VARIANTS["all_attention"], "optim=muon", "optim.matrices.optimizer.weight_decay=0.1", *CARRY),
     "sparse rows": SPARSE,
 }
 
 
-def everything(run: Trainer) -> dict:
+def tensors_of(run: Trainer) -> dict:
     """Copies of all tensors that an update may change, gathered from all processes."""
     optimizers = run.optimizers.state_dict()["groups"]
     tensors = {"model": run.model.state_dict(), "states": {k: o["state"] for k, o in optimizers.items()}}
@@ -60,24 +60,24 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     name = next(n for n in (*table, "layers.1.attention.sublayer.value.weight", "head.weight") if n in parameters)
     for _ in range(3):
         run.step()
-    before, update = everything(run), run.optimizers.step
+    before, update = tensors_of(run), run.optimizers.step
     hook = spoil(parameters[name], value)
     run.step()
-    assert equal_bits(before, everything(run))
+    assert equal_bits(before, tensors_of(run))
     hook.remove()
 
     def next_update(*arguments: object, **keywords: object) -> None:
         """The update of the next step, which the device receives before the host reads whether the last was finite."""
         update(*arguments, **keywords)
-        assert equal_bits(before, everything(run))
+        assert equal_bits(before, tensors_of(run))
         spoil(parameters[name], value)
 
     run.optimizers.step = next_update
-    with pytest.raises(Diverged) as ended:
+    with pytest.raises(Diverged) as caught:
         run.step()
     rate = run.optimizers.lr * run.optimizers.schedule.factor(3.5 / 100, step=3)
-    assert f"step 4 diverged at a learning rate of {rate:.3g}: " in str(ended.value)
-    assert equal_bits(before, everything(run))
+    assert f"step 4 diverged at a learning rate of {rate:.3g}: " in str(caught.value)
+    assert equal_bits(before, tensors_of(run))
 
 
 def spoil_loss(run: Trainer) -> None:
@@ -124,24 +124,24 @@ def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
         for words, fail in ((SPARSE, spoil_head), (("runtime.shard=full",), spoil_head), ((), spoil_loss)):
             run = divided_run(processes, *words)
             run.step()
-            before = everything(run)
+            before = tensors_of(run)
             with run.update.parameters.unsharded():
                 if processes.rank:
                     fail(run)
-            with pytest.raises(Diverged) as ended:
+            with pytest.raises(Diverged) as caught:
                 run.step(), run.step()
-            printed = getattr(ended.value, "already_printed", False)
-            endings.append((str(ended.value), equal_bits(before, everything(run)), printed))
+            printed = getattr(caught.value, "already_printed", False)
+            endings.append((str(caught.value), equal_bits(before, tensors_of(run)), printed))
     return endings
 
 
-def test_all_ranks_end_when_one_of_them_diverges_and_one_prints_the_error(here):
+def test_all_ranks_end_when_one_of_them_diverges_and_one_prints_the_error(cwd):
     for first, second in zip(*launch(diverge_in_rank_1), strict=True):
         assert first[1] and second[1] and (first[2], second[2]) == (False, True)
         assert "step 2 diverged" in first[0]
 
 
-def test_a_diverged_run_keeps_its_best_weights_and_last_checkpoint(here):
+def test_a_diverged_run_keeps_its_best_weights_and_last_checkpoint(cwd):
     job = make_job("checkpoint.every_steps=2", "budget.steps=20", "eval.every=0.2")
     step = job.step
 

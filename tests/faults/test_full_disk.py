@@ -26,21 +26,21 @@ class Disk:
     """A disk on which files with a certain word in their name can receive only a limited number of bytes."""
 
     def __init__(self, monkeypatch):
-        self._word, self._room, self._write = None, 0, cache.write_all
+        self._word, self._free_bytes, self._write = None, 0, cache.write_all
         for module in ("cache", "record.rows", "record.folder"):
             monkeypatch.setattr(f"harness.{module}.write_all", self._write_all)
 
     def fill(self, word: str | None, *, after: int = 0) -> None:
-        self._word, self._room = word, after
+        self._word, self._free_bytes = word, after
 
     def _write_all(self, file: FileIO, content: bytes) -> None:
         if self._word is None or self._word not in Path(file.name).name:
             self._write(file, content)
             return
-        taken = content[: self._room]
-        self._write(file, taken)
-        self._room -= len(taken)
-        if len(taken) < len(content):
+        accepted = content[: self._free_bytes]
+        self._write(file, accepted)
+        self._free_bytes -= len(accepted)
+        if len(accepted) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

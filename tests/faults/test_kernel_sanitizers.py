@@ -11,18 +11,18 @@ import torch
 from tests.attention_case import assert_near
 from tests.command_line import ROOT
 from tests.faults import sanitizer_runs
-from tests.test_native import computed
+from tests.test_native import kernel_outputs
 from tests.timeouts import TIMEOUT_SECONDS
 from variants.kernels import native
 
 pytestmark = [pytest.mark.cpu_kernel, pytest.mark.faults]
 
-PROGRAM = "import os, sys, torch; from tests.test_native import computed;"
-PROGRAM += "torch.save(computed(int(os.environ['OMP_NUM_THREADS'])), sys.argv[1])"
+PROGRAM = "import os, sys, torch; from tests.test_native import kernel_outputs;"
+PROGRAM += "torch.save(kernel_outputs(int(os.environ['OMP_NUM_THREADS'])), sys.argv[1])"
 
 
-def computed_by(file, **environment: str) -> list[torch.Tensor]:
-    """The values of ``test_native.computed`` from a new process, as ``torch.save`` wrote them to ``file``."""
+def kernel_outputs_of_process(file, **environment: str) -> list[torch.Tensor]:
+    """The values of ``test_native.kernel_outputs`` from a new process, as ``torch.save`` wrote them to ``file``."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     subprocess.run([sys.executable, "-c", PROGRAM, str(file)], env=environment, check=True, cwd=ROOT)
     return torch.load(file)
@@ -32,7 +32,7 @@ def computed_by(file, **environment: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("march", ["x86-64-v3", "x86-64-v2"], ids=["AVX2", "SSE"])
 def test_narrower_vector_instructions_compute_the_same_values(march, tmp_path):
     variables = {"OMP_NUM_THREADS": "1", "WINDTUNNEL_KERNELS": str(tmp_path), native.MARCH: march}
-    for narrow, wide in zip(computed_by(tmp_path / "saved", **variables), computed(1), strict=True):
+    for narrow, wide in zip(kernel_outputs_of_process(tmp_path / "saved", **variables), kernel_outputs(1), strict=True):
         if wide.dtype == torch.int64:
             assert torch.equal(narrow, wide)
         else:
@@ -41,15 +41,15 @@ def test_narrower_vector_instructions_compute_the_same_values(march, tmp_path):
 
 def test_the_sanitizers_report_no_fault():
     """Runs as many random cases as the environment variable ``CASES`` says, by default 100."""
-    march = [*filter(sanitizer_runs.runs, sanitizer_runs.INSTRUCTIONS)][-1]
+    march = [*filter(sanitizer_runs.is_supported, sanitizer_runs.INSTRUCTIONS)][-1]
     assert sanitizer_runs.sanitized(march, cases=int(os.environ.get("CASES", "100")), seed=1).returncode == 0
 
 
 @pytest.mark.parametrize("fault", sanitizer_runs.FAULTS)
 def test_the_sanitizers_report_a_planted_fault(fault):
-    march = next(filter(sanitizer_runs.runs, sanitizer_runs.INSTRUCTIONS))
-    ended = sanitizer_runs.sanitized(march, fault=fault, cases=20, seed=0, capture_output=True, text=True)
-    assert ended.returncode != 0 and fault in ended.stderr
+    march = next(filter(sanitizer_runs.is_supported, sanitizer_runs.INSTRUCTIONS))
+    process = sanitizer_runs.sanitized(march, fault=fault, cases=20, seed=0, capture_output=True, text=True)
+    assert process.returncode != 0 and fault in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,7 @@ def test_triton_kernels_compile_without_a_device_and_spill_no_register(tmp_path,
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.triton_spills", *words.split()]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" 0 bytes spilled") == kernels
+    output = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
+    process = subprocess.run(command, env=environment, cwd=ROOT, **output)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count(" 0 bytes spilled") == kernels

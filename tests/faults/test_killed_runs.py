@@ -31,8 +31,8 @@ def moment():
     if count in moments:
         os.kill(os.getpid(), int(os.environ["SIGNAL"]))
 
-def watch(event, given):
-    if event in ("open", "os.rename", "os.remove", "os.symlink", "os.mkdir", "os.truncate") and "outputs" in str(given[0]):
+def watch(event, arguments):
+    if event in ("open", "os.rename", "os.remove", "os.symlink", "os.mkdir", "os.truncate") and "outputs" in str(arguments[0]):
         moment()
 
 def write_in_halves(file, content):

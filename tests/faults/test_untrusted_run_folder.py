@@ -33,9 +33,9 @@ def finished_run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(finished_run, here) -> Path:
+def run(finished_run, cwd) -> Path:
     """A copy of the finished run in the current folder, as if it was downloaded."""
-    return Path(shutil.copytree(finished_run, here / RUN))
+    return Path(shutil.copytree(finished_run, cwd / RUN))
 
 
 def configure(run: Path, **sections: object) -> None:
@@ -50,13 +50,13 @@ def configure(run: Path, **sections: object) -> None:
 def refused(run: Path, script: str, *words: str) -> str:
     """The error message of a command that opens the folder, ends with exit code 2 and changes no file."""
     before = sorted(run.parent.rglob("*"))
-    ended = call(script, *words)
-    assert sorted(run.parent.rglob("*")) == before and ended.code == 2, ended
-    assert ended.err.count("error: ") == 1 and "Traceback" not in ended.err, ended.err
-    return ended.err
+    outcome = call(script, *words)
+    assert sorted(run.parent.rglob("*")) == before and outcome.code == 2, outcome
+    assert outcome.err.count("error: ") == 1 and "Traceback" not in outcome.err, outcome.err
+    return outcome.err
 
 
-def opened(run: Path, *, trust: Sequence[str] = ()) -> Plan:
+def plan_of_folder(run: Path, *, trust: Sequence[str] = ()) -> Plan:
     """The plan that every command builds from the folder's configuration."""
     runtime = OmegaConf.load(CONF / "runtime" / "default.yaml")
     return plan_of_run(run, key="run", runtime=runtime, trust=list(trust))
@@ -99,7 +99,7 @@ def test_a_hostile_configuration_is_one_error_message(run, attack):
     else:
         (run / CONFIG).write_bytes(hostile if isinstance(hostile, bytes) else hostile.encode())
     with pytest.raises(ValueError, match=f"run=.*{RUN}: {CONFIG}") as caught:
-        opened(run)
+        plan_of_folder(run)
     assert os.environ["HOME"] not in str(caught.value).replace(str(run), "") and not (run.parent / "PWNED").exists()
 
 
@@ -108,7 +108,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(run, name):
     (run / name).unlink()
     os.mkfifo(run / name)
     with pytest.raises(ValueError, match=f"{RUN}: {name}"):
-        opened(run) if name == CONFIG else read_provenance(run, key="run")
+        plan_of_folder(run) if name == CONFIG else read_provenance(run, key="run")
 
 
 RECORDS = {
@@ -185,9 +185,9 @@ def test_a_bench_command_writes_through_no_link_in_the_folder(run, name):
     assert victim.read_text() == "mine"
 
 
-def test_a_training_run_writes_through_no_link_in_the_folder(here):
+def test_a_training_run_writes_through_no_link_in_the_folder(cwd):
     job = make_job("variant=mhsa", "budget.steps=2")
-    victim = here / "mine.txt"
+    victim = cwd / "mine.txt"
     victim.write_text("mine")
     job.folder.path.mkdir(parents=True)
     (job.folder.path / "lock").symlink_to(victim)

@@ -17,7 +17,7 @@ PAYLOAD = "import pathlib\npathlib.Path('PWNED').touch()\n"
 MIXER = """from variants.contract import Sublayer, SublayerOutput
 
 class Evil(Sublayer):
-    def __init__(self, place):
+    def __init__(self, context):
         super().__init__()
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
@@ -50,75 +50,75 @@ OTHER_FILES = {
 }
 
 
-def write(here: Path, files: dict[str, str]) -> None:
+def write(cwd: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
-        (here / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / "conf" / name).write_text(text.replace("HERE", str(here / "conf")), encoding="utf-8")
+        (cwd / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / "conf" / name).write_text(text.replace("HERE", str(cwd / "conf")), encoding="utf-8")
 
 
-def refused(here: Path, *words: str) -> str:
+def refused(cwd: Path, *words: str) -> str:
     """The error message of a command that must end with exit code 2 and change no file."""
-    before = sorted(here.rglob("*"))
-    ended = train(*words)
-    assert sorted(here.rglob("*")) == before, "the command changed files"
-    assert ended.code == 2 and not ended.out and ended.err.count("error: ") == 1, ended
-    assert len(ended.err.splitlines()) == 1, ended.err
-    return ended.err
+    before = sorted(cwd.rglob("*"))
+    outcome = train(*words)
+    assert sorted(cwd.rglob("*")) == before, "the command changed files"
+    assert outcome.code == 2 and not outcome.out and outcome.err.count("error: ") == 1, outcome
+    assert len(outcome.err.splitlines()) == 1, outcome.err
+    return outcome.err
 
 
 @pytest.fixture(autouse=True)
-def stranger(here):
+def stranger(cwd):
     """A Python module and a program named git in the current folder, neither of which may run."""
-    (here / "stranger.py").write_text(PAYLOAD, encoding="utf-8")
-    (here / "stranger").mkdir()
-    (here / "stranger" / "git").write_text("#!/bin/sh\n/usr/bin/touch PWNED\n")
-    (here / "stranger" / "git").chmod(0o755)
+    (cwd / "stranger.py").write_text(PAYLOAD, encoding="utf-8")
+    (cwd / "stranger").mkdir()
+    (cwd / "stranger" / "git").write_text("#!/bin/sh\n/usr/bin/touch PWNED\n")
+    (cwd / "stranger" / "git").chmod(0o755)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_keys_of_hydra_and_trust_count_on_the_command_line_only(here, attack):
-    write(here, OTHER_FILES | ATTACKS[attack])
-    message = refused(here, "-cd", "conf", *GENERATED, "recipe=evil")
+def test_keys_of_hydra_and_trust_count_on_the_command_line_only(cwd, attack):
+    write(cwd, OTHER_FILES | ATTACKS[attack])
+    message = refused(cwd, "-cd", "conf", *GENERATED, "recipe=evil")
     assert "may be set on the command line only" in message or "space.trust" in message
 
 
-def test_a_primary_configuration_of_the_folder_cannot_extend_the_search_path(here):
-    (here / "stranger" / "__init__.py").write_text(PAYLOAD, encoding="utf-8")
-    write(here, {"evil.yaml": "defaults: [train, _self_]\nhydra: {searchpath: ['pkg://stranger']}\n"})
-    assert "hydra.searchpath" in refused(here, "-cd", "conf", "-cn", "evil", *GENERATED)
+def test_a_primary_configuration_of_the_folder_cannot_extend_the_search_path(cwd):
+    (cwd / "stranger" / "__init__.py").write_text(PAYLOAD, encoding="utf-8")
+    write(cwd, {"evil.yaml": "defaults: [train, _self_]\nhydra: {searchpath: ['pkg://stranger']}\n"})
+    assert "hydra.searchpath" in refused(cwd, "-cd", "conf", "-cn", "evil", *GENERATED)
 
 
-def test_sweeps_interpolations_and_environment_variables_of_the_folder_are_read(here, monkeypatch):
+def test_sweeps_interpolations_and_environment_variables_of_the_folder_are_read(cwd, monkeypatch):
     """A variant may be named hydra, and keys of Hydra may be typed."""
     monkeypatch.setenv("MY_RATE", "0.125")
     params = f"{GLOBAL}hydra: {{mode: MULTIRUN, sweeper: {{params: {{seed: '0,1'}}}}}}\n"
-    write(here, {"sweep/mine.yaml": params, "variant/hydra.yaml": "defaults: [mhsa]\nname: hydra\n"})
-    write(here, {"recipe/mine.yaml": f"{GLOBAL}optim: {{lr: '${{oc.env:MY_RATE}}'}}\nseed: '${{model.heads}}'\n"})
+    write(cwd, {"sweep/mine.yaml": params, "variant/hydra.yaml": "defaults: [mhsa]\nname: hydra\n"})
+    write(cwd, {"recipe/mine.yaml": f"{GLOBAL}optim: {{lr: '${{oc.env:MY_RATE}}'}}\nseed: '${{model.heads}}'\n"})
     words = ("-cd", "conf", "sweep=mine", "recipe=mine", "variant=hydra")
-    ended = call("train.py", *words, "+hydra.job.env_set.MINE=1", "trust=[json]", "--cfg", "all", "--resolve")
-    assert ended.code == 0 and "seed: 0,1" in ended.out and "MINE: '1'" in ended.out, ended
-    assert "name: hydra" in ended.out and "lr: '0.125'" in ended.out and "- json" in ended.out
+    outcome = call("train.py", *words, "+hydra.job.env_set.MINE=1", "trust=[json]", "--cfg", "all", "--resolve")
+    assert outcome.code == 0 and "seed: 0,1" in outcome.out and "MINE: '1'" in outcome.out, outcome
+    assert "name: hydra" in outcome.out and "lr: '0.125'" in outcome.out and "- json" in outcome.out
 
 
-def test_a_folder_named_like_our_packages_does_not_extend_them(here):
+def test_a_folder_named_like_our_packages_does_not_extend_them(cwd):
     for package in ("harness", "harness/plan"):
-        (here / package).mkdir(exist_ok=True)
-        (here / package / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
+        (cwd / package).mkdir(exist_ok=True)
+        (cwd / package / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
         node = {"_target_": f"{package.replace('/', '.')}.evil.Evil", "_partial_": True}
-        write(here, {"sublayer/evil.yaml": yaml.safe_dump(node)})
-        message = refused(here, "-cd", "conf", *GENERATED, "sublayer@variant.feed_forward=evil")
+        write(cwd, {"sublayer/evil.yaml": yaml.safe_dump(node)})
+        message = refused(cwd, "-cd", "conf", *GENERATED, "sublayer@variant.feed_forward=evil")
         assert "cannot be imported" in message or "allowed are classes of" in message
 
 
-def test_the_current_folder_is_searched_for_modules_only_with_trust(here, monkeypatch):
+def test_the_current_folder_is_searched_for_modules_only_with_trust(cwd, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert "model.heads=3" in refused(here, *GENERATED, "model.heads=3") and str(here) not in sys.path
-    assert "PYTHONPATH" in refused(here, *GENERATED, "trust=[nowhere]") and str(here) in sys.path
+    assert "model.heads=3" in refused(cwd, *GENERATED, "model.heads=3") and str(cwd) not in sys.path
+    assert "PYTHONPATH" in refused(cwd, *GENERATED, "trust=[nowhere]") and str(cwd) in sys.path
 
 
-def test_an_error_message_is_cut_to_a_maximal_length(here):
-    write(here, {"sublayer/evil.yaml": yaml.safe_dump({"_target_": "stranger." + "a" * 9_000, "_partial_": True})})
-    message = refused(here, "-cd", "conf", *GENERATED, "sublayer@variant.feed_forward=evil")
+def test_an_error_message_is_cut_to_a_maximal_length(cwd):
+    write(cwd, {"sublayer/evil.yaml": yaml.safe_dump({"_target_": "stranger." + "a" * 9_000, "_partial_": True})})
+    message = refused(cwd, "-cd", "conf", *GENERATED, "sublayer@variant.feed_forward=evil")
     assert len(message) < 4200 and "variant.feed_forward._target_=stranger" in message and "trust=[..]" in message
 
 
@@ -127,12 +127,12 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(folder), *words], env=environment, check=True, capture_output=True)
 
 
-def test_git_is_not_asked_about_a_repository_that_surrounds_ours(here, monkeypatch):
-    (here / "vendored").mkdir()
-    git(here, "init", "-q")
-    git(here, "-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-m", "x")
-    git(here, "config", "core.fsmonitor", f"touch {here / 'PWNED'}; false")
-    monkeypatch.setattr(source, "ROOT", here / "vendored")
-    assert source.commit() is None and not (here / "PWNED").exists()
-    monkeypatch.setattr(source, "ROOT", here)
-    assert source.commit().endswith("-dirty") and not (here / "PWNED").exists()
+def test_git_is_not_asked_about_a_repository_that_surrounds_ours(cwd, monkeypatch):
+    (cwd / "vendored").mkdir()
+    git(cwd, "init", "-q")
+    git(cwd, "-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-m", "x")
+    git(cwd, "config", "core.fsmonitor", f"touch {cwd / 'PWNED'}; false")
+    monkeypatch.setattr(source, "ROOT", cwd / "vendored")
+    assert source.commit() is None and not (cwd / "PWNED").exists()
+    monkeypatch.setattr(source, "ROOT", cwd)
+    assert source.commit().endswith("-dirty") and not (cwd / "PWNED").exists()

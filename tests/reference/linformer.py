@@ -91,10 +91,8 @@ def linformer(
             outputs = []
             for h in range(heads):
                 rows = slice(h * width, (h + 1) * width)
-                query, terms = (
-                    weights["query"][rows] @ stream[query_index],
-                    {"query_at": query_index, "slope": float(slopes[h])},
-                )
+                query = weights["query"][rows] @ stream[query_index]
+                terms = {"query_at": query_index, "slope": float(slopes[h])}
                 terms |= {"position": position, "table": weights.get("table")}
                 shares, values = [], []
                 for distance in range(min(window, query_index - shift + 1)):
