@@ -17,7 +17,7 @@ from tests.small_runs import whole_run
 
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 TEXT = b"One byte of each stream at a time, and the decoder does as the encoder did. " * 30
-LAST = r"(\d+\.\d{4}) bits per byte by the file, (\d+\.\d{4}) by the score under the same cut: ([+-]\d+\.\d\d) %\n$"
+LAST = r"(\d+\.\d{4}) bits per byte by the file, (\d+\.\d{4}) by the score of the same streams: ([+-]\d+\.\d\d) %\n$"
 """The last line that ``bench.compress`` prints."""
 
 
@@ -121,8 +121,8 @@ def code(text_code, tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("runtime.threads=2",), r"these differ: threads \(then 1, now 2\);"),
-        (("runtime.precision=bfloat16",), r"these differ: precision \(then float32, now bfloat16\)"),
+        (("runtime.threads=2",), r"differ from the encoder's: threads \(then 1, now 2\);"),
+        (("runtime.precision=bfloat16",), r"differ from the encoder's: precision \(then float32, now bfloat16\)"),
         (("runtime.backend=plain",), r"backend \(then .*, now plain\)"),
         (("runtime.deterministic=false",), r"runtime\.deterministic=false: allowed is true"),
     ],
@@ -132,7 +132,7 @@ def test_decoding_with_other_settings_is_refused(run, code, words, message):
 
 
 def test_decoding_with_other_weights_is_refused(run, byte_run, code, tmp_path):
-    assert_refused(r"these differ: weights \(", byte_run, code)
+    assert_refused(r"differ from the encoder's: weights \(", byte_run, code)
     copied = tmp_path / "copied"
     copied.mkdir()
     for path in (p for p in run.rglob("*") if p.is_file()):
@@ -143,17 +143,17 @@ def test_decoding_with_other_weights_is_refused(run, byte_run, code, tmp_path):
     best = checkpoint.load_best(copied)
     best["model"]["head.weight"][0, 0] += 1e-6
     checkpoint.save_best(copied, best)
-    assert_refused(r"these differ: weights \(", copied, code)
+    assert_refused(r"differ from the encoder's: weights \(", copied, code)
     (copied / "config.yaml").write_text((run / "config.yaml").read_text().replace("span: 16", "span: 15"))
     checkpoint.save_best(copied, checkpoint.load_best(run))
-    assert_refused(r"these differ: weights \(", copied, code)
+    assert_refused(r"differ from the encoder's: weights \(", copied, code)
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_each_differing_condition_is_refused_by_its_name(run, code, name):
     header, payload = unpack(code.read_bytes(), key="file")
     code.write_bytes(pack(header | {name: "another"}, payload))
-    assert_refused(rf"these differ: {name} \(then another, now ", run, code)
+    assert_refused(rf"differ from the encoder's: {name} \(then another, now ", run, code)
 
 
 def test_a_damaged_code_is_refused(run, code):
