@@ -51,7 +51,7 @@ def with_loss(loss, **members) -> type:
 
 def clamped(low: float | None, high: float) -> dict:
     """Members that add a parameter, clamped between two bounds."""
-    return {"also": parameter(0.5), "project_": lambda self: self.extra.data.clamp_(low, high)}
+    return {"init": parameter(0.5), "project_": lambda self: self.extra.data.clamp_(low, high)}
 
 
 def share_scale(self):
