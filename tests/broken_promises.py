@@ -119,7 +119,7 @@ needing = {"needed_flops": lambda self, segment, *, carried: NeededFlops(0.0, 0.
 one_number = {"needed_flops": lambda self, segment, *, carried: 3 * self.ideal_flops()}
 negative = with_loss(lambda self: -self.gate.weight.square().mean() if self.training else None)
 excused = {"limits": frozenset({"likelihood"}), **clamped(0, 1)}
-half_of_its_loss = costing(lambda self: self.own * self.own.detach() if self.training else None, **excused)
+half_of_its_loss = with_loss(lambda self: self.extra * self.extra.detach() if self.training else None, **excused)
 # fmt: off
 BROKEN = {
     "Peeks": (with_input(lambda self, x: x.roll(-1, dims=1)), {*FUTURES, p.REACH, p.SEGMENTS}, ""),
@@ -160,7 +160,7 @@ BROKEN = {
     # Only the auxiliary loss depends on the parameter.
     "Regularised": (with_loss(lambda self: 0.1 * self.extra if self.training else None, **clamped(0, 1)), {p.GRADIENT}, ""),
     # half of the loss's derivative is detached, and the limit ``likelihood`` does not excuse that
-    "HalfOfItsLoss": (half_of_its_loss, {p.DERIVATIVE}, r"train: along a direction of layers\.0\.part0\.sublayer\.own the"),
+    "HalfOfItsLoss": (half_of_its_loss, {p.DERIVATIVE}, r"train: along a direction of layers\.0\.part0\.sublayer\.extra the"),
     "CutOff": (with_output(lambda self, y, x: self.gate(x).sigmoid().detach() * self.value(x)), {p.GRADIENT, p.DERIVATIVE}, ""),
     "Shares": (with_output(lambda self, y, x: y * self.extra, init=share_scale), {p.NO_SHARING}, ""),
     "SharesBuffer": (toy(init=lambda self: self.register_buffer("extra", TABLE)), {p.NO_SHARING}, ""),
