@@ -1,5 +1,6 @@
 """Failures of a run: each has a message without a trace, an exit code, and a status in ``summary.json``
-(``docs/exit_codes.md``). A ValueError is a mistake of the user; any other error is a bug."""
+(``docs/exit_codes.md``). Errors of memory and storage become failures, any other ValueError is a mistake of the user,
+and other errors are bugs."""
 
 import errno
 import sys

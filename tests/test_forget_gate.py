@@ -31,7 +31,7 @@ def test_open_gates_give_plain_attention(backend):
 
 @BACKENDS
 def test_at_position_a_million_it_equals_the_reference_over_its_reach(backend):
-    """Carried biases count from the last byte, so a state after 700 bytes equals that after the last 256, its reach.
+    """The state has key biases relative to its last byte, so after 700 bytes it equals the state after the last 256.
 
     The reference therefore needs only the 256 bytes before position 10^6.
     """

@@ -32,7 +32,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def assert_plain(backend: str, case: Case) -> None:
-    """Assert equality with the plain backend. Heads of unequal windows are also called with packed keys."""
+    """Assert equality with the plain backend, with a past and unequal windows also for ``packed`` keys: the visible
+    keys of all heads, one head after another. The CPU's kernel takes none."""
     inputs, attend = case.inputs(), ATTEND[backend]
     named = {name: x for name, x in inputs.items() if x.requires_grad}
     expected = outcome(case.call(window.attend, inputs), named)
@@ -97,15 +98,14 @@ def test_keys_beyond_the_ramp_change_nothing_and_keys_beyond_the_window_are_not_
 
 @BACKENDS
 def test_a_sink_of_minus_infinity_has_no_effect_and_a_huge_one_takes_all_weight(backend):
-    case = Case(T=9, past=4, shift=1, max_keys=(6, 3), persistent=2, sink=True)
-    for start, persistent in ((0, 2), (4, 0)):
-        case = replace(case, past=start, persistent=persistent)
+    for past, persistent in ((0, 2), (4, 0)):
+        case = Case(T=9, past=past, shift=1, max_keys=(6, 3), persistent=persistent, sink=True)
         inputs = case.inputs()
         infinite_sink = {"sink": torch.full((2,), -torch.inf, dtype=DOUBLE)}
         without = {n: x for n, x in inputs.items() if n != "sink"}
         y = case.call(ATTEND[backend], inputs | infinite_sink)
         assert torch.equal(y, case.call(ATTEND[backend], without))
-        leaves = [*without.values(), sink := (-infinite_sink["sink"]).neg().requires_grad_()]
+        leaves = [*without.values(), sink := infinite_sink["sink"].clone().requires_grad_()]
         *actual, dsink = gradients(case.call(ATTEND[backend], inputs | {"sink": sink}), leaves)
         expected = gradients(case.call(ATTEND[backend], without), [*without.values()])
         assert all(map(torch.equal, actual, expected)) and not dsink.any()
@@ -144,7 +144,7 @@ def test_windows_and_ramps_may_end_at_any_position_of_a_chunk(soft):
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("rows, span, ramp", [(264, 263, 4), (272, 263, 4), (1024, 519, 32)])
 def test_a_ramp_that_begins_at_the_end_of_a_chunk_has_a_gradient(rows, span, ramp):
-    """At an integer z the column x = z has weight 1 and lies on the ramp."""
+    """At an integer z the key at distance z has weight 1, where the ramp begins: it contributes to z's gradient."""
     q, k, v = (normal(1, 1, rows, 4, seed=seed) for seed in range(3))
     z = torch.tensor([span], dtype=DOUBLE, requires_grad=True)
     visible = Window((span + ramp + 1,), z=z, ramp=ramp)
@@ -274,28 +274,32 @@ def test_the_fused_backend_names_why_it_cannot_run(monkeypatch):
 
 # Plain causal attention by torch's own operation
 
-NOT_TRIANGLES = [
+NOT_FULL_CAUSAL = [
     {"past": 3},
     {"shift": 1},
     {"max_keys": (40, 36)},
     {"z": (40.0, 40.0)},
     {"bias": "column"},
     {"vectors": True},
+    {"persistent": 2},
+    {"sink": True},
 ]
-TRIANGLE = Case(T=37, max_keys=(40, 37))
+FULL_CAUSAL = Case(T=37, max_keys=(40, 37))
 
 
 def test_the_shortcut_for_plain_causal_attention_is_exact_and_taken_for_nothing_else():
     for changes in ({}, {"T": 1}, {"width": 12}):
-        case = replace(TRIANGLE, **changes)
+        case = replace(FULL_CAUSAL, **changes)
         inputs = case.inputs()
         assert fused.is_full_causal(case.hard_window(), Inputs(**inputs))
         assert_same(fused.full_causal(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs)
-    for changes in (*NOT_TRIANGLES, {"persistent": 2}):
-        case = replace(TRIANGLE, **changes)
+    for changes in NOT_FULL_CAUSAL:
+        case = replace(FULL_CAUSAL, **changes)
         visible = case.hard_window()._replace(z=case.inputs().get("z"))
         assert not fused.is_full_causal(visible, Inputs(**case.inputs())), changes
-    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**TRIANGLE.inputs())), "a ramp makes the mask soft"
+    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**FULL_CAUSAL.inputs())), (
+        "a ramp makes the mask soft"
+    )
 
 
 # The registered torch operation
@@ -305,8 +309,9 @@ SOFT = Case(T=5, past=7, max_keys=(11, 6), z=(8.0, 1.5), ramp=3, persistent=3, d
 
 def test_the_operation_passes_torchs_opcheck():
     inputs, max_keys = SOFT.inputs(), list(SOFT.max_keys)
-    for limits in (None, torch.tensor(max_keys)):
-        arguments = ("fused", " ".join(inputs), list(inputs.values()), max_keys, limits, 0, SOFT.ramp, 0.0)
+    for max_keys_tensor in (None, torch.tensor(max_keys)):  # constants, or a tensor that may change in a graph
+        windows = (max_keys, max_keys_tensor, 0, SOFT.ramp)
+        arguments = ("fused", " ".join(inputs), list(inputs.values()), *windows, 0.0)
         torch.library.opcheck(torch.ops.windtunnel.attention_forward.default, arguments)
 
 

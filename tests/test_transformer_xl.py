@@ -11,8 +11,8 @@ from variants.transformer_xl import TransformerXL
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("position", ["none", "relative"])
-def test_without_some_parameters_it_equals_attention_without_or_with_relative_positions(position):
-    """Without W_R and u there are no positions. Without u and v the relative position vectors are W_R r."""
+def test_with_zeroed_parameters_it_equals_attention_of_a_simpler_position_scheme(position):
+    """W_R (``project``) = u (``to_keys``) = 0: no positions. u = v (``to_distances``) = 0: relative vectors W_R r."""
     case = Case(length=9, past=7, span=6, heads=1, cache="hidden", position=position)
     plain, attention = case.build(), case.build(TransformerXL, noise=1.0)
     with torch.no_grad():

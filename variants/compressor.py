@@ -1,4 +1,5 @@
-"""Compressor of r keys and values of a block to one, by weights of positions or by content (``linformer.py``).
+"""Compressor of a block's r keys to one key and of its r values to one value, for ``linformer.py`` and ``nsa.py``.
+The weights depend on the place in the block, on content, or on both.
 
     mean      sum_i k_i / r
     linear    sum_i E_i k_i, sum_i F_i v_i                                    learned weights: 2006.04768, section 4
@@ -37,10 +38,11 @@ class Compressor(nn.Module):
         if kind == "linear":  # [2 or 1, H or 1, r]: 2 for keys and values
             sizes = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1), "layers": (1, 1)}[share]
             scope = "network" if share == "layers" else "layer"
+            # E and F
             self.places = context.shared(Compressor, ratio, lambda: equal_weights(*sizes), share=scope)
         if kind == "softmax":
-            self.content = nn.Parameter(torch.zeros(heads, d_head))
-            self.places = nn.Parameter(torch.zeros(heads, ratio))
+            self.content = nn.Parameter(torch.zeros(heads, d_head))  # c
+            self.places = nn.Parameter(torch.zeros(heads, ratio))  # b
 
     def forward(self, rows: Tensor) -> Tensor:
         """Compress concatenated keys and values, ``[B, M, r, 2 H K]`` to ``[B, M, 2 H K]``."""

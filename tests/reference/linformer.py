@@ -3,18 +3,19 @@
     s_j = sum_i E_i k_{jr+i},  u_j = sum_i F_i v_{jr+i},  i = 0 .. r-1       equation 7, for each block
     E_i = F_i = softmax_i(c . k_{jr+i} / sqrt(K) + b_i)                      pooling by content
 
-The query at index t, whose nearest visible key has the distance x = 0 and the index t - shift, sees
+The query at position t, whose nearest visible key has the distance x = 0 and the position t - shift, sees
 
 - the window: the keys x = 0 .. w - 1;
 - summaries: of complete blocks j, (j + 1) r <= t, whose first byte has a distance w <= x < S. A summary has the
-  distance and the position of the last byte of its block. With ``top_k`` a query reads only the k with the largest
-  index I_tj = a_t . C mean_i k_{jr+i} / sqrt(I). For the index, x and k are constants. It has a loss (2512.02556, 2.1):
-  the mean over bytes of KL(p_t || softmax_j I_tj), where p_t is the mean over heads of softmax_j of the scores of j.
-  p_t is a constant.
+  distance and the position of the last byte of its block. With ``top_k`` a query reads only the ``top_k`` summaries of
+  largest index score c_tj = a_t . C mean_i k_{jr+i} / sqrt(I), where a_t is ``index_query`` times the input and C is
+  ``index_key``. The input and the keys are detached in it, and only this loss trains it (2512.02556, 2.1): the mean
+  over bytes of KL(p_t || softmax_j c_tj). There p_t, detached, is the mean over heads of softmax_j of attention scores.
 
-One softmax runs over all of them. Past keys and values have no gradient. With ``cache: hidden`` they are computed again
-from constant inputs, so that the projections have one. Existing summaries are constants with either cache. A block is
-summarised as soon as all later blocks that fit into the window are complete, which is before its summary is visible.
+One softmax runs over window keys and summaries. With ``cache: kv`` past keys and values are constants. With
+``cache: hidden`` only past inputs are constants: their keys and values are projected again, which gives the projections
+a gradient. Existing summaries are constants with either cache. A block is summarised ``lag`` blocks after its end, at
+the latest when its summary becomes visible.
 """
 
 import math
@@ -44,8 +45,8 @@ def linformer(
     """Outputs ``[B, T, D]`` and the loss for ``x [B, T, D]``. The streams begin with ``past [B, P, D]``.
 
     Args:
-        weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]``;
-            of ``softmax``, ``content [H, K]`` and ``places [H, r]``; with ``top_k``, ``index_query [I, D]`` and
+        weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]`` (E, F);
+            of ``softmax``, ``content [H, K]`` (c) and ``places [H, r]`` (b); with ``top_k``, ``index_query [I, D]`` and
             ``index_key [I, H K]``; with relative positions, ``table [S, K]``.
         position: as ``score`` has it.
     """

@@ -95,7 +95,7 @@ def is_full_causal(window: Window, inputs: Inputs) -> bool:
     """Whether each query sees all keys up to its own, and nothing but products is added to the scores."""
     rows, keys = inputs.q.shape[2], inputs.k.shape[2]
     hard = window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
-    added = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink)
+    added = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink, inputs.key_bias)
     return hard and inputs.lengths is None and keys == rows and all(x is None for x in added)
 
 
