@@ -274,16 +274,8 @@ def test_the_fused_backend_names_why_it_cannot_run(monkeypatch):
 
 # Plain causal attention by torch's own operation
 
-NOT_FULL_CAUSAL = [
-    {"past": 3},
-    {"shift": 1},
-    {"max_keys": (40, 36)},
-    {"z": (40.0, 40.0)},
-    {"bias": "column"},
-    {"vectors": True},
-    {"persistent": 2},
-    {"sink": True},
-]
+NOT_FULL_CAUSAL = [{"past": 3}, {"shift": 1}, {"max_keys": (40, 36)}, {"z": (40.0, 40.0)}, {"bias": "column"}]
+NOT_FULL_CAUSAL += [{"vectors": True}, {"persistent": 2}, {"sink": True}]
 FULL_CAUSAL = Case(T=37, max_keys=(40, 37))
 
 

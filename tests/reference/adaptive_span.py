@@ -9,8 +9,7 @@ input of the query. Where we depart: the nearest visible key has the distance x 
 already gives all S keys weight 1. The gradient at both ends of the ramp is that of ``torch.clamp``, 1/R with respect
 to z.
 
-The loss of one layer is lambda mean_h z_h = lambda S mean_h f_h, because M is the number of heads in one layer.
-"""
+The loss of one layer is lambda mean_h z_h = lambda S mean_h f_h, because M is the number of heads in one layer."""
 
 import torch
 from torch import Tensor
@@ -54,8 +53,7 @@ def span_loss(fractions: Tensor, *, span: int, weight: float) -> Tensor:
     Args:
         fractions: ``[H]``, or ``[B, T, H]`` for dynamic spans, whose loss is averaged over bytes.
         span: S; z = S f.
-        weight: lambda, nats per byte and position.
-    """
+        weight: lambda, nats per byte and position."""
     heads = fractions.shape[-1]
     rows = fractions.reshape(-1, heads)
     return sum(weight / heads * span * rows[row, h] for row in range(len(rows)) for h in range(heads)) / len(rows)

@@ -5,8 +5,7 @@ Head h has N learned keys M_k and N learned values M_v of width K, the same for 
     M_k = sqrt(K) key parameter        M_v = sqrt(N) value parameter
 
 so that parameters with variances 1/K and 1/N give vectors of variance 1. Their scores have no position term and no soft
-mask. No feed-forward sublayer follows.
-"""
+mask. No feed-forward sublayer follows."""
 
 import math
 

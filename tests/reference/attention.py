@@ -15,8 +15,7 @@ multiplies o_h elementwise by sigmoid(W_g x_t) (2505.06708). A sink s_h adds exp
 
 Without mask and persistent vectors this is 1706.03762, sections 3.2.1 and 3.2.2. The mask m is that of 1905.07799,
 section 2 (adaptive_span.py), the persistent vectors are those of 1907.01470 (all_attention.py). A query that sees no
-key has o_h = 0.
-"""
+key has o_h = 0."""
 
 import math
 from collections.abc import Callable
@@ -99,8 +98,7 @@ def attention(
         past: ``[B, L, D]``, inputs of the same streams just before ``x``.
         past_is_constant: whether keys and values of the past are detached, so that ``wk`` and ``wv`` get no gradient.
         visible: visible keys, in place of the nearest ``span``. Index 0 is the first byte of ``past``.
-        start: stream position of ``x[:, 0]``.
-    """
+        start: stream position of ``x[:, 0]``."""
     width = wq.shape[0] // heads
     slopes = alibi_slopes(heads)
     stream = x if past is None else torch.cat([past, x], dim=1)

@@ -4,8 +4,7 @@
     lambda = exp(l_0 . l_1) - exp(l_2 . l_3) + s
 
 Pair p has the queries and keys of heads 2 p and 2 p + 1. Their weights a_1 and a_2 are separate softmaxes, and v is the
-concatenation of their values.
-"""
+concatenation of their values."""
 
 import torch
 from torch import Tensor
@@ -38,8 +37,7 @@ def differential(
         factors: l_0 .. l_3, ``[K]`` each.
         gain: c, ``[2 K]``.
         initial: s.
-        others: as ``attention`` has them.
-    """
+        others: as ``attention`` has them."""
     stream, before, width = torch.cat([past, x], dim=1), past.shape[1], len(wq) // heads
     share = torch.exp(factors[0] @ factors[1]) - torch.exp(factors[2] @ factors[3]) + initial
     slopes = alibi_slopes(heads)

@@ -6,8 +6,7 @@
     swiglu    g sigmoid(g) a                  2002.05202, section 2; V x + b is [g; a], twice as many numbers
     softmax   exp(a) / sum of exp(a)          1907.01470
 
-With softmax over the inner units and no biases it is attention over as many persistent vectors as there are units.
-"""
+With softmax over the inner units and no biases it is attention over as many persistent vectors as there are units."""
 
 import math
 
@@ -43,8 +42,7 @@ def feed_forward(
 ) -> Tensor:
     """FFN of every position of ``x [B, T, D]``.
 
-    ``up [F, D]`` (``[2 F, D]`` for swiglu) is V, ``down [D, F]`` is U, ``up_bias`` is b and ``down_bias`` is c.
-    """
+    ``up [F, D]`` (``[2 F, D]`` for swiglu) is V, ``down [D, F]`` is U, ``up_bias`` is b and ``down_bias`` is c."""
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):

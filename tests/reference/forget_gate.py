@@ -7,8 +7,7 @@ from torch import Tensor
 def forget_biases(stream: Tensor, *, weight: Tensor, bias: Tensor, constant: int = 0) -> Tensor:
     """b ``[B, H, L]`` of inputs ``stream [B, L, D]``, for ``weight [H, D]`` and ``bias [H]``.
 
-    The gates of the first ``constant`` bytes are detached.
-    """
+    The gates of the first ``constant`` bytes are detached."""
     b = []
     for x in stream:
         totals = [torch.zeros_like(bias)]

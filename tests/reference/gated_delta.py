@@ -4,8 +4,7 @@
     o' = sqrt(K) c o / sqrt(|o|^2 + 1e-6) sigmoid(W_g x_t),    b_t = sigmoid(w_b . x_t),    a_t = sigmoid(W_a x_t + b_a)
 
 q, k and v are silu of a causal filter over the inputs W x of each channel. q and k are divided by sqrt(|q|^2 + 1e-6)
-and sqrt(|k|^2 + 1e-6). A query that does not attend to itself reads S of the byte before.
-"""
+and sqrt(|k|^2 + 1e-6). A query that does not attend to itself reads S of the byte before."""
 
 import torch
 from torch import Tensor
@@ -36,8 +35,7 @@ def gated_delta(
         filters: ``[W, 3 H K]`` for queries, keys and values, the last row for the byte itself.
         gain: ``[K]``.
         past: ``[B, L, D]``, inputs of the same streams just before ``x``, after which S is detached.
-        others: as ``attention`` has them.
-    """
+        others: as ``attention`` has them."""
     stream, before, width = torch.cat([past, x], dim=1), past.shape[1], len(wq) // heads
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):

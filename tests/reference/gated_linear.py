@@ -3,8 +3,7 @@
     y_t = W_o [o_1; ...; o_H],    o_h = sum_j w_j v_j / sum_j w_j,    w_j = phi(q_t) . phi(k_j) a_{j+1} .. a_t,
     a_i = sigmoid(w_h . x_i + b_h)
 
-over the keys j <= t, or j < t if a query does not attend to itself. Then the decay a_t cancels. phi is elu + 1.
-"""
+over the keys j <= t, or j < t if a query does not attend to itself. Then the decay a_t cancels. phi is elu + 1."""
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ def gated_linear(
     Args:
         wa, ba: ``[H, D]`` and ``[H]``, of decays.
         past: ``[B, L, D]``, inputs of the same streams just before ``x``, whose keys, values and decays are constants.
-        others: as ``attention`` has them.
-    """
+        others: as ``attention`` has them."""
     stream, before, width = torch.cat([past, x], dim=1), past.shape[1], len(wq) // heads
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):

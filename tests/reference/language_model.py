@@ -1,8 +1,7 @@
 """A language model: embedding, residual sublayers with a norm before or after each, and logits.
 
 pre     x <- x + f(LayerNorm(x)), and a LayerNorm after the last sublayer
-post    x <- LayerNorm(x + f(x)), 1706.03762, section 5.4, without dropout
-"""
+post    x <- LayerNorm(x + f(x)), 1706.03762, section 5.4, without dropout"""
 
 from collections.abc import Callable
 
@@ -49,8 +48,7 @@ def language_model(
         output: ``[V, D]``, or None for the embedding.
         output_bias: ``[V]``.
         sinusoidal: add sinusoids to the embedded bytes.
-        start: stream position of ``inputs[:, 0]``.
-    """
+        start: stream position of ``inputs[:, 0]``."""
     if placement not in ("pre", "post"):
         raise ValueError(f"placement must be pre or post, not {placement!r}")
     x = torch.stack([torch.stack([embedding[byte] for byte in stream]) for stream in inputs.tolist()])

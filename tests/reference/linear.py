@@ -4,8 +4,7 @@
 
 over the keys j that query t sees. x_j is the distance from the nearest of them, and the slope is ALiBi's (2108.12409,
 section 3) or 0. phi is elu(x) + 1, elementwise. A query that sees no key, or whose weights are all 0, has o_h = 0. The
-loops compute every pair of query and key, without carried sums.
-"""
+loops compute every pair of query and key, without carried sums."""
 
 from collections.abc import Callable
 
@@ -35,8 +34,7 @@ def linear_attention(x: Tensor, *, product: Product, position: str, heads: int, 
         product: of the features of a query and a key.
         position: "none" or "alibi".
         past: ``[B, L, D]``, inputs of the same streams just before ``x``, whose keys and values are constants.
-        others: as ``attention`` has them.
-    """
+        others: as ``attention`` has them."""
     slopes = alibi_slopes(heads) if position == "alibi" else torch.zeros(heads, dtype=torch.float64)
 
     def weigh(head: int, query: Tensor, key: Tensor, distance: int) -> Tensor:

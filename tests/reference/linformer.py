@@ -15,8 +15,7 @@ The query at position t, whose nearest visible key has the distance x = 0 and th
 One softmax runs over window keys and summaries. With ``cache: kv`` past keys and values are constants. With
 ``cache: hidden`` only past inputs are constants: their keys and values are projected again, which gives the projections
 a gradient. Existing summaries are constants with either cache. A block is summarised ``lag`` blocks after its end, at
-the latest when its summary becomes visible.
-"""
+the latest when its summary becomes visible."""
 
 import math
 
@@ -48,8 +47,7 @@ def linformer(
         weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]`` (E, F);
             of ``softmax``, ``content [H, K]`` (c) and ``places [H, r]`` (b); with ``top_k``, ``index_query [I, D]`` and
             ``index_key [I, H K]``; with relative positions, ``table [S, K]``.
-        position: as ``score`` has it.
-    """
+        position: as ``score`` has it."""
     before, shift, width = past.shape[1], 0 if attend_self else 1, weights["query"].shape[0] // heads
     lag = max(0, window + shift - ratio) // ratio
     fixed = {name: w.detach() for name, w in weights.items()}

@@ -3,8 +3,7 @@
     o_t = sum_j exp(s_tj) W_v x_j / sum_j exp(s_tj),   j from M floor(t / M) up to t, or up to t - 1
 
 for each head, then y_t = W_o [o_1; ...; o_H]. The last j is t - 1 if a query does not attend to itself. t counts from
-the start of the stream. A query that sees no key has o = 0.
-"""
+the start of the stream. A query that sees no key has o = 0."""
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ def local_attention(x: Tensor, *, past: list[Tensor], block: int, attend_self: b
     Args:
         past: for each stream all inputs before ``x``, ``[L_b, D]``.
         block: M.
-        others: as ``attention`` has them.
-    """
+        others: as ``attention`` has them."""
 
     def visible(head: int, query_index: int) -> list[tuple[int, int]]:
         nearest = query_index if attend_self else query_index - 1

@@ -20,8 +20,7 @@ def longformer_attention(
     Args:
         windows, dilations: w and n of each head.
         past: ``[B, L, D]``, all inputs of the same streams before ``x``.
-        others: as ``attention`` has them.
-    """
+        others: as ``attention`` has them."""
 
     def visible(head: int, query_index: int) -> list[tuple[int, int]]:
         nearest = query_index if attend_self else query_index - 1

@@ -12,8 +12,7 @@ its keys. The branches c are attention over
 
     y_t = W_o concat_h sum_c sigmoid(W_c,h x_t + b_c,h) o_c,h
 
-Past keys and values are constants, but the parameters of summaries get a gradient.
-"""
+Past keys and values are constants, but the parameters of summaries get a gradient."""
 
 import math
 
@@ -43,8 +42,7 @@ def native_sparse(
     Args:
         weights: ``query [H K, D]``, ``key``, ``value`` ``[G K, D]`` of the window, ``far [2 G K, D]`` of blocks,
             ``output [D, H K]``, ``content [G, K]`` and ``places [G, l]`` of summaries, ``gates [3 H, D]`` and
-            ``gate_bias [3 H]``.
-    """
+            ``gate_bias [3 H]``."""
     before, shift, width = past.shape[1], 0 if attend_self else 1, weights["query"].shape[0] // heads
     group, y = heads // kv_heads, torch.zeros_like(x)
     far = dict(zip(("far_key", "far_value"), weights["far"].chunk(2), strict=True)) | weights

@@ -5,8 +5,7 @@
     every other layer     z_t <- z_t + attend(norm(z_t), norm(z_r) for the latents r <= t of the block)
     after each of them    z_t <- z_t + U max(0, V norm(z_t) + b) + c
 
-The paper has one block, the last M of N positions.
-"""
+The paper has one block, the last M of N positions."""
 
 from dataclasses import dataclass
 
@@ -39,8 +38,7 @@ def perceiver_ar(x: Tensor, *, layers: list[Layer], latents: int, span: int, hea
 
     Args:
         latents: M.
-        span: S, the number of inputs that the first layer sees.
-    """
+        span: S, the number of inputs that the first layer sees."""
     common, no_past = {"heads": heads, "position": "rotary", "attend_self": True}, [row[:0] for row in x]
     for depth, layer in enumerate(layers):
         normed = rms_norm(x, gain=layer.first_gain)

@@ -2,8 +2,7 @@
 
     phi(x)_i = exp(w_i . x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),    i = 1 .. m
 
-Attention is that of ``linear.py`` with these features. The rows w_i are arguments.
-"""
+Attention is that of ``linear.py`` with these features. The rows w_i are arguments."""
 
 import torch
 from torch import Tensor

@@ -7,8 +7,7 @@
     sinusoidal  added to the input, so the score is "none"   1706.03762, section 3.5
 
 t and r are the stream positions of query and key. x is the distance of a visible key from the nearest visible key,
-which is at the query's own position if it attends to itself, else at the position before.
-"""
+which is at the query's own position if it attends to itself, else at the position before."""
 
 import math
 
@@ -22,8 +21,7 @@ def rotary(x: Tensor, *, position: int) -> Tensor:
     """R_position x: a vector ``[..., K]`` (K even) rotated by its absolute ``position``.
 
     Coordinates i and i + K/2 are rotated by position * base^(-2i/K) radians. The angle is rounded to float64, so its
-    error at position 10^7 is about 1e-9.
-    """
+    error at position 10^7 is about 1e-9."""
     width = x.shape[-1]
     angles = [position * ROTARY_BASE ** (-2 * i / width) for i in range(width // 2)]
     cos = torch.tensor([math.cos(angle) for angle in angles], dtype=torch.float64)
@@ -45,8 +43,7 @@ def alibi_slopes(heads: int) -> Tensor:
     """Slopes ``[H]``: 2^(-8 (h + 1) / H) if H is a power of two.
 
     Otherwise let P be the largest power of two below H. The slopes are the P slopes of P heads, followed by the first,
-    third, fifth, ... slopes of 2 P heads.
-    """
+    third, fifth, ... slopes of 2 P heads."""
     power = 2 ** (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     between = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
@@ -71,8 +68,7 @@ def score(
         distance: x, the distance from the nearest visible key.
         query_at, key_at: stream positions, for rotary.
         slope: the slope of the head, for alibi.
-        table: ``[S, K]``, whose row x is p_x, for relative.
-    """
+        table: ``[S, K]``, whose row x is p_x, for relative."""
     root = math.sqrt(len(query))
     if position == "none":
         return query @ key / root

@@ -6,8 +6,7 @@
     m(x) = sum over heads and over I of w_i v_i      one value table for all heads
 
 The norm of the queries is the paper's BatchNorm over the H Dq features, with the statistics of all B T rows, or, as our
-default, LayerNorm over the query of each head, of width Dq, with a weight and a bias that all heads share.
-"""
+default, LayerNorm over the query of each head, of width Dq, with a weight and a bias that all heads share."""
 
 import torch
 from torch import Tensor
@@ -39,8 +38,7 @@ def queries(x: Tensor, *, weight: Tensor, bias: Tensor | None, norm: Norm | None
 def best_slots(query: Tensor, *, keys: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The ``top_k`` best slots of one head, int64 ``[k]``, best first, and their scores ``[k]``.
 
-    ``query [Dq]``, ``keys [2, C, Dq/2]``. Of slots with equal scores the lower one is first.
-    """
+    ``query [Dq]``, ``keys [2, C, Dq/2]``. Of slots with equal scores the lower one is first."""
     half = len(query) // 2
     half_keys = keys.shape[1]
     first = [keys[0, i] @ query[:half] for i in range(half_keys)]
@@ -69,8 +67,7 @@ def product_key_memory(
         keys: ``[H, 2, C, Dq/2]``, the two sets of half-keys of each head.
         values: ``[C C, D]``.
         top_k: number of slots that a head reads, 1 to C C.
-        activation: "softmax" over the slots read, or "relu" of their scores.
-    """
+        activation: "softmax" over the slots read, or "relu" of their scores."""
     heads = keys.shape[0]
     query = queries(x, weight=query_weight, bias=query_bias, norm=norm, heads=heads)
     y = torch.zeros_like(x)

@@ -7,8 +7,7 @@
 
 s_ij is the score of the position scheme. A query whose sets are all empty has o_i = v_i if it may attend to itself,
 else 0. Where we depart: in the paper P is a chunk of the sorted keys, which depends on later bytes, and the weight of
-a key is divided by the number of rounds that find it.
-"""
+a key is divided by the number of rounds that find it."""
 
 import torch
 from torch import Tensor
@@ -45,8 +44,7 @@ def reformer(
         span: S; keys are visible up to S - 1 bytes before the query with ``attend_self``, up to S bytes without.
         position: "none", "rotary" or "alibi".
         past: ``[B, L, D]``, inputs just before ``x``.
-        others: as ``attention`` has them.
-    """
+        others: as ``attention`` has them."""
     heads, rounds, width, _ = rotations.shape
     shift, slopes = 0 if attend_self else 1, alibi_slopes(heads)
 

@@ -1,8 +1,7 @@
 """A scorer in float64 numpy: bits per byte of trained weights over one stream, in one forward pass without segments.
 
 The model has pre-norm residual layers with RMSNorm, rotary positions, and windows that include the query. ``weights``
-are the arrays of a checkpoint by name. The names of a sublayer's weights determine its type.
-"""
+are the arrays of a checkpoint by name. The names of a sublayer's weights determine its type."""
 
 import numpy as np
 

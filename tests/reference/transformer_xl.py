@@ -5,8 +5,7 @@
 
 r_x ``[D]`` is the sinusoid of x, with alternating sines and cosines (1706.03762, section 3.5). Where we depart: x is
 the distance of a key from the nearest visible key (in the paper x = t - j, which is equal if a query attends to
-itself), and every query sees at most S keys.
-"""
+itself), and every query sees at most S keys."""
 
 import math
 
@@ -23,8 +22,7 @@ def transformer_xl(x: Tensor, *, wr: Tensor, u: Tensor, v: Tensor, **others) -> 
     Args:
         wr: ``[H K, D]``, head h owns rows h K to (h + 1) K.
         u, v: ``[H, K]``.
-        others: as ``attention`` has them.
-    """
+        others: as ``attention`` has them."""
     heads, width = u.shape
 
     def weigh(head: int, query: Tensor, key: Tensor, distance: int) -> Tensor:
