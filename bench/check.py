@@ -2,16 +2,17 @@
 
 A promise is one property that the contract demands, such as causality. Promises are checked on a small model of the
 variant, with the sizes of ``small`` in its YAML, in every combination of three choices: the position schemes on Hydra's
-search path, ``model.cache`` and ``model.attend_self``. Each combination compares a fast backend with the plain one.
-Every second combination is also checked with the plain backend; these cover every pair of choices. Then causality,
-reach and segment cuts are checked at the sizes that ``train.py`` would use with the same words.
+search path, ``model.cache`` and ``model.attend_self``. All promises are checked with the fast backend, if
+there is one; one of them is that it agrees with the plain one. Every second combination checks them with the plain
+backend as well; if no choice is typed, these cover every pair of choices. Then causality, reach and segment cuts are
+checked at the sizes that ``train.py`` would use with the same words.
 
 A choice that is typed does not vary: ``position=relative`` (or any key of ``position``), ``model.cache=hidden``,
 ``model.attend_self=false``, ``runtime.backend=plain``, or ``recipe=..``, which fixes the first three.
 
-Each combination prints a line, followed by a line for each broken promise; then the exit code is 1. A ValueError while
-the model is built means that the mechanism refuses the combination, which prints a line. If it refuses all of them, the
-exit code is 2.
+Each combination prints a line, and a line for each broken promise. If there is any, the exit code is 1. A ValueError
+while the model is built means that the mechanism refuses the combination, which prints a line. If it refuses all of
+them, the exit code is 2.
 
 With a ``runtime.device`` other than a CPU, one more line compares the device with plain PyTorch in float64 on a CPU:
 logits and gradients of a model with few layers, computed as ``train.py`` would. ``-m`` runs several settings, such as
@@ -38,7 +39,8 @@ from harness.compose.cli import MISTAKES, explain, run_command
 COMMAND_KEYS = ("agree",)
 LIMITATION = "Only a reference, as in tests/reference, shows whether a mechanism computes what its paper says."
 BROKEN: list[str] = []
-"""Names of variants that broke a promise. If there are any, the exit code is 1 after the last job of a sweep."""
+"""Names of variants that broke a promise, or whose device disagrees. If there are any, the exit code is 1 after the
+last job of a sweep."""
 
 
 class Combination(NamedTuple):
@@ -159,8 +161,8 @@ def _training_plan(*words: str):
 
 def device_agrees() -> bool:
     """Print and return whether the device agrees with plain PyTorch in float64 on a CPU. The allowed error is
-    ``select_backend.TOLERANCE``, or twice the error of plain PyTorch in the device's precision if that is larger. Lookups
-    in bfloat16 may read other slots of a table, so these numbers only have to be finite."""
+    ``select_backend.TOLERANCE``, or twice the error of plain PyTorch in the device's precision if that is larger.
+    Lookups in bfloat16 may read other slots of a table, so these numbers only have to be finite."""
     import torch
 
     from harness.device import runtime

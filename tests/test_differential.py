@@ -29,6 +29,8 @@ def test_needed_flops_are_the_executed_ones_less_the_scores_computed_twice():
     pairs, (past, x) = case.build(Differential).eval(), case.stream()
     state = pairs(past).state
     executed = count_flops(lambda: pairs(x, state)).total / B
-    assert executed - 4 * 2 * 5 * 2 == pairs.ideal_flops() == pairs.needed_flops(1, carried=4).forward
+    heads, keys, d_head = 4, 5, 2
+    assert executed - heads * keys * 2 * d_head == pairs.ideal_flops() == pairs.needed_flops(1, carried=4).forward
     omitted = 2 * pairs.ideal_flops() - pairs.needed_flops(1, carried=4).backward
-    assert omitted == 4 * 4 * 6 * 2, "4 past keys and both their values have no gradient, in each of 4 heads"
+    past_keys_and_values = (keys - 1) * heads * (d_head + 2 * d_head)  # a pair's values are twice as wide
+    assert omitted == 2 * past_keys_and_values, "they have no gradient"

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.loop.scoring import score_stream
+from harness.loop import summary as summary_module
+from harness.loop.scoring import NOT_CAUSAL, score_stream
 from harness.loop.trainer import Trainer
 from harness.loop.update import Update
 from harness.record import checkpoint
@@ -129,6 +130,12 @@ def test_a_budget_of_flops_is_charged_by_the_spans_at_each_step_not_by_the_rows_
 
 
 # Summary
+
+
+def test_windows_that_are_not_a_number_make_a_run_not_causal(monkeypatch):
+    score = summary_module.score_windows
+    monkeypatch.setattr(summary_module, "score_windows", lambda *a, **k: score(*a, **k)._replace(future_nats=math.nan))
+    assert whole_run("eval.windows=true", "budget.steps=2")[1]["check"] == NOT_CAUSAL
 
 
 @pytest.mark.parametrize("variant", ["adaptive_span", "product_key_memory"])

@@ -1,5 +1,7 @@
 """Summary of a run: the keys of its rows that describe provenance, costs and scores."""
 
+import numpy as np
+
 from harness.count.flops import forward_flops_per_byte
 from harness.count.ideal import excuses
 from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
@@ -25,8 +27,8 @@ def provenance(
     source: str,
     measuring: bool = False,
 ) -> dict:
-    """Return the keys of a row by which its numbers can be reproduced, and by which rows compare. ``measuring`` is for
-    rows of bench, whose source includes the code that measures."""
+    """Return the keys of a row that its reproduction needs, and that decide which rows may be compared. ``measuring``
+    is for rows of bench, whose source includes the code that measures."""
     row = {"format": FORMAT, "variant": plan.variant, "seed": plan.seed, "command": command, "config_hash": config_hash}
     row |= {"source": source, "tree": digest_of_tree(measuring=measuring), "commit": commit()}
     numerics = {"variant": None if plan.trust else plan.config["variant"].get("numerics"), "shared": NUMERICS}
@@ -78,7 +80,7 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
         with trainer.update.parameters.unsharded():
             windows = score_windows(trainer.model, split, runtime=trainer.runtime, future_seed=plan.seed)
         bits["windows_bits_per_byte"] = windows.bits_per_byte
-        future_nats = max(future_nats, windows.future_nats)
+        future_nats = float(np.maximum(future_nats, windows.future_nats))  # NaN if either is
     if answers := corpus.answer_masks(split):  # masks of the bytes that earlier ones determine
         bits["bits_per_copy"] = {label: score.bits_of(mask) for label, mask in answers.items()}
     if floor := corpus.floor_bits(split):

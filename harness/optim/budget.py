@@ -26,7 +26,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """An amount of one unit, or if none is set, ``default_bytes``, a key of the model. ValueError for two amounts."""
+    """An amount of one unit; without one, ``model.default_bytes`` of the configuration. ValueError for two amounts."""
 
     bytes: Annotated[int, Gt(0)] | None = None
     seconds: Annotated[float, Gt(0)] | None = None

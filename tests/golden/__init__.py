@@ -1,9 +1,8 @@
 """Golden numbers: what every shipped variant computes at a small size in float64, from ``<case>.json`` beside this file.
 
 Whatever moves a loss, a score or a count moves a number here: model, mechanism, kernels, optimizers, order of the data, scoring.
-Weights start as ``harness.hashing`` has them by a parameter's place in the order of registration, so that neither names nor
-torch's generators matter, and none is zero, so that all of them do.
-"""
+Initial weights are hashes (``harness.hashing``) of a parameter's index in the order of registration, so new names or torch
+generators move nothing. No weight is zero, so each affects the numbers."""
 
 import copy
 import json
@@ -33,7 +32,8 @@ from variants.kernels import native, window_cpu
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-9
 """Relative. A file whose case cannot reach it has its own and says why."""
-STEPS, GRID, FAR = 8, 16, 1e6
+STEPS = 8
+BOUND_STEPS, OUTSIDE_BOUNDS = 16, 1e6  # bounded parameters are multiples of 1/16 of their range
 RATES = {"adamw": 0.01, "muon": 0.003}
 BACKENDS = ("plain", "kernel")
 VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
@@ -54,7 +54,7 @@ SIZES = (
     "budget.steps=8",
     "seed=3",
 )
-# Segments that no block divides. Streams of five of them: in the sixth step they begin anew, elsewhere.
+# 23 is no multiple of a kernel's block. A stream has five segments, so in the sixth step streams restart elsewhere.
 SIZES += (
     "batch.streams=3",
     "batch.segment=23",
@@ -84,11 +84,11 @@ OWN = {
     "replayed_spans": (SPANS[0], "variant.attention.span.spans=[[5,9],[2,16]]"),
     "uniform_span": (SPANS[0], "variant.attention.span.spans=[[7,7],[7,7]]"),
 }
-"""Words of a variant beside what its file has under ``small``."""
+"""Words of a variant, in addition to ``small`` of its file."""
 
 
 def numerics(case: str) -> dict[str, int | None]:
-    """The numbers that say which values are meant: the variant's and that of the shared code."""
+    """Versions of the pinned values: ``numerics`` of the variant's file, and ``NUMERICS`` of the shared code."""
     return {"variant": variant_file(CASES[case][0]).get("numerics"), "shared": NUMERICS}
 
 
@@ -125,19 +125,22 @@ def _load(words: str) -> Corpus:
 
 @torch.no_grad()
 def fill_(model: LanguageModel, *, like: LanguageModel) -> None:
-    """Numbers of the hash, float64, for every parameter and for buffers that were drawn: those that differ in ``like``."""
+    """Fill all parameters, and the buffers drawn at random, with float64 numbers of the hash. A buffer was drawn if it
+    differs from that of ``like``, the same model with another seed."""
     model.double()
     drawn = [
         b for b, other in zip(model.buffers(), like.buffers(), strict=True) if not torch.equal(b.float(), other.float())
     ]
     for index, tensor in enumerate([*model.parameters(), *drawn]):
-        low, high = (_projected(model, tensor, at) for at in (-FAR, FAR))
+        low, high = (_projected(model, tensor, at) for at in (-OUTSIDE_BOUNDS, OUTSIDE_BOUNDS))
         bits = integer_hash(index, np.arange(tensor.numel()))
         unit = torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) / 2.0**53).view_as(tensor)
         sign = torch.from_numpy((bits & np.uint64(1)).astype(np.float64) * 2 - 1).view_as(tensor)
-        scale = 1.5 * (3 / tensor.shape[-1]) ** 0.5 if tensor.dim() > 1 else 1.0  # of a matrix' rows: about 1.5 in sum
-        inside = low + (high - low) * (1 + (unit * (GRID - 1)).floor()) / GRID  # spans of whole keys, where kinks are
-        tensor.copy_(torch.where((low > -FAR) & (high < FAR), inside, sign * (0.1 + 0.9 * unit) * scale))
+        scale = 1.5 * (3 / tensor.shape[-1]) ** 0.5 if tensor.dim() > 1 else 1.0  # a row's norm is about 1.5
+        # Spans are whole keys, where the soft mask has its kinks.
+        inside = low + (high - low) * (1 + (unit * (BOUND_STEPS - 1)).floor()) / BOUND_STEPS
+        bounded = (low > -OUTSIDE_BOUNDS) & (high < OUTSIDE_BOUNDS)
+        tensor.copy_(torch.where(bounded, inside, sign * (0.1 + 0.9 * unit) * scale))
     before = [parameter.clone() for parameter in model.parameters()]
     model.project_()
     assert all(map(torch.equal, before, model.parameters())) and all(p.all() for p in before)
@@ -152,7 +155,8 @@ def _projected(model: LanguageModel, tensor: Tensor, value: float) -> Tensor:
 
 @cache
 def _kernel() -> CDLL | str:
-    """The CPU's kernel with vectors of at most 32 bytes: it takes keys in whole vectors, and FLOPs of the others count."""
+    """The CPU's kernel with vectors of at most 32 bytes. It pads keys to whole vectors, and their FLOPs count, so that
+    wider vectors would move the numbers."""
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     with patch.dict(os.environ, {native.MARCH: "x86-64-v3"} if wide else {}):
         return native.load("window_cpu", window_cpu.SOURCE)
@@ -160,7 +164,7 @@ def _kernel() -> CDLL | str:
 
 @patch.object(window_cpu, "_library", _kernel)
 def measure(case: str, *, backend: str) -> dict | None:
-    """The numbers of a case by one backend; None where it has no such."""
+    """The numbers of a case by one backend; None if the backend does not support the case."""
     found = {}
     for optim in RATES:
         try:
@@ -206,7 +210,7 @@ def read(case: str) -> dict:
 
 
 def differences(file: dict, found: dict) -> list[str]:
-    """Numbers of ``found`` that are not those of the file: key, both of them."""
+    """The numbers of ``found`` that differ from the file's: key and both numbers."""
     tolerance, old = file.get("tolerance", TOLERANCE), dict(flat(file))
     return [
         f"{key} is {old.get(key)!r} in the file, {new!r} now"
@@ -225,9 +229,9 @@ def flat(node: dict | list, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def explained(case: str, moved: list[str]) -> str:
-    """What whoever moved a number is told."""
+    """The message for a change that moved numbers."""
     return (
-        f"tests/golden/{case}.json: {'; '.join(moved)}. A number is moved on purpose so: raise numerics in "
+        f"tests/golden/{case}.json: {'; '.join(moved)}. If this is intended: raise numerics in "
         f"conf/variant/{CASES[case][0]}.yaml, or for shared code NUMERICS in harness/model.py, run python -m tests.golden, "
         "and commit both with the reason"
     )

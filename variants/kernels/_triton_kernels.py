@@ -1,9 +1,10 @@
 """Triton kernels of ``triton_window.py``, whose docstring has the equations. Importing this file needs triton.
 
 Each program computes a block of queries (or of keys, or of distances) of one head of one stream, in a loop over blocks
-of its head's window. Key j is column x = offset + t - j of query t, with offset = L - T - shift. A block needs no mask
-if all its pairs are visible with m = 1. Scores and log-sum-exps are in base 2. A head of width K has WIDTH columns in
-registers, a power of two. Only one program writes each element. Products are not transposed: on Hopper that was wrong.
+of its head's window. Key j is at distance x = offset + t - j from query t, with offset = L - T - shift. A block needs
+no mask if all its pairs are visible with m = 1. Scores and log-sum-exps are in base 2. A head of width K has WIDTH
+columns in registers, a power of two. Only one program writes each element. No result of tl.dot is transposed: Triton
+below 3.7.1 compiled that wrongly for sm_90.
 
 Arguments, where the name is not enough:
     ramp_end: z + R of each head, or None for a hard window.
@@ -13,7 +14,8 @@ Arguments, where the name is not enough:
     heads: int32 [4, H]: visible keys of each head; heads from the longest to the shortest, so that the longest start
         first; L of each head; and the index of its first key.
     seed: seed of dropout, which drops the same weights as ``dropout.py``; None without dropout.
-    ALL: queries see all keys (persistent vectors). DROP: random numbers below drop a weight. SCALE: factor of others.
+    ALL: queries see all keys (persistent vectors). DROP: a weight is dropped if its random
+        number is less. SCALE: factor of the other weights.
 """
 
 import triton
@@ -133,14 +135,14 @@ def _query_blocks(j0, offset, visible, full, T, BLOCK: tl.constexpr, ALL: tl.con
 @triton.jit
 def _q_dot_p(
     q, vectors, x_first, distances,
-    AXIS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_AXIS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q . p_x of a block of pairs, with queries along axis 1 - AXIS, from diagonals of q . p for 2 BLOCK distances.
+    """q . p_x of a block of pairs, with keys along KEY_AXIS: diagonals of the products with 2 BLOCK distances.
 
     ``x_first``: the smallest distance in the block, between its first query and its last key."""
     p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    if AXIS == 1:
+    if KEY_AXIS == 1:
         return tl.gather(tl.dot(q, tl.trans(p), input_precision=PRECISION), row - column + BLOCK - 1, 1)
     return tl.gather(tl.dot(p, tl.trans(q), input_precision=PRECISION), column - row + BLOCK - 1, 0)
 
@@ -155,7 +157,7 @@ def _in_base_2(scores, x, table, h, distances):
 @triton.jit
 def _visible(x, j, visible, L, ALL: tl.constexpr):
     if ALL:
-        return (j < L) & (x == x)
+        return (j < L) & (x == x)  # x == x is true and gives the mask the block's shape
     return (x >= 0) & (x < visible)
 
 
@@ -315,7 +317,7 @@ def key_gradient(
             t = t0 + tl.arange(0, BLOCK)
             x = (offset + t)[None, :] - j[:, None]
             q_t = _load(q + row * K, t, T, K, WIDTH)
-            if seed is not None:  # loaded in this line or below, so that the compiler keeps everything in registers
+            if seed is not None:  # without dropout it is loaded below: each place avoids register spills
                 g_t = _load(g + row * K, t, T, K, WIDTH)
             lse_t = tl.load(lse + row + t, mask=t < T, other=float("inf"))
             scores = tl.dot(keys, tl.trans(q_t), input_precision=PRECISION)
