@@ -115,7 +115,7 @@ def _softmax(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, *, dropout: float, may_be_empty: bool
 ) -> Tensor:
     """Return outputs ``[B, n, H, Q, K]``, by torch's kernel if there is no bias and no dropout. The output of a
-    query that sees nothing is 0; there is none unless ``may_be_empty``."""
+    query that sees nothing is 0; such queries occur only if ``may_be_empty``."""
     empty = ~visible.any(-1, keepdim=True)
     visible = (visible | empty).expand(len(q), -1, -1, -1, -1)
     if bias is None and not dropout:
