@@ -1,4 +1,4 @@
-"""Compares the ideal FLOPs that sublayers declare with the executed ones. The ideal FLOPs of the model must be at most
+"""Compare the ideal FLOPs that sublayers declare with the executed ones. The ideal FLOPs of the model must be at most
 the executed ones. Those of each sublayer must be at least half of the executed ones, unless it declares the limit
 ``ideal_flops``."""
 
@@ -20,7 +20,7 @@ def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, st
     evaluation mode, on segments of twice ``span`` bytes, in warm state."""
     segment, sublayers = 2 * span, dict(model.eval().sublayers())
     n_segments = -(-max((s.period for s in sublayers.values()), default=1) // segment)  # in the longest period
-    calls = {name: deque(maxlen=n_segments) for name in sublayers}
+    calls = {name: deque(maxlen=n_segments) for name in sublayers}  # of the counted segments, which are the last ones
 
     def record_call(name: str, module: Sublayer, args: tuple, keywords: dict) -> None:
         calls[name].append(partial(module, *args, **keywords))
@@ -46,7 +46,7 @@ def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, st
     return "; ".join(comparison)
 
 
-def excuses(model: LanguageModel) -> list[str]:
+def ideal_excuses(model: LanguageModel) -> list[str]:
     """For a run's row, a line for each sublayer that declares the limit ``ideal_flops``."""
     names = [name for name, sublayer in model.sublayers() if LIMIT in sublayer.limits]
     return [f"{name}: ideal FLOPs may be less than half of the executed ones" for name in names]

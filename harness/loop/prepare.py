@@ -1,4 +1,4 @@
-"""Preparation of a run: plan, corpus, run folder, model, and another run's weights. Nothing is written."""
+"""Preparation of a run: plan, corpus, model and initial weights. Into the run folder it writes only errors."""
 
 import dataclasses
 from pathlib import Path
@@ -75,7 +75,7 @@ def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
 
 
 def _warm_up(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
-    """Make one step of a small model, so that the memory and time that libraries need once are not those of the run."""
+    """Make one step on a few bytes, so that the memory and time that libraries need once are not those of the run."""
     batch = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_UP_BYTES), accumulate=1)
     single_process = dataclasses.replace(device, compile=False, processes=SINGLE)
     Trainer(dataclasses.replace(plan, batch=batch), corpus, single_process).step()
@@ -128,7 +128,7 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
 
 
 def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
-    """Return keys by which models of equal shapes differ; ``everything`` adds those of data, batches and optimizers."""
+    """Return settings that must be equal, by key. ``everything`` adds those of data, batches and optimizers."""
     config = row["config"]
     compared = {f"model.{key}": config["model"][key] for key in config["model"] if key not in KEYS_THAT_MAY_DIFFER}
     compared |= {f"position.{key}": setting for key, setting in config["position"].items()}

@@ -50,10 +50,10 @@ class Trainer:
         # Steps that may have diverged: the function that reads whether one did, its index and learning rate.
         self._unchecked_steps: deque[tuple[Callable[[], float], int, float]] = deque()
         for split in self.splits:
-            score_ranges(len(self.reported(split)) - 1, plan.eval.streams)
+            score_ranges(len(self.reported_split(split)) - 1, plan.eval.streams)
         self.selection_split()
         if processes.world_size > 1:
-            if reason := next(self._unsupported_by_processes(), None):
+            if reason := next(self._multiprocess_errors(), None):
                 raise ValueError(reason)
             random_state.seed_rank(plan.seed, step=0, rank=processes.rank)  # from here on only dropout draws
 
@@ -106,7 +106,7 @@ class Trainer:
         return self.runtime.send(*self.stream.batch(step, shard=self.runtime.processes.shard))
 
     def _step_flops(self) -> int:
-        """Return the training FLOPs of the next step, with its carried bytes and the present spans."""
+        """Return the training FLOPs of the next step, at its number of carried bytes and with the present spans."""
         needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried_bytes(self.spent.steps))
         return round(needed.training * self.stream.bytes_per_step)
 
@@ -126,10 +126,10 @@ class Trainer:
         """Raise Diverged as ``_check_steps``, and for a parameter that is not finite."""
         self._check_steps()
         parameters, names = self.update.parameters, [name for name, _ in self.model.named_parameters()]
-        infinite = torch.stack([~p.isfinite().all() for p in parameters.local_parameters]).float()
-        infinite = parameters.reduce_shards(infinite, operation="max").tolist()
-        if any(infinite):
-            self._diverge(f"an update left the parameter {names[infinite.index(1)]} with numbers that are not finite")
+        nonfinite = torch.stack([~p.isfinite().all() for p in parameters.local_parameters]).float()
+        nonfinite = parameters.reduce_shards(nonfinite, operation="max").tolist()
+        if any(nonfinite):
+            self._diverge(f"an update left the parameter {names[nonfinite.index(1)]} with numbers that are not finite")
 
     def _diverge(self, message: str) -> None:
         """Raise Diverged in all processes; the main process prints it."""
@@ -188,13 +188,13 @@ class Trainer:
         """Names of the splits that are scored at the end."""
         return ("valid", "test") if self.plan.eval.test else ("valid",)
 
-    def reported(self, split: str) -> Tensor:
-        """Return the bytes of a split that are scored at the end."""
+    def reported_split(self, split: str) -> Tensor:
+        """Return the token ids of a split that are scored at the end."""
         e = self.plan.eval
         return self.corpus.scored_part(split, selection_bytes=e.selection_bytes, limit=e.bytes)
 
     def selection_split(self) -> Tensor:
-        """Return the bytes of valid that select the best weights. ValueError if there are fewer than two."""
+        """Return the token ids of valid that select the best weights. ValueError if there are fewer than two."""
         selection_bytes, valid = self.plan.eval.selection_bytes, self.corpus.splits["valid"]
         split = self.corpus.selection_part(selection_bytes)
         if len(split) < 2:
@@ -204,7 +204,7 @@ class Trainer:
             )
         return split
 
-    def _unsupported_by_processes(self) -> Iterator[str]:
+    def _multiprocess_errors(self) -> Iterator[str]:
         """Yield an error message for each reason why several processes cannot divide the work."""
         b, n_processes = self.plan.batch, self.runtime.processes.world_size
         if b.streams % n_processes:
@@ -256,7 +256,7 @@ class Trainer:
             random_state.seed_rank(self.plan.seed, step=self.spent.steps, rank=processes.rank)
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load the ``state_dict`` of another run's model. ValueError if the models differ."""
+        """Load the ``state_dict`` of a checkpoint or of another run's model. ValueError if the models differ."""
         load_weights(self.model, weights, source=f"init_from.run={self.plan.init_from.run}")
 
 
