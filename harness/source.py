@@ -17,12 +17,12 @@ from harness.cache import sha256_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EXCLUDED = re.compile(
-    r"harness/(compose/|record/(?!checkpoint|shard)|loop/sampling\.py)"
+    r"harness/(compose/|record/(?!checkpoint)|loop/sampling\.py)"
     r"|variants/conformance/|bench/(results|report)/|(.*/)?(\.|__pycache__/)"
 )
 """Files that change no number of a run: those that compose, record (except for checkpoints), sample, check or report;
 hidden files, and bytecode."""
-Files = tuple[tuple[str, Path], ...]
+Files = tuple[tuple[str, Path], ...]  # name in the digest, and path, of each file
 
 
 def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = False) -> str:

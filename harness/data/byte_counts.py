@@ -1,4 +1,4 @@
-"""Baselines of every model: compressors, and predictions by the counts of byte sequences in the train split.
+"""Baselines for bits per byte: compressors, and predictions by the counts of byte sequences in the train split.
 
     p_k(b | c) = (n(c b) + d(c) p_{k-1}(b | c')) / (n(c) + d(c))        Witten and Bell, 1991
 

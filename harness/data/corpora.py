@@ -31,7 +31,7 @@ class Corpus:
 
     name: str  # the corpus's name, or ``file:`` and the last part of a path
     sha256: str  # of the whole corpus, before newlines are dropped or a vocabulary is applied
-    n_bytes: int  # as for ``sha256``
+    n_bytes: int  # length of the bytes that ``sha256`` covers
     splits: dict[str, Tensor]  # token ids of train, valid and test, uint8 ``[n]`` each, in memory or memory-mapped
     vocabulary: int  # V; all token ids are below it
     symbols: bytes  # the byte of each token id; fewer than V if the corpus has fewer different bytes
@@ -118,7 +118,7 @@ def load(
     name = next((published for published, corpus in PUBLISHED.items() if corpus.sha256 == actual), name)
     if error:
         print(
-            f"data: {configured_name.upper()} IS NOT HERE ({error}). READING {name.upper()} INSTEAD: {len(content):,} "
+            f"data: {configured_name.upper()} CANNOT BE DOWNLOADED ({error}). READING {name.upper()} INSTEAD: {len(content):,} "
             f"bytes, sha256 {actual}; bits per byte do not compare with those of {configured_name}. To download "
             f"{configured_name}, run python -m harness.data {configured_name}; to read a copy, set data.path=FILE; to "
             "get an error instead of this corpus, set data.fallback=null.",
@@ -186,7 +186,7 @@ def _to_token_ids(
     with a smaller one, token ids number the different bytes of the corpus in order."""
     symbols, dropped = bytes(range(256)), b"\n" if drop_newlines else b""
     if vocabulary < 256:
-        symbols = bytes(value for value in distinct_values(content) if value not in dropped)
+        symbols = bytes(byte for byte in distinct_values(content) if byte not in dropped)
         if len(symbols) > vocabulary:
             raise ValueError(
                 f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} different bytes; "
@@ -200,5 +200,5 @@ def _to_token_ids(
     # bytearray.translate needs no index tensor, which would take 8 bytes for each byte.
     translated = [bytearray(part).translate(token_ids, dropped) for part in parts]
     if min(map(len, translated)) < 2:
-        raise ValueError("data.drop_newlines=true: leaves a split with less than 2 bytes; use a longer corpus")
+        raise ValueError("data.drop_newlines=true: leaves a split with fewer than 2 bytes; use a longer corpus")
     return [torch.frombuffer(part, dtype=torch.uint8) for part in translated], symbols

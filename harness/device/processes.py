@@ -101,7 +101,7 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def uneven_forwards(self) -> Iterator[None]:
-        """Context for different numbers of forwards: a process that has finished serves reads of sharded tables."""
+        """Context in which processes may run different numbers of forwards. A finished one serves table reads."""
         yield
         if self.sharded_tables is not None:
             self.sharded_tables.serve_reads()
@@ -109,8 +109,8 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Context that raises in all processes if its block raises in one. Only the first process that failed prints
-        its error. The block must not call collective operations."""
+        """Context that raises in all processes if its block raises in one. Of those that failed, the one of lowest rank
+        prints its error. The block must not call collective operations."""
         failure = None
         try:
             yield
@@ -192,7 +192,7 @@ def join_processes() -> Iterator[ProcessGroup]:
             dist.destroy_process_group()
             raise
         except Exception as error:
-            error.of_process = True  # harness/compose/cli.py prints it in one process only
+            error.of_process = True  # so that cli.print_error prints it in this process, whatever its rank
             raise
     dist.destroy_process_group()
 

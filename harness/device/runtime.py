@@ -128,8 +128,8 @@ class Runtime:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of ``runtime.device``. ValueError if torch does not see it, or, for ``auto``, if the machine has
-    an NVIDIA GPU that torch cannot use."""
+    """Return the device of ``runtime.device``. ValueError if torch does not see it, or if it is ``auto`` and torch
+    cannot use the machine's NVIDIA GPU."""
     count = torch.cuda.device_count()
     if name == "auto":
         has_nvidia = NVIDIA_DEVICES.is_dir() and any(NVIDIA_DEVICES.iterdir())
@@ -153,7 +153,7 @@ def device_of(name: str) -> torch.device:
 
 
 def device_of_rank(name: str, processes: ProcessGroup) -> torch.device:
-    """Return the CPU, or the GPU of this process's local rank. ValueError for too few GPUs, or a GPU by index."""
+    """Return the CPU, or the GPU of this process's local rank. ValueError for too few GPUs, or for ``cuda:N``."""
     device, needed = device_of(name), processes.local_world_size
     if device.type == "cpu":
         return device

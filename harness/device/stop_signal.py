@@ -19,7 +19,7 @@ class StopSignal:
         return (self.received if self.single_process else self.agreed) or None
 
     def __enter__(self) -> Self:
-        with contextlib.suppress(ValueError):  # signals are set in the main thread only
+        with contextlib.suppress(ValueError):  # handlers can be set in the main thread only
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous_handlers[number] = signal.signal(number, self._receive)
         return self

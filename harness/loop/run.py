@@ -33,7 +33,7 @@ TRAINED_BYTES_PER_SCORED_BYTE = 10
 
 @contextmanager
 def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: ProcessGroup) -> Iterator[None]:
-    """Context that records errors in the run folder. For lack of memory the error names the keys to lower."""
+    """Context that records errors in the run folder. An error for lack of memory names the keys to change."""
     with folder.record_failure(provenance) if processes.is_main else nullcontext():
         try:
             yield
@@ -46,7 +46,7 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
             out_of_memory = OutOfMemory(
                 f"out of memory ({reason}). Lower batch.streams={b.streams}, batch.segment={b.segment} or model.span="
                 f"{plan.model.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
-                "runtime.checkpoint=layers; python -m bench.fit with the same words predicts what fits"
+                "runtime.checkpoint=layers; python -m bench.fit with the same overrides predicts what fits"
             )
             out_of_memory.already_printed = getattr(error, "already_printed", None)
             raise out_of_memory from error
@@ -55,7 +55,7 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
 class Run:
     """One run. If it has several processes, only the main one locks the folder and writes. ``trainer`` is None if an
     earlier command has finished the run. ``best_bits`` is the lowest of all validations so far, or infinity.
-    ``last_validation`` has the ``bytes`` and ``fraction`` spent at it, and ``size``, the pairs that each scores."""
+    ``last_validation`` has the ``bytes`` and ``fraction`` spent by then, and ``size``, the pairs that each scores."""
 
     def __init__(
         self,

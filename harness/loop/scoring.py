@@ -23,7 +23,7 @@ NOT_CAUSAL = "not causal"
 MAX_FUTURE_NATS = 0.02
 """Mean absolute change of a pair's nats by later bytes above which a row is not causal. Rounding is far below."""
 MAX_BITS_BELOW_FLOOR = 40
-"""Most bits, in total, by which a score is below the corpus's floor. A causal model has more with probability 2^-40."""
+"""A row whose total bits are further below the corpus's floor is not causal: the probability is at most 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
 
 
@@ -52,7 +52,7 @@ def score_stream(
     segment: int,  # bytes of each stream in a forward pass
     context: int = 0,  # bytes that each stream reads before its first scored byte, as far as ``round_context`` allows
     pairs: int | None = None,  # number of pairs in a sample spread over the split; None scores each pair once
-    collect_stats: bool = False,  # also of sublayers, from the first batch in which all streams are scored
+    collect_stats: bool = False,  # sum statistics of sublayers, from the first batch in which all streams are scored
     future_seed: int | None = None,  # seed of a ``CausalityCheck``, or None for no check
 ) -> Score:
     """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns the whole
@@ -80,8 +80,8 @@ def score_windows(
 def score_context(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
 ) -> list[dict]:
-    """Return bits per byte by the bytes seen before, in powers of two, as ``{from_bytes, to_bytes, bits_per_byte}``.
-    Windows of ``longest`` pairs start without state, and are read ``segment`` bytes at a time with carried state."""
+    """Return ``{from_bytes, to_bytes, bits_per_byte}`` for ranges of bytes seen before a target, up to each power of
+    two. Windows of ``longest`` pairs begin without state; segments of ``segment`` bytes are read with carried state."""
     longest = min(longest, len(split) - 1)
     nats_sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
     for inputs, targets, mask in windows(split, window=longest, stride=longest, batch=batch):

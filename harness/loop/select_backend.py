@@ -48,7 +48,7 @@ def with_backend(plan: Plan, runtime: Runtime, *, recorded_choice: dict | None =
 
 def select(plan: Plan, runtime: Runtime) -> dict | None:
     """Return the ``backend`` that agrees with plain PyTorch on the device, and the ``errors`` of all compared backends.
-    None if no sublayer offers ``runtime.backend``; building the model then raises the ValueError."""
+    None if no backend can be compared; ``Trainer`` then raises ValueError unless ``runtime.backend`` can run."""
     requested, errors = plan.runtime.backend, {}
     offered, small = candidates(plan, runtime)
     if not offered or requested not in ("auto", *offered):
@@ -63,7 +63,7 @@ def select(plan: Plan, runtime: Runtime) -> dict | None:
         if requested != "auto":
             raise ValueError(f"runtime.backend={requested}: failed with {errors[backend]}; allowed are auto, {PLAIN}")
         print(f"WARNING: runtime.backend=auto: {backend} failed: {errors[backend]}", file=sys.stderr)
-    print(f"WARNING: runtime.backend=auto: {PLAIN}, which is slow and keeps all scores in memory", file=sys.stderr)
+    print(f"WARNING: runtime.backend=auto: {PLAIN} runs, which is slow and keeps all scores in memory", file=sys.stderr)
     return {"backend": PLAIN, "errors": errors}
 
 

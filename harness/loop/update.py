@@ -14,12 +14,12 @@ from harness.model import LanguageModel
 from harness.optim.optimizers import Optimizers
 from variants.contract import State, cat_streams, map_state
 
-PROBE_BYTES = 16  # length of the segments by which ``unsharded_parameters`` tries a model
+PROBE_BYTES = 16  # length of the segments on which ``unsharded_parameters`` runs a model
 
 
 class Update:
-    """A model with its optimizers. Calling this object makes one update. ``model`` is neither compiled nor wrapped,
-    because ``runtime.forward`` does that. Any number ``accumulate`` of microbatches gives the same update."""
+    """A model with its optimizers. Calling this object makes one update. ``model`` is neither compiled nor wrapped;
+    ``runtime.forward`` compiles it. Any number ``accumulate`` of microbatches gives the same update."""
 
     def __init__(self, model: LanguageModel, optimizers: Optimizers, runtime: Runtime, *, accumulate: int = 1):
         self.model, self.optimizers, self.runtime, self.accumulate = model, optimizers, runtime, accumulate

@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
         # All steps below are computed even if the update is skipped, because the host does not wait for found_inf.
         is_skipped = getattr(self, "found_inf", torch.zeros((), device=gradients[0].device)).bool()
         for buffer, gradient in zip(buffers, gradients, strict=True):
-            torch.where(is_skipped, buffer, gradient, out=gradient)  # if skipped, the momentum moves to itself
+            torch.where(is_skipped, buffer, gradient, out=gradient)  # if skipped, the momentum stays as it is
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         directions = torch._foreach_lerp(gradients, buffers, momentum)
         if is_sharded:

@@ -1,4 +1,4 @@
-"""Cells of tables: texts of numbers, with the unrounded number; and texts that captions of tables share."""
+"""Cells of tables, such as a number as text with its unrounded value, and words that captions of tables share."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ def text(content: object) -> Cell:
 
 
 def fixed(number: float | None, *, digits: int, mark: str = "") -> Cell:
-    """Return a number with so many digits after the point, and commas between thousands: ``1,234.50``."""
+    """Return a number with ``digits`` digits after the point, and commas between thousands: ``1,234.50``."""
     return EMPTY if number is None else Cell(text=f"{number:,.{digits}f}{mark}", value=number)
 
 
@@ -80,8 +80,8 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def missing_formulas_note(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
-    """Return a note that names operators without a FLOP formula, or None. ``rows`` have a label, and counts of such
-    operators. An operator that is not in all of these rows is followed by their labels."""
+    """Return a note that names operators without a FLOP formula, or None. Each of ``rows`` is a label and the counts of
+    such operators. An operator that is missing in some rows is followed by the labels of the rows that have it."""
     labels_of: dict[str, set[str]] = {}
     for label, unknown in rows:
         for operator in unknown or {}:

@@ -1,4 +1,4 @@
-"""W&B: each job is a W&B run, online if an API key is configured, else offline. Its failures are printed on stderr and
+"""W&B: each job is a W&B run, online if an API key is configured, else offline. W&B's errors are printed on stderr and
 do not end the job. Environment variables ``WANDB_*`` take precedence over arguments.
 
 Names of metrics:
