@@ -17,8 +17,8 @@ from variants.contract import Inspection, LayerContext, NeededFlops, State, Subl
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
 NUMERICS = 1
-"""Version of the shared code (model, optimizers, data order, scoring). It is incremented when golden numbers of all
-variants change on purpose."""
+"""Version of the shared code (model, optimizers, data order, scoring). It is incremented when that code
+changes golden numbers on purpose."""
 
 
 class ModelOut(NamedTuple):

@@ -56,7 +56,7 @@ def test_ideal_or_needed_flops_above_the_executed_ones_are_caught():
     ideal, needed = (finding for finding in findings(small) if not finding.passed)
     assert ideal == compare_flops(small) and needed.promise == NEEDED_FLOPS
     executed = r"[\d,]+ executed per byte"
-    assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
+    assert re.match(rf"eval, 26 bytes after a full past: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
     breaks, compared = collect_breaks(needed_at_most_executed(shrink(toy(Gate))))

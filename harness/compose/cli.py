@@ -48,7 +48,7 @@ def run_command(command: Callable[[], object], *, multiprocess: bool = False) ->
     with env_override({"HYDRA_FULL_ERROR": "1", TRACE_VARIABLE: trace}):
         try:
             check_launch(sys.argv[1:], multiprocess=multiprocess)
-            if read_launch().world_size > 1:  # its messages are repeated in torch's errors
+            if read_launch().world_size > 1:  # torch's errors repeat what its C++ code logs
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             command()
         except KeyboardInterrupt:  # outside of a job: between two jobs, or while a launcher waits

@@ -58,11 +58,11 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
     uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with torch.set_grad_enabled(gradients), uncompiled, _Counter() as counter:
         call()
-    return Flops(counter.total, dict(sorted(counter.unknown.items(), key=lambda item: (-item[1], item[0]))))
+    return Flops(counter.total, dict(sorted(counter.unknown.items(), key=lambda entry: (-entry[1], entry[0]))))
 
 
 def forward_flops_per_byte(model: LanguageModel, *, segment: int, max_bytes: int = 2**16) -> ForwardFlops:
-    """Count the forward pass of one ``segment`` of one stream, in warm state, in evaluation mode, on the model's
+    """Count the forward pass of one ``segment`` of one stream after a full past, in evaluation mode, on the model's
     device. If a mechanism has a ``Sublayer.period`` longer than a segment, all segments of the longest period are
     counted. Before that the model reads random bytes, until two segments in a row change no shape of the carried state,
     or for ``max_bytes``. A window of S bytes needs at most S bytes and three more segments. Training modes and random

@@ -17,7 +17,7 @@ PROMISE = "ideal FLOPs are at most the executed ones, and at least half"
 
 def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, str]:
     """Yield a line for each broken requirement, and return a line that describes the comparison. FLOPs are counted in
-    evaluation mode, on segments of twice ``span`` bytes, in warm state."""
+    evaluation mode, on segments of twice ``span`` bytes after a full past."""
     segment, sublayers = 2 * span, dict(model.eval().sublayers())
     n_segments = -(-max((s.period for s in sublayers.values()), default=1) // segment)  # in the longest period
     calls = {name: deque(maxlen=n_segments) for name in sublayers}  # of the counted segments, which are the last ones
@@ -32,7 +32,7 @@ def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, st
         for hook in hooks:
             hook.remove()
     ideal = model.ideal_flops()
-    comparison = [f"eval, segments of {segment} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"]
+    comparison = [f"eval, {segment} bytes after a full past: {ideal:,} ideal, {executed:,.0f} executed per byte"]
     if ideal > executed:
         yield comparison[0]
     for name, sublayer in sublayers.items():

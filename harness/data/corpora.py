@@ -118,10 +118,10 @@ def load(
     name = next((published for published, corpus in PUBLISHED.items() if corpus.sha256 == actual), name)
     if error:
         print(
-            f"data: {configured_name.upper()} CANNOT BE DOWNLOADED ({error}). READING {name.upper()} INSTEAD: {len(content):,} "
-            f"bytes, sha256 {actual}; bits per byte do not compare with those of {configured_name}. To download "
-            f"{configured_name}, run python -m harness.data {configured_name}; to read a copy, set data.path=FILE; to "
-            "get an error instead of this corpus, set data.fallback=null.",
+            f"data: {configured_name.upper()} CANNOT BE DOWNLOADED ({error}). READING {name.upper()} INSTEAD: "
+            f"{len(content):,} bytes, sha256 {actual}; bits per byte do not compare with those of {configured_name}. "
+            f"To download {configured_name}, run python -m harness.data {configured_name}; to read a copy, "
+            "set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
             file=sys.stderr,
         )
     if sha256 and sha256.lower() != actual:

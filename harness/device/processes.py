@@ -133,7 +133,7 @@ class ProcessGroup(Launch):
 
     @torch.no_grad()
     def average_gradients_(self, parameters: Iterable[nn.Parameter], *scalars: Tensor) -> None:
-        """Average gradients and ``scalars`` over all processes, in place and to the same bits in all. A missing
+        """Average gradients and ``scalars`` over all processes, in place. All processes get the same bits. A missing
         gradient counts as zero if another process has one. Sparse gradients are coalesced."""
         if self.world_size == 1:
             return

@@ -56,7 +56,7 @@ def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
 class Runtime:
     """A device with its precision. ``compiled`` has, for each compiled model, the function that runs its graphs."""
 
-    device: torch.device  # where tensors live; each process of the run has one of its own
+    device: torch.device  # where tensors live; each process of the run has its own GPU
     precision: str  # ``float32``, or ``bfloat16`` for autocast with float32 parameters
     compile: bool  # whether the model's forward pass is compiled
     tf32: bool = False  # whether float32 matrix products use NVIDIA's TF32, which is much faster and rounds factors

@@ -47,7 +47,7 @@ def is_secondary() -> bool:
 
 
 def check_launch(arguments: Sequence[str], *, multiprocess: bool, launch: Launch | None = None) -> None:
-    """Raise ValueError if torchrun started several processes of a sweep, or the command is not ``multiprocess``."""
+    """ValueError if torchrun started several processes of a sweep, or of a command that is not ``multiprocess``."""
     n_processes = (launch or read_launch()).world_size
     if n_processes == 1:
         return

@@ -46,8 +46,8 @@ class WorkerProcess:
         child_connection.close()
 
     def call(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
-        """Return what the object's method returns. WorkerError, and a closed worker, if the method raises, hangs or
-        ends the process; a ValueError is raised as it is."""
+        """Return what the object's method returns. If it raises, hangs or ends the process, close the worker and raise
+        WorkerError, or the method's ValueError."""
         try:
             self._connection.send((method, arguments, keywords))
             if not self._connection.poll(limit_seconds):

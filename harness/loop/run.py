@@ -191,7 +191,7 @@ class Run:
             row |= {"capped_bytes": len(score.nats), "metrics": trainer.model.metrics(score.stats)}
             self.append(row)
             self.print(f" valid  {self._score_text(score.bits_per_byte, capped=True)}")
-            # The first weights are saved even with a score of NaN, because the final scores need some.
+            # The first weights are saved even with a score of NaN, because the final scores need weights.
             if score.bits_per_byte < self.best_bits or self.best_bits == math.inf:
                 self.best_bits = score.bits_per_byte if score.bits_per_byte < math.inf else math.inf
                 self._save_best()

@@ -21,9 +21,9 @@ WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score w
 CHECKED_POSITIONS = 64  # in each score, by CausalityCheck
 NOT_CAUSAL = "not causal"
 MAX_FUTURE_NATS = 0.02
-"""Mean absolute change of a pair's nats by later bytes above which a row is not causal. Rounding is far below."""
+"""Largest mean absolute change of a pair's nats by later bytes in a causal row. Rounding errors are far below."""
 MAX_BITS_BELOW_FLOOR = 40
-"""A row whose total bits are further below the corpus's floor is not causal: the probability is at most 2^-40."""
+"""Most bits by which the total of a causal row is below the corpus's floor. The probability of more is 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
 
 

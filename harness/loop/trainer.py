@@ -123,7 +123,7 @@ class Trainer:
                 )
 
     def _check_weights(self) -> None:
-        """Raise Diverged as ``_check_steps``, and for a parameter that is not finite."""
+        """Raise Diverged as ``_check_steps`` does, and if a parameter is not finite."""
         self._check_steps()
         parameters, names = self.update.parameters, [name for name, _ in self.model.named_parameters()]
         nonfinite = torch.stack([~p.isfinite().all() for p in parameters.local_parameters]).float()

@@ -26,7 +26,7 @@ class Update:
         self.parameters, self.forward, self.gradient_bytes = ModelParameters(model), runtime.forward(model), 0
 
     def distribute(self, *, shard: str) -> None:
-        """If there are several processes, make each update that of all, from the main process's weights."""
+        """If there are several processes, distribute the main process's weights, so that all make one update."""
         processes = self.runtime.processes
         if processes.world_size == 1:
             return

@@ -41,7 +41,7 @@ class Plan(RunSettings):
     layers: Layers  # for each layer, the factories of its sublayers by name
     scheme: Callable[..., Position]  # the factory of the position scheme
     groups: dict
-    point: dict | None  # for each hyperparameter of the trial, its relative position between its bounds; or None
+    point: dict | None  # relative position of each searched hyperparameter between its bounds; None without a trial
     sweeping: bool
     backend_choice: dict | None = None  # what ``loop/select_backend.py`` has selected, and the errors of its candidates
     admission: str | None = None  # what ``admission`` of ``loop/admission.py`` has returned
@@ -136,7 +136,7 @@ def _import_trusted(names: object) -> tuple[str, ...]:
     names = [names] if isinstance(names, str) else names or []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
-    # The folder is searched last, and only with trust, because others may have put files into it.
+    # The working directory is searched last, and only with trust, because others may have put files into it.
     if names and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     for name in names:

@@ -37,12 +37,12 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
         raise ValueError(f"{key}={node}: must be {PART_DESCRIPTION}")
     cls = _load_class(str(node.get("_target_")), key=key, base=base, trust=trust)
     if node.get("_partial_", base is nn.Module) is not True:
-        raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true: each layer makes its own object")
+        raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true; each layer makes its own object")
     arguments = {name: argument for name, argument in node.items() if name not in ("_target_", "_partial_")}
     schema = constructor_schema(cls, key=key)
     if base is nn.Module:
         if "'_target_'" in repr(arguments):  # the module's code could instantiate it
-            raise ValueError(f"{key}={arguments}: must be plain values: a module's keywords have no _target_")
+            raise ValueError(f"{key}={arguments}: must be plain values; a module's keywords have no _target_")
         parameters = inspect.signature(cls.__init__).parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             # The class itself refuses unknown keywords when it is instantiated.

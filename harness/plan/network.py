@@ -115,7 +115,7 @@ def _check_supported(sublayer: Sublayer, context: LayerContext, *, key: str) -> 
     unsupported = scheme.ways() - set(supported.position)
     if unsupported:
         effects = " and ".join(effect for way, effect in WAYS.items() if way in unsupported)
-        allowed = ["none", "schemes of the embedded bytes (sinusoidal)"]
+        allowed = ["none", "schemes that change only embedded bytes (sinusoidal)"]
         allowed += [f"one that {effect}" for way, effect in WAYS.items() if way in supported.position]
         raise ValueError(
             f"position={scheme.__name__.lower()}: {effects}, which {label} does not support; "

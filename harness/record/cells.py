@@ -57,7 +57,7 @@ def significant(number: float) -> str:
 
 
 def make_table(rows: Sequence, columns: Sequence[Column], **attributes) -> Table:
-    """Return a table of each row by each column's ``cell``, without empty columns; ``attributes`` as of ``Table``."""
+    """Return a table of the cells that columns have for ``rows``, without empty columns, with other ``attributes``."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     not_empty = [index for index in range(len(columns)) if any(row[index].text for row in cells)]
     cells = tuple(tuple(row[index] for index in not_empty) for row in cells)
@@ -65,7 +65,7 @@ def make_table(rows: Sequence, columns: Sequence[Column], **attributes) -> Table
 
 
 def join_words(words: Iterable[str], *, limit: int = 8) -> str:
-    """Return ``a, b and c``. If there are more than ``limit`` words, the last is the number of those left out."""
+    """Return ``a, b and c``, or for more than ``limit`` words the first of them and ``9 more``."""
     words = list(words)
     if len(words) > limit:
         words = [*words[:limit], f"{len(words) - limit} more"]

@@ -167,7 +167,7 @@ def read_provenance(folder: Path, *, key: str) -> dict:
 
 
 def identity_of(row: Mapping) -> dict[str, object]:
-    """Return the keys of a provenance row that are also in the ``identity`` of the run's checkpoints."""
+    """Return the part of the ``identity`` of a run's checkpoints that its provenance row has."""
     keys = {"variant": "variant", "seed": "seed", "config": "config_hash", "source": "source"}
     return {name: row.get(key) for name, key in keys.items()}
 
