@@ -37,7 +37,7 @@ class Corpus:
     symbols: bytes  # the byte of each token id; fewer than V if the corpus has fewer different bytes
     floor: Callable[[np.ndarray], float] | None = None
     answers: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
-    fallback_from: str | None = None  # the name of the configured corpus, if this one was read instead of it
+    fallback_for: str | None = None  # the name of the configured corpus, if this one was read instead of it
 
     def scored_part(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
         """The bytes of a split that are scored for a report: the first ``limit`` or all, without ``selection_part``."""
@@ -68,8 +68,8 @@ class Corpus:
     def provenance(self) -> dict[str, str | int]:
         """The ``data`` of a row: name, length and digest of the corpus, and the corpus that it stands in for."""
         provenance = {"name": self.name, "bytes": self.n_bytes, "sha256": self.sha256}
-        if self.fallback_from:
-            provenance["fallback_for"] = self.fallback_from
+        if self.fallback_for:
+            provenance["fallback_for"] = self.fallback_for
         return provenance
 
 
@@ -137,7 +137,7 @@ def load(
         symbols=symbols,
         floor=generated.floor_bits if generated else None,
         answers=generated.answers if generated else None,
-        fallback_from=configured_name if error else None,
+        fallback_for=configured_name if error else None,
     )
 
 

@@ -77,7 +77,7 @@ class ProcessGroup(Launch):
         """Return the largest of all processes' numbers."""
         return max(self.all_gather(number, long_wait=True))
 
-    def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
+    def concatenate(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
         """Return all processes' tensors, concatenated by rank; ``lengths`` are their numbers of rows, if known."""
         if self.world_size == 1:
             return tensor
@@ -161,7 +161,7 @@ class ProcessGroup(Launch):
             gradient = torch.sparse_coo_tensor(rows, values, shape)
         assert gradient.is_sparse and gradient.sparse_dim() == 1, "a sparse gradient must be sparse in its rows only"
         gradient = gradient.coalesce()
-        rows, values = (self.gather(part) for part in (gradient.indices()[0], gradient.values()))
+        rows, values = (self.concatenate(part) for part in (gradient.indices()[0], gradient.values()))
         values = values.div_(self.world_size)
         return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False).coalesce()
 

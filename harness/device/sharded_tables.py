@@ -74,7 +74,7 @@ class ShardedTables:
         table, processes = self.tables[index], self._processes
         n_slots, width = self._full_shapes[index]
         world_size, n_bytes, n_rows = processes.world_size, counts[processes.rank], weights.shape[1]
-        slots = processes.gather(slots.to(torch.int32 if n_slots < 2**31 else torch.int64), lengths=counts)
+        slots = processes.concatenate(slots.to(torch.int32 if n_slots < 2**31 else torch.int64), lengths=counts)
         sent, received = [weights.numel()] * world_size, [count * n_rows for count in counts]
         copies = weights.to(table.dtype).flatten().repeat(world_size)
         weights = _Exchange.apply(copies, sent, received, processes, world_size)

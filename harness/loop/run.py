@@ -162,8 +162,8 @@ class Run:
         """Make one training step. Processes agree on stop signals, and on checkpoints by the main process's clock."""
         self.trainer.step()
         save_due = time.monotonic() - self._saved_at >= (self.plan.checkpoint.every_seconds or math.inf)
-        signals, saves_due = zip(*self._processes.all_gather((self.stop_signal.received, save_due)), strict=True)
-        self.stop_signal.agreed, self._save_by_clock = max(signals), saves_due[0]
+        signals, saves_due = zip(*self._processes.all_gather((self.stop_signal.received_signal, save_due)), strict=True)
+        self.stop_signal.shared_signal, self._save_by_clock = max(signals), saves_due[0]
         self._steps_of_command += 1
         if self._steps_of_command == WARM_UP_STEPS:
             self._peak_meter.reset()

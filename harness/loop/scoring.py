@@ -111,8 +111,8 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
     stats = functools.reduce(add_stats, processes.all_gather(stats))
-    changes = processes.gather(options["check"].changes)
-    return Score(processes.gather(scored), stats, changes.mean().item() if len(changes) else 0.0)
+    changes = processes.concatenate(options["check"].changes)
+    return Score(processes.concatenate(scored), stats, changes.mean().item() if len(changes) else 0.0)
 
 
 class CausalityCheck:

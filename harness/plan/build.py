@@ -16,10 +16,10 @@ from harness.model import LanguageModel, Layers
 from harness.optim.budget import UNITS
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
-from harness.plan.instantiate import resolve
 from harness.plan.network import make_network, plan_layers
 from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, parse_section, parse_setting
 from harness.plan.space import apply_trial
+from harness.plan.targets import resolve
 from variants.contract import Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}

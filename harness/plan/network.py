@@ -8,8 +8,8 @@ from annotated_types import Ge
 from torch import nn
 
 from harness.model import LanguageModel, Layers
-from harness.plan.instantiate import resolve
 from harness.plan.settings import ModelSettings, parse_setting
+from harness.plan.targets import resolve
 from variants.contract import WAYS, LayerContext, Position, Sublayer
 
 VARIANT_KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
