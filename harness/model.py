@@ -147,8 +147,8 @@ class LanguageModel(nn.Module):
         x = F.dropout(x, self.dropout, self.training)
         loss, new_states, stats = x.new_zeros((), dtype=torch.float32), [], {}
         for i, layer in enumerate(self.layers):
-            done = len(new_states)
-            layer_states = (None,) * len(layer) if states is None else states[done : done + len(layer)]
+            n_done = len(new_states)
+            layer_states = (None,) * len(layer) if states is None else states[n_done : n_done + len(layer)]
             inputs = (layer, x, layer_states, start, collect_stats)
             if self.checkpoint == "layers" and torch.is_grad_enabled():
                 x, outputs = recomputation.checkpoint(_run_layer, *inputs, use_reentrant=False)

@@ -34,8 +34,8 @@ class Model:
         if len(split) < 2:
             raise ValueError("text: has one byte; a score needs two, because a model does not predict the first")
         runtime = Runtime(device=self._device, precision="float32", compile=False)
-        cut = {"streams": streams, "segment": segment, "context": context}
-        return score_stream(self.network, split, runtime=runtime, **cut).bits_per_byte
+        layout = {"streams": streams, "segment": segment, "context": context}
+        return score_stream(self.network, split, runtime=runtime, **layout).bits_per_byte
 
     def generate(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **options) -> bytes:
         """Return ``n_bytes`` bytes that the model generates after ``prompt``. ``options`` are ``temperature`` and

@@ -84,9 +84,9 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, max_bytes: int
             unchanged = unchanged + 1 if shapes == previous_shapes else 0
             n_read += segment
         period = max((sublayer.period for _, sublayer in model.sublayers()), default=1)
-        counted = [tokens() for _ in range(-(-period // segment))]
-        flops = count_flops(lambda: read(counted, state))
-    return ForwardFlops(flops.total / (len(counted) * segment), flops.unknown, state_bytes(state), unchanged == 2)
+        inputs = [tokens() for _ in range(-(-period // segment))]
+        flops = count_flops(lambda: read(inputs, state))
+    return ForwardFlops(flops.total / (len(inputs) * segment), flops.unknown, state_bytes(state), unchanged == 2)
 
 
 @contextmanager

@@ -114,23 +114,23 @@ def load(
         if first_bytes > len(content):
             raise ValueError(f"data.first_bytes={first_bytes}: allowed are at most the {len(content)} bytes of {name}")
         content, name = content[:first_bytes], f"{name}, first {first_bytes:,} bytes"
-    actual = digest(content)
-    name = next((published for published, corpus in PUBLISHED.items() if corpus.sha256 == actual), name)
+    content_sha256 = digest(content)
+    name = next((published for published, corpus in PUBLISHED.items() if corpus.sha256 == content_sha256), name)
     if error:
         print(
             f"data: {configured_name.upper()} CANNOT BE DOWNLOADED ({error}). READING {name.upper()} INSTEAD: "
-            f"{len(content):,} bytes, sha256 {actual}; bits per byte do not compare with those of {configured_name}. "
-            f"To download {configured_name}, run python -m harness.data {configured_name}; to read a copy, "
-            "set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
+            f"{len(content):,} bytes, sha256 {content_sha256}; bits per byte do not compare with those of "
+            f"{configured_name}. To download {configured_name}, run python -m harness.data {configured_name}; to read "
+            "a copy, set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
             file=sys.stderr,
         )
-    if sha256 and sha256.lower() != actual:
-        raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {actual}")
+    if sha256 and sha256.lower() != content_sha256:
+        raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {content_sha256}")
     parts = _cut(content, split)
     parts, symbols = _to_token_ids(content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines)
     return Corpus(
         name=name,
-        sha256=actual,
+        sha256=content_sha256,
         n_bytes=len(content),
         splits=dict(zip(SPLITS, parts, strict=True)),
         vocabulary=vocabulary,

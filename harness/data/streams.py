@@ -135,8 +135,8 @@ def _read_segments(
     ``scored``, (first, end)."""
     first, end = scored
 
-    def read(done: int) -> Segment:
-        positions = start + done + torch.arange(min(segment, length - done))
+    def read(offset: int) -> Segment:
+        positions = start + offset + torch.arange(min(segment, length - offset))
         return *_pairs(split, positions), (positions >= first) & (positions < end)
 
     return Batches(read, range(0, length, segment))

@@ -77,7 +77,7 @@ class Runtime:
             self.compiled[model] = Compiled(model)
         return self.compiled.get(model, model)
 
-    def send(self, *batches: Tensor) -> tuple[Tensor, ...]:
+    def to_device(self, *batches: Tensor) -> tuple[Tensor, ...]:
         """Return token ids (int64, below 256) on the device. They go to a GPU as pinned uint8, without waiting."""
         if self.device.type == "cpu":
             return batches

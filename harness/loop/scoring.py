@@ -57,11 +57,11 @@ def score_stream(
 ) -> Score:
     """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns the whole
     score."""
-    cut = {"streams": streams, "segment": segment, "shard": runtime.processes.shard}
+    layout = {"streams": streams, "segment": segment, "shard": (shard := runtime.processes.shard)}
     if pairs is None:
         context = round_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)
     make = segments if pairs is None else partial(samples, pairs=pairs)
-    batches = make(split, context=context, **cut) if len(range(streams)[shard_slice(streams, cut["shard"])]) else ()
+    batches = make(split, context=context, **layout) if len(range(streams)[shard_slice(streams, shard)]) else ()
     first = context // segment
     check = CausalityCheck(future_seed, batches, rows=streams, vocabulary=model.head.out_features, first=first)
     return _score(model, batches, runtime, stats_from=first if collect_stats else None, check=check)
@@ -167,7 +167,7 @@ def _predictions(
     state, forward = None, runtime.forward(model)
 
     def predict(targets: Tensor, collect_stats: bool, inputs: Tensor) -> tuple[Tensor, ModelOut]:
-        inputs, targets = runtime.send(inputs, targets)
+        inputs, targets = runtime.to_device(inputs, targets)
         with runtime.autocast():
             out = forward(inputs, state if carry else None, collect_stats=collect_stats)
         nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")

@@ -115,13 +115,13 @@ def agreement(
     shape = (plan.batch.streams, sum(segments) + 1)
     tokens = torch.randint(plan.data["vocabulary"], shape, generator=torch.Generator().manual_seed(1))
 
-    def outcome_of(model_plan: Plan, device: Runtime) -> dict[str, torch.Tensor]:
+    def outcome_of(model_plan: Plan, model_runtime: Runtime) -> dict[str, torch.Tensor]:
         model = model_plan.make_model()
         model.load_state_dict(weights)
         model.project_()
-        forward = device.forward(model.to(device.device).train())
-        on_device = tokens.to(device.device)
-        return logits_and_gradients(model, on_device, segments, forward=forward, autocast=device.autocast)
+        forward = model_runtime.forward(model.to(model_runtime.device).train())
+        on_device = tokens.to(model_runtime.device)
+        return logits_and_gradients(model, on_device, segments, forward=forward, autocast=model_runtime.autocast)
 
     # Plain PyTorch shows how large the errors of a lower precision are: of bfloat16 on a CPU, of TF32 on the device.
     rounding = None

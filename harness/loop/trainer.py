@@ -29,17 +29,17 @@ class Trainer:
     device has not finished. ``state`` is that of this process's streams after the last step, or None. ValueError if
     processes cannot divide the work, or a split is too short to score."""
 
-    def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
-        self.plan, self.corpus, self.runtime = plan, corpus, device
+    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
+        self.plan, self.corpus, self.runtime = plan, corpus, runtime
         random_state.seed(plan.seed)
-        b, processes = plan.batch, device.processes
+        b, processes = plan.batch, runtime.processes
         train = corpus.splits["train"]
         self.stream = Streams(train, seed=plan.seed, streams=b.streams, segment=b.segment, carry=b.carry)
         self.model = plan.make_model()
         if processes.world_size == 1 or plan.runtime.shard == "none":  # a model to be sharded may not fit on one device
-            self.model.to(device.device)
+            self.model.to(runtime.device)
         self.optimizers = plan.make_optimizers(self.model)
-        self.update = Update(self.model, self.optimizers, device, accumulate=b.accumulate)
+        self.update = Update(self.model, self.optimizers, runtime, accumulate=b.accumulate)
         _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible
         self.spent, self.state, self.compile_seconds = Spent(), None, 0.0
         self._last_step = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
@@ -103,7 +103,7 @@ class Trainer:
 
     def _send(self, step: int) -> tuple[Tensor, Tensor]:
         """Send the inputs and targets of this process's streams in a step to the device."""
-        return self.runtime.send(*self.stream.batch(step, shard=self.runtime.processes.shard))
+        return self.runtime.to_device(*self.stream.batch(step, shard=self.runtime.processes.shard))
 
     def _step_flops(self) -> int:
         """Return the training FLOPs of the next step, at its number of carried bytes and with the present spans."""
@@ -174,14 +174,14 @@ class Trainer:
         ``pairs`` and ``future_seed`` are those of ``score_stream``."""
         self.wait()  # otherwise the seconds of scoring would include those of unfinished steps
         self._check_weights()
-        cut = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
+        layout = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         if pairs is not None:
             pairs = min(pairs, len(split) - 1)
-            streams, context = sample_layout(pairs, **cut | {"context": self.plan.model.span})
-            cut |= {"pairs": pairs, "streams": streams, "context": context}
-        cut |= {"runtime": self.runtime, "collect_stats": True, "future_seed": future_seed}
+            streams, context = sample_layout(pairs, **layout | {"context": self.plan.model.span})
+            layout |= {"pairs": pairs, "streams": streams, "context": context}
+        layout |= {"runtime": self.runtime, "collect_stats": True, "future_seed": future_seed}
         with self.update.parameters.unsharded():
-            return score_stream(self.model, split, **cut)
+            return score_stream(self.model, split, **layout)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -278,10 +278,10 @@ def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, source: st
     model.project_()
 
 
-def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) -> str:
+def backend_of(model: LanguageModel, runtime: Runtime, *, training: bool = True) -> str:
     """Return the name of the code that sublayers run. ValueError if they cannot run ``runtime.backend``."""
-    backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
+    backends = {sublayer.backend(runtime.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
-    if not device.compile:
+    if not runtime.compile:
         return name
-    return f"{name}, compiled" if device.forward(model).fully_compiled else f"{name}, compiled in part"
+    return f"{name}, compiled" if runtime.forward(model).fully_compiled else f"{name}, compiled in part"
