@@ -42,7 +42,7 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
     schema = constructor_schema(cls, key=key)
     if base is nn.Module:
         if "'_target_'" in repr(arguments):  # the module's code could instantiate it
-            raise ValueError(f"{key}={arguments}: must be plain values; a module's keywords have no _target_")
+            raise ValueError(f"{key}={arguments}: must be plain values without _target_")
         parameters = inspect.signature(cls.__init__).parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             # The class itself refuses unknown keywords when it is instantiated.
