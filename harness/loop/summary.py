@@ -101,7 +101,7 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
 
 
 def parameters(model: LanguageModel) -> dict:
-    """Return numbers of parameters: of all, of those read for one byte, and of those of each sublayer."""
+    """Return numbers of parameters: in total, read for one byte, and by sublayer."""
     by_sublayer = model.parameters_by_sublayer()
     return {"total": sum(by_sublayer.values()), "touched": model.touched_parameters(), "by_sublayer": by_sublayer}
 

@@ -26,7 +26,7 @@ class Update:
         self.parameters, self.forward, self.gradient_bytes = ModelParameters(model), runtime.forward(model), 0
 
     def distribute(self, *, shard: str) -> None:
-        """If there are several processes, distribute the main process's weights, so that all make one update."""
+        """If there are several processes, distribute the main process's weights, so that all make equal updates."""
         processes = self.runtime.processes
         if processes.world_size == 1:
             return
