@@ -4,7 +4,7 @@
     python train.py -m variant=mhsa,adaptive_span,all_attention,product_key_memory seed=0,1,2
     torchrun --nproc-per-node=8 train.py variant=adaptive_span
 
-A run passes four stages: compose (Hydra), plan (``harness/plan``), loop (this file) and record (``harness/record``).
+A run has four parts: compose (Hydra), plan (``harness/plan``), loop (this file) and record (``harness/record``).
 """
 
 import hydra
@@ -15,7 +15,7 @@ from harness.compose.cli import command_of_run, run_command
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    """Start, resume or return a run or job of a sweep. Returns bits per byte on valid, the objective of sweeps."""
+    """Start or resume a run, or report a finished one. Returns bits per byte on valid, the objective of sweeps."""
     from harness.device.processes import join_processes
     from harness.loop.prepare import prepare  # imports torch, which --help and completion do not need
 
@@ -47,4 +47,4 @@ def train(run) -> float | None:
 
 
 if __name__ == "__main__":
-    run_command(main, many=True)
+    run_command(main, multiprocess=True)

@@ -172,7 +172,7 @@ class CostWorker:
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         self.steps += 1
-        return self.runtime.send(*self.batches.batch(self.steps - 1))
+        return self.runtime.to_device(*self.batches.batch(self.steps - 1))
 
     def _train(self) -> None:
         inputs, targets = self._batch()

@@ -90,7 +90,7 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str)
     """The plan of a run folder, computed as ``runtime`` says; ValueError naming folder, file and key. The folder is
     untrusted: its configuration may have plain values only, and name only classes of ours and of ``trust``."""
     origin = f"{key}={path}"
-    config = read_config(path / CONFIG, what=origin)
+    config = read_config(path / CONFIG, label=origin)
     try:
         config.update({"runtime": runtime, "trust": trust, "record": OmegaConf.load(f"{CONF}/record/default.yaml")})
         return plan_run(config)

@@ -5,11 +5,11 @@ import os
 
 from harness.cache import cache_folder
 
-# The folder of compiled kernels. RuntimeError: the user has no home folder.
+# The folder of compiled kernels. It is not set if the user has no home folder, which raises RuntimeError.
 with contextlib.suppress(RuntimeError):
     os.environ.setdefault("WINDTUNNEL_KERNELS", str(cache_folder() / "kernels"))
 
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-    # GNU's OpenMP reads it when torch is loaded. By default waiting threads spin for milliseconds, which slows all
-    # processes down if there are more of them than cores.
+    # GNU's OpenMP reads GOMP_SPINCOUNT when torch is loaded. By default waiting threads spin for milliseconds, which
+    # slows all processes down if there are more of them than cores.
     os.environ["GOMP_SPINCOUNT"] = "10000"

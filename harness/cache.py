@@ -33,8 +33,8 @@ def try_lock(file: IO) -> bool:
 
 @contextmanager
 def file_lock(path: Path, *, waiting: str = "data: waiting for another process that downloads") -> Iterator[None]:
-    """Context that holds the lock of ``<path>.lock`` between processes. If it has to wait, it prints ``waiting`` and
-    the path. OSError if the lock file cannot be opened."""
+    """Context that locks the file ``<path>.lock`` against other processes. If it has to wait, it prints the message
+    ``waiting`` and ``path``. OSError if the lock file cannot be opened."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         if not try_lock(lock):
@@ -44,7 +44,7 @@ def file_lock(path: Path, *, waiting: str = "data: waiting for another process t
 
 
 def storage_failure(path: Path, error: OSError, *, needed: int = 0) -> StorageFailure:
-    """The StorageFailure for an error in writing ``needed`` bytes. If the disk is full, it states the free space."""
+    """The StorageFailure for an error in writing ``needed`` bytes. For lack of space it states the free space."""
     if isinstance(error, StorageFailure):
         return error
     space = ""

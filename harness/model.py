@@ -17,8 +17,8 @@ from variants.contract import Inspection, LayerContext, NeededFlops, State, Subl
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
 NUMERICS = 1
-"""Version of the shared code (model, optimizers, data order, scoring). A change that changes its golden numbers on
-purpose increments it."""
+"""Version of the shared code (model, optimizers, data order, scoring). It is incremented when that code
+changes golden numbers on purpose."""
 
 
 class ModelOut(NamedTuple):
@@ -57,10 +57,10 @@ class RMSNorm(nn.RMSNorm):
         if x.device.type != "cpu" or x.dtype != self.weight.dtype or torch.compiler.is_compiling():
             return super().forward(x)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        return _Norm.apply(x, self.weight, eps)
+        return _FastRMSNorm.apply(x, self.weight, eps)
 
 
-class _Norm(torch.autograd.Function):
+class _FastRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -142,13 +142,13 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:
         """Predict the byte after each of ``tokens`` (int64 ``[B, T]``); ``state`` is from the previous segment."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
-        start = start.view_as(start)  # a new tensor in each pass, because layers cache by it what they derive from it
+        start = start.view_as(start)  # a new tensor in each pass: position.py caches rotations as its attribute
         x = self.position.embed(self.embedding(tokens) * self.scale, start)
         x = F.dropout(x, self.dropout, self.training)
         loss, new_states, stats = x.new_zeros((), dtype=torch.float32), [], {}
         for i, layer in enumerate(self.layers):
-            done = len(new_states)
-            layer_states = (None,) * len(layer) if states is None else states[done : done + len(layer)]
+            n_done = len(new_states)
+            layer_states = (None,) * len(layer) if states is None else states[n_done : n_done + len(layer)]
             inputs = (layer, x, layer_states, start, collect_stats)
             if self.checkpoint == "layers" and torch.is_grad_enabled():
                 x, outputs = recomputation.checkpoint(_run_layer, *inputs, use_reentrant=False)
@@ -183,7 +183,7 @@ class LanguageModel(nn.Module):
     def trim(self, state: State) -> State:
         """The part of a state that the next forward pass needs; a compiled forward pass may return more."""
         start, states = state
-        return start, tuple(s.trim(old) for (_, s), old in zip(self.sublayers(), states, strict=True))
+        return start, tuple(module.trim(s) for (_, module), s in zip(self.sublayers(), states, strict=True))
 
     def project_(self) -> None:
         """Project all sublayers' parameters into their range, and set the shapes that depend on learned lengths."""
@@ -195,9 +195,9 @@ class LanguageModel(nn.Module):
         """Metrics from summed statistics, by names such as ``layers.0.attention.span``: numbers, or lists with a number
         for each head."""
         return {
-            f"{name}.{key}": value.tolist() if isinstance(value, Tensor) else float(value)
+            f"{name}.{key}": metric.tolist() if isinstance(metric, Tensor) else float(metric)
             for name, sublayer in self.sublayers()
-            for key, value in sublayer.metrics(stats.get(name, {})).items()
+            for key, metric in sublayer.metrics(stats.get(name, {})).items()
         }
 
     def ideal_flops(self) -> int:
@@ -253,7 +253,7 @@ def unread_parameters(sublayer: Sublayer) -> int:
 
 
 def add_stats(total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """The sums of two models' statistics; a statistic that only one of them has is copied."""
+    """The sums of the statistics of two forward passes; a statistic that only one of them has is copied."""
 
     def add(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
         return {k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k)) for k in sorted(a.keys() | b.keys())}

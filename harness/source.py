@@ -17,12 +17,12 @@ from harness.cache import sha256_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EXCLUDED = re.compile(
-    r"harness/(compose/|record/(?!checkpoint|shard)|loop/sampling\.py)"
+    r"harness/(compose/|record/(?!checkpoint)|loop/sampling\.py)"
     r"|variants/conformance/|bench/(results|report)/|(.*/)?(\.|__pycache__/)"
 )
 """Files that change no number of a run: those that compose, record (except for checkpoints), sample, check or report;
 hidden files, and bytecode."""
-Files = tuple[tuple[str, Path], ...]
+Files = tuple[tuple[str, Path], ...]  # name in the digest, and path, of each file
 
 
 def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = False) -> str:
@@ -41,8 +41,8 @@ def digest_of_tree(*, measuring: bool = False) -> str:
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
     """Names and paths of the user's files, and of the files below ``variants/`` that they or the configuration's
     targets import. ``trust`` has the modules of the user. Of a package all files count. Of a single file, these count:
-    the file itself, what it imports from its folder (unless it is installed), and files of the same stem, as
-    ``mine.cpp`` of ``mine.py``. ValueError for a module without a source file."""
+    the file itself, what it imports from its folder (unless it is installed), and files of the same stem,
+    such as ``mine.cpp`` for ``mine.py``. ValueError for a module without a source file."""
     user_files = tuple(file for module in trust for file in _module_files(module))
     user_code = tuple(path for _, path in user_files if path.suffix == ".py")
     targets = frozenset(name for name in _targets(config) if name.startswith("variants."))

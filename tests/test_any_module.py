@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from harness.plan.instantiate import resolve
+from harness.plan.targets import resolve
 from tests.command_line import GENERATED, run_folders, train
 from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, findings_of, model_of

@@ -81,7 +81,7 @@ def test_a_bug_has_a_traceback_and_a_mistake_only_on_request(cwd, monkeypatch):
 
 def test_without_network_the_fallback_corpus_is_read_and_labelled(cwd):
     outcome = train()
-    (warning,) = [line for line in outcome.err.splitlines() if "ENWIK8 IS NOT HERE" in line]
+    (warning,) = [line for line in outcome.err.splitlines() if "ENWIK8 CANNOT BE DOWNLOADED" in line]
     assert "READING STDLIB INSTEAD" in warning and "data.path=FILE" in warning
     (run,) = run_folders(cwd / "outputs")
     corpus = json.loads((run / "summary.json").read_text())["data"]

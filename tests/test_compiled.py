@@ -33,7 +33,7 @@ def test_a_compiled_variant_has_the_gradients_and_scores_of_the_uncompiled_one(v
             run.step()
         gradients[compiled] = {name: p.grad for name, p in run.model.named_parameters()}
         assert run.backend == run.evaluation_backend == ("plain, compiled" if compiled else "plain")
-        scores[compiled] = run.evaluate(run.reported("valid")[:191])
+        scores[compiled] = run.evaluate(run.reported_split("valid")[:191])
     for name, expected in gradients[False].items():
         actual = gradients[True][name]
         assert actual is not None and torch.allclose(actual, expected, rtol=1e-3, atol=1e-5), name

@@ -10,8 +10,8 @@ from harness.compose.cli import explain
 from harness.data import corpora
 from harness.plan import settings
 from harness.plan.build import plan_run
-from harness.plan.instantiate import constructor_schema, resolve
 from harness.plan.network import plan_layers
+from harness.plan.targets import constructor_schema, resolve
 from tests.small_configs import CONF, TINY, compose_config, one_step, plan, recall, small
 from variants.contract import Part, Position, Sublayer
 

@@ -67,7 +67,7 @@ def test_a_plain_file_is_read_split_and_never_changed(tmp_path, monkeypatch):
     corpus = load("file", path=path)
     assert all_bytes(corpus) == TEXT
     assert corpus.provenance() == {"name": "file:small.txt", "bytes": len(TEXT), "sha256": SHA256}
-    assert (corpus.vocabulary, corpus.floor, corpus.fallback_from) == (256, None, None)
+    assert (corpus.vocabulary, corpus.floor, corpus.fallback_for) == (256, None, None)
     monkeypatch.setattr(sources, "LARGE_BYTES", 1000)
     load("file", path=path).splits["train"][0] = 0  # writes to a private copy of the mapped page
     assert Path(path).read_bytes() == TEXT
@@ -148,7 +148,7 @@ def test_a_file_in_place_of_a_known_corpus_must_have_its_bytes(tmp_path, monkeyp
         PUBLISHED, "enwik8", PublishedCorpus(url="http://127.0.0.1:9/", n_bytes=len(TEXT), sha256=SHA256)
     )
     corpus = load("enwik8", path=write(tmp_path, "copy.zip", zipped(TEXT)), fallback="stdlib")
-    assert (corpus.name, corpus.fallback_from, corpus.n_bytes) == ("enwik8", None, len(TEXT))
+    assert (corpus.name, corpus.fallback_for, corpus.n_bytes) == ("enwik8", None, len(TEXT))
     with pytest.raises(ValueError, match=r"data\.path=.*has 9,\d+ bytes, not 10,\d+"):
         load("enwik8", path=write(tmp_path, "short", TEXT[:-1000]), fallback="stdlib")
     with pytest.raises(ValueError, match=rf"data\.path=.*{hashlib.sha256(TEXT[::-1]).hexdigest()}.*{SHA256}"):

@@ -83,7 +83,7 @@ def server(monkeypatch):
 
 def test_a_corpus_is_downloaded_once_and_checked(server, cache, capsys):
     corpus = corpora.load("enwik8")
-    assert (corpus.name, corpus.n_bytes, corpus.fallback_from) == ("enwik8", len(TEXT), None)
+    assert (corpus.name, corpus.n_bytes, corpus.fallback_for) == ("enwik8", len(TEXT), None)
     assert (cache / "enwik8").read_bytes() == TEXT
     assert server.url in capsys.readouterr().err
     assert main(["enwik8"]) == 0
@@ -153,7 +153,7 @@ def test_the_fallback_corpus_is_announced_and_labelled_and_without_it_a_failed_d
     (tmp_path / "a_file").write_bytes(b"")
     with monkeypatch.context() as unwritable:
         unwritable.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
-        assert corpora.load("enwik8", fallback="stdlib").fallback_from == "enwik8"
+        assert corpora.load("enwik8", fallback="stdlib").fallback_for == "enwik8"
         assert server.requested_ranges == []
     with socket.create_server(("127.0.0.1", 0)) as free:  # a port on which no server listens
         port = free.getsockname()[1]
@@ -162,7 +162,7 @@ def test_the_fallback_corpus_is_announced_and_labelled_and_without_it_a_failed_d
     )
     capsys.readouterr()
     corpus = corpora.load("enwik8", fallback="stdlib")
-    assert (corpus.name, corpus.fallback_from) == ("stdlib", "enwik8")
+    assert (corpus.name, corpus.fallback_for) == ("stdlib", "enwik8")
     assert corpus.provenance()["name"] == "stdlib" and corpus.provenance()["fallback_for"] == "enwik8"
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "INSTEAD" in line]
     assert all(word in line for word in ("ENWIK8", "refused", "STDLIB", corpus.sha256, "data.fallback=null"))

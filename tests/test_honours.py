@@ -53,7 +53,7 @@ def positioned(scheme: type) -> tuple[str, ...]:
             Sums,
             (),
             r"position=rotary: rotates queries and keys, which variant\.toy \(Sums\) does not support; allowed are none, "
-            r"schemes of the embedded bytes \(sinusoidal\)$",
+            r"schemes that change only embedded bytes \(sinusoidal\)$",
         ),
         (
             Decays,

@@ -129,7 +129,7 @@ def test_batches_are_sent_as_bytes_from_pinned_memory_without_waiting(monkeypatc
     monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self.dtype) or self)
     batch = torch.tensor([[0, 200, 255]])
-    (sent,) = Runtime(device=device, precision="float32", compile=False).send(batch)
+    (sent,) = Runtime(device=device, precision="float32", compile=False).to_device(batch)
     assert torch.equal(sent, batch) and sent.dtype == torch.int64
     assert copies == [(torch.uint8, {"non_blocking": True})] and pinned == [torch.uint8]
-    assert Runtime(device=torch.device("cpu"), precision="float32", compile=False).send(batch)[0] is batch
+    assert Runtime(device=torch.device("cpu"), precision="float32", compile=False).to_device(batch)[0] is batch

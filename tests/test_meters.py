@@ -48,7 +48,7 @@ def allocate(mib: int) -> torch.Tensor:
     return torch.ones(mib * MIB // 4)
 
 
-@pytest.mark.skipif(not memory.CLEAR.exists(), reason="the high-water mark can be lowered on Linux only")
+@pytest.mark.skipif(not memory.CLEAR_REFS.exists(), reason="the high-water mark can be lowered on Linux only")
 def test_the_peak_is_that_of_the_allocations_and_a_reset_keeps_what_is_allocated():
     meter = PeakMemory(CPU)
     first = allocate(50)
@@ -67,7 +67,7 @@ def test_the_peak_is_that_of_the_allocations_and_a_reset_keeps_what_is_allocated
 def test_the_peak_where_the_high_water_mark_cannot_be_read_or_lowered(monkeypatch, tmp_path):
     set_allocator("return")  # memory that an earlier test freed would be used first
     PeakMemory(CPU)  # lowers the high-water mark
-    for name in ("STATUS", "CLEAR"):
+    for name in ("STATUS", "CLEAR_REFS"):
         monkeypatch.setattr(memory, name, tmp_path / "none" / name)
     meter = PeakMemory(CPU)
     allocate(200)

@@ -98,7 +98,7 @@ def test_without_a_correct_candidate_plain_is_selected_with_a_warning(compared, 
     assert choice["backend"] == "plain" and list(choice["errors"]) == ["kernel", "chunked"]
     first, second, last = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
     assert "kernel failed: 2e-2 of the gradient of y" in first and "hung: not done after 120 s" in second
-    assert "plain, which is slow" in last
+    assert "plain runs, which is slow" in last
 
 
 def test_a_backend_set_by_name_is_compared_and_its_failure_is_an_error(compared):

@@ -45,7 +45,7 @@ def test_auxiliary_losses_are_in_the_gradient_but_not_in_the_score(parts):
     runs = [make_run(*words, f"variant.attention.span.loss_weight={w}") for w in (0.0, weight)]
     batch = runs[0].stream.batch(0)
     logits = runs[0].model(batch[0]).logits.detach()
-    scores = [run.evaluate(run.reported("valid")[:200]).bits_per_byte for run in runs]
+    scores = [run.evaluate(run.reported_split("valid")[:200]).bits_per_byte for run in runs]
     nats = []
     for run in runs:  # by plain gradient descent a parameter moves by its gradient times the rate
         groups = assign(run.model, default=torch.optim.SGD)
@@ -91,7 +91,7 @@ def test_bfloat16_training_is_finite_and_close_to_float32_with_parameters_in_flo
     assert bits[0] != bits[1] and bits[0] == pytest.approx(bits[1], abs=0.05)
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in low.model.parameters())
     assert {t.dtype for t in tensors(low.state)} == {torch.int64, torch.bfloat16}
-    assert low.evaluate(low.reported("valid")[:200]).nats.isfinite().all()
+    assert low.evaluate(low.reported_split("valid")[:200]).nats.isfinite().all()
 
 
 # Scoring
@@ -184,7 +184,7 @@ def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_the_f
     assert score_windows(run.model, run.corpus.splits["valid"], runtime=CPU).bits_per_byte > floor
     summary = {"check": "passed", "capped": {}, "compressors": {}}
     row = final_score(run, "test", summary)
-    assert (row["check"], row["floor_bits_per_byte"]) == ("passed", run.corpus.floor_bits(run.reported("test")))
+    assert (row["check"], row["floor_bits_per_byte"]) == ("passed", run.corpus.floor_bits(run.reported_split("test")))
     assert row["bits_per_copy"]["3"] == summary["test_bits_per_copy"]["3"] < 4
     run.corpus = replace(run.corpus, floor=lambda values: row["bits_per_byte"] + 41 / (len(values) - 1))
     assert final_score(run, "test", summary)["check"] == summary["check"] == "not causal"

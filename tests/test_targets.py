@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from harness.plan.instantiate import constructor_schema, resolve
+from harness.plan.targets import constructor_schema, resolve
 from variants.adaptive_span import AdaptiveSpan
 from variants.attention import Attention, AttentionSpan
 from variants.contract import Part, Position, Sublayer, SublayerOutput

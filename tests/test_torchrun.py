@@ -71,9 +71,9 @@ def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_check
     assert Launch().command_prefix == ("python",)
     for many, arguments in ((False, ("variant=mhsa",)), (True, ("--multirun",)), (True, ("hydra.mode=MULTIRUN",))):
         with pytest.raises(ValueError, match="processes"):
-            check_launch(arguments, many=many, launch=several)
-        check_launch(arguments, many=many, launch=Launch())
-    check_launch(("variant=mhsa", "optim.lr=-m"), many=True, launch=several)
+            check_launch(arguments, multiprocess=many, launch=several)
+        check_launch(arguments, multiprocess=many, launch=Launch())
+    check_launch(("variant=mhsa", "optim.lr=-m"), multiprocess=True, launch=several)
     assert read_launch(FOURTH) == (3, 4, 1, 2)
     for single in ({"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1"}):
         assert read_launch(single) == Launch()

@@ -19,9 +19,9 @@ def validations(job) -> list[dict]:
 def test_bytes_that_select_the_weights_are_in_no_reported_score(selection_bytes, n_bytes):
     run = make_run(f"eval.selection_bytes={selection_bytes}", "eval.bytes=null")
     valid = run.corpus.splits["valid"]
-    assert len(valid) == 1000 and torch.equal(run.reported("valid"), valid[: 1000 - n_bytes])
+    assert len(valid) == 1000 and torch.equal(run.reported_split("valid"), valid[: 1000 - n_bytes])
     assert torch.equal(run.selection_split(), valid[1000 - n_bytes :])
-    assert torch.equal(run.reported("test"), run.corpus.splits["test"])
+    assert torch.equal(run.reported_split("test"), run.corpus.splits["test"])
 
 
 def test_an_interrupted_run_validates_at_the_same_steps_on_a_tenth_of_the_trained_bytes(cwd):

@@ -8,8 +8,8 @@ BENCH = ("check", "compress", "cost", "dashboard", "decompress", "evaluate")
 BENCH += ("fit", "inspect", "peers", "report")
 USAGE = f"""usage: windtunnel COMMAND [KEY=VALUE ...], or COMMAND --help
 
-train     a run, or with -m a sweep
-others    {", ".join(BENCH)}"""
+COMMAND is train (a run, or with -m a sweep), or one of
+{", ".join(BENCH)}"""
 
 
 def main() -> None:

@@ -27,15 +27,15 @@ class Model:
     def score(self, text: bytes, *, streams: int = 1, segment: int = 512, context: int = 0) -> float:
         """Return bits per byte of ``text`` without its first byte, which the model does not predict.
 
-        ``streams``, ``segment`` and ``context`` cut the text, as in the configuration's ``eval``. By default one stream
-        reads all of it with carried state. ValueError if ``text`` has a byte that is not in the vocabulary, or fewer
-        than two bytes."""
+        ``streams``, ``segment`` and ``context`` are those of ``eval`` in ``conf/evaluate.yaml``. By default one stream
+        reads all of ``text`` with carried state. ValueError if ``text`` has a byte that is not in the vocabulary, or
+        fewer than two bytes."""
         split = token_ids(text, self.symbols, key="text").to(torch.uint8)
         if len(split) < 2:
             raise ValueError("text: has one byte; a score needs two, because a model does not predict the first")
         runtime = Runtime(device=self._device, precision="float32", compile=False)
-        cut = {"streams": streams, "segment": segment, "context": context}
-        return score_stream(self.network, split, runtime=runtime, **cut).bits_per_byte
+        layout = {"streams": streams, "segment": segment, "context": context}
+        return score_stream(self.network, split, runtime=runtime, **layout).bits_per_byte
 
     def generate(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **options) -> bytes:
         """Return ``n_bytes`` bytes that the model generates after ``prompt``. ``options`` are ``temperature`` and
@@ -48,7 +48,7 @@ class Model:
     @torch.no_grad()
     def attention(self, text: bytes) -> dict[str, Tensor]:
         """Return the attention map ``[H, T, T]`` of each sublayer that has one, by name, on the CPU. Row t has the
-        weights by which byte t attends. Those of softmax attention sum to 1, less the weights of learned vectors."""
+        weights of all bytes for query t. In softmax attention they and the weights of learned vectors sum to 1."""
         tokens = token_ids(text, self.symbols, key="text")[None].to(self._device)
         _, inspections = self.network.inspect(tokens)
         weights = {name: inspection.weights for name, inspection in inspections.items()}

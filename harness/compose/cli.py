@@ -1,7 +1,7 @@
-"""Runs commands under Hydra. A user's mistake gives one clear message and exit code 2, instead of Hydra's trace and 1.
-``run_command`` sets HYDRA_FULL_ERROR=1, so that Hydra raises errors instead of printing them, and catches them. The
-callback of ``harness.compose.sweep`` gets the error of a job before that. Errors that are no mistakes are printed with
-their trace, and the exit code is 1. If the user sets HYDRA_FULL_ERROR=1, mistakes are printed with their trace too."""
+"""Run commands under Hydra. A user's mistake gives one clear message and exit code 2, a failure of
+``harness/failures.py`` a message and its own code, and a bug its trace and exit code 1. ``run_command`` sets
+HYDRA_FULL_ERROR=1, with which Hydra raises errors instead of printing them, and prints those that no callback of
+``harness/compose/sweep.py`` has printed. If the user sets HYDRA_FULL_ERROR=1, all errors are printed with a trace."""
 
 import inspect
 import os
@@ -34,12 +34,12 @@ task: TaskFunction | None = None  # the function that the launcher of a sweep ca
 
 class JobFailed(RuntimeError):
     """The error of a sweep's job in a form that can be pickled and holds no tensors: message, exit ``code``, and
-    ``already_printed``, the file to which it was printed."""
+    ``already_printed``, the device and inode of the stderr to which it was printed, or None."""
 
 
-def run_command(command: Callable[[], object], *, many: bool = False) -> None:
-    """Call a function decorated with ``hydra.main``. If it fails, exit with a code of ``docs/exit_codes.md``. ``many``
-    states whether ``torchrun`` may start the command in several processes."""
+def run_command(command: Callable[[], object], *, multiprocess: bool = False) -> None:
+    """Call a function decorated with ``hydra.main``. If it fails, exit with a code of ``docs/exit_codes.md``.
+    ``multiprocess`` states whether ``torchrun`` may start the command in several processes."""
     global task
     task = inspect.unwrap(command)
     Plugins.instance()  # registers Hydra's file source, which the next line replaces
@@ -47,8 +47,8 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
     trace = os.environ.get(TRACE_VARIABLE, os.environ.get("HYDRA_FULL_ERROR", ""))
     with env_override({"HYDRA_FULL_ERROR": "1", TRACE_VARIABLE: trace}):
         try:
-            check_launch(sys.argv[1:], many=many)
-            if read_launch().world_size > 1:  # its messages are repeated in torch's errors
+            check_launch(sys.argv[1:], multiprocess=multiprocess)
+            if read_launch().world_size > 1:  # torch's errors repeat what its C++ code logs
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             command()
         except KeyboardInterrupt:  # outside of a job: between two jobs, or while a launcher waits
@@ -66,13 +66,13 @@ def exit_code(errors: Sequence[Exception]) -> int:
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
-    """Print an error to stderr, unless it was printed there before. ``job`` has the overrides of a sweep's job. Of
-    several processes, all have the same mistakes in their configuration, so only the first one prints them. Other
-    processes print a mistake only if it is marked ``of_process``."""
-    status = os.fstat(2)
-    stderr_file = status.st_dev, status.st_ino  # the stderr of a launcher's job may be another file
-    printed_by_first = isinstance(error, MISTAKES) and is_secondary() and not getattr(error, "of_process", False)
-    if printed_by_first or getattr(error, "already_printed", None) in (True, stderr_file):
+    """Print an error to stderr, unless it was printed there before. ``job`` has the overrides of a sweep's job. All
+    processes of a run raise the same mistakes of its configuration, which only the main process prints. A mistake
+    marked ``of_process`` was raised later, perhaps in one process only, and is printed by that process."""
+    stderr_status = os.fstat(2)
+    stderr_file = stderr_status.st_dev, stderr_status.st_ino  # the stderr of a launcher's job may be another file
+    printed_by_main = isinstance(error, MISTAKES) and is_secondary() and not getattr(error, "of_process", False)
+    if printed_by_main or getattr(error, "already_printed", None) in (True, stderr_file):
         return
     has_message = isinstance(error, (*MISTAKES, JobFailed)) or failures.failure_class(error)
     if not has_message or os.environ.get(TRACE_VARIABLE) not in (None, "", "0"):
@@ -134,8 +134,8 @@ def _explain(error: Exception) -> str:
         return f"{error.full_key}: {_first_line(error)}"
     if str(error).startswith("Config group override must be"):  # Hydra's message does not name the group
         groups = [word for word in sys.argv[1:] if (CONF / word.partition("=")[0]).is_dir()]
-        wrong = [word for word in groups if re.search(r"=(.*,)?(null|true|false|[-+.\d]+)(,|$)", word)]
-        return f"{' '.join(wrong)}: must be the name of a file in this group"
+        invalid = [word for word in groups if re.search(r"=(.*,)?(null|true|false|[-+.\d]+)(,|$)", word)]
+        return f"{' '.join(invalid)}: must be the name of a file in this group"
     lines = [line.strip() for line in str(error).splitlines()]
     if isinstance(error, HydraException) and cause is not None:
         lines.append(_first_line(cause))

@@ -1,5 +1,5 @@
-"""Sweeps with any launcher of Hydra. Every job is launched. A job that is finished returns its recorded scores; one
-that was killed resumes."""
+"""Sweeps with any launcher of Hydra. All jobs are launched, also finished ones: a finished job returns its recorded
+score, and a killed job resumes."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ class JobCallback(Callback):
     """Hydra's callback in ``conf/command.yaml``. It prints the errors of jobs, and replaces Hydra's basic sweeper."""
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: object) -> None:
-        """Print a job's error. A sweep continues with its other jobs; otherwise the command ends."""
+        """Print a job's error. A sweep continues with its other jobs; a command without a sweep exits."""
         if job_return.status != JobStatus.FAILED:
             return
         error, is_sweep = job_return._return_value, config.hydra.mode == RunMode.MULTIRUN
@@ -35,7 +35,7 @@ class JobCallback(Callback):
         job_return._return_value = to_job_failed(error)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        """Run the sweep. Hydra's own sweeper would stop at the first failed job."""
+        """Run the sweep in place of Hydra's basic sweeper, which would stop at the first failed job, and exit."""
         if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
             return
         errors: list[Exception] = []

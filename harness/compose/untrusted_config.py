@@ -1,5 +1,5 @@
 """Configuration from outside the project. Files of a user's folder (``-cd``) must not set ``hydra.*`` or ``trust``,
-which decide which code may run. The ``config.yaml`` of a run folder may come from anybody and has plain values only."""
+which decide which code may run. The ``config.yaml`` of a run folder may come from anybody; only plain values pass."""
 
 import io
 import re
@@ -72,9 +72,9 @@ def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
         yield from _leaves(child, f"{key}.{name}".lstrip("."))
 
 
-def read_config(path: Path, *, what: str) -> DictConfig:
+def read_config(path: Path, *, label: str) -> DictConfig:
     """The sections of a run's ``config.yaml``, which must have plain values and stay within limits of size and depth.
-    ``what`` is the prefix of a ValueError's message."""
+    ``label`` begins the message of a ValueError."""
     try:
         text, depth = read_file(path, max_bytes=MAX_BYTES).decode("utf-8"), 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -85,5 +85,5 @@ def read_config(path: Path, *, what: str) -> DictConfig:
         if not isinstance(config, DictConfig):
             raise ValueError("must have sections, such as variant and model")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{what}: {path.name}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{label}: {path.name}: {' '.join(str(error).split())}") from error
     return config

@@ -8,7 +8,7 @@ the project's kernels count by the formulas of torch's ``flop_registry`` (2.13).
   for query t, as torch defines causality. With an explicit mask all pairs count, because all products are executed.
 - The registry omits sorts and running sums. This file counts one FLOP for each comparison or addition.
 
-Operations without a formula (softmax, norms, top-k, elementwise ones) add nothing; their names and calls are returned.
+Operations without a formula (softmax, norms, top-k, elementwise ones) add nothing. Their calls are counted by name.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ class ForwardFlops(NamedTuple):
     per_byte: float  # mean over the counted segments
     unknown: dict[str, int]  # as in ``Flops``, of all counted segments
     state_bytes: int  # of the state that one stream carries before the first counted segment
-    warm: bool  # whether the state had stopped growing before it
+    warm: bool  # whether that state had its full size: no tensor's shape changed any more
 
 
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
@@ -58,15 +58,15 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
     uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with torch.set_grad_enabled(gradients), uncompiled, _Counter() as counter:
         call()
-    return Flops(counter.total, dict(sorted(counter.unknown.items(), key=lambda item: (-item[1], item[0]))))
+    return Flops(counter.total, dict(sorted(counter.unknown.items(), key=lambda entry: (-entry[1], entry[0]))))
 
 
 def forward_flops_per_byte(model: LanguageModel, *, segment: int, max_bytes: int = 2**16) -> ForwardFlops:
-    """Count the forward pass of one ``segment`` of one stream, in warm state, in evaluation mode, on the model's
+    """Count the forward pass of one ``segment`` of one stream after a full past, in evaluation mode, on the model's
     device. If a mechanism has a ``Sublayer.period`` longer than a segment, all segments of the longest period are
     counted. Before that the model reads random bytes, until two segments in a row change no shape of the carried state,
-    or for ``max_bytes``. A window of S bytes needs S bytes and three more segments. Training modes and random
-    generators are restored. The caller sets the run's precision, because autocast makes the state smaller."""
+    or for ``max_bytes``. A window of S bytes needs at most S bytes and three more segments. Training modes and random
+    generators are restored. The caller enters the run's autocast, if any, because it makes the state smaller."""
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
 
     def tokens() -> Tensor:
@@ -84,9 +84,9 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, max_bytes: int
             unchanged = unchanged + 1 if shapes == previous_shapes else 0
             n_read += segment
         period = max((sublayer.period for _, sublayer in model.sublayers()), default=1)
-        counted = [tokens() for _ in range(-(-period // segment))]
-        flops = count_flops(lambda: read(counted, state))
-    return ForwardFlops(flops.total / (len(counted) * segment), flops.unknown, state_bytes(state), unchanged == 2)
+        inputs = [tokens() for _ in range(-(-period // segment))]
+        flops = count_flops(lambda: read(inputs, state))
+    return ForwardFlops(flops.total / (len(inputs) * segment), flops.unknown, state_bytes(state), unchanged == 2)
 
 
 @contextmanager
@@ -120,10 +120,10 @@ class _Counter(TorchDispatchMode):
         is_overload = isinstance(func, torch._ops.OpOverload)
         if is_overload:
             with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        result = func(*args, **kwargs)
+                output = func.decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        output = func(*args, **kwargs)
         # The name of aten.add_.Tensor is "add"; operations of other libraries keep the library's prefix.
         name = func._schema.name.removeprefix("aten::").removesuffix("_") if is_overload else func.name()
         packet = getattr(func, "_overloadpacket", func)
@@ -131,10 +131,10 @@ class _Counter(TorchDispatchMode):
             names = [argument.name for argument in func._schema.arguments]
             self.total += FORMULAS[name](dict(zip(names, args, strict=False)) | kwargs)
         elif packet in self.torch_formulas:
-            self.total += self.torch_formulas[packet](*args, **kwargs, out_val=result)
+            self.total += self.torch_formulas[packet](*args, **kwargs, out_val=output)
         elif name not in ZERO_FLOPS and not getattr(func, "is_view", False):
             self.unknown[name] += 1
-        return result
+        return output
 
 
 def causal_pairs(queries: int, keys: int) -> int:
@@ -143,13 +143,13 @@ def causal_pairs(queries: int, keys: int) -> int:
     return triangle * (triangle + 1) // 2 + (queries - triangle) * keys
 
 
-def _attention(a: Arguments, *, widths: tuple[int, int] = (1, 1)) -> int:
+def _attention(a: Arguments, *, products: tuple[int, int] = (1, 1)) -> int:
     """Scores and weighted values: 2 (K + K') for each pair of a query of ``[B, H, T, K]`` and a key of ``[.., L, K]``.
-    ``widths`` has the numbers of products with width K and with the width K' of values."""
-    streams, heads, rows, width = a["query"].shape
+    ``products`` has the number of matrix products over the width K of keys, and over the width K' of values."""
+    streams, heads, queries, width = a["query"].shape
     keys = a["key"].shape[2]
-    pairs = streams * heads * (causal_pairs(rows, keys) if a.get("is_causal") else rows * keys)
-    return 2 * pairs * (widths[0] * width + widths[1] * a["value"].shape[3])
+    pairs = streams * heads * (causal_pairs(queries, keys) if a.get("is_causal") else queries * keys)
+    return 2 * pairs * (products[0] * width + products[1] * a["value"].shape[3])
 
 
 def _embedding_bag(a: Arguments) -> int:
@@ -181,8 +181,8 @@ def _scan(a: Arguments) -> int:
 ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 FORMULAS: dict[str, Callable[[Arguments], int]] = {
     **{f"_scaled_dot_product_{kind}": _attention for kind in ATTENTIONS},
-    # Five products, 2 (3K + 2K'): the scores again, and the gradients of weights, values, queries and keys.
-    **{f"_scaled_dot_product_{kind}_backward": partial(_attention, widths=(3, 2)) for kind in ATTENTIONS},
+    # Five products, 2 (3K + 2K') per pair: the scores again, and the gradients of weights, values, queries and keys.
+    **{f"_scaled_dot_product_{kind}_backward": partial(_attention, products=(3, 2)) for kind in ATTENTIONS},
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward"), _embedding_bag),
     "_embedding_bag_per_sample_weights_backward": lambda a: 2 * a["indices"].numel() * a["weight"].shape[1],
     # Gradients of indexing: one addition for each element.

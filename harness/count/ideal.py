@@ -1,4 +1,4 @@
-"""Compares the ideal FLOPs that sublayers declare with the executed ones. The ideal FLOPs of the model must be at most
+"""Compare the ideal FLOPs that sublayers declare with the executed ones. The ideal FLOPs of the model must be at most
 the executed ones. Those of each sublayer must be at least half of the executed ones, unless it declares the limit
 ``ideal_flops``."""
 
@@ -17,10 +17,10 @@ PROMISE = "ideal FLOPs are at most the executed ones, and at least half"
 
 def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, str]:
     """Yield a line for each broken requirement, and return a line that describes the comparison. FLOPs are counted in
-    evaluation mode, on segments of twice ``span`` bytes, in warm state."""
+    evaluation mode, on segments of twice ``span`` bytes after a full past."""
     segment, sublayers = 2 * span, dict(model.eval().sublayers())
     n_segments = -(-max((s.period for s in sublayers.values()), default=1) // segment)  # in the longest period
-    calls = {name: deque(maxlen=n_segments) for name in sublayers}
+    calls = {name: deque(maxlen=n_segments) for name in sublayers}  # of the counted segments, which are the last ones
 
     def record_call(name: str, module: Sublayer, args: tuple, keywords: dict) -> None:
         calls[name].append(partial(module, *args, **keywords))
@@ -32,7 +32,7 @@ def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, st
         for hook in hooks:
             hook.remove()
     ideal = model.ideal_flops()
-    comparison = [f"eval, segments of {segment} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"]
+    comparison = [f"eval, {segment} bytes after a full past: {ideal:,} ideal, {executed:,.0f} executed per byte"]
     if ideal > executed:
         yield comparison[0]
     for name, sublayer in sublayers.items():
@@ -46,7 +46,7 @@ def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, st
     return "; ".join(comparison)
 
 
-def excuses(model: LanguageModel) -> list[str]:
+def ideal_excuses(model: LanguageModel) -> list[str]:
     """For a run's row, a line for each sublayer that declares the limit ``ideal_flops``."""
     names = [name for name, sublayer in model.sublayers() if LIMIT in sublayer.limits]
     return [f"{name}: ideal FLOPs may be less than half of the executed ones" for name in names]

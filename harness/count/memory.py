@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from variants.contract import State
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def tensors_of(tree: object) -> list[Tensor]:
@@ -91,7 +91,7 @@ class PeakMemory:
         # Return freed blocks to the system first. Later allocations would reuse them, and not raise the mark.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
         with suppress(OSError):  # the file exists on Linux only
-            CLEAR.write_text("5")  # proc_pid_clear_refs(5): 5 resets the high-water mark and nothing else
+            CLEAR_REFS.write_text("5")  # proc_pid_clear_refs(5): 5 resets the high-water mark and nothing else
 
     def read(self) -> Peak:
         if self.device.type == "cpu":

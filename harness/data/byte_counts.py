@@ -1,4 +1,4 @@
-"""Baselines of every model: compressors, and predictions by the counts of byte sequences in the train split.
+"""Baselines for bits per byte: compressors, and predictions by the counts of byte sequences in the train split.
 
     p_k(b | c) = (n(c b) + d(c) p_{k-1}(b | c')) / (n(c) + d(c))        Witten and Bell, 1991
 
@@ -49,9 +49,9 @@ def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
         contexts, first = np.unique(keys >> np.uint64(8), return_index=True)
         context_counts, followers = np.add.reduceat(counts, first), np.diff(first, append=len(keys))
         scored = _grams(content, order + 1)
-        context = scored >> np.uint64(8)
-        n_context = _look_up(context, contexts, context_counts)
-        n_followers = _look_up(context, contexts, followers)
+        scored_contexts = scored >> np.uint64(8)
+        n_context = _look_up(scored_contexts, contexts, context_counts)
+        n_followers = _look_up(scored_contexts, contexts, followers)
         lower = probability[order:]
         mixed = (_look_up(scored, keys, counts) + n_followers * lower) / np.maximum(n_context + n_followers, 1)
         probability[order:] = np.where(n_context, mixed, lower)

@@ -31,13 +31,13 @@ class Corpus:
 
     name: str  # the corpus's name, or ``file:`` and the last part of a path
     sha256: str  # of the whole corpus, before newlines are dropped or a vocabulary is applied
-    n_bytes: int  # as for ``sha256``
+    n_bytes: int  # length of the bytes that ``sha256`` covers
     splits: dict[str, Tensor]  # token ids of train, valid and test, uint8 ``[n]`` each, in memory or memory-mapped
     vocabulary: int  # V; all token ids are below it
     symbols: bytes  # the byte of each token id; fewer than V if the corpus has fewer different bytes
     floor: Callable[[np.ndarray], float] | None = None
     answers: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
-    fallback_from: str | None = None  # the name of the configured corpus, if this one was read instead of it
+    fallback_for: str | None = None  # the name of the configured corpus, if this one was read instead of it
 
     def scored_part(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
         """The bytes of a split that are scored for a report: the first ``limit`` or all, without ``selection_part``."""
@@ -68,8 +68,8 @@ class Corpus:
     def provenance(self) -> dict[str, str | int]:
         """The ``data`` of a row: name, length and digest of the corpus, and the corpus that it stands in for."""
         provenance = {"name": self.name, "bytes": self.n_bytes, "sha256": self.sha256}
-        if self.fallback_from:
-            provenance["fallback_for"] = self.fallback_from
+        if self.fallback_for:
+            provenance["fallback_for"] = self.fallback_for
         return provenance
 
 
@@ -114,30 +114,30 @@ def load(
         if first_bytes > len(content):
             raise ValueError(f"data.first_bytes={first_bytes}: allowed are at most the {len(content)} bytes of {name}")
         content, name = content[:first_bytes], f"{name}, first {first_bytes:,} bytes"
-    actual = digest(content)
-    name = next((published for published, corpus in PUBLISHED.items() if corpus.sha256 == actual), name)
+    content_sha256 = digest(content)
+    name = next((published for published, corpus in PUBLISHED.items() if corpus.sha256 == content_sha256), name)
     if error:
         print(
-            f"data: {configured_name.upper()} IS NOT HERE ({error}). READING {name.upper()} INSTEAD: {len(content):,} "
-            f"bytes, sha256 {actual}; bits per byte do not compare with those of {configured_name}. To download "
-            f"{configured_name}, run python -m harness.data {configured_name}; to read a copy, set data.path=FILE; to "
-            "get an error instead of this corpus, set data.fallback=null.",
+            f"data: {configured_name.upper()} CANNOT BE DOWNLOADED ({error}). READING {name.upper()} INSTEAD: "
+            f"{len(content):,} bytes, sha256 {content_sha256}; bits per byte do not compare with those of "
+            f"{configured_name}. To download {configured_name}, run python -m harness.data {configured_name}; to read "
+            "a copy, set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
             file=sys.stderr,
         )
-    if sha256 and sha256.lower() != actual:
-        raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {actual}")
+    if sha256 and sha256.lower() != content_sha256:
+        raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {content_sha256}")
     parts = _cut(content, split)
     parts, symbols = _to_token_ids(content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines)
     return Corpus(
         name=name,
-        sha256=actual,
+        sha256=content_sha256,
         n_bytes=len(content),
         splits=dict(zip(SPLITS, parts, strict=True)),
         vocabulary=vocabulary,
         symbols=symbols,
         floor=generated.floor_bits if generated else None,
         answers=generated.answers if generated else None,
-        fallback_from=configured_name if error else None,
+        fallback_for=configured_name if error else None,
     )
 
 
@@ -186,7 +186,7 @@ def _to_token_ids(
     with a smaller one, token ids number the different bytes of the corpus in order."""
     symbols, dropped = bytes(range(256)), b"\n" if drop_newlines else b""
     if vocabulary < 256:
-        symbols = bytes(value for value in distinct_values(content) if value not in dropped)
+        symbols = bytes(byte for byte in distinct_values(content) if byte not in dropped)
         if len(symbols) > vocabulary:
             raise ValueError(
                 f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} different bytes; "
@@ -200,5 +200,5 @@ def _to_token_ids(
     # bytearray.translate needs no index tensor, which would take 8 bytes for each byte.
     translated = [bytearray(part).translate(token_ids, dropped) for part in parts]
     if min(map(len, translated)) < 2:
-        raise ValueError("data.drop_newlines=true: leaves a split with less than 2 bytes; use a longer corpus")
+        raise ValueError("data.drop_newlines=true: leaves a split with fewer than 2 bytes; use a longer corpus")
     return [torch.frombuffer(part, dtype=torch.uint8) for part in translated], symbols

@@ -1,16 +1,16 @@
 """`recall`: a generated stream that copies letters from fixed distances, so that the best possible score is known.
 
 Letters alternate. An even position has a random capital of A..P with index i. The odd position after it has, in lower
-case, the letter ``distances[i mod J]`` positions before itself; or a random letter if the stream begins later than
-that.
+case, the letter ``distances[i mod J]`` positions before itself, or a random letter if that is before the stream's
+beginning.
 
-    x[2k] = capital(r[2k])        x[2k + 1] = small(index of x[2k + 1 - distances[r[2k] mod J]])
+    x[2k] = capital(r[2k])        x[2k + 1] = lower(index of x[2k + 1 - distances[r[2k] mod J]])
 
-A capital costs log2(16) = 4 bits. A small letter costs 0 bits for a model that reaches the largest distance, and 4 bits
-for a model without memory: 2 bits per byte against 4. Only its position determines what a byte must cost, so the floor
-holds for every part of the stream. The probability that a causal predictor saves k bits below the floor is at most
-2^-k: a score of 40 bits below it means that the model sees its targets. The default distances differ by less than one
-ramp (32 keys) of a soft mask, so that the loss of a learned span has a gradient towards the next distance."""
+A capital costs log2(16) = 4 bits. A lower-case letter costs 0 bits for a model that reaches the largest distance, and 4
+bits for a model without memory: 2 bits per byte against 4. The floor counts only the capitals, so that it holds for
+every part of the stream. A causal predictor scores k bits below the floor with a probability of at most 2^-k: a score
+40 bits below it means that the model sees its targets. The default distances differ by less than one ramp (32 keys) of
+a soft mask, so that the loss of a learned span has a gradient towards the next distance."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ import numpy as np
 from harness.hashing import integer_hash
 
 LETTERS, LETTER_BITS = 16, 4
-CAPITAL_A, SMALL_A = ord("A"), ord("a")
+CAPITAL_A, LOWER_A = ord("A"), ord("a")
 DISTANCES = (23, 47, 71, 95)
 
 
@@ -36,7 +36,7 @@ def recall_stream(n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTAN
     source = np.where(source < 0, position, source)
     while not np.array_equal(origin := source[source], source):  # the source may be a copy itself
         source = origin
-    return (random_letter[source] + np.where(position % 2, SMALL_A, CAPITAL_A)).astype(np.uint8)
+    return (random_letter[source] + np.where(position % 2, LOWER_A, CAPITAL_A)).astype(np.uint8)
 
 
 def copies(part: np.ndarray, *, distances: Sequence[int] = DISTANCES) -> dict[str, np.ndarray]:

@@ -3,11 +3,11 @@
     multi_query_recall  B3 stores 3 under the key B, and b3 recalls it; 26 keys, 8 digits (2312.04927, section 4)
     selective_copying   64 bytes of dots and capitals, then ``>``, then the capitals in lower case (2312.00752, 3.1)
     state_tracking      B1432= is followed by the order of abcde after four swaps: B stands for their number, and digit
-                        i swaps letters i and i + 1; words of the group S5 (2404.08819)
+                        i swaps the i-th and the next letter of the order; words of the group S5 (2404.08819)
 
 Random choices are independent. Answers are bytes that follow from earlier bytes, so that they cost a model with the
-skill 0 bits. The entropy of every byte is known. The floor of a part is therefore exact, except for answers that depend
-on bytes before the part."""
+skill 0 bits. The entropy of every byte is known. The floor of a part is therefore exact, except that it counts 0 bits
+also for answers that do not follow from bytes of the part."""
 
 from collections.abc import Callable
 from math import log2
@@ -74,7 +74,7 @@ def _between(part: np.ndarray, first: str, last: str) -> np.ndarray:
 
 def recall_answers(part: np.ndarray) -> dict[str, np.ndarray]:
     """Which digits are recalled, grouped by the bytes since their key last occurred."""
-    key_positions = np.flatnonzero(_between(part[:-1] | 32, "a", "z"))  # | 32 makes a letter small
+    key_positions = np.flatnonzero(_between(part[:-1] | 32, "a", "z"))  # | 32 gives the lower-case letter
     distance = np.zeros(len(part), int)
     for key in range(KEYS):
         positions = key_positions[part[key_positions] | 32 == ord("a") + key]

@@ -43,7 +43,7 @@ class PublishedCorpus:
     url: str
     n_bytes: int
     sha256: str | None = None
-    alphabet: bytes | None = None  # the bytes that may occur; of text8, for which no digest is published
+    alphabet: bytes | None = None  # the bytes that may occur; only for text8, of which no digest is published
     part_of: str | None = None  # the name of the published corpus of which this is the beginning
 
     def mismatch(self, content: np.ndarray | bytes) -> str | None:

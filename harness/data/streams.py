@@ -20,7 +20,7 @@ Segment = tuple[Tensor, Tensor, Tensor]
 
 
 class Batches:
-    """A sequence of segments with a length. Each segment is made when it is read, by ``make(position)``."""
+    """An iterable of segments, with a length. Each segment is made when it is read, by ``make(position)``."""
 
     def __init__(self, make: Callable[[int], Segment], positions: range):
         self._make, self._positions = make, positions
@@ -37,7 +37,7 @@ class Streams:
     ``carry`` the split is a ring, cut into B streams of n // B bytes. A step reads the next segment of each stream, and
     state is carried over. After ``steps_per_epoch`` steps a new epoch begins: the ring is shifted by an offset drawn
     from seed and epoch, and state is dropped. Without ``carry`` a step reads B random windows. ValueError if a stream
-    (or without ``carry`` the split) has less than T + 1 bytes."""
+    (or without ``carry`` the split) has fewer than T + 1 bytes."""
 
     def __init__(self, split: Tensor, *, streams: int, segment: int, seed: int, carry: bool = True):
         self.split, self.streams, self.segment, self.seed, self.carry = split, streams, segment, seed, carry
@@ -109,8 +109,8 @@ def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, sha
 
 def sample_layout(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
     """How a sample of ``pairs`` is laid out: its number of streams, at most ``streams``, and each stream's pairs of
-    unscored context. This is ``context`` in whole segments, or half of a stream that is too short for it; it is 0 if no
-    stream has two segments."""
+    unscored context. The context is ``context`` rounded up to whole segments, but at most half of the stream, rounded
+    down; it is 0 if a stream would have fewer than two segments."""
     rounded = -(-context // segment) * segment
     n_streams = max(1, min(streams, pairs // (2 * rounded)))
     unscored = min(rounded, pairs // n_streams // 2 // segment * segment)
@@ -131,12 +131,12 @@ def samples(
 def _read_segments(
     split: Tensor, start: Tensor, *, length: int, segment: int, scored: tuple[Tensor, Tensor]
 ) -> Batches:
-    """Segments of streams of ``length`` pairs from ``start [L, 1]`` on. The mask is true from the first to the end of
-    the range ``scored``."""
+    """Segments of L streams of ``length`` pairs each, from ``start [L, 1]`` on. The mask is true for pairs in the range
+    ``scored``, (first, end)."""
     first, end = scored
 
-    def read(done: int) -> Segment:
-        positions = start + done + torch.arange(min(segment, length - done))
+    def read(offset: int) -> Segment:
+        positions = start + offset + torch.arange(min(segment, length - offset))
         return *_pairs(split, positions), (positions >= first) & (positions < end)
 
     return Batches(read, range(0, length, segment))

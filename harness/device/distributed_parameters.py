@@ -57,8 +57,8 @@ class DistributedParameters(ModelParameters):
             if shard == "full":
                 self.dtensors[parameter] = dtensor
         self.dtensors |= processes.sharded_tables.install(self._mesh)
-        in_units = names.keys() | self.dtensors.keys()
-        self.averaged_parameters = [p for p in self.local_parameters if p not in in_units]
+        averaged_in_backward = names.keys() | self.dtensors.keys()
+        self.averaged_parameters = [p for p in self.local_parameters if p not in averaged_in_backward]
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Send replicated gradients after the last microbatch of a step, sharded ones after each."""
@@ -67,7 +67,7 @@ class DistributedParameters(ModelParameters):
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
-        self._processes.all_gather(None, long_wait=True)
+        self._processes.all_gather(None, long_wait=True)  # a barrier: unshard itself waits for TIMEOUT only
         if self.dtensors:
             self._model.set_reshard_after_forward(False)
         for unit in units:
@@ -81,14 +81,14 @@ class DistributedParameters(ModelParameters):
                     unit.set_reshard_after_forward(True, recurse=False)
 
     def to_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        """Return this process's shard of a tensor of the parameter's full shape; others are returned unchanged."""
+        """Return this process's shard of a tensor of the parameter's full shape, and any other tensor unchanged."""
         dtensor = self.dtensors.get(parameter)
         if dtensor is None or full.shape != dtensor.shape:
             return full
         return distribute_like(dtensor, full).to_local().clone()
 
     def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
-        """Return the ``DTensor`` of a tensor of the shape of the parameter's shard; others are returned unchanged."""
+        """Return the ``DTensor`` of a tensor of the shape of the parameter's shard, and any other tensor unchanged."""
         dtensor = self.dtensors.get(parameter)
         return shard if dtensor is None or shard.shape != parameter.shape else _from_shard(shard, dtensor)
 
@@ -97,7 +97,7 @@ class DistributedParameters(ModelParameters):
 
 
 def distribute_like(reference: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``tensor``, which may be a ``DTensor``, sharded as ``reference`` is; a full tensor if that is one."""
+    """Return ``tensor`` (full, or a ``DTensor``) sharded as ``reference`` is, or in full if that is no ``DTensor``."""
     if not is_dtensor(reference):
         return full_tensors(tensor)
     if is_dtensor(tensor):

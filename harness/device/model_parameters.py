@@ -20,7 +20,7 @@ class ModelParameters:
         self.dtensors: dict[nn.Parameter, nn.Parameter] = {}  # the ``DTensor`` of each shard in ``local_parameters``
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Prepare the backward pass of a microbatch; ``last`` is the one after which the optimizers step."""
+        """Prepare the backward pass of a microbatch. ``last`` states whether it is the last one of a step."""
 
     def unsharded(self) -> AbstractContextManager[None]:
         """Context in which parameters are complete, for reading; processes may run different numbers of forwards."""

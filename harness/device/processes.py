@@ -77,7 +77,7 @@ class ProcessGroup(Launch):
         """Return the largest of all processes' numbers."""
         return max(self.all_gather(number, long_wait=True))
 
-    def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
+    def concatenate(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
         """Return all processes' tensors, concatenated by rank; ``lengths`` are their numbers of rows, if known."""
         if self.world_size == 1:
             return tensor
@@ -101,7 +101,7 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def uneven_forwards(self) -> Iterator[None]:
-        """Context for different numbers of forwards: a process that has finished serves reads of sharded tables."""
+        """Context in which processes may run different numbers of forwards. A finished one serves table reads."""
         yield
         if self.sharded_tables is not None:
             self.sharded_tables.serve_reads()
@@ -109,8 +109,8 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Context that raises in all processes if its block raises in one. Only the first process that failed prints
-        its error. The block must not call collective operations."""
+        """Context that raises in all processes if its block raises in one. Of those that failed, the one of lowest rank
+        prints its error. The block must not call collective operations."""
         failure = None
         try:
             yield
@@ -133,7 +133,7 @@ class ProcessGroup(Launch):
 
     @torch.no_grad()
     def average_gradients_(self, parameters: Iterable[nn.Parameter], *scalars: Tensor) -> None:
-        """Average gradients and ``scalars`` over all processes, in place and to the same bits in all. A missing
+        """Average gradients and ``scalars`` over all processes, in place. All processes get the same bits. A missing
         gradient counts as zero if another process has one. Sparse gradients are coalesced."""
         if self.world_size == 1:
             return
@@ -161,7 +161,7 @@ class ProcessGroup(Launch):
             gradient = torch.sparse_coo_tensor(rows, values, shape)
         assert gradient.is_sparse and gradient.sparse_dim() == 1, "a sparse gradient must be sparse in its rows only"
         gradient = gradient.coalesce()
-        rows, values = (self.gather(part) for part in (gradient.indices()[0], gradient.values()))
+        rows, values = (self.concatenate(part) for part in (gradient.indices()[0], gradient.values()))
         values = values.div_(self.world_size)
         return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False).coalesce()
 
@@ -192,7 +192,7 @@ def join_processes() -> Iterator[ProcessGroup]:
             dist.destroy_process_group()
             raise
         except Exception as error:
-            error.of_process = True  # harness/compose/cli.py prints it in one process only
+            error.of_process = True  # so that cli.print_error prints it in this process, whatever its rank
             raise
     dist.destroy_process_group()
 

@@ -56,7 +56,7 @@ def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
 class Runtime:
     """A device with its precision. ``compiled`` has, for each compiled model, the function that runs its graphs."""
 
-    device: torch.device  # where tensors live; each process of the run has one of its own
+    device: torch.device  # where tensors live; each process of the run has its own GPU
     precision: str  # ``float32``, or ``bfloat16`` for autocast with float32 parameters
     compile: bool  # whether the model's forward pass is compiled
     tf32: bool = False  # whether float32 matrix products use NVIDIA's TF32, which is much faster and rounds factors
@@ -77,7 +77,7 @@ class Runtime:
             self.compiled[model] = Compiled(model)
         return self.compiled.get(model, model)
 
-    def send(self, *batches: Tensor) -> tuple[Tensor, ...]:
+    def to_device(self, *batches: Tensor) -> tuple[Tensor, ...]:
         """Return token ids (int64, below 256) on the device. They go to a GPU as pinned uint8, without waiting."""
         if self.device.type == "cpu":
             return batches
@@ -128,8 +128,8 @@ class Runtime:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of ``runtime.device``. ValueError if torch does not see it, or, for ``auto``, if the machine has
-    an NVIDIA GPU that torch cannot use."""
+    """Return the device of ``runtime.device``. ValueError if torch does not see it, or if it is ``auto`` and torch
+    cannot use the machine's NVIDIA GPU."""
     count = torch.cuda.device_count()
     if name == "auto":
         has_nvidia = NVIDIA_DEVICES.is_dir() and any(NVIDIA_DEVICES.iterdir())
@@ -153,7 +153,7 @@ def device_of(name: str) -> torch.device:
 
 
 def device_of_rank(name: str, processes: ProcessGroup) -> torch.device:
-    """Return the CPU, or the GPU of this process's local rank. ValueError for too few GPUs, or a GPU by index."""
+    """Return the CPU, or the GPU of this process's local rank. ValueError for too few GPUs, or for ``cuda:N``."""
     device, needed = device_of(name), processes.local_world_size
     if device.type == "cpu":
         return device

@@ -20,8 +20,8 @@ FINISHED = -1  # sent in place of a table's index by a process that has no more 
 
 
 class ShardedTables:
-    """The tables of a model; ``tables`` are this process's columns. ValueError where a table has fewer columns than
-    processes. ``attributes`` are modules, and names of their tables, which their ``sum_rows`` reads."""
+    """The tables of a model; ``tables`` are this process's columns. ``attributes`` has, for each table of a module, the
+    module and the table's name. ValueError if a table's columns cannot be divided among the processes."""
 
     def __init__(self, attributes: Sequence[tuple[nn.Module, str]], processes: ProcessGroup):
         self._attributes, self._processes = attributes, processes
@@ -39,7 +39,7 @@ class ShardedTables:
             table.data = columns[processes.rank].clone(memory_format=torch.contiguous_format)
 
     def install(self, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
-        """Put a ``DTensor`` in place of each table, whose sums are read by ``sum_rows``. Returns these by shard."""
+        """Replace tables by ``DTensor``, and ``sum_rows`` of their modules by this object's. Returns DTensors by shard."""
         dtensors = {}
         for table, shape in zip(self.tables, self._full_shapes, strict=True):
             full = DTensor.from_local(table.data, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
@@ -52,8 +52,8 @@ class ShardedTables:
 
     @torch.compiler.disable
     def sum_rows(self, values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-        """Return sums of rows, as ``Sublayer.sum_rows``. While one process calls it, all others must call it or
-        ``serve_reads``; their numbers of bytes may differ."""
+        """Return sums of rows, as ``variants/kernels/table.py`` does. While one process calls it, all others must call
+        it or ``serve_reads``; their numbers of bytes may differ."""
         index = self._indices[values]
         readers = self._processes.all_gather((index, slots.shape[1], len(slots)))
         return self._sum_rows(index, slots, weights, [n_bytes for *_, n_bytes in readers], sparse=sparse)
@@ -70,11 +70,11 @@ class ShardedTables:
             self._sum_rows(index, slots, slots.float(), [n_bytes for *_, n_bytes in readers], sparse=False)
 
     def _sum_rows(self, index: int, slots: Tensor, weights: Tensor, counts: Sequence[int], *, sparse: bool) -> Tensor:
-        """Return sums ``[n, columns]`` for ``slots`` and ``weights`` ``[n, rows]``; ``counts`` has n by process."""
+        """Return sums ``[n, columns]`` for ``slots`` and ``weights`` ``[n, n_rows]``; ``counts`` has n by process."""
         table, processes = self.tables[index], self._processes
-        rows, width = self._full_shapes[index]
+        n_slots, width = self._full_shapes[index]
         world_size, n_bytes, n_rows = processes.world_size, counts[processes.rank], weights.shape[1]
-        slots = processes.gather(slots.to(torch.int32 if rows < 2**31 else torch.int64), lengths=counts)
+        slots = processes.concatenate(slots.to(torch.int32 if n_slots < 2**31 else torch.int64), lengths=counts)
         sent, received = [weights.numel()] * world_size, [count * n_rows for count in counts]
         copies = weights.to(table.dtype).flatten().repeat(world_size)
         weights = _Exchange.apply(copies, sent, received, processes, world_size)

@@ -6,20 +6,20 @@ from typing import Self
 
 
 class StopSignal:
-    """Context that handles SIGTERM and SIGINT. ``received`` is the signal that this process received, or 0. A
-    ``single_process`` stops by itself. Several must stop after the same step: they share the signal as ``agreed``."""
+    """Context that handles SIGTERM and SIGINT. ``received_signal`` is the one that this process received, or 0.
+    A ``single_process`` stops for it. Several must stop after the same step, for the ``shared_signal``."""
 
     def __init__(self, *, single_process: bool = True):
-        self.single_process, self.received, self.agreed = single_process, 0, 0
+        self.single_process, self.received_signal, self.shared_signal = single_process, 0, 0
         self._previous_handlers: dict[int, object] = {}
 
     @property
     def signal_number(self) -> int | None:
         """Number of the signal to stop for, or None."""
-        return (self.received if self.single_process else self.agreed) or None
+        return (self.received_signal if self.single_process else self.shared_signal) or None
 
     def __enter__(self) -> Self:
-        with contextlib.suppress(ValueError):  # signals are set in the main thread only
+        with contextlib.suppress(ValueError):  # handlers can be set in the main thread only
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous_handlers[number] = signal.signal(number, self._receive)
         return self
@@ -31,6 +31,6 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _frame) -> None:
-        if self.received:
+        if self.received_signal:
             raise KeyboardInterrupt
-        self.received = number
+        self.received_signal = number

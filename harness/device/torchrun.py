@@ -27,7 +27,7 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return this process's launch. ValueError if a variable of torchrun is missing or not a number."""
+    """Return this process's launch. ValueError if a variable of torchrun is missing, or a rank or size is no number."""
     if not environment.get("RANK") or environment.get("WORLD_SIZE", "") in ("", "1"):
         return Launch()
     texts = {name: environment.get(name, "") for name in (*RANKS, *ADDRESS)}
@@ -46,12 +46,12 @@ def is_secondary() -> bool:
         return False
 
 
-def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None = None) -> None:
-    """Raise ValueError if torchrun started several processes of a sweep, or if the command may not have ``many``."""
+def check_launch(arguments: Sequence[str], *, multiprocess: bool, launch: Launch | None = None) -> None:
+    """ValueError if torchrun started several processes of a sweep, or of a command that is not ``multiprocess``."""
     n_processes = (launch or read_launch()).world_size
     if n_processes == 1:
         return
-    if not many:
+    if not multiprocess:
         raise ValueError(f"torchrun with {n_processes} processes: allowed is python -m bench.COMMAND, in one process")
     for word in arguments:
         multirun = word in ("-m", "hydra.mode=MULTIRUN") or (len(word) > 3 and "--multirun".startswith(word))

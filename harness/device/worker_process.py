@@ -1,5 +1,5 @@
-"""Worker processes for measurements, which share no heap and survive crashes and hangs. A worker is forked in a
-fraction of a second from a server process that has imported torch and computed nothing."""
+"""Worker processes for measurements: they share no heap, and a crash or hang of one does not stop its parent. A worker
+is forked in a fraction of a second from a server process that has imported torch and computed nothing."""
 
 import atexit
 import multiprocessing
@@ -32,22 +32,22 @@ class WorkerError(Exception):
 
 
 class WorkerProcess:
-    """A process that makes one object by ``make(*arguments)``, which are pickled, and calls its methods on request.
-    Using more than ``memory_limit_bytes`` in addition to its memory at the start is a WorkerError."""
+    """A process that makes one object by ``make(*arguments)``, which are pickled, and calls its methods on request. Its
+    allocations fail beyond ``memory_limit_bytes`` in addition to its memory at the start."""
 
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self._connection, end_of_child = context.Pipe()
-        serve_arguments = (end_of_child, os.getcwd(), memory_limit_bytes, make, arguments)
+        self._connection, child_connection = context.Pipe()
+        serve_arguments = (child_connection, os.getcwd(), memory_limit_bytes, make, arguments)
         self._process = context.Process(target=_serve, args=serve_arguments)  # a daemon could not start workers itself
         self._process.start()
         atexit.register(self.close, wait_seconds=0)
-        end_of_child.close()
+        child_connection.close()
 
     def call(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
-        """Return what the object's method returns. WorkerError, and a closed worker, if the method raises, hangs or
-        ends the process; a ValueError is raised as it is."""
+        """Return what the object's method returns. If it raises, hangs or ends the process, close the worker and raise
+        WorkerError, or the method's ValueError."""
         try:
             self._connection.send((method, arguments, keywords))
             if not self._connection.poll(limit_seconds):
@@ -86,7 +86,7 @@ class WorkerProcess:
 
 
 def _serve(connection: Connection, folder: str, limit: int | None, make: Callable, arguments: tuple) -> None:
-    """Run in the child: make the object at the first call, and return calls until the parent closes the pipe."""
+    """Run in the child: make the object at the first call, and answer calls until the parent closes the pipe."""
     os.setsid()  # Ctrl-C interrupts the parent only
     os.chdir(folder)
     if limit is not None:  # RLIMIT_DATA counts private anonymous pages: the heap and large tensors
@@ -107,7 +107,7 @@ def _serve(connection: Connection, folder: str, limit: int | None, make: Callabl
 
 
 def _error_for_parent(error: Exception) -> Exception:
-    """Return the exception that the parent raises: a ValueError for one, else a WorkerError."""
+    """Return the exception that the parent raises: a ValueError for a ValueError, else a WorkerError."""
     reason = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
         return WorkerError(OUT_OF_MEMORY, reason)

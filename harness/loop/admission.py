@@ -33,7 +33,7 @@ def admission(plan: Plan) -> str:
     if all(shipped.get(name) == sha256_of(path) for name, path in files):
         return "shipped"
     if not plan.check:
-        print("check=false: the mechanism is not checked, so that no table compares this run", flush=True)
+        print("check=false: the mechanism is not checked, and no table compares this run", flush=True)
         return "unchecked"
     marker = cache_folder() / "checked" / _identity(plan)
     if not marker.exists():
@@ -53,7 +53,7 @@ def findings(plan: Plan) -> Iterator[Finding]:
     yield from findings_at_sizes(plan)
     small = shrink(contract_plan(plan, device_kind(plan.runtime)))
     sizes = {"span": small.model.span, "vocabulary": plan.data["vocabulary"]}
-    streams = tuple({17, plan.batch.streams, plan.eval.streams})
+    streams = tuple({17, plan.batch.streams, plan.eval.streams})  # 17: the default of ``check``
     yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, batch_sizes=streams)
     yield compare_flops(small)
 
@@ -64,18 +64,18 @@ def compare_flops(plan: Plan) -> Finding:
 
 
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
-    """Yield the outcome of promises that depend on sizes, in a narrow network with the plan's sizes."""
-    small = reduce_width(contract_plan(plan, device_kind(plan.runtime)))
+    """Yield the outcome of promises that depend on sizes, in a narrow network at the plan's span and batch sizes."""
+    narrow = reduce_width(contract_plan(plan, device_kind(plan.runtime)))
     e, b = plan.eval, plan.batch
     third = e.segment // 3
-    last_segment = max(1, e.segment - third)  # of a split: shorter, and odd if possible
+    last_segment = max(1, e.segment - third)  # that of a split: shorter than the others, and odd if possible
     if e.segment > 3 and third % 2 == e.segment % 2:
         last_segment -= 1
     sizes = [Size("train", b.streams, b.segment, b.carry), Size("eval", b.streams, b.segment, True)]
     sizes += [Size("eval", e.streams, segment, True) for segment in (e.segment, last_segment)]
     sizes = tuple(dict.fromkeys([*sizes, Size("eval", *WINDOWS, False)]))
     span, vocabulary = plan.model.span, plan.data["vocabulary"]
-    yield from check(small.make_model, span=span, vocabulary=vocabulary, checks=SIZED, sizes=sizes)
+    yield from check(narrow.make_model, span=span, vocabulary=vocabulary, checks=SIZED, sizes=sizes)
 
 
 def _identity(plan: Plan) -> str:

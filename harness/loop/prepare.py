@@ -1,4 +1,4 @@
-"""Preparation of a run: plan, corpus, run folder, model, and another run's weights. Nothing is written."""
+"""Preparation of a run: plan, corpus, model and initial weights. Into the run folder it writes only errors."""
 
 import dataclasses
 from pathlib import Path
@@ -37,15 +37,15 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
     with record_errors(plan, run_folder, provenance, processes):
         with processes.fail_together():
-            device = runtime.start(plan.runtime, processes=processes)
+            device_runtime = runtime.start(plan.runtime, processes=processes)
         record = run_folder.path / RECORD
         row = processes.on_main(lambda: read_object(record, first_line=True) if run_folder.checkpoint else {})
-        plan = with_backend(plan, device, recorded_choice=row.get("backend_choice"))
+        plan = with_backend(plan, device_runtime, recorded_choice=row.get("backend_choice"))
         with processes.fail_together():
-            _warm_up(plan, corpus, device)
+            _warm_up(plan, corpus, device_runtime)
             runtime.free_earlier_jobs()
-            peak = PeakMemory(device.device)
-            trainer = Trainer(plan, corpus, device)
+            peak = PeakMemory(device_runtime.device)
+            trainer = Trainer(plan, corpus, device_runtime)
         trainer.update.distribute(shard=plan.runtime.shard)
         if run_folder.checkpoint is None and plan.init_from.run is not None:
             initialise(trainer)
@@ -74,10 +74,10 @@ def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
     return folder.RunFolder(plan.outputs, identity, force=plan.force)
 
 
-def _warm_up(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
-    """Make one step of a small model, so that the memory and time that libraries need once are not those of the run."""
+def _warm_up(plan: Plan, corpus: corpora.Corpus, device_runtime: runtime.Runtime) -> None:
+    """Make one step on a few bytes, so that the memory and time that libraries need once are not those of the run."""
     batch = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_UP_BYTES), accumulate=1)
-    single_process = dataclasses.replace(device, compile=False, processes=SINGLE)
+    single_process = dataclasses.replace(device_runtime, compile=False, processes=SINGLE)
     Trainer(dataclasses.replace(plan, batch=batch), corpus, single_process).step()
 
 
@@ -106,11 +106,11 @@ def _read_initial(path: Path) -> tuple[dict, dict]:
 
 def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
     plan, optimizers = trainer.plan, trainer.optimizers
-    source, unit, restore = f"init_from.run={plan.init_from.run}", plan.budget.unit, plan.init_from.restore
+    label, unit, restore = f"init_from.run={plan.init_from.run}", plan.budget.unit, plan.init_from.restore
     everything = restore == "everything"
     if everything and content["spent"][unit] >= plan.budget.amount:
         raise ValueError(
-            f"budget.{unit}={plan.budget.amount}: {source} has spent {content['spent'][unit]} already; "
+            f"budget.{unit}={plan.budget.amount}: {label} has spent {content['spent'][unit]} already; "
             f"allowed with init_from.restore=everything is more than {content['spent'][unit]}"
         )
     if not everything:
@@ -120,7 +120,7 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
     differing = [key for key in after | before if before.get(key) != after.get(key)]
     if differing:
         differences = "; ".join(f"{key} was {before.get(key)}, is {after.get(key)}" for key in differing)
-        raise ValueError(f"{source}: must be equal with init_from.restore={restore}: {differences}")
+        raise ValueError(f"{label}: must be equal with init_from.restore={restore}: {differences}")
     if everything:
         for name, optimizer in optimizers.optimizers.items():
             content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()["param_groups"]
@@ -128,7 +128,7 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
 
 
 def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
-    """Return keys by which models of equal shapes differ; ``everything`` adds those of data, batches and optimizers."""
+    """Return settings that must be equal, by key. ``everything`` adds those of data, batches and optimizers."""
     config = row["config"]
     compared = {f"model.{key}": config["model"][key] for key in config["model"] if key not in KEYS_THAT_MAY_DIFFER}
     compared |= {f"position.{key}": setting for key, setting in config["position"].items()}

@@ -33,7 +33,7 @@ TRAINED_BYTES_PER_SCORED_BYTE = 10
 
 @contextmanager
 def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: ProcessGroup) -> Iterator[None]:
-    """Context that records errors in the run folder. For lack of memory the error names the keys to lower."""
+    """Context that records errors in the run folder. An error for lack of memory names the keys to change."""
     with folder.record_failure(provenance) if processes.is_main else nullcontext():
         try:
             yield
@@ -46,7 +46,7 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
             out_of_memory = OutOfMemory(
                 f"out of memory ({reason}). Lower batch.streams={b.streams}, batch.segment={b.segment} or model.span="
                 f"{plan.model.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
-                "runtime.checkpoint=layers; python -m bench.fit with the same words predicts what fits"
+                "runtime.checkpoint=layers; python -m bench.fit with the same overrides predicts what fits"
             )
             out_of_memory.already_printed = getattr(error, "already_printed", None)
             raise out_of_memory from error
@@ -55,7 +55,7 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
 class Run:
     """One run. If it has several processes, only the main one locks the folder and writes. ``trainer`` is None if an
     earlier command has finished the run. ``best_bits`` is the lowest of all validations so far, or infinity.
-    ``last_validation`` has the ``bytes`` and ``fraction`` spent at it, and ``size``, the pairs that each scores."""
+    ``last_validation`` has the ``bytes`` and ``fraction`` spent by then, and ``size``, the pairs that each scores."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class Run:
         """Make one training step. Processes agree on stop signals, and on checkpoints by the main process's clock."""
         self.trainer.step()
         save_due = time.monotonic() - self._saved_at >= (self.plan.checkpoint.every_seconds or math.inf)
-        signals, saves_due = zip(*self._processes.all_gather((self.stop_signal.received, save_due)), strict=True)
-        self.stop_signal.agreed, self._save_by_clock = max(signals), saves_due[0]
+        signals, saves_due = zip(*self._processes.all_gather((self.stop_signal.received_signal, save_due)), strict=True)
+        self.stop_signal.shared_signal, self._save_by_clock = max(signals), saves_due[0]
         self._steps_of_command += 1
         if self._steps_of_command == WARM_UP_STEPS:
             self._peak_meter.reset()
@@ -191,7 +191,7 @@ class Run:
             row |= {"capped_bytes": len(score.nats), "metrics": trainer.model.metrics(score.stats)}
             self.append(row)
             self.print(f" valid  {self._score_text(score.bits_per_byte, capped=True)}")
-            # The first weights are saved even with a score of NaN, because the final scores need some.
+            # The first weights are saved even with a score of NaN, because the final scores need weights.
             if score.bits_per_byte < self.best_bits or self.best_bits == math.inf:
                 self.best_bits = score.bits_per_byte if score.bits_per_byte < math.inf else math.inf
                 self._save_best()

@@ -21,9 +21,9 @@ WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score w
 CHECKED_POSITIONS = 64  # in each score, by CausalityCheck
 NOT_CAUSAL = "not causal"
 MAX_FUTURE_NATS = 0.02
-"""Mean absolute change of a pair's nats by later bytes above which a row is not causal. Rounding is far below."""
+"""Largest mean absolute change of a pair's nats by later bytes in a causal row. Rounding errors are far below."""
 MAX_BITS_BELOW_FLOOR = 40
-"""Most bits, in total, by which a score is below the corpus's floor. A causal model has more with probability 2^-40."""
+"""Most bits by which the total of a causal row is below the corpus's floor. The probability of more is 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
 
 
@@ -52,16 +52,16 @@ def score_stream(
     segment: int,  # bytes of each stream in a forward pass
     context: int = 0,  # bytes that each stream reads before its first scored byte, as far as ``round_context`` allows
     pairs: int | None = None,  # number of pairs in a sample spread over the split; None scores each pair once
-    collect_stats: bool = False,  # also of sublayers, from the first batch in which all streams are scored
+    collect_stats: bool = False,  # sum statistics of sublayers, from the first batch in which all streams are scored
     future_seed: int | None = None,  # seed of a ``CausalityCheck``, or None for no check
 ) -> Score:
     """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns the whole
     score."""
-    cut = {"streams": streams, "segment": segment, "shard": runtime.processes.shard}
+    layout = {"streams": streams, "segment": segment, "shard": (shard := runtime.processes.shard)}
     if pairs is None:
         context = round_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)
     make = segments if pairs is None else partial(samples, pairs=pairs)
-    batches = make(split, context=context, **cut) if len(range(streams)[shard_slice(streams, cut["shard"])]) else ()
+    batches = make(split, context=context, **layout) if len(range(streams)[shard_slice(streams, shard)]) else ()
     first = context // segment
     check = CausalityCheck(future_seed, batches, rows=streams, vocabulary=model.head.out_features, first=first)
     return _score(model, batches, runtime, stats_from=first if collect_stats else None, check=check)
@@ -80,8 +80,8 @@ def score_windows(
 def score_context(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
 ) -> list[dict]:
-    """Return bits per byte by the bytes seen before, in powers of two, as ``{from_bytes, to_bytes, bits_per_byte}``.
-    Windows of ``longest`` pairs start without state, and are read ``segment`` bytes at a time with carried state."""
+    """Return ``{from_bytes, to_bytes, bits_per_byte}`` for ranges of bytes seen before a target, up to each power of
+    two. Windows of ``longest`` pairs begin without state; segments of ``segment`` bytes are read with carried state."""
     longest = min(longest, len(split) - 1)
     nats_sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
     for inputs, targets, mask in windows(split, window=longest, stride=longest, batch=batch):
@@ -111,8 +111,8 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
     stats = functools.reduce(add_stats, processes.all_gather(stats))
-    changes = processes.gather(options["check"].changes)
-    return Score(processes.gather(scored), stats, changes.mean().item() if len(changes) else 0.0)
+    changes = processes.concatenate(options["check"].changes)
+    return Score(processes.concatenate(scored), stats, changes.mean().item() if len(changes) else 0.0)
 
 
 class CausalityCheck:
@@ -167,7 +167,7 @@ def _predictions(
     state, forward = None, runtime.forward(model)
 
     def predict(targets: Tensor, collect_stats: bool, inputs: Tensor) -> tuple[Tensor, ModelOut]:
-        inputs, targets = runtime.send(inputs, targets)
+        inputs, targets = runtime.to_device(inputs, targets)
         with runtime.autocast():
             out = forward(inputs, state if carry else None, collect_stats=collect_stats)
         nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")

@@ -48,7 +48,7 @@ def with_backend(plan: Plan, runtime: Runtime, *, recorded_choice: dict | None =
 
 def select(plan: Plan, runtime: Runtime) -> dict | None:
     """Return the ``backend`` that agrees with plain PyTorch on the device, and the ``errors`` of all compared backends.
-    None if no sublayer offers ``runtime.backend``; building the model then raises the ValueError."""
+    None if no backend can be compared; ``Trainer`` then raises ValueError unless ``runtime.backend`` can run."""
     requested, errors = plan.runtime.backend, {}
     offered, small = candidates(plan, runtime)
     if not offered or requested not in ("auto", *offered):
@@ -63,7 +63,7 @@ def select(plan: Plan, runtime: Runtime) -> dict | None:
         if requested != "auto":
             raise ValueError(f"runtime.backend={requested}: failed with {errors[backend]}; allowed are auto, {PLAIN}")
         print(f"WARNING: runtime.backend=auto: {backend} failed: {errors[backend]}", file=sys.stderr)
-    print(f"WARNING: runtime.backend=auto: {PLAIN}, which is slow and keeps all scores in memory", file=sys.stderr)
+    print(f"WARNING: runtime.backend=auto: {PLAIN} runs, which is slow and keeps all scores in memory", file=sys.stderr)
     return {"backend": PLAIN, "errors": errors}
 
 
@@ -115,13 +115,13 @@ def agreement(
     shape = (plan.batch.streams, sum(segments) + 1)
     tokens = torch.randint(plan.data["vocabulary"], shape, generator=torch.Generator().manual_seed(1))
 
-    def outcome_of(model_plan: Plan, device: Runtime) -> dict[str, torch.Tensor]:
+    def outcome_of(model_plan: Plan, model_runtime: Runtime) -> dict[str, torch.Tensor]:
         model = model_plan.make_model()
         model.load_state_dict(weights)
         model.project_()
-        forward = device.forward(model.to(device.device).train())
-        on_device = tokens.to(device.device)
-        return logits_and_gradients(model, on_device, segments, forward=forward, autocast=device.autocast)
+        forward = model_runtime.forward(model.to(model_runtime.device).train())
+        on_device = tokens.to(model_runtime.device)
+        return logits_and_gradients(model, on_device, segments, forward=forward, autocast=model_runtime.autocast)
 
     # Plain PyTorch shows how large the errors of a lower precision are: of bfloat16 on a CPU, of TF32 on the device.
     rounding = None

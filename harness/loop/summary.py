@@ -3,7 +3,7 @@
 import numpy as np
 
 from harness.count.flops import forward_flops_per_byte
-from harness.count.ideal import excuses
+from harness.count.ideal import ideal_excuses
 from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
 from harness.data.byte_counts import compressed_bits
 from harness.data.corpora import Corpus
@@ -28,7 +28,7 @@ def provenance(
     measuring: bool = False,
 ) -> dict:
     """Return the keys of a row that its reproduction needs, and that decide which rows may be compared. ``measuring``
-    is for rows of bench, whose source includes the code that measures."""
+    is true for rows of bench, whose ``source`` includes the code that measures."""
     row = {"format": FORMAT, "variant": plan.variant, "seed": plan.seed, "command": command, "config_hash": config_hash}
     row |= {"source": source, "tree": digest_of_tree(measuring=measuring), "commit": commit()}
     numerics = {"variant": None if plan.trust else plan.config["variant"].get("numerics"), "shared": NUMERICS}
@@ -36,10 +36,10 @@ def provenance(
     return row | {"recomputation": plan.runtime.checkpoint} | runtime.describe()
 
 
-def identity(trainer: Trainer, run: Identity, *, command: str) -> dict:
+def identity(trainer: Trainer, digests: Identity, *, command: str) -> dict:
     """Return the provenance of a run, with its budget, parameters, optimizers and backends."""
-    plan, digests = trainer.plan, {"config_hash": run.config, "source": run.source}
-    row = provenance(plan, corpus=trainer.corpus, runtime=trainer.runtime, command=command, **digests)
+    plan, keys = trainer.plan, {"config_hash": digests.config, "source": digests.source}
+    row = provenance(plan, corpus=trainer.corpus, runtime=trainer.runtime, command=command, **keys)
     row |= {"purpose": plan.purpose, "point": plan.point, "budget": {plan.budget.unit: plan.budget.amount}}
     row |= {"parameters": parameters(trainer.model), "optimizers": trainer.optimizers.describe()}
     row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}
@@ -58,7 +58,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> dict:
     row |= {"steps": progress["step"], **progress["clock"], "training_flops": trainer.spent.flops}
     row["flops_per_byte"] = {"executed": executed.per_byte, "ideal": model.ideal_flops()}
     row["flops_per_byte"] |= {"unknown": executed.unknown, "warm": executed.warm}
-    row |= {"ideal_excuses": excuses(model), "flops_estimated_3x": model.flops_estimated_3x()}
+    row |= {"ideal_excuses": ideal_excuses(model), "flops_estimated_3x": model.flops_estimated_3x()}
     row["memory"] = {
         "peak_bytes": peak.bytes,
         "peak_reserved_bytes": peak.reserved_bytes,
@@ -73,7 +73,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> dict:
 
 def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
     """Score the split ``name`` with the present weights. Adds the scores to ``summary``, and returns their row."""
-    plan, corpus, split = trainer.plan, trainer.corpus, trainer.reported(name)
+    plan, corpus, split = trainer.plan, trainer.corpus, trainer.reported_split(name)
     score = trainer.evaluate(split, future_seed=plan.seed)
     bits, future_nats = {"bits_per_byte": score.bits_per_byte}, score.future_nats
     if plan.eval.windows:
@@ -101,7 +101,7 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
 
 
 def parameters(model: LanguageModel) -> dict:
-    """Return numbers of parameters: of the model, of those read for one byte, and of each sublayer."""
+    """Return numbers of parameters: in total, read for one byte, and by sublayer."""
     by_sublayer = model.parameters_by_sublayer()
     return {"total": sum(by_sublayer.values()), "touched": model.touched_parameters(), "by_sublayer": by_sublayer}
 

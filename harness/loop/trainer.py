@@ -29,17 +29,17 @@ class Trainer:
     device has not finished. ``state`` is that of this process's streams after the last step, or None. ValueError if
     processes cannot divide the work, or a split is too short to score."""
 
-    def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
-        self.plan, self.corpus, self.runtime = plan, corpus, device
+    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
+        self.plan, self.corpus, self.runtime = plan, corpus, runtime
         random_state.seed(plan.seed)
-        b, processes = plan.batch, device.processes
+        b, processes = plan.batch, runtime.processes
         train = corpus.splits["train"]
         self.stream = Streams(train, seed=plan.seed, streams=b.streams, segment=b.segment, carry=b.carry)
         self.model = plan.make_model()
         if processes.world_size == 1 or plan.runtime.shard == "none":  # a model to be sharded may not fit on one device
-            self.model.to(device.device)
+            self.model.to(runtime.device)
         self.optimizers = plan.make_optimizers(self.model)
-        self.update = Update(self.model, self.optimizers, device, accumulate=b.accumulate)
+        self.update = Update(self.model, self.optimizers, runtime, accumulate=b.accumulate)
         _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible
         self.spent, self.state, self.compile_seconds = Spent(), None, 0.0
         self._last_step = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
@@ -50,10 +50,10 @@ class Trainer:
         # Steps that may have diverged: the function that reads whether one did, its index and learning rate.
         self._unchecked_steps: deque[tuple[Callable[[], float], int, float]] = deque()
         for split in self.splits:
-            score_ranges(len(self.reported(split)) - 1, plan.eval.streams)
+            score_ranges(len(self.reported_split(split)) - 1, plan.eval.streams)
         self.selection_split()
         if processes.world_size > 1:
-            if reason := next(self._unsupported_by_processes(), None):
+            if reason := next(self._multiprocess_errors(), None):
                 raise ValueError(reason)
             random_state.seed_rank(plan.seed, step=0, rank=processes.rank)  # from here on only dropout draws
 
@@ -103,10 +103,10 @@ class Trainer:
 
     def _send(self, step: int) -> tuple[Tensor, Tensor]:
         """Send the inputs and targets of this process's streams in a step to the device."""
-        return self.runtime.send(*self.stream.batch(step, shard=self.runtime.processes.shard))
+        return self.runtime.to_device(*self.stream.batch(step, shard=self.runtime.processes.shard))
 
     def _step_flops(self) -> int:
-        """Return the training FLOPs of the next step, with its carried bytes and the present spans."""
+        """Return the training FLOPs of the next step, at its number of carried bytes and with the present spans."""
         needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried_bytes(self.spent.steps))
         return round(needed.training * self.stream.bytes_per_step)
 
@@ -123,13 +123,13 @@ class Trainer:
                 )
 
     def _check_weights(self) -> None:
-        """Raise Diverged as ``_check_steps``, and for a parameter that is not finite."""
+        """Raise Diverged as ``_check_steps`` does, and if a parameter is not finite."""
         self._check_steps()
         parameters, names = self.update.parameters, [name for name, _ in self.model.named_parameters()]
-        infinite = torch.stack([~p.isfinite().all() for p in parameters.local_parameters]).float()
-        infinite = parameters.reduce_shards(infinite, operation="max").tolist()
-        if any(infinite):
-            self._diverge(f"an update left the parameter {names[infinite.index(1)]} with numbers that are not finite")
+        nonfinite = torch.stack([~p.isfinite().all() for p in parameters.local_parameters]).float()
+        nonfinite = parameters.reduce_shards(nonfinite, operation="max").tolist()
+        if any(nonfinite):
+            self._diverge(f"an update left the parameter {names[nonfinite.index(1)]} with numbers that are not finite")
 
     def _diverge(self, message: str) -> None:
         """Raise Diverged in all processes; the main process prints it."""
@@ -174,27 +174,27 @@ class Trainer:
         ``pairs`` and ``future_seed`` are those of ``score_stream``."""
         self.wait()  # otherwise the seconds of scoring would include those of unfinished steps
         self._check_weights()
-        cut = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
+        layout = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         if pairs is not None:
             pairs = min(pairs, len(split) - 1)
-            streams, context = sample_layout(pairs, **cut | {"context": self.plan.model.span})
-            cut |= {"pairs": pairs, "streams": streams, "context": context}
-        cut |= {"runtime": self.runtime, "collect_stats": True, "future_seed": future_seed}
+            streams, context = sample_layout(pairs, **layout | {"context": self.plan.model.span})
+            layout |= {"pairs": pairs, "streams": streams, "context": context}
+        layout |= {"runtime": self.runtime, "collect_stats": True, "future_seed": future_seed}
         with self.update.parameters.unsharded():
-            return score_stream(self.model, split, **cut)
+            return score_stream(self.model, split, **layout)
 
     @property
     def splits(self) -> tuple[str, ...]:
         """Names of the splits that are scored at the end."""
         return ("valid", "test") if self.plan.eval.test else ("valid",)
 
-    def reported(self, split: str) -> Tensor:
-        """Return the bytes of a split that are scored at the end."""
+    def reported_split(self, split: str) -> Tensor:
+        """Return the token ids of a split that are scored at the end."""
         e = self.plan.eval
         return self.corpus.scored_part(split, selection_bytes=e.selection_bytes, limit=e.bytes)
 
     def selection_split(self) -> Tensor:
-        """Return the bytes of valid that select the best weights. ValueError if there are fewer than two."""
+        """Return the token ids of valid that select the best weights. ValueError if there are fewer than two."""
         selection_bytes, valid = self.plan.eval.selection_bytes, self.corpus.splits["valid"]
         split = self.corpus.selection_part(selection_bytes)
         if len(split) < 2:
@@ -204,7 +204,7 @@ class Trainer:
             )
         return split
 
-    def _unsupported_by_processes(self) -> Iterator[str]:
+    def _multiprocess_errors(self) -> Iterator[str]:
         """Yield an error message for each reason why several processes cannot divide the work."""
         b, n_processes = self.plan.batch, self.runtime.processes.world_size
         if b.streams % n_processes:
@@ -256,7 +256,7 @@ class Trainer:
             random_state.seed_rank(self.plan.seed, step=self.spent.steps, rank=processes.rank)
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load the ``state_dict`` of another run's model. ValueError if the models differ."""
+        """Load the ``state_dict`` of a checkpoint or of another run's model. ValueError if the models differ."""
         load_weights(self.model, weights, source=f"init_from.run={self.plan.init_from.run}")
 
 
@@ -278,10 +278,10 @@ def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, source: st
     model.project_()
 
 
-def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) -> str:
+def backend_of(model: LanguageModel, runtime: Runtime, *, training: bool = True) -> str:
     """Return the name of the code that sublayers run. ValueError if they cannot run ``runtime.backend``."""
-    backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
+    backends = {sublayer.backend(runtime.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
-    if not device.compile:
+    if not runtime.compile:
         return name
-    return f"{name}, compiled" if device.forward(model).fully_compiled else f"{name}, compiled in part"
+    return f"{name}, compiled" if runtime.forward(model).fully_compiled else f"{name}, compiled in part"

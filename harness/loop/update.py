@@ -14,19 +14,19 @@ from harness.model import LanguageModel
 from harness.optim.optimizers import Optimizers
 from variants.contract import State, cat_streams, map_state
 
-PROBE_BYTES = 16  # length of the segments by which ``unsharded_parameters`` tries a model
+PROBE_BYTES = 16  # length of the segments on which ``unsharded_parameters`` runs a model
 
 
 class Update:
-    """A model with its optimizers. Calling this object makes one update. ``model`` is neither compiled nor wrapped,
-    because ``runtime.forward`` does that. Any number ``accumulate`` of microbatches gives the same update."""
+    """A model with its optimizers. Calling this object makes one update. ``model`` is neither compiled nor wrapped;
+    ``runtime.forward`` compiles it. Any number ``accumulate`` of microbatches gives the same update."""
 
     def __init__(self, model: LanguageModel, optimizers: Optimizers, runtime: Runtime, *, accumulate: int = 1):
         self.model, self.optimizers, self.runtime, self.accumulate = model, optimizers, runtime, accumulate
         self.parameters, self.forward, self.gradient_bytes = ModelParameters(model), runtime.forward(model), 0
 
     def distribute(self, *, shard: str) -> None:
-        """If there are several processes, make each update that of all, from the main process's weights."""
+        """If there are several processes, distribute the main process's weights, so that all make equal updates."""
         processes = self.runtime.processes
         if processes.world_size == 1:
             return

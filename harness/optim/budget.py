@@ -26,7 +26,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """An amount of one unit; without one, ``model.default_bytes`` of the configuration. ValueError for two amounts."""
+    """An amount of one unit, by default ``model.default_bytes`` of the configuration. ValueError for two amounts."""
 
     bytes: Annotated[int, Gt(0)] | None = None
     seconds: Annotated[float, Gt(0)] | None = None
@@ -35,7 +35,7 @@ class Budget:
     default_bytes: int = 0
 
     def __post_init__(self):
-        amounts = [f"budget.{unit}={value}" for unit in UNITS if (value := getattr(self, unit)) is not None]
+        amounts = [f"budget.{unit}={amount}" for unit in UNITS if (amount := getattr(self, unit)) is not None]
         if len(amounts) > 1:
             raise ValueError(f"{', '.join(amounts)}: at most one of budget.{' | '.join(UNITS)} may be set")
 

@@ -23,7 +23,7 @@ ITERATIONS = 5
 def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Matrices ``[n, rows, columns]`` with the same singular vectors, and singular values near 1. Computes five
     Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from X = U / |U|_F, with products in ``dtype``. A
-    singular value of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one below; zeros stay zero."""
+    singular value of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one between 0 and 0.87."""
     a, b, c = COEFFICIENTS
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
         # All steps below are computed even if the update is skipped, because the host does not wait for found_inf.
         is_skipped = getattr(self, "found_inf", torch.zeros((), device=gradients[0].device)).bool()
         for buffer, gradient in zip(buffers, gradients, strict=True):
-            torch.where(is_skipped, buffer, gradient, out=gradient)  # if skipped, the momentum moves to itself
+            torch.where(is_skipped, buffer, gradient, out=gradient)  # if skipped, the momentum stays as it is
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         directions = torch._foreach_lerp(gradients, buffers, momentum)
         if is_sharded:

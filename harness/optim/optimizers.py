@@ -78,7 +78,7 @@ class Optimizers:
 
     @torch.no_grad()
     def _clip(self, gradients: dict[str, tuple[dict, dict]], sharded: Set[Tensor]) -> None:
-        """Scale gradients so that their norms are at most the clips. This process has some rows of ``sharded`` ones."""
+        """Scale gradients so that their norms are at most the clips. Those in ``sharded`` are shards of gradients."""
 
         def clip_(tensors: list[Tensor], clip: float | None) -> None:
             if clip is not None and tensors:
@@ -109,7 +109,7 @@ class Optimizers:
 
     def state_dict(self) -> dict:
         """For an exact resume: the number of steps, and the optimizer state of each group."""
-        groups = {name: self._reshard(name, o.state_dict(), gather=True) for name, o in self.optimizers.items()}
+        groups = {name: self._convert(name, o.state_dict(), saving=True) for name, o in self.optimizers.items()}
         return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
@@ -119,14 +119,14 @@ class Optimizers:
             raise ValueError(f"the checkpoint has optimizer groups {saved}, but this run has {current}")
         self.steps = state["steps"]
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(self._reshard(name, state["groups"][name], gather=False))
+            optimizer.load_state_dict(self._convert(name, state["groups"][name], saving=False))
 
-    def _reshard(self, name: str, state: dict, *, gather: bool) -> dict:
-        """An optimizer's state with full tensors (``gather``), or with this process's shards of full tensors."""
+    def _convert(self, name: str, state: dict, *, saving: bool) -> dict:
+        """An optimizer's state with each shard as a ``DTensor`` (``saving``), or each full tensor as a shard."""
         if not self.sharded_parameters:
             return state
         parameters = [p for param_group in self.optimizers[name].param_groups for p in param_group["params"]]
-        convert = self.sharded_parameters.to_dtensor if gather else self.sharded_parameters.to_shard
+        convert = self.sharded_parameters.to_dtensor if saving else self.sharded_parameters.to_shard
         converted = {}
         for index, entries in state["state"].items():
             converted[index] = {

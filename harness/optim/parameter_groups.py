@@ -24,7 +24,7 @@ class Group:
     name: str
     key: str  # the group's key in the configuration, for errors
     parameters: Mapping[str, nn.Parameter]  # by name; a shared parameter has one of its names
-    undecayed: frozenset[str] = frozenset()  # parameters that have no weight decay unless ``weight_decay`` is set
+    undecayed: frozenset[str] = frozenset()  # names of parameters without weight decay, unless ``weight_decay`` is set
     optimizer: Callable[..., Optimizer]  # a partial without a learning rate, called with parameter groups and ``lr``
     lr_scale: Annotated[float, Ge(0)] = 1.0  # factor of ``optim.lr``; 0 leaves the parameters at their initial values
     weight_decay: Annotated[float, Ge(0)] | None = None  # None is the optimizer's own, on all but ``undecayed``
@@ -32,7 +32,7 @@ class Group:
     clip: Annotated[float, Gt(0)] | None = None
 
     def build(self, *, lr: float) -> Optimizer:
-        """The optimizer at peak learning rate ``lr``. ``param_groups`` are those with and without weight decay."""
+        """The optimizer at peak learning rate ``lr``. Decayed and ``undecayed`` parameters are two ``param_groups``."""
         if "lr" in getattr(self.optimizer, "keywords", {}):
             raise ValueError(f"{self.key}: the optimizer must have no lr; set optim.lr and the group's lr_scale")
         decayed = [p for name, p in self.parameters.items() if name not in self.undecayed]

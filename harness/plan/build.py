@@ -1,4 +1,4 @@
-"""Plan of a run: the validated configuration, and factories made of it. Modules below take plain arguments."""
+"""Plan of a run: the validated configuration, and factories made of it. Models and optimizers see no configuration."""
 
 import importlib
 import re
@@ -16,10 +16,10 @@ from harness.model import LanguageModel, Layers
 from harness.optim.budget import UNITS
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
-from harness.plan.instantiate import resolve
 from harness.plan.network import make_network, plan_layers
 from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, parse_section, parse_setting
 from harness.plan.space import apply_trial
+from harness.plan.targets import resolve
 from variants.contract import Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
@@ -41,10 +41,10 @@ class Plan(RunSettings):
     layers: Layers  # for each layer, the factories of its sublayers by name
     scheme: Callable[..., Position]  # the factory of the position scheme
     groups: dict
-    point: dict | None  # relative position of each hyperparameter searched between its bounds; None without a trial
+    point: dict | None  # relative position of each searched hyperparameter between its bounds; None without a trial
     sweeping: bool
     backend_choice: dict | None = None  # what ``loop/select_backend.py`` has selected, and the errors of its candidates
-    admission: str | None = None  # how ``harness.loop.admission`` has checked the mechanism
+    admission: str | None = None  # what ``admission`` of ``loop/admission.py`` has returned
 
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's default generator; ValueError for incompatible sizes."""
@@ -58,7 +58,7 @@ class Plan(RunSettings):
         return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
 
     def protocol(self) -> dict:
-        """The evaluation protocol. Bits per byte of two runs compare only if their protocols are equal."""
+        """The evaluation protocol, by which ``record/comparison.py`` decides whether bits per byte compare."""
         context = streamed_context(self.model.span, self.model.layers)
         protocol = {"streams": self.eval.streams, "segment": self.eval.segment, "span": self.model.span}
         protocol |= {"bytes": self.eval.bytes, "context": context, "selection_bytes": self.eval.selection_bytes}
@@ -119,7 +119,7 @@ def replan(plan: Plan, **sections: dict) -> Plan:
 def _resolve_config(cfg: DictConfig, command_line_keys: Collection[str]) -> tuple[dict, dict | None]:
     """The configuration with its trial applied, as a plain dictionary of all sections, and the trial's point."""
     if "sweep" in cfg:  # only the files of W&B's sweeps have such a key
-        raise ValueError("sweep: is a file for W&B; run wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent")
+        raise ValueError("sweep: this file is for W&B; run wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent")
     cfg = OmegaConf.merge({"check": True}, cfg)  # run folders of older versions lack the key
     sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
     check_keys(sections, list(RunSettings.__dataclass_fields__), key="")
@@ -136,7 +136,7 @@ def _import_trusted(names: object) -> tuple[str, ...]:
     names = [names] if isinstance(names, str) else names or []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
-    # The folder is searched last, and only with trust, because others may have put files into it.
+    # The working directory is searched last, and only with trust, because others may have put files into it.
     if names and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     for name in names:
@@ -149,8 +149,8 @@ def _import_trusted(names: object) -> tuple[str, ...]:
 
 
 def _resolve_optim(settings: OptimSettings, trust: tuple[str, ...], *, lr_scale: object) -> dict:
-    """The keys of ``optim``, with optimizers as partials; its learning rate is multiplied by the variant's factor in
-    ``lr_scale`` for ``optim.name``."""
+    """The keys of ``optim``, with optimizers as partials. ``lr`` is multiplied by the factor that the variant's
+    ``lr_scale`` has for ``optim.name``, or 1."""
     scales = parse_setting(lr_scale, dict | None, key="variant.lr_scale") or {}
     for name, factor in scales.items():
         parse_setting(factor, PositiveFloat, key=f"variant.lr_scale.{name}")

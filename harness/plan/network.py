@@ -8,8 +8,8 @@ from annotated_types import Ge
 from torch import nn
 
 from harness.model import LanguageModel, Layers
-from harness.plan.instantiate import resolve
 from harness.plan.settings import ModelSettings, parse_setting
+from harness.plan.targets import resolve
 from variants.contract import WAYS, LayerContext, Position, Sublayer
 
 VARIANT_KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
@@ -21,7 +21,7 @@ CONTEXT_KEYS = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
     """For each layer, the names and partials of its sublayers; ValueError names the key. The variant's ``layers`` lists
     the sublayers of a layer in order. ``at`` maps layer indices, counted from 0 or, if negative, from the top, to lists
-    that replace it for single layers; null as a list keeps ``layers``."""
+    that replace it for single layers; null in place of a list keeps ``layers``."""
     parse_setting(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
     sublayers = {
         name: _resolve_sublayer(name, node, trust) for name, node in variant.items() if name not in VARIANT_KEYS
@@ -115,7 +115,7 @@ def _check_supported(sublayer: Sublayer, context: LayerContext, *, key: str) -> 
     unsupported = scheme.ways() - set(supported.position)
     if unsupported:
         effects = " and ".join(effect for way, effect in WAYS.items() if way in unsupported)
-        allowed = ["none", "schemes of the embedded bytes (sinusoidal)"]
+        allowed = ["none", "schemes that change only embedded bytes (sinusoidal)"]
         allowed += [f"one that {effect}" for way, effect in WAYS.items() if way in supported.position]
         raise ValueError(
             f"position={scheme.__name__.lower()}: {effects}, which {label} does not support; "

@@ -61,8 +61,8 @@ def reduce_width(plan: Plan) -> Plan:
 
 
 def reduce_depth(plan: Plan, *, sublayers: Collection[str], max_span: int) -> Plan:
-    """The plan on a CPU with the run's heads and widths, and two streams. It has each different layer once, only the
-    named ``sublayers`` in them, and a span of at most ``max_span`` bytes."""
+    """The plan on a CPU with the run's heads and widths, and two streams. It has each different layer once, with
+    only the named ``sublayers``, and if possible a span of at most ``max_span`` bytes."""
     layers = [tuple(name for name in layer if name in sublayers) or tuple(layer) for layer in plan.layers]
     distinct = [layer for layer in dict.fromkeys(layers) if set(layer) & set(sublayers)]
     span = plan.model.span

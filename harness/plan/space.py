@@ -15,7 +15,7 @@ SCRAMBLE_SEED = 0
 MAX_TRIALS = 2**16
 ABSENT = object()
 SEARCHABLE = ("variant.", "model.", "batch.", "position.", "optim.", "budget.")
-"""Prefixes of the keys that a space may set; a file must never set ``trust`` or ``hydra.*`` through a space."""
+"""Prefixes of the keys that a space may set. Otherwise a user's file could set ``trust`` or ``hydra.*`` by a space."""
 
 
 @section

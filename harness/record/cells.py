@@ -1,4 +1,4 @@
-"""Cells of tables: texts of numbers, with the unrounded number; and texts that captions of tables share."""
+"""Cells of tables, such as a number as text with its unrounded value, and words that captions of tables share."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ def text(content: object) -> Cell:
 
 
 def fixed(number: float | None, *, digits: int, mark: str = "") -> Cell:
-    """Return a number with so many digits after the point, and commas between thousands: ``1,234.50``."""
+    """Return a number with ``digits`` digits after the point, and commas between thousands: ``1,234.50``."""
     return EMPTY if number is None else Cell(text=f"{number:,.{digits}f}{mark}", value=number)
 
 
@@ -57,7 +57,7 @@ def significant(number: float) -> str:
 
 
 def make_table(rows: Sequence, columns: Sequence[Column], **attributes) -> Table:
-    """Return a table of each row by each column's ``cell``, without empty columns; ``attributes`` as of ``Table``."""
+    """Return a table of the cells that columns have for ``rows``, without empty columns, with other ``attributes``."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     not_empty = [index for index in range(len(columns)) if any(row[index].text for row in cells)]
     cells = tuple(tuple(row[index] for index in not_empty) for row in cells)
@@ -65,7 +65,7 @@ def make_table(rows: Sequence, columns: Sequence[Column], **attributes) -> Table
 
 
 def join_words(words: Iterable[str], *, limit: int = 8) -> str:
-    """Return ``a, b and c``. If there are more than ``limit`` words, the last is the number of those left out."""
+    """Return ``a, b and c``, or for more than ``limit`` words the first of them and ``9 more``."""
     words = list(words)
     if len(words) > limit:
         words = [*words[:limit], f"{len(words) - limit} more"]
@@ -80,8 +80,8 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def missing_formulas_note(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
-    """Return a note that names operators without a FLOP formula, or None. ``rows`` have a label, and counts of such
-    operators. An operator that is not in all of these rows is followed by their labels."""
+    """Return a note that names operators without a FLOP formula, or None. Each of ``rows`` is a label and the counts of
+    such operators. An operator that is missing in some rows is followed by the labels of the rows that have it."""
     labels_of: dict[str, set[str]] = {}
     for label, unknown in rows:
         for operator in unknown or {}:

@@ -21,7 +21,7 @@ def _mapping(row: Mapping, key: str) -> Mapping:
 
 def score_conditions(row: Mapping) -> str:
     """Return a text that is equal for rows whose bits per byte compare. Tuning runs compare only with each other, and
-    budgets of seconds only in equal environments. A span that the protocol has from the model does not count."""
+    budgets of seconds only in equal environments. If a protocol's span is the model's, it and context do not count."""
     config, budget, protocol = (_mapping(row, key) for key in ("config", "budget", "protocol"))
     protocol = {"split": _mapping(config, "data").get("split", OLD_ROW_SPLIT)} | protocol
     if protocol.get("span") is not None and _mapping(config, "model").get("span") == protocol["span"]:

@@ -25,9 +25,9 @@ COMPARED_SECTIONS = ("model", "position", "batch")
 def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str:
     """Return the SHA-256 of a resolved configuration without keys that change no number, such as the path of a corpus
     whose digest is ``pinned``. ``init_from.run`` is replaced by the digest of its newest checkpoint."""
-    hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    # The key fallback is null in jobs of a sweep.
-    hashed["data"] = {key: value for key, value in hashed["data"].items() if key != "fallback"}
+    hashed = {key: section for key, section in config.items() if key not in NOT_HASHED}
+    # Jobs of a sweep have fallback=null, and share the folder with the same run outside of a sweep.
+    hashed["data"] = {key: setting for key, setting in hashed["data"].items() if key != "fallback"}
     if hashed["data"]["name"] in pinned:
         hashed["data"]["path"] = None
     init_from = hashed["init_from"]
@@ -167,7 +167,7 @@ def read_provenance(folder: Path, *, key: str) -> dict:
 
 
 def identity_of(row: Mapping) -> dict[str, object]:
-    """Return, of a provenance row, the identity that the run's checkpoints have."""
+    """Return the part of the ``identity`` of a run's checkpoints that its provenance row has."""
     keys = {"variant": "variant", "seed": "seed", "config": "config_hash", "source": "source"}
     return {name: row.get(key) for name, key in keys.items()}
 

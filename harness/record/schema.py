@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval, MaxLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
-BENCH_COMMANDS = ("cost", "peers")  # which append rows
+BENCH_COMMANDS = ("cost", "peers")  # those whose rows a report reads
 MAYBE = "maybe "
 MAX_NUMBER = 1e30  # no measured number is larger, and products of larger ones would overflow
 CONFIG = ConfigDict(strict=True, allow_inf_nan=False)

@@ -108,6 +108,6 @@ def one_line(text: str) -> str:
 
 
 def escape_formula(text: str) -> str:
-    """Return a text on one line that no spreadsheet runs as a formula, as it does texts that begin with = or @."""
+    """Return a text on one line, quoted if it begins with = or @ and spreadsheets would run it as a formula."""
     text = one_line(text)
     return f"'{text}" if text.startswith(("=", "@")) else text

@@ -1,4 +1,4 @@
-"""W&B: each job is a W&B run, online if an API key is configured, else offline. Its failures are printed on stderr and
+"""W&B: each job is a W&B run, online if an API key is configured, else offline. W&B's errors are printed on stderr and
 do not end the job. Environment variables ``WANDB_*`` take precedence over arguments.
 
 Names of metrics:
@@ -128,7 +128,7 @@ def _hint(run, *, uploaded: bool = True) -> str:
 
 
 def metrics_of(row: dict) -> dict[str, float]:
-    """Return the numbers of a row by the name of their metric. Lists must have a number for each head."""
+    """Return the numbers of a row by the name of their metric. A list has a number for each head."""
     kind, row = row["kind"], row | (row.get("clock") or {})
     metrics = {name: row.get(name) for name in PROGRESS_KEYS}
     if row.get("final"):

@@ -53,7 +53,7 @@ def test_out_of_memory_names_the_sizes_to_lower_and_bench_fit(cwd, monkeypatch):
     outcome = train(*GENERATED, "runtime.threads=1")
     assert outcome.code == OutOfMemory.exit_code and "Traceback" not in outcome.err
     words = ("batch.streams=2", "batch.segment=32", "model.span=32", "batch.accumulate=1", "runtime.checkpoint=layers")
-    assert all(word in outcome.err for word in (*words, "python -m bench.fit with the same words"))
+    assert all(word in outcome.err for word in (*words, "python -m bench.fit with the same overrides"))
 
 
 def test_a_sweep_ends_with_the_highest_code_of_its_jobs(cwd, monkeypatch):

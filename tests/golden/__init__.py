@@ -196,7 +196,7 @@ def _train(run: Trainer) -> dict:
     assert run.state is not None and run.finished
     return {
         "losses": losses,
-        "valid_bits_per_byte": run.evaluate(run.reported("valid")).bits_per_byte,
+        "valid_bits_per_byte": run.evaluate(run.reported_split("valid")).bits_per_byte,
         "training_flops": run.spent.flops,
     }
 

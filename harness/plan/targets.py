@@ -1,4 +1,4 @@
-"""Instantiation: a node with ``_target_`` becomes a ``functools.partial`` of the class that it names. A target is a
+"""Targets: a node with ``_target_`` becomes a ``functools.partial`` of the class that it names. A target is a
 subclass of a contract type, and is defined in our packages, in torch.optim, or in a module that the command line's
 ``trust`` names. The constructor's signature, types included, is the schema of the node's keys. An annotation may also
 ask for any torch.nn.Module: then only modules of ``trust`` are allowed, and the module's keywords may contain no
@@ -37,12 +37,12 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
         raise ValueError(f"{key}={node}: must be {PART_DESCRIPTION}")
     cls = _load_class(str(node.get("_target_")), key=key, base=base, trust=trust)
     if node.get("_partial_", base is nn.Module) is not True:
-        raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true, because each layer makes an object")
+        raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true; each layer makes its own object")
     arguments = {name: argument for name, argument in node.items() if name not in ("_target_", "_partial_")}
     schema = constructor_schema(cls, key=key)
     if base is nn.Module:
         if "'_target_'" in repr(arguments):  # the module's code could instantiate it
-            raise ValueError(f"{key}={arguments}: must be plain values without _target_, as for any module")
+            raise ValueError(f"{key}={arguments}: must be plain values without _target_")
         parameters = inspect.signature(cls.__init__).parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             # The class itself refuses unknown keywords when it is instantiated.
@@ -56,7 +56,7 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
 
 def constructor_schema(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
     """The constructor's keywords that are keys of the configuration: ``{name: (annotation, whether it is required)}``.
-    These are all but the first argument and the class's ``RESERVED_KEYWORDS``. ``key`` is for errors."""
+    The harness sets the first argument of a contract type, and its ``RESERVED_KEYWORDS``. ``key`` is for errors."""
     base = next((base for base in CONTRACT if issubclass(cls, base)), None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -115,8 +115,8 @@ def _resolve_argument(argument: object, hint: object, *, key: str, trust: tuple[
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     options = typing.get_args(hint) if is_union else (hint,)
     factories = [option for option in options if collections.abc.Callable in (option, typing.get_origin(option))]
-    returned = [cls for factory in factories for cls in typing.get_args(factory)[-1:] if inspect.isclass(cls)]
-    base = next((cls for cls in returned if cls is nn.Module or issubclass(cls, Part)), Part)
+    return_types = [cls for factory in factories for cls in typing.get_args(factory)[-1:] if inspect.isclass(cls)]
+    base = next((cls for cls in return_types if cls is nn.Module or issubclass(cls, Part)), Part)
     if isinstance(argument, Mapping) and "_target_" in argument and (factories or hint is typing.Any):
         return resolve(argument, key=key, base=base, trust=trust)
     if factories and base is nn.Module:
