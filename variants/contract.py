@@ -117,7 +117,7 @@ class Honours:
         position: supported ``WAYS`` of a position scheme; schemes that change only embedded bytes are always supported.
         cache: supported values of ``model.cache``: ``kv``, ``hidden``.
         attend_self: supported values of ``model.attend_self``.
-        span: whether ``model.span`` bounds the visible past; None if the mechanism's keywords may set a smaller bound."""
+        span: whether ``model.span`` bounds the visible past; None if the mechanism's keywords may bound it more."""
 
     position: Set[str] = frozenset()
     cache: Set[str] = frozenset({"kv"})
