@@ -4,7 +4,7 @@
     lambda = exp(l_q1 . l_k1) - exp(l_q2 . l_k2) + s,           s = 0.8 - 0.6 exp(-0.3 layer)
 
 (2410.05258, 2.1 and 2.2). Heads 2 p and 2 p + 1 are a pair: each has a query and a key of width K, and the values v of
-the pair have width 2 K. Each layer has one lambda; layers are counted from 0. The gain c has width 2 K. There are 6 K
+the pair have width 2 K. Each layer has one lambda; layers are counted from 0. The gain c has width 2 K. A layer has 6 K
 parameters more than in ``mhsa``. One call of a backend computes one map for all heads; head h reads K columns of the
 pair's values. So both heads of a pair compute equal scores, and a quarter of the executed FLOPs is redundant.
 
@@ -26,7 +26,7 @@ from variants.kernels.window import Window
 from variants.multi_head import HeadKeywords
 
 MAX_EXPONENT = 20.0
-"""Upper bound of exponents in lambda: with slightly larger ones, squares of the difference are infinite in float32."""
+"""Upper bound of exponents in lambda: from about 44 on, squares of the difference are infinite in float32."""
 
 
 class Differential(Attention):

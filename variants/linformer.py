@@ -11,11 +11,11 @@ see the open block, which is not finished.
 - A query sees the summary of a finished block if the block's first byte is outside the window, and all its bytes are
   among the S bytes that it may see. Keys are summarised unrotated; a summary has the position of its block's last byte.
 - With ``top_k`` a query reads only the summaries of largest index score (A x_t) . (C mean_i k_i) / sqrt(I), equal for
-  all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only a loss trains the index: KL(p_t || softmax of index scores) over
-  all visible summaries. p_t is the mean over heads of the attention weights among these summaries. p_t and the inputs
-  of the index are detached. The loss has no coefficient, because nothing else trains the index. Two things differ from
-  the paper: its index score sums ReLUs over index heads, and its sparse stage of training takes the KL over the
-  selected keys only.
+  all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only a loss trains the index: KL(p_t || softmax of index scores)
+  over all visible summaries. p_t is the mean over heads of the attention weights among these summaries. p_t and the
+  inputs of the index are detached. The loss has no coefficient, because nothing else trains the index. Two things
+  differ from the paper: its index score sums ReLUs over index heads, and its sparse stage of training takes the KL over
+  the selected keys only.
 - A block is summarised when its first byte is about to leave the window, from keys and values in the window, so the
   compressor gets a gradient.
 - ``compressor: softmax`` with ``top_k`` is a small version of compressed attention of 2025-26 (2502.11089, 3.3,

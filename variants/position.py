@@ -46,7 +46,7 @@ def sinusoids(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
 
 def alibi_slopes(heads: int) -> Tensor:
     """Return each head's penalty per position, float64 ``[H]``: a geometric sequence from 2^(-8/H). If H is not a power
-    of two, the first P heads have the slopes of P heads, P the largest power below H; the others, every second of 2 P."""
+    of two and P is the largest below it, these are the slopes of P heads, then every second slope of 2 P heads."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     next_slopes = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(2 * power)]
