@@ -4,8 +4,7 @@
     loss = NLL + lambda / H * sum over all heads of all layers of z     (m: ``soft_mask`` in ``kernels/window.py``)
 
 z = S * fraction: each head learns a fraction in [0, 1], clamped after every optimizer step. x counts visible keys from
-the nearest, x = 0. Keys beyond a head's z + R, rounded up (``bucket``), are not read, and few of them
-are carried.
+the nearest, x = 0. Keys beyond a head's z + R, rounded up (``bucket``), are not read.
 
 In the dynamic span (end of section 2.2) z depends on the input: z_t = S * sigmoid(v . x_t + b) per head. Attention
 still computes the whole window; ``ideal_flops`` counts the keys for a zero input, within S * sigmoid(b) + R."""

@@ -248,8 +248,8 @@ class ProductKeyMemory(Sublayer):
         }
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return the percentage of slots with a positive weight, the number of bytes, and the divergence of slots' shares
-        p from uniform, ln M + sum p ln p, for reads, and for weights unless all are 0 (relu)."""
+        """Return the percentage of slots with a positive weight, the number of bytes, and the divergence of slots'
+        shares p from uniform, ln M + sum p ln p, for reads, and for weights unless all are 0 (relu)."""
         if not stats:
             return {}
         percent = 100 * (stats["usage_weight"] > 0).float().mean().item()
