@@ -285,11 +285,11 @@ class Attention(MultiHead, OnKernels):
         bias = self.position.bias(q, max_keys) if vectors is None else None
         return self.attend(backend, q, keys, visible, bias=bias, vectors=vectors, persistent=persistent)
 
-    def attend(self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **added: Tensor | None) -> Tensor:
-        """Return head outputs ``[B, H, T, K]``, with the options of this class; ``added`` as in ``backends.attend``."""
+    def attend(self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **options: Tensor | None) -> Tensor:
+        """Return head outputs ``[B, H, T, K]``, with this class's sink; for ``options`` see ``backends.attend``."""
         keys = keys.repeated(self.heads // self.kv_heads)
-        added |= {"sink": self.sink, "past_learns": self.cache == "hidden"}
-        return backends.attend(backend, q, keys, visible, dropout=self.dropout if self.training else 0.0, **added)
+        options |= {"sink": self.sink, "past_learns": self.cache == "hidden"}
+        return backends.attend(backend, q, keys, visible, dropout=self.dropout if self.training else 0.0, **options)
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:

@@ -43,13 +43,13 @@ class Differential(Attention):
         self.gain = nn.Parameter(torch.ones(2 * self.d_head))
 
     def attend(
-        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, *, bias: Tensor | None = None, **added
+        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, *, bias: Tensor | None = None, **options
     ) -> Tensor:
         def attend_by_map(member: int) -> Tensor:
             pair_keys = keys.each(lambda part: part._replace(k=_repeat_member(part.k, member)))
-            added["bias"] = None if bias is None else _repeat_member(bias, member, dim=int(bias.dim() > 2))
+            options["bias"] = None if bias is None else _repeat_member(bias, member, dim=int(bias.dim() > 2))
             pair_q = _repeat_member(q, member)
-            return super(Differential, self).attend(backend, pair_q, pair_keys, visible, **added)
+            return super(Differential, self).attend(backend, pair_q, pair_keys, visible, **options)
 
         q1, k1, q2, k2 = self.factors
         exp1, exp2 = ((x * y).sum().clamp(max=MAX_EXPONENT).exp() for x, y in ((q1, k1), (q2, k2)))

@@ -29,7 +29,7 @@ class ForgetGate(Part):
         nn.init.constant_(self.gate.bias, initial)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return key and query biases ``[B, H, T]`` of ``x [B, T, D]``, relative to the past; in float32 or wider."""
+        """Return key and query biases ``[B, H, T]``, relative to the byte before ``x [B, T, D]``; float32 or wider."""
         with without_autocast(x.device):
             logits = self.gate(x.to(torch.promote_types(x.dtype, torch.float32)))
             b = -F.logsigmoid(logits).cumsum(dim=1).mT

@@ -114,10 +114,10 @@ class Longformer(Attention):
         bias = self.position.bias(q, max_keys) if vectors is None else None
         for first, heads, w, n in self.span.head_groups():
             columns = slice(0, n * w, n)
-            added = {"vectors": None if vectors is None else vectors[columns]}
-            added["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., columns]
+            options = {"vectors": None if vectors is None else vectors[columns]}
+            options["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., columns]
             q_and_keys = q.narrow(1, first, heads), keys.of_heads(first, heads)
-            outputs.append(self._attend_classes(backend, *q_and_keys, (w,) * heads, n, **added))
+            outputs.append(self._attend_classes(backend, *q_and_keys, (w,) * heads, n, **options))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _attend_classes(
