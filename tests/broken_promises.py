@@ -188,6 +188,6 @@ BROKEN = {
     "ThinnedInEvaluation": (thinned_in_evaluation, {p.MODES}, rf"train without dropout, against eval: {LOCATION}"),
     "Noisy": (noisy, {p.MODES}, r"train: draws random numbers that are not dropout's.*"),
     "QuarterOfTheWindow": (quarter, {p.REACH_USED}, NO_INFLUENCE.format("t - 19 never moved byte t", "a reach of 19")),
-    "Fades": (toy(Sums, decay=1e-3), {p.REACH_USED, p.INFLUENCE}, NO_INFLUENCE.format("0 never moved the end", "all of the past")),
+    "Fades": (toy(Sums, decay=1e-3), {p.REACH_USED, p.INFLUENCE}, NO_INFLUENCE.format("0 never moved the end", "all of")),
 }
 # fmt: on
