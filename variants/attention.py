@@ -227,7 +227,7 @@ class Attention(MultiHead, OnKernels):
             parts = before(state, past, segment.k.dtype)
         else:
             groups = [*fused.group_heads(self._max_by_kv_head(self.span.max_keys))] if on_cpu else []
-            pasts = [(past, None)]
+            pasts = [(past, None)]  # number of positions and heads of each part of the past
             if len(groups) > 1:
                 pasts = [(n - 1 + self.shift, [*range(self.kv_heads)[heads]]) for n, heads in groups]
             parts = [] if state is None else [self.reproject_past(state, segment, *group) for group in pasts]

@@ -68,7 +68,7 @@ class LayerContext:
 
 
 class SublayerOutput(NamedTuple):
-    """The result of a sublayer's forward pass."""
+    """The output of a sublayer's forward pass."""
 
     y: Tensor  # [B, T, D], added to the residual stream
     state: State = None  # the detached state that the next segment of the same streams needs
@@ -129,10 +129,10 @@ class Sublayer(nn.Module):
     """One residual sublayer of a layer. The keywords of a subclass's constructor are its configuration."""
 
     limits: frozenset[str] = frozenset()
-    """Promises that it does not fulfil. Tests check that all but ``ideal_flops``, if declared, are really broken.
+    """Promises that it does not fulfil. The checks require that a declared limit is real, except ``ideal_flops``.
     ``causal_in_training``: in training, outputs depend on later bytes. ``streams_apart``: streams of a batch interact.
     ``segments``: outputs depend on segment boundaries. ``training_as_evaluation``: training without dropout differs
-    from evaluation. ``ideal_flops``: these may be less than half of the executed FLOPs; a run's row then says so.
+    from evaluation. ``ideal_flops``: ideal FLOPs may be less than half of the executed ones; a row then says so.
     ``likelihood``: only the sublayer's own ``loss`` trains some of its parameters."""
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""

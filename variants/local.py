@@ -72,7 +72,7 @@ class LocalAttention(Attention):
         new = [x] if self.cache == "hidden" else [segment.k, segment.v]
         if state is None:
             phase, old = torch.zeros_like(segment.start), [part[..., :0, :] for part in new]
-            y = self._attend_from_block_start(*segment[1:4])
+            y = self._attend_from_block_start(*segment[1:4])  # q, k, v
         else:
             # After a change of the block size, the first byte of the open block begins a block of the new size.
             phase = state[0] % self.block

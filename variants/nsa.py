@@ -118,7 +118,7 @@ class NativeSparse(Attention):
         for begin in range(0, length, QUERIES_AT_ONCE):
             end = min(begin + QUERIES_AT_ONCE, length)
             newest = torch.arange(begin, end, device=q.device) - self.shift
-            low = max(0, (begin - self.shift - self.max_keys + 1) // size + past_blocks)
+            low = max(0, (begin - self.shift - self.max_keys + 1) // size + past_blocks)  # visible blocks: low to high
             high = max(1, (end - self.shift + size - 2) // size + past_blocks + 1)
             firsts = size * (torch.arange(low, high, device=q.device) - past_blocks) - phase[:, None]
             visible = (part[:, :, low:high] for part in (k, v, blocks))

@@ -190,7 +190,7 @@ def check_auxiliary_loss(subject: Subject) -> Verdict:
 
 def check_statistics(subject: Subject) -> Verdict:
     """Check that statistics change no output, add over segments and streams, and give finite metrics."""
-    model, tokens, half = subject.build(), subject.random_bytes(), subject.span + 2
+    model, tokens, cut = subject.build(), subject.random_bytes(), subject.span + 2
     out = model(tokens, collect_stats=True)
     yield from differences("eval, collect_stats", {"logits": model(tokens).logits}, {"logits": out.logits})
     attached = [name for name, stats in out.stats.items() if any(t.requires_grad for t in stats.values())]
@@ -199,11 +199,11 @@ def check_statistics(subject: Subject) -> Verdict:
     def sums(out) -> Outputs:
         return {f"{name}.{key}": t.double() for name, stats in out.stats.items() for key, t in stats.items()}
 
-    first = model(tokens[:, :half], collect_stats=True)
-    rest = model(tokens[:, half:], first.state, collect_stats=True)
+    first = model(tokens[:, :cut], collect_stats=True)
+    rest = model(tokens[:, cut:], first.state, collect_stats=True)
     streams = [model(part, collect_stats=True) for part in (tokens[:1], tokens[1:])]
     splits = {
-        "segments": (f"bytes before and from {half}", (first, rest)),
+        "segments": (f"bytes before and from {cut}", (first, rest)),
         "streams_apart": ("stream 0 and the others", streams),
     }
     for limit, (case, parts) in splits.items():

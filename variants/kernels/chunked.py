@@ -64,6 +64,6 @@ def _cut(inputs: Inputs, heads: slice, t: slice, j: slice, columns: slice) -> In
 def _attend_chunk(chunk: Inputs, window: Window) -> Tensor:
     shared = {name: x.to(chunk.q.dtype) for name in SHARED_FIELDS if (x := getattr(chunk, name)) is not None}
     q, k, v, z, *extra = chunk._replace(**shared)
-    options = dict(zip(Inputs._fields[7:-1], extra[3:-1], strict=True))
+    options = dict(zip(Inputs._fields[7:-1], extra[3:-1], strict=True))  # from vectors to dropout
     persistent = None if extra[0] is None else Persistent(*extra[:3])
     return plain.attend(q, k, v, window._replace(z=z), persistent=persistent, **options)

@@ -277,7 +277,7 @@ def _vector_gradient(arguments: dict, softmax: dict) -> Tensor:
 
 
 def _grid(arguments: dict, rows: int) -> tuple[int, int]:
-    """One program per stream, block of rows and head. Programs of a head start in a row, the longest head first."""
+    """One program per stream, block of rows and head. Programs of a head are consecutive; the longest head is first."""
     streams, heads = arguments["q"].shape[:2]
     return streams * -(-rows // arguments["BLOCK"]), heads
 

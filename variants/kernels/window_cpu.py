@@ -19,7 +19,7 @@ from variants.kernels.chunk_keys import ChunkKeys, chunk_key_gradients, merge_ch
 from variants.kernels.window import Inputs, PastKV, Window, merge_sink, ramp_slope, sink_gradient, soft_mask
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
-DIFFERENTIABLE = (*Inputs._fields[:8], "key_bias", "query_bias")
+DIFFERENTIABLE = (*Inputs._fields[:8], "key_bias", "query_bias")  # from q to vectors, and biases
 """Fields of ``Inputs`` that may have a gradient. Part i of the past is ``k_old{i}`` and ``v_old{i}``."""
 CHUNK_NAMES = ("chunk_k", "chunk_v", "chunk_bias")
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
