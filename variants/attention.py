@@ -381,6 +381,6 @@ class Attention(MultiHead, OnKernels):
 
 
 def carried_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of carried inputs: that of autocast if it is on, which gives equal keys when projected again."""
+    """Return the dtype of carried inputs: that of autocast if it is on, so that a later projection gives equal keys."""
     device_type = x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype

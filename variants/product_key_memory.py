@@ -53,7 +53,7 @@ def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
 
 def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the ``top_k`` largest of all sums ``scores[0, ..., i] + scores[1, ..., j]``, exactly. Of equal sums, those
-    of lower slots are returned, unless sums are infinite or only equal after rounding.
+    of lower slots are returned, unless sums are infinite or equal only after rounding.
 
     Args:
         scores: ``[2, ..., C]``.
