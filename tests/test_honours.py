@@ -59,7 +59,7 @@ def positioned(scheme: type) -> tuple[str, ...]:
             Decays,
             positioned(TurnsAndAdds),
             r"position=turnsandadds: rotates queries and keys and adds to scores, which variant\.toy \(Decays\) does not support;"
-            r" .*, one that lowers scores by a slope for every key between$",
+            r" .*, one that lowers scores by a slope times the distance$",
         ),
     ],
 )

@@ -25,7 +25,7 @@ def single_branch(layer: NativeSparse, branch: str) -> NativeSparse:
 @pytest.mark.parametrize("attend_self", [True, False])
 @pytest.mark.parametrize(("span", "chosen"), [(13, {"block": 1, "selected": 13}), (40, {"block": 4, "selected": 10})])
 def test_selecting_all_blocks_equals_attention(span, chosen, attend_self, monkeypatch):
-    monkeypatch.setattr("variants.nsa.QUERIES", 5)  # queries processed at once
+    monkeypatch.setattr("variants.nsa.QUERIES_AT_ONCE", 5)  # queries processed at once
     case = replace(CASE, span=span, attend_self=attend_self)
     layer, attention = single_branch(case.build(NativeSparse, noise=0.3, **chosen), "selected"), case.build()
     attention.query, attention.output = layer.query, layer.output

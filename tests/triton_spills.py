@@ -45,10 +45,10 @@ PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")
 def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: str, width: int, dropout: bool) -> tuple:
     """Registers of a thread, bytes that it spills, and bytes of shared memory, as the compiler reports them."""
     kernel, persistent = getattr(kernels, name), "persistent" in part
-    constants = {"ALL": False, "OWN": True, "table": None, "DROP": 2**30, "SCALE": 1.25} | BIASES | PARTS[part]
+    constants = {"ALL": False, "SEGMENT_ONLY": True, "table": None, "DROP": 2**30, "SCALE": 1.25} | BIASES | PARTS[part]
     constants |= {"K": width, "WIDTH": triton_window.padded_width(width), "PRECISION": DTYPES[dtype][1]}
     constants |= {"BLOCK": options["BLOCK"]} | ({} if dropout else {"seed": None, "DROP": 0, "SCALE": 1.0})
-    constants |= dict.fromkeys(("start", "start_lse", "dz")) | {"OWN": False} if persistent else {}
+    constants |= dict.fromkeys(("start", "start_lse", "dz")) | {"SEGMENT_ONLY": False} if persistent else {}
     constants = {argument: constants[argument] for argument in kernel.arg_names if argument in constants}
     types = TYPES | dict.fromkeys(
         ("g", "q", "k", "v", "y", "dq", "dk", "dv", "vectors"), f"*{dtype[:4].replace('tf', 'fp')}"

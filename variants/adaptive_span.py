@@ -4,10 +4,10 @@
     loss = NLL + lambda / H * sum over all heads of all layers of z     (m: ``soft_mask`` in ``kernels/window.py``)
 
 z = S * fraction: each head learns a fraction in [0, 1], clamped after every optimizer step. x counts visible keys from
-the nearest, x = 0. Scores of keys beyond a head's z + R are not computed, and only keys that heads may see are carried.
+the nearest, x = 0. Keys beyond a head's z + R, rounded up (``bucket``), are not read.
 
 In the dynamic span (end of section 2.2) z depends on the input: z_t = S * sigmoid(v . x_t + b) per head. Attention
-still computes the whole window; ``ideal_flops`` counts the keys for a zero input, within the span S * sigmoid(b)."""
+still computes the whole window; ``ideal_flops`` counts the keys for a zero input, within S * sigmoid(b) + R."""
 
 import math
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from variants.contract import LayerContext, set_shapes, wide
 
 
 def bucket(max_keys: int) -> int:
-    """Round up to a multiple of a step, so that learned spans have few shapes. The step is 64 below 256 keys, and from
-    1/4 to 1/2 of ``max_keys`` from 256 on."""
+    """Round up to a multiple of a step, so that learned spans have few shapes. Below 256 keys the step is 64; for more
+    keys it is 1/4 to 1/2 of ``max_keys``."""
     step = max(64, 2 ** (max_keys.bit_length() - 2))
     return -(-max_keys // step) * step
 
@@ -31,7 +31,7 @@ class SoftSpan(AttentionSpan):
 
     Args:
         ramp: R, number of keys over which the mask falls from 1 to 0; at least 1.
-        loss_weight: lambda, in nats per byte and key of span, times the mean of z over heads and positions."""
+        loss_weight: lambda, in nats per byte and key of span; the loss is lambda times the mean of z."""
 
     def __init__(self, context: LayerContext, *, ramp: int, loss_weight: float):
         super().__init__(context)

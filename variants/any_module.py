@@ -28,7 +28,7 @@ class AnyModule(Sublayer):
             the choice replaces the keyword's value in the YAML. ``{}`` for a module that sees itself and any past; None
             for a module in which each byte sees only itself.
         limits: promises of ``LIMITS`` that the module does not fulfil; ``segments`` is required if it sees a past.
-        reach: how many bytes back an output depends on inputs; None for the whole segment.
+        reach: largest distance in bytes at which an input moves an output; None for the whole segment.
         period: bytes after which the computation repeats, such as a block."""
 
     def __init__(
@@ -116,7 +116,7 @@ def _build(make: functools.partial) -> nn.Module:
     try:
         module = make()
     except Exception as error:  # a mistake in the YAML; the new message includes the original one
-        words = ", ".join(f"{keyword}={value}" for keyword, value in keywords.items()) or "no keywords"
+        words = ", ".join(f"{keyword}={argument}" for keyword, argument in keywords.items()) or "no keywords"
         raise ValueError(f"module={name}: cannot be built with {words} ({type(error).__name__}: {error})") from error
     try:
         inspect.signature(module.forward).bind(None)

@@ -9,12 +9,12 @@ output of head h, the other options are:
 - ``kv_heads`` G: query head h reads key-value head floor(h G / H) (2305.13245; G = 1 is 1911.02150). The state has G
   heads. Backends read H / G copies of each, so state and projections are smaller, but attention is not faster.
 - ``qk_norm``: q / rms(q) and k / rms(k), each times a learned gain per channel, before positions. (2010.04245 has the
-  Euclidean norm and one learned scale in place of 1 / sqrt(K).) Persistent keys have the same normalised queries.
+  Euclidean norm and one learned scale in place of 1 / sqrt(K).) Scores of persistent keys use the normalised queries.
 - ``gate``: o_h sigmoid(W_g x), elementwise, before W_o (2505.06708, G1).
-- ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(lse) / (exp(lse) + exp(sink)). The
-  logit starts at 0, and dropout does not apply to it.
+- ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(l) / (exp(l) + exp(sink)) in place
+  of o_h, l = log-sum-exp of the scores. The logit starts at 0, and dropout does not apply to it.
 - ``key_bias``: each head computes b from inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key
-  j. Persistent vectors and sink have no bias. The state has b of past keys, in float32, relative to the last b.
+  j. Persistent vectors and sink have no b. The state has b of past keys, in float32 or wider, minus the last b.
 
 The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, for all
 bytes that the window reaches. With ``cache: kv``, heads of unequal spans carry pasts of unequal length, except on the
@@ -227,7 +227,7 @@ class Attention(MultiHead, OnKernels):
             parts = before(state, past, segment.k.dtype)
         else:
             groups = [*fused.group_heads(self._max_by_kv_head(self.span.max_keys))] if on_cpu else []
-            pasts = [(past, None)]
+            pasts = [(past, None)]  # number of positions and heads of each part of the past
             if len(groups) > 1:
                 pasts = [(n - 1 + self.shift, [*range(self.kv_heads)[heads]]) for n, heads in groups]
             parts = [] if state is None else [self.reproject_past(state, segment, *group) for group in pasts]
@@ -273,23 +273,23 @@ class Attention(MultiHead, OnKernels):
         return last_keys([], *before(state, None), self.present_reach())
 
     def present_reach(self) -> int:
-        """Return how many bytes back an output can depend on inputs, with the present spans."""
+        """Return the largest distance in bytes at which an input can move an output, with the present spans."""
         return max(self.span.max_keys) - 1 + self.shift
 
     def _attend_with_positions(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
         """Return head outputs ``[B, H, T, K]``, with the position term in scores."""
-        most = max(visible.max_keys)
-        vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
-        bias = self.position.bias(q, most) if vectors is None else None
+        max_keys = max(visible.max_keys)
+        vectors = self.position.vectors(max_keys) if backend in backends.TAKE_VECTORS else None
+        bias = self.position.bias(q, max_keys) if vectors is None else None
         return self.attend(backend, q, keys, visible, bias=bias, vectors=vectors, persistent=persistent)
 
-    def attend(self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **added: Tensor | None) -> Tensor:
-        """Return head outputs ``[B, H, T, K]``, with the options of this class; ``added`` as in ``backends.attend``."""
+    def attend(self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **options: Tensor | None) -> Tensor:
+        """Return head outputs ``[B, H, T, K]``, with this class's sink; for ``options`` see ``backends.attend``."""
         keys = keys.repeated(self.heads // self.kv_heads)
-        added |= {"sink": self.sink, "past_learns": self.cache == "hidden"}
-        return backends.attend(backend, q, keys, visible, dropout=self.dropout if self.training else 0.0, **added)
+        options |= {"sink": self.sink, "past_learns": self.cache == "hidden"}
+        return backends.attend(backend, q, keys, visible, dropout=self.dropout if self.training else 0.0, **options)
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
@@ -351,9 +351,9 @@ class Attention(MultiHead, OnKernels):
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """Count products of matrices only, over exactly the visible pairs of a query and a key.
 
-        With ``cache: kv`` the past is constant. With ``hidden`` each head projects its visible past inputs again in
-        every segment, with gradients of the weights but not of the inputs. Keys at the end of a ramp have weight 0 and
-        do not count. After a span grows, the longer past is assumed to be in the state."""
+        With ``cache: kv`` the past is constant. With ``hidden`` each key-value head projects its visible past inputs
+        again in every segment, with gradients of the weights but not of the inputs. Keys at the end of a ramp have
+        weight 0 and do not count. After a span grows, the longer past is assumed to be in the state."""
         in_segment, past, inputs = self._pairs(segment, carried)
         needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
         if self.cache == "kv":
@@ -381,6 +381,6 @@ class Attention(MultiHead, OnKernels):
 
 
 def carried_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of carried inputs: that of autocast if it is on, which halves memory and gives equal keys."""
+    """Return the dtype of carried inputs: that of autocast if it is on, so that a later projection gives equal keys."""
     device_type = x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype

@@ -50,24 +50,24 @@ def attend(
         seed: seed of dropout that is drawn from counters; None to draw a seed.
         past_learns: whether keys and values of the past get gradients.
         q, visible, bias, vectors, persistent, sink, dropout: see ``window.attend``."""
-    added = {"bias": bias, "persistent": persistent, "sink": sink, "query_bias": keys.query_bias}
+    options = {"bias": bias, "persistent": persistent, "sink": sink, "query_bias": keys.query_bias}
     if (backend, q.device.type) == ("kernel", "cpu"):  # this kernel reads past and segment without a copy
-        added |= {"vectors": vectors, "key_bias": keys.key_bias}
-        return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, **added)
+        options |= {"vectors": vectors, "key_bias": keys.key_bias}
+        return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, **options)
     k, v, key_bias, lengths = keys.packed()
-    added |= {"bias": None if bias is None else bias[..., : max(visible.max_keys)], "key_bias": key_bias}
+    options |= {"bias": None if bias is None else bias[..., : max(visible.max_keys)], "key_bias": key_bias}
     if backend == "plain" and lengths is None:
-        return window.attend(q, k, v, visible, dropout=dropout, **added)
+        return window.attend(q, k, v, visible, dropout=dropout, **options)
     seed = draw_seed(q.device) if dropout and seed is None else seed
-    added |= {"vectors": vectors, "dropout": dropout, "seed": seed, "lengths": lengths}
+    options |= {"vectors": vectors, "dropout": dropout, "seed": seed, "lengths": lengths}
     if backend in ("plain", "chunked"):
-        return chunked.attend(q, k, v, visible, **added)
-    if backend == "fused" and fused.is_full_causal(visible, inputs := Inputs.from_call(q, k, v, visible, **added)):
+        return chunked.attend(q, k, v, visible, **options)
+    if backend == "fused" and fused.is_full_causal(visible, inputs := Inputs.from_call(q, k, v, visible, **options)):
         return fused.full_causal(inputs)
     segment = () if past_learns or not keys.past else (keys.k, keys.v, keys.key_bias)
     if segment:  # the past is constant; only the segment gets gradients
-        k, v, added["key_bias"] = (x if x is None else x.detach() for x in (k, v, key_bias))
-    return operation.attend(backend, q, k, v, visible, segment=segment, **added)
+        k, v, options["key_bias"] = (x if x is None else x.detach() for x in (k, v, key_bias))
+    return operation.attend(backend, q, k, v, visible, segment=segment, **options)
 
 
 class OnKernels(Sublayer):

@@ -21,7 +21,7 @@ class Blocks:
         self.window_keys = min(self.window, self.span)
         self.window_past = self.window_keys - 1 + self.shift  # bytes before a segment that its windows may include
         self.reach = self.span - 1 + self.shift
-        self.nearest = max(self.window_past + 1, self.ratio)  # distance to the first byte of the nearest summary
+        self.nearest = max(self.window_past + 1, self.ratio)  # distance to the first byte of the nearest visible block
         self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio  # finished blocks without a summary
         self.unsummarised = (self.lag + 1) * self.ratio - 1  # most bytes before a segment that lack a summary
         self.max_visible = max(0, self.reach // self.ratio - self.lag)  # N, most visible summaries
@@ -42,10 +42,10 @@ class Blocks:
         n = self.max_visible + self.lag + 1 + (self.ratio - 2 + size - self.nearest) // self.ratio
         return torch.arange(max(0, n), device=device)
 
-    def visible_after(self, before: int) -> int:
-        """Return how many summaries a query sees after ``before`` earlier bytes."""
-        hidden = before - self.span - self.shift  # blocks that begin at this byte or earlier are beyond the span
-        return max(0, (before - self.nearest) // self.ratio + 1) - max(0, hidden // self.ratio + 1)
+    def visible_at(self, position: int) -> int:
+        """Return how many summaries the query at a stream position sees."""
+        hidden = position - self.span - self.shift  # blocks that begin at this byte or earlier are beyond the span
+        return max(0, (position - self.nearest) // self.ratio + 1) - max(0, hidden // self.ratio + 1)
 
     def n_read(self, visible: int) -> int:
         """Return how many of ``visible`` summaries a query reads."""
@@ -53,13 +53,13 @@ class Blocks:
 
     def mean_visible(self) -> tuple[float, float]:
         """Return how many summaries a query sees and how many it reads after a full past, as means over a block."""
-        visible = [self.visible_after(self.span + phase) for phase in range(self.ratio, 2 * self.ratio)]
+        visible = [self.visible_at(self.span + phase) for phase in range(self.ratio, 2 * self.ratio)]
         return sum(visible) / self.ratio, sum(map(self.n_read, visible)) / self.ratio
 
 
 def top_mask(scores: Tensor, k: int) -> Tensor:
-    """Return a mask of the k largest entries of each row and of NaN, ``[.., G]``. Of equal entries the first count,
-    which ``topk`` does not promise."""
+    """Return a mask ``[.., G]`` of the k largest entries of each row, and of every NaN. Of equal entries the first are
+    selected; ``topk`` does not define which it selects."""
     kth = scores.topk(k, dim=-1).values[..., -1:]
     above, equal = ~(scores <= kth), scores == kth
     return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= k - above.sum(-1, keepdim=True)))

@@ -1,5 +1,5 @@
 """Compressor of a block's r keys to one key and of its r values to one value, for ``linformer.py`` and ``nsa.py``.
-The weights depend on the place in the block, on content, or on both.
+The weights are equal, or depend on the place in the block, or on place and content.
 
     mean      sum_i k_i / r
     linear    sum_i E_i k_i, sum_i F_i v_i                                    learned weights: 2006.04768, section 4
@@ -18,7 +18,7 @@ SHARES = {"mean": ("none",), "linear": ("none", "heads", "key_value", "layers"),
 
 
 class Compressor(nn.Module):
-    """Compresses the keys and values of ``ratio`` bytes into one key and one value.
+    """Compressor of the keys and values of ``ratio`` bytes to one key and one value.
 
     Args:
         kind: a key of ``SHARES``.

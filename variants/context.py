@@ -2,7 +2,7 @@
 
 A state of keys and values is ``(keys, values)``. Each is a tensor ``[B, H, P, K]``; or a tuple with a tensor ``[B, 1,
 P_h, K]`` for each head, if heads carry pasts of unequal length. Key biases, if any, are a third entry, without the
-dimension K; they are relative to the bias of the last byte."""
+dimension K; they are relative to the bias of the state's last byte."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,10 +22,8 @@ class VisibleKeys(NamedTuple):
     v: Tensor
     past: list[PastKV]  # parts of keys and values before the segment
     whole: PastKV | None = None  # past and segment concatenated, [B, H, P + T, K]
-    key_bias: Tensor | None = (
-        None  # b of the segment's keys, [B, H, T], relative to the byte before it; -inf hides a key
-    )
-    query_bias: Tensor | None = None  # b of queries; b_j - b_t is added to the score of query t and key j
+    key_bias: Tensor | None = None  # b of the segment, [B, H, T], relative to the last past byte; -inf hides a key
+    query_bias: Tensor | None = None  # b of queries, [B, H, T]; b_j - b_t is added to the score of query t and key j
 
     @classmethod
     def joined(cls, k: Tensor, v: Tensor, past: list[PastKV], *biases: Tensor | None) -> "VisibleKeys":
@@ -114,7 +112,7 @@ def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> 
 
 
 def last_keys(old: list[PastKV], new: PastKV, *lengths: float) -> State:
-    """Compute ``VisibleKeys.last`` for parts ``old`` before the segment ``new``. States per head share a storage."""
+    """Compute ``VisibleKeys.last`` for parts ``old`` before the segment ``new``. Tensors per head are views of one."""
     if len(lengths) == 1 and len(old) < 2:
         pairs = zip(old[0].tensors() if old else [None] * 3, new.tensors(), strict=False)
         return tuple(last(*lengths, 2, *pair) for pair in pairs)
@@ -123,8 +121,8 @@ def last_keys(old: list[PastKV], new: PastKV, *lengths: float) -> State:
 
 
 def _pack_heads(old: list[PastKV], new: PastKV, max_lengths: Sequence[float]) -> tuple[list[Tensor], list[int]]:
-    """Concatenate the last keys of each head, at most ``max_lengths``, head after head, ``[B, r, N, ..]``. Also return
-    the lengths."""
+    """Concatenate the last keys of each head, at most ``max_lengths``, head after head, ``[B, 1, sum of lengths, ..]``;
+    key biases have r query heads in place of 1. Also return the lengths."""
     pieces, lengths = [[] for _ in new.tensors()], []
     for h, remaining in enumerate(max_lengths):
         parts, part_lengths = [part.of_heads(h, 1) for part in (*old, new) if h in part.heads], []
@@ -152,10 +150,10 @@ def last(length: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
     return view if 4 * view.nbytes >= 3 * new.untyped_storage().nbytes() else view.clone()
 
 
-def weights_of(weighted: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Measure the weights ``[B, H, T, n]`` of ``weighted``, which maps values ``[.., n, K]`` to weighted sums ``[B, H,
-    T, K]``. It is called with one-hot values, for K of the n rows at a time, so any backend can be measured."""
+def weights_of(sum_values: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Measure the weights ``[B, H, T, n]`` of ``sum_values``, which maps values ``[.., n, K]`` to weighted sums ``[B,
+    H, T, K]``. It is called with one-hot values, for K of the n rows at a time, so any backend can be measured."""
     n, width = values.shape[-2:]
     one_hot = torch.eye(n, -(-n // width) * width, dtype=values.dtype, device=values.device)
-    parts = [weighted(part.expand_as(values).contiguous()) for part in one_hot.split(width, dim=1)]
+    parts = [sum_values(part.expand_as(values).contiguous()) for part in one_hot.split(width, dim=1)]
     return torch.cat(parts, dim=-1)[..., :n]

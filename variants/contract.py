@@ -20,28 +20,28 @@ LIMITS = frozenset(
 """Promises of the contract that a mechanism may declare not to fulfil; see ``Sublayer.limits``."""
 WAYS = {
     "rotate": "rotates queries and keys",
-    "decay": "lowers scores by a slope for every key between",
+    "decay": "lowers scores by a slope times the distance",
     "vectors": "adds a vector for each distance to the keys",
     "bias": "adds to scores",
 }
 """Ways in which a position scheme may act on a mechanism."""
 State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward reference has no operator |
-"""Dimension 0 of every tensor is streams, which the harness may slice, index and concatenate. It uses no other part."""
+"""Dimension 0 of every tensor is streams. The harness slices, indexes and concatenates this dimension only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """The layer of a sublayer, and the settings that all attention sublayers of a run share.
+    """The place of a sublayer in the model, and the settings that all attention sublayers of a run share.
 
     Args:
         layer, n_layers: this layer's index, counted from 0, and the number of layers.
         span: S, the number of positions that a query may see, with its own position if ``attend_self``.
-        attend_self: whether a position attends to itself; in the span papers it does not.
+        attend_self: whether a position attends to itself; in 1905.07799 it does not.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
         dropout: dropout rate on attention weights and inside feed-forward blocks.
         backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` to select one for the device.
         scheme: factory of the run's position scheme for one sublayer.
-        pool: objects that layers share, while the model is built."""
+        pool: objects that layers share; used only while the model is built."""
 
     d_model: int
     layer: int
@@ -68,7 +68,7 @@ class LayerContext:
 
 
 class SublayerOutput(NamedTuple):
-    """The result of a sublayer's forward pass."""
+    """The output of a sublayer's forward pass."""
 
     y: Tensor  # [B, T, D], added to the residual stream
     state: State = None  # the detached state that the next segment of the same streams needs
@@ -117,8 +117,7 @@ class Honours:
         position: supported ``WAYS`` of a position scheme; schemes that change only embedded bytes are always supported.
         cache: supported values of ``model.cache``: ``kv``, ``hidden``.
         attend_self: supported values of ``model.attend_self``.
-        span: whether ``model.span`` bounds the visible past; None if keywords of the mechanism may set a smaller bound.
-    """
+        span: whether ``model.span`` bounds the visible past; None if the mechanism's keywords may bound it more."""
 
     position: Set[str] = frozenset()
     cache: Set[str] = frozenset({"kv"})
@@ -130,10 +129,10 @@ class Sublayer(nn.Module):
     """One residual sublayer of a layer. The keywords of a subclass's constructor are its configuration."""
 
     limits: frozenset[str] = frozenset()
-    """Promises that it does not fulfil. Tests check that all but ``ideal_flops``, if declared, are really broken.
+    """Promises that it does not fulfil. The checks require that a declared limit is real, except ``ideal_flops``.
     ``causal_in_training``: in training, outputs depend on later bytes. ``streams_apart``: streams of a batch interact.
     ``segments``: outputs depend on segment boundaries. ``training_as_evaluation``: training without dropout differs
-    from evaluation. ``ideal_flops``: these may be less than half of the executed FLOPs; a run's row then says so.
+    from evaluation. ``ideal_flops``: ideal FLOPs may be less than half of the executed ones; a row then says so.
     ``likelihood``: only the sublayer's own ``loss`` trains some of its parameters."""
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""
@@ -156,7 +155,8 @@ class Sublayer(nn.Module):
         raise NotImplementedError
 
     def reach(self) -> int | None:
-        """Return how many bytes back an output can depend on inputs, with any parameters; None if unbounded."""
+        """Return the largest distance in bytes at which an input can move an output, with any parameters; None if it is
+        unbounded."""
         if self.honours is None:
             return 0
         raise NotImplementedError(f"{type(self).__name__}: a sublayer with honours must define reach()")
@@ -177,16 +177,16 @@ class Sublayer(nn.Module):
         return None
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return named numbers (or small tensors, one entry per head) from summed ``stats`` (may be empty)."""
+        """Return named numbers (or small tensors, one entry per head) from summed ``stats``, which may be empty."""
         return {}
 
     def inspect(self, x: Tensor) -> Inspection | None:
         """Return the ``Inspection`` of ``x [B, T, D]``, the first bytes of its streams; None if not supported.
-        ``weights_of`` of ``variants/context.py`` measures it with the code that ``forward`` runs."""
+        ``weights_of`` of ``variants/context.py`` measures weights with the code that ``forward`` runs."""
         return None
 
     def set_span(self, span: int) -> None:
-        """Set the span to ``span`` positions; learned spans keep their lengths. A ValueError names ``eval.span``."""
+        """Set S to ``span`` positions; learned spans keep their lengths. ValueErrors name the key ``eval.span``."""
 
     def trim(self, state: State) -> State:
         """Return the part of a state that the present parameters need; idempotent. The harness calls it if ``forward``
@@ -199,17 +199,17 @@ class Sublayer(nn.Module):
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
         """Return the names of all backends that may run on ``device``, in order of preference, without running any. On
-        untested devices a run tests each, except ``plain``, before it uses one. ``variants/backends.py`` implements
-        this method for attention over a window."""
+        a device for which the kernels have no tests, a run selects the first that agrees with ``plain``.
+        ``variants/backends.py`` implements this method for attention over a window."""
         return ("plain",)
 
 
 class Part(nn.Module):
-    """A component of a sublayer; each ``_target_`` in the keywords of a sublayer is a subclass of it."""
+    """A component of a sublayer. Each ``_target_`` in a sublayer's keywords is one, except in ``any_module.py``."""
 
 
 class Spans(Part):
-    """Spans of a sublayer's heads, whose parameters change the cost of a step."""
+    """Spans of a sublayer's heads. If they are learned, their parameters change the cost of a step."""
 
     placeable: bool = False
     """Whether every head has one learned length that ``place_`` can set."""
@@ -239,7 +239,7 @@ def set_shapes(module: nn.Module) -> None:
 
 
 class Position(nn.Module):
-    """A position scheme. Each sublayer has one, and the embedding of the input has one with ``d_head=0``.
+    """A position scheme. Each attention sublayer has one, and the embedding of the input has one with ``d_head=0``.
 
     The positions of a segment are consecutive, so methods take only the first, ``start [B]``. A scheme can compute with
     ``start`` in integers and with positions relative to it, so that stream position 10**7 is as exact as 0."""
@@ -268,11 +268,11 @@ class Position(nn.Module):
         methods = {"rotate": "rotate", "decay": "slopes", "vectors": "vectors", "bias": "bias"}
         ways = {way for way, name in methods.items() if getattr(cls, name) is not getattr(Position, name)}
         if ways & {"decay", "vectors"}:
-            ways -= {"bias"}  # a scheme with slopes or vectors also defines the equal bias
+            ways -= {"bias"}  # with slopes or vectors a scheme also defines the same term as a bias
         return frozenset(ways)
 
     def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return slopes ``[H]`` if ``bias`` is ``-slope * x``; sums over the past can then decay instead. Or None."""
+        """Return slopes ``[H]`` if ``bias`` is ``-slope * x`` in column x, which decaying sums can replace; or None."""
         return None
 
     def vectors(self, max_keys: int) -> Tensor | None:
@@ -294,7 +294,7 @@ def check_numbers(least: int, *, null: str = "", **numbers: float | None) -> Non
     """Raise ValueError for a number below ``least``; None is accepted.
 
     Args:
-        null: meaning of null for the message, ``null for ..``; empty if null is not allowed."""
+        null: what the message says about null, ``null for ..``; empty to say nothing."""
     for name, number in numbers.items():
         if number is not None and number < least:
             alternative = f", or {null}" if null else ""
@@ -309,7 +309,7 @@ def check_choice(allowed: Iterable[str], **choices: str) -> None:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Convert a term of a statistic to float64, or to float32 on devices without float64 (Apple's GPUs)."""
+    """Convert the terms of a statistic to float64, or to float32 on devices without float64 (Apple's GPUs)."""
     return x.float() if x.device.type == "mps" else x.double()
 
 

@@ -4,7 +4,7 @@
     lambda = exp(l_q1 . l_k1) - exp(l_q2 . l_k2) + s,           s = 0.8 - 0.6 exp(-0.3 layer)
 
 (2410.05258, 2.1 and 2.2). Heads 2 p and 2 p + 1 are a pair: each has a query and a key of width K, and the values v of
-the pair have width 2 K. Each layer has one lambda; layers are counted from 0. The gain c has width 2 K. There are 6 K
+the pair have width 2 K. Each layer has one lambda; layers are counted from 0. The gain c has width 2 K. A layer has 6 K
 parameters more than in ``mhsa``. One call of a backend computes one map for all heads; head h reads K columns of the
 pair's values. So both heads of a pair compute equal scores, and a quarter of the executed FLOPs is redundant.
 
@@ -26,7 +26,7 @@ from variants.kernels.window import Window
 from variants.multi_head import HeadKeywords
 
 MAX_EXPONENT = 20.0
-"""Upper bound of exponents in lambda: with slightly larger ones, squares of the difference are infinite in float32."""
+"""Upper bound of exponents in lambda: from about 44 on, squares of the difference are infinite in float32."""
 
 
 class Differential(Attention):
@@ -43,13 +43,13 @@ class Differential(Attention):
         self.gain = nn.Parameter(torch.ones(2 * self.d_head))
 
     def attend(
-        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, *, bias: Tensor | None = None, **added
+        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, *, bias: Tensor | None = None, **options
     ) -> Tensor:
         def attend_by_map(member: int) -> Tensor:
             pair_keys = keys.each(lambda part: part._replace(k=_repeat_member(part.k, member)))
-            added["bias"] = None if bias is None else _repeat_member(bias, member, dim=int(bias.dim() > 2))
+            options["bias"] = None if bias is None else _repeat_member(bias, member, dim=int(bias.dim() > 2))
             pair_q = _repeat_member(q, member)
-            return super(Differential, self).attend(backend, pair_q, pair_keys, visible, **added)
+            return super(Differential, self).attend(backend, pair_q, pair_keys, visible, **options)
 
         q1, k1, q2, k2 = self.factors
         exp1, exp2 = ((x * y).sum().clamp(max=MAX_EXPONENT).exp() for x, y in ((q1, k1), (q2, k2)))

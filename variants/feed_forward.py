@@ -21,8 +21,8 @@ def squared_relu(h: Tensor) -> Tensor:
 
 def swiglu(h: Tensor) -> Tensor:
     """Map ``h [..., 2*hidden]``, gates first, to ``[..., hidden]``."""
-    gate, value = h.chunk(2, dim=-1)
-    return F.silu(gate) * value
+    gate, linear = h.chunk(2, dim=-1)
+    return F.silu(gate) * linear
 
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "relu2": squared_relu, "swiglu": swiglu}

@@ -5,10 +5,9 @@
 The sum is b_j - b_t with b_t = -(log f_1 + .. + log f_t), a key bias (``attention.py``). With f = 1 this is ``mhsa``.
 Sums and the product w_f . x_t are computed without autocast, because the errors of all bytes from j to t add up.
 
-- The position scheme is that of the run, rotary by default; the paper has none. Its "Pro" block has ``gate``,
-  ``qk_norm`` and other changes.
-- The initial b_f is a keyword, ``initial``.
-- The weights of a sink and of persistent vectors do not decay."""
+Departures from the paper: the position scheme is that of the run, rotary by default, while the paper has none. The
+paper's "Pro" block has ``gate``, ``qk_norm`` and other changes. The initial b_f is a keyword. The weights of a sink and
+of persistent vectors do not decay."""
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ class ForgetGate(Part):
         nn.init.constant_(self.gate.bias, initial)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return key and query biases ``[B, H, T]`` of ``x [B, T, D]``, relative to byte -1; float32 or wider."""
+        """Return key and query biases ``[B, H, T]``, relative to the byte before ``x [B, T, D]``; float32 or wider."""
         with without_autocast(x.device):
             logits = self.gate(x.to(torch.promote_types(x.dtype, torch.float32)))
             b = -F.logsigmoid(logits).cumsum(dim=1).mT

@@ -5,7 +5,7 @@
 
 One decay a_t per head is Gated DeltaNet (2412.06464, 3.1), one per channel Kimi Delta Attention (2510.26692, 3).
 Queries, keys and values pass a causal filter of a few bytes per channel, then SiLU. Queries and keys are scaled to
-length 1, so that no step makes S larger than its values. The state is S, in float32 or wider, and the filters' last
+length 1, so that no step amplifies S_{t-1}. The state is S, in float32 or wider, and the filters' last
 inputs. ``decay: channel`` with equal channels is ``decay: head``.
 
 Departures from the papers:
@@ -80,8 +80,8 @@ class GatedDelta(MultiHead):
             exact_x = x.to(dtype)
             strength = F.linear(exact_x, self.strength.weight.to(dtype)).sigmoid().mT[..., None]  # [B, H, T, 1]
             rule = {"strength": strength, "attend_self": not self.shift, "chunk": self.chunk}
-            y, sums = decayed_sums.attend(_normed(q), _normed(k), v, self.decay(exact_x), sums=sums, **rule)
-            y = _normed(y) * (self.d_head**0.5 * self.gain)
+            y, sums = decayed_sums.attend(_unit_length(q), _unit_length(k), v, self.decay(exact_x), sums=sums, **rule)
+            y = _unit_length(y) * (self.d_head**0.5 * self.gain)
         y = y.to(qkv.dtype) * self.project(x, "gate")[0].sigmoid()
         return SublayerOutput(self.join(y), (past, sums))
 
@@ -110,6 +110,6 @@ class GatedDelta(MultiHead):
         return NeededFlops.of_products(self.ideal_flops())
 
 
-def _normed(x: Tensor) -> Tensor:
+def _unit_length(x: Tensor) -> Tensor:
     """Scale ``x [.., K]`` to length 1."""
     return x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()

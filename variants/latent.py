@@ -12,8 +12,8 @@ Departures from the paper:
 - By default latent is 2 K and R is K / 2; the paper has 4 K and K / 2 for 128 heads.
 - r is carried unrotated, and rotated when it is read. With ALiBi or no positions, r is a part of the key that all heads
   share.
-- The paper multiplies W_k and W_v into W_q and W_o, so that single bytes read c itself. This implementation projects
-  the keys of the whole window, also for a single byte.
+- The paper multiplies W_k and W_v into W_q and W_o, so that a query multiplies c itself. This implementation projects
+  the keys of the whole window, also for a single query.
 - Values are padded with zeros to width K + R, because backends need keys and values of equal width.
 - ``cache: hidden`` is refused, because inputs are not carried. Relative vectors are refused."""
 

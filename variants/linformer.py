@@ -3,24 +3,23 @@
     s_j = sum_i E_i k_{jr+i},   u_j = sum_i F_i v_{jr+i}                 over bytes i = 0 .. r-1 of block j
     y_t = W_o concat_h(softmax([q_t . k_i ; q_t . s_j] / sqrt(K)) [v_i ; u_j])
 
-One softmax has the w nearest keys i, and summaries of blocks j: w + S/r keys per query instead of S. In the paper
+One softmax has the w nearest keys i, and summaries of blocks j: at most w + S/r keys per query, not S. In the paper
 (2006.04768, 4) E and F are k x n and mix a whole sequence, so every row depends on future bytes, which no mask hides.
 Here a row covers one block, with equal weights for all blocks. The paper has no window; without it, queries would not
 see the open block, which is not finished.
 
 - A query sees the summary of a finished block if the block's first byte is outside the window, and all its bytes are
   among the S bytes that it may see. Keys are summarised unrotated; a summary has the position of its block's last byte.
-- With ``top_k`` a query reads only the summaries of largest index score a_t . C mean_i k_i / sqrt(I), which is the
-  same for all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only a loss trains the index: KL(p_t || softmax of index
-  scores) over all visible summaries. p_t is the mean over heads of the attention weights among these summaries. p_t and
-  the inputs of the index are detached. The loss has no coefficient, because nothing else trains the index. Two things
+- With ``top_k`` a query reads only the summaries of largest index score (A x_t) . (C mean_i k_i) / sqrt(I), equal for
+  all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only a loss trains the index: KL(p_t || softmax of index scores)
+  over all visible summaries. p_t is the mean over heads of the attention weights among these summaries. p_t and the
+  inputs of the index are detached. The loss has no coefficient, because nothing else trains the index. Two things
   differ from the paper: its index score sums ReLUs over index heads, and its sparse stage of training takes the KL over
-  the selected keys only, while we take it over all visible summaries.
+  the selected keys only.
 - A block is summarised when its first byte is about to leave the window, from keys and values in the window, so the
   compressor gets a gradient.
 - ``compressor: softmax`` with ``top_k`` is a small version of compressed attention of 2025-26 (2502.11089, 3.3,
-  DeepSeek-V4).
-"""
+  DeepSeek-V4)."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -42,7 +41,7 @@ from variants.window_and_summaries import Summaries, WindowKeys, by_bands, by_ke
 
 class Carried(NamedTuple):
     """The state. Rows are padded in front, so that streams of any length fit into one batch. The last three tensors are
-    ``[1]`` at the beginning of all streams."""
+    ``[1]`` before the first segment."""
 
     past: Tensor  # unrotated keys and values [B, P, 2 H K] or inputs [B, P, D], of the window and the open block
     summaries: Tensor  # keys after position encoding, values and index keys, [B, N, 2 H K (+ I)]
@@ -81,7 +80,7 @@ class Linformer(MultiHead, OnKernels):
         super().__init__(context, d_head=d_head, zero_init=zero_init)
         window = max(1, context.span // 4) if window is None else window
         if context.span <= max(window, ratio - self.shift):
-            least = f"above window={window} and ratio={ratio}"
+            least = f"above window={window} and ratio={ratio}{' - 1' * self.shift}"
             raise ValueError(f"model.span={context.span}: must be {least}, or no query sees a summary")
         self.blocks, self.period = Blocks(ratio, window, context.span, self.shift, top_k), ratio
         self.inner = self.heads * self.d_head
@@ -240,7 +239,7 @@ class Linformer(MultiHead, OnKernels):
         ratio = self.blocks.ratio
         in_segment, past = count_pairs(segment, carried, self.blocks.window_keys, shift=self.blocks.shift)
         if carried < self.blocks.span + ratio:
-            counts = [self.blocks.visible_after(carried + t) for t in range(segment)]
+            counts = [self.blocks.visible_at(carried + t) for t in range(segment)]
             visible, read = sum(counts), sum(map(self.blocks.n_read, counts))
         else:
             visible, read = (segment * mean for mean in self.blocks.mean_visible())
@@ -249,13 +248,14 @@ class Linformer(MultiHead, OnKernels):
         # Bytes before the segment that are in blocks whose summaries the segment computes.
         index_past = min(carried, carried % ratio + lag_bytes)
         value_past = min(carried, carried % ratio + compressor_learns * lag_bytes)
-        indexed = sum(self.blocks.visible_after(index_past + t) for t in range(segment))
-        learned = sum(self.blocks.n_read(self.blocks.visible_after(value_past + t)) for t in range(segment))
+        index_pairs = sum(self.blocks.visible_at(index_past + t) for t in range(segment))
+        value_pairs = sum(self.blocks.n_read(self.blocks.visible_at(value_past + t)) for t in range(segment))
         forward = self._forward_flops((in_segment + past) / segment, visible / segment, read / segment)
         unread = (visible - read) / segment
         target = self.heads * (2 * unread * self.d_head + self.position.ideal_flops(unread))
         needed = NeededFlops(forward + target, 2 * forward - 2 * self._index_sizes())
-        constant = self.heads * 4 * self.d_head * max(0, read - learned) + 2 * self.d_index * max(0, visible - indexed)
+        constant = self.heads * 4 * self.d_head * max(0, read - value_pairs)
+        constant += 2 * self.d_index * max(0, visible - index_pairs)
         if self.cache == "kv":
             constant += self.heads * 4 * self.d_head * past
             return needed._replace(backward=needed.backward - constant / segment)

@@ -3,12 +3,12 @@
     y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax_j((q_t . k_j + position) / sqrt(K)),   M floor(t / M) <= j <= t
 
 1801.10198, 4.2.4 has blocks of 256, with attention inside each. Blocks begin at the stream's first byte, so outputs do
-not depend on segment boundaries. A last block that is not complete is open. The state is the open block, without a
-gradient, and its number of bytes, the phase of the stream.
+not depend on segment boundaries. A last block that is not complete is open. The state is the last M - 1 keys
+and values, without a gradient, and the number of bytes in the open block, the phase of the stream.
 
 Backends get the independent blocks as separate streams. If the phases can be read on the host, streams of equal phase
-are computed in one batch: first the remaining bytes of the open block, then whole blocks, without hidden pairs. If
-the phases are only on the device, rows are moved to their blocks by index."""
+are computed in one batch: first the remaining bytes of the open block, then whole blocks. If the phases are only on
+the device, rows are moved to their blocks by index."""
 
 from dataclasses import replace
 from typing import Unpack
@@ -41,10 +41,10 @@ class LocalAttention(Attention):
     """Name of M in the configuration."""
 
     def __init__(self, context: LayerContext, *, block: int | None, **heads: Unpack[HeadKeywords]):
-        fewest = 1 if context.attend_self else 2
-        size = max(fewest, context.span // 4) if block is None else block
-        if not fewest <= size <= context.span:
-            allowed = f"integers from {fewest} to model.span={context.span}, or null for a quarter"
+        least = 1 if context.attend_self else 2
+        size = max(least, context.span // 4) if block is None else block
+        if not least <= size <= context.span:
+            allowed = f"integers from {least} to model.span={context.span}, or null for a quarter"
             raise ValueError(f"{self.keyword}={size}: allowed are {allowed}")
         block_context = replace(context, span=size)
         super().__init__(context, **heads, span=lambda _: AttentionSpan(block_context))
@@ -72,7 +72,7 @@ class LocalAttention(Attention):
         new = [x] if self.cache == "hidden" else [segment.k, segment.v]
         if state is None:
             phase, old = torch.zeros_like(segment.start), [part[..., :0, :] for part in new]
-            y = self._attend_from_block_start(*segment[1:4])
+            y = self._attend_from_block_start(*segment[1:4])  # q, k, v
         else:
             # After a change of the block size, the first byte of the open block begins a block of the new size.
             phase = state[0] % self.block

@@ -4,7 +4,7 @@
     j = t - shift - n x,   x = 0 .. w - 1     (shift 0, or 1 without ``attend_self``)
 
 Each head sees w keys, few in the bottom layer and many in the top. ``dilated_heads`` heads see every n-th visible key,
-counted from the nearest. They see fewer than w keys if n (w - 1) exceeds the largest distance, S.
+counted from the nearest. They see fewer than w keys if n (w - 1) exceeds S - 1.
 
 A dilated head is a window without dilation in each of the n classes of positions that are equal modulo n, so every
 backend can compute it. Positions count from the segment's first byte, so that no phase is carried. Default windows,
@@ -33,8 +33,8 @@ BOTTOM_FRACTION, TOP_FRACTION = 1 / 16, 1 / 2
 
 
 def grown_window(span: int, *, layer: int, n_layers: int) -> int:
-    """Return the default w of a layer in keys, a constant multiple of that of the layer below. It is at least 2, as
-    a softmax over 1 key gives no gradient."""
+    """Return the default w of a layer in keys, before rounding a constant multiple of that of the layer below. It is
+    at least 2, because a softmax over 1 key gives no gradient."""
     depth = layer / (n_layers - 1) if n_layers > 1 else 1.0
     return max(2, round(span * BOTTOM_FRACTION * (TOP_FRACTION / BOTTOM_FRACTION) ** depth))
 
@@ -90,8 +90,8 @@ class Longformer(Attention):
         dilated_heads: int = 2,
         **heads: Unpack[HeadKeywords],
     ):
-        _check("windows", windows, layers=context.n_layers, largest=context.span)
-        _check("dilation", dilation, layers=context.n_layers)
+        _check_per_layer("windows", windows, layers=context.n_layers, largest=context.span)
+        _check_per_layer("dilation", dilation, layers=context.n_layers)
         if not 0 <= dilated_heads <= context.heads:
             raise ValueError(f"dilated_heads={dilated_heads}: allowed are 0 to model.heads={context.heads}")
         default = grown_dilation(layer=context.layer, n_layers=context.n_layers)
@@ -109,15 +109,15 @@ class Longformer(Attention):
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
         """Return head outputs ``[B, H, T, K]``. ``visible`` is not used, because windows are constant."""
-        most, outputs = max(self.span.max_keys), []
-        vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
-        bias = self.position.bias(q, most) if vectors is None else None
+        max_keys, outputs = max(self.span.max_keys), []
+        vectors = self.position.vectors(max_keys) if backend in backends.TAKE_VECTORS else None
+        bias = self.position.bias(q, max_keys) if vectors is None else None
         for first, heads, w, n in self.span.head_groups():
             columns = slice(0, n * w, n)
-            added = {"vectors": None if vectors is None else vectors[columns]}
-            added["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., columns]
+            options = {"vectors": None if vectors is None else vectors[columns]}
+            options["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., columns]
             q_and_keys = q.narrow(1, first, heads), keys.of_heads(first, heads)
-            outputs.append(self._attend_classes(backend, *q_and_keys, (w,) * heads, n, **added))
+            outputs.append(self._attend_classes(backend, *q_and_keys, (w,) * heads, n, **options))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _attend_classes(
@@ -131,8 +131,8 @@ class Longformer(Attention):
         bias: Tensor | None,
         vectors: Tensor | None,
     ) -> Tensor:
-        """Return head outputs ``[B, H, T, K]`` with dilation n: queries r, r + n, .. see only keys r - shift, r - shift
-        + n, .."""
+        """Return head outputs ``[B, H, T, K]`` with dilation n: queries r, r + n, .. see only keys r - shift,
+        r - shift + n, .."""
         if n == 1:
             return self.attend(backend, q, keys, Window(max_keys, self.shift), bias=bias, vectors=vectors)
         length, outputs = q.shape[2], []
@@ -163,7 +163,7 @@ class Longformer(Attention):
         return tuple(totals)
 
 
-def _check(name: str, numbers: Sequence | None, *, layers: int, largest: int | None = None) -> None:
+def _check_per_layer(name: str, numbers: Sequence | None, *, layers: int, largest: int | None = None) -> None:
     """Raise ValueError unless ``numbers`` is None or has one number per layer, from 1 to ``largest``."""
     if numbers is None:
         return

@@ -23,7 +23,7 @@ class MultiHead(Sublayer):
     """A sublayer with linear maps of its input to queries, keys and values, and of head outputs to width D.
 
     Args:
-        context: heads, span, cache, positions and dropout of the run.
+        context: see ``LayerContext``.
         d_head: head width K, or None for D / H.
         bias: whether the projections have biases.
         kv_heads: G, key-value heads, each read by H / G query heads (2305.13245; G = 1 is 1911.02150); None for H.
@@ -91,7 +91,7 @@ class MultiHead(Sublayer):
         return self.output(rearrange(y, "B H T K -> B T (H K)"))
 
     def matrix_sizes(self) -> int:
-        """Return multiply-adds per byte of the projections."""
+        """Return the total size of the projections' matrices, which is their multiply-adds per byte."""
         return sum(getattr(self, name).weight.numel() for name in (*self.maps, "output"))
 
     def check_span(self, span: int) -> None:

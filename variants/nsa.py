@@ -2,7 +2,7 @@
 
     y_t = W_o concat_h sum_c g_ch o_ch,   o_ch = Attention(q_th, K_c, V_c),   g_c = sigmoid(W_c x_t + b_c)
 
-(2502.11089, 3.2 and 3.3). The branches c, with blocks of l bytes:
+(2502.11089, 3.2 and 3.3). Blocks have l bytes. The branches c are
 
 - compressed: one key and value for each finished block (``compressor.py``), with the position of its last byte;
 - selected: the bytes of ``selected`` blocks. One of them has the nearest key; the others have the largest attention
@@ -33,7 +33,7 @@ from variants.contract import Honours, LayerContext, State, SublayerOutput, chec
 from variants.multi_head import head_means, head_stats, start_of
 
 BRANCHES = "compressed", "selected", "window"
-QUERIES = 128
+QUERIES_AT_ONCE = 128
 """Queries that read summaries and blocks in one step; it changes only the cost."""
 
 
@@ -70,7 +70,7 @@ class NativeSparse(Attention):
         sizes = {"d_head": d_head, "bias": bias, "zero_init": zero_init, "kv_heads": kv_heads}
         super().__init__(context, **sizes, span=lambda _: span)
         self.block = self.period = block
-        self.selected, self.visible = selected, context.span
+        self.selected, self.max_keys = selected, context.span
         self.far = nn.Linear(context.d_model, 2 * self.kv_heads * self.d_head, bias=bias)
         self.branch_gates = nn.Linear(context.d_model, len(BRANCHES) * self.heads)
         sizes = {"ratio": block, "heads": self.kv_heads, "d_head": self.d_head}
@@ -115,10 +115,10 @@ class NativeSparse(Attention):
         k = rearrange(self.position.rotate(k, ends.flatten()), "(B n) G 1 K -> B G n K", n=n_blocks)
         v = rearrange(v, "B n (G K) -> B G n K", K=self.d_head)
         outputs, recomputed = [], partial(checkpoint.checkpoint, self._attend, use_reentrant=False)
-        for begin in range(0, length, QUERIES):
-            end = min(begin + QUERIES, length)
+        for begin in range(0, length, QUERIES_AT_ONCE):
+            end = min(begin + QUERIES_AT_ONCE, length)
             newest = torch.arange(begin, end, device=q.device) - self.shift
-            low = max(0, (begin - self.shift - self.visible + 1) // size + past_blocks)
+            low = max(0, (begin - self.shift - self.max_keys + 1) // size + past_blocks)  # visible blocks: low to high
             high = max(1, (end - self.shift + size - 2) // size + past_blocks + 1)
             firsts = size * (torch.arange(low, high, device=q.device) - past_blocks) - phase[:, None]
             visible = (part[:, :, low:high] for part in (k, v, blocks))
@@ -142,7 +142,7 @@ class NativeSparse(Attention):
         drop = partial(F.dropout, p=self.dropout, training=self.training)
         size, q = self.block, rearrange(q, "B (G h) Q K -> B G h Q K", G=k.shape[1])
         distance = newest[:, None] - firsts[:, None]  # from the nearest key to the block's first byte, [B, Q, n]
-        finished = (distance >= size - 1) & (distance < self.visible) & (firsts >= oldest)[:, None]
+        finished = (distance >= size - 1) & (distance < self.max_keys) & (firsts >= oldest)[:, None]
         weights = _softmax(einsum(q, k, "B G h Q K, B G n K -> B G h Q n"), finished[:, None, None])
         compressed = einsum(drop(weights), v, "B G h Q n, B G n K -> B G h Q K")
         importance = weights.detach().sum(2).masked_fill(~finished[:, None], -1)
@@ -156,7 +156,7 @@ class NativeSparse(Attention):
         position = firsts[:, None, None].expand(*indices.shape[:3], -1).gather(-1, indices)
         position = position[..., None] + torch.arange(size, device=q.device)  # [B, G, Q, s, l]
         newest = newest[:, None, None]
-        visible = (position <= newest) & (position > newest - self.visible) & (position >= oldest)
+        visible = (position <= newest) & (position > newest - self.max_keys) & (position >= oldest)
         visible = visible & (importance >= 0)[..., None]
         k, v = kv.flatten(3, 4).chunk(2, dim=-1)  # [B, G, Q, s l, K]
         weights = _softmax(einsum(q, k, "B G h Q K, B G Q j K -> B G h Q j"), visible.flatten(3)[:, :, None])
@@ -164,11 +164,11 @@ class NativeSparse(Attention):
         return compressed.flatten(1, 2), selected.flatten(1, 2)
 
     def reach(self) -> int:
-        return self.visible - 1 + self.shift
+        return self.max_keys - 1 + self.shift
 
     def set_span(self, span: int) -> None:
         super().set_span(min(span, self.window))
-        self.visible = span
+        self.max_keys = span
 
     def trim(self, state: State) -> State:
         return None if state is None else (super().trim(state[0]), last(self.reach(), 1, None, state[1]), state[2])
@@ -187,7 +187,7 @@ class NativeSparse(Attention):
         """Count projections, summaries, and products of the three branches, as a mean over the phases of a block."""
         size, keys = self.block, 0
         for phase in range(size):  # bytes of the open block
-            finished = (self.visible - phase) // size
+            finished = (self.max_keys - phase) // size
             selectable = finished if phase else finished - 1  # without the block that has the nearest key
             keys += finished + (phase or size) + size * min(self.selected - 1, selectable)
         return round(self._forward_flops(self.span.span + keys / size) + self.compressor.ideal_flops())

@@ -37,9 +37,9 @@ def orthogonal_rows(n: int, width: int) -> Tensor:
 
 
 def relative_exponentials(logarithms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return exp of ``logarithms [..., m]`` over a scale per row, and the logarithms of the scales ``[...]``, which are
-    constants. The largest feature is exp(h), and none is below exp(-h), with an h for which a sum of 10^9 products of
-    two features is finite."""
+    """Return exp of ``logarithms [..., m]`` divided by a scale per row, and the logarithms of the scales ``[...]``,
+    which are constants. The largest feature is exp(h), and none is below exp(-h), with an h for which a sum of 10^9
+    products of two features is finite."""
     half = math.log(torch.finfo(logarithms.dtype).max) / 3
     scale = logarithms.detach().amax(-1, keepdim=True) - half
     return (logarithms - scale).clamp(min=-half).exp(), scale.squeeze(-1)

@@ -1,7 +1,7 @@
 """Position schemes: one choice for all attention sublayers of a run.
 
-All schemes depend only on distances to the query, except sinusoids, which are added to the embedded bytes. All are
-exact at stream position 10**7: they compute rotations in integers, or use no absolute positions."""
+All schemes depend only on distances to the query, except sinusoids, which are added to the embedded bytes. All are as
+exact at stream position 10**7 as at 0: they compute angles in integers, or use no absolute positions."""
 
 import math
 
@@ -20,8 +20,8 @@ def rotary_frequencies(d_head: int, base: float) -> Tensor:
 
 
 def turns(frequencies: Tensor) -> Tensor:
-    """Return the rotation per position in units of 2^-60 turns, as upper and lower 30 bits, int64 ``[2, ...]``. With
-    integers modulo a whole turn, the angles of any position are exact, also on devices without float64."""
+    """Return the rotation per position in units of 2^-60 turns, as upper and lower 30 bits, int64 ``[2, ...]``. Their
+    products with positions are exact modulo a whole turn, also on devices without float64."""
     units = (frequencies / (2 * math.pi) % 1 * WHOLE_TURN).to(torch.int64)
     return torch.stack([units >> HALF_BITS, units % 2**HALF_BITS])
 
@@ -46,7 +46,7 @@ def sinusoids(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
 
 def alibi_slopes(heads: int) -> Tensor:
     """Return each head's penalty per position, float64 ``[H]``: a geometric sequence from 2^(-8/H). If H is not a power
-    of two, the heads beyond the largest power below H have every second slope of the next power."""
+    of two and P is the largest below it, these are the slopes of P heads, then every second slope of 2 P heads."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     next_slopes = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(2 * power)]
@@ -117,7 +117,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     if torch.compiler.is_compiling():  # torch.compile (2.13) fuses this expression, but fails on the writes below
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
-    if not x.is_cuda:  # otherwise each of four products converts a half: 1.7 to 3.5 times as slow except on CUDA
+    if not x.is_cuda:  # one conversion, not one for each of four products: 1.7 to 3.5 times as fast except on CUDA
         a, b = x.to(cos.dtype).chunk(2, dim=-1)
     y = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
     half = x.shape[-1] // 2
@@ -154,7 +154,7 @@ class Relative(Position):
 
 
 class Alibi(Position):
-    """Subtract slope_h from a score for every visible key between query and key (2108.12409, 3)."""
+    """Subtract slope_h x from the score of visible key x, counted from the nearest, x = 0 (2108.12409, 3)."""
 
     def __init__(self, context: LayerContext, *, d_head: int):
         super().__init__(context, d_head=d_head)
@@ -173,7 +173,7 @@ class Alibi(Position):
 
 class Sinusoidal(Position):
     """Add sin(p / 10000^(2i/D)) and the cosine to dimensions 2i and 2i + 1 of the embedded bytes (1706.03762, 3.5).
-    Positions p are absolute, so scores depend on the position at which a stream starts."""
+    Positions p are absolute, so scores depend on both positions, not only on their distance."""
 
     relative = False
 

@@ -41,8 +41,8 @@ from variants.kernels import product_search, table
 from variants.kernels.carried_sums import without_autocast
 
 SCORES_AT_ONCE = 2**20
-"""Scores that a CPU computes at a time: 4 MiB in float32, about the size of a cache. With fewer, starting threads takes
-longer."""
+"""Scores that a CPU computes at a time: 4 MiB in float32, about the size of a cache. With fewer, the start of threads
+takes a larger share of the time."""
 
 
 def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
@@ -53,7 +53,7 @@ def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
 
 def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the ``top_k`` largest of all sums ``scores[0, ..., i] + scores[1, ..., j]``, exactly. Of equal sums, those
-    of lower slots are returned, unless infinity or rounding makes the sums equal.
+    of lower slots are returned, unless sums are infinite or equal only after rounding.
 
     Args:
         scores: ``[2, ..., C]``.
@@ -74,8 +74,8 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
 
 
 class _SelectSlots(torch.autograd.Function):
-    """Compute ``select_slots`` for a block of bytes at a time. No scores are saved, because only the gradients of the
-    top sums are needed."""
+    """Compute ``select_slots`` for a block of bytes at a time. Scores are not saved: the backward pass needs only the
+    slots."""
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:
@@ -156,11 +156,11 @@ class ProductKeyMemory(Sublayer):
             one score is constant and gives no gradient to keys and queries.
         heads: heads of the memory, which need not equal the attention heads.
         d_query: width of a head's query, even.
-        query_norm: ``layer``, ``batch`` or ``none``. ``batch`` declares all ``LIMITS`` except ``ideal_flops``, because
-            training does not fulfil these promises.
+        query_norm: ``layer``, ``batch`` or ``none``. ``batch`` declares all ``LIMITS`` except ``ideal_flops`` and
+            ``likelihood``, because training does not fulfil these promises.
         activation: ``softmax`` or ``relu``.
         share: ``layer`` for a table per layer, ``network`` for one table for all layers with the same number of slots.
-        sparse: whether the gradient of the values is a sparse tensor."""
+        sparse: whether the gradient of the table is a sparse tensor."""
 
     sum_rows = staticmethod(table.sum_rows)
 
@@ -248,14 +248,14 @@ class ProductKeyMemory(Sublayer):
         }
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return the percentage of slots with a positive weight, and the divergence of slots' shares p from uniform,
-        ln M + sum p ln p. p is a share of reads or of weights; the latter is missing if all weights are 0 (relu)."""
+        """Return the percentage of slots with a positive weight, the number of bytes, and the divergence of slots'
+        shares p from uniform, ln M + sum p ln p, for reads, and for weights unless all are 0 (relu)."""
         if not stats:
             return {}
-        used = 100 * (stats["usage_weight"] > 0).float().mean().item()
-        metrics = {"usage_percent": used, "usage_bytes": float(stats["bytes"])}
+        percent = 100 * (stats["usage_weight"] > 0).float().mean().item()
+        metrics = {"usage_percent": percent, "usage_bytes": float(stats["bytes"])}
         metrics["kl_count_nats"] = divergence_from_uniform(stats["usage_count"])
-        if used:
+        if percent:
             metrics["kl_weighted_nats"] = divergence_from_uniform(stats["usage_weight"])
         return metrics
 

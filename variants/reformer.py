@@ -4,12 +4,12 @@ Queries and keys are shared: k_j = q_j / rms(q_j). In every round r each vector 
 
     h_r(q) = argmax([q R_r; -q R_r])         R_r [K, b] Gaussian, drawn once and saved with the model
     P_i    = union over rounds of the last w keys before i that are in i's bucket and in i's window
-    o_i    = sum_{j in P_i} exp(q_i . k_j / sqrt(K) - z_i) v_j
+    o_i    = sum_{j in P_i} exp(s_ij) v_j / sum_{j in P_i} exp(s_ij),   s_ij = q_i . k_j / sqrt(K)
 
-Keys are sorted by bucket and position. A chunk of w keys in that order attends to itself and to the previous chunk. A
-key that is in P_i by several rounds counts only in the first of them, which equals the paper's division by the number
-of such rounds. If a query sees no key, its output is its own value with ``attend_self``, and 0 without it; otherwise it
-does not attend to itself.
+Positions are sorted by bucket, then position. The queries of each w in that order are multiplied with their own keys
+and the w keys before, which include the last w keys of each query's bucket. A key that is in P_i by several rounds
+counts once, which equals the paper's division by the number of such rounds. If a query sees no key, its output is its
+own value with ``attend_self``, and 0 without it; otherwise it does not attend to itself.
 
 Departures from the paper:
 - The paper's chunks leak the future: a later byte shifts ranks in the sorted order, and so the boundaries of chunks.
@@ -19,8 +19,7 @@ Departures from the paper:
   rounding.
 - Keys have length sqrt(K) before the division by sqrt(K), as in published code: scores of unit keys are too small.
 - There are no reversible layers or chunked feed-forwards, which save memory and change no output. Vectors per distance
-  and biases that depend on the query are refused, because they need a term for each of the T S pairs.
-"""
+  and biases that depend on the query are refused, because they need a term for each of the T S pairs."""
 
 import math
 from dataclasses import replace
@@ -43,7 +42,7 @@ EPSILON = 1e-6
 """Added to the mean square of a query before the square root."""
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30
-"""The largest score of a query that sees no key: finite, and below any other score."""
+"""Takes the place of -inf as the largest score of a query that sees no key: finite, and below any score."""
 
 
 class Reformer(MultiHead):
@@ -191,7 +190,7 @@ def lsh_attention(
         max_distance: keys at a larger distance are hidden.
         bias: added to scores, ``[H, S]``; column x is for distance x + ``shift``.
         shift: 0 if the output of a query that sees no key is its own value, 1 if it is 0.
-        dropout: dropout rate of normalised weights, from counters, because the order in a bucket depends on later
+        dropout: dropout rate of normalised weights, from counters, because the order of the rows depends on later
             bytes.
 
     Returns: outputs ``[B, H, T, K]``, and the number of keys that each query sees, ``[B, H, T]``."""

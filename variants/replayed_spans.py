@@ -32,14 +32,14 @@ class ReplayedSpans(AdaptiveSpan):
         del self.fraction
         fraction = torch.tensor((spans or full_spans)[context.layer], dtype=torch.float32) / context.span
         self.register_buffer("fraction", fraction)
-        self.configured = None if spans is None else fraction.clone()
+        self.configured_fraction = None if spans is None else fraction.clone()
         self.follows_model_span = True if spans is None else None
         set_shapes(self)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: object) -> None:
         """Load the weights of another run, except for the spans if they are configured."""
-        if self.configured is not None and f"{prefix}fraction" in state_dict:
-            state_dict[f"{prefix}fraction"] = self.configured
+        if self.configured_fraction is not None and f"{prefix}fraction" in state_dict:
+            state_dict[f"{prefix}fraction"] = self.configured_fraction
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def loss(self, z: torch.Tensor) -> None:

@@ -6,9 +6,9 @@ r_x is the sinusoid of distance x, and each layer has a W_R. u and v are vectors
 in the paper's code, or one pair per layer. By default the state is past inputs, which the present weights project
 again (3.2).
 
-- Every query sees the same number of keys, the last S, also in training. The paper's code does so in evaluation ("same
-  length"). x counts visible keys from the nearest, x = 0. Sinusoids have no dropout. Norm and residual connection are
-  those of the model.
+Departures: every query sees the same number of keys, the last S, also in training; the paper's code does so in
+evaluation ("same length"). x counts visible keys from the nearest, x = 0. Sinusoids have no dropout. Norm and residual
+connection are those of the model.
 
 Content and position terms are one product of width K + 1, which backends can compute:
 

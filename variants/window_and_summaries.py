@@ -1,6 +1,6 @@
 """Window and summaries: one softmax over the nearest keys and over summaries of earlier blocks (``linformer.py``).
 
-- ``by_kernel`` computes windows by the CPU's kernel, and summaries by matrix products. It multiplies no hidden key.
+- ``by_kernel`` computes windows by the CPU's kernel, whose cost follows the window, and summaries by matrix products.
 - ``by_bands`` is plain PyTorch. It multiplies a chunk of queries with all keys of their windows, and with summaries."""
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Summaries(NamedTuple):
     k: Tensor  # [B, n, H, G, K]
     v: Tensor
     visible: Tensor  # whether a query sees a summary, [B or 1, n, Q, G]
-    distance: Tensor  # column of the block's last byte (kernels/window.py), int64 [B or 1, n, Q, G]
+    distance: Tensor  # column x of the block's last byte, as in kernels/window.py, int64 [B or 1, n, Q, G]
 
 
 @torch.compiler.disable
@@ -51,10 +51,10 @@ def by_kernel(q: Tensor, keys: WindowKeys, summaries: Summaries, *, blocks: Bloc
     visible, vectors = summaries.visible[:, :, None], position.vectors(max_keys)
     bias = position.bias(q, max_keys) if vectors is None else None
     summary_bias = _position_bias(q, summaries.distance, blocks=blocks, position=position)
-    added = torch.zeros_like(visible, dtype=dtype) if summary_bias is None else summary_bias.to(dtype)
-    added = added.masked_fill(~visible, -torch.inf)
+    summary_bias = torch.zeros_like(visible, dtype=dtype) if summary_bias is None else summary_bias.to(dtype)
+    summary_bias = summary_bias.masked_fill(~visible, -torch.inf)
     past = [PastKV(tuple(range(heads)), keys.old_k, keys.old_v, past_bias)] if past_rows else []
-    chunk_keys = ChunkKeys(summaries.k, summaries.v, added) if added.shape[-1] else None
+    chunk_keys = ChunkKeys(summaries.k, summaries.v, summary_bias) if summary_bias.shape[-1] else None
     options = {"past": past, "bias": bias, "vectors": vectors, "chunk_keys": chunk_keys, **biases}
     with torch.autocast(q.device.type, enabled=False):
         return window_cpu.attend(q, keys.k, keys.v, Window((max_keys,) * heads, blocks.shift), **options)
@@ -127,7 +127,7 @@ def _softmax(
 
 
 def _weights(q: Tensor, k: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
-    """Return attention weights ``[B, n, H, Q, m]``, in float32 or better; equal ones for a query that sees nothing."""
+    """Return attention weights ``[B, n, H, Q, m]``, in float32 or wider; equal ones if a query sees nothing."""
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
     scores = scores if bias is None else scores + bias
     return scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(dim=-1)

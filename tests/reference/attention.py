@@ -11,7 +11,7 @@ persistent vectors n:
 There may be fewer heads G of keys and values: head h then reads W_k and W_v of head floor(h G / H) (2305.13245). With
 gains c, q and k are divided by sqrt(mean of squares + 1e-6) and multiplied elementwise by c_q and c_k. A gate
 multiplies o_h elementwise by sigmoid(W_g x_t) (2505.06708). A sink s_h adds exp(s_h) to the denominator of o_h
-(gpt-oss, 2508.10925). Biases b add b_hr - b_ht to s_x. A hidden byte is not a key.
+(gpt-oss, 2508.10925). Biases b add b_hr - b_ht to s_x. No query sees a hidden byte.
 
 Without mask and persistent vectors this is 1706.03762, sections 3.2.1 and 3.2.2. The mask m is that of 1905.07799,
 section 2 (adaptive_span.py), the persistent vectors are those of 1907.01470 (all_attention.py). A query that sees no
@@ -29,7 +29,7 @@ Mask = Callable[[int, int, Tensor], Tensor]
 """(head h, distance x of the visible key, input x_t [D] of the query) -> weight in [0, 1], a scalar."""
 Visible = Callable[[int, int], list[tuple[int, int]]]
 """(head h, index of the query) -> (distance x, index) of every key that it sees, nearest first."""
-Weigh = Callable[[int, Tensor, Tensor, int], Tensor]
+KeyWeight = Callable[[int, Tensor, Tensor, int], Tensor]
 """(head h, query [K], key [K], distance x of the visible key) -> unnormalised weight, a scalar."""
 
 
@@ -63,7 +63,7 @@ def attention(
     attend_self: bool,
     position: str = "none",
     table: Tensor | None = None,
-    weigh: Weigh | None = None,
+    weigh: KeyWeight | None = None,
     mask: Mask | None = None,
     persistent_keys: Tensor | None = None,
     persistent_values: Tensor | None = None,
@@ -80,10 +80,10 @@ def attention(
     """Attention outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
-        wq, wk, wv: ``[H K, D]``, head h owns rows h K to (h + 1) K.
-        wk, wv: of G heads, G a divisor of H.
+        wq: ``[H K, D]``; head h has rows h K to (h + 1) K.
+        wk, wv: ``[G K, D]``, G a divisor of H.
         wo: ``[D, H K]``.
-        span: S, the maximal number of visible keys; with 0 only the persistent vectors are visible.
+        span: S, the largest number of visible keys; with 0 only the persistent vectors are visible.
         attend_self: whether the nearest key is that of the query's own position, or the one before it.
         position: "none" (also for sinusoidal), "rotary", "relative" or "alibi".
         table: ``[S, K]``, the relative position vectors, shared by the heads.
@@ -94,7 +94,7 @@ def attention(
         wg: ``[H K, D]``, as ``wq``.
         sink: ``[H]``.
         biases: ``[B, H, L + T]``, b.
-        hidden: ``[B, L + T]``.
+        hidden: ``[B, L + T]``, true for a hidden byte.
         past: ``[B, L, D]``, inputs of the same streams just before ``x``.
         past_is_constant: whether keys and values of the past are detached, so that ``wk`` and ``wv`` get no gradient.
         visible: visible keys, in place of the nearest ``span``. Index 0 is the first byte of ``past``.

@@ -37,9 +37,9 @@ def differential(
         factors: l_0 .. l_3, ``[K]`` each.
         gain: c, ``[2 K]``.
         initial: s.
-        others: as ``attention`` has them."""
+        others: see ``attention``."""
     stream, before, width = torch.cat([past, x], dim=1), past.shape[1], len(wq) // heads
-    share = torch.exp(factors[0] @ factors[1]) - torch.exp(factors[2] @ factors[3]) + initial
+    lambda_ = torch.exp(factors[0] @ factors[1]) - torch.exp(factors[2] @ factors[3]) + initial
     slopes = alibi_slopes(heads)
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):
@@ -59,6 +59,6 @@ def differential(
                         weights.append(torch.exp(logit))
                         values.append(value)
                     means.append(weighted_mean(weights, values, width=2 * width))
-                outputs.append(normed(means[0] - share * means[1], (1 - initial) * gain))
+                outputs.append(normed(means[0] - lambda_ * means[1], (1 - initial) * gain))
             y[b, t - before] = wo @ torch.cat(outputs)
     return y

@@ -1,6 +1,6 @@
 """The gated delta rule, 2412.06464, section 3.1, or with a decay for each channel, 2510.26692, section 3.
 
-    S = diag(a_t) S,    S = S + b_t k_t (v_t - S^T k_t)^T,    o_h = S^T q_t,    y_t = W_o [o_1'; ...; o_H'],
+    S <- diag(a_t) S,   S <- S + b_t k_t (v_t - S^T k_t)^T,   o_h = S^T q_t,    y_t = W_o [o_1'; ...; o_H'],
     o' = sqrt(K) c o / sqrt(|o|^2 + 1e-6) sigmoid(W_g x_t),    b_t = sigmoid(w_b . x_t),    a_t = sigmoid(W_a x_t + b_a)
 
 q, k and v are silu of a causal filter over the inputs W x of each channel. q and k are divided by sqrt(|q|^2 + 1e-6)
@@ -35,7 +35,7 @@ def gated_delta(
         filters: ``[W, 3 H K]`` for queries, keys and values, the last row for the byte itself.
         gain: ``[K]``.
         past: ``[B, L, D]``, inputs of the same streams just before ``x``, after which S is detached.
-        others: as ``attention`` has them."""
+        others: see ``attention``."""
     stream, before, width = torch.cat([past, x], dim=1), past.shape[1], len(wq) // heads
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):

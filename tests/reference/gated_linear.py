@@ -30,7 +30,7 @@ def gated_linear(
     Args:
         wa, ba: ``[H, D]`` and ``[H]``, of decays.
         past: ``[B, L, D]``, inputs of the same streams just before ``x``, whose keys, values and decays are constants.
-        others: as ``attention`` has them."""
+        others: see ``attention``."""
     stream, before, width = torch.cat([past, x], dim=1), past.shape[1], len(wq) // heads
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):

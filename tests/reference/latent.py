@@ -39,7 +39,7 @@ def latent_attention(
         wc, wr: ``[latent, D]`` and ``[R, D]``.
         wk, wv: ``[H K, latent]``.
         gain: g, ``[latent]``.
-        others: as ``attention`` has them."""
+        others: see ``attention``."""
     stream, before = torch.cat([past, x], dim=1), past.shape[1]
     width, shared = len(wk) // heads, len(wr)
     slopes = alibi_slopes(heads) if position == "alibi" else torch.zeros(heads, dtype=x.dtype)

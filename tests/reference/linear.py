@@ -34,7 +34,7 @@ def linear_attention(x: Tensor, *, product: Product, position: str, heads: int, 
         product: of the features of a query and a key.
         position: "none" or "alibi".
         past: ``[B, L, D]``, inputs of the same streams just before ``x``, whose keys and values are constants.
-        others: as ``attention`` has them."""
+        others: see ``attention``."""
     slopes = alibi_slopes(heads) if position == "alibi" else torch.zeros(heads, dtype=torch.float64)
 
     def weigh(head: int, query: Tensor, key: Tensor, distance: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Causal form of Linformer, 2006.04768, section 4: attention over a window of keys and summaries of complete blocks.
 
     s_j = sum_i E_i k_{jr+i},  u_j = sum_i F_i v_{jr+i},  i = 0 .. r-1       equation 7, for each block
-    E_i = F_i = softmax_i(c . k_{jr+i} / sqrt(K) + b_i)                      pooling by content
+    E_i = F_i = softmax_i(c . k_{jr+i} / sqrt(K) + b_i)                      ``compressor: softmax``
 
 The query at position t, whose nearest visible key has the distance x = 0 and the position t - shift, sees
 
@@ -47,7 +47,7 @@ def linformer(
         weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]`` (E, F);
             of ``softmax``, ``content [H, K]`` (c) and ``places [H, r]`` (b); with ``top_k``, ``index_query [I, D]`` and
             ``index_key [I, H K]``; with relative positions, ``table [S, K]``.
-        position: as ``score`` has it."""
+        position: see ``score``."""
     before, shift, width = past.shape[1], 0 if attend_self else 1, weights["query"].shape[0] // heads
     lag = max(0, window + shift - ratio) // ratio
     fixed = {name: w.detach() for name, w in weights.items()}

@@ -17,7 +17,7 @@ def local_attention(x: Tensor, *, past: list[Tensor], block: int, attend_self: b
     Args:
         past: for each stream all inputs before ``x``, ``[L_b, D]``.
         block: M.
-        others: as ``attention`` has them."""
+        others: see ``attention``."""
 
     def visible(head: int, query_index: int) -> list[tuple[int, int]]:
         nearest = query_index if attend_self else query_index - 1

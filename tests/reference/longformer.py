@@ -4,7 +4,7 @@ A head of window w and dilation n sees, from the query at stream position t, the
 
     t - c - n x,   x = 0 .. w - 1,        c = 0, or 1 where a position does not attend to itself,
 
-with the score of the distance n x. Where we depart: with c = 1 the nearest key is the one before the query for every n.
+with the score of the distance n x. Not in the paper: with c = 1 the nearest key is the one before the query, for any n.
 """
 
 from torch import Tensor
@@ -20,7 +20,7 @@ def longformer_attention(
     Args:
         windows, dilations: w and n of each head.
         past: ``[B, L, D]``, all inputs of the same streams before ``x``.
-        others: as ``attention`` has them."""
+        others: see ``attention``."""
 
     def visible(head: int, query_index: int) -> list[tuple[int, int]]:
         nearest = query_index if attend_self else query_index - 1

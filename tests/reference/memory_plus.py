@@ -1,6 +1,6 @@
 """Successors of the product-key memory by brute force: gated (2412.09764, section 2), experts (2407.04153, section 3).
 
-gated:    y = W_2 (m(x) * silu(W_1 x)),    m as product_key_memory.py has it
+gated:    y = W_2 (m(x) * silu(W_1 x)),    m: see product_key_memory.py
 experts:  y = sum over heads and their k best slots of w_i gelu(u_i . x) v_i"""
 
 import torch

@@ -1,7 +1,7 @@
 """Product-key memory, 1907.05242, section 3, by brute force: all C x C slots are scored and sorted.
 
     q = Norm(W x + a)                        one query of width Dq per head, halves q1 and q2
-    s_ij = c_i . q1 + c'_j . q2              the score of slot i C + j; no scaling
+    s_ij = c_i . q1 + c'_j . q2              the score of slot i C + j; without a scale
     I = the k best slots                     w = softmax of their scores (or relu of each, 2310.10837)
     m(x) = sum over heads and over I of w_i v_i      one value table for all heads
 

@@ -2,12 +2,12 @@
 
     k_j    = q_j / sqrt(mean(q_j^2) + 1e-6)            shared queries and keys, keys normalised
     h_r(q) = argmax([q R_r; -q R_r])
-    P_ir   = the last w of {j < i : i - j <= farthest, h_r(q_j) = h_r(q_i)}
+    P_ir   = the last w of {j < i : i - j < S + shift, h_r(q_j) = h_r(q_i)}
     o_i    = sum of exp(s_ij) v_j / sum of exp(s_ij)   over the union of P_ir over the rounds r
 
-s_ij is the score of the position scheme. A query whose sets are all empty has o_i = v_i if it may attend to itself,
-else 0. Where we depart: in the paper P is a chunk of the sorted keys, which depends on later bytes, and the weight of
-a key is divided by the number of rounds that find it."""
+s_ij is the score of the position scheme. A query whose sets are all empty has o_i = v_i if it may attend to itself
+(shift 0), else 0 (shift 1). Departure: in the paper P_ir is a chunk of the sorted keys, which depends on later bytes.
+The union equals the paper's division of a key's weight by the number of rounds in which the query sees it."""
 
 import torch
 from torch import Tensor
@@ -35,16 +35,16 @@ def reformer(
     past: Tensor,
     **others,
 ) -> Tensor:
-    """``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
-        wq: ``[H K, D]``, head h owns rows h K to (h + 1) K.
+        wq: ``[H K, D]``; head h has rows h K to (h + 1) K.
         rotations: ``[H, R, K, b]``.
         bucket_keys: w.
         span: S; keys are visible up to S - 1 bytes before the query with ``attend_self``, up to S bytes without.
         position: "none", "rotary" or "alibi".
         past: ``[B, L, D]``, inputs just before ``x``.
-        others: as ``attention`` has them."""
+        others: see ``attention``."""
     heads, rounds, width, _ = rotations.shape
     shift, slopes = 0 if attend_self else 1, alibi_slopes(heads)
 

@@ -1,4 +1,4 @@
-"""A scorer in float64 numpy: bits per byte of trained weights over one stream, in one forward pass without segments.
+"""A scorer in float64 numpy: bits per byte of trained weights over a stream that is read as a single segment.
 
 The model has pre-norm residual layers with RMSNorm, rotary positions, and windows that include the query. ``weights``
 are the arrays of a checkpoint by name. The names of a sublayer's weights determine its type."""
@@ -23,18 +23,18 @@ def rotary(x):  # [T, H, K]: plane i is (i, i + K/2)
 def attention(x, w, *, heads, span, ramp):
     q, k, v = (np.reshape(x @ w[f"{name}.weight"].T, (len(x), heads, -1)) for name in ("query", "key", "value"))
     width = q.shape[2]
-    back = np.arange(len(x))[:, None] - np.arange(len(x))  # distances x of the soft mask
-    visible, y = (back >= 0) & (back < span), np.zeros_like(q)
+    distance = np.arange(len(x))[:, None] - np.arange(len(x))
+    visible, y = (distance >= 0) & (distance < span), np.zeros_like(q)
     for h in range(heads):
         weight = np.exp(rotary(q)[:, h] @ rotary(k)[:, h].T / np.sqrt(width)) * visible
         if "span.fraction" in w:
-            weight = weight * np.clip((ramp + span * w["span.fraction"][h] - back) / ramp, 0, 1)
-        above, below = weight @ v[:, h], weight.sum(1, keepdims=True)
+            weight = weight * np.clip((ramp + span * w["span.fraction"][h] - distance) / ramp, 0, 1)
+        numerator, denominator = weight @ v[:, h], weight.sum(1, keepdims=True)
         if "persistent.key" in w:  # sqrt(K) of the key and of the score cancel; the query is not rotated
-            fixed, n_vectors = np.exp(q[:, h] @ w["persistent.key"][h].T), w["persistent.key"].shape[1]
-            above = above + fixed @ w["persistent.value"][h] * np.sqrt(n_vectors)
-            below = below + fixed.sum(1, keepdims=True)
-        y[:, h] = above / below
+            extra, n_vectors = np.exp(q[:, h] @ w["persistent.key"][h].T), w["persistent.key"].shape[1]
+            numerator = numerator + extra @ w["persistent.value"][h] * np.sqrt(n_vectors)
+            denominator = denominator + extra.sum(1, keepdims=True)
+        y[:, h] = numerator / denominator
     return y.reshape(len(x), -1) @ w["output.weight"].T
 
 
@@ -46,8 +46,8 @@ def memory(x, w, *, top_k):
         first, second = (half @ keys.T for half, keys in zip(np.split(q[:, h], 2, -1), w["keys"][h], strict=True))
         scores = (first[:, :, None] + second[:, None]).reshape(len(x), -1)  # of all C^2 slots
         for t, slots in enumerate(np.argsort(-scores, 1)[:, :top_k]):
-            chosen = np.exp(scores[t, slots] - scores[t, slots].max())
-            y[t] += chosen / chosen.sum() @ w["values"][slots]
+            weight = np.exp(scores[t, slots] - scores[t, slots].max())
+            y[t] += weight / weight.sum() @ w["values"][slots]
     return y
 
 
@@ -63,8 +63,8 @@ def bits_per_byte(weights, data, **sizes):
     """Mean bits over the pairs of ``data``, bytes ``[n]``. ``sizes`` are heads, span, ramp and top_k."""
     x = weights["embedding.weight"][data[:-1]]
     for name in [name for name in weights if name.endswith(".norm.weight") and ".sublayer." not in name]:  # in order
-        before = name.removesuffix("norm.weight") + "sublayer."
-        w = {key.removeprefix(before): array for key, array in weights.items() if key.startswith(before)}
+        prefix = name.removesuffix("norm.weight") + "sublayer."
+        w = {key.removeprefix(prefix): array for key, array in weights.items() if key.startswith(prefix)}
         x = x + sublayer(rms_norm(x, weights[name]), w, **sizes)
     logits = rms_norm(x, weights["norm.weight"]) @ weights["head.weight"].T
     logits -= logits.max(1, keepdims=True)

@@ -3,7 +3,7 @@
     A_tj = q_t . k_j + q_t . W_R r_x + u_h . k_j + v_h . W_R r_x
     a_t  = softmax over visible j of A_tj / sqrt(K),   o_t = sum_j a_tj v_j,   y_t = W_o [o_1; ...; o_H]
 
-r_x ``[D]`` is the sinusoid of x, with alternating sines and cosines (1706.03762, section 3.5). Where we depart: x is
+r_x ``[D]`` is the sinusoid of x, with alternating sines and cosines (1706.03762, section 3.5). Departures: x is
 the distance of a key from the nearest visible key (in the paper x = t - j, which is equal if a query attends to
 itself), and every query sees at most S keys."""
 
@@ -20,9 +20,9 @@ def transformer_xl(x: Tensor, *, wr: Tensor, u: Tensor, v: Tensor, **others) -> 
     """Attention outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
-        wr: ``[H K, D]``, head h owns rows h K to (h + 1) K.
+        wr: ``[H K, D]``; head h has rows h K to (h + 1) K.
         u, v: ``[H, K]``.
-        others: as ``attention`` has them."""
+        others: see ``attention``."""
     heads, width = u.shape
 
     def weigh(head: int, query: Tensor, key: Tensor, distance: int) -> Tensor:

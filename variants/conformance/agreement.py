@@ -4,8 +4,7 @@
 
 The error of a tensor must be at most ``tolerance``, or twice the error of plain PyTorch in the same precision. No entry
 may be off by more than four times that tolerance, relative to the largest entry. If an expected gradient vanishes, as
-the gradient of a key's bias does, its error is relative to a hundredth of the median root mean square of all tensors.
-"""
+that of a key map's bias does, its error is relative to a hundredth of the median root mean square of all tensors."""
 
 import math
 from collections.abc import Callable, Sequence

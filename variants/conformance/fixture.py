@@ -174,9 +174,9 @@ def select_streams(outputs: Outputs, index: slice | list[int]) -> Outputs:
 
 def non_finite(case: str, outputs: Outputs) -> list[str]:
     """A line for each output with an entry that is not finite: the first such byte, and their number."""
-    bad = {name: ~y.isfinite().flatten(2).all(-1) for name, y in outputs.items()}  # [B, T]
+    masks = {name: ~y.isfinite().flatten(2).all(-1) for name, y in outputs.items()}  # [B, T]
     line = "{}: {} is not finite at {} ({} of {} bytes)"
-    return [line.format(case, n, position_of_largest(b.int()), b.sum(), b.numel()) for n, b in bad.items() if b.any()]
+    return [line.format(case, n, position_of_largest(m.int()), m.sum(), m.numel()) for n, m in masks.items() if m.any()]
 
 
 def position_of_largest(sizes: Tensor) -> str:
@@ -212,19 +212,19 @@ def spread_projected(model: nn.Module, low: float, high: float) -> nn.Module:
     A parameter that ``project_`` clamps at two ends gets values in random order from share ``low`` to share ``high`` of
     its range, both included. A parameter that is clamped at one end moves away from that end."""
     parameters = projected_parameters(model)
-    before, ends = [p.clone() for p in parameters], []
+    starts, ends = [p.clone() for p in parameters], []
     for shift in (-1e3, 1e3):
-        for parameter, value in zip(parameters, before, strict=True):
-            parameter.copy_(value + shift)
+        for parameter, start in zip(parameters, starts, strict=True):
+            parameter.copy_(start + shift)
         model.project_()
-        ends.append([(p.clone(), p == value + shift) for p, value in zip(parameters, before, strict=True)])
-    for parameter, value, (least, free_below), (most, free_above) in zip(parameters, before, *ends, strict=True):
-        share = torch.rand(value.numel())
+        ends.append([(p.clone(), p == start + shift) for p, start in zip(parameters, starts, strict=True)])
+    for parameter, start, (least, free_below), (most, free_above) in zip(parameters, starts, *ends, strict=True):
+        share = torch.rand(start.numel())
         if len(share) > 1:
             share[0], share[-1] = 0, 1
         share = low + (high - low) * share[torch.randperm(len(share))]
-        bounded = torch.lerp(least, most, share.view(value.shape).to(value))
-        bounded = torch.where(free_above, value.maximum(least + 0.1), bounded)
-        parameter.copy_(torch.where(free_below, torch.where(free_above, value, value.minimum(most - 0.1)), bounded))
+        bounded = torch.lerp(least, most, share.view(start.shape).to(start))
+        bounded = torch.where(free_above, start.maximum(least + 0.1), bounded)
+        parameter.copy_(torch.where(free_below, torch.where(free_above, start, start.minimum(most - 0.1)), bounded))
     model.project_()
     return model

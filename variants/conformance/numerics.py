@@ -99,9 +99,9 @@ def check_reach_used(subject: Subject) -> Verdict:
         if not remaining:
             break
     for name, n in remaining.items():
-        byte, declared = ("0 and at the end", "all of the past") if n is None else (f"t - {n}", f"a reach of {n}")
-        draws = f"with {N_DRAWS} draws of parameters"
-        yield f"eval: {name} gives the same at byte {byte} changed, {draws}: declared is {declared}"
+        moved = "byte 0 never moved the end" if n is None else f"byte t - {n} never moved byte t"
+        declared = "all of the past" if n is None else f"a reach of {n}"
+        yield f"eval: {moved} of {name} in {N_DRAWS} draws of parameters: declared is {declared}"
 
 
 @torch.no_grad()

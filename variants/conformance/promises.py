@@ -24,7 +24,7 @@ from variants.conformance.fixture import (
 from variants.contract import LIMITS, Inspection, NeededFlops, Position, State, map_state
 
 FAR_POSITION = 10**7  # position in a stream, where float32 angles are off by half a radian
-MAP_TOLERANCE = 1e-4  # of an attention map, which may be in float32, for row sums and for weights on hidden bytes
+MAP_TOLERANCE = 1e-4  # for row sums, and weights on hidden bytes, of an attention map, which may be in float32
 MATRIX_FACTOR = 10  # by which the check of large weights multiplies matrices
 LEAST_EFFECT = 1e-3  # effect of a byte on later logits, relative to its effect on its own logits
 
@@ -131,7 +131,7 @@ def check_sharing(subject: Subject) -> Verdict:
 
 
 def check_projection(subject: Subject) -> Verdict:
-    """Check that outputs are finite after parameters moved far, also if the state is older than the move."""
+    """Check that outputs are finite after parameters moved far, also from states that were computed before."""
     tokens, lengths = subject.random_bytes(), (1, subject.span // 2 + 1, subject.length)
     for sign in (1, -1):
         model, case = subject.build(), f"eval, parameters moved by {sign} * 1000 * normal"
@@ -190,7 +190,7 @@ def check_auxiliary_loss(subject: Subject) -> Verdict:
 
 def check_statistics(subject: Subject) -> Verdict:
     """Check that statistics change no output, add over segments and streams, and give finite metrics."""
-    model, tokens, half = subject.build(), subject.random_bytes(), subject.span + 2
+    model, tokens, cut = subject.build(), subject.random_bytes(), subject.span + 2
     out = model(tokens, collect_stats=True)
     yield from differences("eval, collect_stats", {"logits": model(tokens).logits}, {"logits": out.logits})
     attached = [name for name, stats in out.stats.items() if any(t.requires_grad for t in stats.values())]
@@ -199,11 +199,11 @@ def check_statistics(subject: Subject) -> Verdict:
     def sums(out) -> Outputs:
         return {f"{name}.{key}": t.double() for name, stats in out.stats.items() for key, t in stats.items()}
 
-    first = model(tokens[:, :half], collect_stats=True)
-    rest = model(tokens[:, half:], first.state, collect_stats=True)
+    first = model(tokens[:, :cut], collect_stats=True)
+    rest = model(tokens[:, cut:], first.state, collect_stats=True)
     streams = [model(part, collect_stats=True) for part in (tokens[:1], tokens[1:])]
     splits = {
-        "segments": (f"bytes before and from {half}", (first, rest)),
+        "segments": (f"bytes before and from {cut}", (first, rest)),
         "streams_apart": ("stream 0 and the others", streams),
     }
     for limit, (case, parts) in splits.items():
@@ -219,7 +219,7 @@ def check_statistics(subject: Subject) -> Verdict:
 
 
 def check_autocast(subject: Subject) -> Verdict:
-    """Check that outputs and gradients in bfloat16 are finite, and outputs in float32 from the state after them."""
+    """Check that outputs and gradients in bfloat16 are finite, and outputs in float32 from the resulting state."""
     model, tokens = subject.build(dtype=torch.float32, mode="train"), subject.random_bytes()
     with torch.autocast("cpu", torch.bfloat16):
         state = yield from _training_step(model, tokens, case="train")
@@ -263,7 +263,7 @@ def check_flops(subject: Subject) -> Verdict:
         if not all(isinstance(n, NeededFlops) and 0 <= min(n) <= max(n) < math.inf for n in needed):
             yield f"{name}: needed_flops must return NeededFlops of 0 or more: {needed}"
         elif needed[0].forward < sublayer.ideal_flops() - 1:  # ideal FLOPs are rounded
-            yield f"{name}: a warm byte needs {needed[0].forward:,.0f}, ideal is {sublayer.ideal_flops():,}"
+            yield f"{name}: {needed[0].forward:,.0f} needed after a full past, below {sublayer.ideal_flops():,} ideal"
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Checks which bytes move which outputs: none before them, none beyond the declared reach; and cuts into segments.
+"""Checks of the outputs that a byte moves: none before it, none beyond the declared reach, the same in any segments.
 
 At small sizes every byte is changed. At the sizes of a run, a narrow network reads what the run and its final score
-will read: batches, whole and shorter segments after a warm state, and windows without state. That shows errors that
+read: batches, whole and shorter segments after a warm state, and windows without state. That shows errors that
 occur only in whole blocks of 64, or beyond 300 bytes. Each stream is changed at a position of its own, so that one
 forward pass checks one position per stream."""
 
@@ -123,7 +123,7 @@ def check_segments(subject: Subject) -> Verdict:
 
 
 def total_reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
-    """How many bytes back each output may depend on: the sum of its reach and those of all sublayers before it."""
+    """Largest distance of a byte that may move each output: the sum of the reaches of its sublayer and those before."""
     reaches = (sublayer.reach() for sublayer in sublayers.values())
     totals = list(accumulate(math.inf if reach is None else reach for reach in reaches))
     return dict(zip([*sublayers, "logits"], [*totals, *totals[-1:]], strict=True))

@@ -9,7 +9,7 @@ order of execution, and then the logits. The finding names the first output that
 - Everything runs in float64 on a CPU, so that a broken promise differs from rounding. Where a mechanism computes in
   float32 for precision, it must use ``torch.promote_types(x.dtype, torch.float32)``.
 - Noise is added to all parameters before any check: a matrix that starts at zero would hide the computation before it.
-- A declared limit (``Sublayer.limits``) must be real: its check has to fail, and the finding reports the difference.
+- A declared limit (``Sublayer.limits``) must be real: its check must fail, and the finding reports the difference.
 - An exception of the model is a finding too. It names the mode and bytes of the forward pass, and the line of code."""
 
 import traceback

@@ -14,8 +14,8 @@ Arguments, where the name is not enough:
     heads: int32 [4, H]: visible keys of each head; heads from the longest to the shortest, so that the longest start
         first; L of each head; and the index of its first key.
     seed: seed of dropout, which drops the same weights as ``dropout.py``; None without dropout.
-    ALL: queries see all keys (persistent vectors). DROP: a weight is dropped if its random
-        number is less. SCALE: factor of the other weights.
+    ALL: queries see all keys (persistent vectors). DROP: a weight is dropped if its random number
+        is less than DROP. SCALE: factor of the other weights.
 """
 
 import triton
@@ -267,7 +267,7 @@ def query_gradient(
                 if dz is not None:
                     # The ramp is closed: at its end z + R, m and the weight are 0, but the key still gives a gradient.
                     dspan += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), dscores, 0.0), 1)
-                dscores *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # tl.where would spill
+                dscores *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # tl.where would spill registers
             if dquery_bias is not None:
                 dbias -= tl.sum(dscores, 1)
             dquery = tl.dot(dscores.to(k.dtype.element_ty), keys, dquery, input_precision=PRECISION)
@@ -286,12 +286,12 @@ def query_gradient(
 @kernel
 def key_gradient(
     g, q, k, v, lse, delta, dk, dv, dkey_bias, ramp_end, heads, table, key_bias, query_bias, vectors, seed, T,
-    stream_keys, longest, shift, distances, ramp, OWN: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr,
+    stream_keys, longest, shift, distances, ramp, SEGMENT_ONLY: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr,
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``dk`` and ``dv``, packed like keys, but for each stream even if streams share keys; with OWN only for the
-    last T keys of each head, ``[B, H, T, K]``. ``dkey_bias`` has the same shape without K, or is None. ``longest`` is
-    the largest number of rows of a head. Grid: (B * blocks of ``longest``, H)."""
+    """Write ``dk`` and ``dv``, packed like keys, but for each stream even if streams share keys; with SEGMENT_ONLY only
+    for the last T keys of each head, ``[B, H, T, K]``. ``dkey_bias`` has the same shape without K, or is None.
+    ``longest`` is the largest number of rows of a head. Grid: (B * blocks of ``longest``, H)."""
     H, blocks = tl.num_programs(1), tl.cdiv(longest, BLOCK)
     b, row0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
@@ -300,7 +300,7 @@ def key_gradient(
     if ALL:
         at = b * stream_keys + first
     else:
-        if OWN:
+        if SEGMENT_ONLY:
             written, at = T, row
         if row0 >= written:  # this head has fewer keys than another
             return

@@ -63,7 +63,7 @@ def attend(
 
 
 def normalize(sums: Tensor, state: State) -> tuple[Tensor, State]:
-    """``sums [B, H, T, K + 1]`` divided by the last column, the total weight; or 0 where it is 0. Also ``state``."""
+    """``sums [B, H, T, K + 1]`` divided by the last column, the total weight; 0 where it is 0. Passes ``state`` on."""
     total = sums[..., -1:]
     return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
 
@@ -91,11 +91,11 @@ def map_pieces(step: Callable[..., tuple[Tensor, Any]], state: Any, *tensors: Te
     return torch.cat(outputs, dim=2), state
 
 
-def carry_sums(sums: Tensor, added: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+def carry_sums(sums: Tensor, terms: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """The sums before each chunk ``[B, H, n, F, V]``, and after the last. ``sums [B, H, F, V]`` are those before the
-    first chunk. Each chunk multiplies them by ``factors [.., n, F or 1, 1]`` and adds ``added [B, H, n, F, V]``."""
+    first chunk. Each chunk multiplies them by ``factors [.., n, F or 1, 1]`` and adds ``terms [B, H, n, F, V]``."""
     before = []
-    for term, factor in zip(added.unbind(2), factors.unbind(2), strict=True):
+    for term, factor in zip(terms.unbind(2), factors.unbind(2), strict=True):
         before.append(sums)
         sums = sums * factor + term
     return torch.stack(before, dim=2), sums
@@ -119,15 +119,15 @@ def _decay_factors(scale: Tensor, slope: Tensor, max_scale: Tensor, *, attend_se
     # The largest l_j - slope (t - j) up to each t, starting before the first byte. It has no gradient.
     largest = torch.cat([max_scale[..., None], scale], dim=-1) + slope * t
     largest = largest.cummax(-1).values - slope * t  # [B, H, 1 + n C]
-    visible = largest[..., 1:] if attend_self else largest[..., :-1] - slope  # over the keys that query t sees
-    visible = torch.where(visible > -torch.inf, visible, torch.zeros_like(visible)).unflatten(-1, shape)
+    query_scale = largest[..., 1:] if attend_self else largest[..., :-1] - slope  # over the keys that query t sees
+    query_scale = torch.where(query_scale > -torch.inf, query_scale, torch.zeros_like(query_scale)).unflatten(-1, shape)
     scale, ends = scale.unflatten(-1, shape), largest[..., ::size]  # [B, H, n, C], [B, H, 1 + n]
     before, after = ends[..., :-1, None], ends[..., 1:, None]
     slope, offset = slope[..., None], torch.arange(size, dtype=scale.dtype, device=scale.device)
     distance = offset[:, None] - offset
-    pairs = scale[..., None, :] - slope[..., None] * distance - visible[..., None]
+    pairs = scale[..., None, :] - slope[..., None] * distance - query_scale[..., None]
     pairs = pairs.masked_fill(distance < (0 if attend_self else 1), -torch.inf)
-    read = before - slope * (offset + 1) - visible
+    read = before - slope * (offset + 1) - query_scale
     write = scale - slope * (size - 1 - offset) - after
     carry = before - slope * size - after
     return _Factors(pairs.exp(), *(x.exp()[..., None] for x in (read, write, carry))), largest[..., -1]

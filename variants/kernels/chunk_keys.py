@@ -20,7 +20,7 @@ class ChunkKeys(NamedTuple):
 
     k: Tensor  # [B, n, H, G, K], G at least 1
     v: Tensor
-    added: Tensor  # term added to scores, [B, n, H, Q, G] or a shape that broadcasts to it; -inf hides a key
+    bias: Tensor  # term added to scores, [B, n, H, Q, G] or a shape that broadcasts to it; -inf hides a key
 
 
 def merge_chunk_keys(y: Tensor, lse: Tensor, q: Tensor, chunk_keys: ChunkKeys) -> tuple[Tensor, Tensor]:
@@ -39,13 +39,13 @@ def merge_chunk_keys(y: Tensor, lse: Tensor, q: Tensor, chunk_keys: ChunkKeys) -
 
 
 def chunk_key_gradients(
-    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, chunk_keys: ChunkKeys, *, added: bool
+    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, chunk_keys: ChunkKeys, *, bias: bool
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The gradient of ``q [B, H, T, K]`` through ``chunk_keys``, and the gradients of its fields.
 
     Args:
         y, lse: output and log-sum-exp of the whole softmax.
-        added: whether to compute the gradient of the field ``added``; otherwise it is None."""
+        bias: whether to compute the gradient of the field ``bias``; otherwise it is None."""
     scores = _scores(q, chunk_keys)
     weights = scores.sub_(_chunked(lse[..., None], like=scores)).exp_()
     delta = _chunked((g * y).sum(dim=-1, keepdim=True), like=weights)
@@ -53,12 +53,12 @@ def chunk_key_gradients(
     dscores = (g @ chunk_keys.v.mT).sub_(delta).mul_(weights)
     dq = (dscores @ chunk_keys.k).transpose(1, 2).flatten(2, 3)[:, :, : q.shape[2]]
     dk = dscores.mT @ _chunked(q, like=weights)
-    return dq, (dk, weights.mT @ g, dscores.sum_to_size(chunk_keys.added.shape) if added else None)
+    return dq, (dk, weights.mT @ g, dscores.sum_to_size(chunk_keys.bias.shape) if bias else None)
 
 
 def _scores(q: Tensor, chunk_keys: ChunkKeys) -> Tensor:
     """Scores ``[B, n, H, Q, G]``."""
-    return (_chunked(q, like=chunk_keys.added) @ chunk_keys.k.mT).add_(chunk_keys.added)
+    return (_chunked(q, like=chunk_keys.bias) @ chunk_keys.k.mT).add_(chunk_keys.bias)
 
 
 def _chunked(x: Tensor, *, like: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from variants.kernels.window import Inputs, Persistent, Window
 
 KEY_FIELDS = ("k", "v", "key_bias")
 SHARED_FIELDS = ("k", "v", "extra_k", "extra_v", "vectors")
-"""Fields that several chunks read. They are cast to float32 first, so that chunks' gradients are added in float32."""
+"""Fields that several chunks read. They are cast to float32 or wider, in which the gradients of chunks are added."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor:
     """Compute ``window.attend``; dropout requires a ``seed``."""
-    inputs, rows = Inputs.from_call(q, k, v, window, **added), q.shape[2]
+    inputs, rows = Inputs.from_call(q, k, v, window, **options), q.shape[2]
     dtype, seed = torch.promote_types(q.dtype, torch.float32), None
     shared = {name: x.to(dtype) for name in SHARED_FIELDS if (x := getattr(inputs, name)) is not None}
     if inputs.dropout:
@@ -64,6 +64,6 @@ def _cut(inputs: Inputs, heads: slice, t: slice, j: slice, columns: slice) -> In
 def _attend_chunk(chunk: Inputs, window: Window) -> Tensor:
     shared = {name: x.to(chunk.q.dtype) for name in SHARED_FIELDS if (x := getattr(chunk, name)) is not None}
     q, k, v, z, *extra = chunk._replace(**shared)
-    added = dict(zip(Inputs._fields[7:-1], extra[3:-1], strict=True))
+    options = dict(zip(Inputs._fields[7:-1], extra[3:-1], strict=True))  # from vectors to dropout
     persistent = None if extra[0] is None else Persistent(*extra[:3])
-    return plain.attend(q, k, v, window._replace(z=z), persistent=persistent, **added)
+    return plain.attend(q, k, v, window._replace(z=z), persistent=persistent, **options)

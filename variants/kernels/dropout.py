@@ -1,11 +1,11 @@
 """Dropout of attention weights from counters: a weight's random number depends only on its indices and the seed.
 
-    keep(seed, stream, head, query, key) = mix(mix(mix(mix(seed + head, stream)), query) ^ c key) >= rate 2^32
+    row = mix(mix(mix(low(s) ^ a stream) ^ high(s)) ^ b query),  s = seed + head,  keep = mix(row ^ c key) >= rate 2^32
 
-So any tiling drops the same weights, in the forward and the backward pass, on any device, and no mask is stored. The
-head's index is added to the seed: a head computed as head 0 with the seed increased by its index drops the same
-weights. ``mix`` is a bijection of 32 bits: flipping one input bit flips each output bit about half the time. A kernel
-in another language can draw the same numbers by this formula; ``tests/test_dropout.py`` pins some of them."""
+So any tiling drops the same weights, in the forward and the backward pass, on any device, and no mask is stored. low
+and high are halves of 32 bits; a, b, c are ``FACTORS``. A head computed as head 0 with the seed increased by its index
+drops the same weights. ``mix`` is a bijection of 32 bits: flipping an input bit flips each output bit about half the
+time. A kernel in another language can draw the same numbers by this formula; ``tests/test_dropout.py`` pins some."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 MASK_32 = 0xFFFFFFFF
 FACTORS = {"stream": 0x9E3779B1, "query": 0xC2B2AE3D, "key": 0x27D4EB2F}
 """Odd factors of the counters."""
-MIX = (0x7FEB352D, 0x846CA68B)
+MIX = (0x7FEB352D, 0x846CA68B)  # factors in ``mix``
 PERSISTENT = 2**31
 """Key number of the first persistent vector; visible keys count from 0, the nearest."""
 

@@ -92,11 +92,11 @@ def obstacle(device: torch.device, *, dropout: float = 0.0) -> str | None:
 
 
 def is_full_causal(window: Window, inputs: Inputs) -> bool:
-    """Whether each query sees all keys up to its own, and nothing but products is added to the scores."""
+    """Whether each query sees all keys up to its own, and no other term is added to the scores."""
     rows, keys = inputs.q.shape[2], inputs.k.shape[2]
-    hard = window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
-    added = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink, inputs.key_bias)
-    return hard and inputs.lengths is None and keys == rows and all(x is None for x in added)
+    sees_all = window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
+    terms = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink, inputs.key_bias)
+    return sees_all and inputs.lengths is None and keys == rows and all(x is None for x in terms)
 
 
 def full_causal(inputs: Inputs) -> Tensor:
@@ -128,9 +128,9 @@ def backward(
     g: Tensor, y: Tensor, lse: Tensor, inputs: Inputs, window: Window, fields: frozenset[str], *,
     segment_only: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of ``fields`` of ``inputs``; those of keys and values are summed over chunks in float32. ``g`` is
-    the output's gradient; ``y`` and ``lse`` are from ``forward``. With ``segment_only``, only the segment's keys and
-    values get gradients, ``[B, H, T, K]``."""
+    """Gradients of ``fields`` of ``inputs``; those of keys and values are summed over chunks in float32 or wider.
+    ``g`` is the output's gradient; ``y`` and ``lse`` are from ``forward``. With ``segment_only``, only the segment's
+    keys and values get gradients, ``[B, H, T, K]``."""
     q, k, v = _cast_like_queries(inputs)
     g = g.contiguous()
     engine, gradients = ENGINES[q.device.type], {}
@@ -221,10 +221,10 @@ def _calls(
     bias = table = inputs.bias  # table [H, n] is added to the scores of columns
     slope = None
     if inputs.z is not None:
-        z, most = inputs.z.detach(), max(window.max_keys)
-        table = plain.soft_mask(z, window.ramp, most).log()
+        z, n_distances = inputs.z.detach(), max(window.max_keys)
+        table = plain.soft_mask(z, window.ramp, n_distances).log()
         table = table if bias is None else table + bias
-        slope = plain.ramp_slope(z, window.ramp, most) if needs_slopes else None
+        slope = plain.ramp_slope(z, window.ramp, n_distances) if needs_slopes else None
     for (max_keys, keys), heads in group_heads(zip(window.max_keys, inputs.key_counts(), strict=True)):
         of_heads = [None if x is None else x[heads, :max_keys] for x in (table, bias, slope)]
         masks: dict[tuple[int, int], tuple] = {}
@@ -248,5 +248,5 @@ def _span_gradient(g, q, k, v, y, lse, bias: Tensor | None, slope: Tensor) -> Te
     scores = (scores if bias is None else scores + bias) - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
     # A key with m = 0 may have a score above the log-sum-exp.
     weights = scores.clamp(max=plain.max_exponent(lse.dtype)).exp().masked_fill(slope == 0, 0) * slope
-    reward = (g @ v.mT).to(lse.dtype) - (g * y).sum(-1, dtype=lse.dtype)[..., None]
-    return (weights * reward).sum(dim=(0, 2, 3))
+    dweights = (g @ v.mT).to(lse.dtype) - (g * y).sum(-1, dtype=lse.dtype)[..., None]
+    return (weights * dweights).sum(dim=(0, 2, 3))

@@ -31,8 +31,8 @@ def load(name: str, source: str) -> ctypes.CDLL | str:
     try:
         return ctypes.CDLL(str(_compile(name, source, compiler)))
     except subprocess.CalledProcessError as error:
-        first = next(iter((error.stderr or "").strip().splitlines()), error)
-        return f"a C++ compiler that fails ({compiler[0]}: {first})"
+        first_line = next(iter((error.stderr or "").strip().splitlines()), error)
+        return f"a C++ compiler that fails ({compiler[0]}: {first_line})"
     except (OSError, RuntimeError) as error:  # RuntimeError if the user has no home folder
         return f"a C++ kernel that cannot be built ({error})"
 

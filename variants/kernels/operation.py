@@ -32,14 +32,14 @@ MODULES: dict[str, ModuleType] = {"fused": fused, "kernel": triton_window}
 
 
 def attend(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, window: Window, *, segment: Sequence[Tensor | None] = (), **added
+    backend: str, q: Tensor, k: Tensor, v: Tensor, window: Window, *, segment: Sequence[Tensor | None] = (), **options
 ) -> Tensor:
     """Compute ``window.attend`` by ``fused`` or ``kernel``.
 
     Args:
         segment: the segment's keys and values ``[B, H, T, K]``, equal to the last T of ``k`` and ``v``, and its key
             biases, if any. Then these get gradients, and ``k`` and ``v`` get none."""
-    inputs = Inputs.from_call(q, k, v, window, **added)
+    inputs = Inputs.from_call(q, k, v, window, **options)
     named = inputs._asdict() | dict(zip(SEGMENT_NAMES, segment, strict=False))
     rate = named.pop("dropout")
     tensors = {n: x for n, x in named.items() if x is not None and (rate or n != "seed")}

@@ -52,7 +52,7 @@ template <class T> struct Finder {
 
   int64_t padded_size = 0;  // of keys, padded with the lowest integer
 
-  int64_t at_least(const std::vector<Key>& among, Key bound, int64_t size) const {
+  int64_t count_at_least(const std::vector<Key>& among, Key bound, int64_t size) const {
     Keys count = {};
     for (int64_t i = 0; i < size; i += LANES) count -= *(const Keys*)&among[i] >= bound;
     int64_t sum = 0;
@@ -60,8 +60,8 @@ template <class T> struct Finder {
     return sum;
   }
 
-  // Set ``indices`` of the k largest of ``size`` scores, in ascending order, and ``selected``, their keys. Of the scores
-  // that equal the k-th largest, those of lower ``priority`` are selected.
+  // Set ``indices`` to those of the k largest of ``size`` scores, lowest index first, and ``selected`` to their keys.
+  // Of scores equal to the k-th largest, those with the lowest ``priority`` are selected.
   void find(const T* scores, const int64_t* priority, int64_t size, int64_t k) {
     padded_size = (size + LANES - 1) / LANES * LANES;
     keys.assign(padded_size, std::numeric_limits<Key>::min());
@@ -70,7 +70,7 @@ template <class T> struct Finder {
     int64_t count = size;  // number of keys from low on; at least k
     while (count > k && low < high) {
       const Key middle = Key(Unsigned(low) + (Unsigned(high) - Unsigned(low)) / 2 + 1);
-      const int64_t upper_count = at_least(keys, middle, padded_size);
+      const int64_t upper_count = count_at_least(keys, middle, padded_size);
       if (upper_count >= k)
         low = middle, count = upper_count;
       else
@@ -98,7 +98,7 @@ template <class T> struct Finder {
     std::fill(selected.begin() + k, selected.begin() + size, std::numeric_limits<Key>::min());
     sorted.assign(k, 0);
     for (int64_t i = 0; i < k; ++i) {
-      int64_t rank = selected[i] == std::numeric_limits<Key>::max() ? 0 : at_least(selected, selected[i] + 1, size);
+      int64_t rank = selected[i] == std::numeric_limits<Key>::max() ? 0 : count_at_least(selected, selected[i] + 1, size);
       for (int64_t j = 0; j < i; ++j) rank += selected[j] == selected[i];
       sorted[rank] = indices[i];
     }
@@ -117,7 +117,7 @@ void search(const T* scores, int64_t* slots, T* sums, int64_t heads, int64_t que
 #pragma omp parallel num_threads(threads)
   {
     Finder<T> rows, columns, top;
-    std::vector<T> added(pairs);
+    std::vector<T> pair_sums(pairs);
     std::vector<int64_t> pair_slots(pairs);
 #pragma omp for
     for (int64_t n = 0; n < queries; ++n)
@@ -127,12 +127,12 @@ void search(const T* scores, int64_t* slots, T* sums, int64_t heads, int64_t que
         columns.find(half1, priority.data(), size, ranks), columns.sort(ranks);
         for (int64_t p = 0; p < pairs; ++p) {
           const int64_t row = rows.sorted[first[p]], column = columns.sorted[second[p]];
-          added[p] = half0[row] + half1[column], pair_slots[p] = row * size + column;
+          pair_sums[p] = half0[row] + half1[column], pair_slots[p] = row * size + column;
         }
-        top.find(added.data(), pair_slots.data(), pairs, k);
+        top.find(pair_sums.data(), pair_slots.data(), pairs, k);
         for (int64_t i = 0; i < k; ++i) {
           const int64_t p = top.indices[i], at = (n * heads + h) * k + i;
-          slots[at] = pair_slots[p], sums[at] = added[p];
+          slots[at] = pair_slots[p], sums[at] = pair_sums[p];
         }
       }
   }

@@ -27,11 +27,11 @@ def read_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -
     return F.embedding_bag(slots, values, mode="sum", per_sample_weights=weights, sparse=sparse)
 
 
-# torch.compile (2.13) fails on the shape of a sparse gradient, so this function is not compiled.
 _read_uncompiled = torch.compiler.disable(read_rows)
 
 
 def sum_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
+    """``read_rows``, not compiled if ``sparse``: torch.compile (2.13) fails on the shape of a sparse gradient."""
     return (_read_uncompiled if sparse else read_rows)(values, slots, weights, sparse=sparse)
 
 

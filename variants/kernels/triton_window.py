@@ -4,7 +4,7 @@ It uses the three facts of ``fused.py``. The soft mask is an additive bias, log 
 of one softmax are merged by their log-sum-exps. The gradient of a span is a sum over its ramp (1905.07799, 2.2).
 
     lse_t = log sum_x m_x exp(s_tx),   y_t = sum_x exp(s_tx + log m_x - lse_t) v_x
-    dL/ds_tx = a_tx (g_t . v_x - g_t . y_t),   dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) (..) / R
+    dL/ds_tx = a_tx d_tx,   dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) d_tx / R,   d_tx = g_t . (v_x - y_t)
 
 A program reads only the keys within its head's z + R. It reads z + R on the device, so that new spans neither
 recompile a kernel nor wait for the host. For q_t . p_x, with a vector p per distance, a block of queries is multiplied
@@ -87,9 +87,9 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     Each head has one span. Vectors or a constant bias are allowed, but not both, with a row or column for each of
     ``window.max_keys``."""
     q, z, n_distances = inputs.q, inputs.z, _n_distances(inputs)
-    assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), (q.dtype, z)
-    assert inputs.vectors is None or inputs.bias is None, "vectors and a bias"
-    assert not n_distances or n_distances >= max(window.max_keys), f"vectors or a bias of {n_distances} distances"
+    assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), f"{q.dtype} or z {z} is not supported"
+    assert inputs.vectors is None or inputs.bias is None, "vectors and a bias: only one of them is allowed"
+    assert not n_distances or n_distances >= max(window.max_keys), f"{n_distances} distances for {window.max_keys}"
     start = (None, None)
     if inputs.sink is not None:  # a sink is a part with output 0
         lse = (inputs.sink.float() * LOG2E).clamp(min=-1e30)[:, None].expand(q.shape[:3]).contiguous()
@@ -103,9 +103,8 @@ def backward(
     g: Tensor, y: Tensor, lse: Tensor, inputs: Inputs, window: Window, fields: frozenset[str], *,
     segment_only: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of ``fields`` of ``inputs``. ``g`` is
-    the output's gradient; ``y`` and ``lse`` are from ``forward``. With ``segment_only``, only the segment's keys and
-    values get gradients, ``[B, H, T, K]``."""
+    """Gradients of ``fields`` of ``inputs``. ``g`` is the output's gradient; ``y`` and ``lse`` are from ``forward``.
+    With ``segment_only``, only the segment's keys and values get gradients, ``[B, H, T, K]``."""
     softmax = {"g": g.to(y.dtype).contiguous(), "lse": lse, "delta": torch.empty_like(lse)}
     arguments, streams = _window_arguments(inputs, window), y.shape[0]
     gradients = _query_gradient(arguments, y, softmax, span="z" in fields, bias="query_bias" in fields)
@@ -139,9 +138,9 @@ def executed_flops(
         ramp_end = (inputs.z.detach() + window.ramp).tolist()  # waits for the device; no timed code counts FLOPs
     starts = range(0, rows, block)
     by_queries = by_keys = by_distances = 0
-    for h, (most, keys) in enumerate(zip(window.max_keys, inputs.key_counts(), strict=True)):
+    for h, (max_keys, keys) in enumerate(zip(window.max_keys, inputs.key_counts(), strict=True)):
         offset = keys - rows - window.shift
-        visible = most if ramp_end is None else max(0, min(most, math.floor(ramp_end[h]) + 1))
+        visible = max_keys if ramp_end is None else max(0, min(max_keys, math.floor(ramp_end[h]) + 1))
         for t0 in starts:  # as in _key_blocks
             first = max(offset + t0 - visible + 1, 0) // block
             by_queries += max(0, -(-(offset + min(t0 + block, rows)) // block) - first)
@@ -260,7 +259,7 @@ def _key_gradient(
     k = arguments["k"]
     dk, dv = (torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
     dbias = torch.empty(shape[:-1], dtype=torch.float32, device=k.device) if bias else None
-    arguments = arguments | key_gradient_options(arguments) | {"longest": longest, "OWN": segment_only}
+    arguments = arguments | key_gradient_options(arguments) | {"longest": longest, "SEGMENT_ONLY": segment_only}
     arguments |= {"dk": dk, "dv": dv, "dkey_bias": dbias}
     _kernels().key_gradient[_grid(arguments, longest)](**softmax, **arguments)
     return {"k": dk, "v": dv, "key_bias": dbias}
@@ -278,7 +277,7 @@ def _vector_gradient(arguments: dict, softmax: dict) -> Tensor:
 
 
 def _grid(arguments: dict, rows: int) -> tuple[int, int]:
-    """One program per stream, block of rows and head. Programs of a head start in a row, the longest head first."""
+    """One program per stream, block of rows and head. Programs of a head are consecutive; the longest head is first."""
     streams, heads = arguments["q"].shape[:2]
     return streams * -(-rows // arguments["BLOCK"]), heads
 

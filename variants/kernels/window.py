@@ -10,7 +10,7 @@ with a soft mask m in [0, 1] (1905.07799, 2.2), and scores p and values u of per
 (1907.01470, 3.1). The softmax has no epsilon: the output of a query that sees no key is 0. At kinks of m the gradient
 is that of torch.clamp.
 
-``fused.py`` computes the same without a score matrix in memory."""
+The other backends compute the same in less memory."""
 
 import math
 from functools import partial
@@ -28,7 +28,7 @@ class Window(NamedTuple):
 
     max_keys: tuple[int, ...]  # the largest number of keys that each head may see; other past keys are never read
     shift: int = 0  # 0 if a query sees itself, else 1
-    z: Tensor | None = None  # spans in keys, [H] or [B, H, T]; None for a hard window, equal for all heads
+    z: Tensor | None = None  # spans in keys, [H] or [B, H, T]; None for a hard window of equal ``max_keys``
     ramp: int = 0  # R, keys over which the soft mask falls from 1 to 0
     max_keys_tensor: Tensor | None = None
     """int64 ``[H]`` on the CPU, at most ``max_keys``, which it replaces in a compiled graph, so that new spans do not
@@ -108,10 +108,10 @@ class Inputs(NamedTuple):
 
     @classmethod
     def from_call(
-        cls, q: Tensor, k: Tensor, v: Tensor, window: Window, *, persistent: Persistent | None = None, **added
+        cls, q: Tensor, k: Tensor, v: Tensor, window: Window, *, persistent: Persistent | None = None, **options
     ) -> "Inputs":
         """Inputs from the arguments of ``attend``."""
-        return cls(q, k, v, window.z, *(persistent or (None, None, None)), **added)
+        return cls(q, k, v, window.z, *(persistent or (None, None, None)), **options)
 
     def key_counts(self) -> tuple[int, ...]:
         """L of each head."""
@@ -291,5 +291,5 @@ def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def max_exponent(dtype: torch.dtype) -> float:
-    """The largest exponent used: its exp is e^18, about 7e7, times smaller than the largest number of ``dtype``."""
+    """The largest exponent used: its exp times e^18, about 7e7, is at most the largest number of ``dtype``."""
     return math.floor(math.log(torch.finfo(dtype).max)) - 18.0

@@ -1,4 +1,4 @@
-// Attention over a window of the past for CPUs: exact per head and per row, no score matrix in memory.
+// Attention over a window of the past for CPUs, without a score matrix in memory.
 //
 //   s_tx = q_t . (k_x + p_x) + b_x + c_x - d_t
 //   a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(r_t . e_n))
@@ -38,7 +38,7 @@ template <> struct Simd<float> {
   typedef float Vector __attribute__((vector_size(BYTES)));
   typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4)));
   typedef int32_t Bits __attribute__((vector_size(BYTES)));
-  static constexpr float ROUND = 12582912.0f, LOWEST = -87.0f, HIGHEST = 70.0f;  // 1.5 * 2^23
+  static constexpr float ROUND = 12582912.0f, LOWEST = -87.0f, HIGHEST = 70.0f;  // ROUND: 1.5 * 2^23
   static constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
   static constexpr int MANTISSA = 23, DEGREE = 7;
 };
@@ -46,7 +46,7 @@ template <> struct Simd<double> {
   typedef double Vector __attribute__((vector_size(BYTES)));
   typedef double Unaligned __attribute__((vector_size(BYTES), aligned(8)));
   typedef int64_t Bits __attribute__((vector_size(BYTES)));
-  static constexpr double ROUND = 6755399441055744.0, LOWEST = -708.0, HIGHEST = 691.0;  // 1.5 * 2^52
+  static constexpr double ROUND = 6755399441055744.0, LOWEST = -708.0, HIGHEST = 691.0;  // ROUND: 1.5 * 2^52
   static constexpr double LN2_HIGH = 0.693145751953125, LN2_LOW = 1.42860682030941723212e-6;
   static constexpr int MANTISSA = 52, DEGREE = 13;
 };
@@ -65,8 +65,8 @@ template <class T> inline Vector<T> exponential(Vector<T> x) {
   using S = Simd<T>;
   const typename S::Bits is_zero = x <= S::LOWEST;
   x = x > S::HIGHEST ? x * 0 + S::HIGHEST : x;  // a NaN stays a NaN
-  const Vector<T> turns = x * T(1.44269504088896340736) + S::ROUND;
-  const Vector<T> n = turns - S::ROUND;
+  const Vector<T> shifted = x * T(1.44269504088896340736) + S::ROUND;
+  const Vector<T> n = shifted - S::ROUND;
   const Vector<T> r = (x - n * S::LN2_HIGH) - n * S::LN2_LOW;
   double factorial = 1;
   for (int k = 2; k <= S::DEGREE; ++k) factorial *= k;
@@ -76,7 +76,7 @@ template <class T> inline Vector<T> exponential(Vector<T> x) {
     factorial /= k;
     sum = sum * r + T(1 / factorial);
   }
-  return (Vector<T>)(((typename S::Bits)sum + ((typename S::Bits)turns << S::MANTISSA)) & ~is_zero);
+  return (Vector<T>)(((typename S::Bits)sum + ((typename S::Bits)shifted << S::MANTISSA)) & ~is_zero);
 }
 
 template <class T> inline T largest(Vector<T> x) {
@@ -143,7 +143,7 @@ struct Call {
   // [H, n + 2 PAD]: term added to scores, m, and dm/dz.
   const void *table, *mask, *slope;
   // p [n + 2 PAD, Kp], padded with zeros; and the same in panels.
-  const void *vectors, *vectors_turned;
+  const void *vectors, *vector_panels;
   int64_t* flops;  // FLOPs of the executed products are added to it
   // [H, N, K], [H, N, K], [n, K], [H].
   void *dextra_k, *dextra_v, *dvectors, *dz;
@@ -166,7 +166,7 @@ template <class T> At<T> at(const Rows* heads, long b, long h) {
   return heads ? At<T>{(T*)heads[h].start + b * heads[h].stream, heads[h].row} : At<T>{nullptr, 0};
 }
 
-// Memory that tasks and calls use again, because allocating pages costs more than most of the computation.
+// Memory that tasks and calls use again, because the allocation of pages is slow.
 template <class T> struct Buffer {
   std::vector<T> memory;
   T* sized(long size) {
@@ -181,7 +181,7 @@ template <class T> struct Buffer {
 
 // Buffers of one thread, for the two parts of the softmax; ``sums`` over tasks are those of the calling thread.
 template <class T> struct Buffers {
-  Buffer<T> k[2], v[2], k_turned[2], v_turned[2], dk[2], dv[2], sums[3], key_bias;
+  Buffer<T> k[2], v[2], k_panels[2], v_panels[2], dk[2], dv[2], sums[3], key_bias;
   static Buffers& of_thread() {
     static thread_local Buffers buffers;
     return buffers;
@@ -190,9 +190,9 @@ template <class T> struct Buffers {
 
 // One part of the softmax: keys that row t sees from max(0, last(t) - columns + 1) to last(t).
 template <class T> struct Part {
-  long keys = 0, columns = 0, base = 0, flat = 0;
+  long keys = 0, columns = 0, base = 0, flat = 0;  // base: last(0); columns, flat: as in Call, for this head
   bool all = false;                // whether every row sees every key
-  T *k, *v, *k_turned, *v_turned;  // [keys, Kp], and in panels
+  T *k, *v, *k_panels, *v_panels;  // [keys, Kp], and in panels
   T *dk = nullptr, *dv = nullptr;  // [keys, Kp]
   long first_gradient = 0;         // first key with a gradient
   const T *table = nullptr, *mask = nullptr, *slope = nullptr;
@@ -315,12 +315,12 @@ template <class T> struct Worker {
       visit_rows(old, segment, past, low, high, [&](At<T> x, long b, long e, long at) { pack(x, b, e, to + at * Kp); });
       return to;
     };
-    part.k_turned = panels(buffers.k_turned[index], k_old, k);
+    part.k_panels = panels(buffers.k_panels[index], k_old, k);
     if (!backward) {
       part.v = rows(buffers.v[index], v_old, v);
       return;
     }
-    part.v_turned = panels(buffers.v_turned[index], v_old, v);
+    part.v_panels = panels(buffers.v_panels[index], v_old, v);
     part.k = rows(buffers.k[index], k_old, k);
     if (!gradients) return;
     part.dk = buffers.dk[index].zeroed(size);
@@ -393,7 +393,7 @@ template <class T> struct Worker {
   }
 
   void score(const Part<T>& part, const std::vector<T>& query, const Chunk& at) {
-    multiply_panels(query, part.k_turned, at.begin, scores.data(), LD, at.width);
+    multiply_panels(query, part.k_panels, at.begin, scores.data(), LD, at.width);
     if (part.all) {
       for (long i = 0; i < ROWS && !at.unmasked; ++i)
         std::fill(&scores[i * LD + at.n_keys], &scores[i * LD + at.width], -std::numeric_limits<T>::infinity());
@@ -402,7 +402,7 @@ template <class T> struct Worker {
     if (part.vectors) {
       const long begin = round_down(at.index - (ROWS - 1), LANES<T>), stride = LD + PAD;
       const long width = round_up(at.index + at.width - begin, LANES<T>);
-      multiply_panels(query, (const T*)c.vectors_turned, begin, by_distance.data(), stride, width);
+      multiply_panels(query, (const T*)c.vector_panels, begin, by_distance.data(), stride, width);
       for (long i = 0; i < ROWS; ++i) add(&scores[i * LD], &by_distance[i * stride + at.index - i - begin], at.width);
     }
     for (long i = 0; i < ROWS && !at.unmasked; ++i) add(&scores[i * LD], part.table + at.index - i, at.width);
@@ -504,7 +504,7 @@ template <class T> struct Worker {
       const T* delta) {
     chunks(part, t0, rows, [&](const Chunk& at) {
       score(part, query, at);
-      multiply_panels(g, part.v_turned, at.begin, dscores.data(), LD, at.width);
+      multiply_panels(g, part.v_panels, at.begin, dscores.data(), LD, at.width);
       differentiate(part, at, lse, delta);
       product<true>(dscores.data(), LD, 1, part.k + at.begin * Kp, dquery.data(), Kp, at.n_keys);
       if (part.vectors) differentiate_vectors(at, query, dquery);

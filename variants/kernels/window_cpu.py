@@ -1,8 +1,7 @@
 """The kernel backend of ``window.attend`` on a CPU: ``window_cpu.cpp``, compiled at its first use (``native.py``).
 
 torch sees two operations, ``windtunnel::window_forward`` and ``windtunnel::window_backward``. Each counts the FLOPs of
-the products that it executes, and returns them for torch's counter. ``_Call`` is the struct of arguments of the source.
-"""
+the products that it executes, and returns them for torch's counter. ``_Call`` mirrors the source's struct ``Call``."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,15 +19,15 @@ from variants.kernels.chunk_keys import ChunkKeys, chunk_key_gradients, merge_ch
 from variants.kernels.window import Inputs, PastKV, Window, merge_sink, ramp_slope, sink_gradient, soft_mask
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
-DIFFERENTIABLE = (*Inputs._fields[:8], "key_bias", "query_bias")
+DIFFERENTIABLE = (*Inputs._fields[:8], "key_bias", "query_bias")  # from q to vectors, and biases
 """Fields of ``Inputs`` that may have a gradient. Part i of the past is ``k_old{i}`` and ``v_old{i}``."""
-CHUNK_NAMES = ("chunk_k", "chunk_v", "chunk_added")
+CHUNK_NAMES = ("chunk_k", "chunk_v", "chunk_bias")
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
-    "extra_k extra_v lse columns flat order table mask slope vectors vectors_turned flops dextra_k dextra_v dvectors "
+    "extra_k extra_v lse columns flat order table mask slope vectors vector_panels flops dextra_k dextra_v dvectors "
     "dz key_bias query_bias dkey_bias dquery_bias"
 )
-SIZES = "streams heads rows width persistent distances shift threads biases"
+SIZES = "streams heads rows width persistent distances shift threads biases"  # as STRIDED and DENSE, fields of Call
 
 
 def obstacle() -> str | None:
@@ -50,7 +49,7 @@ def attend(
     *,
     past: Sequence[PastKV] = (),
     chunk_keys: ChunkKeys | None = None,
-    **added,
+    **options,
 ) -> Tensor:
     """Compute ``window.attend`` without dropout; ``z`` is ``[H]``, and the bias is a constant ``[H, n]``.
 
@@ -59,7 +58,7 @@ def attend(
         past: keys and values before the segment: parts of unequal length for different heads, with every head in one
             part; or empty. Their gradients are computed only if they are needed.
         chunk_keys: keys and values for each chunk of queries, in the same softmax."""
-    inputs, n_distances = Inputs.from_call(q, k, v, window, **added), max(window.max_keys)
+    inputs, n_distances = Inputs.from_call(q, k, v, window, **options), max(window.max_keys)
     for name, x in (("vectors", inputs.vectors), ("bias", None if inputs.bias is None else inputs.bias.mT)):
         if x is not None and len(x) < n_distances:
             raise ValueError(f"{name} has {len(x)} distances: window.max_keys needs {n_distances}")
@@ -120,7 +119,7 @@ class _Attend(torch.autograd.Function):
         gradients = dict(zip(gradient_names, computed_gradients, strict=True))
         if CHUNK_NAMES[0] in named and needed & {"q", *CHUNK_NAMES}:
             chunk_keys = ChunkKeys(*(named[name] for name in CHUNK_NAMES))
-            dq, of_chunks = chunk_key_gradients(g, y, lse, named["q"], chunk_keys, added=CHUNK_NAMES[2] in needed)
+            dq, of_chunks = chunk_key_gradients(g, y, lse, named["q"], chunk_keys, bias=CHUNK_NAMES[2] in needed)
             gradients |= dict(zip(CHUNK_NAMES, of_chunks, strict=True))
             if "q" in gradients:
                 gradients["q"] = gradients["q"] + dq
@@ -184,7 +183,7 @@ def _executed_flops(*_, out_val) -> int:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """An empty tensor like ``x``. Four dimensions are ``[B, T, H, K]`` in memory, so that heads join without a copy."""
+    """An empty tensor like ``x``. If ``[B, H, T, K]``, it is ``[B, T, H, K]`` in memory: heads join without a copy."""
     if x.dim() < 4:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
@@ -199,7 +198,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """The struct ``Call`` of the source; ``alive`` has the tensors whose memory it points to."""
+    """The struct ``Call`` of the source; ``alive`` holds the tensors to whose memory it points."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in SIZES.split()),
@@ -266,7 +265,7 @@ def _call(
     if vectors is not None:
         pad, lanes = _library().window_pad(), _library().window_bytes() // q.dtype.itemsize
         padded = F.pad(vectors.flip(0), (0, -call.width % lanes, pad, pad + -len(vectors) % lanes))
-        call.set_pointers(vectors=padded, vectors_turned=padded.unflatten(0, (-1, lanes)).mT)  # panels
+        call.set_pointers(vectors=padded, vector_panels=padded.unflatten(0, (-1, lanes)).mT)
     return call
 
 
@@ -278,7 +277,7 @@ def _tables(
     bias and with m = 1."""
     flat, pad = torch.tensor(visible_keys), _library().window_pad()
     shape = len(visible_keys), n_distances
-    added = torch.zeros(shape, dtype=dtype) if bias is None else bias[:, :n_distances].to(dtype)
+    terms = torch.zeros(shape, dtype=dtype) if bias is None else bias[:, :n_distances].to(dtype)
     tables = {}
     if z is not None:
         mask = soft_mask(z.detach(), ramp, n_distances).to(dtype)
@@ -289,8 +288,8 @@ def _tables(
             flat = torch.minimum(flat, (slope.cumsum(1) == 0).sum(1))
             tables = {"mask": (mask, 0.0), "slope": (slope, 0.0)}
         else:
-            added = added + mask.log()
+            terms = terms + mask.log()
     hidden = torch.arange(n_distances) >= flat.new_tensor(visible_keys)[:, None]
-    tables["table"] = (added.masked_fill(hidden, -torch.inf), -torch.inf)
+    tables["table"] = (terms.masked_fill(hidden, -torch.inf), -torch.inf)
     padded = {name: F.pad(table.flip(-1), (pad, pad), value=padding) for name, (table, padding) in tables.items()}
     return padded | {"flat": flat if bias is None else torch.zeros_like(flat)}
