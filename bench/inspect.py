@@ -125,7 +125,7 @@ def layer_names(names: Iterable[str]) -> list[str]:
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """Distances ``[H]`` in bytes within which the later half of queries has a ``share`` of its weights ``[H, T, T]``."""
+    """Distances ``[H]`` in bytes that hold a ``share`` of the weights ``[H, T, T]`` of the later half of queries."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
     mass = np.stack([np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps])
