@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GENERATED_DATA = {"sweep=recall", "sweep=skills"}
 """Sweeps whose corpora are generated, so that their runs have no ``data.path``."""
 LR_FACTOR = "++variant.lr_scale.muon"
-"""The key that ``sweep=rates`` varies: Muon's learning rate as a factor of ``optim.lr``."""
+"""The key that ``sweep=rates`` varies: the factor of ``optim.lr`` with ``optim=muon``."""
 MIN_FACTORS = 3  # a mechanism's grid is extended only after training with so many factors
 COUNTED_EXIT_CODES = (0, BUG, Diverged.exit_code)
 """A run that ends with one of these exit codes gets a row. After any other code its cell is trained again."""
