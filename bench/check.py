@@ -15,8 +15,8 @@ If the configuration or the model cannot be built, the mechanism refuses the com
 If it refuses all combinations, the exit code is 2.
 
 With a ``runtime.device`` other than a CPU, or ``agree=true``, one more line compares the device with plain PyTorch in
-float64 on a CPU: logits and gradients of a model with few layers, computed as ``train.py`` would. The contract of a
-device other than a CPU is checked in plain PyTorch, because the CPU's kernels are not the device's. ``-m`` checks
+float64 on a CPU: logits and gradients of a model with few layers, computed as ``train.py`` would. With a device other
+than a CPU, the contract is checked in plain PyTorch on the CPU, whose kernels are not the device's. ``-m`` checks
 several settings: ``-m runtime.backend=plain,kernel runtime.precision=float32,bfloat16``."""
 
 import copy

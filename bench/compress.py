@@ -33,7 +33,7 @@ STREAM_BYTES = 4096  # default length of a stream: longer than most models' cont
 SAME_AS_ENCODER = (
     "decode with the run, code, torch, machine, threads, environment, precision and backend of the encoder"
 )
-UNIFORM = np.arange(1, 257) << (BITS - 8)  # running sums of equal frequencies: 8 bits for each byte
+UNIFORM = np.arange(1, 257) << (BITS - 8)  # cumulative frequencies of 256 equally frequent bytes: 8 bits for each
 SPLIT = Literal["train", "valid", "test"]
 MAGIC, FILE_KEYS = b"AWT1", ("bytes", "sha256", "streams", "checksum")
 CONDITIONS = ("weights", "source", "device", "device_kind", "instruction_set", "threads", "precision", "backend")

@@ -18,7 +18,7 @@ from harness.record.rows import EVALUATIONS, FAILED, RECORD, SUMMARY, read_accep
 from harness.record.schema import BENCH_COMMANDS, flatten, is_number, schema_of_run_row, shorten, violation
 
 SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
-MAX_REASONS, MAX_ERROR_LENGTH = 5, 300  # for one file
+MAX_REASONS, MAX_ERROR_LENGTH = 5, 300  # reasons shown for one file; characters shown of a failed run's error
 SAME_RUN_KEYS = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
 """Keys in which the record and the summary of a run must be equal."""
 TEXT_KEYS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
@@ -55,7 +55,7 @@ def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
 
 
 def read_folders(folders: Sequence[Path]) -> Rows:
-    """Read all rows in the folders and below them; ValueError for a missing folder, or if no file has rows."""
+    """Read all rows in the folders and below them; ValueError for a missing folder, or without any file of rows."""
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder}: must be a folder with runs ({RECORD}) or rows ({ROWS})")

@@ -123,7 +123,7 @@ def _cost_notes(rows: Sequence[dict]) -> list[str]:
         elif row["row"].get("interleaved") is False:
             timed_singly.append(name)
     if timed_singly:
-        notes.append(f"Not timed in turn with the other rows of its length: {join_words(timed_singly)}.")
+        notes.append(f"Not timed in turn with the other rows of the same length: {join_words(timed_singly)}.")
     peaks = sorted({row["utilisation.peak_flops_per_s"] for row in rows if "utilisation.peak_flops_per_s" in row})
     if peaks:
         notes.append(f"The device's dense peak is {join_words(f'{peak / 1e12:g}' for peak in peaks)} TFLOP/s.")

@@ -16,7 +16,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """The mean of ``n`` paired differences. ``half_width`` and ``p`` are None for one pair."""
+    """The mean of ``n`` numbers, such as paired differences. ``half_width`` and ``p`` are None for ``n`` = 1."""
 
     n: int
     mean: float
@@ -25,7 +25,7 @@ class Paired:
 
 
 def paired(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> Paired:
-    """The mean of one or more differences of matched pairs, with its interval."""
+    """The mean of one or more numbers, such as differences of matched pairs, with its interval."""
     n = len(differences)
     mean = math.fsum(differences) / n
     if n == 1:
