@@ -59,7 +59,7 @@ class CostWorker:
     """Makes one measurement per method, called in this order: ``identity``, ``build``, the methods named by ``memory``,
     and the others, whose freed blocks would raise a peak. ``timed`` names the quantities of ``times``, in order."""
 
-    kind = "cost"
+    kind = "cost"  # of its rows
     memory = ("inference_memory", "train_memory")
     timed = ("train", "evaluate", "generate")
 

@@ -79,9 +79,9 @@ def mean_text(numbers: pd.Series) -> str:
     return _paired_text(paired(numbers.tolist()), form=".4f")
 
 
-def _paired_text(mean: Paired, *, form: str) -> str:
-    interval = "(n=1)" if mean.half_width is None else f"± {mean.half_width:.4f}"
-    return f"{mean.mean:{form}} {interval}"
+def _paired_text(estimate: Paired, *, form: str) -> str:
+    interval = "(n=1)" if estimate.half_width is None else f"± {estimate.half_width:.4f}"
+    return f"{estimate.mean:{form}} {interval}"
 
 
 def reference_difference(runs: pd.DataFrame, variant: str) -> Paired | None:
@@ -95,8 +95,8 @@ def reference_difference(runs: pd.DataFrame, variant: str) -> Paired | None:
 
 def reference_difference_text(runs: pd.DataFrame, variant: str) -> str:
     """``-0.0070 ± 0.0031``; ``-0.0070 (n=1)`` for one seed; empty where ``reference_difference`` is None."""
-    mean = reference_difference(runs, variant)
-    return "" if mean is None else _paired_text(mean, form="+.4f")
+    difference = reference_difference(runs, variant)
+    return "" if difference is None else _paired_text(difference, form="+.4f")
 
 
 def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
@@ -163,18 +163,18 @@ def bits_table(runs: pd.DataFrame) -> str:
 
 
 def context_table(runs: pd.DataFrame) -> str:
-    """Bits per byte of test by bytes of context, means over seeds."""
+    """A table of bits per byte on test by bytes of context, means over seeds."""
     means = {}
     for name, group in by_variant(runs):
-        curves = [{_range_text(bin): bin["bits_per_byte"] for bin in curve} for curve in group["context"].dropna()]
+        curves = [{_context_text(x): x["bits_per_byte"] for x in curve} for curve in group["context"].dropna()]
         if curves:
             means[f"`{name}`"] = pd.DataFrame(curves).mean()
     ranges = list(next(iter(means.values())).index) if means else []
     return mechanism_table({name: mean.reindex(ranges).map("{:.3f}".format) for name, mean in means.items()}, ranges)
 
 
-def _range_text(bin: dict) -> str:
-    low, high = bin["from_bytes"], bin["to_bytes"]
+def _context_text(entry: dict) -> str:
+    low, high = entry["from_bytes"], entry["to_bytes"]
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
@@ -192,15 +192,15 @@ def claims_table(runs: pd.DataFrame) -> str:
             verdict, interval = judge(scored, expected=part["expected"], margin=margin)
             n = f"{len(scored)}, {all_seeds.isna().sum()} without a score" if all_seeds.hasnans else len(scored)
             names = f"`{part['variant']}`, `{part['baseline']}`"
-            parts.append(["", names, part["measure"], _range_of(part["expected"], margin), n, interval, verdict])
+            parts.append(["", names, part["measure"], _expected_text(part["expected"], margin), n, interval, verdict])
             verdicts.append(verdict)
-        whole = next((verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS)
-        rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{whole}**"], *parts]
+        overall = next((verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS)
+        rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{overall}**"], *parts]
     return markdown_table(CLAIM_HEADINGS, rows, left=4)
 
 
-def _range_of(expected: str, margin: float) -> str:
-    """``below 0``, ``below 0.02`` or ``-10 to 10``."""
+def _expected_text(expected: str, margin: float) -> str:
+    """The expected range: ``below 0``, ``below 0.02`` or ``-10 to 10``."""
     return f"-{margin:g} to {margin:g}" if expected == "equal" else f"below {margin:g}"
 
 
@@ -218,13 +218,13 @@ def judge(differences: list[float], *, expected: str, margin: float) -> tuple[st
     range. ``FAILS``: it lies outside. ``UNDECIDED``: neither. ``TOO_FEW``: fewer than ``MIN_SEEDS`` differences."""
     if len(differences) < 2:
         return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
-    mean = paired(differences)
-    low, high = mean.mean - mean.half_width, mean.mean + mean.half_width
+    estimate = paired(differences)
+    low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
     min_expected = -margin if expected == "equal" else float("-inf")
     verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
     if min_expected < low and high < margin:
         verdict = HOLDS
-    return verdict if mean.n >= MIN_SEEDS else TOO_FEW, _paired_text(mean, form="+.4f")
+    return verdict if estimate.n >= MIN_SEEDS else TOO_FEW, _paired_text(estimate, form="+.4f")
 
 
 def recall_table(runs: pd.DataFrame) -> str:
@@ -262,7 +262,7 @@ def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def learning_rate_table(path: Path) -> str:
-    """Bits per byte of valid by learning rate factor; the best factor of each mechanism is bold."""
+    """A table of bits per byte on valid by learning rate factor; the best score of each mechanism is bold."""
     scores, cells = scores_by_factor(path), {}
     for name, bits in scores.items():
         best = min(bits, key=bits.get)

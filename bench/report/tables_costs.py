@@ -54,7 +54,7 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
 
 
 def peer_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each call of the command, the fastest first. Rows of several calls never share a table."""
+    """A table for each call of ``bench.peers``, its fastest row first. Rows of several calls never share a table."""
 
     def table_key(row: dict) -> Hashable:
         call = (row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to"))
