@@ -4,4 +4,4 @@ from pathlib import Path
 
 import harness  # noqa: F401 - sets environment variables that torch reads when it is loaded
 
-CONF = str(Path(__file__).resolve().parent.parent / "conf")
+CONF = str(Path(__file__).resolve().parent.parent / "conf")  # the folder of the configuration

@@ -1,7 +1,8 @@
 """Arithmetic coding in integers, from symbols to bytes and back.
 
-Each symbol narrows an interval to its share of it. Shares are frequencies out of 2^24, so a symbol of frequency f costs
-24 - log2(f) bits. The interval's width has at least 48 bits, so that rounding costs less than 2^-23 bits a symbol."""
+Each symbol narrows an interval to a part in proportion to the symbol's frequency. The frequencies of all symbols sum to
+2^24, so a symbol of frequency f costs 24 - log2(f) bits. The interval's width, before a symbol narrows it, is at least
+2^48, so that rounding costs less than 2^-23 bits a symbol."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,26 +13,25 @@ from torch import Tensor
 
 BITS = 24
 TOTAL = 1 << BITS  # the sum of all symbols' frequencies
-ESCAPE = 1 << 12
-"""Frequency of the escape symbol before a byte that the vocabulary lacks: 12 bits; other symbols take 0.0004 more."""
-_WORD = 64
-_MIN_WIDTH = 1 << 48  # in a narrower interval, the first byte is settled
+ESCAPE = 1 << 12  # frequency of the symbol before a byte that the vocabulary lacks: 12 bits
+_WORD = 64  # bits of the interval's start
+_MIN_WIDTH = 1 << 48  # a narrower interval is widened by 8 bits, and its start's highest byte is written
 
 
 class Coder(Protocol):
-    """The method that encoder and decoder share, so that one loop can use either."""
+    """The interface of encoder and decoder, so that one loop can use either."""
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
-        """Write ``symbol`` (an encoder), or ignore it and read a symbol (a decoder); return the symbol. ``ends`` are
-        the running sums of all symbols' frequencies, int64, of which the last is ``TOTAL``."""
+        """An encoder writes ``symbol``; a decoder ignores it and reads one. Both return the symbol. ``ends`` are the
+        cumulative frequencies, int64: entry i is the sum for symbols 0 to i, and the last entry is ``TOTAL``."""
 
 
 class Encoder:
     """Encodes symbols as bytes."""
 
     def __init__(self):
-        self._low, self._width = 0, 1 << _WORD  # the interval, without the settled bytes before it
-        self._settled = bytearray()  # bytes that the rest of the code can change only by a carry
+        self._low, self._width = 0, 1 << _WORD  # start and width of the interval, without the bytes in _settled
+        self._settled = bytearray()  # bytes that only a carry can still change
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
         start = int(ends[symbol - 1]) if symbol else 0
@@ -46,7 +46,7 @@ class Encoder:
         return symbol
 
     def finish(self) -> bytes:
-        """The code, in the fewest bytes that lie in the interval when zeros follow them, as the decoder reads it."""
+        """The code. It ends with the fewest bytes that lie in the interval, if zeros follow, as the decoder assumes."""
         for size in range(_WORD // 8 + 1):
             unit = 1 << (_WORD - 8 * size)
             rounded = -(-self._low // unit) * unit
@@ -57,7 +57,7 @@ class Encoder:
         return bytes(self._settled) + self._low.to_bytes(_WORD // 8, "big")[:size]
 
     def _carry(self) -> None:
-        """Move the carry out of the word into the settled bytes."""
+        """Add a carry out of the word to the settled bytes."""
         if self._low >> _WORD:
             self._low &= (1 << _WORD) - 1
             index = len(self._settled) - 1
@@ -72,14 +72,14 @@ class Decoder:
 
     def __init__(self, code: bytes):
         self._bytes, self._width = iter(code), 1 << _WORD
-        self._offset = 0  # of the code within the interval
+        self._offset = 0  # the code as a number, minus the interval's start
         for _ in range(_WORD // 8):
             self._read()
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
         unit = self._width >> BITS
-        share = min(self._offset // unit, TOTAL - 1)  # larger only for bytes that no encoder wrote
-        symbol = int(np.searchsorted(ends, share, side="right"))
+        target = min(self._offset // unit, TOTAL - 1)  # the quotient is larger only for bytes that no encoder wrote
+        symbol = int(np.searchsorted(ends, target, side="right"))
         start = int(ends[symbol - 1]) if symbol else 0
         self._offset -= unit * start
         self._width = unit * (int(ends[symbol]) - start)
@@ -93,8 +93,8 @@ class Decoder:
 
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
-    """Integer frequencies, int64 ``[S, V + 1]``, of ``probabilities``, float64 ``[S, V]``, each at least 1. A row sums
-    to ``TOTAL``; the likeliest symbol gets what rounding down leaves. The last column is ``escape``, which may be 0."""
+    """Integer frequencies, int64 ``[S, V + 1]``, of ``probabilities``, float64 ``[S, V]``. Each is at least 1, except
+    the last column, ``escape``, which may be 0. A row sums to ``TOTAL``: the remainder is added to its largest."""
     available = TOTAL - escape - probabilities.shape[1]
     counts = 1 + (probabilities * available).long()
     remainder = TOTAL - escape - counts.sum(dim=1, keepdim=True)

@@ -2,22 +2,22 @@
 
 A promise is one property that the contract demands, such as causality. Promises are checked on a small model of the
 variant, with the sizes of ``small`` in its YAML, in every combination of three choices: the position schemes on Hydra's
-search path, ``model.cache`` and ``model.attend_self``. All promises are checked with the fast backend, if
-there is one; one of them is that it agrees with the plain one. Every second combination checks them with the plain
-backend as well; if no choice is typed, these cover every pair of choices. Then causality, reach and segment cuts are
-checked at the sizes that ``train.py`` would use with the same words.
+search path, ``model.cache`` and ``model.attend_self``. Each combination is checked with the fast backend, if there is
+one, which must also agree with the plain backend. Every second combination is checked with the plain backend as well;
+if no choice is typed, these combinations cover every pair of choices. Then causality, reach and segment cuts are
+checked at the sizes that ``train.py`` would use with the same overrides.
 
 A choice that is typed does not vary: ``position=relative`` (or any key of ``position``), ``model.cache=hidden``,
-``model.attend_self=false``, ``runtime.backend=plain``, or ``recipe=..``, which fixes the first three.
+``model.attend_self=false``, ``runtime.backend=plain``, or ``recipe=..``, which fixes position, cache and attend_self.
 
-Each combination prints a line, and a line for each broken promise. If there is any, the exit code is 1. A ValueError
-while the model is built means that the mechanism refuses the combination, which prints a line. If it refuses all of
-them, the exit code is 2.
+Each combination prints a line, followed by a line for each broken promise. If a promise is broken, the exit code is 1.
+If the configuration or the model cannot be built, the mechanism refuses the combination, and its line gives the reason.
+If it refuses all combinations, the exit code is 2.
 
-With a ``runtime.device`` other than a CPU, one more line compares the device with plain PyTorch in float64 on a CPU:
-logits and gradients of a model with few layers, computed as ``train.py`` would. ``-m`` runs several settings, such as
-``-m runtime.backend=plain,kernel runtime.precision=float32,bfloat16``. The contract itself is then checked in plain
-PyTorch, because the CPU's kernels are not the device's."""
+With a ``runtime.device`` other than a CPU, or ``agree=true``, one more line compares the device with plain PyTorch in
+float64 on a CPU: logits and gradients of a model with few layers, computed as ``train.py`` would. With a device other
+than a CPU, the contract is checked in plain PyTorch on the CPU, whose kernels are not the device's. ``-m`` checks
+several settings: ``-m runtime.backend=plain,kernel runtime.precision=float32,bfloat16``."""
 
 import copy
 import functools
@@ -39,12 +39,12 @@ from harness.compose.cli import MISTAKES, explain, run_command
 COMMAND_KEYS = ("agree",)
 LIMITATION = "Only a reference, as in tests/reference, shows whether a mechanism computes what its paper says."
 BROKEN: list[str] = []
-"""Names of variants that broke a promise, or whose device disagrees. If there are any, the exit code is 1 after the
-last job of a sweep."""
+"""Names of variants that broke a promise, or that a device computes wrongly. If there are any, the exit code is 1,
+after the last job of a sweep."""
 
 
 class Combination(NamedTuple):
-    """Choices as typed. ``backend`` is empty if the mechanism refuses the others."""
+    """The choices, as one would type them. ``backend`` is empty if the mechanism refuses the combination."""
 
     position: str
     cache: str
@@ -78,14 +78,14 @@ def main(cfg: DictConfig) -> None:
         else:
             broken[combination] = _print_findings(str(combination), findings(plan))
     if not broken:
-        raise error
+        raise error  # of the last combination
     broken_at_sizes = _print_findings("sizes of the run", findings_at_run_sizes(next(iter(broken))))
     print(*refused, sep="", end="")
     outcome = "keeps the contract in"
-    if promises := broken_at_sizes.union(*broken.values()):
+    if broken_promises := broken_at_sizes.union(*broken.values()):
         BROKEN.append(name)
         n_passed = list(broken.values()).count(set())
-        outcome = f"{pluralize(len(promises), 'promise')} broken; it keeps the contract in {n_passed} of"
+        outcome = f"{pluralize(len(broken_promises), 'promise')} broken; it keeps the contract in {n_passed} of"
     ending = f", {len(refused)} refused" if refused else ""
     print(f"{name}: {outcome} {pluralize(len(broken), 'combination')}{ending}")
     if compare_device and not device_agrees():
@@ -95,15 +95,15 @@ def main(cfg: DictConfig) -> None:
 
 def _print_findings(title: str, findings: list) -> set[str]:
     """Print a line, and below it each broken promise; return the names of the broken promises."""
-    breaks = [finding for finding in findings if not finding.passed]
-    count = f"{len(breaks)} of {len(findings)} promises broken" if breaks else f"{len(findings)} promises"
-    print(f"{'FAIL' if breaks else 'pass'}  {title}: {count}")
-    print(*(f"  {finding}\n" for finding in breaks), sep="", end="", flush=True)
-    return {finding.promise for finding in breaks}
+    failures = [finding for finding in findings if not finding.passed]
+    count = f"{len(failures)} of {len(findings)} promises broken" if failures else f"{len(findings)} promises"
+    print(f"{'FAIL' if failures else 'pass'}  {title}: {count}")
+    print(*(f"  {finding}\n" for finding in failures), sep="", end="", flush=True)
+    return {finding.promise for finding in failures}
 
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
-    """Each combination of the choices whose keys are not ``typed``, with its plan or the error of its refusal."""
+    """Each combination with its plan, or with the error of a refusal. Choices whose keys are ``typed`` do not vary."""
     from bench.conformance import fast_backend, named_kind, plain_plan
     from bench.planning import compose_typed, pop_keys
     from harness.loop.prepare import make_plan
@@ -116,15 +116,15 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
     if not position_typed:
         positions = loader.get_group_options("position", overrides=list(job.overrides.hydra))
     caches = [cfg.model.cache] if recipe or "model.cache" in typed else ["kv", "hidden"]
-    composed = functools.cache(  # because composing takes a tenth of a check's time
+    compose_cached = functools.cache(  # because composing takes a tenth of a check's time
         lambda position: compose_typed("check", *([] if position_typed else [f"position={position}"]))
     )
-    attend_selfs = [cfg.model.attend_self] if recipe or "model.attend_self" in typed else [True, False]
-    choices = itertools.product(*map(enumerate, (positions, caches, attend_selfs)))
+    attend = [cfg.model.attend_self] if recipe or "model.attend_self" in typed else [True, False]
+    choices = itertools.product(*map(enumerate, (positions, caches, attend)))
     for (i, position), (j, cache), (k, attend_self) in choices:
         combination = Combination(position, cache, str(attend_self).lower())
         try:
-            config = copy.deepcopy(composed(position))
+            config = copy.deepcopy(compose_cached(position))
             config.model.cache, config.model.attend_self = cache, attend_self
             pop_keys(config, *COMMAND_KEYS)
             plan = contract_plan(make_plan(config), named_kind(cfg.runtime.device))
@@ -139,8 +139,8 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
 
 
 def findings_at_run_sizes(combination: Combination) -> list:
-    """Findings at the sizes that ``train.py`` would use with the typed words, or with those of ``combination`` as well
-    if the mechanism refuses the typed words alone."""
+    """Findings at the sizes that ``train.py`` would use with the typed overrides. If the mechanism refuses these, the
+    choices of ``combination`` are added."""
     from harness.loop.admission import findings_at_sizes
 
     position, cache, attend_self, _ = combination
@@ -152,7 +152,7 @@ def findings_at_run_sizes(combination: Combination) -> list:
 
 
 def _training_plan(*words: str):
-    """The plan of ``train.py`` with the typed words, followed by ``words``."""
+    """The plan of ``train.py`` with the typed overrides, followed by ``words``."""
     from bench.planning import recompose
     from harness.loop.prepare import make_plan
 
@@ -161,8 +161,8 @@ def _training_plan(*words: str):
 
 def device_agrees() -> bool:
     """Print and return whether the device agrees with plain PyTorch in float64 on a CPU. The allowed error is
-    ``select_backend.TOLERANCE``, or twice the error of plain PyTorch in the device's precision if that is larger.
-    Lookups in bfloat16 may read other slots of a table, so these numbers only have to be finite."""
+    ``select_backend.TOLERANCE``, or twice the error of plain PyTorch in the device's precision if that is larger. In
+    bfloat16 a mechanism with tables may read other rows of them, so its numbers only have to be finite."""
     import torch
 
     from harness.device import runtime
@@ -185,7 +185,7 @@ def device_agrees() -> bool:
 
 @functools.wraps(main)
 def command() -> None:
-    """Run ``main``; the exit code is 1 after a sweep's last job if a variant of any job broke a promise."""
+    """Run ``main``. If ``BROKEN`` has a name after the last job of a sweep, the exit code is 1."""
     try:
         main()
     finally:

@@ -1,9 +1,9 @@
 """Compresses a file with a run's probabilities: ``python -m bench.compress run=outputs/latest file=F out=F.awt``.
 
 ``bench.decompress`` decodes the file. Encoder and decoder make the same forward passes in the same order, one byte of
-each stream at a time, so that on one machine their probabilities are equal bit for bit. The header names everything
-that could change a bit of them; a decoder that differs refuses the file. Format: AWT1, the header's length in 2 bytes,
-the header (JSON, deflated), the code."""
+each stream at a time, so that on one machine their probabilities are equal bit for bit. The header names the conditions
+that could change a bit of them; under other conditions ``bench.decompress`` refuses the file. Format: AWT1, the
+header's length in 2 bytes, the header (JSON, deflated), the code."""
 
 import json
 import math
@@ -29,16 +29,16 @@ from harness.plan.settings import Positive, parse_setting
 from harness.record import checkpoint
 from harness.record.cells import pluralize
 
-STREAM_BYTES = 4096  # default length: longer than most models' context, yet it gives many streams
+STREAM_BYTES = 4096  # default length of a stream: longer than most models' context, and short enough for many streams
 SAME_AS_ENCODER = (
     "decode with the run, code, torch, machine, threads, environment, precision and backend of the encoder"
 )
-UNIFORM = np.arange(1, 257) << (BITS - 8)  # running sums of equal frequencies: 8 bits for each byte
+UNIFORM = np.arange(1, 257) << (BITS - 8)  # cumulative frequencies of 256 equally frequent bytes: 8 bits for each
 SPLIT = Literal["train", "valid", "test"]
 MAGIC, FILE_KEYS = b"AWT1", ("bytes", "sha256", "streams", "checksum")
 CONDITIONS = ("weights", "source", "device", "device_kind", "instruction_set", "threads", "precision", "backend")
 CONDITIONS += ("tf32", "torch", "environment")
-"""Keys of the header that must be equal in the encoder and the decoder."""
+"""Keys of the header whose values must be equal in the encoder and the decoder."""
 DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of the format
     b'{"bytes":,"sha256":"","streams":,"weights":"","source":"","device":"Intel(R) Xeon(R) Processor (family 6 model '
     b'143 stepping 8)","device_kind":"cpu","instruction_set":"AVX512","threads":2,"precision":"float32",'
@@ -48,38 +48,38 @@ DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of
 
 @torch.no_grad()
 def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, device) -> tuple[bytes, dict]:
-    """Encode ``content``, or decode as many bytes, one byte of each stream at a time. ``symbols`` has the byte of each
-    token id. Return the content and counts: the bytes ``predicted``, which are all but each stream's first; their
-    ``bits``; and the bytes ``escaped``, which the vocabulary lacks and which take 20 bits each."""
+    """Encode ``content``, or decode ``len(content)`` bytes, one byte of each stream at a time. ``symbols`` has the byte
+    of each token id. Return the content and counts: the bytes ``predicted``, which are all but each stream's first;
+    their ``bits`` in total; and those ``escaped``, which the vocabulary lacks and which take 20 bits each."""
     lengths = stream_lengths(len(content), streams)
     columns = np.zeros((max(lengths, default=0), len(lengths)), np.uint8)  # shorter streams end in an unused zero
     for stream, (end, length) in enumerate(zip(np.cumsum(lengths), lengths, strict=True)):
         columns[:length, stream] = np.frombuffer(content[end - length : end], np.uint8)
-    unknown = model.eval().embedding.num_embeddings  # stands for the id of every byte that the vocabulary lacks
+    unknown = model.eval().embedding.num_embeddings  # the id of the escape symbol, for bytes that the vocabulary lacks
     id_of_byte = np.full(256, unknown)
     id_of_byte[np.frombuffer(symbols, np.uint8)] = np.arange(len(symbols))
     byte_of_id, escape = symbols.ljust(unknown, b"\0"), ESCAPE if len(symbols) < 256 else 0
     state, bits, escaped = None, 0.0, 0
     for position, column in enumerate(columns):
-        present = np.array(lengths) > position
+        active = np.array(lengths) > position  # streams that have a byte at this position
         if position == 0:
             column[:] = [coder.code(UNIFORM, byte) for byte in column.tolist()]
         else:
             inputs = id_of_byte[columns[position - 1]]
-            inputs[inputs == unknown] = 0  # the model reads id 0 instead
+            inputs[inputs == unknown] = 0  # the model has no input for the escape symbol and reads id 0
             with device.autocast():
                 out = model(torch.from_numpy(inputs)[:, None].to(device.device), state)
             state, log_probabilities = out.state, out.logits[:, 0].cpu().double().log_softmax(dim=1)
             if not log_probabilities.isfinite().all():
                 raise ValueError("run: its weights give logits that are not finite, so there are no probabilities")
             ends = frequencies(log_probabilities.exp(), escape=escape).cumsum(dim=1).numpy()
-            for stream in np.flatnonzero(present).tolist():
+            for stream in np.flatnonzero(active).tolist():
                 byte = int(column[stream])
                 token = coder.code(ends[stream], int(id_of_byte[byte]))
                 column[stream] = byte_of_id[token] if token < unknown else coder.code(UNIFORM, byte)
             tokens = id_of_byte[column]
-            in_vocabulary = present & (tokens < unknown)
-            escaped += (n_escaped := int((present & ~in_vocabulary).sum()))
+            in_vocabulary = active & (tokens < unknown)
+            escaped += (n_escaped := int((active & ~in_vocabulary).sum()))
             log_likelihood = float(log_probabilities.numpy()[in_vocabulary, tokens[in_vocabulary]].sum())
             bits += 20 * n_escaped - log_likelihood / np.log(2)
     counts = {"predicted": len(content) - len(lengths), "bits": bits, "escaped": escaped}
@@ -102,7 +102,7 @@ def pack(header: dict, code: bytes) -> bytes:
 def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
     """Header and code of a coded file's bytes; ValueError naming ``key`` for another format or a damaged file."""
     if not content.startswith(MAGIC):
-        raise ValueError(f"{key}: is no file of this format ({MAGIC.decode()}); allowed is what bench.compress wrote")
+        raise ValueError(f"{key}: is not of the format {MAGIC.decode()}; allowed are files that bench.compress wrote")
     end = 6 + int.from_bytes(content[4:6], "big")
     inflater = zlib.decompressobj(zdict=DICTIONARY)
     try:
@@ -112,12 +112,12 @@ def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
     except (zlib.error, ValueError, TypeError):
         intact = False
     if not intact:
-        raise ValueError(f"{key}: is damaged or cut off; allowed is a whole file of bench.compress")
+        raise ValueError(f"{key}: is damaged or cut off; allowed are whole files that bench.compress wrote")
     return header, content[end:]
 
 
 def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
-    """The run of ``cfg.run``, keywords of ``code_streams``, and the ``CONDITIONS`` of its probabilities."""
+    """The run in the folder ``cfg.run``, keyword arguments for ``code_streams``, and the values of ``CONDITIONS``."""
     run = open_trained(Path(cfg.run), key="run", runtime=cfg.runtime, trust=cfg.trust)
     plan, model, symbols = run.plan, run.model(), run.symbols()
     if not plan.runtime.deterministic:
@@ -152,7 +152,7 @@ def read_input(file: str | None, *, out: str) -> bytes:
 def main(cfg: DictConfig) -> None:
     file, split = parse_setting(cfg.file, str | None, key="file"), parse_setting(cfg.split, SPLIT | None, key="split")
     if (file is None) == (split is None):
-        raise ValueError(f"file={file} split={split}: one of them must be given, the other null")
+        raise ValueError(f"file={file} split={split}: exactly one of them must be set; the other must be null")
     streams, out = parse_setting(cfg.streams, Positive | None, key="streams"), parse_setting(cfg.out, str, key="out")
     content = read_input(file, out=out)
     run, keywords, conditions = open_run(cfg)
@@ -177,7 +177,7 @@ def main(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="decompress")
 def decompress(cfg: DictConfig) -> None:
-    """Decode a file, and write it if its SHA-256 is right; ValueError without writing if anything differs."""
+    """Decode a file and write the bytes. ValueError, and nothing is written, if a condition or the SHA-256 differs."""
     file, out = (parse_setting(cfg[key], str, key=key) for key in ("file", "out"))
     header, code = unpack(read_input(file, out=out), key=f"file={file}")
     _, keywords, conditions = open_run(cfg)
@@ -191,7 +191,7 @@ def decompress(cfg: DictConfig) -> None:
             f"file={file}: the SHA-256 of the decoded bytes is not that of the encoded ones; {SAME_AS_ENCODER}"
         )
     write_atomically(Path(out), content)
-    print(f"{out}: {len(content):,} bytes, SHA-256 {header['sha256']}, as they were coded")
+    print(f"{out}: {len(content):,} bytes, SHA-256 {header['sha256']}, equal to that of the original bytes")
 
 
 if __name__ == "__main__":

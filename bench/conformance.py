@@ -24,7 +24,7 @@ from variants.conformance.fixture import Outputs, Subject, Verdict, differences
 from variants.contract import Position
 
 NEEDED_FLOPS = "needed FLOPs are at most the executed ones"
-WIDE_SPAN = 70  # keys; widths are multiples of 64 keys, so heads with different spans have different widths
+WIDE_SPAN = 70  # keys; learned spans are rounded up to multiples of 64 keys, so heads differ in width only above 64
 Weights = list[dict[str, Tensor]]  # parameters by name, for the first segment and for the second
 
 
@@ -34,20 +34,20 @@ def named_kind(device: str) -> str:
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """A finding for each promise on the model of a small plan. If the model cannot be built, there is only one."""
+    """A finding for each promise on the model of a small plan; a single one if the model cannot be built."""
     vocabulary = plan.data["vocabulary"]
-    results = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
-    if len(results) > 1:
-        results += [compare_flops(plan), run_check(NEEDED_FLOPS, partial(needed_at_most_executed, plan))]
-        results += [run_check("a choice that is accepted is followed", partial(check_choices, plan))]
+    outcomes = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
+    if len(outcomes) > 1:
+        outcomes += [compare_flops(plan), run_check(NEEDED_FLOPS, partial(needed_at_most_executed, plan))]
+        outcomes += [run_check("a choice that is accepted is followed", partial(check_choices, plan))]
         if backend := fast_backend(plan):
-            results.append(backends_agree(plan, backend))
-    return results
+            outcomes.append(backends_agree(plan, backend))
+    return outcomes
 
 
 def fast_backend(plan: Plan) -> str | None:
-    """The backend other than ``plain`` that a CPU uses in evaluation or training, or None. ValueError if the mechanism
-    refuses the plan or its backend cannot run. Any other error gives None, because ``findings`` reports it."""
+    """The backend other than ``plain`` that a CPU uses in evaluation or training (several joined by ``+``), or None.
+    ValueError if the mechanism refuses the plan or the backend. After another error None: ``findings`` reports it."""
     try:
         with torch.random.fork_rng(devices=[]):
             sublayers = [sublayer for _, sublayer in plan.make_model().sublayers()]
@@ -65,7 +65,7 @@ def plain_plan(plan: Plan) -> Plan:
 
 
 def needed_at_most_executed(plan: Plan) -> Verdict:
-    """Check that declared FLOPs of a training step are at most the executed ones, with and without carried state."""
+    """Check that the needed FLOPs of training, as declared, are at most the executed ones, with and without a past."""
     torch.manual_seed(0)
     model, segment, lines = plan.make_model().train(), 2 * plan.model.span, []
     if undeclared := model.flops_estimated_3x():
@@ -81,8 +81,8 @@ def needed_at_most_executed(plan: Plan) -> Verdict:
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:
-    """Compare the fast backend with the plain one at a multiple of the plan's span, at which heads have different
-    widths, or at the plan's span if the mechanism does not run there."""
+    """Compare the fast backend with the plain one at the first multiple of the plan's span from ``WIDE_SPAN`` on, or
+    at the plan's span if the mechanism cannot run at that multiple."""
     span = plan.model.span * math.ceil(WIDE_SPAN / plan.model.span)
     wide = replace(plan, model=replace(plan.model, span=span))
     fast = wide if can_run(wide) else plan
@@ -92,8 +92,8 @@ def backends_agree(plan: Plan, backend: str) -> Finding:
 
 
 def check_choices(plan: Plan) -> Verdict:
-    """Check that every choice that a sublayer declares in ``honours`` changes its output, and that a span that it does
-    not declare changes nothing. Choices that it refuses, and sublayers without a past, are not checked."""
+    """Check that each choice that a sublayer declares in ``honours`` changes its output, and that ``model.span``
+    changes nothing if it is not declared. Refused choices and sublayers without a past are not checked."""
     subject = Subject(plan.make_model, plan.model.span, plan.data["vocabulary"])
     model, compared = subject.build(), []
     honours = {name: s.honours for name, s in model.sublayers() if s.honours is not None and s.reach() != 0}
@@ -123,19 +123,19 @@ def check_choices(plan: Plan) -> Verdict:
 
 
 def _choices(plan: Plan) -> Iterator[tuple[str, object, dict[object, Plan]]]:
-    """A key of the run, the plan's choice, and plans that differ from it in this key only, by their choices."""
+    """Yield each key that is a choice, the plan's value of it, and plans that differ in this key only, by value."""
     model, span = plan.model, plan.model.span
 
-    def changed(key: str, *values: object) -> dict[object, Plan]:
+    def plans(key: str, *values: object) -> dict[object, Plan]:
         return {value: replace(plan, model=replace(model, **{key: value})) for value in values}
 
     scheme = getattr(plan.scheme, "func", plan.scheme)
     if span > 1:  # a single key always has weight 1
         if scheme.ways():
             yield "position", scheme.__name__.lower(), {"none": replace(plan, scheme=Position)}
-        yield "model.cache", model.cache, changed("cache", *({"kv", "hidden"} - {model.cache}))
-    yield "model.attend_self", model.attend_self, changed("attend_self", not model.attend_self)
-    yield "model.span", span, changed("span", 2 * span, max(1, span // 2))
+        yield "model.cache", model.cache, plans("cache", *({"kv", "hidden"} - {model.cache}))
+    yield "model.attend_self", model.attend_self, plans("attend_self", not model.attend_self)
+    yield "model.span", span, plans("span", 2 * span, max(1, span // 2))
 
 
 def _build(plan: Plan) -> LanguageModel | None:

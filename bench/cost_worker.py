@@ -1,4 +1,4 @@
-"""Measurements of ``bench.cost`` and ``bench.peers``, made in a process of their own: a plan's training step
+"""Measurements of one entry of ``bench.cost`` or ``bench.peers``, in a process of its own: a plan's training step
 (``harness.loop.update.Update`` on bytes of the corpus), evaluation and generation.
 
 The learning rate is 0, so that weights and spans do not change. Noise is added to the initial weights, because hardware
@@ -34,12 +34,12 @@ from harness.model import LanguageModel
 from harness.plan.build import Plan, plan_run
 from variants.contract import Spans, State
 
-WARMUP_STEPS, MEASURED_STEPS, WARMUP_BYTES = 2, 3, 16
-SCHEDULE_FRACTION = 0.5
-"""Fraction of the budget at which the schedule is evaluated. It has no effect, because the learning rate is 0."""
+WARMUP_STEPS, MEASURED_STEPS = 2, 3  # training steps before and during the measurement of peak memory
+WARMUP_BYTES = 16  # bytes of the step that loads libraries
+SCHEDULE_FRACTION = 0.5  # of the budget, for the schedule; has no effect, because the learning rate is 0
 NOISE = 0.02  # standard deviation, as usual for initial weights
 NOISE_CHUNK = 2**20
-"""Elements whose noise is drawn at a time, so that the noise of a large table does not show in the memory peak."""
+"""Elements whose noise is drawn at a time, so that the noise of a large table does not raise the memory peak."""
 LEARNED_SPANS = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
 LEARNED_SPANS = [sorted(layer, reverse=True) for layer in LEARNED_SPANS]  # so a model with fewer heads has the longest
 """Spans of a trained run in keys: a list for each layer with one span for each head, the longest first."""
@@ -51,15 +51,15 @@ class Task:
 
     config: dict  # the resolved configuration of a training run; with ``batch.carry`` the streams carry a full state
     spans: Literal["learned", "initial"] = "initial"  # values of learned spans: a trained run's, or the configuration's
-    command: str = ""  # as typed
-    peer: str | None = None  # name of the package's or reference model that is measured instead of the plan's, or None
+    command: str = ""  # the command line as typed
+    peer: str | None = None  # key of ``peer_workers.PACKAGES``, to measure its model instead of the configuration's
 
 
 class CostWorker:
-    """Makes one measurement per call: first ``identity`` and ``build``, then the methods named by ``memory``, then the
-    rest, which leaves freed blocks behind. ``timed`` has the quantities of ``times``, ``kind`` the kind of its rows."""
+    """Makes one measurement per method, called in this order: ``identity``, ``build``, the methods named by ``memory``,
+    and the others, whose freed blocks would raise a peak. ``timed`` names the quantities of ``times``, in order."""
 
-    kind = "cost"
+    kind = "cost"  # of its rows
     memory = ("inference_memory", "train_memory")
     timed = ("train", "evaluate", "generate")
 
@@ -75,7 +75,7 @@ class CostWorker:
         self.batches = Streams(train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False)
 
     def identity(self) -> dict:
-        """The row's provenance. On a GPU, ``allocator`` is None, because it names the allocator of CPU memory."""
+        """The row's provenance. On a GPU ``allocator`` is None, because it is a setting of the CPU's memory."""
         context = {"corpus": self.corpus, "runtime": self.runtime, "command": self.task.command}
         facts = provenance(self.plan, kind=self.kind, **context)
         return facts | ({"allocator": None} if self.device.type == "cuda" else {})
@@ -105,7 +105,7 @@ class CostWorker:
         }
 
     def inference_memory(self) -> dict:
-        """Bytes of an evaluation's peak memory, before gradients and optimizers exist, and of one stream's state."""
+        """Peak bytes of an evaluation, before gradients and optimizers exist, and the bytes of one stream's state."""
         self._evaluate()
         gc.collect()
         self.meter.reset()
@@ -117,7 +117,7 @@ class CostWorker:
         return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}
 
     def train_memory(self) -> dict:
-        """Bytes of a training step's peak memory, and of parameters, gradients and optimizer state."""
+        """Peak bytes of a training step, and the bytes of parameters, gradients and optimizer state."""
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
         self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
@@ -126,7 +126,7 @@ class CostWorker:
         return sizes | {"optimizer_bytes": optimizer_bytes(optimizers.optimizers.values())} | peak
 
     def step_peak(self) -> dict:
-        """Peak memory of ``MEASURED_STEPS`` training steps after ``WARMUP_STEPS`` others, in bytes."""
+        """Peak bytes of ``MEASURED_STEPS`` training steps after ``WARMUP_STEPS`` others."""
         for step in range(WARMUP_STEPS + MEASURED_STEPS):
             if step == WARMUP_STEPS:
                 self.meter.reset()
@@ -138,7 +138,7 @@ class CostWorker:
 
     def times(self, quantity: str, *, seconds: float) -> list[float]:
         """Milliseconds of each training step (``train``), evaluation (``evaluate``) or generated byte (``generate``)
-        within ``seconds``, at least one. A quantity's very first call is dropped if others follow in its round."""
+        within ``seconds``, at least one. The first call of a quantity's first round is dropped if others follow it."""
         calls: dict[str, Callable] = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}
         call = calls[quantity]
         if quantity == "generate" and self._generated is None:
@@ -149,8 +149,8 @@ class CostWorker:
         return times_ms[1:] if drop_first else times_ms
 
     def flops(self) -> dict:
-        """FLOPs per byte, executed and ideal, of a forward pass with a full state, and needed in the training step.
-        ``step`` has the executed FLOPs of a whole training step without the optimizer's."""
+        """FLOPs per byte: executed and ideal ones of a forward pass with a full state, and those that the training step
+        needs. ``step`` has the executed FLOPs of a whole training step, without the optimizer's."""
         segment, accumulate = self.plan.batch.segment, self.plan.batch.accumulate
         with self.runtime.autocast():
             forward = forward_flops_per_byte(self.model, segment=segment, max_bytes=self.span + 4 * segment)
@@ -190,7 +190,7 @@ class CostWorker:
 
     @torch.no_grad()
     def _generate(self) -> None:
-        """Generate one byte of one stream, the likeliest; the first call reads a prompt as well."""
+        """Generate the most probable next byte of one stream. The first call also reads a prompt."""
         self.model.eval()
         if self._generated is None:
             inputs = self._batch()[0][:1]
@@ -206,7 +206,7 @@ class CostWorker:
 
 @torch.no_grad()
 def full_state(model: LanguageModel, inputs: Tensor, *, span: int, runtime: Runtime) -> State:
-    """The state of streams that have read at least ``span`` bytes, which are ``inputs [B, T]`` repeated."""
+    """The state of streams that have read ``inputs [B, T]`` repeatedly, ``span`` bytes or more in all."""
     model.eval()
     state = None
     for _ in range(0, span, inputs.shape[1]):
@@ -216,7 +216,7 @@ def full_state(model: LanguageModel, inputs: Tensor, *, span: int, runtime: Runt
 
 
 def _load_libraries(plan: Plan, runtime: Runtime) -> None:
-    """Count the FLOPs of a small step of another model, so that no measured peak contains the libraries it loads."""
+    """Count the FLOPs of a small step of a second model, so that no measured peak has the libraries that this loads."""
     model = plan.make_model().to(runtime.device)
     tokens = torch.zeros(1, WARMUP_BYTES, dtype=torch.int64, device=runtime.device)
     update = Update(model, plan.make_optimizers(model), runtime)
@@ -226,7 +226,7 @@ def _load_libraries(plan: Plan, runtime: Runtime) -> None:
 
 @torch.no_grad()
 def add_noise_(model: nn.Module) -> None:
-    """Add the same normal noise at every call to all parameters except those of ``Spans``, and project parameters."""
+    """Add normal noise, equal in every call, to all parameters but those of ``Spans``; then project the parameters."""
     spans = {p for part in model.modules() if isinstance(part, Spans) for p in part.parameters()}
     generator = torch.Generator().manual_seed(0)
     for parameter in (parameter for parameter in model.parameters() if parameter not in spans):
@@ -237,13 +237,13 @@ def add_noise_(model: nn.Module) -> None:
 
 
 def learned_spans(model: LanguageModel) -> list[Spans]:
-    """The ``Spans`` modules of a model's sublayers whose spans are learned."""
+    """The ``Spans`` modules whose spans are learned lengths, one for each head, in the order of the sublayers."""
     parts = [part for _, sublayer in model.sublayers() for part in sublayer.modules() if isinstance(part, Spans)]
     return [part for part in parts if part.placeable]
 
 
 def place_spans(model: LanguageModel, *, heads: int) -> None:
-    """Set learned spans to ``LEARNED_SPANS``, clipped to the model's span. Lists repeat for more layers or heads."""
+    """Set learned spans to ``LEARNED_SPANS``, clipped to the model's span. For more layers or heads they repeat."""
     for index, part in enumerate(learned_spans(model)):
         spans = LEARNED_SPANS[index % len(LEARNED_SPANS)]
         part.place_([spans[head % len(spans)] for head in range(heads)])

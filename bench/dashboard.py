@@ -1,7 +1,7 @@
 """Saves a dashboard of all runs in W&B: ``python -m bench.dashboard entity=me project=attention-windtunnel``.
 
-The dashboard is a workspace with the panels of ``conf/dashboard.yaml``. The command needs an API key, a server and the
-extra ``dashboard``. ``python -m bench.report`` makes a page of all runs without them."""
+The dashboard is a workspace with the panels of ``conf/dashboard.yaml``. The command needs an API key, W&B's server and
+``pip install -e '.[dashboard]'``. ``python -m bench.report`` makes a page of all runs without these."""
 
 import os
 import re
@@ -34,19 +34,19 @@ def main(cfg: DictConfig) -> None:
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'attention-windtunnel[dashboard]'") from error
     except Exception as error:  # W&B, the network and proxies raise many types, and none is a bug of this code
-        words = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"entity={entity} project={project}: W&B refused ({words})") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"entity={entity} project={project}: W&B refused ({reason})") from error
     print(f"workspace: {dashboard.url}")
 
 
 def workspace(sections: list[dict], *, entity: str, project: str, name: str):
-    """A ``Workspace`` of W&B, which its method ``save`` sends to the server. A panel's ``type`` is the name of a class
-    of W&B, and its other keys are the class's keywords. Metrics ``y`` of a ``LinePlot`` may have a ``*``."""
+    """A W&B ``Workspace``; its method ``save`` sends it to the server. A panel's ``type`` names a class of W&B, and its
+    other keys are keyword arguments of the class. Metrics ``y`` of a ``LinePlot`` may have a ``*`` (``pattern_of``)."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
     def panel(*, type: str, y: tuple[str, ...] = (), **options):
-        if type == "LinePlot":  # without smoothing, a curve shows measured numbers only
+        if type == "LinePlot":  # unsmoothed, so that a curve shows measured numbers only
             patterns = "|".join(pattern_of(metric) for metric in y if "*" in metric) or None
             options |= {"y": [metric for metric in y if "*" not in metric], "metric_regex": patterns}
             options |= {"smoothing_type": "none"}
@@ -66,7 +66,7 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
 
 
 def pattern_of(metric: str) -> str:
-    """The regular expression of a metric. ``*`` stands for the name of one sublayer, which has a dot, not for all."""
+    """The regular expression of a metric. ``*`` matches names with a dot, so those of sublayers but not ``mean``."""
     return "^" + re.escape(metric).replace(r"\*", r".*\..*") + "$"
 
 

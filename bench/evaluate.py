@@ -1,8 +1,8 @@
-"""Scores a checkpoint in another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
+"""Scores a run's best weights again: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
 
-A score depends on streams, segment and span. On valid, the bytes that selected the weights are left out. Each call adds
-a row to the run's ``evaluations.jsonl``: the protocol, bits per byte in streams, and bits per byte by context in
-windows without state. The latter are also drawn in ``context.png``."""
+A score depends on its protocol: streams, segment, span and context. On valid, the bytes that selected the weights are
+left out. Each call adds a row to the run's ``evaluations.jsonl``: the protocol, bits per byte in streams with carried
+state, in windows without state, and by bytes of context. The last are also drawn in ``context.png``."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -40,10 +40,10 @@ def main(cfg: DictConfig) -> None:
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None
     if changes["context"] is None:
         protocol["context"] = streamed_context(protocol["span"], plan.model.layers)
-    split, look = split[:limit], provenance["seed"]
+    split, seed = split[:limit], provenance["seed"]
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
-    score = score_stream(model, split, runtime=device, collect_stats=True, future_seed=look, **cut)
-    windows = score_windows(model, split, runtime=device, future_seed=look)
+    score = score_stream(model, split, runtime=device, collect_stats=True, future_seed=seed, **cut)
+    windows = score_windows(model, split, runtime=device, future_seed=seed)
     sizes = {"longest": 2 * protocol["span"], "segment": protocol["segment"]}
     future_nats = max(score.future_nats, windows.future_nats, key=lambda nats: (nats != nats, nats))  # NaN if either is
     row = {
@@ -72,7 +72,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def print_row(row: dict, folder: Path) -> None:
-    """Print a row of ``evaluations.jsonl``, and draw its bits per byte by context."""
+    """Print a row of ``evaluations.jsonl``, and draw its ``context_curve`` in the run folder."""
     from harness.loop.scoring import NOT_CAUSAL
     from harness.record.closing_table import WINDOWS_LABEL
 
@@ -91,13 +91,13 @@ def print_row(row: dict, folder: Path) -> None:
 
 
 def draw_context(curve: list[dict], path: Path, **titles: str) -> Path:
-    """Draw the ``context_curve`` of a row: a horizontal line for each range of bytes of context. Return the path."""
+    """Draw bits per byte by bytes of context: a horizontal line for each range of the latter. Return the path."""
     from bench.report.drawing import BLUE, panels, save, styled
 
     with styled():
         figure, (ax,) = panels(1, 1, width=7.0, height=4.2, **titles)
-        for bin in curve:
-            ax.hlines(bin["bits_per_byte"], bin["from_bytes"], bin["to_bytes"] + 1, color=BLUE, linewidth=2)
+        for row in curve:
+            ax.hlines(row["bits_per_byte"], row["from_bytes"], row["to_bytes"] + 1, color=BLUE, linewidth=2)
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.set(xlabel="bytes of context", ylabel="bits per byte")

@@ -1,9 +1,9 @@
-"""Trains the runs behind the front page's tables: ``python -m bench.evidence stage=b path=FILE``.
+"""Trains the runs of the published tables: ``python -m bench.evidence stage=b path=FILE``.
 
-``conf/evidence.yaml`` defines stages. A stage is a list of cells, and a cell is one training run: a point of a sweep's
-grid, a learning rate beyond the tested ones, or a replay of the spans that a run of the same seed learned. Each run has
-a core of its own and adds a row to ``<rows>/<table>.jsonl``: cell, summary, configuration and scores. A cell that has a
-row is skipped on every machine. An interrupted run continues in its run folder."""
+``conf/evidence.yaml`` defines stages. A stage is a list of grids, and each point of a grid is a cell: one training run.
+A cell may also have a learning rate beyond the tested ones, or replay the spans that a run of the same seed learned.
+Each run has a core of its own and adds a row to ``<rows>/<table>.jsonl``: cell, summary, configuration and scores. A
+cell that has a row is skipped, also on other machines. An interrupted run continues in its run folder."""
 
 import json
 import math
@@ -28,13 +28,13 @@ from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_rows, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
-GENERATED_CORPUS = {"sweep=recall", "sweep=skills"}
-"""Sweeps whose corpus is generated, so that they take no ``data.path``."""
+GENERATED_DATA = {"sweep=recall", "sweep=skills"}
+"""Sweeps whose corpora are generated, so that their runs have no ``data.path``."""
 LR_FACTOR = "++variant.lr_scale.muon"
-"""The key that ``sweep=rates`` varies: Muon's learning rate as a factor of ``optim.lr``."""
-MIN_FACTORS = 3  # factors that a mechanism must have been trained with before its grid is extended
+"""The key that ``sweep=rates`` varies: the factor of ``optim.lr`` with ``optim=muon``."""
+MIN_FACTORS = 3  # a mechanism's grid is extended only after training with so many factors
 COUNTED_EXIT_CODES = (0, BUG, Diverged.exit_code)
-"""A run with one of these exit codes gets a row. After any other code the cell is trained again."""
+"""A run that ends with one of these exit codes gets a row. After any other code its cell is trained again."""
 
 
 def cell_keys(row: dict) -> dict[str, str]:
@@ -43,7 +43,7 @@ def cell_keys(row: dict) -> dict[str, str]:
 
 
 def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
-    """Bits per byte on valid (infinite for a failed run) by mechanism and learning rate factor; empty without file."""
+    """Bits per byte on valid by mechanism and learning rate factor: infinite for a failed run, empty without a file."""
     scores: dict[str, dict[float, float]] = {}
     for row in read_rows(file):
         cell, summary = cell_keys(row), row["summary"]
@@ -53,8 +53,8 @@ def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
 
 
 def next_factor(scores: dict[float, float]) -> float | None:
-    """The factor that extends a mechanism's grid: twice the largest or half the smallest, whichever is the best. None
-    if the best is neither of them, or if there are fewer than ``MIN_FACTORS``."""
+    """The factor that extends a mechanism's grid: twice the largest if it scored best, half of the smallest if it did.
+    None if a factor between them scored best, or if there are fewer than ``MIN_FACTORS``."""
     best = min(scores, key=scores.get)
     if len(scores) < MIN_FACTORS or min(scores) < best < max(scores):
         return None
@@ -79,7 +79,7 @@ class Cell:
 
 
 def sweep_grid(sweep: str) -> dict[str, object]:
-    """The grid of ``conf/sweep/<sweep>.yaml``, including the grids of the sweeps in its defaults list."""
+    """The grid of ``conf/sweep/<sweep>.yaml``, joined with the grids of the sweeps in its defaults list."""
     config = OmegaConf.to_container(OmegaConf.load(Path(CONF, "sweep", f"{sweep}.yaml")))
     grid: dict[str, object] = {}
     for name in (entry for entry in config["defaults"] if isinstance(entry, str)):
@@ -88,7 +88,7 @@ def sweep_grid(sweep: str) -> dict[str, object]:
 
 
 def stage_cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str]) -> list[Cell]:
-    """All cells of a stage, ordered by seed within each of its ``grids``. ``words`` follow in every command.
+    """All cells of a stage, ordered by seed within each of its ``grids``. ``words`` end the command of every cell.
     ``replays`` names three variants: the one that learns spans (``source``), the one that replays them (``spans``), and
     the one that replays their mean (``mean``)."""
     cells = []
@@ -127,7 +127,7 @@ def compact(row: dict) -> dict:
 
 
 def span_word(row: dict | None, *, mean: bool) -> str:
-    """The command's word that replays the spans of a run's row; ValueError if there is no row, or none of spans."""
+    """The override that replays the spans of a run's row; ValueError without a row, or if the row has no spans."""
     metrics = (row or {}).get("summary", {}).get("valid_metrics") or {}
     layers = {int(key.split(".")[1]): spans for key, spans in metrics.items() if key.endswith(".span")}
     if not layers:
@@ -140,8 +140,8 @@ def span_word(row: dict | None, *, mean: bool) -> str:
 @dataclass
 class Runner:
     """Trains each cell in a child process, on the core of the thread that waits for the process. ``outputs`` is the
-    folder of the run folders, ``path`` the ``data.path`` of the runs that read enwik8. ``futures`` has the cells'
-    futures by their words, and ``children`` the processes that are running."""
+    folder of the run folders, ``path`` the ``data.path`` of the runs that read enwik8. ``futures`` has the future of
+    each cell by the cell's words, and ``children`` the processes that are running."""
 
     outputs: Path
     path: str | None
@@ -149,12 +149,12 @@ class Runner:
     children: list[subprocess.Popen] = field(default_factory=list)
 
     def run(self, cell: Cell) -> None:
-        """Train and score a cell, and write its row; ValueError if its exit code is not counted."""
+        """Train and score a cell, and write its row. ValueError, without a row, if an exit code is not counted."""
         if cell.span_words in self.futures:
             wait([self.futures[cell.span_words]])
         folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
         words = [*cell.words, f"outputs={folder}"]
-        if self.path and not GENERATED_CORPUS & {*words}:
+        if self.path and not GENERATED_DATA & {*words}:
             words.append(f"data.path={self.path}")
         if cell.span_words:
             words.append(span_word(cell.find_row(cell.span_words), mean=cell.mean_span))
@@ -167,7 +167,7 @@ class Runner:
                 exit_code = self.run_python("-m", "bench.evaluate", *options)
                 row["evaluation"] = None if exit_code else read_rows(run / EVALUATIONS)[-1]
         if exit_code not in COUNTED_EXIT_CODES or not (run / SUMMARY).exists():
-            raise ValueError(f"ended with {exit_code}, see {self.outputs / 'log.txt'}; it will be trained again")
+            raise ValueError(f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command repeats it")
         with file_lock(self.outputs / cell.file.name):
             if not cell.find_row(cell.words):
                 text = json.dumps(to_json(row), allow_nan=False).replace(str(folder), "outputs")
@@ -190,14 +190,14 @@ class Runner:
 
 
 def _take_core(cores: list[int]) -> None:
-    """Move the calling thread and its child processes to one of the cores, at low priority."""
+    """Pin the calling thread, and so its child processes, to one of the cores, at low priority."""
     os.sched_setaffinity(0, {cores.pop()})
     os.nice(10)
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evidence")
 def main(cfg: DictConfig) -> None:
-    """Train the cells of a stage that have no row; ValueError naming the cells that failed."""
+    """Train the cells of a stage that have no row; ValueError with the error of each cell that failed."""
     if cfg.stage not in cfg.stages:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)

@@ -1,13 +1,13 @@
 """Predicts whether a training step fits: ``python -m bench.fit variant=V model=base device_memory=24GiB``.
 
 The trainer's update runs on fake tensors, which have shapes but no data, under torch's ``MemTracker``, so no device is
-needed. The result is the peak memory by cause, and the largest batch within ``device_memory``. Learned spans have their
-initial values.
+needed. The command prints the peak memory by cause, and the largest batch that fits into ``device_memory``. Learned
+spans have their initial values.
 
 The prediction is for one process without compilation. On a CPU it is within 10% of the measured peak
-(``tests/test_fit.py``). For a GPU (any ``runtime.device`` but ``cpu``) it is not verified: it is the memory of a CPU at
-the GPU's precision, with chunked attention in place of kernels. It leaves out the memory of kernels, libraries and
-allocators (a CUDA context takes about half a GiB), and on a CPU the corpus and freed blocks of the C library."""
+(``tests/test_fit.py``). For a GPU (any ``runtime.device`` but ``cpu``) it is not verified: it is what a CPU would need
+at the GPU's precision, with chunked attention in place of kernels. The memory of kernels, libraries and allocators is
+not predicted (a CUDA context takes about half a GiB), nor, on a CPU, the corpus and freed blocks of the C library."""
 
 import dataclasses
 from bisect import bisect_right
@@ -41,7 +41,7 @@ from harness.record.table import Column, Table, print_table
 
 COMMAND_KEYS = ("device_memory", "devices")
 CPU = torch.device("cpu")
-MAX_STREAMS = 2**12  # the search for the largest batch ends here
+MAX_STREAMS = 2**12  # the largest batch that is tried
 CAUSES = {
     "parameters": "weights and buffers",
     "gradients": "the gradients that exist at the peak",
@@ -78,7 +78,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def parse_memory(value: object) -> int:
-    """The number of bytes of ``24GiB``, ``80GB`` or a number; ValueError naming the key."""
+    """A size such as ``24GiB``, ``80GB`` or ``25769803776`` in bytes; ValueError naming the key."""
     try:
         return int(parse_setting(value, Annotated[ByteSize, Ge(1)], key="device_memory"))
     except ValueError as error:
@@ -93,8 +93,8 @@ def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, min_stre
 
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Predict the peak memory of a training step with a full carried state and initial parameters, for a number of
-    ``streams`` or the plan's. Returns ``backend``, the ``split`` into ``CAUSES`` in bytes, and its sum
+    """Predict the peak memory of a training step with a full carried state and initial parameters, for so many
+    ``streams``, by default the plan's. Return ``backend``, the bytes of each of ``CAUSES`` as ``split``, and their sum
     ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors lack."""
     batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
     device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager_plan(plan), batch=batch)
@@ -102,13 +102,13 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
         model = plan.make_model()
     backends = {name: sublayer.backend(device, training=True) for name, sublayer in model.sublayers()}
     if device.type != "cpu":  # a GPU's kernels have no code for a CPU's fake tensors
-        backends = {name: "chunked" if code in ("fused", "kernel") else code for name, code in backends.items()}
+        backends = {name: "chunked" if b in ("fused", "kernel") else b for name, b in backends.items()}
         for name, sublayer in model.sublayers():
             sublayer.backend = lambda device, *, training, name=name: backends[name]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             make_fake_(model)
-            split = _split(plan, model)
+            split = _peak_by_cause(plan, model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         reason = f"its memory depends on values of tensors ({error.func})"
         raise ValueError(f"variant={plan.variant}: {reason}") from error
@@ -132,7 +132,7 @@ def eager_plan(plan: Plan) -> Plan:
 
 
 def make_fake_(model: nn.Module) -> None:
-    """Replace parameters and buffers by fake tensors, under a ``FakeTensorMode``. What modules share stays shared."""
+    """Replace parameters and buffers by fake tensors, under a ``FakeTensorMode``. Shared ones stay shared."""
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -146,8 +146,8 @@ def make_fake_(model: nn.Module) -> None:
             tensors |= {name: fake(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
-def _split(plan: Plan, model: LanguageModel) -> dict[str, int]:
-    """Bytes of each cause at the peak of a training step, as ``MemTracker`` follows the second step."""
+def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
+    """Bytes of each of ``CAUSES`` at the peak of a training step: the second one, under ``MemTracker``."""
     batch, span = plan.batch, plan.model.span
     runtime = Runtime(device=CPU, precision=plan.runtime.precision, compile=False)
     model.project_ = lambda: None  # parameters are in their range, and fake ones have no values to project
@@ -157,7 +157,7 @@ def _split(plan: Plan, model: LanguageModel) -> dict[str, int]:
     inputs, targets = (torch.zeros(batch.streams, batch.segment, dtype=torch.int64) for _ in range(2))
     past = torch.zeros(batch.streams, max(span, batch.segment), dtype=torch.int64)
     state = full_state(model, past, span=span, runtime=runtime) if batch.carry else None
-    _, next_state = update(inputs, targets, state, fraction=0.5)  # this step allocates the optimizers' state
+    _, next_state = update(inputs, targets, state, fraction=0.5)  # the first step allocates the optimizers' state
     state = next_state if batch.carry else None
     del past, next_state
     tracker, forward = MemTracker(), update.forward
@@ -165,14 +165,14 @@ def _split(plan: Plan, model: LanguageModel) -> dict[str, int]:
     state_bytes = tracker.get_tracker_snapshot()[CPU]["Optstate"]
 
     def tracked(*args, **kwargs):
-        tracker.reset_mod_stats()  # the tracker allows one forward of a model, accumulation makes several
+        tracker.reset_mod_stats()  # the tracker allows one forward pass of a model; accumulation makes several
         return forward(*args, **kwargs)
 
     update.forward = tracked
     with tracker:
         update(inputs, targets, state, fraction=0.5)
     peak = tracker.get_tracker_snapshot("peak")[CPU]
-    optimizer_bytes = min(state_bytes, peak["Optstate"])  # the tracker counts an optimizer's temporary tensors, too
+    optimizer_bytes = min(state_bytes, peak["Optstate"])  # Optstate includes temporary tensors of the optimizers
     return {
         "parameters": peak["Parameter"] + peak["Buffer"],
         "gradients": peak["Gradient"],

@@ -1,7 +1,7 @@
 """Writes README's table and figure, and ``docs/results.md``, from the rows in ``bench/results``:
 ``python -m bench.front_page``.
 
-In each page it replaces the text between two markers. A test fails if the text is not that of the rows."""
+It replaces the text between two markers in each page. ``tests/test_front_page.py`` compares the text with the rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:
-    """The page with ``block`` as the text between its markers; ValueError without markers."""
+    """``page`` with ``block`` as the text between its markers; ValueError naming the page if it has no markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
@@ -44,8 +44,8 @@ def between_markers(page: str, block: str, *, name: str) -> str:
 
 
 def readme_table(folder: Path) -> str:
-    """A row for each mechanism in ``readme`` of ``variants.yaml`` and each compressor, the best on test first, without
-    columns that have no number yet."""
+    """The Markdown of README's table: a row for each mechanism in ``readme`` of ``variants.yaml`` and each compressor,
+    the best on test first. Columns without any number yet are left out."""
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
     if not len(runs):
         return "No run has finished yet; [learning rates](docs/results.md#learning-rates) have been selected."
@@ -61,15 +61,15 @@ def readme_table(folder: Path) -> str:
         scores.append(group["test"].mean())
     compressors = next(iter(runs["compressors"].dropna()), {})
     for bits, key in sorted((compressors[key], key) for key in COMPRESSORS.keys() & compressors.keys()):
-        row = sum(score < bits for score in scores)
-        rows.insert(row, [COMPRESSORS[key], f"{bits:.4f}", *[""] * (len(HEADINGS) - 2)])
-        scores.insert(row, bits)
+        index = sum(score < bits for score in scores)
+        rows.insert(index, [COMPRESSORS[key], f"{bits:.4f}", *[""] * (len(HEADINGS) - 2)])
+        scores.insert(index, bits)
     columns = [n for n in range(len(HEADINGS)) if any(row[n] for row in rows)]
     return markdown_table([HEADINGS[n] for n in columns], [[row[n] for n in columns] for row in rows])
 
 
 def figure_png(folder: Path) -> bytes:
-    """A PNG for README's mechanisms: differences from the reference, and bits of a copied byte by distance."""
+    """README's figure as PNG: differences from the reference, and bits of a copied byte by distance."""
     from bench.report import drawing  # matplotlib is slow to import
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
@@ -92,7 +92,7 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
     from bench.report.drawing import FONT_POINTS, INK
 
     text_style = {"textcoords": "offset points", "va": "center", "fontsize": FONT_POINTS}
-    text_style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides the line at 0 behind the name
+    text_style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # so that no line at 0 crosses a name
     style = {"fmt": "o", "color": INK, "markersize": 4.5, "capsize": 2, "linewidth": 1.2}
     for y, name in enumerate(names):
         difference = results_page.reference_difference(runs, name)
@@ -109,7 +109,7 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
 
 
 def _draw_recall(ax, copy_bits: pd.DataFrame) -> None:
-    """Draw bits of a copied byte: a row per mechanism, a column per distance in bytes."""
+    """Draw bits of a copied byte as a heat map: a row per mechanism, a column per distance in bytes."""
     from bench.report.drawing import FONT_POINTS, INK
 
     ax.imshow(copy_bits.to_numpy(), cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")

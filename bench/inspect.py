@@ -1,8 +1,8 @@
 """Draws what a trained run attends to: ``python -m bench.inspect run=outputs/latest [text=FILE or 'some words']``.
 
-It writes two figures into the run folder. ``inspect_attention.png`` has the attention map of every head over the first
-bytes of ``text``, or of the part of valid that is scored. ``inspect_spans.png`` shows how far back each head attends.
-"""
+It writes two figures into the run folder. ``inspect_attention.png`` has the attention map of every head for the first
+``bytes`` of ``text``, or without ``text`` of the part of valid that is scored. ``inspect_spans.png`` shows how far back
+each head attends."""
 
 import math
 import os
@@ -21,8 +21,8 @@ from bench.report.drawing import GREY, INK, panels, save, styled
 from harness.compose.cli import run_command
 from variants.contract import Inspection
 
-MAX_CELLS = 12 * 16 * 256**2  # attention weights in one figure
-SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))  # of attention
+MAX_CELLS = 12 * 16 * 256**2  # most attention weights in a figure: 12 layers of 16 heads, 256 bytes
+SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))  # share of attention, and its style
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="inspect")
@@ -53,16 +53,16 @@ def main(cfg: DictConfig) -> None:
     maps = {layer: i.weights[0].float().cpu().numpy() for layer, i in inspections.items() if i.weights is not None}
     if (n_weights := sum(weights.size for weights in maps.values())) > MAX_CELLS:
         max_length = math.isqrt(MAX_CELLS * len(tokens) ** 2 // n_weights)
-        raise ValueError(f"bytes={length}: allowed is {max_length} or less for so many heads")
+        raise ValueError(f"bytes={length}: allowed is {max_length} or less for this number of heads")
     for layer in [layer for layer, part in model.sublayers() if part.honours is not None and layer not in maps]:
-        print(f"{layer} is not drawn: its mechanism gives no attention weights")
+        print(f"{layer} is not drawn: its mechanism has no attention weights to show")
     if not maps:
         return
     title, about = f"{run.provenance['variant']}, seed {run.provenance['seed']}", f"{name}, {len(tokens)} bytes"
-    words = bytes(symbols[token] for token in tokens[:90].tolist()).decode("utf-8", "backslashreplace")
-    words = "".join(letter if letter.isprintable() else " " for letter in words)
+    excerpt = bytes(symbols[token] for token in tokens[:90].tolist()).decode("utf-8", "backslashreplace")
+    excerpt = "".join(letter if letter.isprintable() else " " for letter in excerpt)
     with styled():
-        draw_attention(maps, folder / "inspect_attention.png", title=title, subtitle=f"{about}: {words}")
+        draw_attention(maps, folder / "inspect_attention.png", title=title, subtitle=f"{about}: {excerpt}")
         draw_reach(maps, inspections, folder / "inspect_spans.png", title=title, subtitle=about)
     print(f"{folder}: inspect_attention.png, inspect_spans.png")
 
@@ -94,14 +94,14 @@ def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, su
 def draw_reach(
     maps: Mapping[str, np.ndarray], inspections: Mapping[str, Inspection], path: Path, **titles: str
 ) -> None:
-    """Draw the distances within which the ``SHARES`` of each head's attention lie, and the end of its soft mask."""
+    """Draw for each head the distances within which ``SHARES`` of its attention lie, and the end of its soft mask."""
     titles |= {"title": f"How far back heads attend: {titles['title']}"}
     figure, (ax,) = panels(1, 1, width=max(6.5, 1.2 + 0.9 * len(maps)), height=4.4, **titles)
     for index, (name, layer) in enumerate(maps.items()):
         heads, mask = len(layer), inspections[name].mask
         x = index + (np.arange(heads) + 0.5) / heads * 0.8 - 0.4
-        for share, marker, colour, words in SHARES:
-            label = f"{words} of its attention" if index == 0 else None
+        for share, marker, colour, share_name in SHARES:
+            label = f"{share_name} of its attention" if index == 0 else None
             ax.plot(x, reach(layer, share), marker, color=colour, markersize=4.5, label=label)
         if mask is not None:
             ends = (mask > 0).sum(dim=1).cpu().numpy()
@@ -118,14 +118,14 @@ def draw_reach(
 
 
 def layer_names(names: Iterable[str]) -> list[str]:
-    """Names such as ``layers.3.attention`` shortened to ``3``; unchanged if two of them are of one layer."""
+    """``layers.3.attention`` shortened to ``3``, or to ``3.attention`` if two of the names are of one layer."""
     names = [name.removeprefix("layers.") for name in names]
     numbers = [name.partition(".")[0] for name in names]
     return numbers if len(set(numbers)) == len(names) else names
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """The distance ``[H]`` in bytes that has a ``share`` of the weights ``[H, T, T]`` of the later half of queries."""
+    """Distances ``[H]`` in bytes that hold a ``share`` of the weights ``[H, T, T]`` of the later half of queries."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
     mass = np.stack([np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps])

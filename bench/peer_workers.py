@@ -21,14 +21,14 @@ from harness.record.folder import config_hash
 
 REFERENCE, TRANSFORMERS = "reference_model", "x-transformers"
 PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS}
-"""The package of each peer, as pip names it. The report divides every speed by that of the first peer."""
+"""The package of each peer, as pip names it. Speeds are reported relative to that of the first peer."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
 
 
 class ReferenceModel(nn.Module):
     """A minimal transformer as users write it in PyTorch: pre-norm, ``scaled_dot_product_attention``, a GELU
-    feed-forward of four times the width, learned absolute positions, and biases in the norms only. It carries no state
-    and has 2 V D + T D + layers (12 D^2 + 4 D) + 2 D parameters."""
+    feed-forward of four times the width, learned absolute positions, and biases in the norms only. It carries no state.
+    With vocabulary V, width D, ``max_length`` T and L layers it has (2 V + T + 2) D + L (12 D^2 + 4 D) parameters."""
 
     def __init__(self, *, vocabulary: int, d_model: int, layers: int, heads: int, max_length: int):
         super().__init__()
@@ -59,7 +59,7 @@ class ReferenceModel(nn.Module):
 
 def build_peer(name: str, plan: Plan) -> nn.Module:
     """The model of a peer in a plan's sizes, which maps bytes ``[B, T]`` to logits ``[B, T, V]``. RuntimeError with the
-    package's message if the package is not installed or refuses."""
+    package's message if the package is not installed or raises an error."""
     m, vocabulary, max_length = plan.model, plan.data["vocabulary"], plan.batch.segment
     if name == REFERENCE:
         sizes = {"d_model": m.d_model, "layers": m.layers, "heads": m.heads}
@@ -84,7 +84,7 @@ def version(package: str) -> str | None:
 
 
 class PeerWorker(CostWorker):
-    """Makes the measurements of one entry."""
+    """Makes the measurements of one entry: provenance, training memory and time."""
 
     kind, memory, timed = "peers", ("train_memory",), ("train",)
 
@@ -100,7 +100,7 @@ class PeerWorker(CostWorker):
     def build(self) -> dict:
         """Make the model; return ``facts``."""
         if self.task.peer:
-            build_peer(self.task.peer, self.plan)  # an earlier build, so that no peak contains the package's own memory
+            build_peer(self.task.peer, self.plan)  # imports the package, so that no peak contains the package itself
         return super().build()
 
     def facts(self) -> dict:

@@ -18,7 +18,7 @@ from bench import CONF
 from bench.turns import Entry, measure
 from harness.compose.cli import run_command
 
-JOB = "language model"  # the key ``job`` of every row
+JOB = "language model"  # what all entries train: the value of ``job`` in every row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
-    """An ``Entry`` for each peer and variant, the reference model first; ValueError naming the wrong key."""
+    """An ``Entry`` for each peer and each variant, the reference model first; ValueError for wrong sizes."""
     from bench.cost_worker import Task
     from bench.peer_workers import PACKAGES
     from bench.planning import recompose, typed_command
@@ -74,7 +74,7 @@ def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
 
 
 def make_row(entry: Entry, reference: Entry) -> dict:
-    """The row of a measured entry. Quantities that an entry did not measure because it failed are None."""
+    """The row of an entry. Quantities that were not measured because the entry failed are None."""
     from bench.peer_workers import REFERENCE
 
     batch = entry.facts["config"]["batch"]
@@ -95,7 +95,7 @@ def make_row(entry: Entry, reference: Entry) -> dict:
 
 
 def speed_ratios(entry: Entry, reference: Entry) -> list[float]:
-    """The entry's speed divided by the reference's in each round. Steps of both train on equally many bytes."""
+    """The entry's speed divided by the reference's, in each round. A step of either trains on equally many bytes."""
     rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # an entry that failed has fewer
     return [median(reference_ms) / median(entry_ms) for entry_ms, reference_ms in rounds]
 

@@ -1,7 +1,7 @@
-"""Makes plans from a command's configuration or from a run folder, and checks them as for a training run.
+"""Makes plans from a command's configuration or from a run folder, with the checks of a training run.
 
-A command's file in ``conf`` adds keys to a training run's, so it measures what ``train.py`` runs with the same words.
-"""
+The configuration of a command that trains or measures is a training run's with keys added, so the command computes what
+``train.py`` would with the same overrides."""
 
 import json
 import re
@@ -32,7 +32,7 @@ from harness.record.rows import CONFIG, RECORD
 
 
 def pop_keys(cfg: DictConfig, *names: str) -> dict:
-    """Remove a command's own keys, which a training run lacks, from its configuration; return their plain values."""
+    """Remove a command's own keys, which a training run lacks, from its configuration; return them as a plain dict."""
     OmegaConf.resolve(cfg)  # before the removal, because other keys may refer to the removed ones
     config = OmegaConf.to_container(cfg)
     with open_dict(cfg):
@@ -42,8 +42,8 @@ def pop_keys(cfg: DictConfig, *names: str) -> dict:
 
 
 def recompose(command: str, *overrides: str, pop: tuple[str, ...], drop: tuple[str, ...] = ()) -> DictConfig:
-    """Compose a Hydra command's configuration again, and remove the command's own keys ``pop``. The words are the typed
-    ones except those of the keys ``drop``, followed by ``overrides``."""
+    """Compose a command's configuration again, and remove the command's own keys ``pop``. It is composed with the typed
+    overrides, except those of the keys ``drop``, followed by ``overrides``."""
     cfg = compose_typed(command, *overrides, drop=drop)
     pop_keys(cfg, *pop)
     return cfg
@@ -56,7 +56,7 @@ def compose_typed(command: str, *overrides: str, drop: tuple[str, ...] = ()) -> 
 
     typed = HydraConfig.get().overrides
     for word in overrides:
-        if re.search(COMMAND_LINE_ONLY, word.partition("=")[0]):  # a word here may come from a file
+        if re.search(COMMAND_LINE_ONLY, word.partition("=")[0]):  # because an override may come from a file
             raise ValueError(f"words of {command}: {word}: hydra.* and trust may be set on the command line only")
     search_path = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
     words = [word for word in typed.task if re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0] not in drop]
@@ -69,7 +69,7 @@ def typed_command(command: str) -> str:
 
 
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
-    """The keys of a row that describe plan, code, data and machine."""
+    """The keys and values of a row that describe plan, code, data and machine."""
     digests = {"config_hash": folder.config_hash(plan.config, pinned=PINNED)}
     digests["source"] = source.digest(plan.config, trust=plan.trust, measuring=True)
     config = json.loads(json.dumps(plan.config))  # JSON turns integer keys, such as layer indices, into text
@@ -87,8 +87,8 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str) -> Plan:
-    """The plan of a run folder, computed as ``runtime`` says; ValueError naming folder, file and key. The folder is
-    untrusted: its configuration may have plain values only, and name only classes of ours and of ``trust``."""
+    """The plan of a run folder, with ``runtime`` as its section of that name; ValueError naming folder, file and key.
+    The folder is untrusted: its configuration may have plain values only, and classes only of ours and of ``trust``."""
     origin = f"{key}={path}"
     config = read_config(path / CONFIG, label=origin)
     try:
@@ -108,7 +108,7 @@ class TrainedRun(NamedTuple):
     key: str
 
     def model(self, *, span: int | None = None) -> LanguageModel:
-        """The model with the best weights, on the CPU, with ``span`` or the run's; ValueError if weights do not fit."""
+        """The model with the best weights, on the CPU, at ``span`` or the run's; ValueError if weights do not fit."""
         model = self.plan.make_model()
         load_weights(model, self.best["model"], source=self.key)
         if span is not None and span != self.plan.model.span:

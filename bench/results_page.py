@@ -23,18 +23,18 @@ COST_TABLES = {
     "Cost against context: peak memory, MiB": (MIB, ("memory", "train_peak_bytes")),
     "Cost against context: ms per byte of training": (1, ("time", "train_ms", "p50")),
 }
-"""Divisor and path of the number in a row of ``bench.cost``, by the title of its table."""
+"""For each title of a table, the divisor of its numbers and their path of keys in a row of ``bench.cost``."""
 COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
-MIN_SEEDS = 3  # common seeds that a verdict needs
+MIN_SEEDS = 3  # fewest common seeds for a verdict
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
-"""The column of ``read_runs`` for each measure of ``claims.yaml``."""
+"""The column of ``read_runs`` for each measure in ``claims.yaml``."""
 HOLDS, FAILS, UNDECIDED, TOO_FEW = "holds", "does not hold", "not separated", "too few seeds"
 CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
 
 
 def read_runs(path: Path) -> pd.DataFrame:
-    """The runs in a file of ``bench.evidence``, one row each, with ``COLUMNS``. Only finished runs have numbers."""
+    """The runs in a file of ``bench.evidence``, a row each, with ``COLUMNS``. Only finished runs have scores, costs."""
     runs = []
     for row in read_rows(path):
         cell, summary = cell_keys(row), row["summary"]
@@ -55,15 +55,15 @@ def read_runs(path: Path) -> pd.DataFrame:
 
 
 def _conditions(summary: dict) -> str:
-    """What all runs of a table must share, as text, without context and span, which depend on a mechanism's sizes."""
+    """The conditions equal in all runs of a table, as text; without context and span, which depend on the model."""
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
     common = [summary["data"]["sha256"], protocol, summary["budget"], summary["precision"]]
     return json.dumps([*common, summary["numerics"]["shared"]], sort_keys=True)
 
 
 def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The finished runs of each variant, the variant with the lowest score on test first. Scores of common seeds are
-    compared: the score is the reference's mean plus ``reference_difference``, or else the variant's mean."""
+    """The finished runs of each variant, the best on test first. So that only common seeds are compared, a variant's
+    score is the reference's mean plus ``reference_difference``, or its own mean where there is no such difference."""
     finished = runs[runs["status"] == "finished"]
     reference_mean = finished.loc[finished["variant"] == REFERENCE, "test"].mean()
 
@@ -79,13 +79,13 @@ def mean_text(numbers: pd.Series) -> str:
     return _paired_text(paired(numbers.tolist()), form=".4f")
 
 
-def _paired_text(mean: Paired, *, form: str) -> str:
-    interval = "(n=1)" if mean.half_width is None else f"± {mean.half_width:.4f}"
-    return f"{mean.mean:{form}} {interval}"
+def _paired_text(estimate: Paired, *, form: str) -> str:
+    interval = "(n=1)" if estimate.half_width is None else f"± {estimate.half_width:.4f}"
+    return f"{estimate.mean:{form}} {interval}"
 
 
 def reference_difference(runs: pd.DataFrame, variant: str) -> Paired | None:
-    """The mean difference from the reference on test over common seeds; None without one, and for the reference."""
+    """The mean difference from the reference on test over common seeds; None without such seeds, or of itself."""
     finished = runs[runs["status"] == "finished"].pivot_table(index="seed", columns="variant", values="test")
     if variant == REFERENCE or not {variant, REFERENCE} <= set(finished.columns):
         return None
@@ -95,8 +95,8 @@ def reference_difference(runs: pd.DataFrame, variant: str) -> Paired | None:
 
 def reference_difference_text(runs: pd.DataFrame, variant: str) -> str:
     """``-0.0070 ± 0.0031``; ``-0.0070 (n=1)`` for one seed; empty where ``reference_difference`` is None."""
-    mean = reference_difference(runs, variant)
-    return "" if mean is None else _paired_text(mean, form="+.4f")
+    difference = reference_difference(runs, variant)
+    return "" if difference is None else _paired_text(difference, form="+.4f")
 
 
 def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
@@ -113,13 +113,13 @@ def recall_reach(runs: pd.DataFrame) -> dict[str, str]:
 
 
 def flops_at(path: Path, length: int) -> dict[str, float]:
-    """Executed FLOPs per byte in streams with this span, by mechanism."""
+    """Executed FLOPs per byte by mechanism, from the rows of ``mode=stream`` with the span ``length``."""
     rows = (row for row in read_rows(path) if row["status"] == "measured" and row["mode"] == "stream")
     return {row["variant"]: row["flops"]["executed_per_byte"] for row in rows if row["length"] == length}
 
 
 def sections(folder: Path) -> str:
-    """All sections whose files have rows."""
+    """The Markdown of all sections whose files have rows."""
     runs = read_runs(folder / "front_page.jsonl")
     tables = [
         ("Front page, more columns", bits_table(runs)),
@@ -145,7 +145,7 @@ def read_yaml(name: str) -> dict | list:
 
 
 def bits_table(runs: pd.DataFrame) -> str:
-    """Scores and costs of all mechanisms, followed by the runs without a score and the machines."""
+    """A table of scores and costs of all mechanisms, followed by lists of runs without a score and of machines."""
     headings = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "LR factor", "MFLOP/byte"]
     headings += ["state, KiB", "peak, MiB", "parameters"]
     rows = []
@@ -163,26 +163,26 @@ def bits_table(runs: pd.DataFrame) -> str:
 
 
 def context_table(runs: pd.DataFrame) -> str:
-    """Bits per byte of test by bytes of context, means over seeds."""
+    """A table of bits per byte on test by bytes of context, means over seeds."""
     means = {}
     for name, group in by_variant(runs):
-        curves = [{_range_text(bin): bin["bits_per_byte"] for bin in curve} for curve in group["context"].dropna()]
+        curves = [{_context_text(x): x["bits_per_byte"] for x in curve} for curve in group["context"].dropna()]
         if curves:
             means[f"`{name}`"] = pd.DataFrame(curves).mean()
     ranges = list(next(iter(means.values())).index) if means else []
     return mechanism_table({name: mean.reindex(ranges).map("{:.3f}".format) for name, mean in means.items()}, ranges)
 
 
-def _range_text(bin: dict) -> str:
-    low, high = bin["from_bytes"], bin["to_bytes"]
+def _context_text(entry: dict) -> str:
+    low, high = entry["from_bytes"], entry["to_bytes"]
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def claims_table(runs: pd.DataFrame) -> str:
-    """The claims of ``bench/claims.yaml``. Each expected difference has a mean over common seeds with Student's 95%
-    interval, which is not corrected for the number of claims. ValueError if the runs differ in their conditions."""
+    """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds has Student's 95%
+    interval, which is not corrected for the number of claims. ValueError if the runs differ in ``_conditions``."""
     if len(conditions := sorted(runs["conditions"].dropna().unique())) > 1:
-        raise ValueError("rows differ in data, protocol, budget or arithmetic:\n" + "\n".join(conditions))
+        raise ValueError("rows differ in data, protocol, budget, precision or numerics:\n" + "\n".join(conditions))
     rows = []
     for claim in read_yaml("claims.yaml"):
         verdicts, parts = [], []
@@ -192,43 +192,43 @@ def claims_table(runs: pd.DataFrame) -> str:
             verdict, interval = judge(scored, expected=part["expected"], margin=margin)
             n = f"{len(scored)}, {all_seeds.isna().sum()} without a score" if all_seeds.hasnans else len(scored)
             names = f"`{part['variant']}`, `{part['baseline']}`"
-            parts.append(["", names, part["measure"], _range_of(part["expected"], margin), n, interval, verdict])
+            parts.append(["", names, part["measure"], _expected_text(part["expected"], margin), n, interval, verdict])
             verdicts.append(verdict)
-        whole = next((verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS)
-        rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{whole}**"], *parts]
+        overall = next((verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS)
+        rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{overall}**"], *parts]
     return markdown_table(CLAIM_HEADINGS, rows, left=4)
 
 
-def _range_of(expected: str, margin: float) -> str:
-    """``below 0``, ``below 0.02`` or ``-10 to 10``."""
+def _expected_text(expected: str, margin: float) -> str:
+    """The expected range: ``below 0``, ``below 0.02`` or ``-10 to 10``."""
     return f"-{margin:g} to {margin:g}" if expected == "equal" else f"below {margin:g}"
 
 
 def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: str) -> pd.Series:
-    """The difference from the baseline, in its unit or in percent, for each common seed; NaN if a run has no score."""
+    """For each common seed the difference from the baseline, in bits or in percent; NaN if a run has no number."""
     column = MEASURES[measure]
     columns = [runs[runs["variant"] == name].set_index("seed")[column].astype(float) for name in (variant, baseline)]
-    a, b = pd.concat(columns, axis=1, join="inner").sort_index().T.to_numpy()
-    return pd.Series(100 * (a / b - 1) if measure.endswith("%") else a - b)
+    compared, base = pd.concat(columns, axis=1, join="inner").sort_index().T.to_numpy()
+    return pd.Series(100 * (compared / base - 1) if measure.endswith("%") else compared - base)
 
 
 def judge(differences: list[float], *, expected: str, margin: float) -> tuple[str, str]:
-    """The verdict on the mean of differences, and the mean with its 95% interval as text. A mean is expected below the
-    margin (``lower``), or between minus and plus the margin (``equal``). The verdict is ``HOLDS`` if the whole interval
-    lies there, ``FAILS`` if it lies outside, else ``UNDECIDED``; ``TOO_FEW`` for fewer than ``MIN_SEEDS``."""
+    """The verdict on the mean of differences, and the mean with its 95% interval as text. The mean is expected below
+    the margin (``lower``), or between minus and plus the margin (``equal``). ``HOLDS``: the whole interval lies in this
+    range. ``FAILS``: it lies outside. ``UNDECIDED``: neither. ``TOO_FEW``: fewer than ``MIN_SEEDS`` differences."""
     if len(differences) < 2:
         return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
-    mean = paired(differences)
-    low, high = mean.mean - mean.half_width, mean.mean + mean.half_width
+    estimate = paired(differences)
+    low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
     min_expected = -margin if expected == "equal" else float("-inf")
     verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
     if min_expected < low and high < margin:
         verdict = HOLDS
-    return verdict if mean.n >= MIN_SEEDS else TOO_FEW, _paired_text(mean, form="+.4f")
+    return verdict if estimate.n >= MIN_SEEDS else TOO_FEW, _paired_text(estimate, form="+.4f")
 
 
 def recall_table(runs: pd.DataFrame) -> str:
-    """Bits of a copied byte by distance, with the recall reach."""
+    """A table of bits of a copied byte by distance, with the recall reach."""
     bits, n_seeds = copy_bits(runs), runs[runs["status"] == "finished"].groupby("variant").size()
     texts = bits.map("{:.3f}".format).rename(columns="{:,}".format)
     columns = ["n", "reach", *texts.columns]
@@ -237,7 +237,7 @@ def recall_table(runs: pd.DataFrame) -> str:
 
 
 def skills_table(path: Path) -> str:
-    """Bits of answers: a row per mechanism, a column per skill and label."""
+    """A table of bits of answers: a row per mechanism, a column per skill and label of its answers."""
     cells: dict[str, dict[str, str]] = {}
     for row in read_rows(path):
         cell, answers = cell_keys(row), row["summary"].get("test_bits_per_copy") or {}
@@ -248,7 +248,7 @@ def skills_table(path: Path) -> str:
 
 
 def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
-    """The title and table of each quantity: a row per mechanism, a column per span."""
+    """Title and table of each quantity of ``COST_TABLES``: a row per mechanism, a column per span."""
     rows = [row for row in read_rows(path) if row["mode"] == "stream"]
     spans = [f"{span:,}" for span in sorted({row["length"] for row in rows})]
     for title, (divisor, keys) in COST_TABLES.items():
@@ -262,7 +262,7 @@ def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def learning_rate_table(path: Path) -> str:
-    """Bits per byte of valid by learning rate factor; the best factor of each mechanism is bold."""
+    """A table of bits per byte on valid by learning rate factor; the best score of each mechanism is bold."""
     scores, cells = scores_by_factor(path), {}
     for name, bits in scores.items():
         best = min(bits, key=bits.get)

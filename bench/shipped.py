@@ -29,9 +29,9 @@ def main() -> None:
     with initialize_config_dir(CONF, version_base="1.3"):
         for name in sorted(path.stem for path in Path(CONF, "variant").glob("*.yaml")):
             plan = plan_run(compose("train", overrides=[f"variant={name}", "runtime.device=cpu"]))
-            breaks = [finding for finding in (*findings(shrink(plan)), *findings_at_sizes(plan)) if not finding.passed]
-            print(f"{'FAIL' if breaks else 'pass'}  {name}", *breaks, sep="\n      ", flush=True)
-            broken += len(breaks)
+            failed = [finding for finding in (*findings(shrink(plan)), *findings_at_sizes(plan)) if not finding.passed]
+            print(f"{'FAIL' if failed else 'pass'}  {name}", *failed, sep="\n      ", flush=True)
+            broken += len(failed)
     if broken:
         sys.exit(1)
     write_atomically(SHIPPED, json.dumps(listing(), indent=1).encode() + b"\n")

@@ -1,5 +1,5 @@
-"""Measures entries, each in a process of its own: first memory, then times, then FLOPs. Times are taken in turn, so
-that a drift of the machine's speed affects all entries alike."""
+"""Measures configurations (entries), each in a process of its own: first memory, then times, then FLOPs. Entries are
+timed in turn, so that a drift of the machine's speed affects all of them alike."""
 
 import sys
 import time
@@ -13,8 +13,8 @@ import numpy as np
 from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.record.cells import MIN_CALLS
 
-MAX_MS = 60_000.0  # milliseconds spent on one quantity of an entry, after which it takes part in no further round
-CODE_KEYS = ("variant", "backend", "evaluation_backend")  # two entries run the same code if these facts are equal
+MAX_MS = 60_000.0  # an entry whose calls of a quantity have taken so long in all gets no further round of it
+CODE_KEYS = ("variant", "backend", "evaluation_backend")  # entries in which these facts are equal run the same code
 
 
 def show_progress(text: str) -> None:
@@ -48,20 +48,20 @@ def time_calls(
 
 @dataclass(kw_only=True)
 class Entry:
-    """A configuration, measured in a process of its own. ``rounds`` has milliseconds of calls by quantity and round."""
+    """A configuration to measure. ``rounds`` has, for each quantity, the milliseconds of each call in each round."""
 
     name: str  # shown on the terminal
     task: object  # a ``cost_worker.Task``
-    cell: WorkerProcess | None = None  # the process
-    status: str | None = None  # ``failed`` or ``out of memory``
+    process: WorkerProcess | None = None  # in which ``task`` is measured
+    status: str | None = None  # ``failed``, ``out of memory``, or None before any error
     reason: str | None = None  # the message of the error
-    facts: dict = field(default_factory=dict)  # keys of the entry's row
+    facts: dict = field(default_factory=dict)  # what the worker returned, which becomes part of the entry's row
     rounds: dict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
 
     def ask(self, method: str, *arguments, **keywords):
-        """Return what a method of the worker returns, or None if the entry failed; ValueError for a user's mistake."""
+        """Call a method of the worker. None if the entry fails, or failed before; ValueError for a user's mistake."""
         try:
-            return None if self.status else self.cell.call(method, *arguments, **keywords)
+            return None if self.status else self.process.call(method, *arguments, **keywords)
         except WorkerError as error:
             self.status, self.reason = error.status, str(error)
 
@@ -79,7 +79,7 @@ class Entry:
 
 def time_in_turn(entries: Sequence[Entry], quantity: str, *, rounds: int, seconds: float) -> None:
     """Time a quantity of all entries that have not failed: ``rounds`` rounds of ``seconds`` seconds per entry, fewer
-    for an entry that reaches ``MAX_MS``. Each round begins with another entry."""
+    for an entry that reaches ``MAX_MS``. Successive rounds begin with successive entries."""
     for index in range(rounds):
         ready = [entry for entry in entries if not entry.status and sum(map(sum, entry.rounds[quantity])) < MAX_MS]
         first = index % max(len(ready), 1)
@@ -92,28 +92,28 @@ def time_in_turn(entries: Sequence[Entry], quantity: str, *, rounds: int, second
 def measure(
     entries: Sequence[Entry], *, worker: type, rounds: int, seconds: float, limit_bytes: int | None = None
 ) -> list[Entry]:
-    """Measure the entries, and return those that were measured. An entry is left out if it runs the same code as an
-    earlier one. ``worker`` is ``CostWorker`` or a subclass. Each quantity is timed in ``rounds`` rounds of ``seconds``
-    per entry. A process may take ``limit_bytes`` beyond its initial size."""
+    """Measure the entries, and return them without those that run the same code as an earlier one. ``worker`` is
+    ``CostWorker`` or a subclass. Each quantity is timed in ``rounds`` rounds of ``seconds`` per entry. A process may
+    use ``limit_bytes`` in addition to its initial memory."""
     measured: list[Entry] = []
     with ExitStack() as stack:
         for entry in entries:
             show_progress(f"{entry.name}: memory")
-            entry.cell = stack.enter_context(WorkerProcess(worker, entry.task, memory_limit_bytes=limit_bytes))
+            entry.process = stack.enter_context(WorkerProcess(worker, entry.task, memory_limit_bytes=limit_bytes))
             entry.facts = entry.ask("identity")
             assert entry.facts, f"no provenance: {entry.reason}"
             entry.facts |= entry.ask("build") or {}
             code = [entry.facts.get(key) for key in CODE_KEYS]
             backend = code[1]  # None for an entry whose model could not be built
             if backend and any(code == [earlier.facts.get(key) for key in CODE_KEYS] for earlier in measured):
-                entry.cell.close()
+                entry.process.close()
                 continue
             measured.append(entry)
             entry.facts["memory"] = {}
             for method in worker.memory:
                 entry.facts["memory"] |= entry.ask(method) or {}
         on_cpu = measured[0].facts["device_kind"] == "cpu"
-        for quantity in worker.timed if on_cpu else worker.timed[:2]:  # generation on a GPU would time kernel launches
+        for quantity in worker.timed if on_cpu else worker.timed[:2]:  # the third, generation, would time GPU launches
             time_in_turn(measured, quantity, rounds=rounds, seconds=seconds)
         for entry in measured:
             show_progress(f"{entry.name}: FLOPs")

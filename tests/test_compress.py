@@ -161,7 +161,7 @@ def test_a_damaged_code_is_refused(run, code):
     end = len(intact) - len(unpack(intact, key="file")[1])
     for content in (b"", intact[:3], b"PK\3\4" + intact[4:], TEXT):
         code.write_bytes(content)
-        assert_refused(r"is no file of this format \(AWT1\)", run, code)
+        assert_refused("is not of the format AWT1", run, code)
     for content in (intact[:5], intact[:20], intact[:end], intact[:-1], intact + b"\0"):
         code.write_bytes(content)
         assert_refused("is damaged or cut off", run, code)
@@ -183,8 +183,8 @@ def test_a_file_that_decodes_to_other_bytes_is_not_written(run, code):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), r"file=None split=None: one of them must be given"),
-        (("file=plain", "split=test"), r"file=plain split=test: one of them"),
+        ((), r"file=None split=None: exactly one of them must be set"),
+        (("file=plain", "split=test"), r"file=plain split=test: exactly one of them"),
         (("file=nowhere",), r"file=nowhere: cannot be read \(No such file"),
         (("split=tset",), r"split=tset: allowed are train, valid, test"),
         (("file=plain", "streams=0"), r"streams=0: must be greater than 0"),

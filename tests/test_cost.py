@@ -90,8 +90,8 @@ def test_by_default_a_quantity_is_timed_twenty_times_or_for_a_minute():
     """A round has at least one call of ``bench.cost`` and two of ``bench.peers``."""
     assert compose_config(name="cost").rounds >= MIN_CALLS
     assert 2 * compose_config(name="peers").rounds >= MIN_CALLS
-    slow = Entry(name="slow", task=None, cell=Mock(call=lambda *_, **__: [25_000.0]))
-    quick = Entry(name="quick", task=None, cell=Mock(call=lambda *_, **__: [1.0]))
+    slow = Entry(name="slow", task=None, process=Mock(call=lambda *_, **__: [25_000.0]))
+    quick = Entry(name="quick", task=None, process=Mock(call=lambda *_, **__: [1.0]))
     time_in_turn([slow, quick], "train", rounds=5, seconds=0.1)
     assert (len(slow.rounds["train"]), len(quick.rounds["train"])) == (3, 5)
 

@@ -1,7 +1,7 @@
 """Writes tables, figures and a page from rows: ``python -m bench.report [folders] [--out outputs/report]``.
 
 It reads run folders and rows of ``bench.cost`` and ``bench.peers``. Rows that compare share a table. Each table becomes
-a CSV file, each figure a PNG and an SVG file, and all of them one ``index.html``, which can be opened from disk.
+a CSV file, each figure a PNG and an SVG file. One ``index.html``, which can be opened from disk, has all of them.
 ``runs.csv`` has all numbers of every run. Rows that are not shown are listed with the reason."""
 
 import argparse
@@ -36,7 +36,7 @@ COMMAND_TABLES = {"cost": cost_tables, "peers": peer_tables}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, or that of an error, which is 2 for a user's mistake."""
+    """Parse ``words``, write the report and return the exit code: 0, or that of an error (2 for a user's mistake)."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.partition("\n")[0])
     about = "folders with runs and rows at any depth (default: outputs)"
     parser.add_argument("folders", nargs="*", default=["outputs"], help=about)
@@ -61,7 +61,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
     from bench.report.figures import draw_all  # matplotlib takes a second to import
 
     try:
-        out.mkdir(parents=True, exist_ok=True)  # raises before the seconds that drawing takes
+        out.mkdir(parents=True, exist_ok=True)  # before drawing, so that an error takes no seconds
         tables, drawings = all_tables(rows), draw_all(rows)
         commands = [*dict.fromkeys(row["command"] for row in rows.frame["row"]), command]
         parts = {"tables": tables, "drawings": drawings, "notes": _notes(rows), "commands": commands}
@@ -75,7 +75,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
             if table.name.startswith("runs-"):
                 print_table(replace(for_terminal(table), notes=()))
         for name, content in files.items():
-            # Text from JSON may have half a surrogate pair.
+            # Texts from JSON may have a lone surrogate, which UTF-8 cannot encode.
             write_atomically(out / name, content.encode("utf-8", "replace") if isinstance(content, str) else content)
             yield f"{out / name}"
         _remove_older(out, written=set(files))

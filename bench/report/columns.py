@@ -1,5 +1,5 @@
 """Columns of the report's tables: ``columns.yaml`` has heading, form, key and explanation. A form makes a cell from a
-row and a key. A row is a dictionary with dotted keys, without those that were not measured."""
+row and a key. A row is a dictionary by dotted key; keys that were not measured are missing."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ def _number(form: Callable[[float | None], Cell], *, approximate: str | None = N
 
 
 def _bits(row: Mapping, key: str) -> Cell:
-    """Bits per byte with half of their interval, and a star if only a prefix of the split was scored."""
+    """Bits per byte with half of their interval, and a star if only the first bytes of the split were scored."""
     star = cells.CAPPED_MARK if row.get(f"capped.{key.partition('_')[0]}") else ""
     return _with_interval(row, key, form=f"{{:,.4f}}{star}")
 
@@ -41,12 +41,12 @@ def _with_interval(row: Mapping, key: str, *, form: str = "{:+.4f}") -> Cell:
 
 
 def _or_status(row: Mapping, key: str, *, form: Form) -> Cell:
-    """The cell of a number, or the status of a row that was not measured."""
+    """A number, or the status of a row that was not measured."""
     return form(row, key) if row["status"] == "measured" else cells.text(row["status"])
 
 
 def _spread(row: Mapping, key: str) -> Cell:
-    """The 20th and the 80th percentile; empty if there are fewer than ``MIN_CALLS`` calls."""
+    """The 20th and the 80th percentile of times in ms; empty if there are fewer than ``MIN_CALLS`` calls."""
     if row.get(f"{key}.n", 0) < cells.MIN_CALLS or row["status"] != "measured":
         return cells.EMPTY
     return cells.interval((row[f"{key}.p20"], row[f"{key}.p80"]), digits=3 if "generate" in key else 2)
@@ -75,20 +75,20 @@ def _file() -> dict[str, list]:
 
 
 def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
-    """The columns of a section of ``columns.yaml``; its form ``copies`` makes one for each of the ``distances``."""
+    """The columns of a section of ``columns.yaml``; the form ``copies`` stands for a column per distance."""
     section_columns = []
     for heading, form, key, explained in _file()[section]:
         specs = [(heading, form, key)]
         if form == "copies":
             specs = [(f"{heading} from {distance}, bits", "fixed4", f"{key}.{distance}") for distance in distances]
-        for head, name, number_key in specs:
-            cell = partial(FORMS[name], key=number_key)
-            section_columns.append(Column(head, explained, cell, numeric=name not in TEXT_FORMS))
+        for column_heading, form_name, cell_key in specs:
+            cell = partial(FORMS[form_name], key=cell_key)
+            section_columns.append(Column(column_heading, explained, cell, numeric=form_name not in TEXT_FORMS))
     return section_columns
 
 
 def for_terminal(table: Table) -> Table:
-    """A table with only the columns of the section ``terminal`` of ``columns.yaml``, explained in its notes."""
+    """The table with only the columns that the section ``terminal`` of ``columns.yaml`` lists, explained in notes."""
     shown = [index for index, column in enumerate(table.columns) if column.heading in _file()["terminal"]]
     columns = tuple(table.columns[index] for index in shown)
     rows = tuple(tuple(row[index] for index in shown) for row in table.rows)

@@ -1,8 +1,8 @@
 """Decides which rows share a table, names them, and writes the texts of captions.
 
 Runs compare in bits per byte if their ``score_conditions`` and the numerics of the shared code are equal. Rows compare
-in time and memory if code and *ground* are equal; the ground is all that they depend on except code, such as device,
-threads and versions. An *arm* is one configuration of a variant with one code, over all seeds."""
+in time and memory if code and environment are equal: device, threads, versions and the other ``ENVIRONMENT_KEYS``. An
+*arm* is one configuration of a variant with one version of the code, over all seeds."""
 
 import json
 import re
@@ -20,20 +20,20 @@ from harness.record.schema import BENCH_COMMANDS, flatten
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
 NOT_ARM_KEYS = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 NOT_ARM_KEYS += ("purpose", "trial", "space")
-"""Keys of a configuration that tell no arms apart: seeds of an arm may differ in them, or a table holds them equal."""
+"""Keys of a configuration that tell no arms apart: they may differ within an arm, or are equal in a whole table."""
 IGNORED_KEYS = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
-"""Keys that change no number. ``numerics`` is also a key of the row; ``global_bytes`` of older rows is 0."""
+"""Keys that change no number. ``numerics`` is compared as a key of the row; ``global_bytes`` is 0 in older rows."""
 ADDED_KEYS = {"check": True}  # values of keys that older configurations lack
-IDENTITY = ("backend", "evaluation_backend", "checkpoint", "device_kind")
+ARM_KEYS = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"
-MAX_KEYS = 8
+MAX_KEYS = 8  # that a caption names
 KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
 
 
 def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
-    """Groups of runs that compare: number, runs, and names of runs left out because their seed selected a setting of
-    their variant. Groups are numbered from 1 in the order in which their first runs ended."""
+    """Each group of runs that compare: its number, its runs, and the names of runs left out because their seed selected
+    a setting of their variant. Groups are numbered from 1 in the order in which their first runs ended."""
     tuning = [row.get("purpose") == "tune" for row in runs["row"]]
     selecting = {*zip(runs[tuning]["variant"], runs[tuning]["seed"], strict=True)} if any(tuning) else set()
     keys = [f"{comparison.score_conditions(row)} {comparison.shared_code_version(row)}" for row in runs["row"]]
@@ -43,8 +43,8 @@ def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, lis
             yield index, reported, group["run"].drop(reported.index).tolist()
 
 
-def cost_ground(row: dict) -> str:
-    """A text that is equal for rows whose times and memory compare."""
+def cost_key(row: dict) -> str:
+    """A text of code and environment, which is equal for rows whose times and memory compare."""
     return str((*comparison.cost_conditions(row), comparison.code_digest(row)))
 
 
@@ -57,16 +57,16 @@ def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
 
 
 def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
-    """The rows of a table with three more columns, sorted by variant, arm and seed: ``settings``; ``arm``, the arm's
-    name, with the settings that tell it apart; and ``order``, its number among the arms of its variant. The keys
-    ``without``, such as ``model.span`` or ``backend``, tell no arms apart here."""
+    """The rows of a table, sorted by variant, arm and seed, with three more columns: ``settings`` (``settings_of``);
+    ``arm``, the variant's name with the settings that tell the arm apart; and ``order``, the arm's number among those
+    of its variant. The keys ``without``, such as ``model.span`` or ``backend``, are not settings in this table."""
 
     def identity(row: dict) -> dict[str, str]:
         timed = row["kind"] in BENCH_COMMANDS  # times and memory depend on all of the code
         code = {"source": row["source"]} if timed else comparison.code_version(row)
         code |= {"source": row["source"][:6]} if "source" in code else {}
-        products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]
-        facts = {name: row.get(name) for name in IDENTITY if name not in without} | {"products": products}
+        products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]  # Muon's dtypes
+        facts = {name: row.get(name) for name in ARM_KEYS if name not in without} | {"products": products}
         return {name: _text(value) for name, value in (facts | code).items()}
 
     settings = [settings_of(row, without=without) for row in frame["row"]]
@@ -75,7 +75,7 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
     arms, order = pd.Series("", index=frame.index), pd.Series(0, index=frame.index)
     for variant, group in identities.groupby(frame["variant"]):
         differing = [key for key in group if key != "variant.name" and group[key].nunique() > 1]
-        # Of keys that tell the same rows apart, the first is enough.
+        # Of keys that divide the rows into the same groups, the name has the first.
         key_of_partition = {tuple(pd.factorize(group[key])[0]): key for key in reversed(differing)}
         names = pd.Series(variant, index=group.index)
         for key in (key for key in differing if key in key_of_partition.values()):
@@ -136,8 +136,8 @@ def protocol_words(rows: Sequence[dict]) -> str:
     )
 
 
-def ground_words(row: dict) -> str:
-    """The ground of a row as text."""
+def environment_words(row: dict) -> str:
+    """The environment of a row as text, for captions."""
     machine, kind = row.get("machine") or {}, row["device_kind"]
     cores = f" on {pluralize(machine['cores'], 'core')}" if machine.get("cores") else ""
     device = f"{row['device']} ({kind}), {pluralize(row['threads'], 'thread')}{cores}"
@@ -155,8 +155,8 @@ def precision_word(row: dict) -> str:
     return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
 
 
-def ground_differences(rows: Sequence[dict]) -> str:
-    """The keys in which the grounds of the rows differ, as text."""
+def environment_differences(rows: Sequence[dict]) -> str:
+    """The keys in which the environments of the rows differ, as text."""
     keys = comparison.ENVIRONMENT_KEYS
     return join_words(key for key in keys if len({comparison.cost_condition(row, key) for row in rows}) > 1)
 

@@ -1,8 +1,8 @@
 """The style of all figures of ``bench``, and how they become files.
 
-Colours are Okabe and Ito's, which are told apart with any colour vision. Each variant also has a marker, for prints in
-grey. Equal rows give equal files: SVGs have text as paths, which need no font, identifiers with a fixed salt, and no
-date. Figures use matplotlib's object interface, which needs no window system and leaves no global state."""
+Colours are Okabe and Ito's, which readers with any colour vision can tell apart. Each variant also has a marker, for
+prints in grey. Equal rows give equal files: SVGs have text as paths, which need no font, identifiers with a fixed salt,
+and no date. Figures use matplotlib's object interface, which needs no window system and leaves no global state."""
 
 import io
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ SPARE_COLOURS = ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")
 SPARE_STYLES = [(colour, marker) for marker in "Xp*h>d" for colour in SPARE_COLOURS]
 """Colour and marker of variants that ``variants.yaml`` does not name."""
 FONT_POINTS = 8.5
-LOG_RATIO = 8  # of the largest to the smallest number, above which an axis is logarithmic
+LOG_RATIO = 8  # an axis is logarithmic if its largest number is more than 8 times its smallest
 
 
 def styled():
@@ -35,7 +35,7 @@ def styled():
 
 
 def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
-    """Colour and marker of each variant: those of ``variants.yaml``, or spare ones in the order of the names."""
+    """Colour and marker of each variant: from ``variants.yaml``, or spare ones in alphabetical order of the names."""
     styles = {name: (c, tuple(m) if isinstance(m, list) else m) for name, (c, m) in VARIANTS["styles"].items()}
     for index, name in enumerate(sorted(set(variants) - set(styles))):
         styles[name] = SPARE_STYLES[index % len(SPARE_STYLES)]
@@ -61,7 +61,7 @@ def panels(
 
 
 def add_legend(ax: Axes) -> None:
-    """Add a legend to the right of the axes. Lines are in the order of their last points, from the top."""
+    """Add a legend to the right of the axes. Its lines are ordered by the height of their last points."""
     lines = [line for line in ax.get_lines() if not line.get_label().startswith("_") and len(line.get_ydata())]
     lines.sort(key=lambda line: -line.get_ydata()[-1])
     if lines:
@@ -70,7 +70,7 @@ def add_legend(ax: Axes) -> None:
 
 
 def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:
-    """Label an axis with plain numbers. If ``log`` is None, it is logarithmic for a ratio above ``LOG_RATIO``."""
+    """Label an axis with plain numbers. It is logarithmic if ``log``, by default if ``LOG_RATIO`` is exceeded."""
     low, high = min(numbers, default=1), max(numbers, default=1)
     if low > 0 and (high > LOG_RATIO * low if log is None else log):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")

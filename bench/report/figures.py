@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from bench.report import drawing
-from bench.report.compare import budget_words, comparable_runs, cost_ground, data_words, precision_word, with_arms
+from bench.report.compare import budget_words, comparable_runs, cost_key, data_words, precision_word, with_arms
 from bench.report.drawing import LINE_STYLES, add_legend, drawing_of, plain_number, scale_axis, styled, variant_styles
 from bench.report.frame import Rows
 from bench.report.tables import add_differences, bits_by_seed, mean_rows
@@ -32,7 +32,7 @@ LINE_KEYS = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "r
 """Keys of the configuration that may differ between the points of one line, or that the figure shows."""
 OUT_OF_MEMORY, MIB = "out of memory", 2.0**20
 MAX_POINTS = 200  # of a curve, approximately
-FREE_SHARE = 0.2  # share of a curve at its beginning, a fall from 8 bits, that may lie outside the axes
+FREE_SHARE = 0.2  # the first fifth of a curve, where it falls from 8 bits, does not set the limits of the axes
 
 
 def draw_all(rows: Rows) -> list[Drawing]:
@@ -46,11 +46,11 @@ def draw_all(rows: Rows) -> list[Drawing]:
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte with the range over seeds, against FLOPs, and on one ground also against memory and time."""
+    """Bits per byte with the range over seeds, against FLOPs, and if all costs compare also against memory and time."""
     rows = [row for row in mean_rows(arms) if "valid_bits_per_byte" in row]
     _, split = add_differences(rows)
-    last, one_ground = arms["row"].iloc[-1], arms["row"].map(cost_ground).nunique() == 1
-    costs = {label: key for label, key in RUN_COSTS.items() if one_ground or "FLOPs" in label}
+    last, one_environment = arms["row"].iloc[-1], arms["row"].map(cost_key).nunique() == 1
+    costs = {label: key for label, key in RUN_COSTS.items() if one_environment or "FLOPs" in label}
     costs = {label: key for label, key in costs.items() if all(key in row for row in rows)}
     if not rows or not costs:
         return
@@ -74,7 +74,7 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
 
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte during training, and of valid at the end; means over seeds."""
+    """Bits per byte during training, and on valid at the end; means over seeds."""
     means = {arm: _mean_curve(runs["record"]) for arm, runs in arms.groupby("arm", sort=False)}
     means = {arm: curve for arm, curve in means.items() if len(curve)}
     if not means:
@@ -98,15 +98,15 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     ax.xaxis.set_major_locator(MaxNLocator(6))
     add_legend(ax)
     caption = (
-        "Mean bits per byte over seeds. Lines: of valid during training, where only the first bytes may be scored; "
-        "of train for runs without such scores. Large markers: of valid at the end. The first fifth of a line "
-        "may lie outside the axes."
+        "Mean bits per byte over seeds. Lines: during training, on a sample of the bytes of valid that select the "
+        "weights, or on train for runs without such scores. Large markers: at the end, on the other bytes of valid. "
+        "The first fifth of a line may lie outside the axes."
     )
     yield drawing_of(figure, name=name, title="Learning curves", caption=caption)
 
 
 def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
-    """Mean bits per byte of valid by bytes seen; of train for runs that did not score valid during training."""
+    """Mean bits per byte on valid by bytes seen; on train for runs that did not score valid during training."""
     rows = pd.DataFrame([row for record in records for row in record if not row.get("final")])
     rows = rows.reindex(columns=["kind", "bytes_seen", "bits_per_byte"]).dropna()
     kind = "valid" if (rows["kind"] == "valid").any() else "train"
@@ -115,7 +115,7 @@ def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
 
 
 def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
-    """A figure for each ground, code, mode, number of streams and corpus, whose digest is in its name."""
+    """A figure for each environment, code, mode, number of streams and corpus; its name has a digest of these."""
 
     def figure_key(row: dict) -> str:
         return repr((cost_conditions(row), code_digest(row), row["mode"], row["streams"], row["data"]["sha256"]))
@@ -128,7 +128,7 @@ def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
 
 
 def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
-    """Four costs against the length of context, a line for each arm and backend."""
+    """A figure of ``CONTEXT_COSTS`` against the length of context, with a line for each arm and backend."""
     first, styles = rows["row"].iloc[0], variant_styles(rows["variant"])
     spans_from = rows.get("spans_from", pd.Series(None, index=rows.index)).replace("learned", None)
     labels = rows["backend"] + spans_from.map(lambda spans: f", {spans}" if isinstance(spans, str) else "")

@@ -18,19 +18,19 @@ from harness.record.rows import EVALUATIONS, FAILED, RECORD, SUMMARY, read_accep
 from harness.record.schema import BENCH_COMMANDS, flatten, is_number, schema_of_run_row, shorten, violation
 
 SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
-MAX_REASONS, MAX_ERROR_LENGTH = 5, 300  # for one file
+MAX_REASONS, MAX_ERROR_LENGTH = 5, 300  # reasons shown for one file; characters shown of a failed run's error
 SAME_RUN_KEYS = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
-"""Keys that are equal in record and summary of a run."""
+"""Keys in which the record and the summary of a run must be equal."""
 TEXT_KEYS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
-"""Keys of texts that become columns of the frame."""
+"""Keys whose texts become columns of the frame; all numbers do."""
 REACHED_BITS = 1.0  # bits below which a copied byte counts as recalled; a model without recall needs 4
 
 
 @dataclass(kw_only=True)
 class Rows:
     """The rows of a report. ``frame`` has runs in the order in which they ended, followed by rows of commands in the
-    order of their folders' names. Numbers are columns of floats, named by dotted keys. ``kind`` is run, failed, cost or
-    peers. ``row`` is the whole row; for a run, its provenance and summary. ``record`` has the rows of a run's record.
+    order of their folders' names. Its columns are numbers as floats, by dotted key; ``kind``: run, failed, cost or
+    peers; ``row``: the whole row, for a run its provenance and summary; and ``record``: the rows of a run's record.
     ``refused``, ``unfinished`` and ``failed`` have ``path: reason`` of each row or run that is not shown."""
 
     frame: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["kind", "row", "run"]))
@@ -38,7 +38,7 @@ class Rows:
     unfinished: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     files: int = 0  # number of files that were read
-    test_scores: Counter = field(default_factory=Counter)  # times that test was scored, by SHA-256 of the data
+    test_scores: Counter = field(default_factory=Counter)  # how often test was scored, by SHA-256 of the data
 
     def of(self, kind: str) -> pd.DataFrame:
         return self.frame[self.frame["kind"] == kind]
@@ -63,30 +63,30 @@ def read_folders(folders: Sequence[Path]) -> Rows:
     if not paths:
         names = ", ".join(map(str, folders))
         raise ValueError(f"{names}: nothing to report; looked for runs ({RECORD}, {SUMMARY}) and rows ({ROWS})")
-    rows, runs, measured = Rows(files=len(paths)), [], []
+    rows, runs, command_rows = Rows(files=len(paths)), [], []
     for path in sorted(paths, key=lambda path: (path.parent.name, str(path))):
         try:
             if path.name in (RECORD, SUMMARY):
                 runs += _read_run(path.parent, rows)
             else:
-                good, reasons = read_accepted_rows(path, check=_command_row_error)
-                rows.refuse(path, *(reasons if good or reasons else ["no rows in it"]))
-                measured += [_tidy(row | {"read_from": str(path.parent)}, row["kind"]) for row in good]
+                accepted, reasons = read_accepted_rows(path, check=_command_row_error)
+                rows.refuse(path, *(reasons if accepted or reasons else ["it has no rows"]))
+                command_rows += [_tidy(row | {"read_from": str(path.parent)}, row["kind"]) for row in accepted]
         except OSError as error:
             rows.refuse(path, f"cannot be read ({error.strerror})")
-    if tidy := [*(run for _, run in sorted(runs, key=lambda pair: pair[0])), *measured]:
+    if tidy := [*(run for _, run in sorted(runs, key=lambda pair: pair[0])), *command_rows]:
         rows.frame = pd.DataFrame(tidy)
     return rows
 
 
 def copies(row: dict) -> dict[int, float]:
-    """Mean bits of a copied byte by the distance that it is copied from, in bytes."""
+    """Mean bits of a copied byte, by the distance in bytes from the byte to its original."""
     bits = row.get("valid_bits_per_copy") or {}
     return {int(key): value for key, value in bits.items() if key.isdecimal() and is_number(value)}
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files of rows, one for each run folder. Links to folders are not followed, because ``latest`` links to a run."""
+    """Files of rows: one of each run folder, and others in ``.jsonl``. Links to folders (``latest``) are ignored."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
         if RECORD in names or SUMMARY in names:
@@ -95,7 +95,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _tidy(row: dict, kind: str, **columns) -> dict:
-    """A row of the frame: numbers by dotted keys, some texts, columns computed from them, and further ``columns``."""
+    """A row of the frame: numbers by dotted key, ``TEXT_KEYS``, numbers and texts computed from these, ``columns``."""
     tidy = {"kind": kind, "row": row, "read_from": row.get("read_from")}
     for key, value in flatten({key: value for key, value in row.items() if key != "config"}).items():
         if is_number(value) or isinstance(value, bool | list):
@@ -136,11 +136,11 @@ def _run_row_error(row: dict, line_number: int) -> str | None:
 
 
 def _summary_error(summary: object, provenance: dict | None) -> str | None:
-    """The reason why a summary is refused, or None: a wrong shape, another run, or a check that was not passed."""
+    """The reason why a summary is refused, or None: a wrong shape, another run's, or a contract check not passed."""
     failed = isinstance(summary, dict) and summary.get("status") in FAILED
     if reason := violation(summary, schema="failed" if failed else "summary"):
         return reason
-    if provenance is not None:  # keys that a failed run did not reach are null
+    if provenance is not None:  # in a summary, keys that a failed run did not reach are null
         keys = [key for key in SAME_RUN_KEYS if not failed or summary.get(key) is not None]
         differing = [key for key in keys if summary[key] != provenance.get(key)]
         if differing:
@@ -149,23 +149,23 @@ def _summary_error(summary: object, provenance: dict | None) -> str | None:
 
 
 def _read_run(folder: Path, rows: Rows) -> list[tuple]:
-    """A run folder as ``[(time, row of the frame)]``, where time is that of its summary file. A run that is not shown
-    gives an empty list, and the reason is added to ``rows``."""
+    """A run folder as ``[(time, row of the frame)]``, with the time of its summary file. For a run that is not shown
+    the list is empty, and the reason is added to ``rows``."""
     path = folder / RECORD
     record, reasons = read_accepted_rows(path, check=_run_row_error) if path.exists() else ([], [])
     first_refused = bool(reasons) and reasons[0].startswith("line 1:")
-    traced = bool(record) and record[0].get("kind") == "provenance" and not first_refused
-    if not traced:  # without its provenance, no row of the record is accepted
+    has_provenance = bool(record) and record[0].get("kind") == "provenance" and not first_refused
+    if not has_provenance:  # then no row of the record is accepted
         record, reasons = [], reasons[:1]
     summary, reason = try_read_object(folder / SUMMARY)
-    if not traced and not (summary and summary.get("status") in FAILED):
+    if not has_provenance and not (summary and summary.get("status") in FAILED):
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
     if summary is not None:
-        reason = _summary_error(summary, record[0] if traced else None)
+        reason = _summary_error(summary, record[0] if has_provenance else None)
     rows.refuse(path, *reasons)
     rows.refuse(folder / SUMMARY, *filter(None, [reason]))
     time = (folder / SUMMARY).stat().st_mtime if summary is not None else 0.0
-    if traced:
+    if has_provenance:
         n_scores = sum(row["kind"] == "test" for row in record)
         if (folder / EVALUATIONS).exists():
             evaluations, _ = read_accepted_rows(folder / EVALUATIONS, check=lambda row, line_number: None)
@@ -178,7 +178,7 @@ def _read_run(folder: Path, rows: Rows) -> list[tuple]:
         words = str(summary.get("error") or "no error was written down")
         error = textwrap.shorten(words, MAX_ERROR_LENGTH, placeholder="...")
         rows.failed.append(f"{folder}: {error}")
-        return [(time, _tidy(record[0] | {"error": error}, "failed", **columns))] if traced else []
-    if traced and status != "finished":
+        return [(time, _tidy(record[0] | {"error": error}, "failed", **columns))] if has_provenance else []
+    if has_provenance and status != "finished":
         rows.unfinished.append(f"{folder}: {status or 'no summary yet'}")
-    return [(time, _tidy(record[0] | summary, "run", **columns))] if traced and status == "finished" else []
+    return [(time, _tidy(record[0] | summary, "run", **columns))] if has_provenance and status == "finished" else []

@@ -9,11 +9,11 @@ function keyOf(row, column) {
 }
 
 for (const table of document.querySelectorAll("table")) {
-  const heads = [...table.querySelectorAll("thead th")];
-  heads.forEach((head, column) => head.firstElementChild.addEventListener("click", () => {
-    const sign = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
-    heads.forEach((each) => each.removeAttribute("aria-sort"));
-    head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+  const headings = [...table.querySelectorAll("thead th")];
+  headings.forEach((heading, column) => heading.firstElementChild.addEventListener("click", () => {
+    const sign = heading.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+    headings.forEach((each) => each.removeAttribute("aria-sort"));
+    heading.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
     const keyed = [...table.tBodies[0].rows].map((row) => [...keyOf(row, column), row]);
     keyed.sort((a, b) => a[0] - b[0] || sign * (a[0] ? collator.compare(a[1], b[1]) : a[1] - b[1]));
     table.tBodies[0].append(...keyed.map((entry) => entry[2]));

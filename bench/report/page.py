@@ -1,7 +1,7 @@
 """The report's page: one HTML file with tables, drawings, style and script, which can be opened from disk.
 
-All text is escaped, because rows may come from strangers. A content security policy allows the page's own style, script
-and images only. Without the script, everything but sorting works."""
+All text is escaped, because rows may come from untrusted files. A content security policy allows only the page's own
+style, script and images. Without the script, everything but sorting works."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from harness.record.table import Cell, Column, Drawing, Table
 
 HERE = Path(__file__).parent
-LONG = 32  # characters from which a cell's text is wrapped
+LONG = 32  # a cell's text of so many characters or more is wrapped
 
 
 def page_of(
@@ -56,7 +56,7 @@ def page_of(
 
 
 def _anchor(name: str) -> str:
-    """The id of the element of a table or drawing, for links."""
+    """The id of the HTML element of a table or drawing, for links to it."""
     return f"at-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', name)}"
 
 
@@ -85,19 +85,19 @@ def _table(table: Table) -> str:
 
 
 def _heading(column: Column) -> str:
-    """The heading of a column, a button that sorts the table."""
+    """The heading of a column, with a button that sorts the table."""
     number, heading = ' class="number"' if column.numeric else "", escape(column.heading)
     return f'<th scope="col"{number}><button title="{escape(column.explanation)}">{heading}</button></th>'
 
 
 def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
-    """A table row, whose first cell is its heading."""
+    """A table row; its first cell is the row's heading."""
     first, *rest = (_cell(cell, column) for cell, column in zip(row, columns, strict=True))
     return f'<tr><th scope="row"{first}</th>{"".join(f"<td{cell}</td>" for cell in rest)}</tr>\n'
 
 
 def _cell(cell: Cell, column: Column) -> str:
-    """The rest of a cell's opening tag after the element's name, and the cell's text."""
+    """A cell's HTML after ``<td`` or ``<th``, without the closing tag: attributes, ``>`` and the text."""
     style = ' class="long"' if len(cell.text) >= LONG else ""
     style = ' class="number"' if column.numeric else style
     measured = cell.value is not None and math.isfinite(cell.value)
@@ -106,7 +106,7 @@ def _cell(cell: Cell, column: Column) -> str:
 
 
 def _drawing(drawing: Drawing) -> str:
-    """A drawing with its caption. It is an image and not inline SVG, because ids inside two SVGs may be equal."""
+    """A drawing with its caption, as an image and not as inline SVG, because ids inside two SVGs may be equal."""
     image = base64.b64encode(drawing.svg).decode()
     return f"""<article id="{_anchor(drawing.name)}">
 <h2>{escape(drawing.title)}</h2>

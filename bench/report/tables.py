@@ -1,4 +1,4 @@
-"""Tables of comparable runs: means over seeds, differences from the reference, and time and memory on one ground."""
+"""Tables of comparable runs: means over seeds, differences from the reference, time and memory."""
 
 import math
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ REFERENCE = compare.VARIANTS["reference"]
 SPLITS = ("valid", "test")
 UNCONTROLLED = {"parameters": "parameters.total", "ideal FLOPs per byte": "flops_per_byte.ideal"}
 UNCONTROLLED |= {"bytes trained on": "bytes_seen"}
-"""Columns of the frame that may differ between the runs of a table. The table says so where they do."""
+"""Columns of the frame, by name, that may differ between the runs of a table; its details name those that do."""
 
 
 def run_tables(rows: Rows) -> list[Table]:
-    """A table for each group of comparable runs, with time and memory if all of them have one ground and code."""
+    """A table for each group of comparable runs, with time and memory if these compare too (``cost_key``)."""
     tables = []
     for index, runs, excluded in compare.comparable_runs(rows.of("run")):
         arms, last = compare.with_arms(runs), runs["row"].iloc[-1]
@@ -37,12 +37,12 @@ def run_tables(rows: Rows) -> list[Table]:
         if reference:
             caption = f"Differences are from {reference['arm']} on {split}. {caption}"
         notes += _notes(runs, arms, means)
-        if arms["row"].map(compare.cost_ground).nunique() == 1:
+        if arms["row"].map(compare.cost_key).nunique() == 1:
             shown += cost_columns
-            about.append(f"Time and memory: {compare.ground_words(last)}.")
+            about.append(f"Time and memory: {compare.environment_words(last)}.")
         else:
             shown += [column for column in cost_columns if column.heading in ("backend", "evaluation backend")]
-            unequal = compare.ground_differences([*runs["row"]]) or "source"
+            unequal = compare.environment_differences([*runs["row"]]) or "source"
             notes.append(f"Time and memory are in runs.csv only, because these runs differ in {unequal}.")
         title = f"{last['data']['name']}, {compare.budget_words(last['budget'])} of training"
         texts = {"title": title, "caption": caption, "details": tuple(about), "notes": tuple(notes)}
@@ -52,14 +52,14 @@ def run_tables(rows: Rows) -> list[Table]:
 
 def mean_rows(arms: pd.DataFrame) -> list[dict]:
     """A row for each arm of ``with_arms``, the best on valid first. It has means of all numbers over the newest run of
-    each seed, and half of the 95% interval of bits per byte at ``<key>.half_width``."""
+    each seed, and half of the 95% interval of bits per byte as ``<key>.half_width``."""
     newest = arms.drop_duplicates(["arm", "seed"], keep="last")
     numbers = newest.select_dtypes("number").columns.drop(["seed", "order"])
     rows = []
     for arm, runs in newest.groupby("arm", sort=False):
         row, last = runs[numbers].mean().dropna().to_dict(), runs.iloc[-1]
         scores = {split: bits_by_seed(runs, split) for split in SPLITS}
-        if len(scores["test"]) < len(scores["valid"]):  # a mean over some of the seeds would be compared with others
+        if len(scores["test"]) < len(scores["valid"]):  # the mean over some seeds would be compared with means over all
             row = {key: value for key, value in row.items() if not key.startswith("test_")}
         for split, bits in scores.items():
             if len(bits):
@@ -75,8 +75,8 @@ def mean_rows(arms: pd.DataFrame) -> list[dict]:
 def add_differences(rows: Sequence[dict]) -> tuple[dict | None, str]:
     """Add to each row of ``mean_rows`` its difference from the reference over common seeds: ``pairs``, ``difference``
     in bits per byte with ``half_width``, ``p`` with Holm's correction, and a ``verdict``. Return the reference, which
-    is the best row of the variant that ``variants.yaml`` names, or None without another row; and the split that is
-    compared: test if every scored row has it, else valid."""
+    is the best row of the variant that ``variants.yaml`` names, or None if there is nothing to compare; and the split
+    that is compared: test if every scored row has such a score, else valid."""
     scored = [row for row in rows if "valid_bits_per_byte" in row]
     reference = next((row for row in scored if row["variant"] == REFERENCE), None)
     split = "test" if scored and all("test_bits_per_byte" in row for row in scored) else "valid"
@@ -115,7 +115,7 @@ def _compressors(row: dict) -> list[dict]:
 
 
 def _about(runs: pd.DataFrame) -> list[str]:
-    """Sentences on the data, the protocol, and what is and is not equal in all runs."""
+    """Sentences on the data, the protocol, and on what is and what is not equal in all runs."""
     row, uncontrolled = runs["row"].iloc[-1], []
     for name, key in UNCONTROLLED.items():
         if key in runs and runs[key].min() < runs[key].max():

@@ -7,18 +7,18 @@ from pathlib import PurePath
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import commit_notes, data_words, differing_keys, ground_words, with_arms
+from bench.report.compare import commit_notes, data_words, differing_keys, environment_words, with_arms
 from bench.report.frame import frame_of
 from harness.record.cells import join_words, make_table, missing_formulas_note, pluralize
 from harness.record.comparison import code_digest, cost_conditions
 from harness.record.table import Table
 
-NOT_ARM_KEYS = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
-NOT_ARM_KEYS += ("batch.carry", "batch.accumulate", "runtime.allocator")
-"""Keys that tell no arms apart: ``bench.cost`` sets them for each row, or they have columns."""
+COLUMN_KEYS = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
+COLUMN_KEYS += ("batch.carry", "batch.accumulate", "runtime.allocator")
+"""Keys that tell no arms apart, because ``bench.cost`` sets them for each row, or because they have columns."""
 REPEAT_KEYS = ("variant", "config_hash", "backend", "evaluation_backend", "spans_from", "length", "segment")
 REPEAT_KEYS += ("source", "checkpoint")
-"""Of rows that are equal in these keys, a table has the newest."""
+"""Of rows that are equal in these keys, a table has only the newest."""
 MODES = {
     "cold": "segment = span = length, no carried state",
     "stream": "span = length, streams carry a full state from segment to segment",
@@ -26,7 +26,7 @@ MODES = {
 
 
 def cost_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each ground, code, corpus, mode, number of streams and segment; ``rows`` begin with the oldest."""
+    """A table for each environment, code, corpus, mode, number of streams and segment. The newest row comes last."""
 
     def table_key(row: dict) -> Hashable:
         segment = row["segment"] if row["mode"] == "stream" else None
@@ -39,10 +39,10 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
         segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
         streams = pluralize(row["streams"], "stream")
         about = (
-            f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
+            f"{environment_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
             "Times are of the trainer's training step, after warm-up. Noise was added to the weights.",
             f"Data: {data_words([row])}.",
-            "Held equal at each length: streams, segment, span, data and ground. Parameters and FLOPs are not.",
+            "Held equal at each length: streams, segment, span, data and environment. Parameters and FLOPs are not.",
         )
         unknown = [(row["label"], (row["row"].get("flops") or {}).get("unknown")) for row in labelled]
         notes += [*_cost_notes(labelled), *filter(None, [missing_formulas_note(unknown)])]
@@ -54,7 +54,7 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
 
 
 def peer_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each call of the command, the fastest first. Rows of several calls never share a table."""
+    """A table for each call of ``bench.peers``, its fastest row first. Rows of several calls never share a table."""
 
     def table_key(row: dict) -> Hashable:
         call = (row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to"))
@@ -67,7 +67,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
             entry["label"] = entry["name"]
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
-            f"{ground_words(row)}. Data: {data_words([row])}.",
+            f"{environment_words(row)}. Data: {data_words([row])}.",
             f"Job: {row['job']}, {pluralize(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
             "streams, segment, threads, precision and data. Parameters are not.",
             f"All rows are of one call, in the folder {PurePath(row['read_from']).name}.",
@@ -83,7 +83,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
 
 
 def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[tuple[dict, pd.DataFrame]]:
-    """Frames of rows that are equal in ``key``, corpus and code, each with its newest row."""
+    """The newest row, and the frame of all rows, of each group that is equal in ``key``, corpus and code."""
 
     def group_key(row: dict) -> str:
         corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
@@ -95,16 +95,16 @@ def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[t
 
 
 def _newest(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
-    """The newest rows by ``REPEAT_KEYS``, as a frame with arms and as dictionaries with a ``label``; and notes."""
+    """The newest rows (``REPEAT_KEYS``), as a frame with arms and as dictionaries with a ``label``; and notes."""
     keys = [json.dumps([row.get(key) for key in REPEAT_KEYS], sort_keys=True) for row in frame["row"]]
     newest = frame[~pd.Series(keys, index=frame.index).duplicated(keep="last")]
-    arms = with_arms(newest, without=NOT_ARM_KEYS)
+    arms = with_arms(newest, without=COLUMN_KEYS)
     labelled = [row.dropna().to_dict() for _, row in arms.iterrows()]
     for row in labelled:
         row["label"] = row["arm"]
     notes = commit_notes(newest)
     if n_older := len(frame) - len(newest):
-        notes.append(f"{pluralize(n_older, 'older row')} left out: a later row has the same arm, backend and length.")
+        notes.append(f"{pluralize(n_older, 'older row')} left out: newer ones have equal settings, backend and length.")
     return arms, labelled, notes
 
 
@@ -123,7 +123,7 @@ def _cost_notes(rows: Sequence[dict]) -> list[str]:
         elif row["row"].get("interleaved") is False:
             timed_singly.append(name)
     if timed_singly:
-        notes.append(f"Not timed in turn with the other rows of its length: {join_words(timed_singly)}.")
+        notes.append(f"Not timed in turn with the other rows of the same length: {join_words(timed_singly)}.")
     peaks = sorted({row["utilisation.peak_flops_per_s"] for row in rows if "utilisation.peak_flops_per_s" in row})
     if peaks:
         notes.append(f"The device's dense peak is {join_words(f'{peak / 1e12:g}' for peak in peaks)} TFLOP/s.")

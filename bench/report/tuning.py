@@ -1,7 +1,7 @@
-"""Tables of tuning sweeps: the trial that each setting picks, by validation bits on tuning seeds.
+"""Tables of tuning sweeps: the best trial of each setting, by bits per byte on valid over tuning seeds.
 
 A *trial* is a numbered point of the search space. A *setting* is a configuration without the search space's keys and
-the seed. Its *pick* is the trial with the lowest mean, among those with a score of every tuning seed."""
+the seed. Its *pick* is the trial with the lowest mean over seeds, among those with a score of every tuning seed."""
 
 import json
 
@@ -14,11 +14,11 @@ from harness.record.comparison import score_conditions
 from harness.record.schema import flatten
 from harness.record.table import Table
 
-EDGE = 0.05  # share of a hyperparameter's range; a pick that is closer to an end is flagged
+EDGE = 0.05  # share of a hyperparameter's range; a pick that is closer than this to an end is flagged
 
 
 def tuning_tables(frame: pd.DataFrame) -> list[Table]:
-    """A table of picks for each tuning sweep with a finished trial, the best setting first."""
+    """A table of picks for each tuning sweep, the best setting first; none if no trial has finished."""
     runs = frame[frame["kind"].isin(("run", "failed"))]
     runs = runs.assign(trial=[*map(_trial_of, runs["row"])], bits=runs.get("valid_bits_per_byte"))
     runs = runs.dropna(subset=["trial"])
@@ -47,7 +47,7 @@ def _table(runs: pd.DataFrame, *, index: int) -> Table:
     searched = sorted({key for row in runs["row"] for key in row["point"]})
     arms, last, rows = with_arms(runs, without=searched), runs["row"].iloc[-1], []
     for _, trials in runs.groupby([*map(_setting, runs["row"])], sort=False):
-        # Of several runs of a trial and seed, the last that finished counts; a failed one only if none did.
+        # Of several runs of a trial and seed, the last finished one counts, or a failed one if none finished.
         ordered = trials.assign(finished=trials["kind"] == "run").sort_values("finished", kind="stable")
         trials = ordered.drop_duplicates(["trial", "seed"], keep="last").sort_index()
         spent = {key: trials[key].sum() for key in ("bytes_seen", "seconds") if key in trials}
@@ -64,7 +64,7 @@ def _table(runs: pd.DataFrame, *, index: int) -> Table:
 
 
 def _pick(trials: pd.DataFrame) -> dict:
-    """The pick of one setting: its values as words to type, its mean over the seeds, and flags."""
+    """The pick of one setting: its values as overrides to type, its mean over the seeds, and flags."""
     n_trials, seeds = trials["trial"].nunique(), sorted({int(seed) for seed in trials["seed"]})
     means = trials.pivot(index="trial", columns="seed", values="bits").dropna().mean(axis=1)
     flags = []

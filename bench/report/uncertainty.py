@@ -1,9 +1,9 @@
 """Uncertainty of a mean of paired differences: Student's t interval and Holm's correction, in plain Python.
 
-For n differences with mean m and standard deviation s (n - 1 in the denominator), the interval is m +- t s / sqrt(n),
-with t the 0.975 quantile of Student's distribution for n - 1 degrees of freedom. It contains the true mean in 95 of 100
-repetitions. A true difference smaller than t s / sqrt(n) could not have been detected. Holm's procedure corrects the
-verdicts of one table: the probability that any of them is false is below 0.05, however they depend on each other.
+For n differences with mean m and standard deviation s (n - 1 in the denominator), the interval is m +- t s / sqrt(n).
+Here t is the 0.975 quantile of Student's distribution for n - 1 degrees of freedom. The interval contains the true mean
+in 95 of 100 repetitions. A true difference smaller than t s / sqrt(n) could not have been detected. With Holm's
+procedure, the probability of any false "better" or "worse" in a table is at most 0.05, for dependent differences, too.
 Student (W. S. Gosset), Biometrika 6 (1908); Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand. J. Statist. 6 (1979).
 """
 
@@ -16,31 +16,31 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """The mean of ``n`` paired differences. ``half_width`` and ``p`` are None for one pair."""
+    """The mean of ``n`` numbers, such as paired differences. ``half_width`` and ``p`` are None for ``n`` = 1."""
 
     n: int
     mean: float
     half_width: float | None  # half of the interval around the mean
-    p: float | None  # probability of a mean at least as far from 0 without a true difference (two-sided)
+    p: float | None  # probability of a mean at least as far from 0, on either side, if the true mean is 0
 
 
 def paired(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> Paired:
-    """The mean of one or more differences of matched pairs, with its interval."""
+    """The mean of one or more numbers, such as differences of matched pairs, with its interval."""
     n = len(differences)
     mean = math.fsum(differences) / n
     if n == 1:
         return Paired(n=1, mean=mean, half_width=None, p=None)
-    error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1) / n)
+    standard_error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1) / n)
     t = math.inf if mean else 0.0
-    if error:
-        t = abs(mean) / error
+    if standard_error:
+        t = abs(mean) / standard_error
     p = 2 * (1 - t_below(t, freedom=n - 1))
-    return Paired(n=n, mean=mean, half_width=t_quantile((1 + confidence) / 2, freedom=n - 1) * error, p=p)
+    return Paired(n=n, mean=mean, half_width=t_quantile((1 + confidence) / 2, freedom=n - 1) * standard_error, p=p)
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """The p values after Holm's correction, in the same order: the smallest times n, the next times n - 1 and so on,
-    but none below a smaller one's and none above 1."""
+    """The p values after Holm's correction, in the order of ``probabilities``: the smallest of n times n, the next
+    times n - 1 and so on, but none below the one before it, and none above 1."""
     order, corrected, largest = sorted(range(len(probabilities)), key=probabilities.__getitem__), {}, 0.0
     for rank, index in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - rank) * probabilities[index]))
@@ -49,7 +49,7 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def t_quantile(probability: float, *, freedom: int) -> float:
-    """The t at which the cumulative Student's distribution is ``probability``, at least 0.5 and below 1."""
+    """The t with ``t_below(t) == probability``, for a ``probability`` of at least 0.5 and below 1."""
     assert 0.5 <= probability < 1 and freedom >= 1
     low, high = 0.0, 1.0
     while t_below(high, freedom=freedom) < probability:
@@ -61,7 +61,7 @@ def t_quantile(probability: float, *, freedom: int) -> float:
 
 
 def t_below(t: float, *, freedom: int) -> float:
-    """The cumulative Student's distribution at ``t`` >= 0: a finite sum, because ``freedom`` is an integer."""
+    """The probability below ``t`` >= 0 in Student's distribution, a finite sum for integer degrees of ``freedom``."""
     angle = math.atan(t / math.sqrt(freedom))
     odd, power, total = freedom % 2, 1.0, 0.0
     for term in range(freedom // 2):
