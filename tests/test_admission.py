@@ -30,15 +30,15 @@ def check(*words: str) -> CommandOutcome:
 
 
 REFUSED = {
-    "ForgetsAShift": "evaluation does not see the future at the sizes of the run: eval, 2 x 341 bytes, all from byte",
+    "MisalignedMeans": "evaluation does not see the future at the sizes of the run: eval, 2 x 341 bytes, all from byte",
     "ShortWindow": "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 bytes, all up to byte",
-    "CutInBlocks": "segments do not matter at the sizes of the run: eval, 2 x 128 bytes cut at ",
+    "DropsState": "segments do not matter at the sizes of the run: eval, 2 x 128 bytes cut at ",
 }
 
 
 @pytest.mark.parametrize("cls", REFUSED)
 def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(cwd, monkeypatch, cls):  # noqa: F811
-    words = (*toy(cwd, cls), *(("eval.segment=512",) if cls == "ForgetsAShift" else ()))
+    words = (*toy(cwd, cls), *(("eval.segment=512",) if cls == "MisalignedMeans" else ()))
     outcome = train(*words)
     assert outcome.code == 2 and f"variant=mine: {REFUSED[cls]}" in outcome.err, outcome
     assert 'check=false trains anyway and marks the row "unchecked"' in outcome.err and not (cwd / "outputs").exists()

@@ -13,8 +13,8 @@ from tests.attention_case import (
     D,
     assert_near,
     assert_same,
-    by_reference,
     gradients,
+    reference_output,
     set_fractions,
     starts,
 )
@@ -90,9 +90,9 @@ def test_a_state_of_another_length_is_accepted(cache):
     past, x = long.stream()
     from_long, from_short = (case.build()(past, None, starts(0)).state for case in (long, short))
     assert (from_long.shape[1] if cache == "hidden" else from_long[0].shape[2]) == 14
-    expected = by_reference(short.build(), x=x, past=past, position="rotary")
+    expected = reference_output(short.build(), x=x, past=past, position="rotary")
     assert_near(short.build()(x, from_long, starts(20)).y, expected)
-    expected = by_reference(long.build(), x=x, past=past[:, 15:], position="rotary")  # a span of 6 carries 5 keys
+    expected = reference_output(long.build(), x=x, past=past[:, 15:], position="rotary")  # a span of 6 carries 5 keys
     assert_near(long.build()(x, from_short, starts(20)).y, expected)
     narrow = Case(length=3, span=1, cache=cache, position="rotary").build()
     empty = narrow(x, None, starts(20))

@@ -10,10 +10,10 @@ from tests.attention_case import (
     SCHEMES,
     Case,
     assert_outcome,
-    by_reference,
     covering_array,
     matrices,
     outcome,
+    reference_output,
     run,
     set_fractions,
 )
@@ -77,7 +77,7 @@ def common_arguments(sublayer: Sublayer, case: Case, past: Tensor) -> dict:
 
 
 def of_attention(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
-    return by_reference(sublayer, x=x, past=past, position=case.position)
+    return reference_output(sublayer, x=x, past=past, position=case.position)
 
 
 def of_transformer_xl(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:

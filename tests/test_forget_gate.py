@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.attention_case import Case, D, assert_near, by_reference, run
+from tests.attention_case import Case, D, assert_near, reference_output, run
 from variants.attention import Attention
 from variants.forget_gate import ForgetGate
 
@@ -37,7 +37,7 @@ def test_at_position_a_million_it_equals_the_reference_over_its_reach(backend):
     """
     case = Case(length=5, past=256, span=257, position="rotary", backend=backend)
     attention, (past, x) = case.build(partial(Attention, key_bias=ForgetGate)), case.stream()
-    exact = by_reference(attention, x=x, past=past, position="rotary").detach()
+    exact = reference_output(attention, x=x, past=past, position="rotary").detach()
     attention, past, x, at = attention.float(), past.float(), x.detach().float(), torch.tensor([10**6] * 2)
     stream, state = torch.cat([torch.randn(2, 444, D), past], dim=1), None
     for begin in range(0, 700, 70):

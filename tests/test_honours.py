@@ -77,7 +77,7 @@ def test_a_choice_that_a_mechanism_does_not_follow_is_refused(cls, words, line):
         (broken.IgnoresCache, (), [UNCHANGED.format("model.cache=hidden,kv")]),
         (broken.IgnoresSpan, (), [UNCHANGED.format("model.span=13,26,6")]),
         (broken.DeniesSpan, (), ["the output of SUBLAYERS differs with model.span=13,26,6, which its honours exclude"]),
-        (broken.WrappedBoasting, ("position=alibi",), [UNCHANGED.format(key) for key in IGNORED]),
+        (broken.OverclaimsChoices, ("position=alibi",), [UNCHANGED.format(key) for key in IGNORED]),
         (Sums, ("position=none",), []),
     ],
 )

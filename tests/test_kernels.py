@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.count.flops import count_flops
-from tests.attention_case import DOUBLE, Largest, assert_near, assert_outcome, assert_same, gradients, outcome
+from tests.attention_case import DOUBLE, LargestTensor, assert_near, assert_outcome, assert_same, gradients, outcome
 from tests.efficient_attention import backward, emulated, forward
 from tests.window_case import ATTEND, CASES, HEADS, LARGE, Case, can_compute, packed
 from variants.kernels import chunked, fused, operation, window
@@ -229,7 +229,7 @@ def test_backward_can_omit_the_past_and_executed_flops_are_counted(engine, name,
 def test_the_chunked_backend_never_stores_all_scores(added):
     """All scores would be 2 x 1024 x 2048 numbers."""
     case = replace(Case(T=1024, past=1024, max_keys=(200, 40), z=(150.0, 9.0), streams=1), **added)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         case.call(chunked.attend, case.inputs()).sum().backward()
     assert largest.elements <= 2 * 128 * (128 + 200 + 8)
 

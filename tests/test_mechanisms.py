@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from tests.attention_case import Case, Largest, assert_near, assert_same
+from tests.attention_case import Case, LargestTensor, assert_near, assert_same
 from tests.small_configs import TINY, plan, sized
 from variants.attention import Attention
 from variants.conformance import perturb
@@ -179,7 +179,7 @@ def test_memory_grows_linearly_with_the_segment(variant):
     """No tensor of the forward or backward has an element for each pair of positions."""
     layer, sizes = mechanism(variant, "model.span=1000"), []
     for length in (200, 400):
-        with Largest() as largest:
+        with LargestTensor() as largest:
             layer(inputs(length)).y.sum().backward()
         sizes.append(largest.elements)
     assert sizes[1] <= 2.1 * sizes[0]
