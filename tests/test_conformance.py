@@ -1,4 +1,4 @@
-"""The conformance suite passes our sublayers and small ones from outside, and catches every broken promise."""
+"""The conformance suite passes our sublayers and small ones of users, and catches every broken promise."""
 
 import re
 from collections.abc import Callable
@@ -73,14 +73,14 @@ def test_optional_parts_of_attention_keep_all_promises(attention, scheme, cache,
 
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_a_window_of_one_key_keeps_all_promises_except_that_of_gradients(attend_self):
-    """The span has no gradient, because the key is always visible. Persistent vectors give the queries a gradient."""
+    """The span has no gradient, because its key is always visible. Persistent vectors give the queries a gradient."""
     attention = partial(Attention, span=partial(AdaptiveSpan, ramp=32), persistent=partial(PersistentKV, number=3))
     make = model_of(attention, scheme=Rotary, span=1, layers=1, attend_self=attend_self)
     assert_keeps(make, span=1, broken=(p.GRADIENT,))
 
 
 def test_spans_trimmed_to_different_widths_keep_all_promises():
-    """The columns of a head come in steps of 64, and the carried past is shorter than the maximal span."""
+    """A head has a bucket of 64 or 128 columns, and the carried past is shorter than the model's span."""
     attention = partial(Attention, span=partial(AdaptiveSpan, ramp=4, initial=0.45))
     make = model_of(attention, scheme=Rotary, layers=1, span=140)
     torch.manual_seed(4)
@@ -104,9 +104,9 @@ def test_batch_norm_breaks_exactly_the_promises_that_its_declared_limits_name():
     assert real == {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES}
 
 
-@pytest.mark.parametrize("outsider", [Gate, Sums, Stateless, Delayed, DistanceWeights, Mapped])
-def test_small_sublayers_from_outside_keep_all_promises(outsider):
-    assert_keeps(model_of(outsider, layers=1))
+@pytest.mark.parametrize("sublayer", [Gate, Sums, Stateless, Delayed, DistanceWeights, Mapped])
+def test_small_sublayers_without_our_attention_keep_all_promises(sublayer):
+    assert_keeps(model_of(sublayer, layers=1))
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -167,7 +167,7 @@ def test_a_model_that_ignores_its_input_is_caught():
 
 
 def test_a_wrong_gradient_of_the_reprojected_past_is_caught_with_the_hidden_cache_only():
-    """The cache of keys and values does not project the past again."""
+    """With the cache of keys and values, the past is not projected again."""
     for cache, broken in (("kv", []), ("hidden", [p.DERIVATIVE])):
         findings = findings_of(model_of(DoubledPast, layers=1, span=5, cache=cache))
         assert [finding.promise for finding in findings.values() if not finding.passed] == broken

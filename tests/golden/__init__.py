@@ -26,7 +26,7 @@ from harness.hashing import integer_hash
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
 from harness.plan.build import plan_run
-from tests.small_configs import CONF, compose_config, sized, variant_file
+from tests.small_configs import VARIANT_NAMES, compose_config, sized, variant_file
 from variants.kernels import native, window_cpu
 
 FOLDER = Path(__file__).parent
@@ -36,9 +36,8 @@ STEPS = 8
 BOUND_STEPS, OUTSIDE_BOUNDS = 16, 1e6  # initial values of bounded parameters are multiples of 1/16 of their range
 RATES = {"adamw": 0.01, "muon": 0.003}
 BACKENDS = ("plain", "kernel")
-VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
 POSITIONS = ("alibi", "sinusoidal", "relative")
-CASES = {name: (name, ()) for name in VARIANTS}
+CASES = {name: (name, ()) for name in VARIANT_NAMES}
 CASES |= {f"mhsa_{position}": ("mhsa", (f"position={position}",)) for position in POSITIONS}
 CASES["mhsa_hidden"] = "mhsa", ("model.cache=hidden",)
 # Heads whose learned spans end in different buckets, so that they carry pasts of different lengths.
