@@ -2,5 +2,5 @@
 
 import os
 
-# With tiny tensors threads only wait for each other. torch reads the variable when it is imported, so it is set before.
+# Test processes run on all cores, and threads would be slower on small tensors. torch reads the variable at its import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

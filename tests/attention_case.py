@@ -27,17 +27,17 @@ B, D = 2, 5
 DOUBLE = torch.float64
 SCHEMES = {"none": NoPosition, "rotary": Rotary, "relative": Relative, "alibi": Alibi}
 HIDING_THRESHOLD = 0.8
-"""Bytes whose first input is above this threshold are not keys, in cases with ``key_bias``."""
+"""With ``key_bias``, bytes whose first input coordinate is above this threshold are hidden from all queries."""
 FRACTIONS = {"zero": 0.0, "integer": 0.25, "fractional": 0.37, "all": 1.0}
-"""Initial span of the first head as a fraction of S. Each further head takes the next value, so that heads differ."""
+"""Initial spans as fractions of S. ``Case.spans`` names that of the first head; each further head has the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """The choices of a sublayer, and the lengths of its input: ``past`` bytes, then ``length`` bytes.
 
-    ``spans`` is "fixed", "dynamic", or a key of ``FRACTIONS`` for an adaptive span with that initial value.
-    ``parts`` names some of qk_norm, gate, sink and key_bias.
+    ``spans`` is "fixed", "dynamic", or a key of ``FRACTIONS`` for adaptive spans with these initial values.
+    ``parts`` has words out of qk_norm, gate, sink and key_bias.
     """
 
     length: int = 5
@@ -66,7 +66,7 @@ class Case:
         """A sublayer in training mode with seeded weights: ``Attention``, or what ``make`` returns.
 
         Args:
-            noise: scale of the noise that is added to the initial parameters, because zeros could hide errors.
+            noise: scale of the noise added to initial parameters if ``make`` is set, because zeros could hide errors.
         """
         torch.manual_seed(0)
         if make is not None:
@@ -96,7 +96,7 @@ class Case:
         return attention
 
     def stream(self) -> tuple[Tensor, Tensor]:
-        """Past ``[B, past, D]`` and segment ``[B, length, D]``, a leaf."""
+        """Past ``[B, past, D]``, and segment ``[B, length, D]``, a leaf that requires its gradient."""
         x = torch.randn(B, self.past + self.length, D, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
         return x[:, : self.past], x[:, self.past :].clone().requires_grad_()
 
@@ -119,14 +119,14 @@ def starts(position: int) -> Tensor:
 
 
 def run(attention: Sublayer, x: Tensor, past: Tensor, *, loss: bool = False) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x``, with the state after ``past``. With ``loss``, its loss is added to each."""
+    """Outputs ``[B, T, D]`` for ``x`` after ``past``. With ``loss``, the auxiliary loss is added to every number."""
     state: State = attention(past, None, starts(0)).state if past.shape[1] else None
     out = attention(x, state, starts(past.shape[1]))
     return out.y + out.loss if loss and out.loss is not None else out.y
 
 
 def reference_mask(attention: Attention) -> Mask | None:
-    """The soft mask of the reference for this sublayer's spans, or None."""
+    """The reference's soft mask with the spans of ``attention``, or None for fixed spans."""
     spans = attention.span
     if isinstance(spans, AdaptiveSpan):
         return adaptive_mask(spans.fraction, span=spans.span, ramp=spans.ramp)
@@ -144,7 +144,7 @@ class Hiding(ForgetGate):
 
 
 def reference_biases(attention: Attention, x: Tensor, past: Tensor) -> dict[str, Tensor]:
-    """Keyword arguments of the reference for the biases of keys."""
+    """The reference's keyword arguments for key biases, empty if the sublayer has none."""
     if attention.key_bias is None:
         return {}
     stream, gate = torch.cat([past, x], dim=1), attention.key_bias.gate
@@ -155,13 +155,13 @@ def reference_biases(attention: Attention, x: Tensor, past: Tensor) -> dict[str,
 
 
 def matrices(attention: nn.Module) -> dict[str, Tensor]:
-    """The weights of the projections as wq, wk, wv and wo, the names that references use."""
+    """The weights of the projections by their names in the references: wq, wk, wv and wo."""
     names = ("query", "key", "value", "output")
     return {f"w{name[0]}": getattr(attention, name).weight for name in names if hasattr(attention, name)}
 
 
-def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str) -> Tensor:
-    """The output of ``run`` by the reference loops. With ``cache: kv`` past keys and values are constants."""
+def reference_output(attention: Attention, *, x: Tensor, past: Tensor, position: str) -> Tensor:
+    """The output of ``run`` by the reference's loops. With ``cache: kv`` past keys and values are constants."""
     vectors = attention.persistent
     keys, values = persistent_vectors(vectors.key, value_parameters=vectors.value) if vectors else (None, None)
     return reference(
@@ -185,20 +185,20 @@ def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str
 
 
 def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Gradients of a fixed random projection of ``y``. They are zeros for an input that ``y`` does not depend on."""
+    """Gradients of a fixed random projection of ``y``, zeros for inputs on which ``y`` does not depend."""
     upstream = torch.randn(y.shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(2)).to(y.dtype)
     return list(torch.autograd.grad(y, inputs, upstream, retain_graph=True, materialize_grads=True))
 
 
 def assert_near(actual: Tensor, expected: Tensor, *, tolerance: float = 1e-10, what: str = "value") -> None:
-    """Assert equality up to ``tolerance`` times the largest expected entry, or times 1 if entries are smaller."""
+    """Assert equal numbers up to ``tolerance`` times the largest expected magnitude, or times 1 if that is smaller."""
     assert actual.shape == expected.shape, what
     scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{what}: {m}")
 
 
 def outcome(y: Tensor, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The value of ``y`` and its gradients with respect to the tensors in ``named``, by name."""
+    """By name, ``y`` as "value" and its gradients with respect to the tensors in ``named``."""
     names = [f"gradient of {name}" for name in named]
     return {"value": y, **dict(zip(names, gradients(y, list(named.values())), strict=True))}
 
@@ -214,8 +214,8 @@ def assert_same(actual: Tensor, expected: Tensor, *, named: dict[str, Tensor], t
     assert_outcome(outcome(actual, named), outcome(expected, named), tolerance=tolerance)
 
 
-class Largest(TorchDispatchMode):
-    """Records in ``elements`` the size of the largest tensor that an operation returns."""
+class LargestTensor(TorchDispatchMode):
+    """Records in ``elements`` the number of elements of the largest tensor that an operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ class Largest(TorchDispatchMode):
 
 
 def covering_array(factors: dict[str, list], *, strength: int) -> list[dict]:
-    """A covering array, found greedily: every combination of values of ``strength`` factors occurs in some row."""
+    """Rows, chosen greedily, in which every combination of values of ``strength`` factors occurs at least once."""
     random, names, rows = Random(0), list(factors), []
     missing = {
         tuple(zip(chosen, values, strict=True))

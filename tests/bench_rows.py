@@ -30,7 +30,7 @@ def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = No
 
 
 def times(median_ms: float) -> dict:
-    """The 20th, 50th and 80th percentiles of n calls, in milliseconds."""
+    """The 20th, 50th and 80th percentiles of 12 calls in milliseconds, by keys of a row."""
     return {"p20": median_ms * 0.95, "p50": median_ms, "p80": median_ms * 1.1, "n": 12}
 
 
@@ -42,7 +42,7 @@ def cost_row(
     step_ms, learned = length / 10 * (length / 256 if plain else 1), variant == "adaptive_span"
     row = identity("cost", variant=variant) | {"mode": mode, "length": length, "segment": length, "span": length}
     row |= {"streams": 1, "backend": backend, "allocator": "keep", "spans_from": "learned" if learned else None}
-    row |= {"status": "measured", "reason": None, "interleaved": True}  # after "out of memory", the keys below are None
+    row |= {"status": "measured", "reason": None, "interleaved": True}  # if "out of memory", the keys below are None
     row |= {"parameters": PARAMETERS, "spans": spans if learned else None}
     row["flops"] = {"executed_per_byte": 2.9e6, "ideal_per_byte": 2.7e6, "training_per_byte": 7.5e6}
     row["flops"] |= {"flops_estimated_3x": [], "step": 3 * 2.9e6 * length}
@@ -77,7 +77,7 @@ def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-c
 def write_run(
     outputs: Path, *, variant: str = "mhsa", seed: int = 0, bits: float = 2.4, config: dict | None = None, **changes
 ) -> Path:
-    """The folder of a finished run. ``bits`` is its score on validation, and ``changes`` are keys of the summary."""
+    """The folder of a finished run. ``bits`` is its score on valid, and ``changes`` are keys of its summary."""
     provenance = identity("provenance", variant=variant, seed=seed, config=config) | {"parameters": PARAMETERS}
     provenance |= {"command": f"python train.py variant={variant} seed={seed}", "budget": {"bytes": 2_000_000}}
     optimizer = {"name": "default", "optimizer": "AdamW", "lr": 0.003, "parameters": 855_680, "share": 1.0}
@@ -121,30 +121,30 @@ def write_trial(
     trial: int | None = None,
     **changes,
 ) -> Path:
-    """The folder of a trial of a search of learning rates. With ``trial`` None it is a run with purpose=result.
+    """The folder of a trial of a search of learning rates or, if ``trial`` is None, of a run with purpose=result.
 
     ``changes`` are keys of the summary, or ``point``, the coordinates of the trial by key of the search space.
     """
     point = changes.pop("point", {"optim.lr": 0.5})
     scores = {"valid_bits_per_byte": bits, "purpose": "result" if trial is None else "tune"}
-    untested = {"point": point, "test_bits_per_byte": None, "test_windows_bits_per_byte": None}
-    scores |= {"point": None} if trial is None else untested
+    without_test = {"point": point, "test_bits_per_byte": None, "test_windows_bits_per_byte": None}
+    scores |= {"point": None} if trial is None else without_test
     space = {key: {"low": 1e-4, "high": 0.1, "scale": "log"} for key in point}
     config = {"variant": {"name": variant}, "model": {"d_model": 128, "layers": 4, "heads": 4, "span": 512}}
     config |= {"optim": {"lr": rate}, "record": {"wandb": {"group": "rates-1a2b"}}, "trial": trial, "space": space}
     folder = write_run(outputs, variant=variant, seed=seed, bits=bits or 9.0, config=config, **scores | changes)
     record = folder / "record.jsonl"
     first, *others = record.read_text().splitlines()
-    chosen = {"purpose": scores["purpose"], "point": scores["point"]}
+    purpose = {"purpose": scores["purpose"], "point": scores["point"]}
     others = [row for row in others if trial is None or json.loads(row)["kind"] != "test"]
-    record.write_text("\n".join([json.dumps(json.loads(first) | chosen), *others]) + "\n")
+    record.write_text("\n".join([json.dumps(json.loads(first) | purpose), *others]) + "\n")
     return folder
 
 
 def write_failed(
     outputs: Path, *, error: object, rate: float = 0.1, variant: str = "mhsa", seed: int = 100, trial: int = 9
 ) -> Path:
-    """The folder of a trial that failed: the record has only the provenance, the summary only a few keys."""
+    """The folder of a failed trial: its record has only the provenance, and most keys of its summary are null."""
     folder = write_trial(outputs, variant=variant, rate=rate, seed=seed, bits=9.0, trial=trial)
     first = (folder / "record.jsonl").read_text().splitlines()[0]
     (folder / "record.jsonl").write_text(first + "\n")

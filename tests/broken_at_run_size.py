@@ -1,4 +1,4 @@
-"""Sublayers that break a promise at the sizes of a run, and not at the smaller sizes of the conformance suite."""
+"""Sublayers that break a promise at the sizes of a run but keep it at the smaller sizes of the conformance suite."""
 
 import math
 
@@ -18,8 +18,8 @@ class NextInWholeBlocks(Gate):
         return torch.cat([shifted, x[:, complete:]], dim=1)
 
 
-class ForgetsAShift(Gate):
-    """Cumulative means over a segment padded to a power of two. Above 300 bytes they are read at shifted positions."""
+class MisalignedMeans(Gate):
+    """Cumulative means over a segment padded to a power of two, read at wrong positions if it has over 300 bytes."""
 
     honours = Honours()
     limits = frozenset({"segments"})
@@ -30,27 +30,27 @@ class ForgetsAShift(Gate):
     def transform_output(self, out, x, collect_stats):
         length = x.shape[1]
         padded = 2 ** math.ceil(math.log2(length))
-        first = padded - length if length > 300 else 0  # the fault: the padding comes last, so 0 is right
+        first = padded - length if length > 300 else 0  # wrong: the padding is at the end, so it must be 0
         means = F.pad(x, (0, 0, 0, padded - length)).cumsum(1) / torch.arange(1, padded + 1)[:, None]
         return SublayerOutput(out.y + means[:, first : first + length].to(x.dtype))
 
 
 class MixesBeyondEight(Gate):
-    """In a batch of more than eight streams, each stream sees the mean of all."""
+    """In a batch of more than eight streams, each stream sees the mean of all streams."""
 
     def transform_input(self, x):
         return x + x.mean(0) if len(x) > 8 else x
 
 
 class LeaksInTwoHundred(Gate):
-    """In segments of exactly 200 bytes, a byte sees the next."""
+    """In segments of exactly 200 bytes, a byte sees the next byte."""
 
     def transform_input(self, x):
         return x.roll(-1, dims=1) if x.shape[1] == 200 else x
 
 
 class ShortWindow(Gate):
-    """Declares a reach of 8 bytes, and sees 100 in segments of more than 64."""
+    """Declares a reach of 8 bytes, but sees the last 100 in segments of more than 64."""
 
     honours = Honours()
     limits = frozenset({"segments"})
@@ -63,8 +63,8 @@ class ShortWindow(Gate):
         return SublayerOutput(out.y + F.pad(x, (0, 0, width - 1, 0)).unfold(1, width, 1).mean(-1))
 
 
-class CutInBlocks(Gate):
-    """Ignores the state before segments of more than 64 bytes, without declaring that limit."""
+class DropsState(Gate):
+    """Ignores the state before segments of more than 64 bytes, without declaring the limit ``segments``."""
 
     honours = Honours()
 
@@ -78,7 +78,7 @@ class CutInBlocks(Gate):
 
 
 class LeaksWhenWide(Gate):
-    """In evaluation of a model wider than 32, a byte sees the next."""
+    """In evaluation of a model wider than 32, a byte of a segment of more than 8 sees the next byte."""
 
     def transform_input(self, x):
         leaks = x.shape[-1] > 32 and x.shape[1] > 8 and not self.training

@@ -1,7 +1,7 @@
 """Mechanisms that break promises of the contract.
 
-``BROKEN`` maps a name to a class, the promises that it breaks (None if they are not compared), and a pattern that the
-detail of one of them matches.
+``BROKEN`` maps a name to a class, the promises that it breaks (None if the test does not compare them), and a regular
+expression that the detail of one of them matches.
 """
 
 import torch
@@ -32,7 +32,7 @@ def with_map(change) -> type:
 
 
 def add_vectors(self, shares):
-    """A map with additional shares of learned vectors that do not exist, so that its rows sum to more than 1."""
+    """A map with shares of learned vectors that do not exist, so that its rows sum to more than 1."""
     vectors = shares[..., :3]
     return Inspection(shares, torch.zeros(vectors.shape, dtype=torch.int64), vectors)
 
@@ -59,7 +59,7 @@ def share_scale(self):
 
 
 def set_scale(self):
-    """A tensor that is not in the module's state."""
+    """A tensor that is not in the module's state_dict."""
     self.scale = torch.randn(16)
 
 
@@ -67,7 +67,7 @@ def begin_count(self):
     self.register_buffer("count", torch.zeros(()), persistent=False)
 
 
-def counts(self, x):
+def count_bytes(self, x):
     self.count += x.shape[1]
     return x
 
@@ -96,7 +96,7 @@ def exponentials(self, y, x):
     return self.gate(x).sigmoid() * exponential / (1 + exponential)
 
 
-def vanishes_backwards(self, y, x):
+def overflows_backwards(self, y, x):
     """A finite output with a gradient that is not finite."""
     value = 9 * self.value(x)
     return self.gate(x).sigmoid() * torch.where(value > 80, value, value.exp())
@@ -106,20 +106,20 @@ FUTURES = {p.FUTURE_EVAL, p.FUTURE_TRAIN}
 CHANGED_FROM_ONE = f"15 x 15 bytes .*, all from byte 1 on changed: {LOCATION}"
 CUT = rf"eval, 3 x 15 bytes without a past cut at 1: {LOCATION}"
 NO_INFLUENCE = r"eval: byte {} of layers\.0\.part0 in 12 draws of parameters: declared is {}"
-quarter = toy(broken.OfDistances, reach=lambda self: 4 * len(self.weight) - 1)
-thinned_in_evaluation = toy(broken.OfDistances, thinned=property(lambda self: not self.training))
-in_part = with_input(lambda self, x: 0.5 * x + 0.5 * x.detach())
-twice = toy(transform_output=lambda self, out, x, collect: out._replace(y=out.y * (2 if collect else 1)))
+quarter = toy(broken.DistanceWeights, reach=lambda self: 4 * len(self.weight) - 1)
+thinned_in_evaluation = toy(broken.DistanceWeights, thinned=property(lambda self: not self.training))
+half_detached = with_input(lambda self, x: 0.5 * x + 0.5 * x.detach())
+doubling = toy(transform_output=lambda self, out, x, collect: out._replace(y=out.y * (2 if collect else 1)))
 forgetting = toy(transform_output=lambda self, out, x, collect: out._replace(state=x[:, -1].detach()))
 peeking = with_input(lambda self, x: x + 1e-4 * x.mean(dim=1, keepdim=True) if self.training else x)
 leaking = with_input(lambda self, x: x if self.training else x + 1e-4 * x.roll(-1, dims=1))
 mixing = with_input(lambda self, x: x + 1e-4 * x.mean(dim=0) if len(x) > 8 else x)
 noisy = with_input(lambda self, x: x + 0.1 * torch.randn_like(x) if self.training else x)
-needing = {"needed_flops": lambda self, segment, *, carried: NeededFlops(0.0, 0.0)}
+needs_none = {"needed_flops": lambda self, segment, *, carried: NeededFlops(0.0, 0.0)}
 one_number = {"needed_flops": lambda self, segment, *, carried: 3 * self.ideal_flops()}
 negative = with_loss(lambda self: -self.gate.weight.square().mean() if self.training else None)
-excused = {"limits": frozenset({"likelihood"}), **clamped(0, 1)}
-half_of_its_loss = with_loss(lambda self: self.extra * self.extra.detach() if self.training else None, **excused)
+unlikely = {"limits": frozenset({"likelihood"}), **clamped(0, 1)}
+half_of_its_loss = with_loss(lambda self: self.extra * self.extra.detach() if self.training else None, **unlikely)
 # fmt: off
 BROKEN = {
     "Peeks": (with_input(lambda self, x: x.roll(-1, dims=1)), {*FUTURES, p.REACH, p.SEGMENTS}, ""),
@@ -127,7 +127,7 @@ BROKEN = {
     "LeaksInEvaluation": (leaking, {p.FUTURE_EVAL, p.REACH, p.SEGMENTS, p.MODES}, f"eval, {CHANGED_FROM_ONE}"),
     "PeeksInTraining": (peeking, {p.FUTURE_TRAIN, p.SEGMENTS, p.MODES}, f"train, {CHANGED_FROM_ONE}"),
     "Undeclared": (toy(Sums, honours=None, reach=Sublayer.reach), {p.REACH}, ".*: a sublayer that sees a past must declare"),
-    "Unsaid": (toy(Sums, reach=Sublayer.reach), {p.REACH, p.REACH_USED}, "NotImplementedError: Toy: a sublayer with"),
+    "NoReach": (toy(Sums, reach=Sublayer.reach), {p.REACH, p.REACH_USED}, "NotImplementedError: Toy: a sublayer with"),
     "ShortReach": (toy(Sums, reach=lambda self: 9), {p.REACH}, ".*, beyond its reach of 9$"),
     "ReachesThroughState": (broken.ReachesThroughState, {p.REACH, p.INFLUENCE}, ""),
     "Wrapped": (broken.Wrapped, {p.REACH}, ""),
@@ -142,15 +142,15 @@ BROKEN = {
     "IgnoresThePast": (forgetting, {p.INFLUENCE}, r"eval, byte 2 changed: .* byte 3 did not"),
     # The past influences the output too little.
     "FaintPast": (with_output(lambda self, y, x: 1e-4 * y + self.gate(x).sigmoid() * self.value(x), Sums), {p.INFLUENCE}, ""),
-    "MapOfMore": (toy(broken.Mapped, changed=add_vectors), {p.MAP}, "layers.0.part0: the weights of byte 0 .*: 2$"),
-    "MapOfSigns": (with_map(lambda shares: 2 * shares - shares.roll(1, dims=-1)), {p.MAP}, "[^;]*$"),
+    "MapWithVectors": (toy(broken.Mapped, changed=add_vectors), {p.MAP}, "layers.0.part0: the weights of byte 0.*: 2$"),
+    "NegativeMap": (with_map(lambda shares: 2 * shares - shares.roll(1, dims=-1)), {p.MAP}, "[^;]*$"),
     "MapOfTheFuture": (with_map(lambda a: a.flip(-1)), {p.MAP}, ".* byte 0 has weight 1 on byte 14, which it cannot see"),
-    "MapOfTheBlind": (with_map(lambda shares: shares.tril(-1) / shares.tril(-1).sum(-1, keepdim=True)), {p.MAP}, ".*nan"),
+    "MapWithoutSelf": (with_map(lambda a: a.tril(-1) / a.tril(-1).sum(-1, keepdim=True)), {p.MAP}, ".*nan"),
     "MapWithoutHeads": (with_map(lambda shares: shares[:, 0]), {p.MAP}, r".*\[B, H, T, T\]"),
     "Attached": (toy(Sums, carry=lambda self, sums: sums), {p.DETACHED}, r"eval: a tensor \(3, 16\) of the state is not det"),
     "StreamsLast": (broken.StreamsLast, {p.DETACHED, p.STREAMS}, ""),
     "OverwritesState": (broken.OverwritesState, {p.WRITES, p.STREAMS}, ""),
-    "Counts": (with_input(counts, init=begin_count), {p.WRITES}, r"eval: a forward changed layers\.0\.part0\.sublayer\.count"),
+    "Counts": (with_input(count_bytes, init=begin_count), {p.WRITES}, r"eval: a forward changed layers\.0\.part0.*count$"),
     "Remembers": (broken.Remembers, None, rf"eval, a forward repeated after one of other bytes: {LOCATION}"),
     "SizedState": (broken.SizedState, {p.PROJECTION}, r"RuntimeError: .* \(eval, byte 1 to 5, broken_sublayers.py line \d+\)"),
     "Shrinks": (toy(project_=lambda self: self.value.weight.data.mul_(0.5)), {p.PROJECTION, p.SAVED}, ""),
@@ -159,7 +159,7 @@ BROKEN = {
     "Dead": (toy(init=parameter([1.0, 1.0, 1.0])), {p.GRADIENT}, r".* likelihood gives layers\.0\.part0\.sublayer\.extra no"),
     # Only the auxiliary loss depends on the parameter.
     "Regularised": (with_loss(lambda self: 0.1 * self.extra if self.training else None, **clamped(0, 1)), {p.GRADIENT}, ""),
-    # half of the loss's derivative is detached, and the limit ``likelihood`` does not excuse that
+    # Half of the derivative of its loss is detached, which the limit ``likelihood`` does not excuse.
     "HalfOfItsLoss": (half_of_its_loss, {p.DERIVATIVE}, r"train: along a direction of layers\.0\.part0\.sublayer\.extra the"),
     "CutOff": (with_output(lambda self, y, x: self.gate(x).sigmoid().detach() * self.value(x)), {p.GRADIENT, p.DERIVATIVE}, ""),
     "Shares": (with_output(lambda self, y, x: y * self.extra, init=share_scale), {p.NO_SHARING}, ""),
@@ -168,23 +168,23 @@ BROKEN = {
     "LossAlways": (with_loss(lambda self: self.gate.weight.square().mean()), {p.AUXILIARY}, r"eval: [\d.]+ nats"),
     "NegativeLoss": (negative, {p.AUXILIARY}, ""),
     "Means": (with_stats(lambda y: {"mean": y.detach().mean()}), {p.STATISTICS}, r"eval, bytes before and from 7: layers\.0\.pa"),
-    "AttachedSeen": (with_stats(lambda y: {"sum": y.sum()}), {p.STATISTICS}, ""),
-    "LooksTwice": (twice, {p.STATISTICS}, ""),
+    "AttachedStatistics": (with_stats(lambda y: {"sum": y.sum()}), {p.STATISTICS}, ""),
+    "CollectingDoubles": (doubling, {p.STATISTICS}, ""),
     "NanMetric": (toy(metrics=lambda self, stats: {"share": float("nan")}), {p.STATISTICS}, "eval: metric .* is nan"),
     "OneType": (with_output(one_type), {p.BFLOAT16}, ""),
     "NanInBfloat16": (with_output(bfloat16_nan), {p.BFLOAT16}, r"train: logits is not finite at byte 2 of stream 0 \(39 of 45"),
     "NoFlops": (toy(ideal_flops=lambda self: float("nan")), {p.FLOPS}, ""),
-    "NeedsNothing": (toy(**needing), {p.FLOPS}, ""),
+    "NeedsNothing": (toy(**needs_none), {p.FLOPS}, ""),
     "OneNumber": (toy(**one_number), {p.FLOPS}, ""),
-    "Invents": (toy(limits=frozenset({"anything"})), {p.LIMITS_KNOWN}, "anything is not one of causal_in_training, ideal_flops,"),
+    "UnknownLimit": (toy(limits=frozenset({"anything"})), {p.LIMITS_KNOWN}, "anything is not one of causal_in_training,"),
     "Overflows": (with_output(lambda self, y, x: y * 1e50 * 1e-50), {p.LOGITS, p.FAR_START, p.BFLOAT16, p.LARGE}, ""),
     # Divides by zero in a segment of one byte.
-    "DividesByNone": (with_output(lambda self, y, x: y / min(1, x.shape[1] - 1)), None, r"eval, a segment of 1: .* \(3 of 3 b"),
+    "DividesByZero": (with_output(lambda self, y, x: y / min(1, x.shape[1] - 1)), None, r"eval, a segment of 1: .* \(3 of 3 b"),
     "Exponentials": (with_output(exponentials), {p.LARGE}, ""),
-    "VanishesBackwards": (with_output(vanishes_backwards), {p.LARGE}, ""),
-    "Cautious": (toy(limits=LIMITS), {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES, p.GRADIENT}, "limit segments is declared"),
+    "OverflowsBackwards": (with_output(overflows_backwards), {p.LARGE}, ""),
+    "AllLimits": (toy(limits=LIMITS), {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES, p.GRADIENT}, "limit segments is declared"),
     "DoubledKeys": (broken.DoubledKeys, {p.DERIVATIVE}, r"train: along a direction of embedding\.weight the loss changes by"),
-    "ScaledBackwards": (in_part, {p.DERIVATIVE}, ""),
+    "HalfDetached": (half_detached, {p.DERIVATIVE}, ""),
     "ThinnedInEvaluation": (thinned_in_evaluation, {p.MODES}, rf"train without dropout, against eval: {LOCATION}"),
     "Noisy": (noisy, {p.MODES}, r"train: draws random numbers that are not dropout's.*"),
     "QuarterOfTheWindow": (quarter, {p.REACH_USED}, NO_INFLUENCE.format("t - 19 never moved byte t", "a reach of 19")),

@@ -13,7 +13,7 @@ from variants.product_key_memory import ProductKeyMemory
 
 
 class ReachesThroughState(Gate):
-    """Its declared reach holds inside a segment, but its state is older than that."""
+    """Its declared reach of 0 holds inside a segment, but its state has the first byte of the segment before."""
 
     honours = Honours()
     limits = frozenset({"segments"})
@@ -27,7 +27,7 @@ class ReachesThroughState(Gate):
 
 
 class Delayed(Gate):
-    """A byte sees the mean of the block two before its own, so a training step needs whole blocks for its gradient."""
+    """A byte sees the mean of the block two before its own. A gradient needs a step that contains both blocks."""
 
     honours = Honours()
     period = 8
@@ -54,7 +54,7 @@ class Delayed(Gate):
 
 
 def _ignoring(name: str, **choices: object) -> type[Attention]:
-    """Attention that uses these choices instead of those of the run."""
+    """A class of attention that uses ``choices`` instead of those of the run."""
 
     def __init__(self, context: LayerContext):
         Attention.__init__(self, replace(context, **choices))
@@ -74,7 +74,7 @@ class DeniesSpan(Attention):
 
 
 class Wrapped(Gate):
-    """torch's causal attention without a state, which follows no choice of the run."""
+    """torch's causal attention without a state. It follows no choice of the run and declares no reach."""
 
     limits = frozenset({"segments"})
 
@@ -86,7 +86,7 @@ class Wrapped(Gate):
         return nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, dim=-1), is_causal=True)
 
 
-class WrappedBoasting(Wrapped):
+class OverclaimsChoices(Wrapped):
     honours = Honours(position=WAYS.keys(), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
 
     def reach(self) -> None:
@@ -134,7 +134,7 @@ class OverwritesState(Sums):
 
 
 class Remembers(Gate):
-    """Keeps a state as an attribute of the module."""
+    """Has a state as an attribute of the module."""
 
     last = 0.0
 
@@ -176,8 +176,8 @@ class DoubledPast(Attention):
         return past._replace(k=2 * past.k - past.k.detach())
 
 
-class OfDistances(Gate):
-    """A learned weight for each of the last S bytes. With ``thinned`` only every third of them has a weight."""
+class DistanceWeights(Gate):
+    """A learned weight for each of the last S bytes. With ``thinned`` only every third byte has a weight."""
 
     honours = Honours()
     thinned = False
@@ -199,14 +199,14 @@ class OfDistances(Gate):
 
 
 class FloatAngles(Rotary):
-    """Rotary angles of absolute positions, in float32 or, with ``follow``, in the type of the input."""
+    """Rotary angles of absolute positions, in float32 or, with ``follow_input``, in the dtype of the input."""
 
-    def __init__(self, context: LayerContext, *, d_head: int, follow: bool = False):
+    def __init__(self, context: LayerContext, *, d_head: int, follow_input: bool = False):
         super().__init__(context, d_head=d_head)
-        self.d_head, self.follow = d_head, follow
+        self.d_head, self.follow_input = d_head, follow_input
 
     def rotate(self, x, start):
-        dtype = x.dtype if self.follow else torch.float32
+        dtype = x.dtype if self.follow_input else torch.float32
         positions = (start[:, None] + torch.arange(x.shape[2])).to(dtype)  # [B, T]
         frequencies = 10000.0 ** (-torch.arange(0, self.d_head, 2, dtype=dtype) / self.d_head)
         angle = (positions[..., None] * frequencies)[:, None]
@@ -221,4 +221,4 @@ Stateless = toy(
     read_state=lambda self, state: None,
     transform_output=lambda self, out, x, collect_stats: out._replace(state=None),
 )
-"""Carries no state, as its limits declare."""
+"""A class that carries no state, as its limits declare."""

@@ -1,4 +1,4 @@
-"""Headless Chromium of Debian, driven by selenium. Without it, tests skip with a reason; in CI they fail."""
+"""Debian's Chromium, headless, driven by selenium. Without it tests skip with a reason, and in CI they fail."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def chromium(folder: Path) -> Iterator[Chrome]:
 
 
 def resize(driver: Chrome, width: int, height: int = 900) -> None:
-    """Set the size of the viewport in CSS pixels. A window could not be as narrow as a phone."""
+    """Set the size of the viewport in CSS pixels. A window cannot be as narrow as a phone."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
@@ -46,7 +46,7 @@ def console(driver: Chrome) -> list[str]:
 
 
 def requests(driver: Chrome) -> list[str]:
-    """Addresses that pages requested since the last call, without those of the browser's internal pages."""
+    """Addresses that pages have requested since the last call, except the browser's internal pages."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     return [params["request"]["url"] for params in sent if not params["documentURL"].startswith("chrome")]

@@ -1,4 +1,4 @@
-"""Attention with one correct and two wrong backends, for the tests that select a backend on an untested device."""
+"""Attention with one correct and two wrong backends, for tests of the selection of a backend on an untested device."""
 
 import ctypes
 
@@ -9,8 +9,8 @@ from variants.attention import Attention
 from variants.contract import LayerContext, SublayerOutput
 
 
-class Offering(Attention):
-    """Multi-head attention: backend ``fused`` is correct, ``kernel`` has a wrong gradient, ``chunked`` crashes.
+class CandidateAttention(Attention):
+    """Multi-head attention. Backend ``fused`` is correct, ``kernel`` has a wrong gradient, ``chunked`` crashes.
 
     Args:
         offered: names of backends, in order of preference.

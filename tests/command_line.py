@@ -1,4 +1,4 @@
-"""Commands run inside the test process, which saves the seconds that a new process spends on imports."""
+"""Commands called in the test process, which saves the seconds that a new process spends on imports."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ TINY = (
     *("eval.every=0", "eval.windows=false", "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1"),
     "record.wandb.mode=disabled",
 )
-"""Words of a training command that ends in a second."""
+"""Words of a training that takes a second."""
 GENERATED = ("data=recall", "data.bytes=60000")
 """Words that choose a generated corpus."""
 
@@ -61,7 +61,7 @@ def call(script: str, *words: str) -> CommandOutcome:
 
 
 def train(*words: str) -> CommandOutcome:
-    """Run ``python train.py`` with ``TINY`` and ``words``, in which flags come first."""
+    """Run ``python train.py`` with ``TINY`` and ``words``, of which flags come first."""
     first = next((i for i, word in enumerate(words) if "=" in word), len(words))
     return call("train.py", *words[:first], *TINY, *words[first:])
 

@@ -1,4 +1,4 @@
-"""Fixtures and settings of all tests: one thread, no deadlines, no W&B, temporary caches, and the corpus."""
+"""Fixtures and settings of all tests: no deadlines, no W&B, temporary caches, few causality checks, and the corpus."""
 
 import fcntl
 import gc
@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, settings
 from tests.requirements import require
 
 os.environ.setdefault("MPLBACKEND", "agg")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes run tests as there are cores
 
 settings.register_profile("any load", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
@@ -21,8 +20,8 @@ ENWIK8_4M = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def sealed_off(tmp_path_factory) -> Iterator[None]:
-    """No W&B, and temporary caches. All test processes share one cache of compiled code."""
+def isolated_environment(tmp_path_factory) -> Iterator[None]:
+    """Disable W&B and set temporary cache folders. All test processes share one cache of compiled code."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patched:
@@ -36,15 +35,15 @@ def sealed_off(tmp_path_factory) -> Iterator[None]:
         if shared != base:
             from variants.kernels import product_search, window_cpu
 
-            with open(shared / "compiling", "w") as lock:  # the first process compiles, and the others wait
+            with open(shared / "compiling", "w") as lock:  # the first process compiles while the others wait
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 window_cpu.obstacle(), product_search.obstacle()
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_from_one_server() -> Iterator[None]:
-    from tests.rank_processes import one_server  # imports for seconds, which would delay collection
+def shared_fork_server() -> Iterator[None]:
+    from tests.rank_processes import one_server  # at the top of the file it would delay collection by seconds
 
     with one_server():
         yield
@@ -52,7 +51,7 @@ def forked_from_one_server() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_causality_checks() -> Iterator[None]:
-    """A final score is checked at 6 positions: 64 would take a third of a small run. See also ``server_preload.py``."""
+    """Check final scores at 6 positions: 64 would take a third of a small run. See also ``server_preload.py``."""
     from harness.loop import scoring
 
     with pytest.MonkeyPatch.context() as patched:
@@ -73,14 +72,14 @@ def restored_settings() -> Iterator[None]:
 
 @pytest.fixture
 def enwik8_4m() -> Path:
-    """The compressed first 4,000,000 bytes of enwik8. Without the file a test skips; CI must have it."""
+    """The compressed first 4,000,000 bytes of enwik8. If the file does not exist, the test skips, or fails in CI."""
     require(ENWIK8_4M.exists(), "the corpus ../shared/data/enwik8_4m.xz does not exist")
     return ENWIK8_4M
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_garbage_collector() -> None:
-    """Exclude imported objects from the garbage collection with which every job begins."""
+    """Exclude imported objects from the garbage collection at the start of every run."""
     gc.collect()
     gc.freeze()
 

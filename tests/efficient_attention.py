@@ -22,7 +22,7 @@ PADDED_QUERIES = 32
 
 
 def refuse_unaligned(name: str, x: Tensor) -> None:
-    """Raise RuntimeError unless strides and address are multiples of 8 elements: 16 bytes of a two-byte dtype."""
+    """Raise RuntimeError unless strides and offset are multiples of 8 elements: 16 bytes of a two-byte dtype."""
     alignment = 8
     if x.stride(-1) != 1:
         raise RuntimeError(f"{name} must be contiguous in the last dimension")
@@ -61,7 +61,7 @@ def scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Ten
 
 
 def heads_inside(x: Tensor) -> Tensor:
-    """A copy of ``x [B, H, T, K]`` with the memory layout ``[B, T, H, K]`` that the kernels write."""
+    """A copy of ``x [B, H, T, K]`` with the memory layout ``[B, T, H, K]``, in which the kernels write."""
     return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype).copy_(x)
 
 

@@ -11,7 +11,7 @@ COPY = {"eval": {"copy": True}}
 
 
 def text_of(table: Table) -> str:
-    """All text of a table, one line for each row."""
+    """All text of a table with its notes, details and explanations, a line for each row."""
     rows = [[column.heading for column in table.columns], *([cell.text for cell in row] for row in table.rows)]
     explanations = [f"{column.heading}: {column.explanation}" for column in table.columns]
     lines = [table.title, table.caption, *map(" | ".join, rows), *table.notes, *table.details, *explanations]
@@ -19,7 +19,7 @@ def text_of(table: Table) -> str:
 
 
 def change(folder: Path, **changes) -> Path:
-    """Change the same keys in a run's provenance and summary."""
+    """Change keys of both the provenance and the summary of a run. Returns its folder."""
     record, summary = folder / "record.jsonl", folder / "summary.json"
     first, *others = record.read_text().splitlines()
     record.write_text("\n".join([json.dumps(json.loads(first) | changes), *others]) + "\n")

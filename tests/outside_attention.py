@@ -1,4 +1,4 @@
-"""An attention from outside the repository that uses our kernels through ``variants/backends.py`` only."""
+"""Attention as a user could write it, which reaches our kernels only through ``variants/backends.py``."""
 
 from einops import rearrange
 from torch import nn

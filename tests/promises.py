@@ -1,4 +1,4 @@
-"""Names of the contract's promises, and small sublayers and models with which tests check them."""
+"""Names of the contract's promises, and the small sublayers and models on which tests check them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,7 +58,7 @@ def model_of(
     heads: int = 2,
     **context,
 ) -> Callable[[], LanguageModel]:
-    """A function that makes a model of width 16 whose layers have these sublayers."""
+    """A function that makes a model of width 16 in which every layer has these sublayers."""
 
     def make() -> LanguageModel:
         pool = {}
@@ -78,7 +78,7 @@ def findings_of(make: Callable[[], nn.Module]) -> dict[str, Finding]:
 
 
 class Gate(Sublayer):
-    """A minimal sublayer without a state, which keeps all promises. Subclasses break it by overriding a method."""
+    """A minimal sublayer without a state, which keeps all promises. Subclasses break promises by overriding methods."""
 
     def __init__(self, context: LayerContext):
         super().__init__()
@@ -99,7 +99,7 @@ class Gate(Sublayer):
 
 
 class Sums(Gate):
-    """A recurrent sum that halves at every byte: a mechanism with a state, which keeps all promises."""
+    """A gated sum of values that halves at every byte: a minimal mechanism with a state, which keeps all promises."""
 
     honours = Honours()
     decay = 0.5
@@ -125,7 +125,7 @@ class Sums(Gate):
 
 
 def toy(base: type[Sublayer] = Gate, *, init: Callable[[Sublayer], object] | None = None, **members) -> type[Sublayer]:
-    """A subclass with other members. ``init(self)`` runs at the end of its constructor."""
+    """A subclass with these members. Its constructor ends with ``init(self)``."""
 
     def __init__(self, context: LayerContext):
         base.__init__(self, context)
@@ -135,5 +135,5 @@ def toy(base: type[Sublayer] = Gate, *, init: Callable[[Sublayer], object] | Non
 
 
 def parameter(value: object) -> Callable[[Sublayer], None]:
-    """A function for ``init`` of ``toy`` that registers a parameter ``extra``."""
+    """A function that registers a parameter ``extra``, for ``init`` of ``toy``."""
     return lambda self: self.register_parameter("extra", nn.Parameter(torch.tensor(value)))

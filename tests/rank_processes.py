@@ -8,15 +8,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
-from pathlib import Path
 
 import pytest
 
 from harness.device import worker_process
+from tests.command_line import ROOT
 from tests.timeouts import TIMEOUT_SECONDS
 from variants.kernels import product_search, window_cpu
 
-ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = (
     "tests.rank_processes",
     "tests.small_runs",
@@ -27,17 +26,17 @@ PRELOADED = (
     "hydra._internal.hydra",
     "harness.device.distributed_parameters",
 )
-"""Modules that the server imports. Some of them torch and Hydra would otherwise import at their first use."""
+"""Modules that the server imports, some of which torch and Hydra would otherwise import at their first use."""
 
 
 @contextmanager
 def one_server() -> Iterator[None]:
-    """Context in which one fork server, which has imported all modules that tests need, serves all tests."""
+    """Context in which one fork server, which has imported the modules that tests need, serves all tests."""
     start = forkserver.ForkServer.ensure_running
 
     def ensure_running(server: forkserver.ForkServer) -> None:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setenv("PYTHONPATH", str(ROOT))  # the server imports the preloaded modules by it
+            patched.setenv("PYTHONPATH", str(ROOT))  # in which the server looks for the preloaded modules
             start(server)
 
     forkserver.set_forkserver_preload([*PRELOADED, *worker_process.PRELOAD, "tests.server_preload"])
@@ -48,7 +47,7 @@ def one_server() -> Iterator[None]:
 
 
 class ExitedWithoutAnswer(Exception):
-    """A process ended without an answer. The argument is its exit code."""
+    """Answer of a rank whose process ended without one. The argument is the exit code."""
 
 
 def free_port() -> int:
@@ -60,7 +59,7 @@ def free_port() -> int:
 def launch(function: Callable, *arguments, world_size: int = 2) -> list:
     """Call ``function(*arguments)`` in processes with the environment variables of torchrun.
 
-    Returns: by rank, what the function returns, or ``ExitedWithoutAnswer``.
+    Returns: for each rank, what the function returns, or ``ExitedWithoutAnswer``. A traceback is an AssertionError.
     """
     window_cpu.obstacle(), product_search.obstacle()  # compile once, before the processes start
     context, children = multiprocessing.get_context("forkserver"), []
@@ -81,7 +80,7 @@ def launch(function: Callable, *arguments, world_size: int = 2) -> list:
 
 
 def _answer(pipe, environment: dict, folder: str, function: Callable, arguments: tuple) -> None:
-    """Send whether the call succeeded, and what it returned or its traceback."""
+    """Call the function and send whether it succeeded, with its return value or its traceback."""
     os.environ.update(environment)
     os.chdir(folder)
     try:
@@ -92,7 +91,7 @@ def _answer(pipe, environment: dict, folder: str, function: Callable, arguments:
 
 
 def _receive(process, pipe):
-    assert pipe.poll(TIMEOUT_SECONDS), "a process hangs"
+    assert pipe.poll(TIMEOUT_SECONDS), f"a rank has not answered after {TIMEOUT_SECONDS} s"
     try:
         succeeded, answer = pickle.loads(pipe.recv_bytes())
     except EOFError:

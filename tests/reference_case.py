@@ -1,4 +1,4 @@
-"""Inputs and comparisons for tests of the references."""
+"""Random inputs, and comparisons for tests of the references."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def stream() -> Tensor:
 
 
 def assert_same(actual: Tensor, expected: Tensor, *, inputs: list[Tensor]) -> None:
-    """Assert equal values, and equal gradients of a fixed random projection with respect to every input."""
+    """Assert equal values and gradients of a random projection. RuntimeError if a value does not depend on an input."""
     torch.testing.assert_close(actual, expected, **EXACT)
     upstream = normal(*actual.shape, seed=99).detach()
     gradients = [torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (actual, expected)]

@@ -1,4 +1,4 @@
-"""Requirements of tests that a machine may lack. CI installs all of them, so their absence there is a failure."""
+"""Requirements of tests that a machine may lack. CI installs all of them, so in CI a missing one is a failure."""
 
 import os
 
@@ -6,6 +6,6 @@ import pytest
 
 
 def require(present: object, reason: str) -> None:
-    """Skip with the reason unless ``present``; in CI, fail."""
+    """Unless ``present``, skip the test with the reason or, in CI, fail it."""
     if not present:
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)

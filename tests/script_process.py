@@ -1,4 +1,4 @@
-"""A script such as ``train.py`` in a process that a test can signal and kill, forked to save the time of imports."""
+"""A script such as ``train.py`` in a process that a test can signal and kill, forked so that imports take no time."""
 
 import multiprocessing
 import os
@@ -26,7 +26,7 @@ def started(
 ) -> Iterator[BaseProcess]:
     """Run ``python SCRIPT WORDS`` as the leader of a session, which is killed at the end of the block.
 
-    ``out`` and ``err`` are the files of its output. By default it has the folder and environment of this process.
+    ``out`` and ``err`` are the files of its output. Folder and environment are by default those of this process.
     """
     context = multiprocessing.get_context("forkserver")
     surroundings = {"folder": folder or Path.cwd(), "environment": environment or dict(os.environ)}
@@ -52,7 +52,7 @@ def run(script: str | Path, *words: str, folder: Path, environment: dict[str, st
 def exit_code(process: BaseProcess) -> int:
     """Wait for a process to end by itself and return its exit code."""
     process.join(TIMEOUT_SECONDS)
-    assert process.exitcode is not None, "a process hangs"
+    assert process.exitcode is not None, f"the process has not ended after {TIMEOUT_SECONDS} s"
     return process.exitcode
 
 

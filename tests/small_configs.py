@@ -1,4 +1,4 @@
-"""Configurations for tests, composed from ``conf/`` as the command line composes them, and plans of small models."""
+"""Configurations composed from ``conf/`` as on the command line, overrides for small models, and their plans."""
 
 import copy
 from functools import cache
@@ -15,25 +15,25 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
 
 from harness.data import corpora
-from harness.data.corpora import Corpus
 from harness.device import runtime
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, plan_run
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 GROUPS = {path.relative_to(CONF).as_posix() for path in CONF.rglob("*") if path.is_dir()}
-
+VARIANT_NAMES = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
+CPU = ("runtime.device=cpu", "runtime.threads=1")
 TINY = (
     *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=16"),
-    *("batch.streams=2", "batch.segment=16", "runtime.precision=float32", "runtime.device=cpu", "runtime.threads=1"),
+    *("batch.streams=2", "batch.segment=16", "runtime.precision=float32", *CPU),
 )
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
-    """The configuration of a command. Hydra composes each choice of files once; other overrides are set on a copy."""
+    """The configuration of a command. Hydra composes each choice of files once; a copy gets the other overrides."""
     parsed = {word: _parsed(word) for word in overrides}
     files = tuple(word for word, override in parsed.items() if _chooses_a_file(override))
-    if len(parsed) < len(overrides):
+    if len(parsed) < len(overrides):  # an override is repeated, so the order matters
         return copy.deepcopy(_composed(name, overrides))
     cfg = copy.deepcopy(_composed(name, files))
     ConfigLoaderImpl._apply_overrides_to_config([parsed[word] for word in overrides if word not in files], cfg)
@@ -51,12 +51,12 @@ LOAD_CONFIG = ConfigRepository.load_config
 
 
 def _load(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
-    """A copy of a cached configuration file. Reading files takes half of the time of a composition."""
+    """A copy of a configuration file that is read once, because reading takes half of the time of a composition."""
     if config_path not in CACHED_FILES:
         CACHED_FILES[config_path] = LOAD_CONFIG(repository, config_path)
-    if result := copy.copy(CACHED_FILES[config_path]):
-        result.config = copy.deepcopy(result.config)
-    return result
+    if file := copy.copy(CACHED_FILES[config_path]):
+        file.config = copy.deepcopy(file.config)
+    return file
 
 
 @cache
@@ -65,7 +65,7 @@ def _parsed(word: str) -> Override:
 
 
 def _chooses_a_file(override: Override) -> bool:
-    """Whether Hydra needs the override before it reads files."""
+    """Whether the override selects a file, so that Hydra needs it before it reads files."""
     group = override.key_or_group
     return group in GROUPS or group.startswith("hydra") or override.package is not None or override.is_sweep_override()
 
@@ -76,10 +76,10 @@ def variant_file(variant: str) -> dict:
 
 
 def small(variant: str, *, slot: str | None = None) -> list[str]:
-    """Overrides that shrink a variant to the sizes under ``small`` in its file, which fit ``TINY``.
+    """Overrides that shrink a variant's sublayers to the sizes under ``small`` in its file, which fit ``TINY``.
 
     Args:
-        slot: name of the sublayer in the configuration, if not that of the variant's file.
+        slot: name of the sublayer in the configuration, if it differs from that in the variant's file.
     """
     node = (variant_file(variant).get("small") or {}).items()
     return [
@@ -91,7 +91,7 @@ def small(variant: str, *, slot: str | None = None) -> list[str]:
 
 
 def sized(variant: str) -> list[str]:
-    """Overrides that choose a variant and set the small sizes in its file, those of the model included."""
+    """Overrides that choose a variant and set the sizes under ``small`` in its file, those of the model included."""
     sizes = (variant_file(variant).get("small") or {}).get("model") or {}
     return [f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes.items())]
 
@@ -101,12 +101,8 @@ def plan(*overrides: str) -> Plan:
     return plan_run(compose_config(*overrides))
 
 
-def recall() -> Corpus:
-    return corpora.load("recall", bytes=20_000)
-
-
-def one_step(plan: Plan, corpus: Corpus) -> dict:
-    """Build a run, take one training step on ``corpus`` and return the row of the record."""
-    run = Trainer(plan, corpus, runtime.start(plan.runtime))
-    run.step()
-    return run.train_row()
+def one_step(plan: Plan) -> dict:
+    """Take one training step on a generated corpus and return its row of the record."""
+    trainer = Trainer(plan, corpora.load("recall", bytes=20_000), runtime.start(plan.runtime))
+    trainer.step()
+    return trainer.train_row()

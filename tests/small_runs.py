@@ -1,4 +1,4 @@
-"""Small training runs, composed, prepared and trained in the test process by the code of ``train.py``."""
+"""Small training runs that the code of ``train.py`` prepares and trains in the test process."""
 
 import copy
 import json
@@ -45,7 +45,7 @@ CARRY = ("batch.carry=true",)
 
 
 class PowerFailure(Exception):
-    """Raised in place of ending the process."""
+    """Stands for the end of the process."""
 
 
 @pytest.fixture(name="cwd", autouse=True)
@@ -101,18 +101,18 @@ def whole_run(*overrides: str) -> tuple[Run, dict]:
 
 
 def repeatable(row: dict) -> dict:
-    """The keys of a row that are equal bit for bit for the same seed, device and configuration."""
+    """A row without the keys that may differ between runs of the same seed, device and configuration."""
     return {key: value for key, value in row.items() if key not in ("clock", "memory")}
 
 
 def rows_of(job: Run) -> list[dict]:
-    """The rows of the record without times, memory and commit. All else must repeat bit for bit."""
+    """The rows of the record without times, memory and commit. All else must be equal when a run is repeated."""
     rows = [repeatable(row) for row in read_rows(job.folder.path / RECORD)]
     return [{key: value for key, value in row.items() if key != "commit"} for row in rows]
 
 
 def after_step(job: Run, step: int, do: Callable[[], None]) -> Run:
-    """Call ``do`` right after step number ``step`` of the job."""
+    """Let ``job`` call ``do`` right after its step number ``step``. Returns the job."""
     inner = job.step
 
     def stepping() -> None:
@@ -125,7 +125,7 @@ def after_step(job: Run, step: int, do: Callable[[], None]) -> Run:
 
 
 def stop(job: Run, *, step: int) -> None:
-    """Train, send SIGTERM during that step, and assert the exit code of SIGTERM."""
+    """Train, send SIGTERM after that step, and assert that the run ends with the exit code of SIGTERM."""
     after_step(job, step, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as caught:
         run_job(job)
@@ -133,7 +133,7 @@ def stop(job: Run, *, step: int) -> None:
 
 
 def crash(job: Run, *, step: int) -> None:
-    """Train until that step, then stop as if power failed, so that nothing more is saved."""
+    """Train until that step and stop as if power failed: nothing more is saved."""
 
     def die() -> None:
         raise PowerFailure

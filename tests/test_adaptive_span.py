@@ -24,9 +24,9 @@ def test_bucket_rounds_up_to_the_listed_sizes():
 
 @pytest.mark.parametrize(("backend", "position"), [("plain", "none"), ("fused", "alibi")])
 def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
-    """The ramps end just before, on and after key 64, the first key outside of a bucket of 64.
+    """The ramps end just before, on and just after distance 64, the first that a bucket of 64 columns lacks.
 
-    The key at x = z + R has weight 0 but a gradient, so the bucket must include it.
+    The key at distance z + R has weight 0 but a gradient, so the bucket must include it.
     """
     case = Case(length=3, past=75, span=200, ramp=16, spans="zero", position=position, backend=backend, persistent=2)
     attention, (past, x) = case.build(), case.stream()
@@ -42,7 +42,7 @@ def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
     y = run(attention, x, past)
     assert_near(y, trimmed)
     if backend == "fused":  # the plain backend trims all heads to the same width
-        assert (gradients(y, [attention.span.fraction])[0] - expected)[1].abs() > 1e-6
+        assert (gradients(y, [attention.span.fraction])[0] - expected)[1].abs() > 1e-6  # the ramp that ends on 64
 
 
 def test_initial_and_projected_spans_and_their_columns():

@@ -1,4 +1,4 @@
-"""Any torch module of an installed package as a sublayer, by YAML alone. The fixture ``layers`` installs a package."""
+"""A torch module of an installed package as a sublayer, by YAML alone. The fixture ``layers`` installs a package."""
 
 import json
 import re
@@ -56,7 +56,7 @@ NAME = "someones_layers"
 
 @pytest.fixture(name="layers")
 def installed(tmp_path, monkeypatch):
-    """A function that imports the package. The import is undone after the test."""
+    """Put a package on the search path. Returns a function that imports it; the test's end undoes the import."""
     (tmp_path / "installed" / NAME).mkdir(parents=True)
     (tmp_path / "installed" / NAME / "__init__.py").write_text(PACKAGE, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
@@ -81,7 +81,7 @@ TRUSTED = (*WORDS, f"trust=[{NAME}]")
 
 
 def resolve_adapter(node: object, *, trust: tuple[str, ...] = (NAME,)):
-    """The adapter configured with this module."""
+    """``AnyModule`` with the keywords of a configuration whose key ``module`` is ``node``."""
     adapter = {"_target_": "variants.any_module.AnyModule", "_partial_": True, "honours": {}, "module": node}
     return resolve(adapter, key="variant.mixer", base=Sublayer, trust=trust)
 
@@ -98,7 +98,7 @@ def test_a_module_of_a_package_trains_by_yaml_alone(cwd, layers):  # noqa: F811
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["steps"], summary["memory"]["state_bytes"]) == ("finished", 2, 8)
     assert summary["parameters"]["by_sublayer"]["layers.1.mixer"] == (32 + 1) * 24 + (24 + 1) * 32
-    # Only the FLOPs of its matrices are known: a step is estimated as three forwards, and marked as an estimate.
+    # Only the FLOPs of its matrices are known. A step is estimated as three forwards and marked as an estimate.
     assert summary["flops_estimated_3x"] == ["layers.0.mixer", "layers.1.mixer"] and "about" in outcome.out
     assert summary["flops_per_byte"]["ideal"] == 2 * (2 * 2 * 32 * 24 + 32 * 256)
 
@@ -144,7 +144,7 @@ def test_a_module_is_accepted_only_under_the_key_module_and_from_trusted_package
 
 
 def adapted(**keywords) -> AnyModule:
-    """The adapter in a network of width 16 whose span is 8."""
+    """``AnyModule`` in a network of width 16 with a span of 8."""
     common = {"d_model": 16, "layer": 0, "n_layers": 1, "heads": 2, "span": 8, "scheme": Position}
     return AnyModule(LayerContext(attend_self=False, **common), **{"honours": {}} | keywords)
 

@@ -19,7 +19,7 @@ def test_symbols_are_decoded_and_the_code_has_the_length_of_their_information():
     counts[:, -1] += TOTAL - counts.sum(axis=1)
     ends = counts.cumsum(axis=1)
     symbols = [int(draw.choice(257, p=row / TOTAL)) for row in counts]
-    symbols[::50] = [int(row.argmin()) for row in counts[::50]]  # symbols that cost 24 bits
+    symbols[::50] = [int(row.argmin()) for row in counts[::50]]  # the rarest symbols cost about 24 bits
     encoder = Encoder()
     for row, symbol in zip(ends, symbols, strict=True):
         encoder.code(row, symbol)
@@ -32,7 +32,7 @@ def test_symbols_are_decoded_and_the_code_has_the_length_of_their_information():
 
 
 def test_a_carry_propagates_through_bytes_of_255():
-    """Near the top of the interval all settled bytes are 255, until one more symbol turns them into zeros."""
+    """Near the top of the interval all settled bytes are 255, until a symbol's carry turns them into zeros."""
     ends, last = np.array([1, TOTAL - 1, TOTAL]), 2
     for tail in ([1] * 40, [last] * 3, [0], [1, 0, last]):
         for lead in range(1, 12):

@@ -1,4 +1,4 @@
-"""Attention: biases, carried states, bfloat16, and the selection of a backend."""
+"""Attention: equality with torch's, carried states, bfloat16, and the selection of a backend."""
 
 from unittest.mock import patch
 
@@ -13,8 +13,8 @@ from tests.attention_case import (
     D,
     assert_near,
     assert_same,
-    by_reference,
     gradients,
+    reference_output,
     set_fractions,
     starts,
 )
@@ -29,7 +29,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("k
 
 
 @BACKENDS
-def test_with_biases_and_an_unlimited_span_it_equals_torchs_multihead_attention(backend):
+def test_with_biases_and_a_span_over_all_keys_it_equals_torchs_multihead_attention(backend):
     torch.manual_seed(0)
     context = LayerContext(d_model=6, layer=0, n_layers=1, heads=3, span=11, backend=backend, scheme=NoPosition)
     ours = Attention(context, bias=True).to(DOUBLE)
@@ -64,7 +64,7 @@ def test_with_the_cpu_kernel_each_head_carries_only_the_keys_that_it_can_reach(a
     attention.wanted_backend = "kernel"
     state = attention(x, None, starts(0)).state
     assert attention.span.max_keys == (64, 128, 128, 300)
-    # The state has the keys of one more bucket of 64, because an optimizer step may grow a span.
+    # The state has the keys of one more bucket, because an optimizer step may grow a span.
     assert lengths(state) == [n - 1 + (not attend_self) for n in (128, 192, 192, 300)]
     assert lengths(attention(x[:, :5], None, starts(0)).state) == [5] * 4
     next_x = torch.randn(B, 7, D, dtype=DOUBLE)
@@ -85,14 +85,14 @@ def test_with_the_cpu_kernel_each_head_carries_only_the_keys_that_it_can_reach(a
 
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 def test_a_state_of_another_length_is_accepted(cache):
-    """A longer past is cut to the window, and an empty past equals no state."""
+    """A past longer than the window is cut, a shorter one is used as it is, and an empty one equals no state."""
     long, short = (Case(length=3, past=20, span=span, cache=cache, position="rotary") for span in (15, 6))
     past, x = long.stream()
     from_long, from_short = (case.build()(past, None, starts(0)).state for case in (long, short))
     assert (from_long.shape[1] if cache == "hidden" else from_long[0].shape[2]) == 14
-    expected = by_reference(short.build(), x=x, past=past, position="rotary")
+    expected = reference_output(short.build(), x=x, past=past, position="rotary")
     assert_near(short.build()(x, from_long, starts(20)).y, expected)
-    expected = by_reference(long.build(), x=x, past=past[:, 15:], position="rotary")  # a span of 6 carries 5 keys
+    expected = reference_output(long.build(), x=x, past=past[:, 15:], position="rotary")  # a span of 6 carries 5 keys
     assert_near(long.build()(x, from_short, starts(20)).y, expected)
     narrow = Case(length=3, span=1, cache=cache, position="rotary").build()
     empty = narrow(x, None, starts(20))
@@ -102,12 +102,12 @@ def test_a_state_of_another_length_is_accepted(cache):
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("spans", ["fixed", "fractional"])
 def test_under_bfloat16_autocast_every_backend_is_close_to_float32(spans):
-    """The carried state is bfloat16; softmax and spans are computed in float32."""
+    """The carried state is bfloat16."""
     case = Case(length=40, heads=4, d_head=8, span=64, spans=spans, position="rotary", persistent=5)
     attention, x = case.build().float(), case.stream()[1].detach().float().requires_grad_()
-    leaves = [x, *attention.parameters()]
-    expected = attention(x).y
-    for attention.wanted_backend in ("plain", "fused", "kernel"):
+    leaves, expected = [x, *attention.parameters()], attention(x).y
+    for backend in ("plain", "fused", "kernel"):
+        attention.wanted_backend = backend
         with torch.autocast("cpu", torch.bfloat16):
             out = attention(x)
         assert out.state[0].dtype == torch.bfloat16
@@ -150,7 +150,7 @@ SELECTED = [
     ({"spans": "dynamic"}, CPU, None, "plain"),
     ({}, CPU, OBSTACLE, "fused"),
     ({"position": "relative"}, CPU, OBSTACLE, "plain"),
-    ({}, GPU, None, "chunked"),  # before another backend has been tested on the device
+    ({}, GPU, None, "chunked"),  # until a comparison on the device selects another
     ({"backend": "kernel"}, GPU, None, "kernel"),
     ({"backend": "fused"}, GPU, None, "fused"),
     ({"backend": "fused", "dropout": 0.5}, CPU, None, r"fused.*model\.dropout=0\.5.*allowed are auto, plain, chunked"),
@@ -182,7 +182,7 @@ def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, obstacl
 
 
 @pytest.mark.cpu_kernel
-def test_heads_that_share_keys_carry_one_past_as_long_as_the_longest_needs():
+def test_heads_that_share_keys_carry_one_past_as_long_as_the_longest_of_their_spans_needs():
     case = Case(length=400, span=300, heads=4, kv_heads=2, spans="zero", position="rotary", backend="kernel")
     attention, (_, x) = case.build(), case.stream()
     state = attention(x, None, starts(0)).state

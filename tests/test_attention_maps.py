@@ -17,17 +17,17 @@ CASES = [
 
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize(("choices", "backends"), CASES, ids=str)
-def test_reported_weights_reproduce_the_output_of_every_backend(choices, backends):
+def test_reported_weights_and_shares_reproduce_the_output_of_every_backend(choices, backends):
     case = Case(length=19, **choices)
     attention, x = case.build().eval(), case.stream()[1].detach()
     plain = attention.inspect(x).weights
-    for attention.wanted_backend in backends:
+    for backend in backends:
+        attention.wanted_backend = backend
         inspection = attention.inspect(x)
         segment = attention.project_qkv(x, torch.zeros(len(x), dtype=torch.int64))
-        v, persistent = segment.v, segment.persistent
-        y = inspection.weights @ v
-        if persistent is not None:
-            y = y + inspection.shares @ persistent.v
+        y = inspection.weights @ segment.v
+        if segment.persistent is not None:
+            y = y + inspection.shares @ segment.persistent.v
         assert torch.allclose(attention.output(rearrange(y, "B H T K -> B T (H K)")), attention(x).y)
         assert torch.allclose(inspection.weights, plain, rtol=0, atol=1e-12)
         assert not inspection.weights.triu(1).any()

@@ -10,10 +10,10 @@ from tests.attention_case import (
     SCHEMES,
     Case,
     assert_outcome,
-    by_reference,
     covering_array,
     matrices,
     outcome,
+    reference_output,
     run,
     set_fractions,
 )
@@ -57,9 +57,10 @@ class Mechanism(NamedTuple):
     Attributes:
         make: constructor, called with the choices that are not fields of ``Case``; None for ``Attention``.
         expected: the reference's output, a function of the sublayer, ``Case``, the other choices, ``x`` and ``past``.
-        factors: choices of which every pair of values is tested.
-        more: further choices to test.
-        noise: scale of the noise that is added to the initial parameters.
+        factors: values of choices; every pair of values of two choices is tested.
+        more: further combinations of choices to test.
+        backends: compared backends, which must refuse choices that they do not support (``must_refuse``).
+        noise: scale of the noise added to initial parameters.
     """
 
     make: Callable[..., Sublayer] | None
@@ -77,7 +78,7 @@ def common_arguments(sublayer: Sublayer, case: Case, past: Tensor) -> dict:
 
 
 def of_attention(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
-    return by_reference(sublayer, x=x, past=past, position=case.position)
+    return reference_output(sublayer, x=x, past=past, position=case.position)
 
 
 def of_transformer_xl(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
@@ -153,11 +154,8 @@ def of_reformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
 
 
 SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **CACHES}
-OF_ATTENTION = SHAPES | {
-    "position": list(SCHEMES),
-    "spans": ["fixed", "dynamic", "zero", "fractional"],
-    "persistent": [0, 3],
-}
+OF_ATTENTION = SHAPES | {"position": list(SCHEMES), "spans": ["fixed", "dynamic", "zero", "fractional"]}
+OF_ATTENTION |= {"persistent": [0, 3]}
 CARRIED = {"length": [1, 8], "past": [0, 4], "position": ["none", "alibi"], "attend_self": [True, False]}
 OF_LINEAR = CARRIED | {"chunk": [1, 3, 4, 64], "feature_map": ["elu", "relu"], "heads": [2, 5], "d_head": [2, 3]}
 GATED = {"length": [1, 8, 11], "past": [0, 4], "attend_self": [True, False], "chunk": [1, 3, 64], "d_head": [2, 3]}
@@ -218,7 +216,7 @@ MECHANISMS = {
 
 
 def choices_of(mechanism: Mechanism) -> list[dict]:
-    """All choices to test. A factor named "a, b" sets both choices a and b."""
+    """All combinations of choices to test. A factor named "a, b" sets both choices."""
     rows = covering_array(mechanism.factors, strength=2) if mechanism.factors else []
     return [*({name: x for n, v in row.items() for name, x in split(n, v)} for row in rows), *mechanism.more]
 
@@ -239,13 +237,13 @@ CASES = [(name, row) for name, mechanism in MECHANISMS.items() for row in choice
 
 @pytest.mark.parametrize(("name", "row"), CASES, ids=["-".join(map(str, (name, *row.values()))) for name, row in CASES])
 def test_output_and_every_gradient_equal_those_of_the_reference(name, row, monkeypatch):
-    """A backend that cannot compute the choices refuses them."""
-    monkeypatch.setattr(carried_sums, "CHUNKS_PER_PIECE", 2)  # so that the loop over pieces of chunks runs
+    """A backend that does not support the choices refuses them."""
+    monkeypatch.setattr(carried_sums, "CHUNKS_PER_PIECE", 2)  # segments then have several pieces of chunks
     mechanism, fields = MECHANISMS[name], Case.__dataclass_fields__
     case = Case(backend="auto", **{key: value for key, value in row.items() if key in fields})
     choices = {key: value for key, value in row.items() if key not in fields}
     sublayer = case.build(mechanism.make, noise=mechanism.noise, **choices)
-    if "ramp" in row:  # z = 0, 1, .., 8 = S: at both kinks of the mask
+    if "ramp" in row:  # integer spans 0 to S put keys on both kinks of the mask
         set_fractions(sublayer, [n / 8 for n in range(9)])
     past, x = case.stream()
     named = {"x": x} | dict(sublayer.named_parameters())

@@ -29,9 +29,9 @@ def test_invalid_budgets_and_learning_rates_are_refused_by_key():
         plan("budget.seconds=5", "budget.steps=3")
 
 
-def test_of_warmups_by_steps_and_by_fraction_the_lower_factor_counts():
+def test_the_lower_factor_of_a_warmup_by_steps_and_one_by_fraction_applies():
     assert [Schedule().factor(f, step=s) for f, s in [(0.0, 0), (0.5, 10), (1.0, 20)]] == [1.0, 1.0, 1.0]
-    schedule = Schedule(warmup_steps=32000)  # of the paper on adaptive spans
+    schedule = Schedule(warmup_steps=32000)  # as in the paper on adaptive spans
     assert schedule.factor(0.0, step=0) == 1 / 32000
     assert schedule.factor(0.3, step=15999) == 0.5
     assert schedule.factor(0.9, step=100_000) == 1.0
@@ -44,8 +44,8 @@ def test_of_warmups_by_steps_and_by_fraction_the_lower_factor_counts():
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_decay_begins_late_and_ends_at_the_floor(decay):
     schedule = Schedule(decay=decay, decay_fraction=0.4, floor=0.1)
-    shares = [schedule.factor(f, step=7) for f in (0.0, 0.6, 0.8, 1.0, 2.0)]
-    assert shares == pytest.approx([1.0, 1.0, 0.55, 0.1, 0.1])
+    factors = [schedule.factor(f, step=7) for f in (0.0, 0.6, 0.8, 1.0, 2.0)]
+    assert factors == pytest.approx([1.0, 1.0, 0.55, 0.1, 0.1])
 
 
 def test_the_decays_are_linear_and_cosine_and_are_multiplied_by_the_warmup():

@@ -1,4 +1,4 @@
-"""``bench.check``: the checked combinations, the check of FLOPs, and the small sizes at which variants are checked."""
+"""``bench.check``: the combinations that it checks, FLOPs, backends, and the small sizes at which it checks."""
 
 import itertools
 import re
@@ -51,7 +51,7 @@ def toy(cls: type, *words: str) -> Plan:
     return plan_run(cfg, trusted=("tests",))
 
 
-def test_ideal_or_needed_flops_above_the_executed_ones_are_caught():
+def test_ideal_and_needed_flops_above_the_executed_ones_are_caught():
     small = shrink(toy(OverstatesFlops))
     ideal, needed = (finding for finding in findings(small) if not finding.passed)
     assert ideal == compare_flops(small) and needed.promise == NEEDED_FLOPS
@@ -64,18 +64,18 @@ def test_ideal_or_needed_flops_above_the_executed_ones_are_caught():
 
 
 def test_ideal_flops_far_below_the_executed_ones_are_caught_or_excused_by_a_limit():
-    """The layer also has a feed-forward sublayer, which must not hide them."""
+    """The layers also have a feed-forward sublayer, whose FLOPs must not hide the fault."""
     with_feed_forward = ("+variant.feed_forward={_target_: variants.feed_forward.FeedForward, _partial_: true}",)
 
-    def of(cls: type) -> Plan:
+    def small(cls: type) -> Plan:
         return shrink(toy(cls, *with_feed_forward, "variant.layers=[toy,feed_forward]"))
 
-    broken, excused = compare_flops(of(UnderstatesFlops)), compare_flops(of(DeclaresUnderstatement))
+    broken, excused = compare_flops(small(UnderstatesFlops)), compare_flops(small(DeclaresUnderstatement))
     detail = r"layers\.0\.toy: ideal is 0\.0002\d of 4,096 executed per byte; must be at least 0\.5, or the"
     assert not broken.passed and re.match(detail, broken.detail), broken
     assert excused.passed and "0.0002" in excused.detail
     line = "layers.0.toy: ideal FLOPs may be less than half of the executed ones"
-    assert [ideal_excuses(of(cls).make_model())[:1] for cls in (DeclaresUnderstatement, Gate)] == [[line], []]
+    assert [ideal_excuses(small(cls).make_model())[:1] for cls in (DeclaresUnderstatement, Gate)] == [[line], []]
 
 
 def check(*words: str) -> CommandOutcome:
@@ -84,7 +84,7 @@ def check(*words: str) -> CommandOutcome:
 
 @pytest.fixture
 def checked_plans(monkeypatch) -> list[Plan]:
-    """A check that passes every plan at once, and the list of the plans."""
+    """The plans that were checked. In place of the check, each passes without any computation."""
     plans = []
 
     def pass_all(plan: Plan) -> list[Finding]:
@@ -119,7 +119,7 @@ def test_every_combination_of_choices_is_checked(cwd, checked_plans):
     ("words", "expected"),
     [
         (("position.base=100.0", *SINGLE[1:], "runtime.backend=plain"), {("Rotary", "kv", True, "plain")}),
-        (("recipe=adaptive_span_12",), {("Relative", "hidden", False, p) for p in ("auto", "plain")}),
+        (("recipe=adaptive_span_12",), {("Relative", "hidden", False, name) for name in ("auto", "plain")}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -178,16 +178,16 @@ FAST_BACKENDS = {"fused": operation, "kernel": window_cpu}
 
 @pytest.mark.parametrize("backend", ["fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 def test_a_wrong_fast_backend_is_caught(monkeypatch, backend):
-    right = FAST_BACKENDS[backend].attend
-    monkeypatch.setattr(FAST_BACKENDS[backend], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
+    correct = FAST_BACKENDS[backend].attend
+    monkeypatch.setattr(FAST_BACKENDS[backend], "attend", lambda *a, **b: correct(*a, **b) * (1 + 1e-6))
     finding = backends_agree(shrink(plan("variant=adaptive_span", f"runtime.backend={backend}")), backend)
     assert not finding.passed and finding.promise == f"the {backend} backend equals the plain one"
     assert re.match(r"span 78, eval: \S+ of .*, at most 1e-09", finding.detail)
 
 
-def test_a_fault_that_only_heads_of_different_widths_show_is_caught(monkeypatch):
-    right = fused.group_heads
-    monkeypatch.setattr(fused, "group_heads", lambda max_keys: list(right(max_keys))[-1:])
+def test_a_fault_that_affects_only_heads_of_different_widths_is_caught(monkeypatch):
+    correct = fused.group_heads
+    monkeypatch.setattr(fused, "group_heads", lambda max_keys: list(correct(max_keys))[-1:])
     small = shrink(plan("variant=adaptive_span", "runtime.backend=fused"))
     finding = backends_agree(small, "fused")
     assert not finding.passed and finding.detail.startswith("span 78, ")
@@ -204,7 +204,7 @@ class Phased(Gate):
 SMALL = "+variant.small={toy:{block:4},model:{span:12}}"
 
 
-def test_a_variant_is_checked_at_the_small_sizes_of_its_file_unless_sizes_are_typed(cwd, checked_plans):
+def test_a_variant_is_checked_at_the_small_sizes_of_its_file_unless_the_command_line_sets_them(cwd, checked_plans):
     small = shrink(toy(Phased, SMALL))
     assert small.model.span == 12 and [s.period for _, s in small.make_model().sublayers()] == [4, 4]
     assert Subject(small.make_model, small.model.span, 256).length == 29

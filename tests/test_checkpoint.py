@@ -26,18 +26,18 @@ def test_the_newest_checkpoints_and_the_best_weights_stay(tmp_path):
     assert checkpoint.load(tmp_path / checkpoint.FOLDER / checkpoint.BEST) == {"bytes": 1}
 
 
-def assert_equal_bits(actual, expected) -> None:
-    """Assert that nested values have the same types and bits."""
-    assert type(actual) is type(expected)
-    if isinstance(actual, dict):
-        assert actual.keys() == expected.keys()
-        for key in actual:
-            assert_equal_bits(actual[key], expected[key])
-    elif isinstance(actual, list | tuple):
-        for pair in zip(actual, expected, strict=True):
-            assert_equal_bits(*pair)
-    else:
-        assert torch.equal(actual, expected) if isinstance(actual, torch.Tensor) else actual == expected
+def equal_bits(a: object, b: object) -> bool:
+    """Whether nested values have the same types, shapes and bits, NaN and the sign of 0 in tensors included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_bits(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal_bits, a, b))
+    if not isinstance(a, torch.Tensor):
+        return a == b
+    same_type = (a.shape, a.dtype) == (b.shape, b.dtype)
+    return same_type and torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
 
 
 @pytest.mark.parametrize("broken", ["save", "fsync", "replace"])
@@ -59,15 +59,15 @@ def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch, broke
     assert checkpoint.load(tmp_path / checkpoint.FOLDER / checkpoint.BEST) == {"bytes": 1}
 
 
-def test_a_checkpoint_of_plain_values_restores_a_run_exactly(tmp_path):
+def test_a_checkpoint_has_plain_values_only_and_restores_a_run_exactly(tmp_path):
     run = make_run("batch.carry=true", "model.dropout=0.1")
     for _ in range(3):
         run.step()
     content = run.checkpoint_content() | {"rows": 7}
-    loaded = checkpoint.load(checkpoint.save(tmp_path, content, step=3, keep=1))  # loads plain values only
+    loaded = checkpoint.load(checkpoint.save(tmp_path, content, step=3, keep=1))  # refuses other types of values
     assert loaded.keys() == content.keys() and loaded["rows"] == 7
     assert loaded["spent"] == vars(run.spent) and loaded["random"]["python"] == random.getstate()
     assert torch.equal(loaded["state"][0], run.state[0]) and isinstance(loaded["state"][1], tuple)
     restored_run = make_run("batch.carry=true", "model.dropout=0.1")
     restored_run.restore(loaded)
-    assert_equal_bits(restored_run.checkpoint_content() | {"rows": 7}, content)
+    assert equal_bits(restored_run.checkpoint_content() | {"rows": 7}, content)

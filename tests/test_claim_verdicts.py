@@ -41,8 +41,8 @@ def test_a_claim_holds_if_all_of_its_parts_hold():
     runs = runs_with_scores(bits)
     runs.loc[runs["variant"] == "adaptive_span", "state"] = 50
     table = claims_table(runs)
-    # The first claim fails, because adaptive spans have less state but as many FLOPs. In the second claim they are not
-    # separated from a uniform span.
+    # The first claim fails, because adaptive spans have less state but not fewer FLOPs. The second is undecided: they
+    # are not separated from a uniform span.
     assert verdicts(table) == [FAILS, UNDECIDED, FAILS, HOLDS, HOLDS]
     assert "| -50.0000 ± 0.0000 | holds |" in table
 

@@ -8,28 +8,28 @@ import sys
 import pytest
 
 from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.small_configs import VARIANT_NAMES
 from tests.timeouts import TIMEOUT_SECONDS
 
 ALPHABET = b"abcdefghijklmnopqrstuvwxyz " * 1000
 
 
 def refused(cwd, *words) -> str:
-    """The only message of a command that ends with exit code 2 before training and leaves no file."""
+    """The one message of a training command that must end with exit code 2, before training, and change no file."""
     before = sorted(cwd.rglob("*"))
     outcome = train(*words)
     lines = [line for line in outcome.err.splitlines() if not line.startswith("data: downloading ")]
     out = [line for line in outcome.out.splitlines() if not (line.startswith("sweep ") and ": 0 of " in line)]
     assert (outcome.code, out, len(lines)) == (2, [], 1), outcome
-    assert sorted(cwd.rglob("*")) == before
+    assert sorted(cwd.rglob("*")) == before, "the command created or removed files"
     assert lines[0].startswith("error: ")
     return lines[0]
 
 
-# Each mistake has parts of its message. test_config.py has the mistakes that planning a run detects.
+# Parts of the message of each mistake. test_config.py has the mistakes that planning a run detects.
 
-VARIANTS = sorted(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
 MISTAKES = {
-    ("variant=nonsense",): ("variant=nonsense", *VARIANTS),
+    ("variant=nonsense",): ("variant=nonsense", *VARIANT_NAMES),
     ("sweep=wandb_grid",): ("wandb sweep conf/sweep/wandb_grid.yaml",),
     ("model.widht=3",): ("model.widht=3", "d_model", "default_bytes", "heads"),
     ("recip=none",): ("recip=none", "recipe", "budget", "variant"),
@@ -94,7 +94,7 @@ def test_without_network_the_fallback_corpus_is_read_and_labelled(cwd):
         assert "data=enwik8" in message and "data.path=FILE" in message and "harness.data enwik8" in message
 
 
-def test_a_finished_run_is_repeated_only_by_force(cwd, tmp_path):
+def test_a_finished_run_is_repeated_only_with_force(cwd, tmp_path):
     words = ("data=file", f"data.path={tmp_path / 'text'}")
     (tmp_path / "text").write_bytes(ALPHABET)
     first, again = train(*words), train(*words)
@@ -130,5 +130,5 @@ assert len(sys.modules) < 700, len(sys.modules)  # Hydra and what it needs are 3
     completion = {"COMP_LINE": "python train.py variant=prod", "COMP_POINT": "1000"}
     common = {"env": os.environ | completion, "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     process = subprocess.run([sys.executable, "-c", code], cwd=cwd, check=False, **common)
-    assert process.returncode == 0 and "variant: " + ", ".join(VARIANTS) in process.stdout, process
+    assert process.returncode == 0 and "variant: " + ", ".join(VARIANT_NAMES) in process.stdout, process
     assert process.stdout.split()[-1] == "variant=product_key_memory", process

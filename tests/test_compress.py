@@ -1,4 +1,4 @@
-"""``python -m bench.compress`` and ``bench.decompress``: decoding restores a file, and other conditions are refused."""
+"""``python -m bench.compress`` and ``bench.decompress``: a file is restored, or refused under other conditions."""
 
 import math
 import re
@@ -12,10 +12,9 @@ from bench.compress import CONDITIONS, MAGIC, pack, stream_lengths, unpack
 from harness.data import corpora
 from harness.record import checkpoint
 from tests.command_line import call
-from tests.small_configs import compose_config
+from tests.small_configs import CPU, compose_config
 from tests.small_runs import whole_run
 
-CPU = ("runtime.device=cpu", "runtime.threads=1")
 TEXT = b"One byte of each stream at a time, and the decoder does as the encoder did. " * 30
 LAST = r"(\d+\.\d{4}) bits per byte by the file, (\d+\.\d{4}) by the score of the same streams: ([+-]\d+\.\d\d) %\n$"
 """The last line that ``bench.compress`` prints."""
@@ -63,7 +62,7 @@ def assert_refused(match: str, run: Path, code: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"aA" * 500, TEXT], ids=["empty", "one", "letters", "others"])
 @pytest.mark.parametrize("fixture", ["run", "byte_run"])
-def test_a_compressed_file_comes_back(request, tmp_path, fixture, content, capsys):
+def test_a_compressed_file_is_restored_and_its_size_is_printed(request, tmp_path, fixture, content, capsys):
     folder = request.getfixturevalue(fixture)
     code = encode(folder, tmp_path, content, "streams=40")
     printed = capsys.readouterr().out
@@ -87,7 +86,7 @@ def test_the_payload_of_a_split_is_as_long_as_its_score_predicts(run, tmp_path, 
     assert 8 * len(payload) == pytest.approx(bits * predicted + 8 * 20, rel=0.005)
 
 
-def test_streams_have_a_default_length(run, tmp_path, capsys, monkeypatch):
+def test_streams_are_by_default_at_most_of_a_constant_length(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compress, "STREAM_BYTES", 64)
     code = encode(run, tmp_path, b"a" * 129)
     assert unpack(code.read_bytes(), key="file")[0]["streams"] == 3
@@ -95,7 +94,7 @@ def test_streams_have_a_default_length(run, tmp_path, capsys, monkeypatch):
 
 
 def test_a_header_is_short_and_has_all_conditions(run, tmp_path, monkeypatch):
-    variables = {"GOMP_SPINCOUNT": "10000"}  # further variables would make the header longer
+    variables = {"GOMP_SPINCOUNT": "10000"}  # variables of the machine would make the header longer
     monkeypatch.setattr("harness.device.machine.environment", lambda: variables)
     code = encode(run, tmp_path, TEXT, "streams=40").read_bytes()
     header, payload = unpack(code, key="file")
@@ -175,9 +174,9 @@ def test_a_file_that_decodes_to_other_bytes_is_not_written(run, code):
     code.write_bytes(pack(header, payload[:50] + bytes([payload[50] ^ 1]) + payload[51:]))  # a valid checksum
     assert_refused("the SHA-256 of the decoded bytes is not that of the encoded", run, code)
     out = code.with_name("back")
-    out.write_bytes(b"of before")
+    out.write_bytes(b"an older file")
     assert_refused("the SHA-256 of the decoded bytes is not that", run, code)
-    assert out.read_bytes() == b"of before"
+    assert out.read_bytes() == b"an older file"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +204,7 @@ def test_a_mistake_is_refused_and_writes_no_file(run, tmp_path, monkeypatch, wor
 
 def test_both_commands_end_with_exit_code_2_after_a_mistake(run, code, monkeypatch):
     monkeypatch.chdir(code.parent)
-    for script, words in (("compress", ("file=nowhere", "out=b")), ("decompress", ("file=nowhere", "out=b"))):
-        outcome = call(f"bench/{script}.py", f"run={run}", *words, *CPU)
+    for script in ("compress", "decompress"):
+        outcome = call(f"bench/{script}.py", f"run={run}", "file=nowhere", "out=b", *CPU)
         assert (outcome.code, outcome.out) == (2, ""), outcome
         assert outcome.err.startswith("error: file=nowhere: cannot be read"), outcome

@@ -1,4 +1,4 @@
-"""Every file under ``conf/`` composes and builds. A mistake is refused with key, value and allowed values."""
+"""Files under ``conf/`` compose and can be planned. A mistake is refused with key, value and requirement."""
 
 import math
 
@@ -12,7 +12,7 @@ from harness.plan import settings
 from harness.plan.build import plan_run
 from harness.plan.network import plan_layers
 from harness.plan.targets import constructor_schema, resolve
-from tests.small_configs import CONF, TINY, compose_config, one_step, plan, recall, small
+from tests.small_configs import CONF, TINY, compose_config, one_step, plan, small
 from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
@@ -23,7 +23,7 @@ COMMANDS |= dict.fromkeys(("check", "cost", "dashboard", "fit", "peers"), ())
 COMMANDS |= dict.fromkeys(("evaluate", "inspect"), ("run=somewhere",))
 COMMANDS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
 STEPPED = ("optim/", "recipe/")
-"""Groups whose files train with code that tests/golden does not run. For the others the plan is tested only."""
+"""Groups whose files take a training step, because they use code that tests/golden does not run. Others are planned."""
 
 
 def read(file):
@@ -40,18 +40,18 @@ def test_every_command_composes():
 
 
 SPACES = {f"variant/{path.stem}" for path in (CONF / "space").glob("*.yaml")}
-"""Variants with a search space. ``test_variant_contract.py`` plans all variants, at their small sizes."""
+"""Variants with a search space. ``test_variant_contract.py`` plans all variants at their small sizes."""
 PLANNED = [
     file for file in FILES if file in SPACES or not file.startswith(("sublayer/", "space/", "sweep/", "variant/"))
 ]
 
 
 @pytest.mark.parametrize("file", PLANNED)
-def test_every_file_composes_builds_and_takes_a_step(file):
+def test_every_file_is_planned_and_optimizers_and_recipes_take_a_step(file):
     tiny = [*TINY, "init_from.run=somewhere"] if file.endswith("_finetune") else list(TINY)
     if "product_key_memory_12" in file:
         tiny += ["variant.memory.half_keys=8", "variant.memory.top_k=4"]
-    if file in SPACES:  # a search space may need a window of 256
+    if file in SPACES:  # points of a search space may need a span of 256
         tiny += ["purpose=tune", "trial=1", "optim=adamw", "model.span=256"]
     group, _, name = file.partition("/")
     run_plan = plan(f"{group}={name}", *(small(name) if group == "variant" else []), *tiny)
@@ -59,7 +59,7 @@ def test_every_file_composes_builds_and_takes_a_step(file):
         fixed = name in ("mhsa", "all_attention_fixed", "replayed_spans")
         assert "optim.lr" in run_plan.point and any(key.startswith("variant.") for key in run_plan.point) != fixed
     if file.startswith(STEPPED):
-        row = one_step(run_plan, recall())
+        row = one_step(run_plan)
         assert row["step"] == 1 and math.isfinite(row["bits_per_byte"])
 
 

@@ -1,4 +1,4 @@
-"""The conformance suite passes our sublayers and small ones from outside, and catches every broken promise."""
+"""The conformance suite passes our sublayers and small ones of users, and catches every broken promise."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import nn
 from harness.model import LanguageModel
 from tests import promises as p
 from tests.broken_promises import BROKEN, LOCATION
-from tests.broken_sublayers import Delayed, DoubledPast, FloatAngles, Mapped, OfDistances, Stateless
+from tests.broken_sublayers import Delayed, DistanceWeights, DoubledPast, FloatAngles, Mapped, Stateless
 from tests.promises import Gate, Sums, findings_of, memory, model_of, toy
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
@@ -33,14 +33,14 @@ normed = partial(Attention, qk_norm=True, sink=True)
 
 
 def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8, broken: tuple[str, ...] = ()) -> list[Finding]:
-    """Assert that a model keeps all promises except those in ``broken``."""
+    """Assert that a model breaks exactly the promises in ``broken``. Returns the findings."""
     findings = list(check(make, span=span, vocabulary=31))
     assert [str(f) for f in findings if f.passed == (f.promise in broken)] == []
     assert [finding.promise for finding in findings] == [promise for promise, _, _ in CHECKS]
     return findings
 
 
-# All pairs of cache and attend_self. The other choices take turns. ``test_variant_contract.py`` checks the variants.
+# All pairs of cache and attend_self, with varied other choices. ``test_variant_contract.py`` checks the variants.
 @pytest.mark.parametrize(
     "scheme, cache, attend_self, spans, persistent, dropout, backend",
     [
@@ -73,14 +73,14 @@ def test_optional_parts_of_attention_keep_all_promises(attention, scheme, cache,
 
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_a_window_of_one_key_keeps_all_promises_except_that_of_gradients(attend_self):
-    """The span has no gradient, because the key is always visible. Persistent vectors give the queries a gradient."""
+    """The span has no gradient, because its key is always visible. Persistent vectors give the queries a gradient."""
     attention = partial(Attention, span=partial(AdaptiveSpan, ramp=32), persistent=partial(PersistentKV, number=3))
     make = model_of(attention, scheme=Rotary, span=1, layers=1, attend_self=attend_self)
     assert_keeps(make, span=1, broken=(p.GRADIENT,))
 
 
 def test_spans_trimmed_to_different_widths_keep_all_promises():
-    """The columns of a head come in steps of 64, and the carried past is shorter than the maximal span."""
+    """A head has a bucket of 64 or 128 columns, and the carried past is shorter than the model's span."""
     attention = partial(Attention, span=partial(AdaptiveSpan, ramp=4, initial=0.45))
     make = model_of(attention, scheme=Rotary, layers=1, span=140)
     torch.manual_seed(4)
@@ -104,31 +104,32 @@ def test_batch_norm_breaks_exactly_the_promises_that_its_declared_limits_name():
     assert real == {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES}
 
 
-@pytest.mark.parametrize("outsider", [Gate, Sums, Stateless, Delayed, OfDistances, Mapped])
-def test_small_sublayers_from_outside_keep_all_promises(outsider):
-    assert_keeps(model_of(outsider, layers=1))
+@pytest.mark.parametrize("sublayer", [Gate, Sums, Stateless, Delayed, DistanceWeights, Mapped])
+def test_small_sublayers_without_our_attention_keep_all_promises(sublayer):
+    assert_keeps(model_of(sublayer, layers=1))
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_promise_is_caught(name):
-    """Exactly the expected checks fail, and a detail describes the failure."""
-    broken, promises, line = BROKEN[name]
+    """Exactly the expected checks fail, and a detail matches the pattern."""
+    broken, promises, pattern = BROKEN[name]
     details = {f.promise: f.detail for f in findings_of(model_of(broken, layers=1, span=5)).values() if not f.passed}
     if promises is not None:
         assert details.keys() == promises, details
-    assert any(re.match(line, detail) for detail in details.values()), details
+    assert any(re.match(pattern, detail) for detail in details.values()), details
 
 
-def test_every_check_catches_a_broken_sublayer():
+def test_every_promise_is_broken_by_a_listed_sublayer():
     assert set().union(*(promises or () for _, promises, _ in BROKEN.values())) == {promise for promise, _, _ in CHECKS}
 
 
-@pytest.mark.parametrize("follow", [False, True])
-def test_angles_in_float32_that_drift_far_along_the_stream_are_caught(follow):
-    make = model_of(Attention, scheme=partial(FloatAngles, follow=follow), layers=1, span=5)
+@pytest.mark.parametrize("follow_input", [False, True])
+def test_angles_in_float32_that_drift_far_along_the_stream_are_caught(follow_input):
+    make = model_of(Attention, scheme=partial(FloatAngles, follow_input=follow_input), layers=1, span=5)
     (broken,) = [finding for finding in findings_of(make).values() if not finding.passed]
     assert broken.promise == p.FAR_START
-    assert re.match(r"eval, float32: .* the median" if follow else rf"eval, float64: {LOCATION}", broken.detail), broken
+    pattern = r"eval, float32: .* the median" if follow_input else rf"eval, float64: {LOCATION}"
+    assert re.match(pattern, broken.detail), broken
 
 
 def test_an_exception_is_reported_as_a_broken_promise():
@@ -154,19 +155,19 @@ def test_an_exception_is_reported_as_a_broken_promise():
 
 
 def test_a_model_that_ignores_its_input_is_caught():
-    class Deaf(LanguageModel):
+    class IgnoresInput(LanguageModel):
         def forward(self, tokens, state=None, *, collect_stats=False):
             return super().forward(torch.zeros_like(tokens), state, collect_stats=collect_stats)
 
     def make() -> LanguageModel:
         context = partial(LayerContext, d_model=16, n_layers=1, heads=2, span=5, scheme=NoPosition)
-        return Deaf([{"gate": Gate}], lambda i: context(layer=i), vocabulary=31)
+        return IgnoresInput([{"gate": Gate}], lambda i: context(layer=i), vocabulary=31)
 
     assert not findings_of(make)[p.INFLUENCE].passed
 
 
 def test_a_wrong_gradient_of_the_reprojected_past_is_caught_with_the_hidden_cache_only():
-    """The cache of keys and values does not project the past again."""
+    """With the cache of keys and values, the past is not projected again."""
     for cache, broken in (("kv", []), ("hidden", [p.DERIVATIVE])):
         findings = findings_of(model_of(DoubledPast, layers=1, span=5, cache=cache))
         assert [finding.promise for finding in findings.values() if not finding.passed] == broken
@@ -180,7 +181,7 @@ def test_streams_are_checked_for_mixing_at_the_batch_size_of_the_run():
 
 
 @pytest.mark.parametrize(
-    ("fast", "line"),
+    ("fast", "pattern"),
     [
         (Sums, None),
         (
@@ -188,16 +189,12 @@ def test_streams_are_checked_for_mixing_at_the_batch_size_of_the_run():
             r"eval: \S+ of .*, at most 1e-09; train: .*",
         ),
         (  # equal output, three quarters of the gradient
-            toy(
-                Sums,
-                transform_output=lambda self, out, x, collect: out._replace(y=0.75 * out.y + 0.25 * out.y.detach()),
-            ),
+            toy(Sums, transform_output=lambda _, out, *__: out._replace(y=0.75 * out.y + 0.25 * out.y.detach())),
             r"eval: \S+ of the gradient of .*",
         ),
     ],
 )
-def test_two_backends_are_compared_in_output_and_gradient(fast, line):
-    finding = run_check("equal", equal_backends, *(Subject(model_of(one, layers=1), 5, 31) for one in (fast, Sums)))
-    assert finding.passed == (line is None)
-    if line is not None:
-        assert re.match(line, finding.detail), finding
+def test_two_backends_are_compared_in_output_and_gradient(fast, pattern):
+    subjects = (Subject(model_of(sublayer, layers=1), 5, 31) for sublayer in (fast, Sums))
+    finding = run_check("equal", equal_backends, *subjects)
+    assert finding.passed == (pattern is None) and re.match(pattern or "", finding.detail), finding

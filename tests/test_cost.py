@@ -1,4 +1,4 @@
-"""``python -m bench.cost``: the provenance of its rows and the costs that they state."""
+"""``python -m bench.cost``: its rows, their costs, and the mistakes that it refuses."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_every_combination_has_a_complete_row_with_its_costs(cwd):
         assert row["span"] == row["segment"] == row["length"] == row["config"]["model"]["span"] == 256
         assert row["config"]["runtime"]["backend"] == "auto" and row["allocator"] == "keep"
         assert row["data"]["name"] == "synthetic_text" and row["data"]["bytes"] == 20_000
-        assert row["utilisation"] is None  # there is no data sheet of the CPU
+        assert row["utilisation"] is None  # conf/fit.yaml has no peak of a CPU
         flops, memory = row["flops"], row["memory"]
         assert 0 < flops["ideal_per_byte"] <= flops["executed_per_byte"]
         assert flops["ideal_per_byte"] < flops["training_per_byte"] <= flops["step"] / 256
@@ -79,15 +79,15 @@ def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(
     assert auto["flops"]["executed_per_byte"] < plain["flops"]["executed_per_byte"]
     assert plain["memory"]["train_peak_bytes"] > plain["memory"]["inference_peak_bytes"] > 0
     past = 128 - 33 / 2  # mean number of past keys among the 128 that a byte sees
-    needed = 6 * (PRODUCTS + 2 * 2 * 32 * 128) - 4 * 2 * 32 * past  # a constant past has no gradients
+    needed = 6 * (PRODUCTS + 2 * 2 * 32 * 128) - 4 * 2 * 32 * past  # carried keys and values have no gradients
     assert plain["flops"]["training_per_byte"] == pytest.approx(needed, rel=1e-12)
     column = headings([plain, auto]).index("evaluation backend")
     assert {row[column].text for row in cost_tables([plain, auto])[0].rows} == {"", auto["evaluation_backend"]}
     assert "evaluation backend" in outcome.out and "evaluation backend" not in headings([plain])
 
 
-def test_by_default_a_quantity_is_timed_twenty_times_or_for_a_minute():
-    """A round has at least one call of ``bench.cost`` and two of ``bench.peers``."""
+def test_by_default_a_quantity_is_timed_in_twenty_calls_or_for_a_minute():
+    """A round has at least one call in ``bench.cost`` and two in ``bench.peers``."""
     assert compose_config(name="cost").rounds >= MIN_CALLS
     assert 2 * compose_config(name="peers").rounds >= MIN_CALLS
     slow = Entry(name="slow", task=None, process=Mock(call=lambda *_, **__: [25_000.0]))

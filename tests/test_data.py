@@ -1,4 +1,4 @@
-"""Corpora: their bytes, digests and names, and the errors for files that cannot be read."""
+"""Corpora: their bytes, digests, names and compressed sizes, and the errors for files that cannot be read."""
 
 import bz2
 import gzip
@@ -36,18 +36,18 @@ def all_bytes(corpus) -> bytes:
     return b"".join(corpus.splits[name].numpy().tobytes() for name in ("train", "valid", "test"))
 
 
-def write(folder: Path, name: str, data: bytes) -> str:
+def write(folder: Path, name: str, content: bytes) -> str:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    path.write_bytes(content)
     return str(path)
 
 
 def zipped(*files: bytes) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for number, data in enumerate(files):
-            archive.writestr(str(number), data)
+        for number, content in enumerate(files):
+            archive.writestr(str(number), content)
     return out.getvalue()
 
 
@@ -79,8 +79,8 @@ def test_a_plain_file_is_read_split_and_never_changed(tmp_path, monkeypatch):
 def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path):
     folder = tmp_path / "corpus"
     # "a-b" sorts before "a/z" as a string: "-" is below "/".
-    for name, data in {"b": b"4" * 90, "a/z": b"3" * 90, "a-b": b"1" * 90, "a.zip": zipped(b"2" * 90)}.items():
-        write(folder, name, data)
+    for name, text in {"b": b"4" * 90, "a/z": b"3" * 90, "a-b": b"1" * 90, "a.zip": zipped(b"2" * 90)}.items():
+        write(folder, name, text)
     write(folder, ".git/object", b"x")
     assert all_bytes(load("file", path=str(folder))) == b"1" * 90 + b"2" * 90 + b"3" * 90 + b"4" * 90
     (folder / "c").symlink_to("nowhere")
@@ -162,14 +162,14 @@ def test_a_file_in_place_of_a_known_corpus_must_have_its_bytes(tmp_path, monkeyp
 
 
 def test_a_vocabulary_maps_byte_values_in_order_and_newlines_are_dropped_after_splitting(tmp_path):
-    data = bytes([200, 10, 65, 10, 0, 65]) * 50
-    path = write(tmp_path, "few", data)
+    content = bytes([200, 10, 65, 10, 0, 65]) * 50
+    path = write(tmp_path, "few", content)
     corpus = load("file", path=path, vocabulary=4)
     assert all_bytes(corpus) == bytes([3, 1, 2, 1, 0, 2]) * 50
     assert (corpus.vocabulary, corpus.symbols) == (4, bytes([0, 10, 65, 200]))
     dropped = load("file", path=path, vocabulary=3, drop_newlines=True)
     assert all_bytes(dropped) == bytes([2, 1, 0, 1]) * 50
-    assert (dropped.n_bytes, dropped.sha256, dropped.symbols) == (len(data), corpus.sha256, bytes([0, 65, 200]))
+    assert (dropped.n_bytes, dropped.sha256, dropped.symbols) == (len(content), corpus.sha256, bytes([0, 65, 200]))
     with pytest.raises(ValueError, match=r"data\.vocabulary=3: the corpus has 4"):
         load("file", path=path, vocabulary=3)
     bare = write(tmp_path, "bare", b"x" * 960 + b"\n" * 40)
@@ -177,7 +177,7 @@ def test_a_vocabulary_maps_byte_values_in_order_and_newlines_are_dropped_after_s
         load("file", path=bare, split=[0.9, 0.06, 0.04], drop_newlines=True)
 
 
-@pytest.mark.filterwarnings("error")  # torch warns about memory that it may not write
+@pytest.mark.filterwarnings("error")  # torch would warn about memory that it may not write
 def test_stdlib_is_the_source_of_python_without_generated_files_and_tests():
     corpus = load("stdlib")
     text, folder = all_bytes(corpus), Path(sysconfig.get_path("stdlib"))
@@ -213,7 +213,7 @@ def test_compressed_sizes_are_cached_by_content(tmp_path, cache, monkeypatch):
 
 
 def witten_bell(train: bytes, context: bytes, byte: int) -> float:
-    """The probability of a byte after a context by Witten-Bell smoothing, counted naively."""
+    """The probability of a byte after a context by Witten-Bell smoothing, with naive counts."""
     lower = witten_bell(train, context[1:], byte) if context else 1 / 256
     positions = [at for at in range(len(context), len(train)) if train[at - len(context) : at] == context]
     followers = [train[at] for at in positions]
@@ -226,10 +226,10 @@ def test_scores_of_byte_counts_are_those_of_witten_bell_smoothing(train):
     scored = b"abrakadabra abcd" + bytes(np.arange(40) ** 3 % 7 + 60) + b"\xff\xfe\x00"
     bits = order_bits(np.frombuffer(train, np.uint8), np.frombuffer(scored, np.uint8))
     assert list(bits) == ["order-2", "order-3", "order-5"]
-    for name, value in bits.items():
+    for name, score in bits.items():
         order = int(name[-1])
         chances = [witten_bell(train, scored[max(0, at - order) : at], byte) for at, byte in enumerate(scored)]
-        assert value == pytest.approx(-np.log2(chances).mean(), rel=1e-12)
+        assert score == pytest.approx(-np.log2(chances).mean(), rel=1e-12)
     assert order_bits(np.frombuffer(train[:5], np.uint8), np.frombuffer(scored, np.uint8)) == {}
 
 
@@ -260,7 +260,7 @@ def test_enwik8_4m_has_its_digest_its_splits_and_its_compressed_sizes(enwik8_4m)
     assert corpus.sha256 == "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"
     assert [len(split) for split in corpus.splits.values()] == [3_400_000, 200_000, 400_000]
     bits = compressed_bits(corpus.splits["test"], train=corpus.splits["train"])
-    assert {name: round(value, 3) for name, value in bits.items() if name != "gzip"} == {
+    assert {name: round(score, 3) for name, score in bits.items() if name != "gzip"} == {
         "bzip2": 2.402,
         "xz": 2.499,
         "order-2": 3.214,

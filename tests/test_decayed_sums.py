@@ -1,4 +1,4 @@
-"""Gated linear attention and the gated delta rule: initial decays and extreme decays."""
+"""Gated linear attention and the gated delta rule: initial decays, extreme decays, and the dtype of carried sums."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from variants.linear import LinearAttention
 pytestmark = pytest.mark.numeric
 
 
-def test_initial_decays_equal_those_of_linear_attention_with_alibi():
+def test_initial_decays_equal_those_of_linear_attention_with_alibi_and_by_head_those_by_channel():
     case = Case(length=21, past=9, position="alibi", heads=4)
     linear, gated = case.build(LinearAttention, chunk=4), case.build(GatedLinear, chunk=5)
     gated.load_state_dict(linear.state_dict() | gated.decay.state_dict(prefix="decay."))
@@ -28,7 +28,7 @@ def test_initial_decays_equal_those_of_linear_attention_with_alibi():
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_decays_between_zero_and_one_stay_finite_and_accurate_in_float32(channels, delta):
-    """Some bytes forget all that precedes them, others forget nothing."""
+    """Logarithms of decays are from 0, which forgets nothing, to -200, which forgets all earlier bytes."""
     q, k, v, b = torch.randn(4, 2, 2, 40, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
     k = torch.nn.functional.normalize(k, dim=-1)
     rule = {"strength": b[..., :1].sigmoid()} if delta else {}

@@ -1,4 +1,4 @@
-"""``bench.check agree=true`` compares backends with float64 on a device, and bench commands follow the selection."""
+"""``bench.check agree=true`` compares backends with float64 on a device; bench commands measure the selected one."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ CHOICES = ("position=rotary", "model.cache=kv", "model.attend_self=true")
 
 @pytest.fixture(autouse=True)
 def quick_checks(monkeypatch):
-    """Checks of the contract that pass at once, and short segments for the comparison."""
+    """Let checks of the contract pass without computation, and compare backends on short segments."""
     monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
     monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
     monkeypatch.setattr(select_backend.agreement, "__kwdefaults__", {"segments": (30, 31), "tolerance": 1e-4})
@@ -49,7 +49,7 @@ def test_backends_agree_and_a_backend_that_cannot_run_is_refused(cwd):  # noqa: 
     [("float32", "gradient", "query.weight, at most 0.0001"), ("bfloat16", "value", "at most 0.0")],
 )
 def test_a_wrong_output_or_gradient_fails(cwd, monkeypatch, precision, wrong, words):  # noqa: F811
-    """float64 is correct. In bfloat16 the host is correct as well, and twice its error is allowed."""
+    """The backend is wrong on the device, except in float64. With bfloat16, twice the error of the host is allowed."""
     inner, calls = window.attend, []
 
     def attend(q, k, v, *arguments, **keywords):
@@ -59,8 +59,8 @@ def test_a_wrong_output_or_gradient_fails(cwd, monkeypatch, precision, wrong, wo
         return y * 1.1 if wrong == "value" and not exact else y
 
     monkeypatch.setattr(window, "attend", attend)
-    words_of_run = ("runtime.backend=plain", f"runtime.precision={precision}", "runtime.deterministic=false")
-    outcome = check("agree=true", "variant=mhsa", *words_of_run)
+    run_words = ("runtime.backend=plain", f"runtime.precision={precision}", "runtime.deterministic=false")
+    outcome = check("agree=true", "variant=mhsa", *run_words)
     (line,) = [line for line in outcome.out.splitlines() if "agrees" in line]
     assert outcome.code == 1 and line.startswith(f"FAIL  agrees with float64 on cpu, plain, {precision}: "), outcome
     assert words in line

@@ -1,4 +1,4 @@
-"""Which device ``runtime.device`` selects and what ``auto`` means on it, with simulated GPUs."""
+"""The device that ``runtime.device`` selects and the meaning of ``auto`` on it, with simulated GPUs."""
 
 import dataclasses
 
@@ -15,9 +15,9 @@ TYPED = ("runtime.precision=float32", "runtime.compile=false")
 
 
 def simulate_gpus(patch: pytest.MonkeyPatch, *, devices: int) -> list[int]:
-    """Let torch report GPUs that cannot compute. Returns a list of the indices that later become the current device."""
+    """Let torch report GPUs that cannot compute. Returns a list to which ``torch.cuda.set_device`` appends devices."""
     chosen: list[int] = []
-    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a run would set it permanently
+    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a run would set it for the rest of the process
     patch.setattr(torch.cuda, "is_available", lambda: bool(devices))
     patch.setattr(torch.cuda, "device_count", lambda: devices)
     patch.setattr(torch.cuda, "set_device", chosen.append)
@@ -95,7 +95,7 @@ def test_auto_is_bfloat16_where_the_device_multiplies_it_and_compiles_where_a_gp
 
 
 def test_the_value_of_auto_is_part_of_the_identity_of_a_run(cwd, monkeypatch):
-    """The same command finds its run again on a machine where ``auto`` means the same."""
+    """The same command continues its run on a machine where ``auto`` has the same value."""
     folders = set()
     for precision in ("float32", "bfloat16"):
         monkeypatch.setattr(runtime, "has_native_bfloat16", lambda device, word=precision: word == "bfloat16")

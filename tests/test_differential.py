@@ -7,7 +7,7 @@ from tests.attention_case import B, Case, assert_near
 from variants.differential import Differential
 
 
-def test_with_equal_maps_it_is_attention_times_one_minus_lambda():
+def test_with_equal_maps_it_equals_attention_times_one_minus_lambda():
     case = Case(length=9, past=4, heads=4, position="rotary")
     attention, pairs = case.build(), case.build(Differential)
     with torch.no_grad():
@@ -18,9 +18,9 @@ def test_with_equal_maps_it_is_attention_times_one_minus_lambda():
     attention.join = pairs.join = lambda y: y
     past, x = case.stream()
     q1, k1, q2, k2 = pairs.factors
-    share = (q1 @ k1).exp() - (q2 @ k2).exp() + 0.2  # lambda; 0.2 is the initial value of the first layer
+    lambda_ = (q1 @ k1).exp() - (q2 @ k2).exp() + 0.2  # 0.2 is the initial value in the first layer
     outputs = [layer(x, layer(past, None).state, torch.tensor([4, 4])).y for layer in (pairs, attention)]
-    assert_near(outputs[0], (1 - share) * outputs[1])
+    assert_near(outputs[0], (1 - lambda_) * outputs[1])
 
 
 def test_needed_flops_are_the_executed_ones_less_the_scores_computed_twice():

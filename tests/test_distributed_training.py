@@ -13,7 +13,7 @@ from harness.data import corpora
 from harness.device import runtime
 from harness.device.model_parameters import full_tensors
 from harness.device.processes import SINGLE, ProcessGroup, join_processes
-from harness.loop.run import Run
+
 from harness.loop.trainer import Trainer
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
@@ -30,7 +30,7 @@ DIVIDED += ("optim=adamw", "batch.accumulate=2", "model.head_zero_init=false", f
 SHARDED = ("variant=adaptive_span_memory", *MEMORY, "variant.memory.sparse=true", *SPANS[1:], "runtime.shard=full")
 SHARDED += ("+variant.groups.values.optimizer={_target_:harness.optim.ClippedAdagrad,_partial_:true}",)
 RESUMED = {
-    "replicated": (*SPANS, *CARRY, *DROPOUT, "eval.streams=1"),  # rank 1 has nothing to score
+    "replicated": (*SPANS, *CARRY, *DROPOUT, "eval.streams=1"),  # rank 1 has no stream to score
     "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),  # rows by Muon, AdamW; columns by Adagrad
 }
 COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.every=0", "eval.test=false")
@@ -45,23 +45,12 @@ def set_muon_precision(run: Trainer, precision: str) -> Trainer:
 
 
 def divided_run(processes: ProcessGroup, *overrides: str, precision: str = "float32") -> Trainer:
-    """A trainer whose parameters are replicated or sharded. float64 makes runs comparable despite rounding."""
+    """A trainer with replicated or sharded parameters. Precision float64 makes runs comparable despite rounding."""
     plan_ = plan(*SMALL, *overrides)
     run = Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
     run.model.to(getattr(torch, precision))
     set_muon_precision(run, precision).update.distribute(shard=run.plan.runtime.shard)
     return run
-
-
-def exact_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
-    """A run in float64. The default dtype is set because the parameters may be sharded after the preparation."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        job = make_job(*overrides, processes=processes)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    set_muon_precision(job.trainer, "float64")
-    return job
 
 
 def digest(run: Trainer) -> str:
@@ -71,7 +60,7 @@ def digest(run: Trainer) -> str:
 
 
 def train_and_score(run: Trainer) -> dict:
-    """Train to the end. Returns the score and a digest of the parameters of every step, and the final values."""
+    """Train to the end. Returns score and digest of the parameters of every step, and the final score and model."""
     bits, digests = [], []
     while not run.finished:
         run.step()
@@ -84,7 +73,7 @@ def train_and_score(run: Trainer) -> dict:
         "nats": score.nats,
         "metrics": run.model.metrics(score.stats),
         "model": full_tensors(run.model.state_dict()),
-        "state": len(run.state[0]) if run.state else None,
+        "streams": len(run.state[0]),
         "spent": (run.spent.bytes, run.spent.steps, run.spent.flops),
     }
 
@@ -107,7 +96,7 @@ def change_folder(folder: str) -> None:
 
 
 def trained_and_resumed() -> dict:
-    """The values of ``train_and_score``, and by name how an undisturbed run, a stopped run and its resumption end."""
+    """The values of ``train_and_score``, and how an undisturbed run, a stopped run and its resumption end, by name."""
     cwd, results = Path.cwd(), {}
     with join_processes() as processes:
         results["trained"] = train_and_score(divided_run(processes, *DIVIDED, precision="float64"))
@@ -145,10 +134,9 @@ def test_two_processes_train_as_one_does(ranks):
     assert first["spent"] == second["spent"] == pytest.approx(one["spent"], rel=1e-3)
     torch.testing.assert_close(first["model"], one["model"], rtol=0, atol=1e-11)
     assert torch.equal(first["nats"], second["nats"]) and first["metrics"] == second["metrics"]
-    torch.testing.assert_close(first["nats"], one["nats"], rtol=0, atol=2e-6)  # nats are kept in float32
+    torch.testing.assert_close(first["nats"], one["nats"], rtol=0, atol=2e-6)  # nats are float32
     assert first["metrics"].keys() == one["metrics"].keys()
-    if one["state"]:
-        assert first["state"] == second["state"] == one["state"] // 2
+    assert first["streams"] == second["streams"] == one["streams"] // 2
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -167,7 +155,7 @@ def test_one_process_reads_the_checkpoint_of_two(ranks, shared_folder):
     (folder,) = [path for path in (shared_folder / name / "whole" / "outputs").iterdir() if not path.is_symlink()]
     run = make_run(*RESUMED[name], *COMMON)
     run.restore(checkpoint.load(checkpoint.newest(folder)))
-    assert (run.spent.steps, len(run.state[0])) == (4, 4) and digest(run) == ranks[0][name, "whole"][0][2]
+    assert (run.spent.steps, len(run.state[0])) == (STEPS, 4) and digest(run) == ranks[0][name, "whole"][0][2]
 
 
 def test_batches_and_norms_that_cannot_be_divided_among_processes_are_refused():

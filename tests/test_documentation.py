@@ -1,4 +1,4 @@
-"""README and docs: every command composes, every link has a target, and the YAML of README is a variant."""
+"""README and docs: commands compose, every link has a target, and the YAML of README is a variant."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ PROGRAMS = ("python", "torchrun", ".venv/bin/python")
 
 
 def commands() -> dict[tuple[str, ...], str]:
-    """The words after Python of every command on the pages, and the last page that has the command."""
+    """The words after ``python`` or ``torchrun`` of every command on the pages, and the last page that has it."""
     pages = {}
     for page, text in TEXTS.items():
         blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -37,7 +37,7 @@ def jobs(words: list[str]) -> list[list[str]]:
     return [list(job) for job in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]]
 
 
-def test_every_command_on_the_pages_composes():
+def test_commands_on_the_pages_compose_unless_they_need_files_of_the_user():
     planned, command_names = set(), set()
     for words, page in commands().items():
         overrides = [word for word in words if re.match(r"\+*[\w@./]+=", word) and not word.startswith("hydra")]
@@ -70,7 +70,7 @@ def test_every_link_has_a_target(page):
             assert anchor in slugs, f"{page}: {target}#{anchor}"
 
 
-def test_the_yaml_of_readme_is_a_variant(cwd):
+def test_the_yaml_of_readme_is_a_variant_and_readme_has_at_most_180_lines(cwd):
     block = "".join(re.findall(r"^```yaml\n(.*?)^```$", TEXTS["README.md"], re.MULTILINE | re.DOTALL))
     for name, text in re.findall(r"^# (my_conf/\S+)\n(.*?)(?=^# my_conf/|\Z)", block, re.MULTILINE | re.DOTALL):
         Path(name).parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ def archive(content: bytes) -> bytes:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``body``. After ``breaks_after`` bytes the connection breaks. Requests for a range need ``ranges``."""
+    """Serves ``body``, at most ``breaks_after`` bytes per response. Without ``ranges`` it ignores the header Range."""
 
     daemon_threads = True
     body = archive(TEXT)
@@ -117,7 +117,7 @@ def test_a_download_resumes_from_the_partial_file(server, cache, case):
     assert server.requested_ranges == requested_ranges
 
 
-def test_a_download_that_breaks_too_often_is_an_error_and_the_partial_file_stays(server, cache):
+def test_a_download_that_breaks_too_often_is_an_error_and_leaves_the_partial_file(server, cache):
     server.breaks_after = 100
     with pytest.raises(OSError, match=f"broke {MAX_ATTEMPTS} times"):
         fetch("enwik8")

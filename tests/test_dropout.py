@@ -1,4 +1,4 @@
-"""Dropout from a counter-based generator: pinned numbers, statistics, and its use by plain attention."""
+"""Dropout from a counter-based generator: pinned numbers, statistics, and its effect in plain attention."""
 
 import torch
 from torch import Tensor

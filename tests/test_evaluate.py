@@ -1,4 +1,4 @@
-"""``python -m bench.evaluate``: the score of a checkpoint under the protocol of its run and under others."""
+"""``python -m bench.evaluate``: the score of a run's best weights under the run's protocol and under others."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,9 @@ import pytest
 from bench import evaluate
 from harness.record import checkpoint
 from harness.record.folder import EVALUATIONS
-from tests.small_configs import compose_config
+from tests.small_configs import CPU, compose_config
 from tests.small_runs import whole_run
 
-CPU = ("runtime.device=cpu", "runtime.threads=1")
 RAMP = ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4")
 SPANS = ("variant=adaptive_span", *RAMP, "variant.attention.span.loss_weight=0", "model.head_zero_init=false")
 
@@ -25,7 +24,7 @@ def trained(tmp_path_factory) -> tuple[Path, dict]:
 
 
 def evaluate_run(run: Path, *overrides: str) -> dict:
-    """Run the command in this process. Returns the row that it appended."""
+    """Run the command in this process. Returns the row that it appends."""
     evaluate.main.__wrapped__(compose_config(f"run={run}", *CPU, *overrides, name="evaluate"))
     return json.loads((run / EVALUATIONS).read_text().splitlines()[-1])
 
@@ -61,7 +60,7 @@ def test_each_call_appends_a_row_with_its_protocol(trained, capsys):
     assert row["bytes"] == one_stream["bytes"] == 999 and row["split"] == "test"
     assert "*" not in capsys.readouterr().out  # the mark of a capped split
     assert row["bits_per_byte"] != one_stream["bits_per_byte"]
-    assert row["bits_per_byte"] == pytest.approx(one_stream["bits_per_byte"], abs=0.02)  # two cold starts fewer
+    assert row["bits_per_byte"] == pytest.approx(one_stream["bits_per_byte"], abs=0.02)  # one cold start, not three
     assert cold[0]["bits_per_byte"] == pytest.approx(cold[1]["bits_per_byte"], abs=1e-6)
     assert cold[0]["protocol"] == protocol | {"context": 0} and cold[0]["bits_per_byte"] != row["bits_per_byte"]
 
@@ -80,22 +79,22 @@ def test_another_span_keeps_the_learned_spans_as_numbers_of_keys(trained):
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [
         ("eval.streams=many", "eval.streams=many: must be an integer or null"),
         ("eval.span=0", "eval.span=0: allowed are 1 to inf"),
         ("eval.bytes=-5", "eval.bytes=-5: must be greater than or equal to 2"),
     ],
 )
-def test_invalid_values_are_refused_and_append_no_row(trained, override, words):
+def test_invalid_values_are_refused_and_append_no_row(trained, override, message):
     run, _ = trained
     before = (run / EVALUATIONS).read_text() if (run / EVALUATIONS).exists() else None
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         evaluate_run(run, override)
     assert before == ((run / EVALUATIONS).read_text() if (run / EVALUATIONS).exists() else None)
 
 
-def test_a_folder_without_a_run_an_absent_weight_and_a_span_beyond_the_positions_are_refused(tmp_path):
+def test_a_folder_without_a_run_a_missing_weight_and_a_span_beyond_the_relative_positions_are_refused(tmp_path):
     with pytest.raises(ValueError, match="run=.*: must be a run folder"):
         evaluate_run(tmp_path)
     job, _ = whole_run("position=relative", "budget.steps=2", f"outputs={tmp_path}")

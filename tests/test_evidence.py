@@ -1,4 +1,4 @@
-"""``bench.evidence``, the driver of the front page's runs: the cells of each stage, and the replay of learned spans."""
+"""``bench.evidence``, which runs the cells of published tables: cells of each stage, and replays of learned spans."""
 
 import json
 from dataclasses import replace
@@ -16,6 +16,7 @@ STAGES, REPLAYS = EVIDENCE["stages"], EVIDENCE["replays"]
 
 
 def line(words, spans, *, status="finished") -> dict:
+    """A line of a result file: the words of its cell, and the summary of a run with these spans by layer."""
     metrics = {f"layers.{n}.attention.span": heads for n, heads in enumerate(spans)}
     metrics["layers.0.attention.keys"] = [1.0]
     return {"cell": words, "summary": {"status": status, "valid_metrics": metrics}}
@@ -72,12 +73,12 @@ def test_a_best_rate_at_an_end_of_the_range_extends_the_range_by_a_step(tmp_path
     assert plan(*extensions[0].words).config["variant"]["lr_scale"] == {"muon": 4}
     scores["mhsa"]["4"], scores["local"]["0.25"] = 2.85, 2.6
     rates_file(tmp_path, scores)
-    (again,) = stage_cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
-    assert again.words == (*first, "variant=local", f"{LR_FACTOR}=0.125")
+    (extension,) = stage_cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
+    assert extension.words == (*first, "variant=local", f"{LR_FACTOR}=0.125")
 
 
 def test_spans_are_replayed_for_each_layer_or_as_their_mean():
-    spans = [[0.0, 3.00004]] + [[4.0, 5.0]] * 10  # of 11 layers: as text, layer 10 would come before layer 2
+    spans = [[0.0, 3.00004]] + [[4.0, 5.0]] * 10  # 11 layers, because in order of text layer 10 comes before layer 2
     word = span_word(line([], spans), mean=False)
     assert json.loads(word.partition("=")[2]) == [[0.0, 3.0], *spans[1:]]
     assert json.loads(span_word(line([], spans), mean=True).partition("=")[2]) == [[4.2273, 4.2273]] * 11
@@ -92,10 +93,10 @@ def test_a_replay_uses_the_spans_of_its_seed_and_a_completed_run_gets_a_line(tmp
     (cell,) = [cell for cell in cells if cell.words[:3] == words]
     assert cell.mean_span and cell.span_words == ("sweep=front_page", "seed=3", "variant=adaptive_span")
     cell = replace(cell, score_context=False)
-    runner, typed, code = Runner(outputs=tmp_path, path=f"{tmp_path}/corpus.xz"), [], 0
+    runner, commands, code = Runner(outputs=tmp_path, path=f"{tmp_path}/corpus.xz"), [], 0
 
     def run_python(*words):
-        typed.append(words)
+        commands.append(words)
         (folder := tmp_path / "front_page-3-uniform_span" / "latest").mkdir(parents=True, exist_ok=True)
         summary = {"status": "diverged" if code else "finished", "command": " ".join(words)}
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -107,19 +108,18 @@ def test_a_replay_uses_the_spans_of_its_seed_and_a_completed_run_gets_a_line(tmp
         runner.run(cell)
     cell.file.parent.mkdir()
     source = ("sweep=front_page", "variant=adaptive_span")
-    lines = [line((source[0], f"seed={seed}", source[1]), [[float(seed)] * 2]) for seed in (2, 3)]
-    cell.file.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    code = 4  # the disk is full
+    lines = [json.dumps(line((source[0], f"seed={seed}", source[1]), [[float(seed)] * 2])) for seed in (2, 3)]
+    cell.file.write_text("\n".join(lines) + "\n")
+    code = 4  # the exit code of a full disk
     with pytest.raises(ValueError, match="ended with 4"):
         runner.run(cell)
     assert cell.find_row(words) is None
-    code = 3
+    code = 3  # the exit code of divergence
     runner.run(cell)
     runner.run(cell)
-    assert "variant.attention.span.spans=[[3.0,3.0]]" in typed[-1] and f"data.path={tmp_path}/corpus.xz" in typed[-1]
-    assert cell.find_row(words)["summary"]["status"] == "diverged"
-    command = cell.find_row(words)["summary"]["command"]
-    assert "outputs=outputs data.path=corpus.xz" in command, "no path of this machine"
+    assert {"variant.attention.span.spans=[[3.0,3.0]]", f"data.path={tmp_path}/corpus.xz"} <= {*commands[-1]}
+    row = cell.find_row(words)["summary"]
+    assert row["status"] == "diverged" and "outputs=outputs data.path=corpus.xz" in row["command"], "no machine's path"
     assert str(tmp_path) not in cell.file.read_text()
     assert cell.find_row(words)["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
     assert len(cell.file.read_text().splitlines()) == 3

@@ -1,12 +1,13 @@
-"""The feed-forward sublayer: its reference, initial values, dropout and sizes. RMSNorm is compared with torch's."""
+"""The feed-forward sublayer: its reference, initial values, dropout and sizes; RMSNorm compared with torch's."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness.model import RMSNorm
 from tests.attention_case import DOUBLE, Case, assert_same
 from tests.reference.feed_forward import feed_forward as reference
+from tests.reference_case import normal
 from variants.feed_forward import FeedForward
 
 pytestmark = pytest.mark.numeric
@@ -18,14 +19,10 @@ def build(*, dropout: float = 0.0, **changes) -> FeedForward:
     return FeedForward(Case(dropout=dropout).context(d_model=6), **keywords).to(DOUBLE)
 
 
-def random_x() -> Tensor:
-    return torch.randn(2, 3, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "relu2", "swiglu"])
 def test_output_and_every_gradient_equal_those_of_the_reference(activation, bias):
-    block, x = build(activation=activation, bias=bias), random_x()
+    block, x = build(activation=activation, bias=bias), normal(2, 3, 6)
     up, down = block.enter, block.leave
     biases = {"up_bias": up.bias, "down_bias": down.bias}
     expected = reference(x, up=up.weight, down=down.weight, activation=activation, **biases)
@@ -39,13 +36,13 @@ def test_width_flops_and_the_zero_initialization():
     gated = build(activation="swiglu")
     assert gated.leave.weight.shape == (6, 5) and gated.ideal_flops() == 2 * (6 * 10 + 5 * 6)
     block = build(zero_init=True)
-    y = block(random_x()).y
+    y = block(normal(2, 3, 6)).y
     y.sum().backward()
     assert (y == 0).all() and block.leave.weight.grad.any() and block.enter.weight.any()
 
 
 def test_dropout_applies_to_the_activations_and_follows_torchs_generator():
-    block, x, inner = build(dropout=0.5, hidden=40), random_x(), []
+    block, x, inner = build(dropout=0.5, hidden=40), normal(2, 3, 6), []
     block.leave.register_forward_pre_hook(lambda _, inputs: inner.append(inputs[0]))
     torch.manual_seed(3)
     first = block(x).y

@@ -28,7 +28,7 @@ MMAP_THRESHOLD = -3
 
 def peak_bytes(words: tuple[str, ...]) -> int:
     """Peak memory of the second training step, in a process that has computed nothing yet."""
-    # glibc reads the variable at the start of the server, before the test sets it.
+    # glibc has read the variable at the start of the fork server, before the test sets it.
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
     run_plan = plan(*words)
     list(steps(run_plan, 1, streams=1))  # libraries allocate memory at their first use
@@ -60,12 +60,12 @@ CASES = {
         *("batch.carry=true", "runtime.checkpoint=layers", "optim=adamw", "model.d_model=256"),
     ),
 }
-"""Runs whose step needs somewhat more than 50 MiB, so that the overhead of the allocator is small."""
+"""Runs whose step needs more than 50 MiB, so that the allocator's overhead is a small part of it."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark can be lowered on Linux only")
 def test_the_prediction_is_within_10_percent_of_the_measured_peak(monkeypatch):
-    """By default glibc may hold 60% more memory than is in use. A fixed threshold makes it return freed blocks."""
+    """By default glibc may hold 60% more memory than is in use. With a fixed threshold it returns freed blocks."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     measured = {case: launch(peak_bytes, words, world_size=1)[0] for case, words in CASES.items()}
     predicted = {case: predict(plan(*words))["predicted_peak_bytes"] for case, words in CASES.items()}
@@ -84,7 +84,7 @@ def test_the_parts_of_the_prediction_have_their_closed_forms():
     optimizers.step(0.5)
     assert len(optimizers.optimizers) > 1
     assert split["optimizer"] == optimizer_bytes(optimizers.optimizers.values())
-    # Keys and values of 15 past bytes in two layers and two streams. Views may keep a third more in memory.
+    # Keys and values of 15 past bytes in two layers and two streams. A state may be a view of a tensor a third larger.
     past, batch = 2 * 2 * (2 * 15 * 32 * 4), 2 * 2 * 16 * 8
     assert past <= split["state"] - batch - 2 * 8 <= past * 4 / 3
 

@@ -1,4 +1,4 @@
-"""The FLOP counter against numbers worked out by hand: single operations, our kernels, and models."""
+"""The FLOP counter, compared with numbers worked out by hand: single operations, our kernels, and models."""
 
 from functools import partial
 
@@ -39,15 +39,15 @@ ATTENTION = {
 @pytest.mark.numeric
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernel", ATTENTION)
-def test_torchs_attention_counts_the_visible_pairs(kernel, causal):
+def test_flops_of_torchs_attention_are_those_of_the_visible_pairs(kernel, causal):
     rows, keys = (7, 5) if kernel == "cpu" else (7, 7)
     pairs = int(torch.ones(rows, keys).tril().sum()) if causal else rows * keys
-    device = {} if kernel == "cpu" else {"device": "meta", "dtype": torch.bfloat16}  # without data no GPU is needed
+    device = {} if kernel == "cpu" else {"device": "meta", "dtype": torch.bfloat16}  # needs no GPU
     q, k, v = queries_keys_values(rows, keys, requires_grad=True, **device)
     forward = partial(ATTENTION[kernel], q, k, v, causal)
     assert count_flops(forward) == (4 * 2 * 3 * pairs * 8, {})
     total = count_flops(lambda: forward().sum().backward(), gradients=True)
-    assert total == ((4 + 10) * 2 * 3 * pairs * 8, {"sum": 1})  # two products forward, five backward
+    assert total == ((4 + 10) * 2 * 3 * pairs * 8, {"sum": 1})  # two matrix products forward, five backward
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -104,7 +104,7 @@ def test_sorts_and_cumulative_sums_are_counted():
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("past_gradients", [False, True], ids=["past is carried", "past has gradients"])
 def test_the_cpu_kernel_executes_little_more_than_the_visible_pairs(past_gradients):
-    """Blocks of 8 rows meet up to 7 keys more than a row, and vectors of 16 keys are computed completely.
+    """A block of 8 rows computes up to 7 keys more than a row sees, and vectors of 16 keys are computed completely.
 
     ``key_counts`` are the keys of each head with a weight or a gradient, z + R + 1.
     """
@@ -170,7 +170,7 @@ def test_flops_of_attention_with_a_full_past(segment, shift):
 
 
 def test_local_attention_is_averaged_over_the_segments_of_a_block():
-    """Three segments of four queries meet 4, 8 and 12 keys of their block."""
+    """The three segments of four queries of a block compute scores with 4, 8 and 12 keys."""
     model = build(partial(LocalAttention, block=12), span=12, backend="plain")
     assert per_byte(model, 4) == HEAD + PROJECTIONS + 4 * D * 8 >= model.ideal_flops()
 
@@ -207,7 +207,7 @@ class Growing(Sublayer):
         return SublayerOutput(torch.zeros_like(x) + (x @ state.mT).sum(), state)
 
 
-def test_a_state_that_grows_without_end_is_not_called_warm():
+def test_a_state_that_still_grows_is_not_called_warm():
     flops = forward_flops_per_byte(build(Growing), segment=4, max_bytes=18)
     assert not flops.warm
     assert flops.per_byte == HEAD + 2 * D * (5 * 4 + 4)  # the sixth segment, after five others

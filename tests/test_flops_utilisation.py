@@ -22,15 +22,15 @@ def test_utilisation_is_flops_per_second_over_the_peak_and_none_where_either_is_
     share = utilisation(row)
     assert share["flops_per_s"] == pytest.approx(3 * 88e6 * 64 * 512 / 0.020)
     assert share["peak_flops_per_s"] == 989e12 and share["share"] == pytest.approx(0.4374, abs=1e-4)
-    unknown = [{"device": "NVIDIA H100 NVL"}, {"device_kind": "cpu"}, {"time": {"train_ms": None}}, {"flops": None}]
-    assert [utilisation(gpu_row(**changes)) for changes in unknown] == [None] * 4
+    missing = [{"device": "NVIDIA H100 NVL"}, {"device_kind": "cpu"}, {"time": {"train_ms": None}}, {"flops": None}]
+    assert [utilisation(gpu_row(**changes)) for changes in missing] == [None] * 4
 
 
-def test_every_data_sheet_has_the_device_names_that_torch_reports():
+def test_device_names_of_data_sheets_are_unique_and_select_the_peak_of_a_precision():
     devices = OmegaConf.load(CONF / "fit.yaml").devices
     names = [name for entry in devices.values() for name in entry.reported_as]
     assert len(set(names)) == len(names)
-    # torch reports no name for the M4 Max.
+    # torch does not report a name of the M4 Max.
     assert [key for key, entry in devices.items() if not entry.reported_as] == ["m4_max"]
     assert dense_peak_flops("NVIDIA H200", "bfloat16") == 989e12 and dense_peak_flops("NVIDIA H200", "float32") == 67e12
 

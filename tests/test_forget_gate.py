@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.attention_case import Case, D, assert_near, by_reference, run
+from tests.attention_case import Case, D, assert_near, reference_output, run
 from variants.attention import Attention
 from variants.forget_gate import ForgetGate
 
@@ -31,13 +31,13 @@ def test_open_gates_give_plain_attention(backend):
 
 @BACKENDS
 def test_at_position_a_million_it_equals_the_reference_over_its_reach(backend):
-    """The state has key biases relative to its last byte, so after 700 bytes it equals the state after the last 256.
+    """Key biases of a state are relative to its last byte, so a state after 700 bytes equals one after the last 256.
 
-    The reference therefore needs only the 256 bytes before position 10^6.
+    The reference therefore gets only the 256 bytes before position 10^6.
     """
     case = Case(length=5, past=256, span=257, position="rotary", backend=backend)
     attention, (past, x) = case.build(partial(Attention, key_bias=ForgetGate)), case.stream()
-    exact = by_reference(attention, x=x, past=past, position="rotary").detach()
+    exact = reference_output(attention, x=x, past=past, position="rotary").detach()
     attention, past, x, at = attention.float(), past.float(), x.detach().float(), torch.tensor([10**6] * 2)
     stream, state = torch.cat([torch.randn(2, 444, D), past], dim=1), None
     for begin in range(0, 700, 70):

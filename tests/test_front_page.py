@@ -13,7 +13,7 @@ CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up"
 
 
 def line(variant: str, seed: int, test: float, *, status="finished", check="shipped", copies=None) -> dict:
-    """A line of ``bench.evidence``."""
+    """A line that ``bench.evidence`` writes for a run."""
     run = {"variant": variant, "seed": seed, "status": status, "check": check, "device": "A CPU", "threads": 1}
     run |= {"precision": "float32", "protocol": {}, "data": {"sha256": "ab"}, "budget": {"bytes": 9}, "seconds": 1.0}
     run |= {"numerics": {"variant": 1, "shared": 1}, "valid_bits_per_byte": test + 0.1, "test_bits_per_byte": test}
@@ -28,10 +28,10 @@ def line(variant: str, seed: int, test: float, *, status="finished", check="ship
 
 @pytest.fixture
 def folder(tmp_path):
-    """Rows of three mechanisms. One run is not causal and one has diverged."""
+    """A folder with rows of three mechanisms. One run of ``linear`` is not causal and one has diverged."""
 
     def write(name: str, lines: list[dict]) -> None:
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
 
     runs = [line("mhsa", seed, 2.30 + seed / 100) for seed in range(3)]
     runs += [line("adaptive_span", seed, 2.29 + seed / 100 + 0.001 * seed) for seed in range(3)]
@@ -49,13 +49,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_committed_pages_are_up_to_date():
+def test_committed_pages_are_up_to_date_rows_are_small_and_readme_claims_no_speed():
     for name, block in (
         (README, front_page.readme_table(ROOT / RESULTS)),
         (PAGE, results_page.sections(ROOT / RESULTS)),
     ):
         page = (ROOT / name).read_text(encoding="utf-8")
-        assert between_markers(page, block, name=name) == page, "python -m bench.front_page"
+        assert between_markers(page, block, name=name) == page, f"{name} is outdated: run python -m bench.front_page"
     files = [path for path in (ROOT / RESULTS).iterdir() if path.suffix == ".jsonl"]
     assert len(files) <= 12 and sum(path.stat().st_size for path in files) < 3e6
     assert not CLAIM.findall((ROOT / README).read_text(encoding="utf-8")), "a claim of speed needs its row"

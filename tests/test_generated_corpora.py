@@ -1,4 +1,4 @@
-"""Generated corpora: pinned bytes, the copies and the floor of recall, answers of the skills, and synthetic text."""
+"""Generated corpora: pinned bytes, copies and floor of recall, answers of the skills, and entropy of synthetic text."""
 
 import hashlib
 import math
@@ -46,7 +46,7 @@ def test_streams_are_pinned_and_a_shorter_stream_is_a_prefix(name, make):
 
 
 def source_of(stream: bytes, at: int, distances) -> int:
-    """Position from which the small letter at ``at`` was copied, by the definition. It may be negative."""
+    """Position from which the small letter at ``at`` is copied, by definition. It may be negative."""
     return at - distances[(stream[at - 1] - ord("A")) % len(distances)]
 
 
@@ -86,7 +86,7 @@ def test_an_oracle_scores_the_floor_of_recall(n_bytes):
 
 
 def oracle(name: str, stream: bytes) -> list[float]:
-    """Bits of each byte for a predictor that knows the rules and reads the stream from its beginning."""
+    """Bits of each byte for a predictor that knows the skill's rules and has read the stream from its beginning."""
     bits, memory, body, order, length = [], {}, "", [], 0
     for at, letter in enumerate(map(chr, stream)):
         before = chr(stream[at - 1]) if at else ""
@@ -151,6 +151,6 @@ def test_synthetic_text_has_the_entropy_of_text_and_cost_commands_use_it():
     stream = synthetic_text()
     share = np.bincount(stream) / len(stream)
     assert abs(-(share[share > 0] * np.log2(share[share > 0])).sum() - 5.059) < 0.4  # of the first 10^6 bytes of enwik8
-    assert 64 < len(np.unique(stream)) < 205  # data.vocabulary of the targets
+    assert 64 < len(np.unique(stream)) < 205  # the number of different bytes in enwik8
     for command in ("cost", "peers", "fit"):
         assert compose_config(name=command).data.name == "synthetic_text"

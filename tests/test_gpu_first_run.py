@@ -1,4 +1,4 @@
-"""``tests/gpu_first_run.sh``: its commands compose for a GPU, it stops at the first failure, and it compares rows."""
+"""``tests/gpu_first_run.sh``: its commands compose for a GPU, it stops at the first failure, and it checks rows."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 from harness.plan.build import plan_run
 from tests import gpu_rows
 from tests.command_line import ROOT
-from tests.small_configs import CONF, compose_config
+from tests.small_configs import CONF, VARIANT_NAMES, compose_config
 
 STUB = """#!/bin/sh
 case "$*" in *device_count*) echo 2; exit;; esac
 echo "$(basename "$0") $*" >>calls
 [ "$(wc -l <calls)" -ne "$FAIL_AT" ]
 """
-"""Writes the command to ``calls`` instead of running it, and fails at call ``FAIL_AT``. There are two devices."""
+"""A program that writes its command to ``calls``, fails at call ``FAIL_AT``, and reports two devices."""
 
 
 def run_script(folder: Path, *, fail_at: int) -> tuple[int, list[str]]:
@@ -36,8 +36,8 @@ def run_script(folder: Path, *, fail_at: int) -> tuple[int, list[str]]:
 def test_the_script_stops_at_the_first_command_that_fails(tmp_path):
     code, commands = run_script(tmp_path / "all", fail_at=0)
     assert code == 0 and len(commands) == 13
-    for turn in range(1, len(commands) + 1):
-        assert run_script(tmp_path / str(turn), fail_at=turn) == (1, commands[:turn])
+    for call in range(1, len(commands) + 1):
+        assert run_script(tmp_path / str(call), fail_at=call) == (1, commands[:call])
 
 
 def test_the_commands_of_the_script_compose_for_a_gpu(tmp_path):
@@ -62,13 +62,12 @@ def test_sweeps_for_a_gpu_leave_out_comparisons_combinations_and_variants_withou
     swept = set(lists[0].variant.split(","))
     combinations = set(OmegaConf.load(CONF / "evidence.yaml").combinations.split(",")) - swept
     without_kernel = {"dynamic_span"}
-    names = {path.stem for path in (CONF / "variant").glob("*.yaml")}
-    assert swept == names - comparisons - combinations - without_kernel
+    assert swept == {*VARIANT_NAMES} - comparisons - combinations - without_kernel
 
 
 @pytest.fixture
 def rows(tmp_path):
-    """A function that writes the rows of a successful first run, in which arguments can change one row."""
+    """A function that writes the files of a successful first run; its arguments change the file or row ``name``."""
     summary = {"valid_bits_per_byte": 3.0, "bytes_per_second": 200.0, "memory": {"peak_bytes": 100 * 2**20}}
 
     def write(name: str = "", **changes: object) -> Path:
@@ -97,7 +96,7 @@ def test_rows_that_agree_pass(rows, capsys):
         ("again", {"valid_bits_per_byte": 3.0001}, "deterministic"),
         ("eager", {"valid_bits_per_byte": 3.1}, "rounding"),
         ("eager", {"bytes_per_second": 300.0}, "does not pay"),
-        ("log", {}, "limit"),
+        ("log", {}, "dynamo's limit"),
         ("fit", {"peak": 10}, "far from"),
         ("cost", {"utilisation": {"share": 1.2}}, "between 0 and 1"),
         ("cost", {"status": "failed", "reason": "out of memory"}, "out of memory"),

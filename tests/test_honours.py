@@ -1,4 +1,4 @@
-"""``honours``: choices that a mechanism does not follow are refused, and others must change its output."""
+"""``honours``: choices that a mechanism does not declare are refused, and those that it declares change its output."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_the_ways_of_a_position_scheme_follow_from_the_methods_that_it_overrides
     assert {scheme: scheme.ways() for scheme in schemes} == schemes
 
 
-def positioned(scheme: type) -> tuple[str, ...]:
+def position_words(scheme: type) -> tuple[str, ...]:
     return (f"position._target_={scheme.__module__}.{scheme.__name__}", "~position.base")
 
 
@@ -57,17 +57,17 @@ def positioned(scheme: type) -> tuple[str, ...]:
         ),
         (
             Decays,
-            positioned(TurnsAndAdds),
+            position_words(TurnsAndAdds),
             r"position=turnsandadds: rotates queries and keys and adds to scores, which variant\.toy \(Decays\) does not support;"
             r" .*, one that lowers scores by a slope times the distance$",
         ),
     ],
 )
-def test_a_choice_that_a_mechanism_does_not_follow_is_refused(cls, words, line):
+def test_a_choice_that_a_mechanism_does_not_declare_is_refused(cls, words, line):
     with pytest.raises(ValueError, match=line):
         toy(cls, *words).make_model()
-    for followed in (("position=alibi", "model.attend_self=false"), positioned(Slopes), positioned(Embeds)):
-        assert toy(Decays, *followed).make_model()
+    for declared in (("position=alibi", "model.attend_self=false"), position_words(Slopes), position_words(Embeds)):
+        assert toy(Decays, *declared).make_model()
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_a_choice_that_a_mechanism_does_not_follow_is_refused(cls, words, line):
         (broken.IgnoresCache, (), [UNCHANGED.format("model.cache=hidden,kv")]),
         (broken.IgnoresSpan, (), [UNCHANGED.format("model.span=13,26,6")]),
         (broken.DeniesSpan, (), ["the output of SUBLAYERS differs with model.span=13,26,6, which its honours exclude"]),
-        (broken.WrappedBoasting, ("position=alibi",), [UNCHANGED.format(key) for key in IGNORED]),
+        (broken.OverclaimsChoices, ("position=alibi",), [UNCHANGED.format(key) for key in IGNORED]),
         (Sums, ("position=none",), []),
     ],
 )
-def test_a_choice_that_is_declared_and_ignored_is_caught(cls, words, lines):
+def test_a_declared_choice_that_is_ignored_and_a_denied_one_that_is_followed_are_caught(cls, words, lines):
     sublayers = "layers.0.toy, layers.1.toy"
     breaks = list(check_choices(shrink(toy(cls, *words, "runtime.backend=plain"))))
     assert breaks == [line.replace("SUBLAYERS", sublayers) for line in lines]
@@ -94,7 +94,7 @@ def test_a_choice_that_is_declared_and_ignored_is_caught(cls, words, lines):
         ("variant=longformer", "variant.attention.windows=[4,9]"),
     ],
 )
-def test_spans_set_by_keywords_may_follow_the_span_of_the_model_or_not(words):
+def test_spans_set_by_keywords_need_not_follow_the_span_of_the_model(words):
     sizes = ("model.layers=2", "model.d_model=32", "model.heads=2", "model.span=13", "runtime.backend=plain")
     breaks, compared = collect_breaks(check_choices(plan_run(compose_config("data=recall", *words, *sizes))))
     assert not breaks and "model.span (13, 26" in compared

@@ -1,4 +1,4 @@
-"""When the host waits for the device: reads of tensors and synchronizations are counted on a CPU as on a GPU."""
+"""When the host waits for the device. Calls that wait on a GPU are counted on a CPU."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend
 
 @pytest.fixture(name="waits")
 def counted(monkeypatch) -> list[str]:
-    """The names of the calls for which the host has waited so far."""
+    """The names of the calls so far for which the host would wait."""
     names: list[str] = []
 
     def counting(name: str, inner: Callable) -> Callable:
@@ -54,7 +54,7 @@ def test_a_step_waits_only_for_learned_spans_or_a_budget_of_seconds(words, expec
     assert waits.count("synchronise") == ("seconds" not in words[-1])
 
 
-def test_the_next_batch_is_sent_before_a_step_and_the_outcome_is_read_after_the_next_step(monkeypatch):
+def test_the_next_batch_is_sent_before_an_update_and_its_nats_are_read_after_the_next_update(monkeypatch):
     run, order, batches = make_run("budget.steps=100"), [], []
     batch, update = run.stream.batch, Update.__call__
 
@@ -82,10 +82,10 @@ def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_step
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
-    def work(self: Runtime) -> None:
+    def finish_step(self: Runtime) -> None:
         clock[0] += 5.0
 
-    monkeypatch.setattr(Runtime, "synchronise", work)
+    monkeypatch.setattr(Runtime, "synchronise", finish_step)
     run = make_run("budget.steps=100")
     run.step()
     run.step()
@@ -117,7 +117,7 @@ def test_the_loss_of_a_row_is_the_mean_of_all_steps_since_the_last_row(monkeypat
 
 
 def test_batches_are_sent_as_bytes_from_pinned_memory_without_waiting(monkeypatch):
-    """A device of type xpu stands for an accelerator; the calls of torch are recorded."""
+    """A device of type xpu stands for an accelerator. Calls of torch are recorded in place of copies."""
     copies, pinned, inner, device = [], [], Tensor.to, torch.device("xpu:0")
 
     def to(self: Tensor, *where: object, **how: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""``init_from``: runs that begin with the weights of another run, or restore everything."""
+"""``init_from``: runs that begin with the weights or with the whole checkpoint of another run."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from harness.record import checkpoint
 from tests.small_runs import CARRY, DROPOUT, make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
-# The schedule does not depend on the budget, so a continued run equals a run with the larger budget from the start.
+# The schedule does not depend on the budget, so a continued run equals one that has the larger budget from the start.
 WORDS = ("variant=mhsa", *CARRY, *DROPOUT, "optim=adagrad", "optim.schedule.warmup_steps=4", "eval.every=0")
 
 
@@ -46,7 +46,7 @@ def test_restoring_weights_begins_a_new_schedule(six_steps):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (("model.d_model=24",), "model differs, embedding.weight is .256, 16. of torch.float32, and"),
         (("model.heads=4",), "init_from.run=.*model.heads was 2, is 4"),  # the shapes are equal
@@ -59,9 +59,9 @@ def test_restoring_weights_begins_a_new_schedule(six_steps):
         (("init_from.restore=half",), "init_from.restore=half: allowed are weights, everything"),
     ],
 )
-def test_a_run_that_does_not_match_is_refused_and_leaves_no_folder(six_steps, overrides, words):
+def test_a_run_that_does_not_match_is_refused_and_leaves_no_folder(six_steps, overrides, message):
     overrides = [word.format(latest=six_steps.parent / "latest") for word in overrides]
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         make_job(*WORDS, "budget.steps=8", f"init_from.run={six_steps}", *overrides)
     assert not Path("outputs").exists()
 

@@ -1,4 +1,4 @@
-"""Every CPU backend of attention over windows equals the plain one; the fused backend is also emulated as on CUDA."""
+"""Every CPU backend of attention over windows equals the plain one, also fused with emulated CUDA operations."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from harness.count.flops import count_flops
-from tests.attention_case import DOUBLE, Largest, assert_near, assert_outcome, assert_same, gradients, outcome
+from tests.attention_case import DOUBLE, LargestTensor, assert_near, assert_outcome, assert_same, gradients, outcome
 from tests.efficient_attention import backward, emulated, forward
+from tests.reference_case import normal
 from tests.window_case import ATTEND, CASES, HEADS, LARGE, Case, can_compute, packed
 from variants.kernels import chunked, fused, operation, window
 from variants.kernels.window import Inputs, Persistent, Window
@@ -27,13 +28,9 @@ def engine(request, monkeypatch):
         yield request.param
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-
-
 def assert_plain(backend: str, case: Case) -> None:
-    """Assert equality with the plain backend, with a past and unequal windows also for ``packed`` keys: the visible
-    keys of all heads, one head after another. The CPU's kernel takes none."""
+    """Assert the output and gradients of the plain backend, with a past and heads of different windows also for
+    ``packed`` keys, which the CPU kernel does not take."""
     inputs, attend = case.inputs(), ATTEND[backend]
     named = {name: x for name, x in inputs.items() if x.requires_grad}
     expected = outcome(case.call(window.attend, inputs), named)
@@ -59,8 +56,8 @@ LONG = Case(T=1900, max_keys=(64,), streams=1, vectors=True, persistent=8)
 
 
 @pytest.mark.parametrize("backend", ["chunked", "fused"])
-def test_in_bfloat16_errors_do_not_grow_with_the_number_of_parts(backend):
-    """Errors of the output and gradients against float64 are little larger than those of plain attention."""
+def test_in_bfloat16_the_errors_of_attention_computed_in_parts_are_close_to_those_of_plain(backend):
+    """Errors of the output and gradients are measured against float64."""
     case, factor = (WIDE, 2) if backend == "fused" else (LONG, 1.3)
     exact, outcomes = case.inputs(), []
     exact["q"].data /= case.width**0.5 if backend == "fused" else 1
@@ -84,7 +81,7 @@ def test_context_and_persistent_vectors_are_merged_before_they_are_rounded(engin
 
 
 @BACKENDS
-def test_keys_beyond_the_ramp_change_nothing_and_keys_beyond_the_window_are_not_read(backend):
+def test_columns_beyond_the_ramp_change_nothing_and_keys_beyond_the_window_are_not_read(backend):
     trimmed = Case(T=129, past=40, persistent=1, **HEADS["long"])
     untrimmed, inputs = replace(trimmed, max_keys=(290,) * 4), trimmed.inputs()
     assert_same(trimmed.call(ATTEND[backend], inputs), untrimmed.call(ATTEND[backend], inputs), named=inputs)
@@ -126,7 +123,7 @@ def test_huge_scores_do_not_overflow(backend):
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("soft", [False, True])
 def test_windows_and_ramps_may_end_at_any_position_of_a_chunk(soft):
-    """The kernel processes keys in chunks of 256. The heads end at consecutive positions around a chunk's end."""
+    """The kernel processes keys in chunks of 256. The heads' windows end at consecutive distances around 256."""
     heads, rows, past, ramp = 48, 19, 420, 5
     spans = range(230, 230 + heads)
     q, k, v = (normal(1, heads, n, 3, seed=seed) for seed, n in enumerate((rows, rows + past, rows + past)))
@@ -137,7 +134,7 @@ def test_windows_and_ramps_may_end_at_any_position_of_a_chunk(soft):
         expected = window.attend(q, k, v, visible)
     else:
         visible, parts = Window(tuple(spans)), zip(q.split(1, 1), k.split(1, 1), v.split(1, 1), spans, strict=True)
-        expected = torch.cat([window.attend(*one, Window((max_keys,))) for *one, max_keys in parts], dim=1)
+        expected = torch.cat([window.attend(*qkv, Window((max_keys,))) for *qkv, max_keys in parts], dim=1)
     assert_same(ATTEND["kernel"](q, k, v, visible), expected, named=named)
 
 
@@ -207,7 +204,7 @@ def arguments_of(case: Case) -> tuple[Inputs, Window, frozenset[str]]:
 
 @pytest.mark.parametrize("name", SEPARATE)
 def test_backward_can_omit_the_past_and_executed_flops_are_counted(engine, name, monkeypatch):
-    """Inference mode stands for the inside of an operation, where autograd records nothing."""
+    """Inference mode stands for the inside of a torch operation, where autograd records nothing."""
     case = CASES[name]
     inputs, visible, wanted = arguments_of(case)
     with torch.inference_mode():
@@ -229,7 +226,7 @@ def test_backward_can_omit_the_past_and_executed_flops_are_counted(engine, name,
 def test_the_chunked_backend_never_stores_all_scores(added):
     """All scores would be 2 x 1024 x 2048 numbers."""
     case = replace(Case(T=1024, past=1024, max_keys=(200, 40), z=(150.0, 9.0), streams=1), **added)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         case.call(chunked.attend, case.inputs()).sum().backward()
     assert largest.elements <= 2 * 128 * (128 + 200 + 8)
 
@@ -251,14 +248,14 @@ def test_the_emulated_operations_have_the_shapes_and_dtypes_of_torchs_meta_funct
     rows, width = 33, 96
     q, k, v = (torch.randn(2, 3, n, width) for n in (rows, 40, 40))
     mask, operations = torch.zeros(2, 3, rows, 40), torch.ops.aten
-    results = forward(q, k, v, mask, True, scale=1.0)
+    outputs = forward(q, k, v, mask, True, scale=1.0)
     meta = [x.to("meta") for x in (q, k, v, mask)]
     real = operations._scaled_dot_product_efficient_attention(*meta, True, scale=1.0)
-    assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in real]
-    assert results[0].stride() == real[0].stride()
+    assert [(x.shape, x.dtype) for x in outputs] == [(x.shape, x.dtype) for x in real]
+    assert outputs[0].stride() == real[0].stride()
     options = (0.0, [True, True, True, False])
-    backwards = backward(q, q, k, v, mask, *results, *options, scale=1.0)[:3]
-    saved = [x.to("meta") for x in results]
+    backwards = backward(q, q, k, v, mask, *outputs, *options, scale=1.0)[:3]
+    saved = [x.to("meta") for x in outputs]
     real = operations._scaled_dot_product_efficient_attention_backward(meta[0], *meta, *saved, *options, scale=1.0)
     assert [(x.shape, x.dtype, x.stride()) for x in backwards] == [(x.shape, x.dtype, x.stride()) for x in real[:3]]
 
@@ -308,7 +305,7 @@ def test_the_operation_passes_torchs_opcheck():
 
 
 def test_rows_with_strided_elements_give_the_same_output():
-    """torch's flash attention for CPUs would read such rows as if they were contiguous."""
+    """torch's flash attention for CPUs would read the rows as if their elements were contiguous."""
     inputs = [normal(1, 2, 5, 8, seed=n).detach().float() for n in range(3)]
     strided = [x.mT.contiguous().mT for x in inputs]
     assert strided[0].stride(-1) != 1

@@ -1,4 +1,4 @@
-"""Latent attention: the limit of a latent as wide as the input, the size of the state, and FLOPs."""
+"""Latent attention: equality with attention if the latent is the input, the size of the state, and FLOPs."""
 
 import torch
 
@@ -8,7 +8,7 @@ from variants.latent import Latent
 
 
 def test_with_the_input_as_latent_it_equals_attention_with_the_hidden_cache():
-    """The shared rotary key is zero, and inputs have mean square 1, so that the norm of the latent changes nothing."""
+    """The rotary keys are zero, and inputs have mean square 1, so that the norm of the latent changes nothing."""
     case = Case(length=9, past=4, cache="hidden")
     attention, latent = case.build(), case.build(Latent, latent=D, d_position=2)
     with torch.no_grad():

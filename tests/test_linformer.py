@@ -1,4 +1,4 @@
-"""Linformer: the limit without summaries, changing spans, initial weights, selection of summaries and metrics."""
+"""Linformer: equality with windowed attention, changing spans, initial weights, selection of summaries and metrics."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from variants.linformer import Linformer
 
 BACKENDS = pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 numeric = pytest.mark.numeric
-# summaries that query t sees, for the sizes of ``Summarised``
+# Number of summaries that query t sees, for the default sizes of ``Summarised``.
 N_VISIBLE = [len([j for j in range(t // 3) if 4 <= t - 3 * j < 13]) for t in range(30)]
 
 
@@ -33,7 +33,7 @@ class Summarised(Case):
         return self.build(Linformer, noise=noise, **{name: getattr(self, name) for name in names})
 
     def windowed_attention(self, like: Linformer, *, span: int):
-        """Attention over ``span`` keys with the same matrices."""
+        """Attention over ``span`` keys with the matrices of ``like``."""
         fields = {name: getattr(self, name) for name in Case.__dataclass_fields__} | {"span": span, "backend": "plain"}
         attention = Case(**fields).build()
         attention.load_state_dict(like.state_dict(), strict=False)
@@ -52,11 +52,11 @@ def test_without_summaries_it_equals_windowed_attention_and_the_span_may_change_
     assert_near(sublayer(x, None, starts(0)).y, expected)
     narrow = sublayer(x[:, 20:25], wide.state, starts(20))
     assert_near(narrow.y, expected[:, 20:25])
-    sublayer.set_span(13)  # older summaries are lost, and new summaries are computed from there on
-    again = sublayer(x[:, 25:], narrow.state, starts(25)).y
-    fresh = sublayer(x[:, 21:], None, starts(21)).y  # block 7 began at byte 21; a window of four reaches back to 22
-    assert_near(again[:, :1], fresh[:, 4:5])
-    sublayer.set_span(2)  # less than a block, so there is never a summary
+    sublayer.set_span(13)  # earlier summaries are lost, and later ones are computed
+    continued = sublayer(x[:, 25:], narrow.state, starts(25)).y
+    fresh = sublayer(x[:, 21:], None, starts(21)).y  # block 7 begins at byte 21; a window of four reaches back to 22
+    assert_near(continued[:, :1], fresh[:, 4:5])
+    sublayer.set_span(2)  # less than a block of 3, so that there are no summaries
     attention.set_span(2)
     first = sublayer(x[:, :1], None, starts(0))
     second = sublayer(x[:, 1:2], first.state, starts(1))
@@ -91,8 +91,8 @@ def test_needed_flops_count_no_gradient_of_the_inputs_of_the_index_and_none_of_u
     needed, dense = (replace(case, top_k=k).build_linformer().needed_flops(30, carried=0) for k in (2, None))
     projections, scores = 2 * 3 * (30 * D + 10 * 4), 2 * 3 * sum(N_VISIBLE)
     unread = 2 * 4 * sum(max(0, n - 2) for n in N_VISIBLE)  # one product for each unread summary
-    # The forward pass lacks only the product with the value. The backward pass lacks two gradients of each of three
-    # products: with the key, the value and the vector of the distance.
+    # With an index, the forward needs no product with an unread value. The backward needs none of the two gradients of
+    # three products of an unread summary: with its key, its value and the vector of its distance.
     assert needed.forward * 30 == pytest.approx(dense.forward * 30 + projections + scores - unread)
     assert needed.backward * 30 == pytest.approx(dense.backward * 30 + projections + 2 * scores - 2 * 3 * unread)
 
@@ -103,9 +103,9 @@ def test_every_compressor_starts_as_the_mean_and_its_weights_are_shared_as_confi
     mean = replace(case, compressor="mean").build_linformer(noise=0.0)
     shapes = {"none": (2, 2, 4), "heads": (2, 1, 4), "key_value": (1, 1, 4), "layers": (1, 1, 4)}
     for compressor, share in [("softmax", "none"), *(("linear", share) for share in shapes)]:
-        other = replace(case, compressor=compressor, share=share).build_linformer(noise=0.0)
-        other.load_state_dict(mean.state_dict(), strict=False)
-        assert_near(other(case.joined()).y, mean(case.joined()).y)
+        learned = replace(case, compressor=compressor, share=share).build_linformer(noise=0.0)
+        learned.load_state_dict(mean.state_dict(), strict=False)
+        assert_near(learned(case.joined()).y, mean(case.joined()).y)
         if compressor == "linear":
             context = case.context(pool={})
             first, second = (Linformer(context, ratio=4, window=4, share=share, d_head=2) for _ in range(2))
@@ -114,7 +114,7 @@ def test_every_compressor_starts_as_the_mean_and_its_weights_are_shared_as_confi
 
 
 @pytest.mark.parametrize("number", [1, 3, 9])
-def test_of_summaries_with_equal_scores_the_first_are_selected(number):
+def test_the_first_summaries_of_equal_scores_are_selected(number):
     scores = torch.randn(200, 9, generator=torch.Generator().manual_seed(number)).round()
     scores[:50, 4], scores[50:100, :7] = -torch.inf, -torch.inf
     first = scores.sort(dim=-1, descending=True, stable=True).indices[:, :number]

@@ -4,24 +4,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention_case import DOUBLE, Case, D, assert_near, assert_outcome, covering_array, matrices, outcome
+from tests.attention_case import Case, D, assert_near, assert_outcome, covering_array, matrices, outcome
 from tests.reference.local import local_attention
+from tests.reference_case import normal
 from variants.contract import cat_streams
 from variants.kernels import window_cpu
 from variants.local import LocalAttention
 
 BACKENDS = ["plain", "chunked", "fused"] + ([] if window_cpu.obstacle() else ["kernel"])
 PASTS = [0, 1, 4, 5, 13]
-"""Past bytes of each stream, at different phases of a block; some streams have seen several blocks."""
+"""Numbers of past bytes of the streams, which end at several positions of a block of 5."""
 CASES = covering_array({"position": ["none", "rotary", "relative", "alibi"], "cache": ["kv", "hidden"]}, strength=1)
 
 
 def build(*, block: int | None = 5, **choices) -> LocalAttention:
     return Case(**choices).build(LocalAttention, block=block)
-
-
-def inputs(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, D, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 @pytest.fixture(params=[True, False], ids=["host", "device"])
@@ -35,29 +32,30 @@ def phases(request, monkeypatch):
 @pytest.mark.parametrize("length", [2, 13])
 @pytest.mark.parametrize("choices", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_streams_at_different_phases_equal_the_reference(choices, length):
-    attention, x = build(**choices), inputs(len(PASTS), length)
-    pasts = [inputs(n, seed=10 + n).detach() for n in PASTS]
-    # A stream without a past has the state after one complete block, which is no longer visible.
-    fed_pasts = [past if len(past) else inputs(5, seed=9).detach() for past in pasts]
+    attention, x = build(**choices), normal(len(PASTS), length, D)
+    pasts = [normal(n, D).detach() for n in PASTS]
+    # In place of no past, the first stream has a complete block, which later bytes do not see.
+    fed_pasts = [past if len(past) else normal(5, D, seed=9).detach() for past in pasts]
     starts = (torch.tensor([n - len(past)]) for n, past in zip(PASTS, fed_pasts, strict=True))
     states = [attention(past[None], None, start).state for past, start in zip(fed_pasts, starts, strict=True)]
     common = {"position": choices["position"], "table": getattr(attention.position, "table", None), "heads": 3}
     common |= {"past_is_constant": choices["cache"] == "kv", "past": pasts, "block": 5, "attend_self": True}
     named = {"x": x} | dict(attention.named_parameters())
     expected = outcome(local_attention(x, **matrices(attention), **common), named)
-    for attention.wanted_backend in BACKENDS:
-        if (attention.wanted_backend, choices["position"]) != ("fused", "relative"):
+    for backend in BACKENDS:
+        attention.wanted_backend = backend
+        if (backend, choices["position"]) != ("fused", "relative"):
             assert_outcome(outcome(attention(x, cat_streams(states), torch.tensor(PASTS)).y, named), expected)
 
 
 @pytest.mark.numeric
 @pytest.mark.usefixtures("phases")
-def test_a_block_longer_than_a_backend_processes_at_once_equals_plain_attention():
-    """The segment starts a block of 300 bytes, or begins 7 bytes into it."""
+def test_within_a_long_block_it_equals_plain_attention():
+    """The segment begins at the first or the eighth byte of a block of 300."""
     case = Case(span=300, position="alibi")
     attention, mhsa = case.build(LocalAttention, block=300), case.build()
     mhsa.load_state_dict(attention.state_dict())
-    x = inputs(2, 290)
+    x = normal(2, 290, D)
     for first, length in ((0, 283), (7, 283)):
         past, segment = x[:, :first].detach(), x[:, first : first + length]
 
@@ -66,12 +64,13 @@ def test_a_block_longer_than_a_backend_processes_at_once_equals_plain_attention(
             return outcome(y, {"x": x} | dict(layer.named_parameters()))
 
         expected = outcome_of(mhsa)
-        for attention.wanted_backend in BACKENDS:
+        for backend in BACKENDS:
+            attention.wanted_backend = backend
             assert_outcome(outcome_of(attention), expected)
 
 
 def test_a_state_of_another_block_size_is_accepted_and_by_default_blocks_follow_the_span():
-    x = inputs(2, 9).detach()
+    x = normal(2, 9, D).detach()
     for block, next_block in ((5, 8), (8, 5), (8, 1)):
         first, second = build(block=block), build(block=next_block)
         second.load_state_dict(first.state_dict())
@@ -79,10 +78,10 @@ def test_a_state_of_another_block_size_is_accepted_and_by_default_blocks_follow_
         visible = state[0][0].item() % next_block
         expected = second(torch.cat([x[:, 9 - visible :], x[:, :6]], dim=1)).y[:, visible:]
         assert_near(second(x[:, :6], state, torch.tensor([9, 9])).y, expected)
-    attention, follows = build(), build(block=None)
+    attention, by_span = build(), build(block=None)
     attention.set_span(6)
     with pytest.raises(ValueError, match=r"eval\.span=4: allowed are integers from 5"):
         attention.set_span(4)
-    assert (attention.block, follows.block, build(block=None, attend_self=False, span=4).block) == (5, 2, 2)
-    follows.set_span(4)
-    assert follows.block == 1
+    assert (attention.block, by_span.block, build(block=None, attend_self=False, span=4).block) == (5, 2, 2)
+    by_span.set_span(4)
+    assert by_span.block == 1

@@ -1,4 +1,4 @@
-"""Longformer: the limit of plain attention, and windows and dilations by depth."""
+"""Longformer: equality with plain attention without dilation, and windows and dilations by depth."""
 
 import pytest
 import torch
@@ -26,7 +26,8 @@ def test_undilated_windows_of_the_whole_span_equal_plain_attention(cache):
     for carried in (0, 5, 40):
         assert layer.needed_flops(7, carried=carried) == plain.needed_flops(7, carried=carried)
     expected = run(plain, x, past)
-    for layer.wanted_backend in ("plain", "auto"):
+    for backend in ("plain", "auto"):
+        layer.wanted_backend = backend
         assert_same(run(layer, x, past), expected, named={"x": x})
 
 
@@ -34,10 +35,8 @@ def test_undilated_windows_of_the_whole_span_equal_plain_attention(cache):
 def test_default_windows_and_dilations_grow_with_depth():
     assert [grown_window(512, layer=i, n_layers=4) for i in range(4)] == [32, 64, 128, 256]
     assert [grown_window(13, layer=i, n_layers=2) for i in range(2)] == [2, 6]
-    small = [0] * 6 + [1, 1, 2, 2, 3, 3]  # dilations less 1 in the paper's models of 12 and of 30 layers
-    assert [grown_dilation(layer=i, n_layers=12) - 1 for i in range(12)] == small
-    large = [0] * 15 + [1] * 5 + [2] * 5 + [3] * 5
-    assert [grown_dilation(layer=i, n_layers=30) - 1 for i in range(30)] == large
+    for n_layers, published in ((12, [1] * 6 + [2, 2, 3, 3, 4, 4]), (30, [1] * 15 + [2] * 5 + [3] * 5 + [4] * 5)):
+        assert [grown_dilation(layer=i, n_layers=n_layers) for i in range(n_layers)] == published
     layers = [Longformer(Case(heads=4, span=512).context(layer=i, n_layers=4), d_head=2) for i in range(4)]
     windows = [(32,) * 4, (64,) * 4, (128,) * 4, (256, 256, 171, 171)]
     assert [layer.span.visible_keys for layer in layers] == windows

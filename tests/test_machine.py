@@ -1,4 +1,4 @@
-"""Settings and description of the machine: OpenMP, allocator, environment, CPU and GPU names, compiled graphs."""
+"""Settings and description of the machine: OpenMP, allocator, environment, names of CPU and GPU, compiled graphs."""
 
 import ctypes
 import json
@@ -26,7 +26,7 @@ from harness.device.machine import set_allocator
 def faults(setting):
     assert set_allocator(setting) == setting
     counts = []
-    for _ in range(3):  # the smallest count is returned: reclaimed idle pages add faults
+    for _ in range(3):  # the smallest count, because pages that the system reclaims add faults
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(5):
             torch.ones(2**24).sum().item()  # 64 MiB, freed at once
@@ -39,16 +39,16 @@ print(json.dumps([*counts, len(engines & sys.modules.keys())]))
 """
 
 
-def is_tuned(name: str, value: str) -> bool:
+def sets_allocator(name: str, value: str) -> bool:
     return name.startswith(("MALLOC_", "GLIBC_TUNABLES")) or (name == "LD_PRELOAD" and "malloc" in value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux only")
 def test_a_process_sets_openmp_and_the_allocator_and_imports_no_distributed_engine():
-    """OpenMP prints the settings that it has read."""
+    """With OMP_DISPLAY_ENV OpenMP prints the settings that it has read."""
     require(hasattr(ctypes.CDLL(None), "mallopt"), "the C library has no mallopt")
     chosen = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    environment = {k: v for k, v in os.environ.items() if k not in chosen and not is_tuned(k, v)}
+    environment = {k: v for k, v in os.environ.items() if k not in chosen and not sets_allocator(k, v)}
     environment |= {"OMP_DISPLAY_ENV": "VERBOSE"}
     command = [sys.executable, "-c", CHILD]
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -61,11 +61,11 @@ def test_a_process_sets_openmp_and_the_allocator_and_imports_no_distributed_engi
 
 def test_environment_variables_that_change_times_are_in_every_row(monkeypatch):
     ignored = {"OMP_NUM_THREADS": "3", "WANDB_API_KEY": "secret", "MALLOCS": "no library", "CUDA_HOME": "/anywhere"}
-    inside = {"MALLOC_MMAP_MAX_": "0", "OMP_WAIT_POLICY": "passive", "WINDTUNNEL_MARCH": "native"}
+    recorded = {"MALLOC_MMAP_MAX_": "0", "OMP_WAIT_POLICY": "passive", "WINDTUNNEL_MARCH": "native"}
     before = machine.environment()
-    for name, value in {**ignored, **inside, "LD_PRELOAD": "/a/b/libjemalloc.so.2:/c/libtc.so"}.items():
-        monkeypatch.setenv(name, value)
-    assert machine.environment() == before | inside | {"LD_PRELOAD": "libjemalloc.so.2:libtc.so"}
+    for name, text in {**ignored, **recorded, "LD_PRELOAD": "/a/b/libjemalloc.so.2:/c/libtc.so"}.items():
+        monkeypatch.setenv(name, text)
+    assert machine.environment() == before | recorded | {"LD_PRELOAD": "libjemalloc.so.2:libtc.so"}
     described = runtime.start(plan(*ON_CPU).runtime).describe()
     assert described["environment"] == machine.environment()
     assert described["instruction_set"] == torch.backends.cpu.get_cpu_capability()
@@ -91,7 +91,7 @@ def test_the_name_and_driver_of_a_gpu_are_in_every_row(monkeypatch, tmp_path):
     assert described["versions"]["cudnn"] == "91002"
 
 
-def test_each_type_of_machine_has_a_cache_folder_of_compiled_graphs(monkeypatch, tmp_path):
+def test_each_type_of_cpu_and_number_of_threads_has_a_cache_folder_of_compiled_graphs(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def folder(owner: object = torch, **differs: object) -> Path:
@@ -120,7 +120,7 @@ def test_each_type_of_machine_has_a_cache_folder_of_compiled_graphs(monkeypatch,
     ],
 )
 def test_allocator_settings_of_the_user_are_not_changed(monkeypatch, name, value, effective):
-    for variable in [variable for variable, text in os.environ.items() if is_tuned(variable, text)]:
+    for variable in [variable for variable, text in os.environ.items() if sets_allocator(variable, text)]:
         monkeypatch.delenv(variable)
     library = Mock()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)

@@ -1,4 +1,4 @@
-"""Weights of measured models: noise makes every gradient nonzero, and learned spans are set to fixed lengths."""
+"""Weights of models that bench commands measure: noise makes gradients nonzero, and spans have fixed lengths."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def plan_of(variant: str, *words: str) -> Plan:
 
 
 def without_gradient(model: nn.Module, step) -> list[str]:
-    """Parameters whose gradient in one training step is missing or zero."""
+    """Names of the parameters whose gradient in one training step is missing or zero."""
     with_gradient = set()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(
@@ -34,34 +34,34 @@ def task(variant: str, *words: str, **more) -> Task:
     return Task(config=plan_of(variant, *words).config, **more)
 
 
-def subject(variant: str, *words: str) -> CostWorker:
-    """A worker of ``bench.cost`` with its model."""
-    measured = CostWorker(task(variant, *words, spans="learned"))
-    measured.build()
-    return measured
+def cost_worker(variant: str, *words: str) -> CostWorker:
+    """A worker of ``bench.cost`` that has built its model, with learned spans."""
+    worker = CostWorker(task(variant, *words, spans="learned"))
+    worker.build()
+    return worker
 
 
 @pytest.mark.parametrize("variant", ["all_attention", "product_key_memory"])
 def test_every_parameter_has_a_gradient_in_the_step_that_bench_cost_measures(variant):
-    measured = subject(variant)
-    measured.train_memory()
-    assert not without_gradient(measured.model, lambda: measured.times("train", seconds=0))
+    worker = cost_worker(variant)
+    worker.train_memory()
+    assert not without_gradient(worker.model, lambda: worker.times("train", seconds=0))
 
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_every_parameter_has_a_gradient_in_the_step_that_bench_peers_measures(name):
     require(version(PACKAGES[name]), f"{PACKAGES[name]}: {INSTALL}")
-    measured = PeerWorker(task("mhsa", peer=name))
-    measured.build()
-    measured.train_memory()
-    assert not without_gradient(measured.model, measured._train)
+    worker = PeerWorker(task("mhsa", peer=name))
+    worker.build()
+    worker.train_memory()
+    assert not without_gradient(worker.model, worker._train)
 
 
 def test_without_noise_many_parameters_have_no_gradient(monkeypatch):
     monkeypatch.setattr("bench.cost_worker.add_noise_", lambda model: None)
-    measured = subject("adaptive_span")
-    measured.train_memory()
-    assert len(without_gradient(measured.model, measured._train)) > 20
+    worker = cost_worker("adaptive_span")
+    worker.train_memory()
+    assert len(without_gradient(worker.model, worker._train)) > 20
 
 
 def test_the_noise_is_the_same_at_every_call_and_does_not_change_spans(monkeypatch):
@@ -84,7 +84,7 @@ def spans(model) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("layers", "heads", "span"), [(4, 4, 64), (6, 2, 512)])
-def test_spans_are_set_to_the_lists_of_lengths_which_repeat_over_layers_and_heads(layers, heads, span):
+def test_spans_are_set_to_learned_lengths_which_repeat_over_layers_and_heads(layers, heads, span):
     sizes = (f"model.span={span}", f"model.layers={layers}", f"model.heads={heads}")
     model = plan_of("adaptive_span", *sizes).make_model()
     place_spans(model, heads=heads)

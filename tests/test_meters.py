@@ -1,4 +1,4 @@
-"""The meters of memory and time, compared with closed forms, known allocations and a simulated clock."""
+"""The meters of memory and time, compared with closed forms, allocations of a set size and a simulated clock."""
 
 from functools import partial
 
@@ -33,10 +33,10 @@ def test_bytes_of_parameters_gradients_and_optimizers():
     others = [p for p in model.parameters() if p is not values]
     optimizers = [torch.optim.AdamW(others), torch.optim.SparseAdam([values])]
     assert optimizer_bytes(optimizers) == 0
-    streams, segment, slots = 2, 3, 2 * 4  # heads times top_k
+    streams, segment, slots = 2, 3, 2 * 4  # slots of a byte: heads times top_k
     model(torch.zeros(streams, segment, dtype=torch.int64)).logits.square().sum().backward()
-    rows = values.grad._nnz()  # each row counts once
-    assert rows == len(values.grad.coalesce().values()) <= streams * segment * slots
+    rows = values.grad._nnz()
+    assert rows == len(values.grad.coalesce().values()) <= streams * segment * slots, "a row must be stored once"
     assert gradient_bytes(model.parameters()) == 4 * (count - values.numel()) + rows * (8 + 4 * D)
 
     for optimizer in optimizers:
@@ -52,7 +52,7 @@ def allocate(mib: int) -> torch.Tensor:
 def test_the_peak_is_that_of_the_allocations_and_a_reset_keeps_what_is_allocated():
     meter = PeakMemory(CPU)
     first = allocate(50)
-    allocate(200)  # freed at once; the peak stays
+    allocate(200)  # is freed at once but remains in the peak
     peak = meter.read()
     assert peak.approximate and peak.bytes == pytest.approx(250 * MIB, rel=0.1)
     second = allocate(50)
@@ -64,8 +64,8 @@ def test_the_peak_is_that_of_the_allocations_and_a_reset_keeps_what_is_allocated
     del first, second, last
 
 
-def test_the_peak_where_the_high_water_mark_cannot_be_read_or_lowered(monkeypatch, tmp_path):
-    set_allocator("return")  # memory that an earlier test freed would be used first
+def test_the_peak_is_measured_where_the_high_water_mark_cannot_be_read_or_lowered(monkeypatch, tmp_path):
+    set_allocator("return")  # else memory that an earlier test freed would be used first
     PeakMemory(CPU)  # lowers the high-water mark
     for name in ("STATUS", "CLEAR_REFS"):
         monkeypatch.setattr(memory, name, tmp_path / "none" / name)
@@ -116,6 +116,6 @@ def test_calls_are_timed_one_by_one_after_the_warm_up_until_the_time_is_over(mon
     assert work == [250], "work from before the call must not count"
     waits = [8, 8, 0, 0.25, 2]
     limits = {"min_calls": 3, "max_seconds": 0, "warmup_calls": 2}
-    each = time_calls(lambda: clock.sleep(waits.pop(0)), synchronise=synchronise, **limits)
-    assert not waits and each == [0, 250, 2000]
+    milliseconds = time_calls(lambda: clock.sleep(waits.pop(0)), synchronise=synchronise, **limits)
+    assert not waits and milliseconds == [0, 250, 2000]
     assert time_calls(lambda: clock.sleep(0.25), synchronise=synchronise, max_seconds=0.9, warmup_calls=1) == [250] * 4

@@ -1,4 +1,4 @@
-"""The language model: its reference, its initial output, its parameter counts, and dropout of the embedding."""
+"""The language model: its reference, initial output, numbers of parameters, and dropout of the embedding."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ ATTENTION = 4 * D * D
 FEED_FORWARD = 2 * D * F + F + D
 NORM = 2 * D
 RELATIVE = S * (D // H)
-MEMORY_ALONE = (D + 1) * MEMORY_HEADS * DQ + 2 * DQ + MEMORY_HEADS * C * DQ
+MEMORY_WITHOUT_TABLE = (D + 1) * MEMORY_HEADS * DQ + 2 * DQ + MEMORY_HEADS * C * DQ
 TABLE = C * C * D
 
 
@@ -40,7 +40,7 @@ def build(*overrides: str, seed: int = 0) -> LanguageModel:
 
 
 def randomised(model: LanguageModel) -> LanguageModel:
-    """The model in float64 with noise added to its initial parameters, many of which are zero."""
+    """The model in float64 with noise added to its parameters, many of which are initially zero."""
     model.double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,7 +50,7 @@ def randomised(model: LanguageModel) -> LanguageModel:
 
 
 def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement: str, tied: bool, start: int) -> Tensor:
-    """The logits of tests/reference with the parameters of ``model``."""
+    """The logits of the reference model with the parameters of ``model``."""
     score = "none" if position == "sinusoidal" else position
     common = {"heads": H, "span": S, "attend_self": True, "position": score, "start": start}
     sublayers, norms = [], []
@@ -92,7 +92,7 @@ def test_logits_and_every_gradient_equal_those_of_the_reference(position, placem
     choices = (f"position={position}", f"model.norm_after={after}", f"model.tied={str(tied).lower()}")
     model = randomised(build(*HIDDEN_WIDTH, *choices, *more))
     tokens = torch.randint(V, (2, 7), generator=torch.Generator().manual_seed(1))
-    start = 9  # a position inside a stream whose past is not carried
+    start = 9  # the segment begins inside of a stream whose past is not carried
     states = tuple(None for _ in model.sublayers())
     actual = model(tokens, (torch.full((2,), start), states)).logits
     expected = reference(model, tokens, position=position, placement=placement, tied=tied, start=start)
@@ -111,8 +111,8 @@ def test_the_initial_output_is_the_uniform_distribution():
 
 
 BODY = LAYERS * (ATTENTION + FEED_FORWARD) + 5 * NORM
-MEMORY_READ = MEMORY_ALONE + MEMORY_HEADS * K * D
-TWO_MEMORIES = "+variant.at={1: [attention, memory]}"  # layer 0 has a memory by default
+MEMORY_READ = MEMORY_WITHOUT_TABLE + MEMORY_HEADS * K * D
+TWO_MEMORIES = "+variant.at={1: [attention, memory]}"  # by default only layer 0 has a memory
 SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network", TWO_MEMORIES)
 
 
@@ -138,7 +138,7 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
         ),
         (  # two layers that share a table
             SHARED,
-            {"layers.0.memory": MEMORY_ALONE + TABLE, "layers.1.memory": MEMORY_ALONE},
+            {"layers.0.memory": MEMORY_WITHOUT_TABLE + TABLE, "layers.1.memory": MEMORY_WITHOUT_TABLE},
             BODY - 2 * FEED_FORWARD + 2 * MEMORY_READ + V * D + D,
         ),
     ],

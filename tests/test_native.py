@@ -1,4 +1,4 @@
-"""C++ kernels compiled on the machine: the cache, reasons why they are not available, threads, and edge cases."""
+"""C++ kernels, which are compiled at first use: the cache, failures to compile, threads, and edge cases."""
 
 import multiprocessing
 import os
@@ -75,8 +75,8 @@ def test_several_processes_may_build_a_library_at_once(source, tmp_path):
 
 
 def kernel_outputs(threads: int) -> list[torch.Tensor]:
-    """Outputs and gradients of the kernels at awkward shapes in both precisions."""
-    results = []
+    """Outputs and gradients of the kernels in both precisions, at shapes that are no multiples of vectors."""
+    outputs = []
     torch.set_num_threads(threads)
     for dtype in (torch.float32, torch.float64):
         case = replace(SMALL_CASES["persistent and everything"], T=50, width=5, dtype=dtype)
@@ -84,8 +84,8 @@ def kernel_outputs(threads: int) -> list[torch.Tensor]:
         y = case.call(kernel, inputs)
         scores = torch.randn(4, 9, 21, dtype=dtype, generator=torch.Generator().manual_seed(0))
         slots, sums = product_search.search(scores, 6)
-        results += [y.detach(), *gradients(y, list(inputs.values())), slots.sort().values, sums.sort().values]
-    return results
+        outputs += [y.detach(), *gradients(y, list(inputs.values())), slots.sort().values, sums.sort().values]
+    return outputs
 
 
 @pytest.mark.numeric
@@ -96,7 +96,7 @@ def test_the_number_of_threads_changes_no_bit(threads):
 
 
 def test_keys_that_no_query_sees_have_a_gradient_of_zero():
-    """A new thread has no memory of earlier calls, and memory that the kernel does not write is NaN."""
+    """In a new thread the kernel reuses no memory of earlier calls, and memory that it does not write is NaN."""
     x, gradients_of_x = torch.ones(1, 1, 1, 4, requires_grad=True), []
 
     def first_call() -> None:

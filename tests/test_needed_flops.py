@@ -1,4 +1,4 @@
-"""FLOPs that a training step needs, compared with loops over pairs and with executed FLOPs, and charged to runs."""
+"""FLOPs that a training step needs: compared with loops over pairs and with executed FLOPs, and charged to a run."""
 
 import math
 from itertools import pairwise
@@ -33,7 +33,7 @@ CASES = {
 
 
 def visible_distances(attention, head: int) -> list[int]:
-    """Distances x at which a key has a weight above 0, by the mask."""
+    """Distances at which the mask gives a key a weight above 0."""
     span = attention.span
     if (z := span(torch.zeros(1, 1, D, dtype=DOUBLE))) is None:
         return list(range(span.span))
@@ -42,7 +42,7 @@ def visible_distances(attention, head: int) -> list[int]:
 
 
 def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[int, int]:
-    """Forward and backward FLOPs of one segment, product by product. Key 0 is the first of the segment."""
+    """Forward and backward FLOPs of a segment, counted product by product. Key 0 is the first key of the segment."""
     width, hidden = attention.d_head, attention.cache == "hidden"
     forward = backward = 0
     for name in (*attention.maps, "output"):
@@ -87,7 +87,7 @@ def test_needed_flops_of_attention_equal_those_of_loops(sizes):
     forward, backward = by_loops(attention, relative=sizes["position"] == "relative", **lengths)
     assert needed.forward * sizes["length"] == pytest.approx(forward, rel=1e-12)
     assert needed.backward * sizes["length"] == pytest.approx(backward, rel=1e-12)
-    for carried in (sizes["span"] + 1, 10**6):  # with a full past and the cache of keys and values
+    for carried in (sizes["span"] + 1, 10**6):  # a full past
         if sizes["cache"] == "kv":
             assert attention.needed_flops(1, carried=carried).forward == pytest.approx(attention.ideal_flops(), abs=0.5)
 
@@ -108,7 +108,7 @@ def test_needed_flops_of_sublayers_without_a_past_equal_the_executed_ones():
     sizes = {"half_keys": 6, "heads": 2, "d_query": 4, "query_norm": "none", "share": "layer", "sparse": False}
     memory = ProductKeyMemory(context, top_k=6, activation="relu", **sizes)  # all half-keys may be selected
     forward, backward = executed(memory, x)
-    additions = 3 * 2 * 6  # of gradients into rows of scores and of the table
+    additions = 3 * 2 * 6  # additions of gradients to rows of scores and of the table are not needed FLOPs
     assert (forward, backward - additions) == memory.needed_flops(3, carried=0)
     few = ProductKeyMemory(context, top_k=2, activation="relu", **sizes).needed_flops(3, carried=0)
     assert few.forward == 2 * 2 * (D * 4 + 6 * 4 + 2 * D)
@@ -117,8 +117,8 @@ def test_needed_flops_of_sublayers_without_a_past_equal_the_executed_ones():
 
 def test_a_sublayer_without_needed_flops_is_charged_three_forwards_and_named():
     context = LayerContext(d_model=D, layer=0, n_layers=1, heads=1, span=4, scheme=Rotary)
-    model = LanguageModel([{"gate": Gate, "again": Gate}], lambda layer: context, vocabulary=11)
-    assert model.flops_estimated_3x() == ["layers.0.gate", "layers.0.again"]
+    model = LanguageModel([{"first": Gate, "second": Gate}], lambda layer: context, vocabulary=11)
+    assert model.flops_estimated_3x() == ["layers.0.first", "layers.0.second"]
     forward = model.ideal_flops()
     assert model.needed_flops(7, carried=3) == NeededFlops(forward, 2 * forward)
     assert plan(*TINY).make_model().flops_estimated_3x() == []
@@ -139,7 +139,7 @@ def test_segments_without_a_carried_state_are_charged_for_their_visible_keys():
     step = 3 * 64 * (products + layers * 4 * width * (span + 1) / 2)
     run = make_run("variant=mhsa", f"budget.flops={7.2 * step}")
     assert charged(run) == [step] * 8 and run.finished
-    assert math.ceil(7.2 * step / (3 * 64 * run.model.ideal_flops())) == 7, "a full past would allow 7 steps only"
+    assert math.ceil(7.2 * step / (3 * 64 * run.model.ideal_flops())) == 7, "charged with a full past: 7 steps"
 
 
 def test_streams_are_charged_for_their_carried_keys():

@@ -1,4 +1,4 @@
-"""Native sparse attention: limits of single branches, changing spans, reported gates, and FLOPs."""
+"""Native sparse attention: single branches that equal attention, changing spans, reported gates, and FLOPs."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ CASE = Case(length=40, heads=4, position="rotary", span=13)
 
 
 def single_branch(layer: NativeSparse, branch: str) -> NativeSparse:
-    """The layer with the gates of all other branches closed."""
+    """The layer with the gates of ``branch`` open and those of the other branches closed."""
     with torch.no_grad():
         layer.branch_gates.weight.zero_()
         layer.branch_gates.bias.view(3, -1)[:] = -1e4
@@ -62,7 +62,7 @@ def test_mean_gates_of_the_branches_are_reported():
 
 
 def test_ideal_flops_are_slightly_below_the_executed_ones():
-    """A block may have bytes beyond the query, for which products are executed and not needed."""
+    """A block may have bytes after the query, whose products are executed but not needed."""
     layer = CASE.build(NativeSparse, block=4, selected=2, window=5, kv_heads=1).eval()
     with torch.no_grad():
         states = [layer(CASE.joined()[:, :length]).state for length in (20, 21, 22, 23)]

@@ -20,7 +20,7 @@ MATRICES = {"optimizer": MUON, "lr_scale": 5.0}
 
 
 class Toy(nn.Module):
-    """A model with every type of parameter that the rules distinguish; its two layers share a table of values."""
+    """A model with every type of parameter that the rules distinguish. Its two layers share a table of values."""
 
     def __init__(self, *, sparse: bool = False):
         super().__init__()
@@ -137,11 +137,11 @@ def joint_norm(moves):
     return torch.cat([move.flatten() for move in moves]).norm().item()
 
 
-def test_the_clip_of_the_run_excludes_groups_with_a_clip_of_their_own():
+def test_the_clip_of_the_run_scales_all_groups_by_one_factor_except_those_that_set_a_clip():
     moves = sgd_step(clip=0.5, groups={"spans": {"match": "span", "clip": 0.25}, "heads": {"match": "head.*"}})
     assert joint_norm([moves.pop("span")]) == pytest.approx(0.25)
     assert joint_norm(moves.values()) == pytest.approx(0.5)
-    assert len({round(move.max().item(), 6) for move in moves.values()}) == 1, "one factor must clip all groups"
+    assert len({round(move.max().item(), 6) for move in moves.values()}) == 1, "all groups must have one factor"
     moves = sgd_step(clip=1e3, scale=0.125)
     assert all(torch.allclose(move, torch.full_like(move, 0.125)) for move in moves.values())
 
@@ -157,8 +157,8 @@ def test_sparse_gradients_are_clipped_separately_and_coalesced():
 def test_learning_rates_are_the_base_times_scale_times_schedule():
     groups = {"spans": {"match": "span", "lr_scale": 4.0}, "heads": {"match": "head.*", "schedule": "constant"}}
     moves = sgd_step(clip=None, groups=groups, fraction=0.75, schedule=Schedule(decay="linear"))
-    for name, move in {"span": 1.0, "head.weight": 1.0, "embedding.weight": 0.25}.items():
-        assert torch.allclose(moves[name], torch.full_like(moves[name], move)), name
+    for name, rate in {"span": 1.0, "head.weight": 1.0, "embedding.weight": 0.25}.items():
+        assert torch.allclose(moves[name], torch.full_like(moves[name], rate)), name
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_resumed_optimizers_continue_exactly(default):
     optimizers.load_state_dict(saved["optimizers"])
     train(resumed, optimizers, first=5, last=10)
     assert optimizers.steps == 10
-    for name, value in undisturbed.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
-        assert not torch.equal(value, stopped.state_dict()[name]), name
+    for name, tensor in undisturbed.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+        assert not torch.equal(tensor, stopped.state_dict()[name]), name
 
     adamw = Optimizers(assign(Toy(), default=ADAMW), lr=0.01, schedule=Schedule())
     with pytest.raises(ValueError, match="matrices"):

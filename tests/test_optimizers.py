@@ -1,4 +1,4 @@
-"""Adagrad is compared with a loop, and Muon with torch's Muon."""
+"""Adagrad, compared with a loop, and Muon, compared with torch's."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.numeric
 
 
 def adagrad_reference(weights, gradients, *, lr, clip, eps):
-    """The published update in float64, by loops over numbers."""
+    """The update of the published code, in Python floats by loops over numbers."""
     totals = [[0.0] * len(weight) for weight in weights]
     for tensors in gradients:
         for weight, total, gradient in zip(weights, totals, tensors, strict=True):
@@ -61,14 +61,14 @@ def test_adagrad_accepts_sparse_gradients_with_repeated_rows():
 @pytest.mark.parametrize(
     ("precision", "dtype", "tolerance"),
     [
-        # 8 bits: the error of the orthogonal update, whose norm is about the root of the smaller side, is a few percent
+        # Of 8 bits. The error of an orthogonal update, whose norm is the root of its smaller side, is a few percent.
         ("bfloat16", torch.float32, 0.05),
         ("float32", torch.float32, 1e-4),
         ("auto", torch.float64, 1e-12),
     ],
 )
 def test_muon_equals_torchs(precision, dtype, tolerance, monkeypatch):
-    """torch's Muon multiplies in bfloat16 only. For other precisions the test disables its conversion."""
+    """torch's Muon multiplies in bfloat16 only, so for other precisions the test replaces its conversion by a copy."""
     if precision != "bfloat16":
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     torch.manual_seed(5)

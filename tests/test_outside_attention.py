@@ -1,4 +1,4 @@
-"""An attention from outside that uses our kernels through ``variants/backends.py`` keeps the contract."""
+"""Attention of a user that reaches our kernels through ``variants/backends.py`` keeps the contract."""
 
 import pytest
 

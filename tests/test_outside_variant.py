@@ -1,4 +1,4 @@
-"""A variant from outside the repository, as a file or a package with a few lines of YAML, is trained and checked."""
+"""A variant of a user, in a file or a package with a few lines of YAML, is checked, trained, or refused."""
 
 import json
 import re
@@ -31,7 +31,7 @@ layers: [mixer]
 
 
 def write(folder: Path, *, module: str, conf: str) -> None:
-    """Write a user's module, and a folder ``conf`` with its sublayer and its variant."""
+    """Write a user's module, and into the folder ``conf`` the YAML of its sublayer and variant."""
     files = {
         Path(*module.split(".")).with_suffix(".py"): MIXER,
         Path(conf, "sublayer", "my_mixer.yaml"): SUBLAYER.format(module=module),
@@ -44,7 +44,7 @@ def write(folder: Path, *, module: str, conf: str) -> None:
 
 @pytest.fixture(name="imports")
 def forgotten_imports(monkeypatch):
-    """Undo the imports of a test."""
+    """After a test, remove the modules that it imported and the folders that it added to the search path."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield

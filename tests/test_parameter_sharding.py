@@ -1,4 +1,4 @@
-"""Three processes with replicated or sharded parameters: averaged gradients, tables divided by columns, and scores."""
+"""Three processes with replicated or sharded parameters: averaged gradients, tables divided by columns, scores."""
 
 import re
 from functools import partial
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.numeric
 
 STEPS = 4
 TABLES = (*CARRY, "runtime.shard=full", "batch.streams=6", "model.head_zero_init=false", f"budget.steps={STEPS}")
-TABLES += ("model.d_model=20", "eval.streams=2")  # 7, 7 and 6 columns; rank 2 has nothing to score
+TABLES += ("model.d_model=20", "eval.streams=2")  # 7, 7 and 6 columns; rank 2 has no stream to score
 TWO_LAYERS = ("variant.layers=[attention,memory]", "variant.at={}")
 CASES = {
     "dense, relu": (
@@ -43,11 +43,11 @@ CASES = {
 }
 
 
-class Outsider(Sublayer):
+class OneProcessSublayer(Sublayer):
     """A sublayer written for one process, with a parameter of each type that FSDP cannot shard.
 
-    ``inspected`` is read outside of the forward pass, ``shared`` belongs to all layers, ``unused`` has no part in the
-    output, and ``table`` has sparse gradients.
+    ``inspected`` is read outside of the forward pass, ``shared`` belongs to all layers, the output does not depend on
+    ``unused``, and ``table`` has sparse gradients.
     """
 
     def __init__(self, context: LayerContext):
@@ -74,10 +74,10 @@ class Outsider(Sublayer):
         return SublayerOutput(y + F.embedding(torch.arange(x.shape[1], device=x.device) % 5, self.table, sparse=True))
 
 
-def outsiders_steps(processes: ProcessGroup, shard: str) -> dict:
-    """Train ``Outsider`` with Muon, AdamW, clipping and accumulation. 3 does not divide the rows of some matrices."""
+def sublayer_steps(processes: ProcessGroup, shard: str) -> dict:
+    """Train ``OneProcessSublayer`` with Muon, AdamW, clipping and accumulation."""
     torch.manual_seed(0)
-    model = model_of(Outsider)().double()
+    model = model_of(OneProcessSublayer)().double()
     groups = assign(
         model,
         default=partial(torch.optim.AdamW, fused=True),
@@ -94,31 +94,31 @@ def outsiders_steps(processes: ProcessGroup, shard: str) -> dict:
     update = Update(model, optimizers, where, accumulate=2)
     update.distribute(shard=shard)
     tokens = torch.randint(31, (6, 12), generator=torch.Generator().manual_seed(1))
-    share = tokens.chunk(processes.world_size)[processes.rank]
+    streams = tokens.chunk(processes.world_size)[processes.rank]
     for _ in range(STEPS):
-        update(share[:, :-1], share[:, 1:], None, fraction=0.5)
-    model, units = update.model, update.parameters
-    with units.unsharded():
-        plain = all(type(p) is nn.Parameter for p in model.parameters())
+        update(streams[:, :-1], streams[:, 1:], None, fraction=0.5)
+    model, parameters = update.model, update.parameters
+    with parameters.unsharded():
+        unsharded = all(type(p) is nn.Parameter for p in model.parameters())
     return {
         "metrics": model.metrics({}),
         "flops": model.ideal_flops(),
-        "divided": sum(isinstance(p, DTensor) for p in units.local_parameters),
-        "bytes": sum(p.nbytes for p in units.local_parameters),
+        "sharded": sum(isinstance(p, DTensor) for p in parameters.local_parameters),
+        "bytes": sum(p.nbytes for p in parameters.local_parameters),
         "model": full_tensors(model.state_dict()),
-        "plain": plain,
+        "unsharded": unsharded,
         "state": full_tensors(update.optimizers.state_dict())["groups"],
     }
 
 
 def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
     run = divided_run(processes, *TABLES, *words, precision="float64")
-    results, units = train_and_score(run), run.update.parameters
-    named = zip((name for name, _ in run.model.named_parameters()), units.local_parameters, strict=True)
+    results, parameters = train_and_score(run), run.update.parameters
+    named = zip((name for name, _ in run.model.named_parameters()), parameters.local_parameters, strict=True)
     tables = [parameter for name, parameter in named if name.endswith("values")]
     return results | {
         "shapes": [tuple(table.shape) for table in tables],
-        "averaged": any(table in {*units.averaged_parameters} for table in tables),
+        "averaged": any(table in {*parameters.averaged_parameters} for table in tables),
         "state": full_tensors(run.optimizers.state_dict())["groups"],
         "flops": run.model.ideal_flops(),
     }
@@ -139,7 +139,7 @@ def scores(processes: ProcessGroup) -> dict:
 
 
 def averaged_gradients(processes: ProcessGroup) -> list[Tensor | None]:
-    """Averages of a dense and a sparse gradient that rank 1 lacks, and of a gradient that all lack."""
+    """Averages of a dense and a sparse gradient that rank 1 lacks, and of a gradient that all ranks lack."""
     parameters = [nn.Parameter(torch.zeros(3, 2)) for _ in range(3)]
     if processes.rank != 1:
         parameters[0].grad = torch.full((3, 2), 3.0)
@@ -152,7 +152,7 @@ def averaged_gradients(processes: ProcessGroup) -> list[Tensor | None]:
 
 def all_steps() -> dict:
     with join_processes() as processes:
-        results = {shard: outsiders_steps(processes, shard) for shard in ("none", "full")}
+        results = {shard: sublayer_steps(processes, shard) for shard in ("none", "full")}
         results |= {name: tables_steps(processes, words) for name, words in CASES.items()}
         return results | {"scores": scores(processes), "averaged": averaged_gradients(processes)}
 
@@ -164,7 +164,7 @@ def ranks(tmp_path_factory) -> list[dict]:
         return launch(all_steps, world_size=3)
 
 
-def assert_same(results: dict, expected: dict, *, within: float) -> None:
+def assert_same_training(results: dict, expected: dict, *, within: float) -> None:
     assert results["flops"] == expected["flops"]
     assert results["metrics"] == pytest.approx(expected["metrics"], abs=within)
     torch.testing.assert_close(results["model"], expected["model"], rtol=0, atol=within)
@@ -174,36 +174,33 @@ def assert_same(results: dict, expected: dict, *, within: float) -> None:
 
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_a_mechanism_written_for_one_process_trains_as_in_one_process(ranks, shard):
-    one, (first, second, third) = outsiders_steps(SINGLE, shard), (rank[shard] for rank in ranks)
+    single, (first, second, third) = sublayer_steps(SINGLE, shard), (rank[shard] for rank in ranks)
     for results in (first, third):
-        assert results["plain"] and not results["divided"]
-        assert_same(results, one, within=1e-6)
+        assert results["unsharded"] and not results["sharded"]
+        assert_same_training(results, single, within=1e-6)
     assert all(map(torch.equal, first["model"].values(), second["model"].values()))
-    share = first["bytes"] / one["bytes"]
-    if shard == "none":
-        assert share == 1
-    else:
-        assert share < 0.7
+    share = first["bytes"] / single["bytes"]
+    assert share == 1 if shard == "none" else share < 0.7
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_tables_divided_by_columns_train_as_in_one_process(ranks, name):
-    one = tables_steps(SINGLE, CASES[name])
+    single = tables_steps(SINGLE, CASES[name])
     assert [rank[name]["shapes"][0] for rank in ranks] == [(64, 7), (64, 7), (64, 6)]
     for results in (rank[name] for rank in ranks):
-        assert not results["averaged"] and len(results["shapes"]) == len(one["shapes"])
-        assert results["bits"] == pytest.approx(one["bits"], abs=1e-12)
-        torch.testing.assert_close(results["nats"], one["nats"], rtol=0, atol=2e-6)  # nats are kept in float32
-        assert_same(results, one, within=1e-9)
+        assert not results["averaged"] and len(results["shapes"]) == len(single["shapes"])
+        assert results["bits"] == pytest.approx(single["bits"], abs=1e-12)
+        torch.testing.assert_close(results["nats"], single["nats"], rtol=0, atol=2e-6)  # nats are float32
+        assert_same_training(results, single, within=1e-9)
 
 
-def test_three_processes_score_as_one_and_have_random_numbers_and_streams_of_their_own(ranks):
-    first, one = ranks[0]["scores"], scores(SINGLE)
+def test_three_processes_score_as_one_and_have_different_random_numbers_and_streams(ranks):
+    first, single = ranks[0]["scores"], scores(SINGLE)
     for key in ("nats", "windows", "stats"):
-        torch.testing.assert_close(first[key], one[key], rtol=1e-6, atol=2e-6)  # nats are kept in float32
+        torch.testing.assert_close(first[key], single[key], rtol=1e-6, atol=2e-6)  # nats are float32
         torch.testing.assert_close(ranks[2]["scores"][key], first[key], rtol=0, atol=0)
     assert len({tuple(rank["scores"]["draws"]) for rank in ranks}) == 3
-    assert torch.equal(torch.cat([rank["scores"]["streams"] for rank in ranks]), one["streams"])
+    assert torch.equal(torch.cat([rank["scores"]["streams"] for rank in ranks]), single["streams"])
 
 
 def test_gradients_are_averaged_where_a_process_has_none(ranks):
@@ -213,12 +210,12 @@ def test_gradients_are_averaged_where_a_process_has_none(ranks):
 
 
 def test_parameters_that_fsdp_cannot_shard_are_detected():
-    model = model_of(Outsider)()
+    model = model_of(OneProcessSublayer)()
     before, random = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
     unsharded = unsharded_parameters(model)
-    units = {name for name, parameter in model.named_parameters() if parameter not in unsharded}
+    sharded = {name for name, parameter in model.named_parameters() if parameter not in unsharded}
     inside = {f"layers.{i}.part0.sublayer.{name}.weight" for i in (0, 1) for name in ("inner", "outer")}
-    assert units == inside | {"embedding.weight", "head.weight"}
+    assert sharded == inside | {"embedding.weight", "head.weight"}
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
     assert torch.equal(random, torch.get_rng_state())
 

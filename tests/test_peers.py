@@ -1,4 +1,4 @@
-"""``python -m bench.peers``: the reference model, the order of measurements, ratios, and the printed table."""
+"""``python -m bench.peers``: the reference model, the order of measurements, relative speeds, and the printed table."""
 
 import json
 from collections import defaultdict
@@ -69,7 +69,7 @@ def test_entries_take_turns_and_a_failed_entry_is_not_measured_again(monkeypatch
     assert entries[2].reason == "x: not installed" and calls.count(("train_memory", "lost")) == 0
 
 
-def test_the_command_measures_all_peers_and_prints_a_table(cwd):  # noqa: F811
+def test_the_command_measures_all_installed_peers_and_prints_a_table(cwd):  # noqa: F811
     words = ("context=16", "variants=[adaptive_span]", *QUICK, "batch.streams=2", "rows=rows.jsonl")
     outcome = call("bench/peers.py", *words)
     assert outcome.code == 0, outcome

@@ -1,4 +1,4 @@
-"""Perceiver AR: the configured model equals the reference, and bytes influence exactly the expected latents."""
+"""Perceiver AR: the configured model equals the reference, and a byte influences exactly the expected positions."""
 
 import pytest
 import torch
@@ -25,18 +25,18 @@ def build(*words: str) -> torch.nn.Module:
 def layers_of(model: torch.nn.Module) -> list[Layer]:
     layers = []
     for layer in model.layers:
-        attention, feed = layer.values()
-        enter, leave = feed.sublayer.enter, feed.sublayer.leave
-        ends = {"up": enter.weight, "up_bias": enter.bias, "down": leave.weight, "down_bias": leave.bias}
-        gains = {"first_gain": attention.norm.weight, "second_gain": feed.norm.weight}
-        layers.append(Layer(attention=matrices(attention.sublayer), feed_forward=ends, **gains))
+        attention, feed_forward = layer.values()
+        up, down = feed_forward.sublayer.enter, feed_forward.sublayer.leave
+        weights = {"up": up.weight, "up_bias": up.bias, "down": down.weight, "down_bias": down.bias}
+        gains = {"first_gain": attention.norm.weight, "second_gain": feed_forward.norm.weight}
+        layers.append(Layer(attention=matrices(attention.sublayer), feed_forward=weights, **gains))
     return layers
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("backend", ["plain", "auto"])
-def test_the_model_equals_the_reference_and_a_byte_influences_latents_up_to_the_end_of_a_block(backend):
-    """Through the window of the first layer a byte reaches 8 bytes, and from there the end of their block."""
+def test_the_model_equals_the_reference_and_a_byte_influences_positions_up_to_the_end_of_a_block(backend):
+    """A byte reaches 8 later bytes through the window of the first layer, and then the end of the last one's block."""
     model = build(f"runtime.backend={backend}")
     tokens = torch.randint(7, (2, 14), generator=torch.Generator().manual_seed(4))
     named = {name: p for name, p in model.named_parameters() if not name.startswith("head")}

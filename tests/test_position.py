@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from tests.attention_case import DOUBLE, Case
 from tests.promises import model_of
 from tests.reference import positions as reference
+from tests.reference_case import normal
 from variants.attention import Attention
 from variants.contract import LayerContext
 from variants.position import Alibi, Relative, Rotary, Sinusoidal, alibi_slopes, rotary_frequencies
@@ -22,10 +23,6 @@ FAR = 10**7
 
 def context(**changes) -> LayerContext:
     return Case(heads=2, span=6).context(**{"d_model": 8} | changes)
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("width", [8, 7])
@@ -50,17 +47,17 @@ def test_alibi_slopes_and_biases_equal_numbers_worked_out_by_hand():
     assert Alibi(context(), d_head=4).bias(normal(1, 2, 3, 4).bfloat16(), 4).dtype == torch.float32
 
 
-def test_relative_tables_are_shared_as_configured_and_differ_by_run_and_width():
+def test_relative_tables_are_shared_as_configured_and_differ_by_model_and_width():
     for share, n_tables in (("network", 1), ("layer", 2)):
-        network = context(scheme=lambda context, *, d_head, share=share: Relative(context, d_head=d_head, share=share))
-        layers = torch.nn.ModuleList([Attention(network), Attention(network)])
+        common = context(scheme=lambda context, *, d_head, share=share: Relative(context, d_head=d_head, share=share))
+        layers = torch.nn.ModuleList([Attention(common), Attention(common)])
         tables = [p for p in layers.parameters() if p.shape == (6, 4)]
         assert len({table.sum().item() for table in tables}) == len(tables) == n_tables
     assert Case(position="relative").build().position.table is not Case(position="relative").build().position.table
-    network = context()
-    assert Relative(network, d_head=4).table is Relative(network, d_head=4).table
-    assert Relative(network, d_head=2).table.shape == (6, 2)
-    assert not list(Relative(network, d_head=0).parameters())
+    common = context()
+    assert Relative(common, d_head=4).table is Relative(common, d_head=4).table
+    assert Relative(common, d_head=2).table.shape == (6, 2)
+    assert not list(Relative(common, d_head=0).parameters())
 
 
 def test_invalid_values_are_refused_by_key():
@@ -69,7 +66,7 @@ def test_invalid_values_are_refused_by_key():
 
 
 class Calls(TorchDispatchMode):
-    """Records the operations that a forward pass calls and the dtypes of their outputs."""
+    """Counts the calls of each operation and records the dtypes of their outputs."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +83,7 @@ class Calls(TorchDispatchMode):
 def test_angles_far_along_the_stream_are_exact_without_float64(base):
     rotary, at = Rotary(context(), d_head=16, base=base), torch.tensor([FAR, 3, FAR + 12345, -7])
     x = torch.zeros(4, 1, 5, 16)
-    x[..., :8] = 1  # rotated: the cosines, then the sines
+    x[..., :8] = 1  # its rotation is the cosines, then the sines
     scheme = Sinusoidal(context(), d_head=0)
     with Calls() as record:
         rotated = rotary.rotate(x, at)[:, 0]

@@ -1,4 +1,4 @@
-"""Product-key memory: the brute-force reference, the search, sharing of values, and statistics."""
+"""Product-key memory: the brute-force reference, the search, initial scales, sharing of values, and statistics."""
 
 import math
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.model import unread_parameters
 from tests.attention_case import DOUBLE, Case, assert_near, gradients
 from tests.reference.product_key_memory import product_key_memory as reference
+from tests.reference_case import normal
 from variants.contract import LayerContext
 from variants.kernels import product_search
 from variants.product_key_memory import ProductKeyMemory, candidate_pairs, search, select_slots
@@ -26,13 +27,9 @@ def build(context: LayerContext | None = None, seed: int | None = 0, **changes) 
     if seed is not None:
         torch.manual_seed(seed)
     memory = ProductKeyMemory(context or Case().context(), **SIZES | CHOICES | changes).to(DOUBLE)
-    for parameter in memory.norm.parameters():  # the initial 1 and 0 would hide mistakes
+    for parameter in memory.norm.parameters():  # the initial values 1 and 0 would hide mistakes
         torch.nn.init.normal_(parameter, mean=0.5)
     return memory
-
-
-def random_x() -> Tensor:
-    return torch.randn(B, T, D, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
 NORMS = [{"query_norm": n, "activation": a} for n in ("layer", "batch", "none") for a in ("softmax", "relu")]
@@ -42,7 +39,7 @@ NORMS = [{"query_norm": n, "activation": a} for n in ("layer", "batch", "none") 
 @pytest.mark.parametrize("scores_at_once", [2**20, 4 * 2 * 3 * 7])  # all bytes at once, or four and then two
 def test_output_and_every_gradient_equal_those_of_the_reference(monkeypatch, changes, scores_at_once):
     monkeypatch.setattr("variants.product_key_memory.SCORES_AT_ONCE", scores_at_once)
-    memory, x = build(**changes), random_x()
+    memory, x = build(**changes), normal(B, T, D)
     kind = {torch.nn.LayerNorm: "layer", torch.nn.BatchNorm1d: "batch"}.get(type(memory.norm))
     weights = {"query_weight": memory.query.weight, "query_bias": memory.query.bias, "keys": memory.keys}
     weights |= {"norm": kind and (kind, memory.norm.weight, memory.norm.bias, memory.norm.eps), "values": memory.values}
@@ -59,7 +56,7 @@ def test_output_and_every_gradient_equal_those_of_the_reference(monkeypatch, cha
 
 
 def best_of_all(first: Tensor, second: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of all slots, the best scores, and the best slots. Of equal scores the lowest slot comes first."""
+    """Scores of all slots, the ``top_k`` best scores, and their slots. Of equal scores the lowest slot comes first."""
     scores = (first[..., :, None] + second[..., None, :]).flatten(-2)
     return scores, *(part[..., :top_k] for part in scores.sort(descending=True, stable=True))
 
@@ -79,15 +76,15 @@ def test_the_pruned_search_finds_the_best_slots(half_keys, share, ties, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("half_keys", [1, 2, 7, 16, 33, 130])
 def test_the_search_of_the_cpu_kernel_finds_the_best_slots(dtype, half_keys):
-    for seed, top_k in enumerate({1, 1 + half_keys // 3, half_keys} for _ in range(2)):
-        for k in top_k:
+    for seed in range(2):
+        for top_k in {1, 1 + half_keys // 3, half_keys}:
             scores = torch.randn(4, 5, half_keys, dtype=dtype, generator=torch.Generator().manual_seed(seed))
             if seed:
                 scores = scores.round()  # many equal scores
                 scores[:, 0, 0], scores[:, 1, -1] = -torch.inf, torch.inf
-            slots, sums = product_search.search(scores, k)
+            slots, sums = product_search.search(scores, top_k)
             halves = scores.unflatten(0, (2, 2)).transpose(1, 2).unbind(2)  # of [H, n, C]
-            all_sums, best, lowest = (part.transpose(0, 1) for part in best_of_all(*halves, k))
+            all_sums, best, lowest = (part.transpose(0, 1) for part in best_of_all(*halves, top_k))
             assert torch.equal(sums, all_sums.gather(-1, slots))
             assert torch.equal(sums.sort(descending=True).values, best)
             finite = best[..., -1].isfinite()  # all sums with -inf are equal
@@ -151,8 +148,8 @@ def test_ideal_flops_and_unread_parameters_have_their_closed_forms():
     assert unread_parameters(build(half_keys=3, top_k=3, heads=4)) == 0
 
 
-def test_no_shape_depends_on_the_data():
-    """Tensors on the meta device have no values, so that reading one would raise an error."""
+def test_no_shape_depends_on_values():
+    """Tensors on the meta device have no values, so reading one raises an error."""
     memory = build().to("meta")
     memory(torch.zeros(B, T, D, device="meta", dtype=DOUBLE), collect_stats=True).y.sum().backward()
     assert memory.values.grad.shape == (49, D)
@@ -160,10 +157,10 @@ def test_no_shape_depends_on_the_data():
 
 @pytest.mark.parametrize(("sparse", "compiled"), [(False, True), (True, True), (True, False)])
 def test_gradients_in_float32_equal_those_in_float64(sparse, compiled):
-    """Only PyTorch's float32 code for reading a table has a fault that compilation must avoid."""
+    """Compilation must avoid a fault that only PyTorch's float32 code for reading a table has."""
     exact, memory = build(sparse=sparse), build(sparse=sparse).float()
     module = torch.compile(memory, fullgraph=not sparse, backend="aot_eager") if compiled else memory
-    x, gradients_by_dtype = random_x(), []
+    x, gradients_by_dtype = normal(B, T, D), []
     for part, forward in ((memory, module), (exact, exact)):
         leaf = x.detach().to(part.values.dtype).requires_grad_()
         gradients_by_dtype.append(torch.autograd.grad(forward(leaf).y.square().sum(), [leaf, *part.parameters()]))

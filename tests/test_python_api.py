@@ -1,4 +1,4 @@
-"""``windtunnel.load``: a run's model with its score, its samples and its attention maps."""
+"""``windtunnel.load``: the model of a run, its scores, samples and attention maps, and its one way to open a run."""
 
 import json
 import re
@@ -18,7 +18,7 @@ READERS = r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_n
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run with learned spans and tied and shared matrices."""
+    """The folder of a run with learned spans, a tied embedding, and a table of positions that its layers share."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("run"))
         outcome = train(*GENERATED, "variant=adaptive_span_memory", *MEMORY, "position=relative", "model.tied=true")
@@ -69,5 +69,5 @@ def test_all_commands_open_a_run_folder_by_the_same_function():
     assert [name for name, text in code.items() if re.search(READERS, text)] == ["planning"]
     openers = {path.stem for path in (ROOT / "conf").glob("*.yaml") if re.search(r"^run:", path.read_text(), re.M)}
     openers |= {"model"}
-    openers -= {"decompress"}  # implemented by compress.py
+    openers -= {"decompress"}  # its code is in compress.py
     assert not [name for name in openers if "open_trained(" not in code[name]]

@@ -1,4 +1,4 @@
-"""Recipes reproduce published runs: their flags, their numbers of parameters, and independence of our defaults."""
+"""Recipes reproduce published runs: their flags, numbers of parameters, and independence of our defaults."""
 
 from collections.abc import Iterator
 
@@ -34,11 +34,11 @@ PERSISTENT = {  # the same flags, then the number of persistent vectors
 }
 MILLIONS = {"adaptive_span_8": "6.5", "adaptive_span_12": "38.54", "adaptive_span_24": "208.9"}
 MILLIONS |= {"all_attention_18": "38.50", "all_attention_36": "114.02"}
-"""Millions of parameters, as printed in or derived from the papers."""
+"""Millions of parameters, printed in the papers or computed from their sizes."""
 
 
 class Unset(TorchFunctionMode):
-    """Leaves parameters uninitialized, because pages of memory that are never written cost nothing."""
+    """Leaves parameters uninitialized, because memory that is never written takes no space."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
@@ -112,7 +112,7 @@ def test_flags_equal_those_of_the_published_scripts(name):
 
 
 def keys_set_by(name: str) -> set[str]:
-    """Keys that the file of a recipe and the files that it includes set."""
+    """Keys that are set by the file of a recipe or by files that it includes."""
     node = OmegaConf.to_container(OmegaConf.load(CONF / "recipe" / f"{name}.yaml"))
     parents = [entry for entry in node.pop("defaults", []) if isinstance(entry, str)]
     keys = {f"{section}.{key}" for section, part in node.items() for key in part}
@@ -120,7 +120,7 @@ def keys_set_by(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_recipe_sets_all_keys_that_its_result_depends_on_and_reads_enwik8(name):
+def test_a_recipe_sets_all_keys_that_change_its_score_and_reads_enwik8(name):
     data = plan(f"recipe={name}").data
     assert (data["name"], data["fallback"], data["vocabulary"], data["drop_newlines"]) == ("enwik8", None, V, False)
     required = {f"model.{key}" for key in settings.ModelSettings.__dataclass_fields__} - {"model.default_bytes"}
@@ -149,7 +149,7 @@ def test_a_finetune_recipe_adds_steps_at_a_tenth_of_the_learning_rate(name, step
         plan(f"recipe={name}")
 
 
-def test_the_product_key_memory_recipe_trains_values_with_a_group_of_their_own():
+def test_the_product_key_memory_recipe_trains_values_in_a_separate_group():
     tiny = (*TINY, "variant.memory.half_keys=8", "variant.memory.top_k=4")
     run_plan = plan("recipe=product_key_memory_12", *tiny)
     optimizers = run_plan.make_optimizers(run_plan.make_model())

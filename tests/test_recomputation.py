@@ -21,7 +21,7 @@ CASES = {
 
 
 def after_two_steps(*words: str, compiled: bool = False):
-    """A run in float64 after two steps, with the gradients of the second step."""
+    """A trainer in float64 after two steps, with the gradients of the second step."""
     torch.manual_seed(7)
     run = make_run("optim=adamw", "model.head_zero_init=false", *words)
     run.model.double()
@@ -39,14 +39,14 @@ def test_recomputation_changes_no_loss_gradient_or_state(case, monkeypatch):
     calls, inner = [], Attention.forward
     monkeypatch.setattr(Attention, "forward", lambda self, *a, **k: calls.append(self) or inner(self, *a, **k))
     plain = after_two_steps(*CASES[case])
-    first, again = len(calls), after_two_steps(*CASES[case], "runtime.checkpoint=layers")
-    assert len(calls) - first == 2 * first, "each layer is computed once more in every backward pass"
-    assert again.train_row()["bits_per_byte"] == plain.train_row()["bits_per_byte"]
-    for (name, expected), actual in zip(plain.model.named_parameters(), again.model.parameters(), strict=True):
+    n_calls, recomputed = len(calls), after_two_steps(*CASES[case], "runtime.checkpoint=layers")
+    assert len(calls) - n_calls == 2 * n_calls, "each layer must be computed once more in every backward pass"
+    assert recomputed.train_row()["bits_per_byte"] == plain.train_row()["bits_per_byte"]
+    for (name, expected), actual in zip(plain.model.named_parameters(), recomputed.model.parameters(), strict=True):
         assert (expected.grad is None) == (actual.grad is None), name
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-14)
         assert torch.equal(expected, actual), name
-    assert all(map(torch.equal, state_tensors(plain.state), state_tensors(again.state)))
+    assert all(map(torch.equal, state_tensors(plain.state), state_tensors(recomputed.state)))
 
 
 def test_recomputation_changes_no_gradient_of_a_compiled_model(monkeypatch):

@@ -28,9 +28,9 @@ def test_a_resumed_record_equals_an_uninterrupted_one(tmp_path):
             record.append(train_row(step))
         saved = {"rows": record.rows, "sha256": record.sha256}
         record.append(train_row(3) | {"clock": {"seconds": 99.0}})
-        assert len(read_rows(record.path)) == 4, "a row is on disk as soon as it is appended"
+        assert len(read_rows(record.path)) == 4, "a row must be on disk as soon as it is appended"
     with record.path.open("a") as file:
-        file.write('{"kind": "train", "st')  # killed while it wrote
+        file.write('{"kind": "train", "st')  # as if killed while it wrote
     with Record(tmp_path / "resumed", **saved) as record:
         for step in range(3, 6):
             record.append(train_row(step) | {"clock": {"seconds": 7.0}})
@@ -113,7 +113,7 @@ OTHER = {"source": "bb", "tree": "other"}
         ({"source": "bb", "variant": "mhsa", "budget": {"seconds": 9}}, True),  # the same source tree
         (OTHER | {"variant": "mhsa", "budget": {"seconds": 9}}, False),
         ({"device": "Another CPU", "budget": {"seconds": 9}}, False),  # seconds on another CPU are another budget
-        ({"processes": 1, "budget": {"seconds": 9}}, True),  # the default of older rows
+        ({"processes": 1, "budget": {"seconds": 9}}, True),  # the number that rows without this key have
         ({"purpose": "tune"}, False),
         ({"budget": {"steps": 7}}, False),
         ({"data": {"sha256": "f" * 64}}, False),
@@ -126,7 +126,7 @@ OTHER = {"source": "bb", "tree": "other"}
 )
 def test_rows_compare_unless_numerics_data_budget_or_protocol_differ(changes, comparable_rows):
     a = make_summary(**PINNED, protocol={"streams": 8})
-    a |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}
+    a |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}  # both rows have it
     b = a | changes
     assert comparable(a, b) == comparable(b, a) == comparable_rows
 
@@ -144,8 +144,8 @@ def test_a_summary_is_written_atomically_and_an_invalid_value_is_named_by_its_ke
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
     wrong = {"seed": "0", "memory": {"peak_bytes": -1}, "valid_metrics": {"x.span": ["long"]}, "purpose": "play"}
     reasons = {"seed": "seed is '0'", "memory": "memory.peak_bytes is -1", "valid_metrics": "valid_metrics.x.span"}
-    for key, value in wrong.items():
+    for key, entry in wrong.items():
         reason = reasons.get(key, "purpose is 'play'")
-        assert violation(summary | {key: value}, schema="summary").startswith(reason)
+        assert violation(summary | {key: entry}, schema="summary").startswith(reason)
     del summary["variant"]
     assert violation(summary, schema="summary") == "variant is missing"

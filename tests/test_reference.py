@@ -1,4 +1,4 @@
-"""The references are compared with torch's layers, closed forms and numbers worked out by hand."""
+"""The references of attention, compared with torch's layers, closed forms and numbers worked out by hand."""
 
 import math
 
@@ -19,7 +19,7 @@ X, WEIGHTS = normal(B, T, D), {name: normal(D, D, seed=i + 1) for i, name in enu
 PARAMETERS = [X, *WEIGHTS.values()]
 ARGUMENTS = WEIGHTS | {"heads": H, "span": S, "attend_self": True}
 DISTANCES = torch.arange(T)[:, None] - torch.arange(T)
-"""Distance x of every query and key ``[T, T]``, negative where the key is later than the query."""
+"""Distance of every query and key, ``[T, T]``, negative where the key is later than the query."""
 HARD = torch.zeros(T, T, dtype=torch.float64).masked_fill((DISTANCES < 0) | (DISTANCES >= S), -math.inf)
 """0 on the S visible keys of a query, minus infinity elsewhere."""
 
@@ -37,14 +37,14 @@ def by_torch(bias: Tensor, *, more_keys: Tensor | None = None, more_values: Tens
     """
     q, k, v = projected("wq", "wk", "wv")
     if more_keys is not None:
-        k, v = (torch.cat([one, more.expand(B, *more.shape)], 2) for one, more in ((k, more_keys), (v, more_values)))
+        k, v = (torch.cat([x, more.expand(B, *more.shape)], 2) for x, more in ((k, more_keys), (v, more_values)))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2) @ WEIGHTS["wo"].T
 
 
 def test_attention_equals_torchs_multihead_attention():
     layer = nn.MultiheadAttention(D, H, bias=False, batch_first=True, dtype=torch.float64)
-    inside = torch.cat([WEIGHTS[name] for name in ("wq", "wk", "wv")])
-    parameters = {"in_proj_weight": inside, "out_proj.weight": WEIGHTS["wo"]}
+    in_proj = torch.cat([WEIGHTS[name] for name in ("wq", "wk", "wv")])
+    parameters = {"in_proj_weight": in_proj, "out_proj.weight": WEIGHTS["wo"]}
     causal = {"attn_mask": torch.ones(T, T, dtype=torch.bool).triu(1), "need_weights": False}
     expected, _ = torch.func.functional_call(layer, parameters, (X, X, X), causal)
     assert_same(attention(X, **ARGUMENTS | {"span": T}), expected, inputs=PARAMETERS)
@@ -87,7 +87,7 @@ def test_the_soft_mask_its_gradient_at_the_kinks_and_the_span_loss_equal_numbers
 
 
 def soft(z: Tensor, *, ramp: int) -> Tensor:
-    """m_z(x) of every (query, key) for ``z [..., 1, 1]`` or ``[..., T, 1]``."""
+    """The soft mask m_z(x) of every query and key, ``[..., T, T]``, for ``z [..., 1, 1]`` or ``[..., T, 1]``."""
     return torch.clamp((ramp + z - DISTANCES) / ramp, 0, 1)
 
 

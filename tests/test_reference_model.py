@@ -1,4 +1,4 @@
-"""The references of feed-forward, product-key memory and the whole model are compared with torch's layers."""
+"""The references of feed-forward, product-key memory and the whole model, compared with torch's layers."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.reference_case import B, D, H, T, assert_same, normal, stream  # noqa
 
 pytestmark = pytest.mark.numeric
 
-C, DQ = 3, 4  # half-keys per set and width of a query of the product-key memory
+C, DQ = 3, 4  # of the product-key memory: half-keys in each set and width of a query
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Reformer: limits, changing spans, and the tensors saved for the backward pass."""
+"""Reformer: equality with windowed attention, changing spans, and the tensors saved for the backward pass."""
 
 import pytest
 import torch
@@ -31,16 +31,16 @@ def test_with_a_single_bucket_it_equals_windowed_attention_for_any_number_of_rou
     """The bucket has room for all keys, and a query does not see itself."""
     torch.manual_seed(0)
     keys = torch.randn(B, H, 12, 2 * K, dtype=DOUBLE, requires_grad=True)
-    sizes = torch.rand(B, H, length, dtype=DOUBLE, requires_grad=True)
-    queries = keys[:, :, -length:, :K] * sizes[..., None]
+    factors = torch.rand(B, H, length, dtype=DOUBLE, requires_grad=True)
+    queries = keys[:, :, -length:, :K] * factors[..., None]
     expected = window.attend(queries, keys[..., :K], keys[..., K:], Window((5,) * H, 1))
     hashes = torch.zeros(B, H, rounds, 12, dtype=torch.int32)
-    y, n_visible = lsh_attention(keys, sizes, hashes, bucket_keys=20, max_distance=5, shift=1)
-    assert_same(y, expected, named={"keys": keys, "sizes": sizes})
+    y, n_visible = lsh_attention(keys, factors, hashes, bucket_keys=20, max_distance=5, shift=1)
+    assert_same(y, expected, named={"keys": keys, "factors": factors})
     assert n_visible[0, 0].tolist() == [min(5, at) for at in range(12 - length, 12)]
 
 
-def test_a_query_sees_itself_only_without_any_other_key():
+def test_a_query_sees_itself_only_if_it_sees_no_other_key():
     layer, x = build(attend_self=True), inputs(3)
     layer.rotations.zero_()
     out, values = layer(x, collect_stats=True), layer.value(x)
@@ -71,15 +71,15 @@ def test_the_span_may_grow_or_shrink_between_segments():
 def test_scores_are_recomputed_for_the_backward_with_the_same_dropout(monkeypatch):
     layer, x = build(dropout=0.5, span=40, bucket_keys=20).train(), inputs(60).requires_grad_()
 
-    def measured() -> tuple[int, tuple[Tensor, ...]]:
+    def saved_elements_and_gradients() -> tuple[int, tuple[Tensor, ...]]:
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: sizes.append(saved.numel()) or saved, lambda x: x):
             torch.manual_seed(1)
             y = layer(x).y
         return sum(sizes), torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
 
-    saved, gradients = measured()
+    saved, gradients = saved_elements_and_gradients()
     monkeypatch.setattr("torch.utils.checkpoint.checkpoint", lambda function, *arguments, **_: function(*arguments))
-    saved_without_recomputation, expected = measured()
+    saved_without_recomputation, expected = saved_elements_and_gradients()
     assert saved < saved_without_recomputation / 3
     assert all(map(torch.equal, gradients, expected))

@@ -1,4 +1,4 @@
-"""Replayed spans: the learned spans of another run as fixed windows, from a configuration or from that run."""
+"""Replayed spans: fixed windows with the spans that another run learned, from a configuration or from that run."""
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ def lengths_of(model) -> list:
 def test_replayed_spans_equal_learned_spans_of_the_same_length_and_training_does_not_change_them():
     run, learned = make_run(*CONFIGURED), make_run(*VARIANTS["adaptive_span"]).model
     fixed = run.model
-    learned.load_state_dict(fixed.state_dict())  # the buffer has the parameter's name
+    learned.load_state_dict(fixed.state_dict())  # the buffer of fixed spans has the name of the learned parameter
     learned.project_()
     assert lengths_of(fixed) == SPANS
     assert [spans.max_keys for spans in spans_of(fixed)] == [spans.max_keys for spans in spans_of(learned)]
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     for _, sublayer in (*fixed.sublayers(), *learned.sublayers()):
-        for parameter in sublayer.parameters():  # projections that start at zero hide the windows
+        for parameter in sublayer.parameters():  # projections that start at zero would hide the windows
             if parameter.dim() > 1 and not parameter.any():
                 torch.nn.init.eye_(parameter)
     assert torch.equal(fixed.eval()(tokens).logits, learned.eval()(tokens).logits)
@@ -55,12 +55,12 @@ def test_integer_spans_with_a_ramp_of_one_are_a_hard_window():
 def test_init_from_a_finished_run_takes_its_spans_unless_spans_are_configured(cwd):
     job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
     source = (f"init_from.run={job.folder.path}", "budget.steps=2")
-    follower = make_job("variant=replayed_spans", "variant.attention.span.ramp=4", *source).trainer
+    replaying = make_job("variant=replayed_spans", "variant.attention.span.ramp=4", *source).trainer
     learned = lengths_of(job.trainer.model)
-    assert lengths_of(follower.model) == learned
-    follower.step()
-    assert lengths_of(follower.model) == learned
-    assert not any(name.endswith("fraction") for name, _ in follower.model.named_parameters())
+    assert lengths_of(replaying.model) == learned
+    replaying.step()
+    assert lengths_of(replaying.model) == learned
+    assert not any(name.endswith("fraction") for name, _ in replaying.model.named_parameters())
     configured = make_job(*CONFIGURED, *source).trainer.model
     assert lengths_of(configured) == SPANS
     assert torch.equal(configured.embedding.weight, job.trainer.model.embedding.weight)

@@ -1,4 +1,4 @@
-"""The report: golden tables, which rows share a table, refused rows, statistics, and CSV."""
+"""The report: golden tables, rows that share a table, refused rows, statistics, and CSV."""
 
 import copy
 import csv
@@ -64,7 +64,7 @@ def test_runs_that_do_not_compare_are_in_different_tables(tmp_path, changes):
     by_name = tables(tmp_path)
     variants = [{*column(by_name[name], "variant")} - {"gzip", "bzip2", "xz"} for name in ("runs-1", "runs-2")]
     assert sorted(map(sorted, variants)) == [["adaptive_span"], ["mhsa"]]
-    assert "minus the reference, bits" not in headings(by_name["runs-1"])
+    assert "minus the reference, bits" not in headings(by_name["runs-1"]), "there is no reference to compare with"
 
 
 NUMERICS = {"variant": 1, "shared": 1}
@@ -112,7 +112,7 @@ def test_runs_with_and_without_a_test_score_share_a_table(tmp_path):
     assert "on valid" in table.caption
 
 
-def test_scores_on_test_are_counted_including_those_of_failed_runs_and_later_evaluations(tmp_path):
+def test_scores_on_test_are_counted_with_those_of_failed_runs_and_later_evaluations(tmp_path):
     folder = write_run(tmp_path, variant="mhsa")
     rows = [{"split": "test"}, {"split": "valid"}, {"split": "test"}, [], "garbage"]
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
@@ -136,7 +136,7 @@ def test_differences_from_the_reference_are_paired_by_seed_and_corrected_by_holm
 
 
 def test_hyperparameters_are_picked_on_tuning_seeds_whose_scores_are_not_reported(tmp_path):
-    """A trial without a score for every seed is not picked, and a pick at an end of the range is flagged."""
+    """A point without a score for every seed is not picked, and a pick at an end of the range is flagged."""
     for trial, (rate, bits) in enumerate(((0.001, 2.5), (0.003, 2.4), (0.01, 2.3))):
         for seed in (100, 101):
             score = None if (trial, seed) == (2, 101) else bits + seed / 1e4
@@ -166,8 +166,8 @@ def test_a_folder_that_is_named_twice_or_linked_is_read_once(tmp_path):
 
 def test_invalid_lines_are_refused_with_a_reason_and_valid_ones_are_read(tmp_path):
     without = {key: value for key, value in cost_row().items() if key != "source"}
-    bad = [without, cost_row(kind="guess"), cost_row() | {"length": "long"}]
-    path = write_rows(tmp_path, [cost_row(), *bad, cost_row()])
+    invalid = [without, cost_row(kind="guess"), cost_row() | {"length": "long"}]
+    path = write_rows(tmp_path, [cost_row(), *invalid, cost_row()])
     with path.open("a") as file:
         file.write('{"kind": "cost", \n' + "null\n" * 1000)
     rows = read_folders([tmp_path])
@@ -176,8 +176,8 @@ def test_invalid_lines_are_refused_with_a_reason_and_valid_ones_are_read(tmp_pat
     for line, reason in enumerate(words, start=2):
         assert rows.refused[line - 2].startswith(f"{path}: line {line}: {reason}")
     assert "line 6: not JSON" in rows.refused[3] and rows.refused[-1].endswith("999 more lines")
-    for value in ("NaN", "1" + "0" * 5000, "true"):
-        path.write_text(json.dumps(cost_row()).replace('"length": 512', f'"length": {value}'))
+    for length in ("NaN", "1" + "0" * 5000, "true"):
+        path.write_text(json.dumps(cost_row()).replace('"length": 512', f'"length": {length}'))
         assert read_folders([tmp_path]).frame.empty and len(read_folders([tmp_path]).refused) == 1
 
 

@@ -1,4 +1,4 @@
-"""The command ``bench.report``: the files that it writes and removes, and the mistakes that it refuses."""
+"""``python -m bench.report``: the files that it writes and removes, and the mistakes that it refuses."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The HTML page of the report in a real browser: opened from disk, sorted, and with hostile text."""
+"""The HTML page of the report in a browser: opened from disk, sorted, and with hostile text."""
 
 import socket
 from dataclasses import replace
@@ -119,11 +119,11 @@ def assert_hostile_text_is_text(page) -> None:
     assert page.execute_script(texts, "pre code") == ["\n".join(written)]
     assert {*page.execute_script(texts, "title, h1, article h2, .caption, thead button, nav li")} == {" ".join(written)}
     assert page.execute_script("return window.struck") is None
-    assert page.execute_script("return document.querySelectorAll('img, main svg, script').length") == 2  # one each
+    assert page.execute_script("return document.querySelectorAll('img, main svg, script').length") == 2  # img, script
     assert browser.console(page) == [] and len(browser.requests(page)) == 2
     browser.resize(page, 320)
     wider = "const root = document.documentElement; return root.scrollWidth - root.clientWidth"
-    assert page.execute_script(wider) == 0, "wide tables scroll inside their frame"
+    assert page.execute_script(wider) == 0, "wide tables must scroll inside their frame"
 
 
 def assert_outside_content_is_refused(page) -> None:

@@ -48,14 +48,13 @@ def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, 
     assert not list(cwd.glob("other/outputs/*/summary.json"))
     resumed = make_job(*words)
     assert resumed.folder.checkpoint is not None and resumed.trainer.spent.steps == 0
-    again = run_job(resumed)
+    assert run_job(resumed)["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
     assert rows_of(resumed) == rows_of(undisturbed)
-    assert again["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
     last = [checkpoint.load(checkpoint.newest(job.folder.path)) for job in (undisturbed, resumed)]
-    for name, tensor in last[0]["model"].items():
-        assert torch.equal(tensor, last[1]["model"][name]), name
+    for key, tensor in last[0]["model"].items():
+        assert torch.equal(tensor, last[1]["model"][key]), key
     if words[: len(SPANS)] == SPANS:
-        assert len(set(spans(resumed))) > 1
+        assert len(set(spans(resumed))) > 1, "training must have moved the spans, which begin equal"
 
 
 def test_a_crashed_run_resumes_from_its_last_checkpoint(cwd, monkeypatch):

@@ -42,7 +42,7 @@ def test_the_same_configuration_gives_the_same_record(cwd, monkeypatch):
 
 
 @pytest.mark.parametrize(("carry", "cold"), [("true", [0, 8, 16]), ("false", list(range(18)))])
-def test_state_is_carried_until_the_streams_begin_anew(carry, cold, monkeypatch):
+def test_with_carry_only_the_first_step_of_an_epoch_has_no_state_and_without_every_step(carry, cold, monkeypatch):
     run = make_run("data.bytes=600", "eval.bytes=null", f"batch.carry={carry}", "budget.steps=18")
     update, states = Update.__call__, []
 
@@ -132,7 +132,7 @@ def test_a_budget_of_flops_is_charged_by_the_spans_at_each_step_not_by_the_rows_
 # Summary
 
 
-def test_windows_that_are_not_a_number_make_a_run_not_causal(monkeypatch):
+def test_a_causality_check_of_windows_that_gives_nan_makes_a_run_not_causal(monkeypatch):
     score = summary_module.score_windows
     monkeypatch.setattr(summary_module, "score_windows", lambda *a, **k: score(*a, **k)._replace(future_nats=math.nan))
     assert whole_run("eval.windows=true", "budget.steps=2")[1]["check"] == NOT_CAUSAL
@@ -181,9 +181,9 @@ def test_the_test_split_is_scored_on_request_only_and_the_purpose_identifies_a_r
         headings = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("bits per byte")]
         assert headings == [["bits", "per", "byte", "valid"]], "the table must have no column for test"
         assert summaries[purpose]["purpose"] == rows_of(job)[0]["config"]["purpose"] == purpose
-    result, tuned = summaries.values()
-    assert result["test_bits_per_byte"] is None and result["config_hash"] != tuned["config_hash"]
-    assert result["valid_bits_per_byte"] == tuned["valid_bits_per_byte"]
+    reported, tuned = summaries.values()
+    assert reported["test_bits_per_byte"] is None and reported["config_hash"] != tuned["config_hash"]
+    assert reported["valid_bits_per_byte"] == tuned["valid_bits_per_byte"]
     with pytest.raises(ValueError, match="purpose=tuning: allowed are result, tune"):
         make_job("purpose=tuning")
 

@@ -1,4 +1,4 @@
-"""The folder of a run: what identifies the run, which folders are returned or resumed, and locking."""
+"""The folder of a run: what identifies the run, finished and invalid folders, and locking."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ def write_run_folder(outputs: Path, identity: Identity, *, finished: bool) -> Pa
     return path
 
 
-def test_the_hash_covers_exactly_the_keys_that_can_change_a_number():
+def test_the_hash_depends_on_keys_that_can_change_a_number_and_not_on_others():
     config = plan(*SMALL).config
 
     def hash_of(path: str, value: object) -> str:
@@ -49,7 +49,7 @@ def test_the_hash_covers_exactly_the_keys_that_can_change_a_number():
         node[key] = value
         return config_hash(changed, pinned=PINNED)
 
-    ignored = {"outputs": "there", "force": True, "record.every_steps": 7, "checkpoint.keep": 5, "data.fallback": None}
+    ignored = {"outputs": "moved", "force": True, "record.every_steps": 7, "checkpoint.keep": 5, "data.fallback": None}
     unchanged = hash_of("seed", config["seed"])
     covered = {"seed": 1, "model.span": 17, "optim.lr": 0.1, "batch.streams": 3, "eval.bytes": 300, "data.seed": 1}
     covered |= {"check": False, "runtime.precision": "bfloat16", "runtime.threads": 2, "budget.steps": 9}
@@ -80,7 +80,7 @@ def test_a_run_that_another_process_has_finished_since_it_was_prepared_is_return
 
 
 @pytest.mark.parametrize("content", ["[]", "{"])
-def test_a_folder_with_an_invalid_summary_counts_as_no_finished_run(tmp_path, content):
+def test_a_folder_with_an_invalid_summary_is_not_that_of_a_finished_run(tmp_path, content):
     (write_run_folder(tmp_path, IDENTITY, finished=True) / SUMMARY).write_text(content)
     assert RunFolder(tmp_path, IDENTITY).summary is None
 

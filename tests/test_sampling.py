@@ -10,7 +10,7 @@ from harness.loop.sampling import draw, generate, token_ids
 from tests.small_configs import TINY, plan, small
 
 VARIANTS = ("adaptive_span_memory", "compressed")
-"""Variants with every type of carried state."""
+"""Variants that together have every type of carried state."""
 PROMPT = torch.randint(256, (29,), generator=torch.Generator().manual_seed(0))
 
 
@@ -25,7 +25,7 @@ def network(variant: str, *words: str):
 
 @torch.no_grad()
 def sampled_naively(model, text: torch.Tensor, n_bytes: int, **choice) -> list[int]:
-    """Sample ``n_bytes`` after ``text``, each from a forward pass over the whole text so far."""
+    """Sample ``n_bytes`` bytes after ``text``, each from a forward pass over the whole text before it."""
     generator, tokens = torch.Generator().manual_seed(3), text.tolist()
     for _ in range(n_bytes):
         logits = model(torch.tensor([tokens])).logits[0, -1]

@@ -1,4 +1,4 @@
-"""Search spaces of hyperparameters: pinned points, recorded trials, and invalid spaces."""
+"""Search spaces of hyperparameters: pinned points, recorded trials, seeds of sweeps, and invalid spaces."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ def plan_trial(space: dict, trial: int, *words: str, command_line_keys: tuple[st
     return plan_run(cfg, command_line_keys=command_line_keys)
 
 
-def values(run_plan) -> dict:
+def point_of(run_plan) -> dict:
     keys = run_plan.config["space"]
     return {key: OmegaConf.select(OmegaConf.create(run_plan.config), key) for key in sorted(keys)}
 
@@ -33,7 +33,7 @@ def values(run_plan) -> dict:
 def test_the_first_points_are_pinned():
     """Committed rows name their trials, so a point must not depend on the version of torch or the order of keys."""
     for space in (SPACE, dict(reversed(SPACE.items()))):
-        points = [values(plan_trial(space, trial)) for trial in range(3)]
+        points = [point_of(plan_trial(space, trial)) for trial in range(3)]
         assert points == [
             {"model.dropout": 0.2376, "model.heads": 2, "model.layers": 2, "optim.lr": 0.004243},
             {"model.dropout": 0.4053, "model.heads": 2, "model.layers": 3, "optim.lr": 0.05583},
@@ -49,7 +49,7 @@ def test_intervals_and_choices_are_covered_from_end_to_end():
     assert linear.select(0.75) == (0.5, 0.75)
     counts = Counter(Choice(choices=["a", "b", "c"]).select(step / 999) for step in range(999))
     assert counts == dict.fromkeys((("a", 0.0), ("b", 0.5), ("c", 1.0)), 333)
-    assert log.select(1 / 3)[0] == 0.002154, "four digits, so that it can be repeated on the command line"
+    assert log.select(1 / 3)[0] == 0.002154, "four digits, short enough to type on the command line"
 
 
 def test_sweeps_that_compare_variants_have_five_seeds_and_adamw():
@@ -63,9 +63,9 @@ def test_sweeps_that_compare_variants_have_five_seeds_and_adamw():
 
 def test_a_trial_is_recorded_and_planned_again_as_the_same_run():
     run_plan = plan("variant=adaptive_span", *TINY, *TUNE, "trial=3")
-    assert run_plan.config["trial"] == 3 and values(run_plan)["optim.lr"] == run_plan.config["optim"]["lr"]
-    again = plan_run(OmegaConf.create(json.loads(json.dumps(run_plan.config))))
-    assert again.config == json.loads(json.dumps(run_plan.config)) and again.point == run_plan.point
+    assert run_plan.config["trial"] == 3 and point_of(run_plan)["optim.lr"] == run_plan.config["optim"]["lr"]
+    replanned = plan_run(OmegaConf.create(recorded := json.loads(json.dumps(run_plan.config))))
+    assert replanned.config == recorded and replanned.point == run_plan.point
     assert plan("variant=adaptive_span", *TINY).config["space"] is None, "a run that is not a trial has no space"
     assert list(plan("variant=adaptive_span", "space=rate", *TUNE, "trial=3").point) == ["optim.lr"]
 
@@ -86,7 +86,7 @@ def test_an_invalid_or_missing_space_is_refused(space, message):
     assert str(caught.value).startswith(message)
 
 
-def test_keys_of_a_trial_may_not_be_typed_and_the_trial_number_and_purpose_are_checked():
+def test_keys_of_a_trial_may_not_be_set_by_hand_and_the_trial_number_and_purpose_are_checked():
     with pytest.raises(ValueError, match=r"^optim\.lr: is set by trial=0"):
         plan_trial(SPACE, 0, "optim.lr=0.5", command_line_keys=("optim.lr", "seed"))
     with pytest.raises(ValueError, match=r"^purpose=result: trial=0 is only allowed with purpose=tune"):

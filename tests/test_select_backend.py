@@ -1,4 +1,4 @@
-"""Selection of the backend on an untested device: candidates are compared with float64 in processes of their own."""
+"""Selection of the backend on an untested device: candidates are compared with float64, each in a process."""
 
 import json
 
@@ -21,14 +21,14 @@ PASSED = (True, "1e-6 of the gradient of x")
 
 @pytest.fixture(autouse=True)
 def untested_cpu(monkeypatch):
-    """Treat the CPU as an untested device, without cached comparisons."""
+    """Make the CPU an untested device without cached comparisons."""
     monkeypatch.setattr(select_backend, "TESTED_DEVICES", ())
     monkeypatch.setattr(select_backend, "_comparisons", {})
 
 
 @pytest.fixture
 def compared(monkeypatch) -> list[str]:
-    """Backends that were compared, by a substitute for processes: ``fused`` passes, ``chunked`` hangs, others fail."""
+    """Names of the compared backends. Without processes, ``fused`` passes, ``chunked`` hangs, and others fail."""
     names = []
 
     class FakeWorker:
@@ -54,7 +54,7 @@ def compared(monkeypatch) -> list[str]:
 def offering(*offered: str, **runtime_keys: object) -> Plan:
     """A plan whose attention offers these backends."""
     config = OmegaConf.to_container(compose_config("variant=mhsa", "data=recall", *TINY), resolve=True)
-    target = {"_target_": "tests.candidate_attention.Offering", "_partial_": True, "offered": list(offered)}
+    target = {"_target_": "tests.candidate_attention.CandidateAttention", "_partial_": True, "offered": list(offered)}
     config["variant"]["attention"] = target
     config["runtime"] |= runtime_keys
     return plan_run(OmegaConf.create(config), trusted=("tests.candidate_attention",))
@@ -128,25 +128,25 @@ SMALL = ("data=recall", *TINY, "model.span=24", "batch.streams=2", "position=rel
 SEGMENTS = (30, 31, 1)
 
 
-def agrees(*words: str) -> tuple[bool, str]:
+def compare_with_float64(*words: str) -> tuple[bool, str]:
     run_plan = plan(*SMALL, *words)
     return agreement(run_plan, runtime.start(run_plan.runtime), segments=SEGMENTS)
 
 
-def test_correct_backends_agree_also_with_dropout():
-    passed, detail = agrees("variant=adaptive_span", "runtime.backend=chunked")
+def test_a_correct_backend_passes_the_comparison_also_with_dropout():
+    passed, detail = compare_with_float64("variant=adaptive_span", "runtime.backend=chunked")
     assert passed, detail
     attention = ("variant.layers=[attention]", "runtime.backend=chunked", "model.dropout=0.2")
-    passed, detail = agrees("variant=mhsa", *attention, "runtime.precision=bfloat16")
+    passed, detail = compare_with_float64("variant=mhsa", *attention, "runtime.precision=bfloat16")
     assert passed, detail
 
 
-@pytest.mark.parametrize(("wrong", "name"), [("seed", ""), ("nan", "inf of "), ("one number", "")])
-def test_a_wrong_seed_a_nan_or_a_wrong_number_fails_the_comparison(monkeypatch, wrong, name):
-    right = chunked.attend
+@pytest.mark.parametrize(("wrong", "words_of_detail"), [("seed", ""), ("nan", "inf of "), ("one number", "")])
+def test_a_wrong_seed_a_nan_or_a_wrong_number_fails_the_comparison(monkeypatch, wrong, words_of_detail):
+    correct = chunked.attend
 
     def attend(q, *arguments, seed, **keywords):
-        y = right(q, *arguments, seed=seed + 1 if wrong == "seed" and q.dtype == torch.float32 else seed, **keywords)
+        y = correct(q, *arguments, seed=seed + 1 if wrong == "seed" and q.dtype == torch.float32 else seed, **keywords)
         if wrong == "nan":
             y = torch.where(torch.arange(y.shape[2])[:, None] == y.shape[2] - 1, torch.nan, y)
         if wrong == "one number" and q.dtype == torch.float32:
@@ -155,5 +155,5 @@ def test_a_wrong_seed_a_nan_or_a_wrong_number_fails_the_comparison(monkeypatch, 
 
     monkeypatch.setattr(chunked, "attend", attend)
     words = ("variant=mhsa", "variant.layers=[attention]", "runtime.backend=chunked", "model.dropout=0.2")
-    passed, detail = agrees(*words)
-    assert not passed and name in detail, detail
+    passed, detail = compare_with_float64(*words)
+    assert not passed and words_of_detail in detail, detail

@@ -1,4 +1,4 @@
-"""Every variant, sharded between two processes, trains as in one process and resumes bit for bit."""
+"""Every variant, sharded between two processes, trains as in one process and resumes bit for bit, or is refused."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch
 from harness.device.model_parameters import full_tensors
 from harness.device.processes import SINGLE, ProcessGroup, join_processes
 from tests.rank_processes import launch
-from tests.small_configs import CONF, sized
+from tests.small_configs import VARIANT_NAMES, sized
 from tests.small_runs import CARRY, temporary_cwd  # noqa: F401 - a fixture
 from tests.test_distributed_training import divided_run
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.faults
 STEPS = 20
 COMMON = ("runtime.shard=full", "batch.streams=4", "model.head_zero_init=false", f"budget.steps={STEPS}", *CARRY)
 
-CASES = {path.stem: (*sized(path.stem), "optim=adamw") for path in sorted((CONF / "variant").glob("*.yaml"))}
+CASES = {name: (*sized(name), "optim=adamw") for name in VARIANT_NAMES}
 CASES |= {
     "accumulated": ("variant=mhsa", "batch.accumulate=2", "runtime.checkpoint=layers", "optim=adamw"),
     "odd": ("variant=mhsa", "model.d_model=20", "model.heads=5", "model.tied=true", "optim=adamw"),
@@ -24,7 +24,7 @@ CASES |= {
 
 
 def train_and_resume(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
-    """Scores of all steps and the final weights of a run, and of the same run resumed from the middle."""
+    """Scores of all steps and final weights of a run and of its copy resumed from the middle, or why it is refused."""
     results, middle, first = {}, None, []
     try:
         for name in ("whole", "resumed"):

@@ -1,7 +1,6 @@
-"""The digest of the source: the harness, the modules that the variant's mechanisms can import, and trusted modules."""
+"""The digest of the source: the harness, the modules that a variant's mechanisms can import, and trusted modules."""
 
 import inspect
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from harness import source
 from harness.source import digest, mechanism_files
 from tests.command_line import ROOT, clear_source_caches
+from tests.faults.test_user_config_folder import git
 
 CHECKOUT = {
     "train.py": "",
@@ -119,7 +119,7 @@ def test_a_copied_checkout_has_the_same_digest_and_installed_packages_do_not_cou
         digest({}, trust=("nowhere_at_all",))
     write(checkout / "users/broken.py", "def (\n")
     assert digest({}, trust=("broken",)) != digest({})
-    # Imports of installed files are not followed, otherwise all of torch would be read.
+    # Imports by installed modules are not followed: all of torch would be read.
     monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(checkout / "users"))
     before = digest({}, trust=("mine",))
     clear_source_caches()
@@ -143,7 +143,7 @@ def test_new_result_rows_do_not_make_a_commit_dirty(tmp_path, monkeypatch):
         path.write_text("")
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "a"]):
-        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+        git(tmp_path, *words)
     rows.write_text("{}")
     assert len(source.commit()) == 40
     code.write_text("pass")

@@ -1,4 +1,4 @@
-"""Training steps with accumulation, carried state and bfloat16, and scoring compared with loops over single bytes."""
+"""Training steps with accumulation, carried state and bfloat16; scoring, compared with loops over single bytes."""
 
 import math
 from dataclasses import replace
@@ -47,14 +47,14 @@ def test_auxiliary_losses_are_in_the_gradient_but_not_in_the_score(parts):
     logits = runs[0].model(batch[0]).logits.detach()
     scores = [run.evaluate(run.reported_split("valid")[:200]).bits_per_byte for run in runs]
     nats = []
-    for run in runs:  # by plain gradient descent a parameter moves by its gradient times the rate
+    for run in runs:  # a step of SGD moves a parameter by its gradient times the rate
         groups = assign(run.model, default=torch.optim.SGD)
         update = Update(run.model, Optimizers(groups, lr=lr, schedule=Schedule()), CPU, accumulate=parts)
         nats.append(update(*batch, None, fraction=0.0)[0].item())
     assert nats[0] == pytest.approx(F.cross_entropy(logits.transpose(1, 2), batch[1]).item(), abs=1e-6)
     assert nats[0] == nats[1] and scores[0] == scores[1]
     fractions = [run.model.layers[0]["attention"].sublayer.span.fraction for run in runs]
-    expected = torch.full((heads,), lr * weight * span / heads)  # weight times the mean of span * fraction
+    expected = torch.full((heads,), lr * weight * span / heads)  # the loss is the weight times the mean span
     torch.testing.assert_close(fractions[0] - fractions[1], expected, rtol=0, atol=1e-6)
 
 
@@ -113,7 +113,7 @@ def random_bytes(n_bytes: int) -> Tensor:
 
 @torch.no_grad()
 def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
-    """Nats of pairs ``first`` to ``end - 1``, by a forward pass for each byte that starts without a state."""
+    """Nats of pairs ``first`` to ``end - 1``, by a forward pass for each byte. The first pass has no state."""
     nats, state = [], None
     for pair in range(first, end):
         out = model(split[pair].long().view(1, 1), state)
@@ -123,7 +123,7 @@ def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("streams", "context", "segment"), [(3, 0, 64), (3, 11, 7), (4, 11, 1)])
-def test_the_score_of_streams_equals_that_of_single_bytes_after_their_context(model, streams, context, segment):
+def test_the_score_of_streams_equals_that_of_single_bytes_after_the_context(model, streams, context, segment):
     """The 101 pairs are divided into streams of 33 and 34, or of 25 and 26."""
     split, expected = random_bytes(102), []
     before = round_context(context, n_pairs=101, streams=streams, segment=segment)
@@ -137,7 +137,7 @@ def test_the_score_of_streams_equals_that_of_single_bytes_after_their_context(mo
 
 
 def test_statistics_are_collected_on_the_scored_bytes_only(model):
-    # There are 100 pairs. Three streams of 34 include 2 pairs of padding. With a context of 12, statistics begin when all
+    # Of 100 pairs. Three streams of 34 include 2 pairs of padding. With a context of 12, statistics begin once all
     # streams are scored, which leaves out the first 12 pairs of the first stream.
     for streams, segment, context, count in ((4, 64, 0, 100), (4, 7, 0, 100), (3, 64, 0, 102), (4, 6, 12, 88)):
         cut = {"streams": streams, "segment": segment, "context": context}

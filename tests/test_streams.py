@@ -1,4 +1,4 @@
-"""The order of training bytes, which one integer determines, and the cutting of a split for scoring."""
+"""The order of training bytes, which a seed determines, and the division of a split for scoring."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from harness.data.streams import Streams, round_context, sample_layout, samples,
     carry=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_targets_are_the_next_bytes_of_the_split_as_a_ring(n_bytes, streams, segment, seed, carry):
+def test_targets_are_the_next_bytes_of_the_split_closed_to_a_ring(n_bytes, streams, segment, seed, carry):
     split = torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     if n_bytes // streams <= segment:
         return
@@ -36,16 +36,16 @@ def test_targets_are_the_next_bytes_of_the_split_as_a_ring(n_bytes, streams, seg
         before = targets
 
 
-def test_a_turn_reads_every_byte_at_most_once_and_several_turns_reach_all_bytes():
+def test_an_epoch_reads_every_byte_at_most_once_and_several_epochs_read_all_bytes():
     stream = Streams(torch.arange(240, dtype=torch.uint8), streams=4, segment=6, seed=5)
     assert (stream.steps_per_epoch, stream.bytes_per_step) == (10, 24)
-    turns = [torch.cat([stream.batch(turn * 10 + step)[0] for step in range(10)], dim=1) for turn in range(2)]
-    for turn in turns:
-        assert sorted(turn.flatten().tolist()) == list(range(240))
-    assert not torch.equal(turns[0], turns[1])
-    assert turns[0][:, 0].sort().values.diff().tolist() == [60, 60, 60]
+    epochs = [torch.cat([stream.batch(epoch * 10 + step)[0] for step in range(10)], dim=1) for epoch in range(2)]
+    for epoch in epochs:
+        assert sorted(epoch.flatten().tolist()) == list(range(240))
+    assert not torch.equal(epochs[0], epochs[1])
+    assert epochs[0][:, 0].sort().values.diff().tolist() == [60, 60, 60]
     stream = Streams(torch.arange(203, dtype=torch.uint8), streams=2, segment=30, seed=0)  # 3 segments of 101 bytes
-    read = {value for position in range(3 * 30) for value in stream.batch(position)[0].flatten().tolist()}
+    read = {byte for position in range(3 * 30) for byte in stream.batch(position)[0].flatten().tolist()}
     assert read == set(range(203)) and [p for p in range(9) if stream.resets_state(p)] == [0, 3, 6]
     windows_of = Streams(torch.arange(12, dtype=torch.uint8), streams=8, segment=4, seed=0, carry=False)
     begins = {row[0] for position in range(60) for row in windows_of.batch(position)[0].tolist()}
@@ -59,8 +59,8 @@ def test_the_order_is_pinned_and_does_not_depend_on_earlier_batches():
         stream.batch(50)
         torch.manual_seed(99)
         assert stream.batch(9)[0][:, 0].tolist() == first
-        other = Streams(split, streams=4, segment=8, seed=2, carry=carry)
-        assert not torch.equal(stream.batch(9)[0], other.batch(9)[0])
+        reseeded = Streams(split, streams=4, segment=8, seed=2, carry=carry)
+        assert not torch.equal(stream.batch(9)[0], reseeded.batch(9)[0])
 
 
 def test_a_split_that_is_too_short_for_its_streams_is_refused():
@@ -71,7 +71,7 @@ def test_a_split_that_is_too_short_for_its_streams_is_refused():
 
 
 @given(n_pairs=st.integers(1, 3000), streams=st.integers(1, 40), segment=st.integers(1, 9), wanted=st.integers(0, 5000))
-def test_score_streams_read_equally_many_bytes(n_pairs, streams, segment, wanted):
+def test_scored_streams_read_equally_many_bytes_and_score_each_pair_once(n_pairs, streams, segment, wanted):
     if streams > n_pairs:
         with pytest.raises(ValueError, match=rf"eval\.streams={streams}: allowed is 1 to {n_pairs}"):
             score_ranges(n_pairs, streams)
@@ -109,14 +109,14 @@ def test_segments_score_each_pair_once_in_order_after_its_context(n_bytes, strea
             all_inputs[stream] += zip(inputs[stream].tolist(), mask[stream].tolist(), strict=True)
             read += inputs[stream][mask[stream]].tolist()
             predicted += targets[stream][mask[stream]].tolist()
-    data = split.tolist()
+    tokens = split.tolist()
     ranges = score_ranges(n_bytes - 1, streams, context=context)
     for (read, predicted), stream_inputs, (begin, end) in zip(rows, all_inputs, ranges, strict=True):
-        assert read == data[begin:end]
-        assert predicted == data[begin + 1 : end + 1]
+        assert read == tokens[begin:end]
+        assert predicted == tokens[begin + 1 : end + 1]
         before = context if begin else 0
-        tokens, masks = zip(*stream_inputs, strict=True)
-        assert list(tokens[: before + len(read)]) == data[begin - before : end]
+        fed, masks = zip(*stream_inputs, strict=True)
+        assert list(fed[: before + len(read)]) == tokens[begin - before : end]
         assert list(masks[: before + len(read)]) == [False] * before + [True] * len(read)
         assert not any(masks[before + len(read) :]), "the padding must come last"
 
@@ -130,7 +130,7 @@ def test_segments_score_each_pair_once_in_order_after_its_context(n_bytes, strea
 )
 @settings(max_examples=40, deadline=None)
 def test_samples_are_spread_evenly_over_the_split(n_bytes, pairs, streams, segment, context):
-    split, length = torch.arange(n_bytes), min(pairs, n_bytes - 1) // streams  # each value is its position
+    split, length = torch.arange(n_bytes), min(pairs, n_bytes - 1) // streams  # each byte is its position
     rows = list(samples(split, pairs=pairs, streams=streams, segment=segment, context=context))
     if not length:
         return
@@ -159,7 +159,7 @@ def test_a_sample_is_scored_after_whole_segments_of_context(pairs, streams, segm
 @given(n_bytes=st.integers(2, 250), window=st.integers(1, 40), stride=st.integers(1, 40), batch=st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
 def test_windows_score_each_pair_once_with_enough_context(n_bytes, window, stride, batch):
-    split = torch.arange(n_bytes, dtype=torch.uint8)  # each value is its position
+    split = torch.arange(n_bytes, dtype=torch.uint8)  # each byte is its position
     stride = min(stride, window)
     scored = []
     for inputs, targets, mask in windows(split, window=window, stride=stride, batch=batch):

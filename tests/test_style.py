@@ -1,4 +1,4 @@
-"""Rules for the source that its text shows: directions of imports, sizes of files, and names."""
+"""Rules for the text of the source: directions of imports, sizes of files, and names."""
 
 import ast
 import graphlib
@@ -8,16 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.command_line import ROOT
+from tests.small_configs import VARIANT_NAMES
 from tests.timeouts import TIMEOUT_SECONDS
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("variants", "harness", "bench", "windtunnel")
 PRODUCT = [ROOT / "train.py", *(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))]
 TESTS = [*(ROOT / "tests").rglob("*.py")]
 TEXT = (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ".json", ".jsonl", ".cfg", "")
 FOLDERS = (*PACKAGES, "conf", "tests", "docs", ".ci")
 
-# Modules that the files of each folder may import besides the standard library. A package includes its modules.
+# What the files of each folder may import besides the standard library. A package stands for all of its modules.
 ARROWS = {
     "variants": {"torch", "einops", "variants", "triton"},
     "variants/kernels": {"torch", "variants.kernels", "triton"},  # triton: in one file, imported where it is used
@@ -95,7 +96,7 @@ def test_imports_have_no_cycle_of_modules_or_folders():
     modules = import_graph()
     commands = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
     shared = {(command, imports) for command in commands for imports in modules[command] & commands}
-    assert len(commands) > 5 and shared == {("bench.decompress", "bench.compress")}  # implemented in one file
+    assert len(commands) > 5 and shared == {("bench.decompress", "bench.compress")}  # one file has the code of both
     commands |= {"bench.results_page"}  # modules of one command only
 
     def group_of(module: str) -> str:
@@ -125,8 +126,7 @@ def test_no_file_is_named_util_and_no_product_file_has_400_lines():
 
 def test_the_code_of_bench_names_no_variant():
     """Configurations and data may name variants. Code may not, so that a user's variant is treated in the same way."""
-    variants = "|".join(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
-    named = re.compile(rf"(?<![\w-])({variants})(?![\w-])")  # as a word: other packages' names may contain one
+    named = re.compile(rf"(?<![\w-])({'|'.join(VARIANT_NAMES)})(?![\w-])")  # whole words: package names may contain one
     files = [path for path in PRODUCT if path.is_relative_to(ROOT / "bench")]
     assert not [f"{path}: {name[0]}" for path in files if (name := named.search(path.read_text(encoding="utf-8")))]
 

@@ -1,4 +1,4 @@
-"""Sweeps: failed, killed and finished jobs when the command is repeated, and the independence of jobs."""
+"""Sweeps: failed, killed and finished jobs of a repeated command, planned jobs, and the independence of jobs."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.small_configs import plan
 from tests.small_runs import repeatable
 
 LONGER = ("budget.steps=12", "checkpoint.every_steps=2", "record.every_steps=2")
-"""Words of a run that is long enough to be killed before its end."""
+"""Words of a run with checkpoints before its end."""
 
 
 def summaries(outputs: Path) -> dict[str, dict]:
@@ -67,9 +67,9 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
     assert row["command"].startswith("python train.py")
     assert [path.name for path in cwd.iterdir()] == ["outputs"]
 
-    again = train("-m", *words, "seed=1,2")
-    assert again.code == 0 and again.out.count("resuming at ") == 1
-    assert again.out.count("finished before: ") == 1 and again.out.splitlines()[-1].endswith("2 of 2 done")
+    repeated = train("-m", *words, "seed=1,2")
+    assert repeated.code == 0 and repeated.out.count("resuming at ") == 1
+    assert repeated.out.count("finished before: ") == 1 and repeated.out.splitlines()[-1].endswith("2 of 2 done")
     assert [row["status"] for row in summaries(cwd / "outputs").values()] == ["finished"] * 2
     recorded_words = summaries(cwd / "outputs")[finished_run.name]["command"].split()
     assert "finished before: " in call("train.py", *recorded_words[2:]).out, "the recorded command repeats a single job"
@@ -98,7 +98,7 @@ def dying(self):
 Trainer.step, sys.argv[0] = dying, SCRIPT
 runpy.run_path(SCRIPT, run_name="__main__")
 """
-"""A program in which the sweep kills itself in its second job. A signal from outside could come too late."""
+"""A sweep that kills itself in its second job, because a signal from the test could come too late."""
 
 
 def test_a_killed_sweep_is_resumed_with_the_record_of_an_undisturbed_run(cwd):

@@ -1,4 +1,4 @@
-"""``_target_`` in a configuration: the classes that it may name, and the keywords and values that they accept."""
+"""``_target_`` in a configuration: the classes that it may name, and their keywords and values."""
 
 import functools
 import re
@@ -86,7 +86,7 @@ def test_targets_must_be_classes_of_the_contract_from_trusted_modules(target, ba
     assert f"variant.attention._target_={target}" in str(caught.value)
 
 
-def test_a_class_must_be_defined_in_a_trusted_module_and_an_import_of_it_does_not_count(monkeypatch):
+def test_a_class_must_be_defined_and_not_only_imported_in_a_trusted_module(monkeypatch):
     assert resolve_node({**node(), "_target_": "tests.test_targets.Attention"}).func is Attention
     with pytest.raises(ValueError, match=r"tests\.test_targets\.Mine: allowed are.*trust=\["):
         resolve_node(node(Mine, needed=1), trust=())

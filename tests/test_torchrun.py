@@ -18,7 +18,7 @@ from harness.failures import ProcessLost, exit_code
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests import command_line
-from tests.rank_processes import ROOT, ExitedWithoutAnswer, free_port, launch
+from tests.rank_processes import ExitedWithoutAnswer, free_port, launch
 from tests.small_runs import CARRY, DROPOUT, SMALL, after_step, make_job, temporary_cwd  # noqa: F401 - a fixture
 from tests.timeouts import TIMEOUT_SECONDS
 from train import train
@@ -94,9 +94,9 @@ def test_a_process_that_cannot_connect_to_the_others_prints_the_address_in_one_l
 
 
 def lose_rank_1(how: str) -> tuple[int, int, str]:
-    """Train until rank 1 ends, or stops with its connections open, in its third step.
+    """Train until rank 1, in its third step, ends or stops with its connections open ("silent").
 
-    Returns: the exit code of rank 0, its steps, and its error.
+    Returns: exit code, number of steps and error of rank 0.
     """
     processes.TIMEOUT = timedelta(seconds=6)
 
@@ -125,7 +125,7 @@ def test_a_lost_process_ends_the_others(how):
 
 
 def fail_to_save() -> tuple[str, bool, int]:
-    """Train until rank 0 cannot write a checkpoint. Returns the error, whether another rank printed, and the steps."""
+    """Train until rank 0 cannot write a checkpoint. Returns error, whether another rank has printed it, and steps."""
 
     def fail(*_, **__) -> None:
         raise OSError("the disk is full")
@@ -154,27 +154,27 @@ def test_torchrun_restarts_after_a_kill_and_passes_sigterm_on_to_its_processes(c
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     environment = os.environ | {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     with subprocess.Popen(
-        [*launcher, f"--master-port={free_port()}", str(ROOT / "train.py"), *SMALL, *words],
+        [*launcher, f"--master-port={free_port()}", str(command_line.ROOT / "train.py"), *SMALL, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
     ) as process:
-        shown, killed = "", False
+        printed, killed = "", False
         for line in process.stdout:
-            shown += line
-            if re.search(r"valid .* bits", line) and "resuming at" in shown:
+            printed += line
+            if re.search(r"valid .* bits", line) and "resuming at" in printed:
                 process.send_signal(signal.SIGTERM)
                 break
             if re.search(r"valid .* bits", line) and not killed:
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
                 os.kill(int(children[1]), signal.SIGKILL)
                 killed = True
-        shown += process.communicate(timeout=TIMEOUT_SECONDS)[0]
+        printed += process.communicate(timeout=TIMEOUT_SECONDS)[0]
     lost = re.search(
-        r"^error: process 0 of 2: another process has ended .*; the same command resumes the run$", shown, re.M
+        r"^error: process 0 of 2: another process has ended .*; the same command resumes the run$", printed, re.M
     )
-    stopped = re.search(r"stopped at .*; the same command resumes the run: torchrun --nproc-per-node=2", shown)
-    assert lost and stopped, shown
+    stopped = re.search(r"stopped at .*; the same command resumes the run: torchrun --nproc-per-node=2", printed)
+    assert lost and stopped, printed
     assert len(list(Path("outputs").glob("mhsa-*/checkpoints/step-*.pt"))) == 2
     assert not list(Path("outputs").glob("*/summary.json"))

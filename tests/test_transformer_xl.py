@@ -1,4 +1,4 @@
-"""Transformer-XL's attention: limits that equal other attention, shared parameters, and defaults."""
+"""Transformer-XL's attention: equality with simpler position schemes, shared parameters, and defaults."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from variants.transformer_xl import TransformerXL
 @pytest.mark.numeric
 @pytest.mark.parametrize("position", ["none", "relative"])
 def test_with_zeroed_parameters_it_equals_attention_of_a_simpler_position_scheme(position):
-    """W_R (``project``) = u (``to_keys``) = 0: no positions. u = v (``to_distances``) = 0: relative vectors W_R r."""
+    """W_R (``project``) and u (``to_keys``) of 0 leave no positions, u and v (``to_distances``) of 0 vectors W_R r."""
     case = Case(length=9, past=7, span=6, heads=1, cache="hidden", position=position)
     plain, attention = case.build(), case.build(TransformerXL, noise=1.0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The Triton kernels are compared with the plain backend, interpreted on a CPU or compiled on a GPU."""
+"""The Triton kernels, interpreted on a CPU or compiled on a GPU, compared with the plain backend."""
 
 import importlib.util
 import re
@@ -54,7 +54,7 @@ def interpreted():
 
 @needs_triton
 def test_kernels_are_not_specialised_on_lengths():
-    """By default Triton compiles a kernel again for integers that are 1 or multiples of 16."""
+    """By default Triton compiles a kernel again for integer arguments that are 1 or multiples of 16."""
     from variants.kernels import _triton_kernels as kernels
 
     for name in ("forward", "query_gradient", "key_gradient", "vector_gradient"):
@@ -65,7 +65,7 @@ def test_kernels_are_not_specialised_on_lengths():
 
 @pytest.fixture
 def small_blocks(interpreted, monkeypatch):
-    """Blocks of 16, so that a few dozen bytes fill several, and a patch of the interpreter for NumPy 2.4.
+    """Set blocks of 16, so that a few dozen bytes fill several, and patch the interpreter for NumPy 2.4.
 
     The interpreter stores scalars as arrays of one element, which NumPy 2.4 refuses as indices.
     """
@@ -195,7 +195,7 @@ def test_backward_can_omit_the_past_and_the_executed_flops_are_those_of_the_prod
 
 @needs_triton
 def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_plain(small_blocks):
-    """Spans are integers and their floating-point neighbours, for which rounding of z + R decides the side of a kink."""
+    """Spans are integers and their neighbours in float32, for which rounding of z + R decides the side of a kink."""
     integers = torch.tensor([1.0, 5.0, 14.0])
     z = torch.cat([integers, torch.nextafter(integers, integers + 1), torch.nextafter(integers, integers - 1)])
     case = Case(T=18, max_keys=(20,) * len(z), z=tuple(z.tolist()), ramp=3, dropout=0.25)
@@ -203,13 +203,13 @@ def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_plain(small_b
 
 
 @needs_triton
-def test_each_head_may_have_a_hard_window_of_its_own(small_blocks):
-    """The plain backend has one window for all heads, so the comparison is head by head."""
+def test_heads_may_have_hard_windows_of_different_lengths(small_blocks):
+    """A hard window of the plain backend is that of all heads, so each head is compared separately."""
     case = Case(T=33, past=12, max_keys=(5, 40))
     inputs = case.inputs()
     for h, (y, max_keys) in enumerate(zip(case.call(KERNEL, inputs).split(1, 1), case.max_keys, strict=True)):
-        one = [inputs[name][:, h : h + 1].double() for name in "qkv"]
-        assert_near(y.double(), window.attend(*one, Window((max_keys,))), tolerance=2e-5)
+        qkv = [inputs[name][:, h : h + 1].double() for name in "qkv"]
+        assert_near(y.double(), window.attend(*qkv, Window((max_keys,))), tolerance=2e-5)
 
 
 def test_obstacle_returns_why_the_kernels_cannot_run(interpreted, monkeypatch):

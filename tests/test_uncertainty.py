@@ -1,4 +1,4 @@
-"""Quantiles of Student's t, confidence intervals of paired differences, and Holm's correction."""
+"""Quantiles of Student's t, confidence intervals and p of paired differences, and Holm's correction."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bench.report.uncertainty import holm, paired, t_below, t_quantile
 
-TABLE = [  # degrees of freedom, 0.90, 0.975, 0.995 quantiles as printed in textbooks
+TABLE = [  # degrees of freedom, then the quantiles 0.90, 0.975 and 0.995 as printed in textbooks
     (1, 3.078, 12.706, 63.657),
     (3, 1.638, 3.182, 5.841),
     (9, 1.383, 2.262, 3.250),
@@ -30,7 +30,7 @@ def test_the_interval_and_p_of_paired_differences_equal_closed_forms():
     assert (pair.n, pair.mean) == (3, 2.0)
     assert pair.half_width == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
     t = 2.0 / (1 / math.sqrt(3))
-    assert pair.p == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9), "two degrees of freedom, both sides"
+    assert pair.p == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9), "two degrees of freedom, two-sided"
     assert paired([-1.0, -2.0, -3.0]).p == pair.p
 
 
@@ -41,7 +41,7 @@ def test_p_is_below_5_percent_exactly_where_the_interval_excludes_zero(differenc
         assert (pair.p < 0.05) == (abs(pair.mean) > pair.half_width)
 
 
-def test_one_pair_has_no_interval_and_equal_differences_are_certain():
+def test_one_pair_has_no_interval_and_equal_differences_have_p_of_0_or_1():
     pair = paired([0.5])
     assert (pair.n, pair.mean, pair.half_width, pair.p) == (1, 0.5, None, None)
     assert paired([0.0, 0.0, 0.0]).p == 1.0 and paired([0.5, 0.5, 0.5]).p == 0.0

@@ -1,4 +1,4 @@
-"""Validations during training: their bytes, their times, and the time that is not charged to the budget."""
+"""Validations during training: their bytes and steps. Compilation: its time is not charged to the budget."""
 
 import time
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ def validations(job) -> list[dict]:
 
 
 @pytest.mark.parametrize(("selection_bytes", "n_bytes"), [(200, 200), (5000, 500), ("null", 500)])
-def test_bytes_that_select_the_weights_are_in_no_reported_score(selection_bytes, n_bytes):
+def test_no_reported_score_includes_the_bytes_that_select_the_weights(selection_bytes, n_bytes):
     run = make_run(f"eval.selection_bytes={selection_bytes}", "eval.bytes=null")
     valid = run.corpus.splits["valid"]
     assert len(valid) == 1000 and torch.equal(run.reported_split("valid"), valid[: 1000 - n_bytes])
@@ -79,7 +79,7 @@ def test_compilation_time_is_not_charged_to_a_budget_of_seconds(monkeypatch):
         yield Mock(seconds=3.0)
 
     def tick() -> float:
-        clock["now"] += 0.25  # twice a step
+        clock["now"] += 0.25  # the trainer reads the clock twice a step
         return clock["now"]
 
     monkeypatch.setattr("harness.loop.trainer.time.perf_counter", tick)

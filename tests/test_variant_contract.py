@@ -1,4 +1,4 @@
-"""Every shipped variant keeps the contract at small sizes; behind the marker ``faults``, also with other choices."""
+"""Every shipped variant keeps the contract at small sizes and, in tests marked ``faults``, with other choices."""
 
 import json
 
@@ -8,9 +8,8 @@ import torch
 from bench.conformance import findings
 from harness.plan.build import Plan
 from harness.plan.small import shrink
-from tests.small_configs import CONF, plan
+from tests.small_configs import CPU, VARIANT_NAMES, plan
 
-VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
 HIDDEN = ("model.cache=hidden", "model.attend_self=false")
 OTHER_CHOICES = {
     "compressed": ("position=relative", *HIDDEN),
@@ -33,7 +32,7 @@ OTHER = [pytest.param(*choices, marks=pytest.mark.faults) for choices in OTHER_C
 IRRELEVANT_KEYS = ("name", "numerics", "lr_scale", "groups", "small")
 """Keys of a variant that cannot change the outcome of a check."""
 BROKEN_PROMISES: dict[str, list[str]] = {}
-"""Broken promises by checked configuration: some variants differ only in sizes that a small plan overrides."""
+"""Broken promises by checked configuration. Variants that differ only in sizes that shrink are checked once."""
 
 
 def broken(plan: Plan) -> list[str]:
@@ -46,9 +45,8 @@ def broken(plan: Plan) -> list[str]:
     return BROKEN_PROMISES[key]
 
 
-@pytest.mark.parametrize(("variant", "words"), [*((variant, ()) for variant in VARIANTS), *OTHER], ids=str)
+@pytest.mark.parametrize(("variant", "words"), [*((variant, ()) for variant in VARIANT_NAMES), *OTHER], ids=str)
 def test_every_variant_keeps_the_contract(variant, words):
-    settings = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
     random = torch.get_rng_state()
-    assert broken(plan(f"variant={variant}", *settings, *words)) == []
+    assert broken(plan(f"variant={variant}", "runtime.precision=float32", *CPU, *words)) == []
     assert torch.equal(torch.get_rng_state(), random), "the check changed the caller's random state"

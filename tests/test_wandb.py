@@ -23,12 +23,12 @@ from tests.small_configs import CONF, compose_config, plan
 from tests.timeouts import TIMEOUT_SECONDS
 
 SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget.", "eval.every"))) + GENERATED
-"""Words of a training of a second that logs to W&B."""
+"""Words of a training that takes a second and logs to W&B."""
 
 
 @pytest.fixture(scope="module")
 def offline_runs(tmp_path_factory) -> list[tuple[Path, dict]]:
-    """The run folders of two jobs of a sweep, each with the content of its W&B file. There is no key and no server."""
+    """Folders of two runs of a sweep, with the contents of their W&B files. There is no API key and no server."""
     folder = tmp_path_factory.mktemp("wandb")
     environment = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {"HOME": str(folder), "NETRC": str(folder / "no_netrc"), "WANDB_CONFIG_DIR": str(folder / "config")}
@@ -48,7 +48,7 @@ def offline_runs(tmp_path_factory) -> list[tuple[Path, dict]]:
 
 
 class FakeWandb:
-    """The part of the module wandb that we use. ``fails`` maps names of calls to the errors that they raise."""
+    """The part of module wandb that the product uses. ``fails`` maps names of calls to the errors that they raise."""
 
     def __init__(self, *, has_key=False, typed_offline=False, fails=None):
         self.fails, self.has_key, self.calls = fails or {}, has_key, []

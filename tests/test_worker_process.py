@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 class Toy:
-    """The object in the process."""
+    """An object whose methods a worker process calls."""
 
     def __init__(self, number: int):
         if number < 0:
@@ -27,7 +27,7 @@ class Toy:
         self.number += summand * (1 + twice)
         return self.number
 
-    def place(self) -> tuple[int, str]:
+    def locate(self) -> tuple[int, str]:
         return os.getpid(), os.getcwd()
 
     def hold(self, n_bytes: int) -> int:
@@ -38,7 +38,7 @@ class Toy:
         os.kill(os.getpid(), signal_number)
         time.sleep(10)
 
-    def begin(self) -> int:
+    def start_child(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
     def hang(self) -> None:
@@ -48,21 +48,21 @@ class Toy:
         with WorkerProcess(Toy, number) as inner:
             return inner.call("add", 1)
 
-    def break_(self) -> None:
+    def fail(self) -> None:
         raise KeyError("missing")
 
 
 def test_an_object_keeps_its_state_between_calls_in_a_process_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with WorkerProcess(Toy, 3) as one, WorkerProcess(Toy, 10) as other:
-        assert one.call("add", 1) == 4 and other.call("add", 1) == 11
-        assert one.call("add", 2, twice=True) == 8 and one.call("call_another", 3) == 4, "workers may be nested"
-        (first, folder), (second, _) = one.call("place"), other.call("place")
-        assert len({os.getpid(), first, second}) == 3 and Path(folder).samefile(tmp_path)
+    with WorkerProcess(Toy, 3) as first, WorkerProcess(Toy, 10) as second:
+        assert first.call("add", 1) == 4 and second.call("add", 1) == 11
+        assert first.call("add", 2, twice=True) == 8 and first.call("call_another", 3) == 4, "workers may be nested"
+        (first_pid, folder), (second_pid, _) = first.call("locate"), second.call("locate")
+        assert len({os.getpid(), first_pid, second_pid}) == 3 and Path(folder).samefile(tmp_path)
         with pytest.raises(ValueError, match="number=-1: must be at least 0"):  # ValueError keeps its type
-            WorkerProcess(Toy, -1).call("place")
+            WorkerProcess(Toy, -1).call("locate")
     with pytest.raises(ProcessLookupError):
-        os.kill(first, 0)
+        os.kill(first_pid, 0)
 
 
 def test_an_allocation_above_the_memory_limit_is_out_of_memory():
@@ -75,7 +75,7 @@ def test_an_allocation_above_the_memory_limit_is_out_of_memory():
 
 @pytest.mark.parametrize(
     ("method_call", "status", "reason"),
-    [(("die", signal.SIGKILL), "out of memory", "SIGKILL"), (("break_",), "failed", "^KeyError: 'missing'$")],
+    [(("die", signal.SIGKILL), "out of memory", "SIGKILL"), (("fail",), "failed", "^KeyError: 'missing'$")],
 )
 def test_the_reason_for_the_end_of_a_process_is_one_line(method_call, status, reason):
     worker = WorkerProcess(Toy, 0)
@@ -86,7 +86,7 @@ def test_the_reason_for_the_end_of_a_process_is_one_line(method_call, status, re
 
 def test_a_hanging_process_is_killed_with_its_children():
     worker = WorkerProcess(Toy, 0)
-    child = Path(f"/proc/{worker.call('begin')}/cmdline")
+    child = Path(f"/proc/{worker.call('start_child')}/cmdline")
     with pytest.raises(WorkerError, match="hung: not done after 0.5 s") as error:
         worker.call("hang", limit_seconds=0.5)
     assert error.value.status == "failed" and not worker._process.is_alive()

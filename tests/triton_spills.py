@@ -1,10 +1,10 @@
-"""Compiles every configuration of the Triton kernels without a device, and prints what each needs.
+"""Compile every configuration of the Triton kernels without a device, and print the resources that it needs.
 
     python -m tests.triton_spills [word ...]
 
-Each line names a kernel, its registers, the bytes of spilled registers, and its shared memory. With words, only the
-lines that contain all of them are compiled. The exit code is 1 if a kernel spills or needs more shared memory than a
-multiprocessor has. TRITON_INTERPRET must not be set.
+Each line has a kernel's registers, the bytes that it spills, and its shared memory. With words, only configurations
+whose line contains all of them are compiled. The exit code is 1 if a kernel spills or needs more shared memory than
+a block of threads may have. TRITON_INTERPRET must not be set.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from variants.kernels import _triton_kernels as kernels
 from variants.kernels import triton_window
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Shared memory of a block of threads, by compute capability (CUDA programming guide, table of memory limits)."""
+"""Most shared memory of a block of threads, by compute capability (CUDA programming guide, table of memory limits)."""
 WIDTHS = (16, 32, 64, 96, 128)
 DTYPES = {"bf16": (torch.bfloat16, "ieee"), "tf32": (torch.float32, "tf32"), "fp32": (torch.float32, "ieee")}
 PARTS = {
@@ -39,10 +39,10 @@ BIASES = dict.fromkeys(("key_bias", "query_bias", "dkey_bias", "dquery_bias"))
 TYPES = dict.fromkeys(("start", "start_lse", "lse", "delta", "dz", "ramp_end", "table", "dvectors"), "*fp32")
 TYPES |= {"heads": "*i32", "seed": "*i64"}
 PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")}
-"""Outputs that the kernels write in float32 for persistent vectors, because more is added to them later."""
+"""Outputs for persistent vectors that are float32 because they are added to: y over the window, dk, dv over streams."""
 
 
-def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: str, width: int, dropout: bool) -> tuple:
+def build(name: str, options: dict, part: str, *, architecture: int, dtype: str, width: int, dropout: bool) -> tuple:
     """Registers of a thread, bytes that it spills, and bytes of shared memory, as the compiler reports them."""
     kernel, persistent = getattr(kernels, name), "persistent" in part
     constants = {"ALL": False, "SEGMENT_ONLY": True, "table": None, "DROP": 2**30, "SCALE": 1.25} | BIASES | PARTS[part]
@@ -56,7 +56,7 @@ def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: s
     types |= dict.fromkeys(PARTIAL[name], "*fp32") if persistent else {}
     types = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     attributes = {(at,): [["tt.divisibility", 16]] for at, x in enumerate(types.values()) if x.startswith("*")}
-    log, others = io.StringIO(), {option: value for option, value in options.items() if option != "BLOCK"}
+    log, launch = io.StringIO(), {option: number for option, number in options.items() if option != "BLOCK"}
     with (
         triton.knobs.nvidia.scope(),
         triton.knobs.cache.scope(),
@@ -65,7 +65,7 @@ def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: s
     ):
         triton.knobs.nvidia.dump_ptxas_log, triton.knobs.cache.dir = True, folder
         source, target = ASTSource(kernel, types, constants, attributes), GPUTarget("cuda", architecture, 32)
-        shared = triton.compile(source, target=target, options=others).metadata.shared
+        shared = triton.compile(source, target=target, options=launch).metadata.shared
     lines = (r"Used (\d+) reg", r"(\d+) bytes spill stores")
     return *(int(re.search(line, log.getvalue())[1]) for line in lines), shared
 
@@ -85,7 +85,7 @@ def main(words: list[str]) -> int:
         line = f"sm_{architecture} {dtype} K={width} {name} {part} {'dropout' if dropout else '-'}"
         if all(word in line.split() for word in words):
             choices = {"architecture": architecture, "dtype": dtype, "width": width, "dropout": dropout}
-            registers, spilled, shared = compiled(name, options, part, **choices)
+            registers, spilled, shared = build(name, options, part, **choices)
             n_failures += bool(spilled) or shared > SHARED_BYTES[architecture]
             needs = f"{registers} registers, {spilled} bytes spilled, {shared} bytes shared"
             print(f"{line} {options}: {needs}", flush=True)

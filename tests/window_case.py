@@ -1,4 +1,4 @@
-"""Cases of attention over a window, at awkward sizes, and the backends that must agree on them."""
+"""Cases of attention over a window, most at sizes that are no multiples of blocks, and the backends to compare."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from variants.position import alibi_slopes
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, visible: Window, *, dropout: float = 0.0, seed=None, **added) -> Tensor:
-    """The CPU kernel. It takes past and segment separately, and each group of heads has a past of its own length."""
+    """The CPU kernel, called with a past and a segment. Two groups of heads have pasts of different lengths."""
     past, half, pasts = k.shape[2] - q.shape[2], q.shape[1] // 2, []
     of_keys = [k, v] if added.get("key_bias") is None else [k, v, added["key_bias"]]
     if of_keys[2:]:
@@ -27,7 +27,7 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, visible: Window, *, dropout: float =
 
 
 def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same backend called with the visible keys of all heads concatenated."""
+    """The backend ``attend``, called with the visible keys of all heads concatenated."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, visible: Window, *, key_bias: Tensor | None = None, **added) -> Tensor:
         row = packed_inputs(Inputs(q, k, v, key_bias=key_bias), visible)
@@ -37,7 +37,7 @@ def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def packed_inputs(inputs: Inputs, visible: Window) -> Inputs:
-    """Inputs whose keys, values and key biases have the heads' visible keys one head after the other."""
+    """Inputs whose keys, values and key biases are those that each head may see, one head after another."""
     counts = [min(inputs.k.shape[2], n - 1 + visible.shift + inputs.q.shape[2]) for n in visible.max_keys]
     of_keys = {n: x for n in ("k", "v", "key_bias") if (x := getattr(inputs, n)) is not None}
     rows = {n: [x[:, h, x.shape[2] - m :] for h, m in enumerate(counts)] for n, x in of_keys.items()}
@@ -49,9 +49,9 @@ class Case:
     """Attention of T queries over ``past`` + T keys.
 
     Attributes:
-        max_keys: number of columns of each head; at least what its span and ramp reach.
-        z: span of each head, "query" for a span for each head and query, or None for a hard window.
-        bias: "column" for a bias for each head and column, "query" for one for each query as well.
+        max_keys: number of columns of each head, one for each distance; at least what its span and ramp reach.
+        z: span of each head, "query" for a random span for each head and query, or None for a hard window.
+        bias: "column" for ALiBi's bias for each head and column, "query" for a random one for each query as well.
         persistent: N, the number of persistent vectors.
         key_bias: whether keys and queries have biases; every fifth key is then hidden.
     """
@@ -73,21 +73,21 @@ class Case:
     dtype: torch.dtype = DOUBLE
 
     @property
-    def rows(self) -> tuple[int, int, int]:
+    def query_shape(self) -> tuple[int, int, int]:
         return self.streams, len(self.max_keys), self.T
 
     def inputs(self) -> dict[str, Tensor]:
-        """Leaves by the names of ``Inputs``."""
+        """Tensors by their names in ``Inputs``; all but a bias of columns require their gradient."""
         heads, most = len(self.max_keys), max(self.max_keys)
-        shapes = {"q": (*self.rows, self.width), "k": (self.streams, heads, self.past + self.T, self.width)}
+        shapes = {"q": (*self.query_shape, self.width), "k": (self.streams, heads, self.past + self.T, self.width)}
         shapes["v"] = shapes["k"]
         if self.persistent:
             vectors = (heads, self.persistent, self.width)
             shapes |= {"extra_q": shapes["q"], "extra_k": vectors, "extra_v": vectors}
         shapes |= {"sink": (heads,)} if self.sink else {}
-        shapes |= {"key_bias": shapes["k"][:3], "query_bias": self.rows} if self.key_bias else {}
+        shapes |= {"key_bias": shapes["k"][:3], "query_bias": self.query_shape} if self.key_bias else {}
         shapes |= {"vectors": (most, self.width)} if self.vectors else {}
-        shapes |= {"bias": (*self.rows, most)} if self.bias == "query" else {}
+        shapes |= {"bias": (*self.query_shape, most)} if self.bias == "query" else {}
         generator = torch.Generator().manual_seed(0)
         inputs = {name: torch.randn(*shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
         if self.key_bias:
@@ -95,13 +95,13 @@ class Case:
         if self.bias == "column":
             inputs["bias"] = -alibi_slopes(heads).double()[:, None] * torch.arange(most)
         if self.z == "query":
-            inputs["z"] = torch.rand(self.rows, generator=generator, dtype=DOUBLE) * most
+            inputs["z"] = torch.rand(self.query_shape, generator=generator, dtype=DOUBLE) * most
         elif self.z is not None:
             inputs["z"] = torch.tensor(self.z, dtype=DOUBLE)
         return {name: x.to(self.dtype).requires_grad_(name != "bias" or x.dim() == 4) for name, x in inputs.items()}
 
     def call(self, attend: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
-        """Call a backend with a fixed seed of dropout."""
+        """The output of a backend, with a fixed seed for dropout."""
         fields = Inputs(**inputs)
         added = {name: getattr(fields, name) for name in ("bias", "vectors", "sink", "key_bias", "query_bias")}
         added["dropout"] = self.dropout
@@ -145,7 +145,7 @@ SMALL_CASES = {
         T=18, past=5, max_keys=(12, 23), z=(4.5, 16.0), persistent=19, vectors=True, shift=1, streams=2
     ),
 }
-"""Small cases for all backends. Without spans all heads see equally many keys."""
+"""Small cases for all backends. A blind query sees no key. Cases with ``z=None`` have one window for all heads."""
 LARGE = {
     "two chunks": Case(T=150, max_keys=(130,) * 3),
     "spans out of order": Case(T=150, max_keys=(24, 9, 24, 130, 9), z=(12.0, 0.0, 19.0, 130.0, 4.5)),

@@ -1,1 +1,1 @@
-"""Tests of failures: killed runs, damaged or hostile files, full disks, divergence and lost processes."""
+"""Tests of failures: killed runs, damaged or hostile files, full disks, divergence and faults of kernels."""

@@ -1,8 +1,8 @@
-"""Runs the C++ kernels with random shapes under the address and undefined-behaviour sanitizers.
+"""Run the C++ kernels at random shapes under the address and undefined-behaviour sanitizers.
 
-Each instruction set has a process, which preloads the library of the sanitizers. The memory that kernels reuse between
-calls is allocated anew at each call and filled with NaN, so that reads beyond its end or before a write are detected.
-Values and gradients are compared with those of plain PyTorch. ``test_kernel_sanitizers.py`` starts the processes.
+Each run is a process that preloads the library of the sanitizers. Memory that kernels normally reuse between calls is
+allocated anew at each call and filled with NaN, so that reads beyond its end or before a write are detected.
+Outputs and gradients are compared with those of plain PyTorch. ``test_kernel_sanitizers.py`` starts the processes.
 """
 
 import os
@@ -21,26 +21,26 @@ from variants.adaptive_span import bucket
 from variants.kernels import native, product_search, window, window_cpu
 
 INSTRUCTIONS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512f"}
-"""For each value of ``-march`` the flag of CPUs that can run it."""
+"""By value of ``-march``, the flag in /proc/cpuinfo of CPUs that can run its code."""
 SANITIZERS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 MEMORY = ("if ((long)memory.size() < size) memory.resize(size);", "std::vector<T>(size, T(NAN)).swap(memory);")
-"""The line of the source that reuses memory between calls, and the line that replaces it in these runs."""
+"""The line of the kernels' source that reuses memory between calls, and the line that replaces it in these runs."""
 FAULTS = {
     "AddressSanitizer: heap-buffer-overflow": MEMORY[1].replace("(size,", "(size - (size > 0),"),
     "runtime error: signed integer overflow": f"volatile int most = 2147483647; most = most + (size >= 0); {MEMORY[1]}",
 }
-"""For each message of a sanitizer the line with a fault that causes it, in place of ``MEMORY``."""
+"""By message of a sanitizer, a line with a fault that causes it, in place of the second line of ``MEMORY``."""
 EDGES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300)
 """Sizes just below, at and above multiples of vectors, blocks and chunks."""
 
 
 def is_supported(march: str) -> bool:
-    """Whether this CPU supports an instruction set."""
+    """Whether this CPU can run code compiled with ``-march``."""
     return INSTRUCTIONS[march] in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
 def sanitized(march: str, *, cases: int, seed: int, fault: str = "", **options) -> subprocess.CompletedProcess:
-    """Run ``fuzz`` in a process whose kernels are compiled with the sanitizers for one instruction set."""
+    """Run ``fuzz`` in a process whose kernels are compiled with the sanitizers and ``-march``, with a planted fault."""
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
     command = [sys.executable, "-m", "tests.faults.sanitizer_runs", str(cases), str(seed), fault]
     with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
@@ -51,7 +51,7 @@ def sanitized(march: str, *, cases: int, seed: int, fault: str = "", **options) 
 
 
 def fuzz(*, cases: int, seed: int, memory: str) -> None:
-    """Compare random cases. At the first wrong one print its number and raise AssertionError, or a sanitizer exits."""
+    """Compare random cases. The first wrong one prints its number and raises AssertionError; a sanitizer exits."""
     assert window_cpu.SOURCE.count(MEMORY[0]) == 1
     window_cpu.SOURCE = window_cpu.SOURCE.replace(MEMORY[0], memory)
     reasons = window_cpu.obstacle(), product_search.obstacle()
@@ -68,7 +68,7 @@ def fuzz(*, cases: int, seed: int, memory: str) -> None:
 
 
 def attend(draw: random.Random) -> None:
-    """Compare attention over a window and the gradients of some inputs with the plain backend."""
+    """Compare the CPU kernel's attention and the gradients of some inputs with those of the plain backend."""
     edges = EDGES if draw.random() < 0.1 else EDGES[:14]
     rows, span, ramp = *draw.choices(edges, k=2), draw.choice((1, 2, 5, 8, 32))
     sizes = {"T": rows, "past": draw.choice((0, *edges)), "shift": draw.randrange(2), "ramp": ramp}
@@ -87,7 +87,7 @@ def attend(draw: random.Random) -> None:
 
 
 def search(draw: random.Random) -> None:
-    """Compare the search of a product-key memory, sometimes with ties, with a sort of all sums."""
+    """Compare the search of a product-key memory, sometimes with equal scores, with a sort of all sums."""
     heads, queries, size = draw.choice((1, 2, 3)), draw.choice((1, 2, 5, 33)), draw.choice(EDGES)
     top_k, dtype = draw.randint(1, size), draw.choice((DOUBLE, torch.float32))
     scores = torch.randn(2 * heads, queries, size, dtype=dtype)

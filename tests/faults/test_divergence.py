@@ -16,6 +16,7 @@ from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
 from tests.rank_processes import launch
 from tests.small_runs import CARRY, DROPOUT, SPANS, SPARSE, VARIANTS, make_job, make_run, run_job, temporary_cwd  # noqa: F401
+from tests.test_checkpoint import equal_bits
 from tests.test_distributed_training import divided_run
 
 OPTIMIZERS = {
@@ -26,23 +27,14 @@ OPTIMIZERS = {
 
 
 def tensors_of(run: Trainer) -> dict:
-    """Copies of all tensors that an update may change, gathered from all processes."""
+    """Copies of all tensors that an update may change: weights and states of optimizers, gathered from all ranks."""
     optimizers = run.optimizers.state_dict()["groups"]
     tensors = {"model": run.model.state_dict(), "states": {k: o["state"] for k, o in optimizers.items()}}
     return copy.deepcopy(full_tensors(tensors))
 
 
-def equal_bits(a: object, b: object) -> bool:
-    """Whether all tensors have the same bits, NaN and the sign of 0 included."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal_bits(a[key], b[key]) for key in a)
-    if not isinstance(a, Tensor):
-        return a == b
-    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (a, b)))
-
-
 def spoil(parameter: nn.Parameter, value: float = math.nan) -> torch.utils.hooks.RemovableHandle:
-    """From here on, replace the last entry of every gradient of this parameter by ``value``."""
+    """Replace the last entry of every later gradient of a parameter by ``value`` until the hook is removed."""
 
     def spoilt(gradient: Tensor) -> Tensor:
         gradient = gradient.coalesce() if gradient.is_sparse else gradient.clone()
@@ -67,7 +59,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     hook.remove()
 
     def next_update(*arguments: object, **keywords: object) -> None:
-        """The update of the next step, which the device receives before the host reads whether the last was finite."""
+        """The next step's update, sent to the device before the host reads that the last gradient was not finite."""
         update(*arguments, **keywords)
         assert equal_bits(before, tensors_of(run))
         spoil(parameters[name], value)
@@ -81,7 +73,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
 
 
 def spoil_loss(run: Trainer) -> None:
-    """Make the auxiliary loss infinite; all else in the network stays finite."""
+    """Make the auxiliary loss infinite. All other values in the network stay finite."""
     run.model.layers[0]["attention"].sublayer.register_forward_hook(
         lambda module, inputs, out: out._replace(loss=torch.tensor(math.inf))
     )
@@ -118,7 +110,7 @@ def test_weights_that_are_not_finite_are_neither_scored_nor_saved(read: Callable
 
 
 def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
-    """For runs that diverge in rank 1: the error, whether weights are unchanged, and whether another rank printed."""
+    """For three runs that diverge in rank 1: the error, whether weights stay equal, and whether another rank prints."""
     endings = []
     with join_processes() as processes:
         for words, fail in ((SPARSE, spoil_head), (("runtime.shard=full",), spoil_head), ((), spoil_loss)):

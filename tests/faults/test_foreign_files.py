@@ -1,4 +1,4 @@
-"""Files of others among one's own outputs are skipped with one message each, without waiting or a traceback."""
+"""Pipes, links, folders and invalid files among the outputs are skipped with a message each, without waiting."""
 
 import os
 from pathlib import Path
@@ -37,16 +37,16 @@ KINDS = ("pipe", "zeros", "folder", "loop", *CONTENTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_foreign_file_is_refused_at_once_with_a_short_reason(kind, tmp_path):
+def test_an_unreadable_file_is_refused_at_once_with_a_short_reason(kind, tmp_path):
     put(tmp_path / SUMMARY, kind)
     for first_line in (False, True):
-        rows, reason = try_read_object(tmp_path / SUMMARY, first_line=first_line)
-        assert rows is None and reason and "\n" not in reason and len(reason) < 200
+        content, reason = try_read_object(tmp_path / SUMMARY, first_line=first_line)
+        assert content is None and reason and "\n" not in reason and len(reason) < 200
         assert ("no regular file" in reason) == (kind in ("pipe", "zeros")), reason
     assert try_read_object(tmp_path / "nothing") == (None, None)
 
 
-def test_a_report_waits_for_no_foreign_file_and_names_each(tmp_path):
+def test_a_report_waits_for_no_pipe_and_names_the_files_that_it_skips(tmp_path):
     write_run(tmp_path / "good")
     for kind in ("pipe", "zeros", "folder", "loop"):
         for name in (RECORD, SUMMARY, "rows.jsonl", "evaluations.jsonl"):
@@ -57,4 +57,4 @@ def test_a_report_waits_for_no_foreign_file_and_names_each(tmp_path):
     messages = "\n".join(rows.refused)
     for name in (RECORD, SUMMARY, "rows.jsonl"):
         assert f"{tmp_path / 'pipe' / name}" in messages
-    assert f"{tmp_path / 'zeros'}" in messages, "links to one file are read once"
+    assert f"{tmp_path / 'zeros'}" in messages, "one of the links to /dev/zero must be named"

@@ -14,7 +14,7 @@ from harness.record.folder import LOCK
 from harness.record.rows import RECORD, SUMMARY
 from tests.small_runs import make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
-FULL = ("record.every_steps=1", "checkpoint.every_steps=2", "budget.steps=8", "eval.test=false")
+WORDS = ("record.every_steps=1", "checkpoint.every_steps=2", "budget.steps=8", "eval.test=false")
 FILES = (LOCK, RECORD, SUMMARY, "step-")
 
 
@@ -23,7 +23,7 @@ def temporary_files(folder: Path) -> list[str]:
 
 
 class Disk:
-    """A disk on which files with a certain word in their name can receive only a limited number of bytes."""
+    """A disk on which files with a word in their name can receive only a limited number of bytes, set by ``fill``."""
 
     def __init__(self, monkeypatch):
         self._word, self._free_bytes, self._write = None, 0, cache.write_all
@@ -53,12 +53,12 @@ def failing_disk(monkeypatch) -> Disk:
 def undisturbed_rows(tmp_path_factory) -> list[dict]:
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(tmp_path_factory.mktemp("undisturbed"))
-        return rows_of(whole_run(*FULL)[0])
+        return rows_of(whole_run(*WORDS)[0])
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(name, disk, undisturbed_rows, capsys):
-    job = make_job(*FULL)
+    job = make_job(*WORDS)
     disk.fill(name, after=10)
     with pytest.raises(
         StorageFailure, match=r"No space left on device\): [\d,]+ bytes are needed, [\d,]+ are free on its disk"
@@ -68,12 +68,12 @@ def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(name, dis
     folder = job.folder.path
     assert not temporary_files(folder)
     if name == LOCK:
-        assert not folder.exists(), "the run must not begin"
+        assert not folder.exists(), "a run that cannot be locked must leave no folder"
     elif name != SUMMARY:  # without space for the summary there is no status
         summary = json.loads((folder / SUMMARY).read_text())
         assert summary["status"] == "storage" and "bytes are needed" in summary["error"]
     disk.fill(None)
-    again = make_job(*FULL)
-    assert run_job(again)["status"] == "finished"
-    assert rows_of(again) == undisturbed_rows
+    resumed = make_job(*WORDS)
+    assert run_job(resumed)["status"] == "finished"
+    assert rows_of(resumed) == undisturbed_rows
     assert not temporary_files(folder)

@@ -1,4 +1,4 @@
-"""Slow tests of the kernels: many threads, narrow vectors, sanitizers, and Triton's compiler without a device."""
+"""Slow tests of the kernels: narrower vectors, sanitizers, and Triton's compiler without a device."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ PROGRAM += "torch.save(kernel_outputs(int(os.environ['OMP_NUM_THREADS'])), sys.a
 
 
 def kernel_outputs_of_process(file, **environment: str) -> list[torch.Tensor]:
-    """The values of ``test_native.kernel_outputs`` from a new process, as ``torch.save`` wrote them to ``file``."""
+    """The values of ``test_native.kernel_outputs`` in a new process, which it writes to ``file``."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     subprocess.run([sys.executable, "-c", PROGRAM, str(file)], env=environment, check=True, cwd=ROOT)
     return torch.load(file)
@@ -61,7 +61,7 @@ def test_the_sanitizers_report_a_planted_fault(fault):
     ],
 )
 def test_triton_kernels_compile_without_a_device_and_spill_no_register(tmp_path, words, kernels):
-    """The interpreter accepts Python that the compiler refuses. ``tests/triton_spills.py`` compiles all kernels."""
+    """Triton's interpreter accepts code that its compiler refuses. ``tests/triton_spills.py`` compiles all kernels."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.triton_spills", *words.split()]

@@ -1,4 +1,4 @@
-"""Runs and sweeps that are killed at any operation on a file or in the middle of a write are resumed exactly."""
+"""Runs and sweeps that end by a signal at any operation on a file or in the middle of a write are resumed exactly."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.record.rows import RECORD, SUMMARY
-from tests.command_line import run_folders
+from tests.command_line import ROOT, run_folders
 from tests.script_process import exit_code, started
 from tests.small_runs import SMALL, temporary_cwd  # noqa: F401 - a fixture
 
@@ -55,19 +55,18 @@ finally:
 
 
 def run_program(*words: str, moments: tuple[int, ...] = (), signal_number: int = 0) -> tuple[int, str]:
-    """Exit code and output of a training command that sends itself a signal at some of its moments."""
-    program, printed = Path("program.py").absolute(), Path("printed")
+    """Exit code and output of a training command that sends itself a signal at ``moments``: operations on files in
+    ``outputs`` and middles of writes to them, counted from 1."""
+    program, printed, train = Path("program.py").absolute(), Path("printed"), str(ROOT / "train.py")
     program.write_text(KILLED_PROGRAM, encoding="utf-8")
-    train = str(Path(__file__).resolve().parents[2] / "train.py")
     variables = {"MOMENTS": " ".join(map(str, moments)), "SIGNAL": str(int(signal_number)), "PROGRAM": train}
-    variables |= {"COLUMNS": "200"}
     printed.unlink(missing_ok=True)
-    with started(program, *words, out=printed, environment=os.environ | variables) as process:
+    with started(program, *words, out=printed, environment=os.environ | variables | {"COLUMNS": "200"}) as process:
         return exit_code(process), printed.read_text()
 
 
 def rows_in(outputs: Path) -> dict[str, list[dict]]:
-    """By run folder, the rows without the keys that may differ: times, commit, and the names of program and group."""
+    """By run folder, the rows without keys that may differ; ``config`` has the random name of a sweep's group."""
     records = {path.name: [json.loads(line) for line in (path / RECORD).open()] for path in run_folders(outputs)}
     ignored = ("clock", "memory", "command", "commit", "config")
     return {name: [{key: row[key] for key in row.keys() - ignored} for row in rows] for name, rows in records.items()}
@@ -75,7 +74,7 @@ def rows_in(outputs: Path) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, tuple[int, dict[str, list[dict]]]]:
-    """For an undisturbed run and an undisturbed sweep, the number of moments and the records."""
+    """For an undisturbed run and an undisturbed sweep, the number of moments, and the rows by run folder."""
     records = {}
     with pytest.MonkeyPatch.context() as patched:
         for name, words in COMMANDS.items():
@@ -102,8 +101,8 @@ def test_the_same_command_resumes_after_a_signal(
         monkeypatch.chdir(tmp_path / str(at))
         moments = tuple(range(at, at + times))
         code, printed = run_program(*COMMANDS[command], moments=moments, signal_number=signal_number)
-        finished = [json.loads((path / SUMMARY).read_text())["status"] for path in run_folders(Path("outputs"))
-                    if (path / SUMMARY).exists()]  # fmt: skip
+        summaries = [path / SUMMARY for path in run_folders(Path("outputs")) if (path / SUMMARY).exists()]
+        finished = [json.loads(path.read_text())["status"] for path in summaries]
         assert code in EXIT_CODES[signal_number] or (code == 0 and finished), (at, code, printed)
         assert "Traceback" not in printed and set(finished) <= {"finished"}, (at, printed)
         code, printed = run_program(*COMMANDS[command])

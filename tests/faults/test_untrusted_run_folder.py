@@ -1,4 +1,4 @@
-"""Run folders and checkpoints that others send execute nothing, and invalid content in them is one error message."""
+"""Run folders and checkpoints from others run no code, and invalid content in them is one error message."""
 
 import json
 import os
@@ -19,10 +19,9 @@ from harness.record.rows import CONFIG, EVALUATIONS, FORMAT, RECORD
 from tests.command_line import call
 from tests.faults.test_damaged_checkpoints import write_with_digest
 from tests.faults.test_user_config_folder import MIXER, PAYLOAD
-from tests.small_configs import CONF
+from tests.small_configs import CONF, CPU
 from tests.small_runs import make_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
-CPU = ("runtime.device=cpu", "runtime.threads=1")
 RUN = "theirs"
 
 
@@ -34,7 +33,7 @@ def finished_run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(finished_run, cwd) -> Path:
-    """A copy of the finished run in the current folder, as if it was downloaded."""
+    """A copy of the finished run in the current folder, which stands for a downloaded one."""
     return Path(shutil.copytree(finished_run, cwd / RUN))
 
 
@@ -48,7 +47,7 @@ def configure(run: Path, **sections: object) -> None:
 
 
 def refused(run: Path, script: str, *words: str) -> str:
-    """The error message of a command that opens the folder, ends with exit code 2 and changes no file."""
+    """The error message of a command that must end with exit code 2 and create or remove no file."""
     before = sorted(run.parent.rglob("*"))
     outcome = call(script, *words)
     assert sorted(run.parent.rglob("*")) == before and outcome.code == 2, outcome
@@ -57,16 +56,16 @@ def refused(run: Path, script: str, *words: str) -> str:
 
 
 def plan_of_folder(run: Path, *, trust: Sequence[str] = ()) -> Plan:
-    """The plan that every command builds from the folder's configuration."""
+    """The plan that commands build from the folder's configuration."""
     runtime = OmegaConf.load(CONF / "runtime" / "default.yaml")
     return plan_of_run(run, key="run", runtime=runtime, trust=list(trust))
 
 
 EVALUATE = ("bench/evaluate.py", f"run={RUN}", "eval.bytes=400", *CPU)
-"""One command suffices: ``tests/test_python_api.py`` tests that all open a folder by the same function."""
+"""One command suffices, because all open a folder by the same function (``tests/test_python_api.py``)."""
 
 
-def test_trust_in_the_configuration_of_a_run_folder_does_not_count(run):
+def test_trust_in_the_configuration_of_a_run_folder_is_ignored(run):
     (run / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
     node = {"_target_": f"{RUN}.evil.Evil", "_partial_": True}
     configure(run, trust=[f"{RUN}.evil"], variant={"attention": node})
@@ -75,7 +74,7 @@ def test_trust_in_the_configuration_of_a_run_folder_does_not_count(run):
 
 
 def hostile_configurations() -> dict[str, object]:
-    """The content of a ``config.yaml``, or sections to change in a valid one, by the name of the attack."""
+    """By name of the attack, the content of a ``config.yaml`` or the sections to change in a valid one."""
     return {
         "a list in itself": "variant: &a [*a]\n",
         "deep": f"variant: {'[' * 1000}\n",
@@ -118,10 +117,10 @@ RECORDS = {
     "another format": b'{"kind": "provenance", "format": [1]}\n',
     "long": b'{"kind": "' + b"x" * (5 << 20) + b'"}\n',
 }
-WRONG = {"config.model": "tiny", "data": None, "optimizers": {}}
+WRONG_KEYS = {"config.model": "tiny", "data": None, "optimizers": {}}
 
 
-@pytest.mark.parametrize("attack", [*RECORDS, *WRONG])
+@pytest.mark.parametrize("attack", [*RECORDS, *WRONG_KEYS])
 def test_a_hostile_record_is_one_error_message(run, attack):
     if attack in RECORDS:
         (run / RECORD).write_bytes(RECORDS[attack])
@@ -130,7 +129,7 @@ def test_a_hostile_record_is_one_error_message(run, attack):
         *above, last = attack.split(".")
         for name in above:
             node = node[name]
-        node[last] = WRONG[attack]
+        node[last] = WRONG_KEYS[attack]
         (run / RECORD).write_text(json.dumps(row) + "\n", encoding="utf-8")
     for key in ("run", "init_from.run"):
         with pytest.raises(ValueError, match=f"{key}=.*{RUN}: {RECORD}.*{'' if attack in RECORDS else attack}"):
@@ -138,17 +137,17 @@ def test_a_hostile_record_is_one_error_message(run, attack):
 
 
 def test_init_from_a_checkpoint_with_invalid_values_is_one_error_message(run, monkeypatch):
-    theirs, training = read_provenance(run, key="init_from.run"), make_job("variant=mhsa", "outputs=mine").trainer
+    provenance, trainer = read_provenance(run, key="init_from.run"), make_job("variant=mhsa", "outputs=mine").trainer
     good = prepare.checkpoint.load(prepare.checkpoint.newest(run))
     contents = [{}, *(good | {"model": value} for value in ("text", None, {"a": 1}))]
     contents += [good | {name: "text"} for name in ("spent", "last", "optimizers", "random")]
     contents += [{key: good[key] for key in good if key != name} for name in ("spent", "state", "random")]
-    init_from = prepare.dataclasses.replace(training.plan.init_from, run=str(run), restore="everything")
-    training.plan = prepare.dataclasses.replace(training.plan, init_from=init_from)
+    init_from = prepare.dataclasses.replace(trainer.plan.init_from, run=str(run), restore="everything")
+    trainer.plan = prepare.dataclasses.replace(trainer.plan, init_from=init_from)
     for content in contents:
-        monkeypatch.setattr(prepare, "_read_initial", lambda path, content=content: (dict(content), theirs))
+        monkeypatch.setattr(prepare, "_read_initial", lambda path, content=content: (dict(content), provenance))
         with pytest.raises(ValueError, match="init_from.run="):
-            prepare.initialise(training)
+            prepare.initialise(trainer)
 
 
 class CalledOnLoad:

@@ -1,4 +1,4 @@
-"""A ``-cd`` folder cannot set ``hydra.*`` or ``trust``, which could run code: attacks would create the file PWNED."""
+"""A ``-cd`` folder cannot set ``hydra.*`` or ``trust``, which could run code. A successful attack creates PWNED."""
 
 import os
 import subprocess
@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from harness import source
-from tests.command_line import GENERATED, TINY, call, empty_folder, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, TINY, call, empty_folder  # noqa: F401 - a fixture
+from tests.test_cli import refused
 
 TOUCH = {"_target_": "torch.utils.collect_env.run", "command": "touch PWNED"}
-"""A callable that Hydra does not forbid by itself."""
+"""A node with a function that Hydra's own list of forbidden targets lacks."""
 PAYLOAD = "import pathlib\npathlib.Path('PWNED').touch()\n"
 MIXER = """from variants.contract import Sublayer, SublayerOutput
 
@@ -56,16 +57,6 @@ def write(cwd: Path, files: dict[str, str]) -> None:
         (cwd / "conf" / name).write_text(text.replace("HERE", str(cwd / "conf")), encoding="utf-8")
 
 
-def refused(cwd: Path, *words: str) -> str:
-    """The error message of a command that must end with exit code 2 and change no file."""
-    before = sorted(cwd.rglob("*"))
-    outcome = train(*words)
-    assert sorted(cwd.rglob("*")) == before, "the command changed files"
-    assert outcome.code == 2 and not outcome.out and outcome.err.count("error: ") == 1, outcome
-    assert len(outcome.err.splitlines()) == 1, outcome.err
-    return outcome.err
-
-
 @pytest.fixture(autouse=True)
 def stranger(cwd):
     """A Python module and a program named git in the current folder, neither of which may run."""
@@ -76,7 +67,7 @@ def stranger(cwd):
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_keys_of_hydra_and_trust_count_on_the_command_line_only(cwd, attack):
+def test_keys_of_hydra_and_trust_may_be_set_on_the_command_line_only(cwd, attack):
     write(cwd, OTHER_FILES | ATTACKS[attack])
     message = refused(cwd, "-cd", "conf", *GENERATED, "recipe=evil")
     assert "may be set on the command line only" in message or "space.trust" in message
@@ -89,7 +80,7 @@ def test_a_primary_configuration_of_the_folder_cannot_extend_the_search_path(cwd
 
 
 def test_sweeps_interpolations_and_environment_variables_of_the_folder_are_read(cwd, monkeypatch):
-    """A variant may be named hydra, and keys of Hydra may be typed."""
+    """A variant may be named hydra, and keys of Hydra may be set on the command line."""
     monkeypatch.setenv("MY_RATE", "0.125")
     params = f"{GLOBAL}hydra: {{mode: MULTIRUN, sweeper: {{params: {{seed: '0,1'}}}}}}\n"
     write(cwd, {"sweep/mine.yaml": params, "variant/hydra.yaml": "defaults: [mhsa]\nname: hydra\n"})
@@ -127,7 +118,7 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(folder), *words], env=environment, check=True, capture_output=True)
 
 
-def test_git_is_not_asked_about_a_repository_that_surrounds_ours(cwd, monkeypatch):
+def test_git_is_not_run_in_a_repository_that_contains_ours(cwd, monkeypatch):
     (cwd / "vendored").mkdir()
     git(cwd, "init", "-q")
     git(cwd, "-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-m", "x")

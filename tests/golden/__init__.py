@@ -1,8 +1,8 @@
-"""Golden numbers: what every shipped variant computes at a small size in float64, from ``<case>.json`` beside this file.
+"""Golden numbers: losses, scores and counts of every shipped variant at a small size in float64, in ``<case>.json``.
 
-Whatever moves a loss, a score or a count moves a number here: model, mechanism, kernels, optimizers, order of the data, scoring.
-Initial weights are hashes (``harness.hashing``) of a parameter's index in the order of registration, so new names or torch
-generators move nothing. No weight is zero, so each affects the numbers."""
+They change with the model, the mechanisms, the kernels, the optimizers, the order of the data and the scoring. Each
+initial weight is a hash (``harness.hashing``) of its parameter's index in the order of registration, so new names or
+another random generator of torch move no number. No weight is zero, so each affects the numbers."""
 
 import copy
 import json
@@ -26,55 +26,36 @@ from harness.hashing import integer_hash
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
 from harness.plan.build import plan_run
-from tests.small_configs import CONF, compose_config, sized, variant_file
+from tests.small_configs import VARIANT_NAMES, compose_config, sized, variant_file
 from variants.kernels import native, window_cpu
 
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-9
-"""Relative. A file whose case cannot reach it has its own and says why."""
+"""Largest relative difference. The file of a case that cannot reach it has a ``tolerance`` and the reason, ``why``."""
 STEPS = 8
-BOUND_STEPS, OUTSIDE_BOUNDS = 16, 1e6  # bounded parameters are multiples of 1/16 of their range
+BOUND_STEPS, OUTSIDE_BOUNDS = 16, 1e6  # initial values of bounded parameters are multiples of 1/16 of their range
 RATES = {"adamw": 0.01, "muon": 0.003}
 BACKENDS = ("plain", "kernel")
-VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
 POSITIONS = ("alibi", "sinusoidal", "relative")
-CASES = {name: (name, ()) for name in VARIANTS}
+CASES = {name: (name, ()) for name in VARIANT_NAMES}
 CASES |= {f"mhsa_{position}": ("mhsa", (f"position={position}",)) for position in POSITIONS}
 CASES["mhsa_hidden"] = "mhsa", ("model.cache=hidden",)
 # Heads whose learned spans end in different buckets, so that they carry pasts of different lengths.
 FAR_SPANS = ("model.span=192", "batch.segment=61", "data.bytes=1900", "data.distances=[3,5,17,90]")
 CASES["adaptive_span_far"] = "adaptive_span", FAR_SPANS
 
+# 23 bytes are no multiple of a kernel's block. A stream has five segments, so streams restart in the sixth step.
 SIZES = (
-    "model.d_model=32",
-    "model.layers=2",
-    "model.heads=2",
-    "model.span=16",
-    "batch.carry=true",
-    "budget.steps=8",
-    "seed=3",
+    *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=16", "batch.streams=3", "batch.segment=23"),
+    *("batch.carry=true", f"budget.steps={STEPS}", "seed=3", "data=recall", "data.bytes=700", "data.seed=1"),
+    *("data.distances=[3,5,14,17]", "data.split=[0.5,0.4,0.1]", "eval.streams=3", "eval.segment=19"),
+    *("eval.selection_bytes=20", "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1"),
+    "runtime.compile=false",
 )
-# 23 is no multiple of a kernel's block. A stream has five segments, so in the sixth step streams restart elsewhere.
-SIZES += (
-    "batch.streams=3",
-    "batch.segment=23",
-    "data=recall",
-    "data.bytes=700",
-    "data.distances=[3,5,14,17]",
-    "data.seed=1",
-)
-SIZES += (
-    "data.split=[0.5,0.4,0.1]",
-    "eval.streams=3",
-    "eval.segment=19",
-    "eval.selection_bytes=20",
-    "runtime.device=cpu",
-)
-SIZES += ("runtime.precision=float32", "runtime.threads=1", "runtime.compile=false")
 SPANS = ("variant.attention.span.ramp=4", "variant.attention.span.loss_weight=0.01")
 MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
 PERSISTENT = ("variant.attention.persistent.number=5",)
-OWN = {
+VARIANT_WORDS = {
     "adaptive_span": SPANS,
     "adaptive_span_memory": SPANS + MEMORY,
     **dict.fromkeys(("all_attention", "all_attention_6", "all_attention_10"), SPANS + PERSISTENT),
@@ -84,7 +65,7 @@ OWN = {
     "replayed_spans": (SPANS[0], "variant.attention.span.spans=[[5,9],[2,16]]"),
     "uniform_span": (SPANS[0], "variant.attention.span.spans=[[7,7],[7,7]]"),
 }
-"""Words of a variant, in addition to ``small`` of its file."""
+"""Overrides for a variant, in addition to the sizes under ``small`` in its file."""
 
 
 def numerics(case: str) -> dict[str, int | None]:
@@ -93,7 +74,7 @@ def numerics(case: str) -> dict[str, int | None]:
 
 
 def make_run(case: str, *, optim: str, backend: str) -> Trainer:
-    """A training run before its first step. ValueError where the case cannot be computed by ``backend``."""
+    """A trainer before its first step. ValueError if ``backend`` cannot compute the case."""
     config = copy.deepcopy(_composed(case))
     config.optim, config.runtime.backend = _optim(optim), backend
     planned = plan_run(config)
@@ -106,7 +87,7 @@ def make_run(case: str, *, optim: str, backend: str) -> Trainer:
 @cache
 def _composed(case: str) -> DictConfig:
     variant, words = CASES[case]
-    return compose_config(*SIZES, *sized(variant), *words, *OWN.get(variant, ()), "++variant.lr_scale=null")
+    return compose_config(*SIZES, *sized(variant), *words, *VARIANT_WORDS.get(variant, ()), "++variant.lr_scale=null")
 
 
 @cache
@@ -125,12 +106,13 @@ def _load(words: str) -> Corpus:
 
 @torch.no_grad()
 def fill_(model: LanguageModel, *, like: LanguageModel) -> None:
-    """Fill all parameters, and the buffers drawn at random, with float64 numbers of the hash. A buffer was drawn if it
-    differs from that of ``like``, the same model with another seed."""
+    """Fill all parameters, and the buffers drawn at random, with float64 numbers from hashes.
+
+    Args:
+        like: the same model from another seed. A buffer that differs between both models was drawn at random.
+    """
     model.double()
-    drawn = [
-        b for b, other in zip(model.buffers(), like.buffers(), strict=True) if not torch.equal(b.float(), other.float())
-    ]
+    drawn = [a for a, b in zip(model.buffers(), like.buffers(), strict=True) if not torch.equal(a.float(), b.float())]
     for index, tensor in enumerate([*model.parameters(), *drawn]):
         low, high = (_projected(model, tensor, at) for at in (-OUTSIDE_BOUNDS, OUTSIDE_BOUNDS))
         bits = integer_hash(index, np.arange(tensor.numel()))
@@ -147,7 +129,7 @@ def fill_(model: LanguageModel, *, like: LanguageModel) -> None:
 
 
 def _projected(model: LanguageModel, tensor: Tensor, value: float) -> Tensor:
-    """What the model makes of a parameter that is set to ``value``: a bound, if it has one."""
+    """Set a parameter to ``value`` and return it after ``project_``, which clamps it to its bounds if it has any."""
     tensor.fill_(value)
     model.project_()
     return tensor.clone()
@@ -155,8 +137,8 @@ def _projected(model: LanguageModel, tensor: Tensor, value: float) -> Tensor:
 
 @cache
 def _kernel() -> CDLL | str:
-    """The CPU's kernel with vectors of at most 32 bytes. It pads keys to whole vectors, and their FLOPs count, so that
-    wider vectors would move the numbers."""
+    """The CPU kernel with vectors of at most 32 bytes. Executed FLOPs include the padding of keys to whole vectors, so
+    they depend on the width of vectors."""
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     with patch.dict(os.environ, {native.MARCH: "x86-64-v3"} if wide else {}):
         return native.load("window_cpu", window_cpu.SOURCE)
@@ -164,8 +146,8 @@ def _kernel() -> CDLL | str:
 
 @patch.object(window_cpu, "_library", _kernel)
 def measure(case: str, *, backend: str) -> dict | None:
-    """The numbers of a case by one backend; None if the backend does not support the case."""
-    found = {}
+    """The numbers of a case by one backend, or None if the backend does not support the case."""
+    numbers = {}
     for optim in RATES:
         try:
             run = make_run(case, optim=optim, backend=backend)
@@ -175,20 +157,20 @@ def measure(case: str, *, backend: str) -> dict | None:
             return None
         if backend not in run.backend:
             return None
-        if not found:
+        if not numbers:
             flops = forward_flops_per_byte(run.model, segment=run.stream.segment)
-            found = {
+            numbers = {
                 "parameters": sum(p.numel() for p in run.model.parameters()),
                 "state_bytes": {backend: flops.state_bytes},
                 "executed_flops_per_byte": {backend: flops.per_byte},
                 "ideal_flops_per_byte": run.model.ideal_flops(),
             }
-        found[optim] = _train(run)
-    return found
+        numbers[optim] = _train(run)
+    return numbers
 
 
 def _train(run: Trainer) -> dict:
-    """Mean bits per byte of each step, then of held-out bytes with carried state, and FLOPs that the steps needed."""
+    """Mean bits per byte of each step and, after the steps, of held-out bytes with carried state; FLOPs charged."""
     losses = []
     for _ in range(STEPS):
         run.step()
@@ -209,27 +191,30 @@ def read(case: str) -> dict:
     return json.loads(path_of(case).read_text(encoding="utf-8"))
 
 
-def differences(file: dict, found: dict) -> list[str]:
-    """The numbers of ``found`` that differ from the file's: key and both numbers."""
-    tolerance, old = file.get("tolerance", TOLERANCE), dict(flat(file))
+def differences(file: dict, measured: dict) -> list[str]:
+    """Key and both numbers of each difference between a file and a measurement by one backend. None: no such number."""
+    tolerance, new = file.get("tolerance", TOLERANCE), dict(flatten(measured))
+    unmeasured = [f".{backend}" for backend in BACKENDS if f"state_bytes.{backend}" not in new]
+    old = dict(flatten(file | {"numerics": None, "tolerance": None}))
+    old = {key: number for key, number in old.items() if not key.endswith(tuple(unmeasured))}
     return [
-        f"{key} is {old.get(key)!r} in the file, {new!r} now"
-        for key, new in flat(found)
-        if key not in old or not abs(new - old[key]) <= tolerance * abs(old[key])
+        f"{key} is {old.get(key)!r} in the file, {new.get(key)!r} now"
+        for key in old | new
+        if key not in old or key not in new or not abs(new[key] - old[key]) <= tolerance * abs(old[key])
     ]
 
 
-def flat(node: dict | list, prefix: str = "") -> Iterator[tuple[str, float]]:
+def flatten(node: dict | list, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Numbers by their dotted keys."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         elif isinstance(value, int | float):
             yield f"{prefix}{key}", value
 
 
-def explained(case: str, moved: list[str]) -> str:
-    """The message for a change that moved numbers."""
+def explanation(case: str, moved: list[str]) -> str:
+    """The message about numbers that moved, with instructions."""
     return (
         f"tests/golden/{case}.json: {'; '.join(moved)}. If this is intended: raise numerics in "
         f"conf/variant/{CASES[case][0]}.yaml, or for shared code NUMERICS in harness/model.py, run python -m tests.golden, "

@@ -1,4 +1,4 @@
-"""Rewrites the golden tables of the report: ``python -m tests.golden_report``."""
+"""Rewrite the golden tables of the report: ``python -m tests.golden_report``."""
 
 import tempfile
 from pathlib import Path
@@ -7,11 +7,11 @@ from bench.report.__main__ import all_tables
 from bench.report.frame import read_folders
 from tests.fixed_rows import text_of, write_fixed_rows
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 with tempfile.TemporaryDirectory() as folder:
     write_fixed_rows(Path(folder))
-    for old in HERE.glob("*.txt"):
+    for old in FOLDER.glob("*.txt"):
         old.unlink()
     for table in all_tables(read_folders([Path(folder)])):
-        (HERE / f"{table.name}.txt").write_text(text_of(table), encoding="utf-8")
+        (FOLDER / f"{table.name}.txt").write_text(text_of(table), encoding="utf-8")
