@@ -39,8 +39,7 @@ from harness.compose.cli import MISTAKES, explain, run_command
 COMMAND_KEYS = ("agree",)
 LIMITATION = "Only a reference, as in tests/reference, shows whether a mechanism computes what its paper says."
 BROKEN: list[str] = []
-"""Names of variants that broke a promise, or that a device computes wrongly. If there are any, the exit code is 1,
-after the last job of a sweep."""
+"""Names of variants that broke a promise, or that a device computes wrongly, in any job of a sweep."""
 
 
 class Combination(NamedTuple):
@@ -185,12 +184,10 @@ def device_agrees() -> bool:
 
 @functools.wraps(main)
 def command() -> None:
-    """Run ``main``. If ``BROKEN`` has a name after the last job of a sweep, the exit code is 1."""
-    try:
-        main()
-    finally:
-        if BROKEN:
-            sys.exit(1)
+    """Run ``main``. If no job of a sweep fails and ``BROKEN`` has a name, the exit code is 1."""
+    main()
+    if BROKEN:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

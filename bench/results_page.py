@@ -255,9 +255,9 @@ def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
         cells: dict[str, dict[str, str]] = {}
         for row in rows:
             cost = reduce(lambda inner, key: (inner or {}).get(key), keys, row)
-            per_byte = row["segment"] if "ms" in title else 1
-            text = row["status"] if cost is None else f"{cost / divisor / per_byte:,.3g}"
-            cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = text
+            number = (cost or 0) / divisor / (row["segment"] if "ms" in title else 1)
+            text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+            cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = row["status"] if cost is None else text
         yield title, mechanism_table(cells, spans)
 
 

@@ -139,6 +139,11 @@ def test_a_refused_combination_is_listed_and_does_not_count_as_passed(cwd, check
     assert outcome.code == 0 and "\nmhsa: keeps the contract in 7 combinations, 1 refused\n" in outcome.out
 
 
+def test_an_error_after_a_broken_promise_keeps_its_exit_code(cwd, monkeypatch):
+    monkeypatch.setattr("bench.check.BROKEN", ["mhsa"])
+    assert check("variant=dynamic_span", "position=rotary", *SINGLE[1:], "runtime.backend=fused").code == 2
+
+
 POSITION = "from variants.position import Alibi\n\nclass Steep(Alibi):\n    pass\n"
 STEEP = "_target_: my_mixer.Steep\n_partial_: true\n"
 
