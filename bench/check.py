@@ -185,7 +185,11 @@ def device_agrees() -> bool:
 @functools.wraps(main)
 def command() -> None:
     """Run ``main``. If no job of a sweep fails and ``BROKEN`` has a name, the exit code is 1."""
-    main()
+    try:
+        main()
+    except SystemExit as exit:  # also the end of a sweep without errors, whose code is 0
+        if exit.code or not BROKEN:
+            raise
     if BROKEN:
         sys.exit(1)
 

@@ -120,10 +120,9 @@ def _points(params: dict[str, object]) -> Iterator[list[str]]:
 
 
 def compact(row: dict) -> dict:
-    """A row of ``record.jsonl`` without the identity, protocol and metrics that the summary repeats."""
-    if row["kind"] == "provenance":
-        return {key: row[key] for key in ("kind", "config") if key in row}
-    return {key: value for key, value in row.items() if key not in ("metrics", "protocol")}
+    """What the tables need of a row of ``record.jsonl`` (configuration or score) or ``evaluations.jsonl``."""
+    names = ("kind", "config", "bytes_seen", "bits_per_byte", "final", "windows_bits_per_byte", "context_curve")
+    return {name: row[name] for name in names if name in row}
 
 
 def span_word(row: dict | None, *, mean: bool) -> str:
@@ -165,7 +164,7 @@ class Runner:
             if cell.score_context and not exit_code:
                 options = (f"run={run.resolve()}", "split=test", "runtime.threads=1", "runtime.device=cpu")
                 exit_code = self.run_python("-m", "bench.evaluate", *options)
-                row["evaluation"] = None if exit_code else read_rows(run / EVALUATIONS)[-1]
+                row["evaluation"] = None if exit_code else compact(read_rows(run / EVALUATIONS)[-1])
         if exit_code not in COUNTED_EXIT_CODES or not (run / SUMMARY).exists():
             raise ValueError(f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command repeats it")
         with file_lock(self.outputs / cell.file.name):

@@ -13,7 +13,6 @@ from harness.data import corpora
 from harness.device import runtime
 from harness.device.model_parameters import full_tensors
 from harness.device.processes import SINGLE, ProcessGroup, join_processes
-
 from harness.loop.trainer import Trainer
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows

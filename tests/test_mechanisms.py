@@ -161,7 +161,7 @@ def test_dropout_in_training_is_causal_and_reproducible_and_keeps_the_mean(varia
 
         def drawn(x: Tensor, seed: int, *, streams: int = 1, state=state, past=past) -> Tensor:
             torch.manual_seed(seed)
-            states = map_state(lambda part: part.expand(streams, *part.shape[1:]), state)
+            states = map_state(lambda tensor: tensor.expand(streams, *tensor.shape[1:]), state)
             with torch.no_grad():
                 return layer.train()(x[:, past:].expand(streams, -1, -1), states, starts(past, streams=streams)).y
 
