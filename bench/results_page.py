@@ -18,10 +18,10 @@ from harness.record.rows import read_rows
 REFERENCE = VARIANTS["reference"]
 KIB, MIB = 2**10, 2**20
 COST_TABLES = {
-    "Cost against context: MFLOP per byte": (1e6, ("flops", "executed_per_byte")),
-    "Cost against context: carried state, KiB": (KIB, ("memory", "state_bytes")),
-    "Cost against context: peak memory, MiB": (MIB, ("memory", "train_peak_bytes")),
-    "Cost against context: ms per byte of training": (1, ("time", "train_ms", "p50")),
+    "MFLOP per byte": (1e6, ("flops", "executed_per_byte")),
+    "Carried state, KiB": (KIB, ("memory", "state_bytes")),
+    "Peak memory, MiB": (MIB, ("memory", "train_peak_bytes")),
+    "Training time, ms per byte": (1, ("time", "train_ms", "p50")),
 }
 """For each title of a table, the divisor of its numbers and their path of keys in a row of ``bench.cost``."""
 COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak")
@@ -130,12 +130,12 @@ def sections(folder: Path) -> str:
         ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
         ("Skills", skills_table(folder / "skills.jsonl")),
         ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
-        *cost_tables(folder / "cost.jsonl"),
+        ("Cost against context", cost_tables(folder / "cost.jsonl")),
         ("Learning rates", learning_rate_table(folder / "rates.jsonl")),
         ("Learning rates over all bytes", learning_rate_table(folder / "rates_full.jsonl")),
     ]
     captions = read_yaml("captions.yaml")
-    texts = ((title, captions[title.partition(":")[0]], table) for title, table in tables if table)
+    texts = ((title, captions[title], table) for title, table in tables if table)
     return "\n\n".join(f"## {title}\n\n{caption}\n\n{table}" for title, caption, table in texts)
 
 
@@ -247,10 +247,10 @@ def skills_table(path: Path) -> str:
     return mechanism_table(cells, sorted(columns, key=lambda column: (column.split()[0], len(column), column)))
 
 
-def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
-    """Title and table of each quantity of ``COST_TABLES``: a row per mechanism, a column per span."""
+def cost_tables(path: Path) -> str:
+    """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span."""
     rows = [row for row in read_rows(path) if row["mode"] == "stream"]
-    spans = [f"{span:,}" for span in sorted({row["length"] for row in rows})]
+    spans, tables = [f"{span:,}" for span in sorted({row["length"] for row in rows})], []
     for title, (divisor, keys) in COST_TABLES.items():
         cells: dict[str, dict[str, str]] = {}
         for row in rows:
@@ -258,7 +258,8 @@ def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
             number = (cost or 0) / divisor / (row["segment"] if "ms" in title else 1)
             text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
             cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = row["status"] if cost is None else text
-        yield title, mechanism_table(cells, spans)
+        tables.append(f"### {title}\n\n{mechanism_table(cells, spans)}")
+    return "\n\n".join(tables) if rows else ""
 
 
 def learning_rate_table(path: Path) -> str:
