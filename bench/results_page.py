@@ -131,6 +131,7 @@ def sections(folder: Path) -> str:
         ("Skills", skills_table(folder / "skills.jsonl")),
         ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
         ("Cost against context", cost_tables(folder / "cost.jsonl")),
+        ("Training speed of other implementations", speed_table(folder / "peers.jsonl")),
         ("Learning rates", learning_rate_table(folder / "rates.jsonl")),
         ("Learning rates over all bytes", learning_rate_table(folder / "rates_full.jsonl")),
     ]
@@ -260,6 +261,18 @@ def cost_tables(path: Path) -> str:
             cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = row["status"] if cost is None else text
         tables.append(f"### {title}\n\n{mechanism_table(cells, spans)}")
     return "\n\n".join(tables) if rows else ""
+
+
+def speed_table(path: Path) -> str:
+    """Training speed of each implementation, and its ratio to the reference model's: median and range over rounds."""
+    headings = ["implementation", "bytes per second", "relative speed", "range", "peak, MiB", "parameters"]
+    rows = []
+    for row in read_rows(path):
+        speeds = [f"{row['bytes_per_second']:,.0f}", f"{row['relative_to_reference']:.2f}"]
+        speeds.append("{:.2f} to {:.2f}".format(*row["relative_range"]))
+        peak, parameters = row["memory"]["train_peak_bytes"] / MIB, row["parameters"]["total"]
+        rows.append([f"`{row['name']}`", *speeds, f"{peak:,.0f}", f"{parameters:,}"])
+    return markdown_table(headings, rows)
 
 
 def learning_rate_table(path: Path) -> str:
