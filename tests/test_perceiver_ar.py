@@ -17,9 +17,7 @@ SIZES = (
 def build(*words: str) -> torch.nn.Module:
     torch.manual_seed(3)
     model = plan("variant=perceiver_ar", "data=recall", *SIZES, *words).make_model().to(DOUBLE)
-    for _ in range(5):
-        perturb(model)
-    return model
+    return perturb(model)
 
 
 def layers_of(model: torch.nn.Module) -> list[Layer]:

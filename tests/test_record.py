@@ -73,7 +73,7 @@ def make_summary(**changes):
         **{"training_flops": 4_000_000, "flops_estimated_3x": ["layers.0.mine"]},
         "memory": {"peak_bytes": 312 * 2**20, "approximate": True, "state_bytes": 3 * 2**30},
         **{"backend": "plain", "evaluation_backend": "kernel", "precision": "float32", "compile": False, "threads": 1},
-        **{"device": "cpu", "device_kind": "cpu", "source": "aa", "config_hash": "11", "versions": {}},
+        **{"device": "cpu", "device_kind": "cpu", "source": "aa", "config_hash": "11", "versions": {}, "processes": 1},
         "compressors": {"valid": {"gzip": 3.04, "bzip2": 2.58, "xz": 2.71}, "test": {"gzip": 3.055}},
         "spans": {"mean": 83.21, "min": 3.14, "max": 488.8},
     }
@@ -114,7 +114,7 @@ OTHER_CODE = {"source": "bb", "tree": "other"}
         ({"source": "bb", "variant": "mhsa", "budget": {"seconds": 9}}, True),  # `tree` is equal, so all code is
         (OTHER_CODE | {"variant": "mhsa", "budget": {"seconds": 9}}, False),
         ({"device": "Another CPU", "budget": {"seconds": 9}}, False),  # seconds on another CPU are another budget
-        ({"processes": 1, "budget": {"seconds": 9}}, True),  # the default of `a`, which lacks the key as older rows do
+        ({"processes": 1, "budget": {"seconds": 9}}, True),  # the default of rows without this key
         ({"purpose": "tune"}, False),
         ({"budget": {"steps": 7}}, False),
         ({"data": {"sha256": "f" * 64}}, False),
@@ -126,7 +126,7 @@ OTHER_CODE = {"source": "bb", "tree": "other"}
     ],
 )
 def test_rows_compare_unless_numerics_data_budget_or_protocol_differ(changes, expected):
-    a = make_summary(**PINNED, protocol={"streams": 8})
+    a = make_summary(**PINNED, protocol={"streams": 8}, processes=None)  # None: as in rows without this key
     a |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}  # seconds: in both rows
     b = a | changes
     assert comparable(a, b) == comparable(b, a) == expected
