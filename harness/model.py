@@ -117,7 +117,7 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.scale, self.dropout, self.checkpoint = embedding_scale, embedding_dropout, checkpoint
-        self.position = context(0).position(0)
+        self.position = context(0).position(d_head=0)  # adds positions to the embedding, which has no heads
         self.layers = nn.ModuleList(nn.ModuleDict() for _ in layers)
         for i, layer in enumerate(layers):
             for name, make in layer.items():
@@ -142,7 +142,7 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:
         """Predict the byte after each of ``tokens`` (int64 ``[B, T]``); ``state`` is from the previous segment."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
-        start = start.view_as(start)  # a new tensor in each pass: position.py caches rotations as its attribute
+        start = start.view_as(start)  # a new tensor in each pass: position.py caches rotations as an attribute of it
         x = self.position.embed(self.embedding(tokens) * self.scale, start)
         x = F.dropout(x, self.dropout, self.training)
         loss, new_states, stats = x.new_zeros((), dtype=torch.float32), [], {}
@@ -215,7 +215,7 @@ class LanguageModel(nn.Module):
         return NeededFlops(*map(sum, zip(*needed, strict=True)))
 
     def flops_estimated_3x(self) -> list[str]:
-        """Names of the sublayers that do not state the FLOPs of a training step."""
+        """Names of the sublayers whose FLOPs of a training step are estimated: three times the ideal forward FLOPs."""
         return [name for name, s in self.sublayers() if s.needed_flops(1, carried=0) is None]
 
     def parameters_by_sublayer(self) -> dict[str, int]:
@@ -241,7 +241,7 @@ class LanguageModel(nn.Module):
             # A shared parameter counts once, but a shared table in each layer, because layers read different rows.
             size = sum(p.numel() for p in sublayer.parameters()) if unread else counts[name]
             in_sublayers += size - unread
-        is_tied = self.head.weight is self.embedding.weight  # then the head, which is read whole, counts as embedding
+        is_tied = self.head.weight is self.embedding.weight  # then counts["head"] lacks the matrix, which is read whole
         embedding = self.head.weight.numel() if is_tied else self.embedding.embedding_dim
         return in_sublayers + counts["norms"] + counts["head"] + embedding
 

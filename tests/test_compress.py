@@ -40,39 +40,39 @@ def run_command(module, *words: str) -> None:
 
 
 def encode(run: Path, folder: Path, content: bytes, *words: str) -> Path:
-    """Compress a file with this content. Returns the path of the code."""
+    """Compress a file with this content. Returns the path of the compressed file."""
     (folder / "plain").write_bytes(content)
     run_command(compress, f"run={run}", f"file={folder / 'plain'}", f"out={folder / 'code'}", *words)
     return folder / "code"
 
 
-def decode(run: Path, code: Path, *words: str) -> bytes:
-    out = code.with_name("back")
-    run_command(decompress, f"run={run}", f"file={code}", f"out={out}", *words)
+def decode(run: Path, packed: Path, *words: str) -> bytes:
+    out = packed.with_name("back")
+    run_command(decompress, f"run={run}", f"file={packed}", f"out={out}", *words)
     return out.read_bytes()
 
 
-def assert_refused(match: str, run: Path, code: Path, *words: str) -> None:
+def assert_refused(match: str, run: Path, packed: Path, *words: str) -> None:
     """Assert that decoding is refused with a message and writes no file."""
-    before = sorted(code.parent.iterdir())
+    before = sorted(packed.parent.iterdir())
     with pytest.raises(ValueError, match=match):
-        decode(run, code, *words)
-    assert sorted(code.parent.iterdir()) == before
+        decode(run, packed, *words)
+    assert sorted(packed.parent.iterdir()) == before
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"aA" * 500, TEXT], ids=["empty", "one", "letters", "others"])
 @pytest.mark.parametrize("fixture", ["run", "byte_run"])
 def test_a_compressed_file_is_restored_and_its_size_is_printed(request, tmp_path, fixture, content, capsys):
     folder = request.getfixturevalue(fixture)
-    code = encode(folder, tmp_path, content, "streams=40")
+    packed = encode(folder, tmp_path, content, "streams=40")
     printed = capsys.readouterr().out
-    assert decode(folder, code) == content
-    assert f"{len(content):,} bytes in, {code.stat().st_size:,} bytes out" in printed
+    assert decode(folder, packed) == content
+    assert f"{len(content):,} bytes in, {packed.stat().st_size:,} bytes out" in printed
     if len(content) < 2:
         assert printed.endswith("no byte was predicted, so there is no score to compare with\n")
         return
     by_file, by_score, difference = map(float, re.search(LAST, printed).groups())
-    assert by_file == pytest.approx(8 * code.stat().st_size / len(content), abs=1e-4)
+    assert by_file == pytest.approx(8 * packed.stat().st_size / len(content), abs=1e-4)
     assert difference == pytest.approx(100 * (by_file / by_score - 1), abs=0.02)
 
 
@@ -80,25 +80,25 @@ def test_the_payload_of_a_split_is_as_long_as_its_score_predicts(run, tmp_path, 
     run_command(compress, f"run={run}", "split=test", f"out={tmp_path / 'code'}", "streams=20")
     printed = capsys.readouterr().out
     split = corpora.load("recall", bytes=20000, distances=[3, 5]).splits["test"].numpy().tobytes()
-    assert decode(run, tmp_path / "code") == split and "0 escaped" in printed
+    assert decode(run, tmp_path / "code") == split and "; 0 escaped" in printed
     _, payload = unpack((tmp_path / "code").read_bytes(), key="file")
     predicted, bits = len(split) - 20, float(re.search(LAST, printed)[2])
-    assert 8 * len(payload) == pytest.approx(bits * predicted + 8 * 20, rel=0.005)
+    assert 8 * len(payload) == pytest.approx(bits * predicted + 8 * 20, rel=0.005)  # 8 bits for each first byte
 
 
-def test_streams_are_by_default_at_most_of_a_constant_length(run, tmp_path, capsys, monkeypatch):
+def test_the_default_number_of_streams_bounds_their_length(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compress, "STREAM_BYTES", 64)
-    code = encode(run, tmp_path, b"a" * 129)
-    assert unpack(code.read_bytes(), key="file")[0]["streams"] == 3
+    packed = encode(run, tmp_path, b"a" * 129)
+    assert unpack(packed.read_bytes(), key="file")[0]["streams"] == 3
     assert "3 streams of at most 43 bytes" in capsys.readouterr().out
 
 
 def test_a_header_is_short_and_has_all_conditions(run, tmp_path, monkeypatch):
     variables = {"GOMP_SPINCOUNT": "10000"}  # variables of the machine would make the header longer
     monkeypatch.setattr("harness.device.machine.environment", lambda: variables)
-    code = encode(run, tmp_path, TEXT, "streams=40").read_bytes()
-    header, payload = unpack(code, key="file")
-    assert code.startswith(MAGIC) and len(code) - len(payload) < 150
+    packed = encode(run, tmp_path, TEXT, "streams=40").read_bytes()
+    header, payload = unpack(packed, key="file")
+    assert packed.startswith(MAGIC) and len(packed) - len(payload) < 150
     assert {name: header[name] for name in ("bytes", "streams", "threads", "precision", "device_kind")} == {
         "bytes": len(TEXT), "streams": 40, "threads": 1, "precision": "float32", "device_kind": "cpu"
     }  # fmt: skip
@@ -107,13 +107,13 @@ def test_a_header_is_short_and_has_all_conditions(run, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def text_code(run, tmp_path_factory) -> bytes:
+def packed_text(run, tmp_path_factory) -> bytes:
     return encode(run, tmp_path_factory.mktemp("text"), TEXT, "streams=200").read_bytes()
 
 
 @pytest.fixture
-def code(text_code, tmp_path) -> Path:
-    (tmp_path / "code").write_bytes(text_code)
+def packed(packed_text, tmp_path) -> Path:
+    (tmp_path / "code").write_bytes(packed_text)
     return tmp_path / "code"
 
 
@@ -126,56 +126,56 @@ def code(text_code, tmp_path) -> Path:
         (("runtime.deterministic=false",), r"runtime\.deterministic=false: allowed is true"),
     ],
 )
-def test_decoding_with_other_settings_is_refused(run, code, words, message):
-    assert_refused(message, run, code, *words)
+def test_decoding_with_other_settings_is_refused(run, packed, words, message):
+    assert_refused(message, run, packed, *words)
 
 
-def test_decoding_with_other_weights_is_refused(run, byte_run, code, tmp_path):
-    assert_refused(r"differ from the encoder's: weights \(", byte_run, code)
+def test_decoding_with_other_weights_is_refused(run, byte_run, packed, tmp_path):
+    assert_refused(r"differ from the encoder's: weights \(", byte_run, packed)
     copied = tmp_path / "copied"
     copied.mkdir()
     for path in (p for p in run.rglob("*") if p.is_file()):
         (copied / path.relative_to(run)).parent.mkdir(parents=True, exist_ok=True)
         (copied / path.relative_to(run)).write_bytes(path.read_bytes())
-    assert decode(copied, code) == TEXT
-    code.with_name("back").unlink()
+    assert decode(copied, packed) == TEXT
+    packed.with_name("back").unlink()
     best = checkpoint.load_best(copied)
     best["model"]["head.weight"][0, 0] += 1e-6
     checkpoint.save_best(copied, best)
-    assert_refused(r"differ from the encoder's: weights \(", copied, code)
+    assert_refused(r"differ from the encoder's: weights \(", copied, packed)
     (copied / "config.yaml").write_text((run / "config.yaml").read_text().replace("span: 16", "span: 15"))
     checkpoint.save_best(copied, checkpoint.load_best(run))
-    assert_refused(r"differ from the encoder's: weights \(", copied, code)
+    assert_refused(r"differ from the encoder's: weights \(", copied, packed)  # their digest includes the configuration
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_each_differing_condition_is_refused_by_its_name(run, code, name):
-    header, payload = unpack(code.read_bytes(), key="file")
-    code.write_bytes(pack(header | {name: "another"}, payload))
-    assert_refused(rf"differ from the encoder's: {name} \(then another, now ", run, code)
+def test_each_differing_condition_is_refused_by_its_name(run, packed, name):
+    header, payload = unpack(packed.read_bytes(), key="file")
+    packed.write_bytes(pack(header | {name: "another"}, payload))
+    assert_refused(rf"differ from the encoder's: {name} \(then another, now ", run, packed)
 
 
-def test_a_damaged_code_is_refused(run, code):
-    intact = code.read_bytes()
+def test_a_damaged_file_is_refused(run, packed):
+    intact = packed.read_bytes()
     end = len(intact) - len(unpack(intact, key="file")[1])
     for content in (b"", intact[:3], b"PK\3\4" + intact[4:], TEXT):
-        code.write_bytes(content)
-        assert_refused("is not of the format AWT1", run, code)
+        packed.write_bytes(content)
+        assert_refused("is not of the format AWT1", run, packed)
     for content in (intact[:5], intact[:20], intact[:end], intact[:-1], intact + b"\0"):
-        code.write_bytes(content)
-        assert_refused("is damaged or cut off", run, code)
+        packed.write_bytes(content)
+        assert_refused("is damaged or cut off", run, packed)
     for at in (4, 5, 7, end // 2, end - 1, end, (end + len(intact)) // 2, len(intact) - 1):
-        code.write_bytes(intact[:at] + bytes([intact[at] ^ 4]) + intact[at + 1 :])
-        assert_refused("is damaged or cut off", run, code)
+        packed.write_bytes(intact[:at] + bytes([intact[at] ^ 4]) + intact[at + 1 :])
+        assert_refused("is damaged or cut off", run, packed)
 
 
-def test_a_file_that_decodes_to_other_bytes_is_not_written(run, code):
-    header, payload = unpack(code.read_bytes(), key="file")
-    code.write_bytes(pack(header, payload[:50] + bytes([payload[50] ^ 1]) + payload[51:]))  # a valid checksum
-    assert_refused("the SHA-256 of the decoded bytes is not that of the encoded", run, code)
-    out = code.with_name("back")
+def test_a_file_that_decodes_to_other_bytes_is_not_written(run, packed):
+    header, payload = unpack(packed.read_bytes(), key="file")
+    packed.write_bytes(pack(header, payload[:50] + bytes([payload[50] ^ 1]) + payload[51:]))  # a valid checksum
+    assert_refused("the SHA-256 of the decoded bytes is not that of the encoded", run, packed)
+    out = packed.with_name("back")
     out.write_bytes(b"an older file")
-    assert_refused("the SHA-256 of the decoded bytes is not that", run, code)
+    assert_refused("the SHA-256 of the decoded bytes is not that", run, packed)
     assert out.read_bytes() == b"an older file"
 
 
@@ -202,8 +202,8 @@ def test_a_mistake_is_refused_and_writes_no_file(run, tmp_path, monkeypatch, wor
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
-def test_both_commands_end_with_exit_code_2_after_a_mistake(run, code, monkeypatch):
-    monkeypatch.chdir(code.parent)
+def test_both_commands_end_with_exit_code_2_after_a_mistake(run, packed, monkeypatch):
+    monkeypatch.chdir(packed.parent)
     for script in ("compress", "decompress"):
         outcome = call(f"bench/{script}.py", f"run={run}", "file=nowhere", "out=b", *CPU)
         assert (outcome.code, outcome.out) == (2, ""), outcome

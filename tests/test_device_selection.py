@@ -11,14 +11,15 @@ from tests.small_configs import plan
 from tests.small_runs import make_job, temporary_cwd  # noqa: F401 - a fixture
 
 AUTO = ("runtime.precision=auto", "runtime.compile=auto")
-TYPED = ("runtime.precision=float32", "runtime.compile=false")
+EXPLICIT = ("runtime.precision=float32", "runtime.compile=false")
 
 
-def simulate_gpus(patch: pytest.MonkeyPatch, *, devices: int) -> list[int]:
+def simulate_gpus(patch: pytest.MonkeyPatch, *, devices: int, listed=runtime.NVIDIA_DEVICES / "absent") -> list[int]:
     """Let torch report GPUs that cannot compute. Returns a list to which ``torch.cuda.set_device`` appends devices."""
     chosen: list[int] = []
-    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a run would set it for the rest of the process
+    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # set here so that it is undone; runtime.start leaves it set
     patch.setattr(torch.cuda, "is_available", lambda: bool(devices))
+    patch.setattr(runtime, "NVIDIA_DEVICES", listed)  # the machine that runs the tests may list a GPU
     patch.setattr(torch.cuda, "device_count", lambda: devices)
     patch.setattr(torch.cuda, "set_device", chosen.append)
     return chosen
@@ -29,8 +30,7 @@ def test_devices_are_the_cpu_and_the_existing_gpus(monkeypatch):
     assert runtime.device_of("auto") == runtime.device_of("cuda") == torch.device("cuda")
     assert runtime.device_of("cuda:1").index == 1
     for wrong in ("tpu", "xpu", "cuda:2"):
-        message = f"runtime.device={wrong}: .* sees 2 .* allowed are auto, cpu, cuda, cuda:N"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"runtime.device={wrong}: .* sees 2 .* are auto, cpu, cuda, cuda:N$"):
             runtime.device_of(wrong)
     simulate_gpus(monkeypatch, devices=0)
     assert runtime.device_of("auto").type == runtime.device_of("cpu").type == "cpu"
@@ -39,9 +39,8 @@ def test_devices_are_the_cpu_and_the_existing_gpus(monkeypatch):
 
 
 def test_auto_is_refused_where_torch_cannot_use_an_existing_gpu(monkeypatch, tmp_path):
-    simulate_gpus(monkeypatch, devices=0)
+    simulate_gpus(monkeypatch, devices=0, listed=tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(runtime, "NVIDIA_DEVICES", tmp_path)
     assert runtime.device_of("auto").type == "cpu", "a driver without a device"
     (tmp_path / "0000:01:00.0").mkdir()
     with pytest.raises(ValueError, match="runtime.device=auto: .* cannot use the NVIDIA device .* runtime.device=cpu"):
@@ -67,18 +66,18 @@ def test_a_requirement_of_compilation_that_is_missing_is_named(monkeypatch, tmp_
 
 def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
     chosen = simulate_gpus(monkeypatch, devices=2)
-    second = ProcessGroup(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    rank_3 = ProcessGroup(rank=3, world_size=4, local_rank=1, local_world_size=2)  # the second of its machine
     for name in ("auto", "cuda"):
-        assert runtime.start(plan(f"runtime.device={name}", *TYPED).runtime, processes=second).device.index == 1
+        assert runtime.start(plan(f"runtime.device={name}", *EXPLICIT).runtime, processes=rank_3).device.index == 1
     assert chosen == [1, 1]
-    assert runtime.start(plan("runtime.device=cpu").runtime, processes=second).device.type == "cpu"
+    assert runtime.start(plan("runtime.device=cpu").runtime, processes=rank_3).device.type == "cpu"
     with pytest.raises(ValueError, match="runtime.device=cuda:1 with 4 processes"):
-        runtime.start(plan("runtime.device=cuda:1").runtime, processes=second)
+        runtime.start(plan("runtime.device=cuda:1").runtime, processes=rank_3)
     with pytest.raises(ValueError, match="3 processes need as many CUDA devices, torch sees 2"):
         runtime.start(plan().runtime, processes=ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3))
 
 
-def test_auto_is_bfloat16_where_the_device_multiplies_it_and_compiles_where_a_gpu_can(monkeypatch, capsys):
+def test_auto_is_bfloat16_if_native_and_compiles_on_a_gpu_with_the_requirements(monkeypatch, capsys):
     for capabilities, expected in (({"amx_bf16": True}, True), ({"avx512_bf16": False, "avx512_f": True}, False)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
         assert runtime.has_native_bfloat16(torch.device("cpu")) is expected
@@ -111,7 +110,7 @@ def test_tf32_is_set_on_cuda_only_where_it_is_requested(monkeypatch):
     with pytest.raises(ValueError, match="runtime.tf32=true: runtime.device=cpu does not support TF32"):
         runtime.start(plan("runtime.device=cpu", "runtime.tf32=true").runtime)
     simulate_gpus(monkeypatch, devices=1)
-    settings = plan("runtime.device=cuda", *TYPED).runtime
+    settings = plan("runtime.device=cuda", *EXPLICIT).runtime
     try:
         on = runtime.start(dataclasses.replace(settings, tf32=True))
         assert on.tf32 and torch.get_float32_matmul_precision() == "high"
@@ -120,8 +119,9 @@ def test_tf32_is_set_on_cuda_only_where_it_is_requested(monkeypatch):
     assert not off.tf32 and torch.get_float32_matmul_precision() == "highest"
 
 
-def test_the_random_state_of_a_gpu_is_saved_once_it_is_initialized(monkeypatch):
+def test_the_random_state_of_a_gpu_is_saved_if_cuda_is_initialized(monkeypatch):
     generator = {"state": torch.tensor([1])}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert random_state.random_state()["accelerator"] is None, "an unused GPU has no random state"
     simulate_gpus(monkeypatch, devices=1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

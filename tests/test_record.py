@@ -39,8 +39,9 @@ def test_a_resumed_record_equals_an_uninterrupted_one(tmp_path):
     assert [repeatable(row) for row in whole] == [repeatable(row) for row in resumed]
     with pytest.raises(ValueError, match=r"6 complete rows, and the checkpoint was saved after 7.*force=true"):
         Record(tmp_path / "resumed", rows=7)
-    assert Record(tmp_path / "resumed", rows=6).rows == 6 and Record(tmp_path / "resumed").rows == 0
-    assert record.path.read_bytes() == b""
+    assert Record(tmp_path / "resumed", rows=6).rows == 6
+    empty = Record(tmp_path / "resumed")  # it truncates the file to 0 rows
+    assert empty.rows == 0 and empty.path.read_bytes() == b""
 
 
 def test_rows_are_strict_json_with_exact_numbers(tmp_path):
@@ -98,22 +99,22 @@ def comparable(a, b):
 
 
 PINNED = {"numerics": {"variant": 1, "shared": 1}, "tree": "tree", "commit": "ab" * 20}
-OTHER = {"source": "bb", "tree": "other"}
+OTHER_CODE = {"source": "bb", "tree": "other"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "comparable_rows"),
+    ("changes", "expected"),
     [
-        (OTHER | {"device": "Another CPU"}, True),
-        (OTHER | {"numerics": {"variant": 2, "shared": 1}}, False),
-        (OTHER | {"numerics": {"variant": None, "shared": 1}}, False),
-        (OTHER | {"variant": "mhsa", "numerics": {"variant": 7, "shared": 1}}, True),
-        (OTHER | {"variant": "mhsa", "numerics": {"variant": 1, "shared": 2}}, False),
+        (OTHER_CODE | {"device": "Another CPU"}, True),
+        (OTHER_CODE | {"numerics": {"variant": 2, "shared": 1}}, False),
+        (OTHER_CODE | {"numerics": {"variant": None, "shared": 1}}, False),
+        (OTHER_CODE | {"variant": "mhsa", "numerics": {"variant": 7, "shared": 1}}, True),
+        (OTHER_CODE | {"variant": "mhsa", "numerics": {"variant": 1, "shared": 2}}, False),
         ({"source": "bb", "budget": {"seconds": 9}}, False),
-        ({"source": "bb", "variant": "mhsa", "budget": {"seconds": 9}}, True),  # the same source tree
-        (OTHER | {"variant": "mhsa", "budget": {"seconds": 9}}, False),
+        ({"source": "bb", "variant": "mhsa", "budget": {"seconds": 9}}, True),  # `tree` is equal, so all code is
+        (OTHER_CODE | {"variant": "mhsa", "budget": {"seconds": 9}}, False),
         ({"device": "Another CPU", "budget": {"seconds": 9}}, False),  # seconds on another CPU are another budget
-        ({"processes": 1, "budget": {"seconds": 9}}, True),  # the number that rows without this key have
+        ({"processes": 1, "budget": {"seconds": 9}}, True),  # the default of rows without this key
         ({"purpose": "tune"}, False),
         ({"budget": {"steps": 7}}, False),
         ({"data": {"sha256": "f" * 64}}, False),
@@ -124,11 +125,11 @@ OTHER = {"source": "bb", "tree": "other"}
         ({"protocol": {"streams": 8, "span": 9}}, False),
     ],
 )
-def test_rows_compare_unless_numerics_data_budget_or_protocol_differ(changes, comparable_rows):
-    a = make_summary(**PINNED, protocol={"streams": 8})
-    a |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}  # both rows have it
+def test_rows_compare_unless_numerics_data_budget_or_protocol_differ(changes, expected):
+    a = make_summary(**PINNED, protocol={"streams": 8}, processes=None)  # None: as in rows without this key
+    a |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}  # seconds: in both rows
     b = a | changes
-    assert comparable(a, b) == comparable(b, a) == comparable_rows
+    assert comparable(a, b) == comparable(b, a) == expected
 
 
 def test_rows_of_models_with_different_spans_compare_if_each_is_scored_with_its_span():
@@ -142,10 +143,9 @@ def test_a_summary_is_written_atomically_and_an_invalid_value_is_named_by_its_ke
     summary = json.loads(path.read_text())
     assert summary["valid_bits_per_byte"] is None
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
-    wrong = {"seed": "0", "memory": {"peak_bytes": -1}, "valid_metrics": {"x.span": ["long"]}, "purpose": "play"}
-    reasons = {"seed": "seed is '0'", "memory": "memory.peak_bytes is -1", "valid_metrics": "valid_metrics.x.span"}
-    for key, entry in wrong.items():
-        reason = reasons.get(key, "purpose is 'play'")
+    wrong = [("seed", "0", "seed is '0'"), ("memory", {"peak_bytes": -1}, "memory.peak_bytes is -1")]
+    wrong += [("valid_metrics", {"x.span": ["long"]}, "valid_metrics.x.span"), ("purpose", "play", "purpose is 'play'")]
+    for key, entry, reason in wrong:
         assert violation(summary | {key: entry}, schema="summary").startswith(reason)
     del summary["variant"]
     assert violation(summary, schema="summary") == "variant is missing"

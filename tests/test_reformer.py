@@ -30,19 +30,19 @@ def inputs(length: int) -> Tensor:
 def test_with_a_single_bucket_it_equals_windowed_attention_for_any_number_of_rounds(length, rounds):
     """The bucket has room for all keys, and a query does not see itself."""
     torch.manual_seed(0)
-    keys = torch.randn(B, H, 12, 2 * K, dtype=DOUBLE, requires_grad=True)
+    kv = torch.randn(B, H, 12, 2 * K, dtype=DOUBLE, requires_grad=True)
     factors = torch.rand(B, H, length, dtype=DOUBLE, requires_grad=True)
-    queries = keys[:, :, -length:, :K] * factors[..., None]
-    expected = window.attend(queries, keys[..., :K], keys[..., K:], Window((5,) * H, 1))
+    queries = kv[:, :, -length:, :K] * factors[..., None]
+    expected = window.attend(queries, kv[..., :K], kv[..., K:], Window((5,) * H, 1))
     hashes = torch.zeros(B, H, rounds, 12, dtype=torch.int32)
-    y, n_visible = lsh_attention(keys, factors, hashes, bucket_keys=20, max_distance=5, shift=1)
-    assert_same(y, expected, named={"keys": keys, "factors": factors})
+    y, n_visible = lsh_attention(kv, factors, hashes, bucket_keys=20, max_distance=5, shift=1)
+    assert_same(y, expected, named={"kv": kv, "factors": factors})
     assert n_visible[0, 0].tolist() == [min(5, at) for at in range(12 - length, 12)]
 
 
 def test_a_query_sees_itself_only_if_it_sees_no_other_key():
     layer, x = build(attend_self=True), inputs(3)
-    layer.rotations.zero_()
+    layer.rotations.zero_()  # all products are equal, so every vector is in bucket 0
     out, values = layer(x, collect_stats=True), layer.value(x)
     assert_near(out.y[:, :2], layer.output(torch.stack([values[:, 0]] * 2, 1)))  # the second byte sees the first only
     assert layer.metrics(out.stats)["alone"].tolist() == [pytest.approx(1 / 3)] * H
@@ -53,16 +53,16 @@ def test_a_query_sees_itself_only_if_it_sees_no_other_key():
 
 def test_the_span_may_grow_or_shrink_between_segments():
     layer, x = build(span=6, bucket_keys=20), inputs(30)
-    layer.rotations.zero_()
+    layer.rotations.zero_()  # as above, every vector is in bucket 0
     state = layer(x[:, :20]).state
     assert [tensor.shape[dim] for tensor, dim in zip(state, (2, 3), strict=True)] == [5, 5]
     layer.set_span(3)
     assert_near(layer(x[:, 20:], state).y, layer(x).y[:, 20:])
     layer.set_span(9)
-    assert_near(layer(x[:, 20:], state).y, layer(x[:, 15:]).y[:, 5:])
+    assert_near(layer(x[:, 20:], state).y, layer(x[:, 15:]).y[:, 5:])  # the state holds only bytes 15 to 19
     with pytest.raises(ValueError, match=r"eval\.span=0: allowed are 1 to"):
         layer.set_span(0)
-    for span, buckets in ((512, 8), (16, 2), (447, 6)):  # the initial span determines the default
+    for span, buckets in ((512, 8), (16, 2), (447, 6)):  # the default number; set_span does not change it
         layer = build(span=span, buckets=None, bucket_keys=64)
         layer.set_span(span // 4)
         assert layer.buckets == 2 * layer.rotations.shape[-1] == buckets

@@ -2,15 +2,15 @@
 
     exp(q . k / sqrt(K)) = E[phi(q) . phi(k)],    phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),
 
-for normal rows of W. The variance is lower if each block of K rows is orthogonal (FAVOR+, 2009.14794, 2.3 to 2.4, lemma
-1). Rows have independent lengths, distributed as those of normal vectors. Every head has a W, a buffer that is saved.
+if the rows of W are drawn from N(0, I) (FAVOR+, 2009.14794, lemma 1). Blocks of K orthogonal rows lower the variance
+(2.4). Row lengths are independent, distributed as those of normal vectors. Every head has a W, a buffer that is saved.
 
 Departures from the paper, in addition to those of ``linear.py``:
-- W is never drawn again, because carried sums depend on it, and scores must not depend on the time of computation.
-- The paper subtracts a maximum over all keys, also future ones, and adds an epsilon. Here a key's features are relative
-  to their largest, whose logarithm is stored. Sums are relative to the largest of the past, and rescaled when it grows.
-  A query's largest feature, its |x'|^2 / 2 and both 1 / sqrt(m) cancel. Features below e^-59 (float32) of the largest
-  are raised to this bound.
+- W is never drawn again, because carried sums depend on it, and a model must score the same bytes equally each time.
+- The authors' code subtracts a maximum over all keys, also future ones, and adds an epsilon. Here a key's features are
+  divided by a scale, so that the largest is e^h (``relative_exponentials``), and the sums by the largest scale of the
+  past. They are rescaled when it grows. A query's scale, its |x'|^2 / 2 and both 1 / sqrt(m) are omitted, because they
+  cancel between numerator and denominator. Features below e^-59 (float32) of the largest are raised to this bound.
 - Rotary is refused: with a fixed W the estimate for rotated queries and keys depends on their positions in the stream.
 """
 
@@ -38,11 +38,11 @@ def orthogonal_rows(n: int, width: int) -> Tensor:
 
 def relative_exponentials(logarithms: Tensor) -> tuple[Tensor, Tensor]:
     """Return exp of ``logarithms [..., m]`` divided by a scale per row, and the logarithms of the scales ``[...]``,
-    which are constants. The largest feature is exp(h), and none is below exp(-h), with an h for which a sum of 10^9
+    which get no gradient. The largest feature is exp(h), and none is below exp(-h), with an h for which a sum of 10^9
     products of two features is finite."""
     half = math.log(torch.finfo(logarithms.dtype).max) / 3
-    scale = logarithms.detach().amax(-1, keepdim=True) - half
-    return (logarithms - scale).clamp(min=-half).exp(), scale.squeeze(-1)
+    log_scale = logarithms.detach().amax(-1, keepdim=True) - half
+    return (logarithms - log_scale).clamp(min=-half).exp(), log_scale.squeeze(-1)
 
 
 class Performer(CarriedSums):
@@ -67,8 +67,8 @@ class Performer(CarriedSums):
             products = einsum(k, directions, "B H T K, H m K -> B H T m")
             k, log_scale = relative_exponentials(products - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5))
             q, _ = relative_exponentials(einsum(q, directions, "B H T K, H m K -> B H T m"))
-            decay = {"log_scale": log_scale, "slopes": self.position.slopes(dtype)}
-            return attend(q, k, v.to(dtype), **decay, state=state, attend_self=not self.shift, chunk=self.chunk)
+            exponent = {"log_scale": log_scale, "slopes": self.position.slopes(dtype)}
+            return attend(q, k, v.to(dtype), **exponent, state=state, attend_self=not self.shift, chunk=self.chunk)
 
     def ideal_flops(self) -> int:
         """Count projections, sums, and W x' of a query and a key."""

@@ -1,11 +1,11 @@
 """Dropout of attention weights from counters: a weight's random number depends only on its indices and the seed.
 
-    row = mix(mix(mix(low(s) ^ a stream) ^ high(s)) ^ b query),  s = seed + head,  keep = mix(row ^ c key) >= rate 2^32
+    row = mix(mix(mix(low(s) ^ a * stream) ^ high(s)) ^ b * query),  s = seed + head,  keep = mix(row ^ c * key) >= t
 
-So any tiling drops the same weights, in the forward and the backward pass, on any device, and no mask is stored. low
-and high are halves of 32 bits; a, b, c are ``FACTORS``. A head computed as head 0 with the seed increased by its index
-drops the same weights. ``mix`` is a bijection of 32 bits: flipping an input bit flips each output bit about half the
-time. A kernel in another language can draw the same numbers by this formula; ``tests/test_dropout.py`` pins some."""
+So any tiling drops the same weights, in the forward and the backward pass, on any device, and no mask is stored. Here
+low and high are halves of 32 bits, a, b, c are ``FACTORS``, and t is rate * 2^32. Head h with seed s drops the same
+weights as head 0 with seed s + h. ``mix`` is a bijection of 32 bits; flipping an input bit flips each output bit about
+half the time. A kernel in another language can draw the same numbers; ``tests/test_dropout.py`` pins some."""
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def keep_mask(row: Tensor, keys: Tensor, rate: float) -> Tensor:
 
     Args:
         row: random numbers of the rows, from ``row_numbers``.
-        keys: key numbers, int64 ``[T, L]`` or ``[L]``: column x of a key, or ``PERSISTENT`` + n for persistent vector
-            n. The mask has no meaning for keys that a query does not see.
+        keys: key numbers, int64 ``[T, L]`` or ``[L]``: x for visible key x, counted from the nearest (its distance in
+            ``reformer.py``), or ``PERSISTENT`` + n for persistent vector n. The mask has no meaning for invisible keys.
         rate: share of the weights to drop, in [0, 1)."""
     return mix(row[..., None] ^ (keys * FACTORS["key"] & MASK_32)) >= threshold(rate)
