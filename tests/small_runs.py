@@ -61,7 +61,7 @@ def change_folder(cwd: Path, monkeypatch) -> None:
     monkeypatch.chdir(cwd / "other")
 
 
-def make_run(*overrides: str) -> Trainer:
+def make_trainer(*overrides: str) -> Trainer:
     """A trainer before its first step, without a run folder."""
     plan_ = plan(*SMALL, *overrides)
     return Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime))
@@ -72,14 +72,14 @@ def tensors(state) -> list[torch.Tensor]:
     return [state] if isinstance(state, torch.Tensor) else [t for part in state or () for t in tensors(part)]
 
 
-def make_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
+def make_run(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
     """The run that ``python train.py`` prepares in the current folder."""
     typed = copy.deepcopy(_hydra())
     typed.hydra.overrides.task = [*SMALL, *overrides]
     HydraConfig.instance().set_config(typed)
-    job = prepare(compose_config(*SMALL, *overrides), command="python train.py", processes=processes)
-    job.folder.path = job.folder.path.absolute()  # tests change the current folder
-    return job
+    run = prepare(compose_config(*SMALL, *overrides), command="python train.py", processes=processes)
+    run.folder.path = run.folder.path.absolute()  # tests change the current folder
+    return run
 
 
 @cache
@@ -88,16 +88,16 @@ def _hydra() -> DictConfig:
         return compose("train", return_hydra_config=True)
 
 
-def run_job(job: Run) -> dict:
+def run_to_end(run: Run) -> dict:
     """Train to the end and return the written summary."""
-    train(job)
-    return json.loads((job.folder.path / SUMMARY).read_text())
+    train(run)
+    return json.loads((run.folder.path / SUMMARY).read_text())
 
 
 def whole_run(*overrides: str) -> tuple[Run, dict]:
     """Prepare a run and train it to the end. Returns the run and its summary."""
-    job = make_job(*overrides)
-    return job, run_job(job)
+    run = make_run(*overrides)
+    return run, run_to_end(run)
 
 
 def repeatable(row: dict) -> dict:
@@ -105,39 +105,39 @@ def repeatable(row: dict) -> dict:
     return {key: value for key, value in row.items() if key not in ("clock", "memory")}
 
 
-def rows_of(job: Run) -> list[dict]:
+def rows_of(run: Run) -> list[dict]:
     """The rows of the record without times, memory and commit. All else must be equal when a run is repeated."""
-    rows = [repeatable(row) for row in read_rows(job.folder.path / RECORD)]
+    rows = [repeatable(row) for row in read_rows(run.folder.path / RECORD)]
     return [{key: value for key, value in row.items() if key != "commit"} for row in rows]
 
 
-def after_step(job: Run, step: int, do: Callable[[], None]) -> Run:
-    """Let ``job`` call ``do`` right after its step number ``step``. Returns the job."""
-    inner = job.step
+def after_step(run: Run, step: int, do: Callable[[], None]) -> Run:
+    """Let ``run`` call ``do`` right after its step number ``step``. Returns the run."""
+    inner = run.step
 
     def stepping() -> None:
         inner()
-        if job.trainer.spent.steps == step:
+        if run.trainer.spent.steps == step:
             do()
 
-    job.step = stepping
-    return job
+    run.step = stepping
+    return run
 
 
-def stop(job: Run, *, step: int) -> None:
+def stop(run: Run, *, step: int) -> None:
     """Train, send SIGTERM after that step, and assert that the run ends with the exit code of SIGTERM."""
-    after_step(job, step, lambda: signal.raise_signal(signal.SIGTERM))
+    after_step(run, step, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as caught:
-        run_job(job)
+        run_to_end(run)
     assert caught.value.code == 128 + signal.SIGTERM
 
 
-def crash(job: Run, *, step: int) -> None:
+def crash(run: Run, *, step: int) -> None:
     """Train until that step and stop as if power failed: nothing more is saved."""
 
     def die() -> None:
         raise PowerFailure
 
-    after_step(job, step, die)
+    after_step(run, step, die)
     with pytest.raises(PowerFailure):
-        run_job(job)
+        run_to_end(run)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.record import checkpoint
-from tests.small_runs import make_run
+from tests.small_runs import make_trainer
 
 
 def names(folder) -> list[str]:
@@ -60,14 +60,14 @@ def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch, broke
 
 
 def test_a_checkpoint_has_plain_values_only_and_restores_a_run_exactly(tmp_path):
-    run = make_run("batch.carry=true", "model.dropout=0.1")
+    trainer = make_trainer("batch.carry=true", "model.dropout=0.1")
     for _ in range(3):
-        run.step()
-    content = run.checkpoint_content() | {"rows": 7}
+        trainer.step()
+    content = trainer.checkpoint_content() | {"rows": 7}
     loaded = checkpoint.load(checkpoint.save(tmp_path, content, step=3, keep=1))  # refuses other types of values
     assert loaded.keys() == content.keys() and loaded["rows"] == 7
-    assert loaded["spent"] == vars(run.spent) and loaded["random"]["python"] == random.getstate()
-    assert torch.equal(loaded["state"][0], run.state[0]) and isinstance(loaded["state"][1], tuple)
-    restored_run = make_run("batch.carry=true", "model.dropout=0.1")
-    restored_run.restore(loaded)
-    assert equal_bits(restored_run.checkpoint_content() | {"rows": 7}, content)
+    assert loaded["spent"] == vars(trainer.spent) and loaded["random"]["python"] == random.getstate()
+    assert torch.equal(loaded["state"][0], trainer.state[0]) and isinstance(loaded["state"][1], tuple)
+    restored = make_trainer("batch.carry=true", "model.dropout=0.1")
+    restored.restore(loaded)
+    assert equal_bits(restored.checkpoint_content() | {"rows": 7}, content)

@@ -9,7 +9,7 @@ import torch
 from harness.device.compiled import MAX_GRAPHS
 from tests import small_runs
 from tests.attention_case import Case, starts
-from tests.small_runs import CARRY, MEMORY, make_job, make_run, run_job, temporary_cwd, tensors, whole_run  # noqa: F401
+from tests.small_runs import CARRY, MEMORY, make_run, make_trainer, run_to_end, temporary_cwd, tensors, whole_run  # noqa: F401
 from variants.attention import Attention, AttentionSpan
 
 VARIANTS = {
@@ -27,13 +27,13 @@ def test_a_compiled_variant_has_the_gradients_and_scores_of_the_uncompiled_one(v
     gradients, scores = {}, {}
     for compiled in (False, True):
         torch.compiler.reset()
-        run = make_run(*words, f"runtime.compile={compiled}")
-        run.optimizers.zero_grad = lambda: None
+        trainer = make_trainer(*words, f"runtime.compile={compiled}")
+        trainer.optimizers.zero_grad = lambda: None
         for _ in range(2):
-            run.step()
-        gradients[compiled] = {name: p.grad for name, p in run.model.named_parameters()}
-        assert run.backend == run.evaluation_backend == ("plain, compiled" if compiled else "plain")
-        scores[compiled] = run.evaluate(run.reported_split("valid")[:191])
+            trainer.step()
+        gradients[compiled] = {name: p.grad for name, p in trainer.model.named_parameters()}
+        assert trainer.backend == trainer.evaluation_backend == ("plain, compiled" if compiled else "plain")
+        scores[compiled] = trainer.evaluate(trainer.reported_split("valid")[:191])
     for name, expected in gradients[False].items():
         actual = gradients[True][name]
         assert actual is not None and torch.allclose(actual, expected, rtol=1e-3, atol=1e-5), name
@@ -48,13 +48,13 @@ def test_with_the_fused_backend_the_whole_model_is_one_graph(monkeypatch):
     bits, shapes = {}, {}
     for compiled in (False, True):
         torch.compiler.reset()
-        run = make_run(*words, f"runtime.compile={compiled}")
-        assert run.backend == ("fused, compiled" if compiled else "fused")
+        trainer = make_trainer(*words, f"runtime.compile={compiled}")
+        assert trainer.backend == ("fused, compiled" if compiled else "fused")
         bits[compiled] = []
         for _ in range(3):
-            run.step()
-            bits[compiled].append(run.train_row()["bits_per_byte"])
-        shapes[compiled] = [tuple(x.shape) for x in tensors(run.state)]
+            trainer.step()
+            bits[compiled].append(trainer.train_row()["bits_per_byte"])
+        shapes[compiled] = [tuple(x.shape) for x in tensors(trainer.state)]
     assert bits[True] == pytest.approx(bits[False], abs=1e-4) and shapes[True] == shapes[False]
 
 
@@ -69,19 +69,19 @@ def test_a_run_needs_few_graphs_though_its_spans_change(words, monkeypatch):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     words += ("model.span=256", "runtime.backend=fused", "runtime.compile=true", "eval.windows=true")
-    job = make_job(*small_runs.VARIANTS["adaptive_span"], *CARRY, *words)
-    graphs, step, spans, random = [], job.step, set(), Random(0)
+    run = make_run(*small_runs.VARIANTS["adaptive_span"], *CARRY, *words)
+    graphs, step, spans, random = [], run.step, set(), Random(0)
 
     def step_with_random_spans() -> None:
-        for _, sublayer in job.trainer.model.sublayers():
+        for _, sublayer in run.trainer.model.sublayers():
             if isinstance(sublayer, Attention):
                 sublayer.span.place_([random.randint(1, 256) for _ in range(2)])
                 spans.add(sublayer.span.max_keys)
         step()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
-    job.step = step_with_random_spans
-    summary = run_job(job)
+    run.step = step_with_random_spans
+    summary = run_to_end(run)
     assert len(spans) > MAX_GRAPHS and summary["backend"] == summary["evaluation_backend"] == "fused, compiled"
     assert graphs[-1] == graphs[len(graphs) // 2]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= MAX_GRAPHS
@@ -102,7 +102,7 @@ def test_generated_code_takes_the_same_step_as_eager_code():
     from torch._inductor import config as inductor  # a slow import
 
     words = ("variant=adaptive_span", "variant.layers=[attention]", *SMALL)
-    eager, compiled = (make_run(*words, f"runtime.compile={on}") for on in ("false", "true"))
+    eager, compiled = (make_trainer(*words, f"runtime.compile={on}") for on in ("false", "true"))
     with inductor.patch({"cpp.vec_isa_ok": True, "cpp.simdlen": 256}):  # saves the search for the instruction set
         eager.step(), compiled.step()
     for (name, x), y in zip(eager.model.named_parameters(), compiled.model.parameters(), strict=True):

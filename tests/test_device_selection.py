@@ -8,7 +8,7 @@ import torch
 from harness.device import random_state, runtime
 from harness.device.processes import ProcessGroup
 from tests.small_configs import plan
-from tests.small_runs import make_job, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import make_run, temporary_cwd  # noqa: F401 - a fixture
 
 AUTO = ("runtime.precision=auto", "runtime.compile=auto")
 EXPLICIT = ("runtime.precision=float32", "runtime.compile=false")
@@ -98,11 +98,11 @@ def test_the_value_of_auto_is_part_of_the_identity_of_a_run(cwd, monkeypatch):
     folders = set()
     for precision in ("float32", "bfloat16"):
         monkeypatch.setattr(runtime, "has_native_bfloat16", lambda device, word=precision: word == "bfloat16")
-        job = make_job(*AUTO)
-        assert job.trainer.runtime.precision == job.plan.config["runtime"]["precision"] == precision
-        typed = make_job(f"runtime.precision={precision}", "runtime.compile=false")
-        assert typed.folder.path == job.folder.path, "typed values must identify the same run as auto"
-        folders.add(job.folder.path)
+        run = make_run(*AUTO)
+        assert run.trainer.runtime.precision == run.plan.config["runtime"]["precision"] == precision
+        typed = make_run(f"runtime.precision={precision}", "runtime.compile=false")
+        assert typed.folder.path == run.folder.path, "typed values must identify the same run as auto"
+        folders.add(run.folder.path)
     assert len(folders) == 2
 
 

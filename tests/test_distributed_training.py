@@ -18,7 +18,7 @@ from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests.rank_processes import launch
 from tests.small_configs import plan
-from tests.small_runs import CARRY, DROPOUT, MEMORY, SMALL, SPANS, VARIANTS, after_step, make_job, make_run
+from tests.small_runs import CARRY, DROPOUT, MEMORY, SMALL, SPANS, VARIANTS, after_step, make_run, make_trainer
 from train import train
 
 pytestmark = pytest.mark.numeric
@@ -100,7 +100,7 @@ def trained_and_resumed() -> dict:
     with join_processes() as processes:
         results["trained"] = train_and_score(divided_run(processes, *DIVIDED, precision="float64"))
         for name, words in RESUMED.items():
-            make = partial(make_job, *words, *COMMON, processes=processes)
+            make = partial(make_run, *words, *COMMON, processes=processes)
             for folder, stops in (("whole", [None]), ("stopped", [2, None])):
                 change_folder(cwd / name / folder)
                 results[name, folder] = [run_to_end(make, stop_at=step) for step in stops]
@@ -152,9 +152,11 @@ def test_stopped_processes_resume_bit_for_bit(ranks, shared_folder, name):
 def test_one_process_reads_the_checkpoint_of_two(ranks, shared_folder):
     name = "sharded, with a table"
     (folder,) = [path for path in (shared_folder / name / "whole" / "outputs").iterdir() if not path.is_symlink()]
-    run = make_run(*RESUMED[name], *COMMON)
-    run.restore(checkpoint.load(checkpoint.newest(folder)))
-    assert (run.spent.steps, len(run.state[0])) == (STEPS, 4) and digest(run) == ranks[0][name, "whole"][0][2]
+    trainer = make_trainer(*RESUMED[name], *COMMON)
+    trainer.restore(checkpoint.load(checkpoint.newest(folder)))
+    assert (trainer.spent.steps, len(trainer.state[0])) == (STEPS, 4) and digest(trainer) == ranks[0][name, "whole"][0][
+        2
+    ]
 
 
 def test_batches_and_norms_that_cannot_be_divided_among_processes_are_refused():

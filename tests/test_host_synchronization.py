@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.device.runtime import Runtime
 from harness.loop.update import Update
-from tests.small_runs import SPANS, VARIANTS, make_run
+from tests.small_runs import SPANS, VARIANTS, make_trainer
 
 WAITING_METHODS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the CPU kernel reads spans
@@ -43,38 +43,38 @@ def counted(monkeypatch) -> list[str]:
     ],
 )
 def test_a_step_waits_only_for_learned_spans_or_a_budget_of_seconds(words, expected, waits):
-    run = make_run("budget.steps=100", *words)
-    run.step()  # optimizers create their state
+    trainer = make_trainer("budget.steps=100", *words)
+    trainer.step()  # optimizers create their state
     for _ in range(3):
         waits.clear()
-        run.step()
+        trainer.step()
         assert waits == expected
     waits.clear()
-    run.train_row()
+    trainer.train_row()
     assert waits.count("synchronise") == ("seconds" not in words[-1])
 
 
 def test_the_next_batch_is_sent_before_an_update_and_its_nats_are_read_after_the_next_update(monkeypatch):
-    run, order, batches = make_run("budget.steps=100"), [], []
-    batch, update = run.stream.batch, Update.__call__
+    trainer, order, batches = make_trainer("budget.steps=100"), [], []
+    batch, update = trainer.stream.batch, Update.__call__
 
     def recorded_update(self: Update, inputs: Tensor, *rest: object, **keywords: object):
-        order.append(("update", run.spent.steps))
+        order.append(("update", trainer.spent.steps))
         batches.append(inputs)
         return update(self, inputs, *rest, **keywords)
 
     def to_host(self: Runtime, number: Tensor) -> Callable[[], None]:
-        return lambda step=run.spent.steps: order.append(("read", step))
+        return lambda step=trainer.spent.steps: order.append(("read", step))
 
-    monkeypatch.setattr(run.stream, "batch", lambda at, shard: order.append(("send", at)) or batch(at, shard=shard))
+    monkeypatch.setattr(trainer.stream, "batch", lambda at, shard: order.append(("send", at)) or batch(at, shard=shard))
     monkeypatch.setattr(Update, "__call__", recorded_update)
     monkeypatch.setattr(Runtime, "to_host", to_host)
     for _ in range(3):
-        run.step()
+        trainer.step()
     words = "send 0, send 1, update 0, send 2, update 1, read 0, send 3, update 2, read 1"
     assert ", ".join(f"{call} {step}" for call, step in order) == words
     assert all(torch.equal(inputs, batch(at)[0]) for at, inputs in enumerate(batches))
-    run.train_row()
+    trainer.train_row()
     assert order[9:] == [("read", 2)]
 
 
@@ -86,23 +86,23 @@ def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_step
         clock[0] += 5.0
 
     monkeypatch.setattr(Runtime, "synchronise", finish_step)
-    run = make_run("budget.steps=100")
-    run.step()
-    run.step()
-    assert run.progress()["clock"]["seconds"] == 5.0
+    trainer = make_trainer("budget.steps=100")
+    trainer.step()
+    trainer.step()
+    assert trainer.progress()["clock"]["seconds"] == 5.0
     clock[0] += 100.0
-    assert run.progress()["clock"]["seconds"] == 5.0, "idle time must not count"
-    run.step()
-    assert run.checkpoint_content()["spent"]["seconds"] == 10.0
-    run.step()
-    run.evaluate(run.selection_split(), pairs=10)
-    assert run.progress()["clock"]["seconds"] == 15.0, "scoring must not count as training"
-    run.step()
-    assert run.progress()["clock"]["bytes_per_second"] == run.spent.bytes / 20.0
+    assert trainer.progress()["clock"]["seconds"] == 5.0, "idle time must not count"
+    trainer.step()
+    assert trainer.checkpoint_content()["spent"]["seconds"] == 10.0
+    trainer.step()
+    trainer.evaluate(trainer.selection_split(), pairs=10)
+    assert trainer.progress()["clock"]["seconds"] == 15.0, "scoring must not count as training"
+    trainer.step()
+    assert trainer.progress()["clock"]["bytes_per_second"] == trainer.spent.bytes / 20.0
 
 
 def test_the_loss_of_a_row_is_the_mean_of_all_steps_since_the_last_row(monkeypatch):
-    run, losses, update = make_run("budget.steps=100"), [], Update.__call__
+    trainer, losses, update = make_trainer("budget.steps=100"), [], Update.__call__
 
     def recorded_update(*args: object, **keywords: object):
         nats, state = update(*args, **keywords)
@@ -111,9 +111,9 @@ def test_the_loss_of_a_row_is_the_mean_of_all_steps_since_the_last_row(monkeypat
 
     monkeypatch.setattr(Update, "__call__", recorded_update)
     for _ in range(3):
-        run.step()
-    assert run.checkpoint_content()["nats"] == sum(losses)
-    assert run.train_row()["bits_per_byte"] == sum(losses) / 3 / math.log(2)
+        trainer.step()
+    assert trainer.checkpoint_content()["nats"] == sum(losses)
+    assert trainer.train_row()["bits_per_byte"] == sum(losses) / 3 / math.log(2)
 
 
 def test_batches_are_sent_as_bytes_from_pinned_memory_without_waiting(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.record import checkpoint
-from tests.small_runs import CARRY, DROPOUT, make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import CARRY, DROPOUT, make_run, rows_of, run_to_end, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 # The schedule does not depend on the budget, so a continued run equals one that has the larger budget from the start.
 WORDS = ("variant=mhsa", *CARRY, *DROPOUT, "optim=adagrad", "optim.schedule.warmup_steps=4", "eval.every=0")
@@ -25,11 +25,11 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 def test_restoring_everything_equals_a_run_with_the_larger_budget_from_the_start(six_steps):
     whole, summary = whole_run(*WORDS, "budget.steps=10")
-    extended = make_job(*WORDS, "budget.steps=10", f"init_from.run={six_steps}", "init_from.restore=everything")
+    extended = make_run(*WORDS, "budget.steps=10", f"init_from.run={six_steps}", "init_from.restore=everything")
     trainer = extended.trainer
     assert trainer.spent.steps == trainer.optimizers.steps == 6 and trainer.state is not None
     assert all(torch.equal(p, weights(six_steps)[name]) for name, p in trainer.model.state_dict().items())
-    extended_summary = run_job(extended)
+    extended_summary = run_to_end(extended)
     first, last = weights(whole.folder.path), weights(extended.folder.path)
     assert all(torch.equal(first[name], last[name]) for name in first) and extended.folder.path != six_steps
     for key in ("valid_bits_per_byte", "bytes_seen", "training_flops", "steps"):
@@ -39,10 +39,10 @@ def test_restoring_everything_equals_a_run_with_the_larger_budget_from_the_start
 
 def test_restoring_weights_begins_a_new_schedule(six_steps):
     changes = ("budget.steps=4", "optim.lr=0.001", "model.dropout=0.2")
-    run = make_job(*WORDS, *changes, f"init_from.run={six_steps}").trainer
-    assert all(torch.equal(p, weights(six_steps)[name]) for name, p in run.model.state_dict().items())
-    assert run.spent.steps == 0 and run.optimizers.steps == 0 and run.state is None
-    assert all(state["step"] == 0 for o in run.optimizers.optimizers.values() for state in o.state.values())
+    trainer = make_run(*WORDS, *changes, f"init_from.run={six_steps}").trainer
+    assert all(torch.equal(p, weights(six_steps)[name]) for name, p in trainer.model.state_dict().items())
+    assert trainer.spent.steps == 0 and trainer.optimizers.steps == 0 and trainer.state is None
+    assert all(state["step"] == 0 for o in trainer.optimizers.optimizers.values() for state in o.state.values())
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_restoring_weights_begins_a_new_schedule(six_steps):
 def test_a_run_that_does_not_match_is_refused_and_leaves_no_folder(six_steps, overrides, message):
     overrides = [word.format(latest=six_steps.parent / "latest") for word in overrides]
     with pytest.raises(ValueError, match=message):
-        make_job(*WORDS, "budget.steps=8", f"init_from.run={six_steps}", *overrides)
+        make_run(*WORDS, "budget.steps=8", f"init_from.run={six_steps}", *overrides)
     assert not Path("outputs").exists()
 
 
 def test_the_checkpoint_of_init_from_identifies_a_run_and_its_path_does_not():
     start, _ = whole_run("budget.steps=2", "outputs=first")
     words = ("budget.steps=4", f"init_from.run={start.folder.path}")
-    name = make_job(*words).folder.path.name
-    assert make_job(*words).folder.path.name == name
+    name = make_run(*words).folder.path.name
+    assert make_run(*words).folder.path.name == name
     whole_run("budget.steps=2", "outputs=first", "force=true")  # the repeated run has another checkpoint
-    assert make_job(*words).folder.path.name != name
+    assert make_run(*words).folder.path.name != name

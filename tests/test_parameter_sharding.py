@@ -21,7 +21,7 @@ from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
 from tests.promises import model_of
 from tests.rank_processes import launch
-from tests.small_runs import CARRY, SPARSE, VARIANTS, make_run
+from tests.small_runs import CARRY, SPARSE, VARIANTS, make_trainer
 from tests.test_distributed_training import divided_run, train_and_score
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 
@@ -221,7 +221,7 @@ def test_parameters_that_fsdp_cannot_shard_are_detected():
 
 
 def test_a_table_with_fewer_columns_than_heads_and_processes_need_is_refused():
-    model = make_run(*VARIANTS["product_key_memory"], "model.d_model=4", "model.heads=1").model
+    model = make_trainer(*VARIANTS["product_key_memory"], "model.d_model=4", "model.heads=1").model
     processes = ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3)
     with pytest.raises(ValueError, match=re.escape("a table of 4 columns cannot be divided among 3 processes")):
         ShardedTables([(sublayer, "values") for _, sublayer in model.sublayers() if sublayer.tables], processes)

@@ -7,7 +7,7 @@ from harness.count.flops import count_flops
 from harness.record.comparison import cost_conditions
 from tests.bench_rows import cost_row
 from tests.small_configs import plan
-from tests.small_runs import CARRY, DROPOUT, MEMORY, SPANS, make_run, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import CARRY, DROPOUT, MEMORY, SPANS, make_trainer, temporary_cwd  # noqa: F401 - a fixture
 from variants.attention import Attention
 from variants.conformance.fixture import state_tensors
 
@@ -23,15 +23,15 @@ CASES = {
 def after_two_steps(*words: str, compiled: bool = False):
     """A trainer in float64 after two steps, with the gradients of the second step."""
     torch.manual_seed(7)
-    run = make_run("optim=adamw", "model.head_zero_init=false", *words)
-    run.model.double()
+    trainer = make_trainer("optim=adamw", "model.head_zero_init=false", *words)
+    trainer.model.double()
     if compiled:
-        run.update.forward = torch.compile(run.model, backend="aot_eager")
+        trainer.update.forward = torch.compile(trainer.model, backend="aot_eager")
     torch.manual_seed(8)
-    run.step()
-    run.optimizers.zero_grad = lambda: None
-    run.step()
-    return run
+    trainer.step()
+    trainer.optimizers.zero_grad = lambda: None
+    trainer.step()
+    return trainer
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,7 +59,7 @@ def test_recomputation_changes_no_gradient_of_a_compiled_model(monkeypatch):
 
 
 def test_recomputation_does_not_count_statistics_twice():
-    models = [make_run(*SPANS, *CARRY, f"runtime.checkpoint={mode}").model for mode in ("none", "layers")]
+    models = [make_trainer(*SPANS, *CARRY, f"runtime.checkpoint={mode}").model for mode in ("none", "layers")]
     tokens, collected = torch.randint(256, (2, 16)), []
     for model in models:
         model.load_state_dict(models[0].state_dict())
@@ -75,7 +75,7 @@ def test_recomputation_does_not_count_statistics_twice():
 def test_recomputation_executes_a_second_forward_and_saves_only_the_inputs_of_layers():
     flops, needed, saved = {}, {}, {}
     for mode in ("none", "layers"):
-        run, sizes = make_run("variant=mhsa", "runtime.backend=plain", f"runtime.checkpoint={mode}"), []
+        run, sizes = make_trainer("variant=mhsa", "runtime.backend=plain", f"runtime.checkpoint={mode}"), []
         inputs, targets = torch.zeros(2, 4, 16, dtype=torch.int64)
         step = count_flops(lambda run=run, x=inputs, y=targets: run.update(x, y, None, fraction=0.0), gradients=True)
         flops[mode], needed[mode] = step.total, run.model.needed_flops(16, carried=0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.small_configs import TINY, plan
-from tests.small_runs import VARIANTS, make_job, make_run, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import VARIANTS, make_run, make_trainer, temporary_cwd, whole_run  # noqa: F401 - a fixture
 from variants.attention import Attention
 
 SPANS = [[0.0, 5.5], [3.0, 16.0]]
@@ -21,8 +21,8 @@ def lengths_of(model) -> list:
 
 @pytest.mark.numeric
 def test_replayed_spans_equal_learned_spans_of_the_same_length_and_training_does_not_change_them():
-    run, learned = make_run(*CONFIGURED), make_run(*VARIANTS["adaptive_span"]).model
-    fixed = run.model
+    trainer, learned = make_trainer(*CONFIGURED), make_trainer(*VARIANTS["adaptive_span"]).model
+    fixed = trainer.model
     learned.load_state_dict(fixed.state_dict())  # the buffer of fixed spans has the name of the learned parameter
     learned.project_()
     assert lengths_of(fixed) == SPANS
@@ -35,7 +35,7 @@ def test_replayed_spans_equal_learned_spans_of_the_same_length_and_training_does
     assert torch.equal(fixed.eval()(tokens).logits, learned.eval()(tokens).logits)
     assert fixed.ideal_flops() == learned.ideal_flops()
     assert fixed.train()(tokens).loss == 0
-    run.step()
+    trainer.step()
     assert lengths_of(fixed) == SPANS
 
 
@@ -55,13 +55,13 @@ def test_integer_spans_with_a_ramp_of_one_are_a_hard_window():
 def test_init_from_a_finished_run_takes_its_spans_unless_spans_are_configured(cwd):
     job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
     source = (f"init_from.run={job.folder.path}", "budget.steps=2")
-    replaying = make_job("variant=replayed_spans", "variant.attention.span.ramp=4", *source).trainer
+    replaying = make_run("variant=replayed_spans", "variant.attention.span.ramp=4", *source).trainer
     learned = lengths_of(job.trainer.model)
     assert lengths_of(replaying.model) == learned
     replaying.step()
     assert lengths_of(replaying.model) == learned
     assert not any(name.endswith("fraction") for name, _ in replaying.model.named_parameters())
-    configured = make_job(*CONFIGURED, *source).trainer.model
+    configured = make_run(*CONFIGURED, *source).trainer.model
     assert lengths_of(configured) == SPANS
     assert torch.equal(configured.embedding.weight, job.trainer.model.embedding.weight)
 

@@ -13,17 +13,17 @@ from tests.small_runs import (
     VARIANTS,
     change_folder,
     crash,
-    make_job,
+    make_run,
     rows_of,
-    run_job,
+    run_to_end,
     stop,
     temporary_cwd,  # noqa: F401 - a fixture
     whole_run,
 )
 
 
-def spans(job: Run) -> list[float]:
-    return [span for layer in job.trainer.model.layers for span in layer["attention"].sublayer.span.fraction.tolist()]
+def spans(run: Run) -> list[float]:
+    return [span for layer in run.trainer.model.layers for span in layer["attention"].sublayer.span.fraction.tolist()]
 
 
 RESUMED = {
@@ -43,14 +43,14 @@ def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, 
     undisturbed, summary = whole_run(*words)
     change_folder(cwd, monkeypatch)
     capsys.readouterr()
-    stop(make_job(*words), step=5)  # between two train rows, and after a validation that made best.pt
+    stop(make_run(*words), step=5)  # between two train rows, and after a validation that made best.pt
     assert "the same command resumes the run" in capsys.readouterr().out.splitlines()[-1]
     assert not list(cwd.glob("other/outputs/*/summary.json"))
-    resumed = make_job(*words)
+    resumed = make_run(*words)
     assert resumed.folder.checkpoint is not None and resumed.trainer.spent.steps == 0
-    assert run_job(resumed)["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
+    assert run_to_end(resumed)["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
     assert rows_of(resumed) == rows_of(undisturbed)
-    last = [checkpoint.load(checkpoint.newest(job.folder.path)) for job in (undisturbed, resumed)]
+    last = [checkpoint.load(checkpoint.newest(run.folder.path)) for run in (undisturbed, resumed)]
     for key, tensor in last[0]["model"].items():
         assert torch.equal(tensor, last[1]["model"][key]), key
     if words[: len(SPANS)] == SPANS:
@@ -61,15 +61,15 @@ def test_a_crashed_run_resumes_from_its_last_checkpoint(cwd, monkeypatch):
     words = (*SPANS, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
     undisturbed, _ = whole_run(*words)
     change_folder(cwd, monkeypatch)
-    crash(make_job(*words), step=11)
-    folder = make_job(*words).folder.path / checkpoint.FOLDER
+    crash(make_run(*words), step=11)
+    folder = make_run(*words).folder.path / checkpoint.FOLDER
     assert sorted(path.name for path in folder.iterdir()) == ["best.pt", "step-000000006.pt", "step-000000009.pt"]
     written = len(read_rows(folder.parent / RECORD))
     (folder / "step-000000099.part").write_bytes(b"the beginning of a checkpoint")
     with (folder.parent / RECORD).open("ab") as record:
         record.write(b'{"kind": "tra')
-    resumed = make_job(*words)
+    resumed = make_run(*words)
     assert checkpoint.load(resumed.folder.checkpoint)["rows"] < written
-    run_job(resumed)
+    run_to_end(resumed)
     assert rows_of(resumed) == rows_of(undisturbed)
     assert len(list(folder.glob("step-*.pt"))) == 2

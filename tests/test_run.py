@@ -19,10 +19,10 @@ from tests.small_runs import (
     VARIANTS,
     after_step,
     change_folder,
-    make_job,
     make_run,
+    make_trainer,
     rows_of,
-    run_job,
+    run_to_end,
     temporary_cwd,  # noqa: F401 - a fixture
     whole_run,
 )
@@ -37,13 +37,13 @@ def test_the_same_configuration_gives_the_same_record(cwd, monkeypatch):
     assert [row["kind"] for row in rows_of(first)][-3:] == ["valid", "valid", "test"]
     differ = {key for key in first_summary if first_summary[key] != second_summary[key]}
     assert differ <= {"seconds", "bytes_per_second", "memory"}
-    weights = [checkpoint.load(checkpoint.newest(job.folder.path))["model"] for job in (first, second)]
+    weights = [checkpoint.load(checkpoint.newest(run.folder.path))["model"] for run in (first, second)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize(("carry", "cold"), [("true", [0, 8, 16]), ("false", list(range(18)))])
 def test_with_carry_only_the_first_step_of_an_epoch_has_no_state_and_without_every_step(carry, cold, monkeypatch):
-    run = make_run("data.bytes=600", "eval.bytes=null", f"batch.carry={carry}", "budget.steps=18")
+    trainer = make_trainer("data.bytes=600", "eval.bytes=null", f"batch.carry={carry}", "budget.steps=18")
     update, states = Update.__call__, []
 
     def recorded_update(self, inputs, targets, state, *, fraction):
@@ -51,8 +51,8 @@ def test_with_carry_only_the_first_step_of_an_epoch_has_no_state_and_without_eve
         return update(self, inputs, targets, state, fraction=fraction)
 
     monkeypatch.setattr(Update, "__call__", recorded_update)
-    while not run.finished:
-        run.step()
+    while not trainer.finished:
+        trainer.step()
     assert [step for step, state in enumerate(states) if state is None] == cold
     if carry == "true":
         assert [state[0][0].item() for state in states[1:8]] == [16 * step for step in range(1, 8)]
@@ -63,22 +63,22 @@ def test_with_carry_only_the_first_step_of_an_epoch_has_no_state_and_without_eve
 
 def test_final_scores_costs_and_spans_are_those_of_the_weights_with_the_best_validation():
     words = (*VARIANTS["adaptive_span"], "variant.attention.span.initial=0.3", "budget.steps=8", "model.dropout=0.1")
-    job = make_job(*words)
+    run = make_run(*words)
 
     @torch.no_grad()
     def spoil() -> None:
-        model = job.trainer.model
+        model = run.trainer.model
         model.head.weight.add_(5 * torch.randn_like(model.head.weight))
         for layer in model.layers:
             layer["attention"].sublayer.span.fraction.data.zero_()
 
-    summary = run_job(after_step(job, 8, spoil))
-    rows = [row for row in rows_of(job) if row["kind"] == "valid"]
+    summary = run_to_end(after_step(run, 8, spoil))
+    rows = [row for row in rows_of(run) if row["kind"] == "valid"]
     bits = [row["bits_per_byte"] for row in rows[:-1]]
     assert bits[-1] > bits[-2] and min(bits) == bits[-2] and {row["capped_bytes"] for row in rows[:-1]} == {12}
     assert summary["best_bytes_seen"] == rows[-3]["bytes_seen"] < summary["bytes_seen"]
-    best = make_run(*words)
-    best.load_weights(checkpoint.load(job.folder.path / checkpoint.FOLDER / checkpoint.BEST)["model"])
+    best = make_trainer(*words)
+    best.load_weights(checkpoint.load(run.folder.path / checkpoint.FOLDER / checkpoint.BEST)["model"])
     valid, test = (best.corpus.splits[split] for split in ("valid", "test"))
     samples = [valid[first : first + 5] for first in (800, 897, 995)]  # a tenth of two steps of 64 bytes
     scores = [score_stream(best.model, sample, runtime=best.runtime, streams=1, segment=64) for sample in samples]
@@ -94,11 +94,11 @@ def test_final_scores_costs_and_spans_are_those_of_the_weights_with_the_best_val
 def steps_of(*overrides: str) -> tuple[Trainer, list[float]]:
     """Train to the end of the budget. Returns the run, and the learning rate of each step relative to the peak."""
     words = ("optim=adamw", "optim.schedule.warmup_fraction=0.25", "optim.schedule.floor=0.0")
-    run, rates = make_run(*words, *overrides), []
-    while not run.finished:
-        run.step()
-        rates.append(run.optimizers.optimizers["default"].param_groups[0]["lr"] / run.optimizers.lr)
-    return run, rates
+    trainer, rates = make_trainer(*words, *overrides), []
+    while not trainer.finished:
+        trainer.step()
+        rates.append(trainer.optimizers.optimizers["default"].param_groups[0]["lr"] / trainer.optimizers.lr)
+    return trainer, rates
 
 
 @pytest.mark.parametrize("budget", ["budget.steps=16", "budget.bytes=1000", "model.default_bytes=1000"])
@@ -112,15 +112,15 @@ def test_budgets_of_steps_and_bytes_determine_steps_and_schedule(budget):
 
 
 def test_a_budget_of_flops_is_charged_by_the_spans_at_each_step_not_by_the_rows_written():
-    run, expected = make_run(*SPANS, "budget.flops=6e7"), 0
+    trainer, expected = make_trainer(*SPANS, "budget.flops=6e7"), 0
 
     def needed() -> int:
-        return round(64 * run.model.needed_flops(16, carried=0).training)  # segments without a carried state
+        return round(64 * trainer.model.needed_flops(16, carried=0).training)  # segments without a carried state
 
-    while not run.finished:
+    while not trainer.finished:
         expected += needed()
-        run.step()
-    assert run.spent.flops == expected != run.spent.steps * needed()
+        trainer.step()
+    assert trainer.spent.flops == expected != trainer.spent.steps * needed()
     words = (*SPANS, "budget.flops=6e7", "eval.every=0.2")
     first, many_rows = whole_run(*words, "record.every_steps=1", "outputs=first")
     second, few_rows = whole_run(*words, "record.every_steps=1000", "outputs=second")
@@ -141,7 +141,7 @@ def test_a_causality_check_of_windows_that_gives_nan_makes_a_run_not_causal(monk
 @pytest.mark.parametrize("variant", ["adaptive_span", "product_key_memory"])
 def test_the_summary_and_the_closing_table_are_complete(variant, monkeypatch, capsys):
     words = ("eval.windows=true", "budget.steps=8", "runtime.allocator=return", "record.progress_seconds=0")
-    job, summary = whole_run(*VARIANTS[variant], *words)
+    run, summary = whole_run(*VARIANTS[variant], *words)
     assert summary["status"] == "finished" and violation(summary, schema="summary") is None
     assert summary["data"].keys() >= {"name", "bytes", "sha256"}
     assert summary["parameters"].keys() == {"total", "touched", "by_sublayer"}
@@ -151,7 +151,7 @@ def test_the_summary_and_the_closing_table_are_complete(variant, monkeypatch, ca
     assert summary["bytes_seen"] == 512 and summary["epochs"] == pytest.approx(512 / 18_000)
     assert summary["training_flops"] > 0 and math.isfinite(summary["valid_windows_bits_per_byte"])
     assert summary["allocator"] in ("return", None)
-    printed, rows = capsys.readouterr().out, rows_of(job)
+    printed, rows = capsys.readouterr().out, rows_of(run)
     words = ("xz -9e", "window 1024, stride 512", "sha256")
     words += tuple(f"{row['bits_per_byte']:.4f} bits/byte after" for row in rows if row["kind"] == "train")
     words += tuple(f"{row['bits_per_byte']:.4f}* bits/byte after" for row in rows if "size" in row)
@@ -167,25 +167,25 @@ def test_the_summary_and_the_closing_table_are_complete(variant, monkeypatch, ca
 @pytest.mark.cpu_kernel
 def test_a_run_with_dropout_names_the_backends_of_training_and_of_evaluation(capsys):
     """The kernel has no dropout, so the run trains with the plain backend and is scored with the kernel."""
-    job, summary = whole_run("budget.steps=2", "model.dropout=0.1")
+    run, summary = whole_run("budget.steps=2", "model.dropout=0.1")
     assert (summary["backend"], summary["evaluation_backend"]) == ("plain", "kernel")
-    assert "(kernel) executed" in capsys.readouterr().out and rows_of(job)[0]["evaluation_backend"] == "kernel"
+    assert "(kernel) executed" in capsys.readouterr().out and rows_of(run)[0]["evaluation_backend"] == "kernel"
 
 
 def test_the_test_split_is_scored_on_request_only_and_the_purpose_identifies_a_run(capsys):
     assert plan().eval.test is False and plan().purpose == "result"
     summaries = {}
     for purpose in ("result", "tune"):
-        job, summaries[purpose] = whole_run("budget.steps=4", "eval.test=false", f"purpose={purpose}")
-        assert not [row for row in rows_of(job) if row["kind"] == "test"]
+        run, summaries[purpose] = whole_run("budget.steps=4", "eval.test=false", f"purpose={purpose}")
+        assert not [row for row in rows_of(run) if row["kind"] == "test"]
         headings = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("bits per byte")]
         assert headings == [["bits", "per", "byte", "valid"]], "the table must have no column for test"
-        assert summaries[purpose]["purpose"] == rows_of(job)[0]["config"]["purpose"] == purpose
+        assert summaries[purpose]["purpose"] == rows_of(run)[0]["config"]["purpose"] == purpose
     reported, tuned = summaries.values()
     assert reported["test_bits_per_byte"] is None and reported["config_hash"] != tuned["config_hash"]
     assert reported["valid_bits_per_byte"] == tuned["valid_bits_per_byte"]
     with pytest.raises(ValueError, match="purpose=tuning: allowed are result, tune"):
-        make_job("purpose=tuning")
+        make_run("purpose=tuning")
 
 
 @pytest.mark.parametrize(
@@ -194,5 +194,5 @@ def test_the_test_split_is_scored_on_request_only_and_the_purpose_identifies_a_r
 )
 def test_a_split_that_is_too_short_for_its_streams_is_refused_before_training(word, message):
     with pytest.raises(ValueError, match=message):
-        make_job(word)
+        make_run(word)
     assert not Path("outputs").exists()

@@ -14,7 +14,7 @@ from harness.record.folder import Identity, RunFolder, config_hash
 from harness.record.rows import RECORD, SUMMARY
 from tests import bench_rows
 from tests.small_configs import plan
-from tests.small_runs import SMALL, make_job, run_job, stop, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import SMALL, make_run, run_to_end, stop, temporary_cwd  # noqa: F401 - a fixture
 from train import train
 
 IDENTITY = Identity(
@@ -70,9 +70,9 @@ def test_other_code_data_device_or_precision_is_another_run(tmp_path, field):
 
 def test_a_run_that_another_process_has_finished_since_it_was_prepared_is_returned(capsys):
     words = ("budget.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=1")
-    begun, later = make_job(*words), make_job(*words)
-    stop(make_job(*words), step=2)
-    summary = run_job(begun)
+    begun, later = make_run(*words), make_run(*words)
+    stop(make_run(*words), step=2)
+    summary = run_to_end(begun)
     assert "resuming at " in capsys.readouterr().out
     written_ns = (begun.folder.path / SUMMARY).stat().st_mtime_ns
     assert train(later) == summary["valid_bits_per_byte"] and "finished before: " in capsys.readouterr().out

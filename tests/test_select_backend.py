@@ -13,7 +13,7 @@ from harness.loop.select_backend import agreement, select, with_backend
 from harness.plan.build import Plan, plan_run
 from harness.record.rows import RECORD, read_rows
 from tests.small_configs import TINY, compose_config, plan
-from tests.small_runs import make_job, run_job, stop, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import make_run, run_to_end, stop, temporary_cwd  # noqa: F401 - a fixture
 from variants.kernels import chunked
 
 PASSED = (True, "1e-6 of the gradient of x")
@@ -109,16 +109,16 @@ def test_a_backend_set_by_name_is_compared_and_its_failure_is_an_error(compared)
 
 def test_a_run_records_the_selection_of_its_backend_and_resumes_with_it(compared):
     words = ("variant=mhsa", "budget.steps=6", "checkpoint.every_steps=2")
-    job = make_job(*words)
-    assert job.trainer.backend == "fused"
-    stop(job, step=3)
-    (row,) = [row for row in read_rows(job.folder.path / RECORD) if row["kind"] == "provenance"]
+    run = make_run(*words)
+    assert run.trainer.backend == "fused"
+    stop(run, step=3)
+    (row,) = [row for row in read_rows(run.folder.path / RECORD) if row["kind"] == "provenance"]
     assert row["config"]["runtime"]["backend"] == "auto"
     assert row["backend_choice"]["backend"] == row["backend"] == "fused"
     del compared[:]
-    resumed = make_job(*words)
-    assert resumed.folder.path == job.folder.path and not compared
-    summary = run_job(resumed)
+    resumed = make_run(*words)
+    assert resumed.folder.path == run.folder.path and not compared
+    summary = run_to_end(resumed)
     assert not compared and summary["backend"] == "fused" and summary["backend_choice"] == row["backend_choice"]
 
 

@@ -17,7 +17,7 @@ from harness.loop.update import Update
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
-from tests.small_runs import MEMORY, VARIANTS, make_run, tensors
+from tests.small_runs import MEMORY, VARIANTS, make_trainer, tensors
 
 CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
 SPANS = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.3")
@@ -25,7 +25,7 @@ TRAINING = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_z
 
 
 def test_accumulation_equals_the_unsplit_step():
-    whole, split = (make_run(*SPANS, *TRAINING, f"batch.accumulate={parts}") for parts in (1, 3))
+    whole, split = (make_trainer(*SPANS, *TRAINING, f"batch.accumulate={parts}") for parts in (1, 3))
     for run in (whole, split):
         run.model.double()  # Adam amplifies the rounding errors of float32
         for _ in range(3):
@@ -42,7 +42,7 @@ def test_accumulation_equals_the_unsplit_step():
 def test_auxiliary_losses_are_in_the_gradient_but_not_in_the_score(parts):
     weight, heads, span, lr = 0.01, 2, 16, 0.5
     words = (*SPANS, "model.head_zero_init=false")
-    runs = [make_run(*words, f"variant.attention.span.loss_weight={w}") for w in (0.0, weight)]
+    runs = [make_trainer(*words, f"variant.attention.span.loss_weight={w}") for w in (0.0, weight)]
     batch = runs[0].stream.batch(0)
     logits = runs[0].model(batch[0]).logits.detach()
     scores = [run.evaluate(run.reported_split("valid")[:200]).bits_per_byte for run in runs]
@@ -59,30 +59,34 @@ def test_auxiliary_losses_are_in_the_gradient_but_not_in_the_score(parts):
 
 
 def test_a_step_uses_the_carried_state():
-    run = make_run("model.head_zero_init=false", "variant.attention.zero_init=false", "batch.accumulate=3")
-    first, second = run.stream.batch(0), run.stream.batch(1)
-    state = run.model(first[0]).state
-    logits = [run.model(second[0], before).logits.detach() for before in (state, None)]
+    trainer = make_trainer("model.head_zero_init=false", "variant.attention.zero_init=false", "batch.accumulate=3")
+    first, second = trainer.stream.batch(0), trainer.stream.batch(1)
+    state = trainer.model(first[0]).state
+    logits = [trainer.model(second[0], before).logits.detach() for before in (state, None)]
     warm, cold = (F.cross_entropy(x.transpose(1, 2), second[1]).item() for x in logits)
-    nats, after = run.update(*second, state, fraction=0.0)
+    nats, after = trainer.update(*second, state, fraction=0.0)
     assert nats.item() == pytest.approx(warm, abs=1e-6) and abs(warm - cold) > 1e-4
     assert after[0].tolist() == [32] * 4
 
 
 def test_parameters_are_projected_after_every_step():
-    run = make_run("variant=adaptive_span", "variant.attention.span.loss_weight=10", "model.span=256", "optim.lr=0.1")
-    spans = run.model.layers[0]["attention"].sublayer.span
+    trainer = make_trainer(
+        "variant=adaptive_span", "variant.attention.span.loss_weight=10", "model.span=256", "optim.lr=0.1"
+    )
+    spans = trainer.model.layers[0]["attention"].sublayer.span
     with torch.no_grad():
         spans.fraction.fill_(0.5)
-    run.model.project_()
+    trainer.model.project_()
     assert spans.max_keys == (192, 192)
     for _ in range(8):
-        run.step()
+        trainer.step()
     assert spans.fraction.tolist() == [0.0, 0.0] and spans.max_keys == (64, 64)
 
 
 def test_bfloat16_training_is_finite_and_close_to_float32_with_parameters_in_float32():
-    high, low = (make_run(*SPANS, *TRAINING, f"runtime.precision={precision}") for precision in ("float32", "bfloat16"))
+    high, low = (
+        make_trainer(*SPANS, *TRAINING, f"runtime.precision={precision}") for precision in ("float32", "bfloat16")
+    )
     bits = []
     for run in (high, low):
         for _ in range(3):
@@ -100,11 +104,11 @@ def test_bfloat16_training_is_finite_and_close_to_float32_with_parameters_in_flo
 @pytest.fixture(scope="module")
 def model():
     """A model in float64 with noise added to its parameters, so that its outputs differ at every byte."""
-    run = make_run("variant=product_key_memory", *MEMORY, "model.head_zero_init=false", "model.span=6")
+    trainer = make_trainer("variant=product_key_memory", *MEMORY, "model.head_zero_init=false", "model.span=6")
     with torch.no_grad():
-        for parameter in run.model.double().parameters():
+        for parameter in trainer.model.double().parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    return run.model.eval()
+    return trainer.model.eval()
 
 
 def random_bytes(n_bytes: int) -> Tensor:
@@ -175,16 +179,19 @@ def test_the_context_curve_is_the_score_by_position_in_a_window(model):
 
 def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_the_floor_is_not_causal():
     words = ("data.distances=[3]", "batch.streams=8", "batch.segment=64", "optim.lr=0.01", "budget.steps=80")
-    run = make_run(*VARIANTS["adaptive_span"], *words, "model.d_model=32", "model.span=8", "data.bytes=30000")
-    while not run.finished:
-        run.step()
-    score = run.evaluate(run.corpus.splits["valid"])
+    trainer = make_trainer(*VARIANTS["adaptive_span"], *words, "model.d_model=32", "model.span=8", "data.bytes=30000")
+    while not trainer.finished:
+        trainer.step()
+    score = trainer.evaluate(trainer.corpus.splits["valid"])
     floor = recall_floor(len(score.nats) + 1)
     assert floor - 40 / len(score.nats) < score.bits_per_byte < 3.9
-    assert score_windows(run.model, run.corpus.splits["valid"], runtime=CPU).bits_per_byte > floor
+    assert score_windows(trainer.model, trainer.corpus.splits["valid"], runtime=CPU).bits_per_byte > floor
     summary = {"check": "passed", "capped": {}, "compressors": {}}
-    row = final_score(run, "test", summary)
-    assert (row["check"], row["floor_bits_per_byte"]) == ("passed", run.corpus.floor_bits(run.reported_split("test")))
+    row = final_score(trainer, "test", summary)
+    assert (row["check"], row["floor_bits_per_byte"]) == (
+        "passed",
+        trainer.corpus.floor_bits(trainer.reported_split("test")),
+    )
     assert row["bits_per_copy"]["3"] == summary["test_bits_per_copy"]["3"] < 4
-    run.corpus = replace(run.corpus, floor=lambda values: row["bits_per_byte"] + 41 / (len(values) - 1))
-    assert final_score(run, "test", summary)["check"] == summary["check"] == "not causal"
+    trainer.corpus = replace(trainer.corpus, floor=lambda values: row["bits_per_byte"] + 41 / (len(values) - 1))
+    assert final_score(trainer, "test", summary)["check"] == summary["check"] == "not causal"

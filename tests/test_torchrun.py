@@ -19,7 +19,7 @@ from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests import command_line
 from tests.rank_processes import ExitedWithoutAnswer, free_port, launch
-from tests.small_runs import CARRY, DROPOUT, SMALL, after_step, make_job, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import CARRY, DROPOUT, SMALL, after_step, make_run, temporary_cwd  # noqa: F401 - a fixture
 from tests.timeouts import TIMEOUT_SECONDS
 from train import train
 
@@ -106,13 +106,13 @@ def lose_rank_1(how: str) -> tuple[int, int, str]:
         os._exit(0)
 
     with join_processes() as group:
-        job = make_job("budget.steps=100", "checkpoint.every_steps=2", processes=group)
+        run = make_run("budget.steps=100", "checkpoint.every_steps=2", processes=group)
         if group.rank == 1:
-            after_step(job, 3, stand_still if how == "silent" else lambda: os._exit(3))
+            after_step(run, 3, stand_still if how == "silent" else lambda: os._exit(3))
         try:
-            train(job)
+            train(run)
         except ProcessLost as error:
-            return exit_code(error), job.trainer.spent.steps, str(error)
+            return exit_code(error), run.trainer.spent.steps, str(error)
 
 
 @pytest.mark.parametrize("how", ["ended", "silent"])
@@ -132,12 +132,12 @@ def fail_to_save() -> tuple[str, bool, int]:
 
     with join_processes() as group:
         checkpoint.save = fail if group.is_main else checkpoint.save
-        job = make_job("budget.steps=100", "checkpoint.every_steps=3", processes=group)
+        run = make_run("budget.steps=100", "checkpoint.every_steps=3", processes=group)
         try:
-            train(job)
+            train(run)
         except (OSError, RuntimeError) as error:
             printed = getattr(error, "already_printed", False)
-            return f"{type(error).__name__}: {error}", printed, job.trainer.spent.steps
+            return f"{type(error).__name__}: {error}", printed, run.trainer.spent.steps
 
 
 def test_a_failure_of_one_process_ends_all_and_is_printed_once():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.device.runtime import compile_clock
-from tests.small_runs import make_job, make_run, rows_of, run_job, stop, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import make_run, make_trainer, rows_of, run_to_end, stop, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 
 def validations(job) -> list[dict]:
@@ -17,11 +17,11 @@ def validations(job) -> list[dict]:
 
 @pytest.mark.parametrize(("selection_bytes", "n_bytes"), [(200, 200), (5000, 500), ("null", 500)])
 def test_no_reported_score_includes_the_bytes_that_select_the_weights(selection_bytes, n_bytes):
-    run = make_run(f"eval.selection_bytes={selection_bytes}", "eval.bytes=null")
-    valid = run.corpus.splits["valid"]
-    assert len(valid) == 1000 and torch.equal(run.reported_split("valid"), valid[: 1000 - n_bytes])
-    assert torch.equal(run.selection_split(), valid[1000 - n_bytes :])
-    assert torch.equal(run.reported_split("test"), run.corpus.splits["test"])
+    trainer = make_trainer(f"eval.selection_bytes={selection_bytes}", "eval.bytes=null")
+    valid = trainer.corpus.splits["valid"]
+    assert len(valid) == 1000 and torch.equal(trainer.reported_split("valid"), valid[: 1000 - n_bytes])
+    assert torch.equal(trainer.selection_split(), valid[1000 - n_bytes :])
+    assert torch.equal(trainer.reported_split("test"), trainer.corpus.splits["test"])
 
 
 def test_an_interrupted_run_validates_at_the_same_steps_on_a_tenth_of_the_trained_bytes(cwd):
@@ -30,7 +30,7 @@ def test_an_interrupted_run_validates_at_the_same_steps_on_a_tenth_of_the_traine
     rows = validations(whole)
     assert [row["bytes_seen"] for row in rows] == [512 * n for n in range(1, 6)]
     assert {row["capped_bytes"] for row in rows} == {50} and summary["capped"]["valid"] == 400  # two streams of 25
-    stop(make_job(*words, "outputs=parts"), step=17)
+    stop(make_run(*words, "outputs=parts"), step=17)
     parts, _ = whole_run(*words, "outputs=parts")
     assert rows_of(parts)[1:] == rows_of(whole)[1:]
 
@@ -39,31 +39,33 @@ def test_a_run_continued_with_more_budget_validates_by_its_own_schedule_and_limi
     first, _ = whole_run("budget.steps=8", "outputs=first")
     words = ("budget.steps=16", f"init_from.run={first.folder.path}", "init_from.restore=everything", "outputs=more")
     for word, size in (("eval.bytes=400", 24), ("eval.bytes=20", 18), ("eval.selection_bytes=20", 18)):
-        extended = make_job(*words, word)
-        run_job(extended)
+        extended = make_run(*words, word)
+        run_to_end(extended)
         assert [row["bytes_seen"] for row in validations(extended)] == [12 * 64, 16 * 64]
         assert {row["capped_bytes"] for row in validations(extended)} == {size}
 
 
 def test_a_validation_scores_bytes_after_a_full_window_of_context():
-    run = make_run("eval.selection_bytes=null", "eval.segment=16", "model.span=60", "model.head_zero_init=false")
-    score, part = run.evaluate(run.selection_split(), pairs=399), run.selection_split().long()
+    trainer = make_trainer(
+        "eval.selection_bytes=null", "eval.segment=16", "model.span=60", "model.head_zero_init=false"
+    )
+    score, part = trainer.evaluate(trainer.selection_split(), pairs=399), trainer.selection_split().long()
     length, context = 133, 64
     rows = torch.stack([part[begin : begin + length + 1] for begin in (0, 183, 366)])
-    logits = run.model(rows[:, :-1]).logits.transpose(1, 2)
+    logits = trainer.model(rows[:, :-1]).logits.transpose(1, 2)
     nats = torch.nn.functional.cross_entropy(logits, rows[:, 1:], reduction="none")[:, context:]
     assert torch.allclose(score.nats, nats.flatten(), atol=1e-5)
 
 
 def test_a_validation_is_postponed_until_ten_times_its_bytes_have_been_trained():
-    job, due = make_job("budget.steps=40", "eval.every=0.2"), []
+    run, due = make_run("budget.steps=40", "eval.every=0.2"), []
     for step in range(1, 40):
-        job.trainer.step()
+        run.trainer.step()
         if step == 20:  # as if this step had validated on 54 bytes
-            job.last_validation = {"bytes": job.trainer.spent.bytes, "fraction": 0.3, "size": 54}
-        if job.validation_due():
+            run.last_validation = {"bytes": run.trainer.spent.bytes, "fraction": 0.3, "size": 54}
+        if run.validation_due():
             due.append(step)
-            job.last_validation = {"bytes": job.trainer.spent.bytes, "fraction": job.trainer.fraction, "size": 54}
+            run.last_validation = {"bytes": run.trainer.spent.bytes, "fraction": run.trainer.fraction, "size": 54}
     assert due == [8, 17, 29, 38]
 
 
@@ -84,7 +86,7 @@ def test_compilation_time_is_not_charged_to_a_budget_of_seconds(monkeypatch):
 
     monkeypatch.setattr("harness.loop.trainer.time.perf_counter", tick)
     monkeypatch.setattr("harness.loop.trainer.compile_clock", slow)
-    stop(make_job("budget.seconds=2"), step=3)
+    stop(make_run("budget.seconds=2"), step=3)
     job, summary = whole_run("budget.seconds=2")
     assert summary["steps"] == 8 and summary["seconds"] == pytest.approx(2.0)
     assert summary["budget"] == {"seconds": 2.0} and summary["compile_seconds"] == pytest.approx(24.0)

@@ -12,7 +12,7 @@ import torch
 from bench.planning import read_run
 from harness.record import checkpoint
 from harness.record.rows import RECORD
-from tests.small_runs import crash, make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import crash, make_run, rows_of, run_to_end, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 WORDS = ("variant=mhsa", "budget.steps=13", "checkpoint.every_steps=3", "eval.test=false")
 NEWEST, PREVIOUS, BEST = (f"checkpoints/{name}.pt" for name in ("step-000000009", "step-000000006", "best"))
@@ -22,7 +22,7 @@ NEWEST, PREVIOUS, BEST = (f"checkpoints/{name}.pt" for name in ("step-000000009"
 def crashed_outputs(tmp_path_factory) -> Path:
     """The output folder of a run whose process died in its eleventh step."""
     outputs = tmp_path_factory.mktemp("crashed")
-    crash(make_job(*WORDS, f"outputs={outputs}"), step=11)
+    crash(make_run(*WORDS, f"outputs={outputs}"), step=11)
     (outputs / "latest").unlink()
     return outputs
 
@@ -36,8 +36,8 @@ def undisturbed_rows(tmp_path_factory) -> list[dict]:
 @pytest.fixture(scope="module")
 def other_seed(tmp_path_factory) -> Path:
     """The folder of a run with another seed."""
-    job, _ = whole_run(*WORDS, "seed=5", "budget.steps=4", f"outputs={tmp_path_factory.mktemp('other')}")
-    return job.folder.path
+    run, _ = whole_run(*WORDS, "seed=5", "budget.steps=4", f"outputs={tmp_path_factory.mktemp('other')}")
+    return run.folder.path
 
 
 @pytest.fixture
@@ -114,26 +114,26 @@ def test_a_run_resumes_from_the_last_good_checkpoint_with_one_warning(crashed, u
         (crashed / NEWEST).unlink()
         (crashed / NEWEST).symlink_to("gone")
     os.mkfifo(crashed / "checkpoints" / "step-000000010.pt")  # reading a pipe would wait forever
-    job = make_job(*WORDS)
+    run = make_run(*WORDS)
     capsys.readouterr()
-    run_job(job)
+    run_to_end(run)
     printed = capsys.readouterr()
     assert "resuming at 384 bytes" in printed.out  # six steps of 64 bytes
     warnings = [line for line in printed.err.splitlines() if line.startswith("WARNING")]
     reason = "cannot be read" if damage == "broken link" else "is damaged"
     assert len(warnings) == 1 and f"step-000000009.pt {reason}" in warnings[0]
     assert "step-000000006.pt, the one before, is loaded" in warnings[0]
-    assert rows_of(job)[1:] == undisturbed_rows
+    assert rows_of(run)[1:] == undisturbed_rows
     checkpoints = checkpoint._checkpoints(crashed)
     assert len(checkpoints) == 2 and [checkpoint.load(path) for path in checkpoints]
 
 
 def assert_refused(message: str) -> None:
     """Assert that the run is not resumed and takes no step."""
-    job = make_job(*WORDS)
+    run = make_run(*WORDS)
     with pytest.raises(ValueError, match=message):
-        run_job(job)
-    assert job._steps_of_command == 0
+        run_to_end(run)
+    assert run._steps_of_command == 0
 
 
 def test_without_a_good_checkpoint_resuming_is_refused_until_forced(crashed, undisturbed_rows):

@@ -15,7 +15,7 @@ from harness.failures import Diverged
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
 from tests.rank_processes import launch
-from tests.small_runs import CARRY, DROPOUT, SPANS, SPARSE, VARIANTS, make_job, make_run, run_job, temporary_cwd  # noqa: F401
+from tests.small_runs import CARRY, DROPOUT, SPANS, SPARSE, VARIANTS, make_run, make_trainer, run_to_end, temporary_cwd  # noqa: F401
 from tests.test_checkpoint import equal_bits
 from tests.test_distributed_training import divided_run
 
@@ -46,30 +46,30 @@ def spoil(parameter: nn.Parameter, value: float = math.nan) -> torch.utils.hooks
 
 @pytest.mark.parametrize(("optimizer", "value"), list(zip(OPTIMIZERS, (math.nan, -math.inf, math.nan), strict=True)))
 def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
-    run = make_run(*OPTIMIZERS[optimizer], "budget.steps=100")
-    parameters = dict(run.model.named_parameters())
+    trainer = make_trainer(*OPTIMIZERS[optimizer], "budget.steps=100")
+    parameters = dict(trainer.model.named_parameters())
     table = [name for name in parameters if "memory" in name and "sparse" in optimizer]
     name = next(n for n in (*table, "layers.1.attention.sublayer.value.weight", "head.weight") if n in parameters)
     for _ in range(3):
-        run.step()
-    before, update = tensors_of(run), run.optimizers.step
+        trainer.step()
+    before, update = tensors_of(trainer), trainer.optimizers.step
     hook = spoil(parameters[name], value)
-    run.step()
-    assert equal_bits(before, tensors_of(run))
+    trainer.step()
+    assert equal_bits(before, tensors_of(trainer))
     hook.remove()
 
     def next_update(*arguments: object, **keywords: object) -> None:
         """The next step's update, sent to the device before the host reads that the last gradient was not finite."""
         update(*arguments, **keywords)
-        assert equal_bits(before, tensors_of(run))
+        assert equal_bits(before, tensors_of(trainer))
         spoil(parameters[name], value)
 
-    run.optimizers.step = next_update
+    trainer.optimizers.step = next_update
     with pytest.raises(Diverged) as caught:
-        run.step()
-    rate = run.optimizers.lr * run.optimizers.schedule.factor(3.5 / 100, step=3)
+        trainer.step()
+    rate = trainer.optimizers.lr * trainer.optimizers.schedule.factor(3.5 / 100, step=3)
     assert f"step 4 diverged at a learning rate of {rate:.3g}: " in str(caught.value)
-    assert equal_bits(before, tensors_of(run))
+    assert equal_bits(before, tensors_of(trainer))
 
 
 def spoil_loss(run: Trainer) -> None:
@@ -93,20 +93,20 @@ READERS = (lambda run: run.evaluate(run.selection_split(), pairs=9), Trainer.che
 
 @pytest.mark.parametrize("read", READERS)
 def test_a_diverged_step_is_neither_scored_nor_saved_nor_recorded(read: Callable):
-    run = make_run("budget.steps=100")
-    spoil_head(run)
-    run.step()
+    trainer = make_trainer("budget.steps=100")
+    spoil_head(trainer)
+    trainer.step()
     with pytest.raises(Diverged, match="step 1 diverged"):
-        read(run)
+        read(trainer)
 
 
 @pytest.mark.parametrize("read", READERS[:2])
 def test_weights_that_are_not_finite_are_neither_scored_nor_saved(read: Callable):
-    run = make_run("budget.steps=100")
-    run.step()
-    spoil_weights(run)
+    trainer = make_trainer("budget.steps=100")
+    trainer.step()
+    spoil_weights(trainer)
     with pytest.raises(Diverged, match=r"an update left the parameter layers\.1\.attention\.sublayer\.query\.weight"):
-        read(run)
+        read(trainer)
 
 
 def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
@@ -134,19 +134,19 @@ def test_all_ranks_end_when_one_of_them_diverges_and_one_prints_the_error(cwd):
 
 
 def test_a_diverged_run_keeps_its_best_weights_and_last_checkpoint(cwd):
-    job = make_job("checkpoint.every_steps=2", "budget.steps=20", "eval.every=0.2")
-    step = job.step
+    run = make_run("checkpoint.every_steps=2", "budget.steps=20", "eval.every=0.2")
+    step = run.step
 
     def step_or_diverge() -> None:
-        if job.trainer.spent.steps == 5:
-            spoil_head(job.trainer)
+        if run.trainer.spent.steps == 5:
+            spoil_head(run.trainer)
         step()
 
-    job.step = step_or_diverge
+    run.step = step_or_diverge
     with pytest.raises(Diverged):
-        run_job(job)
-    summary = json.loads((job.folder.path / "summary.json").read_text())
+        run_to_end(run)
+    summary = json.loads((run.folder.path / "summary.json").read_text())
     assert summary["status"] == "diverged" and "step 6 diverged" in summary["error"]
-    files = sorted(path.name for path in (job.folder.path / "checkpoints").iterdir())
+    files = sorted(path.name for path in (run.folder.path / "checkpoints").iterdir())
     assert files[0] == "best.pt" and files[-1] == "step-000000004.pt"
-    assert read_rows(job.folder.path / "record.jsonl")[-1]["step"] <= 5
+    assert read_rows(run.folder.path / "record.jsonl")[-1]["step"] <= 5

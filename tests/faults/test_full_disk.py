@@ -12,7 +12,7 @@ from harness import cache
 from harness.failures import StorageFailure
 from harness.record.folder import LOCK
 from harness.record.rows import RECORD, SUMMARY
-from tests.small_runs import make_job, rows_of, run_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import make_run, rows_of, run_to_end, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 WORDS = ("record.every_steps=1", "checkpoint.every_steps=2", "budget.steps=8", "eval.test=false")
 FILES = (LOCK, RECORD, SUMMARY, "step-")
@@ -58,14 +58,14 @@ def undisturbed_rows(tmp_path_factory) -> list[dict]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(name, disk, undisturbed_rows, capsys):
-    job = make_job(*WORDS)
+    run = make_run(*WORDS)
     disk.fill(name, after=10)
     with pytest.raises(
         StorageFailure, match=r"No space left on device\): [\d,]+ bytes are needed, [\d,]+ are free on its disk"
     ) as caught:
-        run_job(job)
+        run_to_end(run)
     assert name in str(caught.value) and "\n" not in str(caught.value)
-    folder = job.folder.path
+    folder = run.folder.path
     assert not temporary_files(folder)
     if name == LOCK:
         assert not folder.exists(), "a run that cannot be locked must leave no folder"
@@ -73,7 +73,7 @@ def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(name, dis
         summary = json.loads((folder / SUMMARY).read_text())
         assert summary["status"] == "storage" and "bytes are needed" in summary["error"]
     disk.fill(None)
-    resumed = make_job(*WORDS)
-    assert run_job(resumed)["status"] == "finished"
+    resumed = make_run(*WORDS)
+    assert run_to_end(resumed)["status"] == "finished"
     assert rows_of(resumed) == undisturbed_rows
     assert not temporary_files(folder)

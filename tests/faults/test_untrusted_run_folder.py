@@ -20,15 +20,15 @@ from tests.command_line import call
 from tests.faults.test_damaged_checkpoints import write_with_digest
 from tests.faults.test_user_config_folder import MIXER, PAYLOAD
 from tests.small_configs import CONF, CPU
-from tests.small_runs import make_job, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import make_run, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 RUN = "theirs"
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory) -> Path:
-    job, _ = whole_run("variant=mhsa", "budget.steps=2", f"outputs={tmp_path_factory.mktemp('runs')}")
-    return job.folder.path
+    run, _ = whole_run("variant=mhsa", "budget.steps=2", f"outputs={tmp_path_factory.mktemp('runs')}")
+    return run.folder.path
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_hostile_record_is_one_error_message(run, attack):
 
 
 def test_init_from_a_checkpoint_with_invalid_values_is_one_error_message(run, monkeypatch):
-    provenance, trainer = read_provenance(run, key="init_from.run"), make_job("variant=mhsa", "outputs=mine").trainer
+    provenance, trainer = read_provenance(run, key="init_from.run"), make_run("variant=mhsa", "outputs=mine").trainer
     good = prepare.checkpoint.load(prepare.checkpoint.newest(run))
     contents = [{}, *(good | {"model": value} for value in ("text", None, {"a": 1}))]
     contents += [good | {name: "text"} for name in ("spent", "last", "optimizers", "random")]
@@ -185,11 +185,11 @@ def test_a_bench_command_writes_through_no_link_in_the_folder(run, name):
 
 
 def test_a_training_run_writes_through_no_link_in_the_folder(cwd):
-    job = make_job("variant=mhsa", "budget.steps=2")
+    run = make_run("variant=mhsa", "budget.steps=2")
     victim = cwd / "mine.txt"
     victim.write_text("mine")
-    job.folder.path.mkdir(parents=True)
-    (job.folder.path / "lock").symlink_to(victim)
+    run.folder.path.mkdir(parents=True)
+    (run.folder.path / "lock").symlink_to(victim)
     with pytest.raises(ValueError, match="lock is a link"):
-        job.folder.lock()
+        run.folder.lock()
     assert victim.read_text() == "mine"

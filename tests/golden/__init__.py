@@ -73,7 +73,7 @@ def numerics(case: str) -> dict[str, int | None]:
     return {"variant": variant_file(CASES[case][0]).get("numerics"), "shared": NUMERICS}
 
 
-def make_run(case: str, *, optim: str, backend: str) -> Trainer:
+def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
     """A trainer before its first step. ValueError if ``backend`` cannot compute the case."""
     config = copy.deepcopy(_composed(case))
     config.optim, config.runtime.backend = _optim(optim), backend
@@ -150,22 +150,22 @@ def measure(case: str, *, backend: str) -> dict | None:
     numbers = {}
     for optim in RATES:
         try:
-            run = make_run(case, optim=optim, backend=backend)
+            trainer = make_trainer(case, optim=optim, backend=backend)
         except ValueError:
             if backend == "plain":
                 raise
             return None
-        if backend not in run.backend:
+        if backend not in trainer.backend:
             return None
         if not numbers:
-            flops = forward_flops_per_byte(run.model, segment=run.stream.segment)
+            flops = forward_flops_per_byte(trainer.model, segment=trainer.stream.segment)
             numbers = {
-                "parameters": sum(p.numel() for p in run.model.parameters()),
+                "parameters": sum(p.numel() for p in trainer.model.parameters()),
                 "state_bytes": {backend: flops.state_bytes},
                 "executed_flops_per_byte": {backend: flops.per_byte},
-                "ideal_flops_per_byte": run.model.ideal_flops(),
+                "ideal_flops_per_byte": trainer.model.ideal_flops(),
             }
-        numbers[optim] = _train(run)
+        numbers[optim] = _train(trainer)
     return numbers
 
 
