@@ -18,7 +18,6 @@ from harness.compose.cli import run_command
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, README, PAGE, FIGURE = "bench/results", "README.md", "docs/results.md", "docs/front_page.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
-COMPRESSORS = {"order-5": "order-5 byte counts", "xz": "xz -9e", "bzip2": "bzip2 -9"}
 LONG_SPAN = 4096
 HEADINGS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE}, paired", "recall reach, bytes"]
 HEADINGS += ["MFLOP/byte, span 512", f"span {LONG_SPAN:,}", "state, KiB", "parameters"]
@@ -50,7 +49,7 @@ def readme_table(folder: Path) -> str:
     if not len(runs):
         return "No run has finished yet; [learning rates](docs/results.md#learning-rates) have been selected."
     long_flops, reach = results_page.flops_at(folder / "cost.jsonl", LONG_SPAN), results_page.recall_reach(recall)
-    rows, scores = [], []
+    rows = []
     for name, group in by_variant(runs[runs["variant"].isin(VARIANTS["readme"])]):
         difference = results_page.reference_difference_text(runs, name)
         row = [f"`{name}`", results_page.mean_text(group["test"]), difference, reach.get(name, "")]
@@ -58,12 +57,7 @@ def readme_table(folder: Path) -> str:
         row += ["" if n is None else f"{n / 1e6:.2f}" for n in flops]
         row += [f"{group['state'].mean() / results_page.KIB:,.0f}", f"{group['parameters'].iloc[0]:,.0f}"]
         rows.append(row)
-        scores.append(group["test"].mean())
-    compressors = next(iter(runs["compressors"].dropna()), {})
-    for bits, key in sorted((compressors[key], key) for key in COMPRESSORS.keys() & compressors.keys()):
-        index = sum(score < bits for score in scores)
-        rows.insert(index, [COMPRESSORS[key], f"{bits:.4f}", *[""] * (len(HEADINGS) - 2)])
-        scores.insert(index, bits)
+    results_page.insert_compressors(rows, runs, names=("bzip2", "xz", "order-5"), column=1)
     columns = [n for n in range(len(HEADINGS)) if any(row[n] for row in rows)]
     return markdown_table([HEADINGS[n] for n in columns], [[row[n] for n in columns] for row in rows])
 

@@ -1,7 +1,7 @@
 """Tables of ``docs/results.md`` from the rows in ``bench/results``, for ``bench.front_page``."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from harness.record.rows import read_rows
 
 REFERENCE = VARIANTS["reference"]
 KIB, MIB = 2**10, 2**20
+COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)}
 COST_TABLES = {
     "MFLOP per byte": (1e6, ("flops", "executed_per_byte")),
     "Carried state, KiB": (KIB, ("memory", "state_bytes")),
@@ -145,8 +146,17 @@ def read_yaml(name: str) -> dict | list:
     return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
+def insert_compressors(rows: list[list], runs: pd.DataFrame, *, names: Iterable[str], column: int) -> None:
+    """Insert rows of compressors among ``rows``, whose ``column`` has scores on test as text, the best first."""
+    compressors = next(iter(runs["compressors"].dropna()), {})
+    for bits, name in sorted((compressors[name], name) for name in names if name in compressors):
+        index = sum(float(row[column].split()[0]) < bits for row in rows)
+        rows.insert(index, [COMPRESSORS[name], *[""] * (len(rows[0]) - 1)])
+        rows[index][column] = f"{bits:.4f}"
+
+
 def bits_table(runs: pd.DataFrame) -> str:
-    """A table of scores and costs of all mechanisms, followed by lists of runs without a score and of machines."""
+    """Scores and costs of mechanisms, and scores of compressors, followed by runs without a score and machines."""
     headings = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "LR factor", "MFLOP/byte"]
     headings += ["state, KiB", "peak, MiB", "parameters"]
     rows = []
@@ -157,6 +167,7 @@ def bits_table(runs: pd.DataFrame) -> str:
         rows.append([f"`{name}`", len(group), *scores, f"{group['lr_factor'].iloc[0]:g}", *costs])
     if not rows:
         return ""
+    insert_compressors(rows, runs, names=COMPRESSORS, column=2)
     unscored = runs[runs["status"] != "finished"]
     notes = [f"- `{run.variant}`, seed {run.seed}: {run.status}" for run in unscored.itertuples()]
     notes += [f"- Machine: {machine}" for machine in sorted(set(runs["machine"]))]
@@ -193,16 +204,12 @@ def claims_table(runs: pd.DataFrame) -> str:
             verdict, interval = judge(scored, expected=part["expected"], margin=margin)
             n = f"{len(scored)}, {all_seeds.isna().sum()} without a score" if all_seeds.hasnans else len(scored)
             names = f"`{part['variant']}`, `{part['baseline']}`"
-            parts.append(["", names, part["measure"], _expected_text(part["expected"], margin), n, interval, verdict])
+            expected = f"-{margin:g} to {margin:g}" if part["expected"] == "equal" else f"below {margin:g}"
+            parts.append(["", names, part["measure"], expected, n, interval, verdict])
             verdicts.append(verdict)
         overall = next((verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS)
         rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{overall}**"], *parts]
     return markdown_table(CLAIM_HEADINGS, rows, left=4)
-
-
-def _expected_text(expected: str, margin: float) -> str:
-    """The expected range: ``below 0``, ``below 0.02`` or ``-10 to 10``."""
-    return f"-{margin:g} to {margin:g}" if expected == "equal" else f"below {margin:g}"
 
 
 def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: str) -> pd.Series:
@@ -269,9 +276,8 @@ def speed_table(path: Path) -> str:
     rows = []
     for row in read_rows(path):
         speeds = [f"{row['bytes_per_second']:,.0f}", f"{row['relative_to_reference']:.2f}"]
-        speeds.append("{:.2f} to {:.2f}".format(*row["relative_range"]))
-        peak, parameters = row["memory"]["train_peak_bytes"] / MIB, row["parameters"]["total"]
-        rows.append([f"`{row['name']}`", *speeds, f"{peak:,.0f}", f"{parameters:,}"])
+        sizes = [f"{row['memory']['train_peak_bytes'] / MIB:,.0f}", f"{row['parameters']['total']:,}"]
+        rows.append([f"`{row['name']}`", *speeds, "{:.2f} to {:.2f}".format(*row["relative_range"]), *sizes])
     return markdown_table(headings, rows)
 
 

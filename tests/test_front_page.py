@@ -81,6 +81,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         "| `mhsa` | 0.250 | 0.010 | 0.900 |",
         "- `linear`, seed 1: not causal\n- `linear`, seed 2: diverged",
         "| `adaptive_span` | 3 | 2.3010",
+        "| xz -9e |  | 2.4990 |",
         "| mechanism | 1 | 2 to 512 |",
         "| `linear` | 1 | 31 | 0.500 | 4.000 |",
         "| `linear` | failed |",
