@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench import evaluate
+from harness.loop import scoring
 from harness.record import checkpoint
 from harness.record.folder import EVALUATIONS
 from tests.small_configs import CPU, compose_config
@@ -45,6 +46,12 @@ def test_the_protocol_of_the_run_reproduces_its_score(trained, split, capsys):
     assert f"{row['bits_per_byte']:.4f}* bits per byte" in capsys.readouterr().out
     context = [(point["from_bytes"], point["to_bytes"]) for point in row["context_curve"]]
     assert context == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32)] and (run / "context.png").exists()
+
+
+def test_windows_whose_causality_check_gives_nan_make_a_row_not_causal(trained, monkeypatch):
+    windows = scoring.score_windows
+    monkeypatch.setattr(scoring, "score_windows", lambda *a, **k: windows(*a, **k)._replace(future_nats=float("nan")))
+    assert evaluate_run(trained[0], "eval.bytes=400")["check"] == "not causal"
 
 
 @pytest.mark.numeric
