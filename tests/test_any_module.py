@@ -137,8 +137,8 @@ def test_a_module_is_accepted_only_under_the_key_module_and_from_trusted_package
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve_adapter(refused_node)
     module = node(_partial_=True)
-    part = {"_target_": "variants.attention.Attention", "_partial_": True, "persistent": module}
-    for sublayer in (module, part):
+    host = {"_target_": "variants.attention.Attention", "_partial_": True, "persistent": module}
+    for sublayer in (module, host):
         with pytest.raises(ValueError, match=r"_target_=someones_layers\.Mean: must be a class derived from variants"):
             resolve(sublayer, key="variant.mixer", base=Sublayer, trust=(NAME,))
 

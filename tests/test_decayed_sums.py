@@ -13,7 +13,7 @@ from variants.linear import LinearAttention
 pytestmark = pytest.mark.numeric
 
 
-def test_initial_decays_equal_those_of_linear_attention_with_alibi_and_by_head_those_by_channel():
+def test_initial_decays_are_those_of_alibi_and_equal_by_head_and_by_channel():
     case = Case(length=21, past=9, position="alibi", heads=4)
     linear, gated = case.build(LinearAttention, chunk=4), case.build(GatedLinear, chunk=5)
     gated.load_state_dict(linear.state_dict() | gated.decay.state_dict(prefix="decay."))
@@ -27,7 +27,7 @@ def test_initial_decays_equal_those_of_linear_attention_with_alibi_and_by_head_t
 
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_decays_between_zero_and_one_stay_finite_and_accurate_in_float32(channels, delta):
+def test_sums_of_decays_from_zero_to_one_are_accurate_in_float32(channels, delta):
     """Logarithms of decays are from 0, which forgets nothing, to -200, which forgets all earlier bytes."""
     q, k, v, b = torch.randn(4, 2, 2, 40, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
     k = torch.nn.functional.normalize(k, dim=-1)

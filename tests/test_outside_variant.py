@@ -43,8 +43,8 @@ def write(folder: Path, *, module: str, conf: str) -> None:
 
 
 @pytest.fixture(name="imports")
-def forgotten_imports(monkeypatch):
-    """After a test, remove the modules that it imported and the folders that it added to the search path."""
+def forget_imports(monkeypatch):
+    """After a test, remove the example's modules and the folders that it added to the search path."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -63,10 +63,10 @@ def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(cwd
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
     (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    check, trained = (shlex.split(line)[1:] for line in commands.splitlines())
-    checked = call("bench/check.py", *check[2:])
+    checks, trains = (shlex.split(line)[1:] for line in commands.splitlines())
+    checked = call("bench/check.py", *checks[2:])
     assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
-    outcome = train(*trained[1:], *GENERATED)
+    outcome = train(*trains[1:], *GENERATED)
     assert outcome.code == 0, outcome
     (run,) = run_folders(cwd / "outputs")
     assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["status"] == "finished"

@@ -70,13 +70,13 @@ def test_other_code_data_device_or_precision_is_another_run(tmp_path, field):
 
 def test_a_run_that_another_process_has_finished_since_it_was_prepared_is_returned(capsys):
     words = ("budget.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=1")
-    begun, later = make_run(*words), make_run(*words)
+    first, second = make_run(*words), make_run(*words)
     stop(make_run(*words), step=2)
-    summary = run_to_end(begun)
+    summary = run_to_end(first)
     assert "resuming at " in capsys.readouterr().out
-    written_ns = (begun.folder.path / SUMMARY).stat().st_mtime_ns
-    assert train(later) == summary["valid_bits_per_byte"] and "finished before: " in capsys.readouterr().out
-    assert (begun.folder.path / SUMMARY).stat().st_mtime_ns == written_ns, "a finished run was trained again"
+    written_ns = (first.folder.path / SUMMARY).stat().st_mtime_ns
+    assert train(second) == summary["valid_bits_per_byte"] and "finished before: " in capsys.readouterr().out
+    assert (first.folder.path / SUMMARY).stat().st_mtime_ns == written_ns, "a finished run was trained again"
 
 
 @pytest.mark.parametrize("content", ["[]", "{"])

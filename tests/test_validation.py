@@ -62,7 +62,7 @@ def test_a_validation_is_postponed_until_ten_times_its_bytes_have_been_trained()
     for step in range(1, 40):
         run.trainer.step()
         if step == 20:  # as if this step had validated on 54 bytes
-            run.last_validation = {"bytes": run.trainer.spent.bytes, "fraction": 0.3, "size": 54}
+            run.last_validation = {"bytes": run.trainer.spent.bytes, "fraction": 0.5, "size": 54}
         if run.validation_due():
             due.append(step)
             run.last_validation = {"bytes": run.trainer.spent.bytes, "fraction": run.trainer.fraction, "size": 54}
@@ -81,7 +81,7 @@ def test_compilation_time_is_not_charged_to_a_budget_of_seconds(monkeypatch):
         yield Mock(seconds=3.0)
 
     def tick() -> float:
-        clock["now"] += 0.25  # the trainer reads the clock twice a step
+        clock["now"] += 0.25  # between a step's two readings
         return clock["now"]
 
     monkeypatch.setattr("harness.loop.trainer.time.perf_counter", tick)

@@ -1,8 +1,8 @@
 """Writes tables, figures and a page from rows: ``python -m bench.report [folders] [--out outputs/report]``.
 
-It reads run folders and rows of ``bench.cost`` and ``bench.peers``. Rows that compare share a table. Each table becomes
+It reads run folders and rows of ``bench.cost`` and ``bench.peers``. Comparable rows share a table. Each table becomes
 a CSV file, each figure a PNG and an SVG file. One ``index.html``, which can be opened from disk, has all of them.
-``runs.csv`` has all numbers of every run. Rows that are not shown are listed with the reason."""
+``runs.csv`` has the unrounded scores and costs of every run. Rows that are not shown are listed with the reason."""
 
 import argparse
 import shlex
@@ -86,13 +86,13 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 
 def all_tables(rows: Rows) -> list[Table]:
-    """The tables of runs, picks, costs and peers."""
+    """Tables of runs, tuning, costs and peers."""
     costs, peers = (make([*rows.of(kind).get("row", ())]) for kind, make in COMMAND_TABLES.items())
     return [*run_tables(rows), *tuning_tables(rows.frame), *costs, *peers]
 
 
 def runs_csv(runs: pd.DataFrame) -> str:
-    """A CSV of all numbers, unrounded, and all texts of each run."""
+    """A CSV of the frame's texts and numbers, unrounded, with a row for each run."""
     runs = runs.dropna(axis=1, how="all")
     keys = [key for key in runs if runs[key].map(lambda value: isinstance(value, str | float)).any()]
     return runs[keys].map(lambda value: escape_formula(value) if isinstance(value, str) else value).to_csv(index=False)

@@ -1,4 +1,4 @@
-"""The report's figures of rows that compare: learning curves, bits per byte against cost, and cost against context."""
+"""The report's figures of comparable rows: learning curves, bits per byte against cost, and cost against context."""
 
 import hashlib
 from collections.abc import Iterable, Iterator

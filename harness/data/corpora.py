@@ -58,7 +58,7 @@ class Corpus:
         return {label: torch.from_numpy(mask[1:]) for label, mask in answers.items()}
 
     def floor_bits(self, part: Tensor) -> float | None:
-        """The lowest possible bits per byte of a causal model on the targets of a part; None if unknown."""
+        """The lowest expected bits per byte of a causal model on the targets of a part; None if unknown."""
         return self.floor(self._bytes(part)) if self.floor else None
 
     def _bytes(self, part: Tensor) -> np.ndarray:

@@ -1,16 +1,16 @@
-"""`recall`: a generated stream that copies letters from fixed distances, so that the best possible score is known.
+"""`recall`: a generated stream that copies letters from J fixed distances, so that the best possible score is known.
 
-Letters alternate. An even position has a random capital of A..P with index i. The odd position after it has, in lower
-case, the letter ``distances[i mod J]`` positions before itself, or a random letter if that is before the stream's
+Case alternates. An even position has a random capital of A..P with index r. The odd position after it has, in lower
+case, the letter ``distances[r mod J]`` positions before itself, or a random letter if that is before the stream's
 beginning.
 
     x[2k] = capital(r[2k])        x[2k + 1] = lower(index of x[2k + 1 - distances[r[2k] mod J]])
 
 A capital costs log2(16) = 4 bits. A lower-case letter costs 0 bits for a model that reaches the largest distance, and 4
 bits for a model without memory: 2 bits per byte against 4. The floor counts only the capitals, so that it holds for
-every part of the stream. A causal predictor scores k bits below the floor with a probability of at most 2^-k: a score
-40 bits below it means that the model sees its targets. The default distances differ by less than one ramp (32 keys) of
-a soft mask, so that the loss of a learned span has a gradient towards the next distance."""
+every part of the stream. A causal predictor's total is k bits below the floor's with a probability of at most 2^-k: 40
+bits below means that the model sees its targets. The default distances differ by less than one ramp (32 keys) of a soft
+mask, so that a learned span gets a gradient towards the next distance."""
 
 from collections.abc import Sequence
 
@@ -50,6 +50,6 @@ def copies(part: np.ndarray, *, distances: Sequence[int] = DISTANCES) -> dict[st
 
 
 def recall_floor(n_bytes: int) -> float:
-    """The lowest possible bits per byte of a causal predictor on the targets of ``n_bytes`` consecutive bytes: at least
+    """The lowest expected bits per byte of a causal predictor on the targets of ``n_bytes`` consecutive bytes: at least
     half of these targets, rounded down, are capitals."""
     return LETTER_BITS * ((n_bytes - 1) // 2) / (n_bytes - 1)

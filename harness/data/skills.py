@@ -111,7 +111,7 @@ class GeneratedCorpus(NamedTuple):
 
     Attributes:
         stream: ``stream(n_bytes, seed)`` returns the first bytes, uint8 ``[n_bytes]``.
-        floor_bits: ``floor_bits(part)`` is the lowest possible bits per byte of a causal model on the part's targets.
+        floor_bits: ``floor_bits(part)`` is the lowest expected bits per byte of a causal model on the part's targets.
         answers: ``answers(part)`` returns, for each label, which bytes follow from earlier ones: bool ``[n]``."""
 
     stream: Callable[..., np.ndarray]

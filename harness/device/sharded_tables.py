@@ -39,7 +39,7 @@ class ShardedTables:
             table.data = columns[processes.rank].clone(memory_format=torch.contiguous_format)
 
     def install(self, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
-        """Replace tables by ``DTensor``, and ``sum_rows`` of their modules by this object's. Returns DTensors by shard."""
+        """Replace tables by ``DTensor``, and ``sum_rows`` of their modules by this object's. Returns DTensors by table."""
         dtensors = {}
         for table, shape in zip(self.tables, self._full_shapes, strict=True):
             full = DTensor.from_local(table.data, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
@@ -87,7 +87,7 @@ class ShardedTables:
 
 class _Exchange(torch.autograd.Function):
     """``ProcessGroup.exchange`` with gradients, which return the same way and are multiplied by ``scale``. The scales
-    make a table's gradient that of the mean of all processes' losses, and a weight's that of its own process's loss."""
+    give a table the gradient of the mean of all processes' losses, and a weight that of its own process's."""
 
     @staticmethod
     def forward(

@@ -287,13 +287,13 @@ CHECKS = (
     ("a stream may start at 10**7", None, check_far_start),
     ("state is detached, and its dimension 0 is streams", None, check_state),
     ("two models share no tensor", None, check_sharing),
-    ("project_ is legal and idempotent, and earlier states are accepted", None, check_projection),
+    ("project_ is idempotent; outputs stay finite, also from old states", None, check_projection),
     ("a saved model continues with equal outputs", None, check_saving),
     ("a forward pass has no side effects", None, check_side_effects),
     ("the auxiliary loss is for training only", None, check_auxiliary_loss),
     ("statistics add up", None, check_statistics),
     ("bfloat16 autocast is finite", None, check_autocast),
     ("large weights give finite numbers", None, check_large_weights),
-    ("ideal_flops() is a positive int, and the forward of needed_flops() is no less", None, check_flops),
+    ("ideal_flops() is a positive int, and needed_flops().forward is no less", None, check_flops),
 )
 """Triples of a promise, the limit that excuses a model from it or None, and the check."""
