@@ -11,5 +11,5 @@ with contextlib.suppress(RuntimeError):
 
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     # GNU's OpenMP reads GOMP_SPINCOUNT when torch is loaded. By default waiting threads spin for milliseconds, which
-    # slows all processes down if there are more of them than cores.
+    # slows all processes down if together they have more threads than there are cores.
     os.environ["GOMP_SPINCOUNT"] = "10000"

@@ -26,7 +26,7 @@ class ModelOut(NamedTuple):
 
     logits: Tensor  # [B, T, V], float32 or float64
     state: State  # input state of the next segment of the same streams
-    loss: Tensor  # sum of the losses that sublayers return, scalar, nats per byte
+    loss: Tensor  # sum of the sublayers' auxiliary losses, scalar, nats per byte
     stats: dict[str, dict[str, Tensor]]  # statistics of each sublayer; empty unless ``collect_stats``
 
 

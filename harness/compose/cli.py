@@ -1,7 +1,7 @@
 """Run commands under Hydra. A user's mistake gives one clear message and exit code 2, a failure of
-``harness/failures.py`` a message and its own code, and a bug its trace and exit code 1. ``run_command`` sets
-HYDRA_FULL_ERROR=1, with which Hydra raises errors instead of printing them, and prints those that no callback of
-``harness/compose/sweep.py`` has printed. If the user sets HYDRA_FULL_ERROR=1, all errors are printed with a trace."""
+``harness/failures.py`` a message and its own code, and a bug its trace and exit code 1. With HYDRA_FULL_ERROR=1, which
+``run_command`` sets, Hydra raises errors instead of printing them. ``run_command`` prints the errors that no callback
+of ``harness/compose/sweep.py`` has printed. If the user sets HYDRA_FULL_ERROR=1, all are printed with a trace."""
 
 import inspect
 import os
@@ -66,8 +66,8 @@ def exit_code(errors: Sequence[Exception]) -> int:
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
-    """Print an error to stderr, unless it was printed there before. ``job`` has the overrides of a sweep's job. All
-    processes of a run raise the same mistakes of its configuration, which only the main process prints. A mistake
+    """Print an error to stderr, unless it was printed there before. ``job`` has the overrides of a sweep's job. A
+    mistake in the configuration is raised by all processes of a run, and printed by the main process only. A mistake
     marked ``of_process`` was raised later, perhaps in one process only, and is printed by that process."""
     stderr_status = os.fstat(2)
     stderr_file = stderr_status.st_dev, stderr_status.st_ino  # the stderr of a launcher's job may be another file
@@ -126,7 +126,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
         override = str(error).partition("use +")[2] or cause.full_key
         names = [str(name) for name in cause.parent_node or ()] if isinstance(cause.parent_node, DictConfig) else []
-        if cause.full_key == cause.key:  # at the top, groups such as recipe, which are null by default, are no keys
+        if cause.full_key == cause.key:  # at the top, add the groups: those that are null by default are no keys
             names += sorted(path.name for path in CONF.iterdir() if path.is_dir())
         allowed = ", ".join(name for name in dict.fromkeys(names) if name != "hydra")
         return f"{override}: no such key; allowed are {allowed or f'none; +{override} adds a new key'}"

@@ -35,7 +35,7 @@ class JobCallback(Callback):
         job_return._return_value = to_job_failed(error)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        """Run the sweep in place of Hydra's basic sweeper, which would stop at the first failed job, and exit."""
+        """Run the sweep and exit, in place of Hydra's basic sweeper, which would stop at the first failed job."""
         if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
             return
         errors: list[Exception] = []

@@ -6,7 +6,7 @@ the project's kernels count by the formulas of torch's ``flop_registry`` (2.13).
 - The registry omits attention on a CPU, weighted reads of a table, and the gradients of both.
 - For causal attention (``is_causal``) the registry counts every pair of a query and a key. This file counts keys 0 to t
   for query t, as torch defines causality. With an explicit mask all pairs count, because all products are executed.
-- The registry omits sorts and running sums. This file counts one FLOP for each comparison or addition.
+- The registry omits sorts, running sums and sums by index. This file counts one FLOP per comparison or addition.
 
 Operations without a formula (softmax, norms, top-k, elementwise ones) add nothing. Their calls are counted by name.
 """
@@ -144,8 +144,8 @@ def causal_pairs(queries: int, keys: int) -> int:
 
 
 def _attention(a: Arguments, *, products: tuple[int, int] = (1, 1)) -> int:
-    """Scores and weighted values: 2 (K + K') for each pair of a query of ``[B, H, T, K]`` and a key of ``[.., L, K]``.
-    ``products`` has the number of matrix products over the width K of keys, and over the width K' of values."""
+    """Scores and weighted values: 2 (K + K') for each pair of a query and a key, of width K, with values of width K'.
+    ``products`` has the numbers of matrix products over K and over K'."""
     streams, heads, queries, width = a["query"].shape
     keys = a["key"].shape[2]
     pairs = streams * heads * (causal_pairs(queries, keys) if a.get("is_causal") else queries * keys)

@@ -61,8 +61,7 @@ def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
 
 
 def _grams(content: np.ndarray, length: int) -> np.ndarray:
-    """Every sequence of ``length`` (at most 8) successive bytes as one integer, whose lowest byte is the newest: uint64
-    ``[n - length + 1]``."""
+    """Every sequence of ``length`` (at most 8) bytes as one big-endian integer: uint64 ``[n - length + 1]``."""
     n_grams = max(0, len(content) - length + 1)
     grams = np.zeros(n_grams, np.uint64)
     for offset in range(length):

@@ -119,7 +119,7 @@ def load(
     if error:
         print(
             f"data: {configured_name.upper()} CANNOT BE DOWNLOADED ({error}). READING {name.upper()} INSTEAD: "
-            f"{len(content):,} bytes, sha256 {content_sha256}; bits per byte do not compare with those of "
+            f"{len(content):,} bytes, sha256 {content_sha256}; bits per byte are not comparable with those of "
             f"{configured_name}. To download {configured_name}, run python -m harness.data {configured_name}; to read "
             "a copy, set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
             file=sys.stderr,

@@ -5,9 +5,9 @@
     state_tracking      B1432= is followed by the order of abcde after four swaps: B stands for their number, and digit
                         i swaps the i-th and the next letter of the order; words of the group S5 (2404.08819)
 
-Random choices are independent. Answers are bytes that follow from earlier bytes, so that they cost a model with the
+Random choices are independent. Answers are bytes that earlier bytes determine, so that they cost a model with the
 skill 0 bits. The entropy of every byte is known. The floor of a part is therefore exact, except that it counts 0 bits
-also for answers that do not follow from bytes of the part."""
+also for answers that depend on bytes before the part."""
 
 from collections.abc import Callable
 from math import log2
@@ -112,7 +112,7 @@ class GeneratedCorpus(NamedTuple):
     Attributes:
         stream: ``stream(n_bytes, seed)`` returns the first bytes, uint8 ``[n_bytes]``.
         floor_bits: ``floor_bits(part)`` is the lowest expected bits per byte of a causal model on the part's targets.
-        answers: ``answers(part)`` returns, for each label, which bytes follow from earlier ones: bool ``[n]``."""
+        answers: ``answers(part)`` returns, for each label, which bytes earlier ones determine: bool ``[n]``."""
 
     stream: Callable[..., np.ndarray]
     floor_bits: Callable[[np.ndarray], float] | None = None

@@ -26,7 +26,7 @@ from harness.cache import cache_folder, file_lock, raise_storage_failure, write_
 LARGE_BYTES = 2**26
 """A plain file of at least this size is memory-mapped. An archive may unpack to this size, or to ``MAX_EXPANSION``
 times its own size if that is more."""
-MAX_EXPANSION = 200  # for comparison: enwik8 unpacks to four times its size
+MAX_EXPANSION = 200  # for comparison: enwik8.zip unpacks to three times its size
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """Errors that are raised for files that are damaged, truncated, or of an unsupported format."""
 TIMEOUT_SECONDS = 10.0

@@ -110,7 +110,7 @@ def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, sha
 def sample_layout(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
     """How a sample of ``pairs`` is laid out: its number of streams, at most ``streams``, and each stream's pairs of
     unscored context. The context is ``context`` rounded up to whole segments, but at most half of the stream, rounded
-    down; it is 0 if a stream would have fewer than two segments."""
+    down to whole segments; it is 0 if a stream would have fewer than two."""
     rounded = -(-context // segment) * segment
     n_streams = max(1, min(streams, pairs // (2 * rounded)))
     unscored = min(rounded, pairs // n_streams // 2 // segment * segment)

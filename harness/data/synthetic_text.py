@@ -6,7 +6,7 @@ the seed and the word's index draw the text:
 - The lexicon has 8191 words of syllables, in which common sounds are likelier. One word in 128 has Greek letters.
 - Words follow Zipf's law. An octave of ranks is drawn, then a rank in it, so that rank r has a probability of about
   1 / (9 r).
-- One word in 16 is a number, and one has a capital. After each word comes a space, punctuation, or a piece of markup.
+- Of 16 words, one is a number and one begins with a capital. After each word comes a space, punctuation or markup.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ GREEK = ["α", "ει", "ον", *"τσρκ", "πλ", *"μη", "υς", "δ", "θω
 GAPS = [" "] * 96 + [", "] * 10 + [". "] * 7 + ["\n"] * 3 + [" [[", "]] "] * 3
 GAPS += ["]], ", " (", ") ", " ''", "'' ", "|", ":", "-", "/", " = ", "\n\n== ", " ==\n", "\n* ", " {{", "}}\n"]
 GAPS += ["&nbsp;", " &quot;", "&quot; ", " &lt;br&gt;", "</text>\n<text xml:space=#", "\t"]
-FORMS = 16  # one word in ``FORMS`` is a number of one to four digits, and one begins with a capital
+FORMS = 16  # of ``FORMS`` words, one is a number of one to four digits, and one begins with a capital
 _LEXICON, _TEXT = 1, 2  # first key of the hash, so that the draws of lexicon and text are independent
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 MAX_GRAPHS = 8
-"""Graphs of one model. Usually six: of training and scoring, for a stream's first, second and later segments."""
+"""Limit of graphs of a model. Six are usual: training and scoring, for a stream's first, second and later segments."""
 
 
 class Compiled:

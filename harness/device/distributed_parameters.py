@@ -5,8 +5,8 @@ Each residual sublayer is one FSDP unit, and the rest of the model, such as embe
 rows of each parameter, of its gradient and of its optimizer state (``fully_shard``), and some columns of each table.
 Parameters that FSDP cannot shard stay plain tensors; ``ProcessGroup.average_gradients_`` averages their gradients.
 
-torch replaces a unit's parameters by ``DTensor``. The optimizers keep the original parameter objects: each gets the
-memory of this process's shard, and the averaged gradient of the shard. Importing this module takes most of a second."""
+torch replaces a unit's parameters by ``DTensor``. The optimizers keep the original parameter objects, which get the
+memory of this process's shard and the shard's averaged gradient. Importing this module takes most of a second."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager

@@ -20,7 +20,7 @@ RECORDED_VARIABLES = re.compile(
     r"|(CUBLAS_WORKSPACE_CONFIG|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING)|GLIBC_TUNABLES"
     r"|LD_PRELOAD|NVIDIA_TF32_OVERRIDE|PYTORCH_(CUDA_)?ALLOC_CONF|WINDTUNNEL_MARCH)$)"
 )
-"""Environment variables that change times, memory or the order of sums, without numbers of threads."""
+"""Environment variables that change times, memory or the order of sums, except numbers of threads."""
 CPUINFO = Path("/proc/cpuinfo")
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 CPU_MODEL_KEYS = {"cpu family": "family", "model": "model", "stepping": "stepping"}

@@ -22,7 +22,7 @@ from harness.failures import ERROR_CLASSES, ProcessLost, exit_code
 TIMEOUT = timedelta(minutes=1)
 """How long a collective operation waits for a process that does not answer. The end of a process is noticed at once."""
 LONG_TIMEOUT = timedelta(minutes=10)
-"""The same where one process may work while the others wait: start, download, comparison of backends, checkpoint."""
+"""Timeout where one process may work while the others wait: start, download, comparison of backends, checkpoint."""
 NO_GRADIENT, DENSE, SPARSE = range(3)
 
 T = TypeVar("T")

@@ -90,7 +90,7 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def to_host(self, number: Tensor) -> Callable[[], float]:
-        """Start an asynchronous device-to-host copy of a scalar. The returned function waits for it and returns it."""
+        """Start an asynchronous device-to-host copy of a scalar. The returned function waits and returns the number."""
         if self.device.type == "cpu":
             return number.clone().item
         copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
@@ -184,8 +184,8 @@ def missing_for_compile() -> str | None:
 
 
 def resolve_auto(settings: RuntimeSettings) -> RuntimeSettings:
-    """Return the settings with ``auto`` resolved in ``precision`` and ``compile``. Precision becomes bfloat16 if the
-    device multiplies it. A model is compiled on CUDA if the compiler is installed; if it is not, a line is printed."""
+    """Return the settings with ``auto`` resolved in ``precision`` and ``compile``. Precision becomes bfloat16 where
+    it is native. A model is compiled on CUDA if the compiler is installed; if it is not, a line is printed."""
     precision, compile = settings.precision, settings.compile
     if precision == "auto":
         precision = "bfloat16" if has_native_bfloat16(device_of(settings.device)) else "float32"

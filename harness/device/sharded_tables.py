@@ -39,7 +39,7 @@ class ShardedTables:
             table.data = columns[processes.rank].clone(memory_format=torch.contiguous_format)
 
     def install(self, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
-        """Replace tables by ``DTensor``, and ``sum_rows`` of their modules by this object's. Returns DTensors by table."""
+        """Replace tables by ``DTensor``, and their modules' ``sum_rows`` by this object's. Return DTensors by table."""
         dtensors = {}
         for table, shape in zip(self.tables, self._full_shapes, strict=True):
             full = DTensor.from_local(table.data, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))

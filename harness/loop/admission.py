@@ -68,7 +68,7 @@ def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
     narrow = reduce_width(contract_plan(plan, device_kind(plan.runtime)))
     e, b = plan.eval, plan.batch
     third = e.segment // 3
-    last_segment = max(1, e.segment - third)  # that of a split: shorter than the others, and odd if possible
+    last_segment = max(1, e.segment - third)  # as at the end of a split: shorter than the others, and odd if possible
     if e.segment > 3 and third % 2 == e.segment % 2:
         last_segment -= 1
     sizes = [Size("train", b.streams, b.segment, b.carry), Size("eval", b.streams, b.segment, True)]

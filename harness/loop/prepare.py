@@ -53,8 +53,8 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
 
 
 def make_plan(cfg: DictConfig) -> Plan:
-    """Return the plan of a configuration with ``auto`` in ``runtime`` resolved, also in the plan's configuration, which
-    identifies the run. ValueError names key, value and what is allowed."""
+    """Return the plan of a configuration. ``auto`` is resolved in ``runtime.precision`` and ``runtime.compile``, and
+    in ``Plan.config`` as well, which identifies the run. ValueError names key, value and what is allowed."""
     plan = plan_run(cfg, **hydra_arguments())
     resolved = runtime.resolve_auto(plan.runtime)
     section = plan.config["runtime"] | {"precision": resolved.precision, "compile": resolved.compile}
@@ -75,7 +75,7 @@ def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
 
 
 def _warm_up(plan: Plan, corpus: corpora.Corpus, device_runtime: runtime.Runtime) -> None:
-    """Make one step on a few bytes, so that the memory and time that libraries need once are not those of the run."""
+    """Make one step on a few bytes, so that memory and time that libraries need only once do not count as the run's."""
     batch = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_UP_BYTES), accumulate=1)
     single_process = dataclasses.replace(device_runtime, compile=False, processes=SINGLE)
     Trainer(dataclasses.replace(plan, batch=batch), corpus, single_process).step()

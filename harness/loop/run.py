@@ -26,7 +26,7 @@ from harness.record.folder import RunFolder
 from harness.record.rows import CONFIG, Record, write_summary
 from harness.record.wandb_run import WandbRun
 
-WARM_UP_STEPS = 2  # steps before peak memory is measured, which compile and allocate the optimizers' state
+WARM_UP_STEPS = 2  # steps before peak memory is measured; they compile and allocate the optimizers' state
 TRAINED_BYTES_PER_SCORED_BYTE = 10
 """Bytes trained per byte scored in a validation. Not seconds, so that the selected weights do not depend on speed."""
 
@@ -55,7 +55,7 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
 class Run:
     """One run. If it has several processes, only the main one locks the folder and writes. ``trainer`` is None if an
     earlier command has finished the run. ``best_bits`` is the lowest of all validations so far, or infinity.
-    ``last_validation`` has the ``bytes`` and ``fraction`` spent by then, and ``size``, the pairs that each scores."""
+    ``last_validation`` has the ``bytes`` and ``fraction`` spent by then, and ``size``, the pairs of its sample."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Run:
         plan, trainer = self.plan, self.trainer
         with ExitStack() as stack:
             stack.callback(self.folder.unlock)
-            provenance = summary.identity(trainer, self.folder.identity, command=self.command)
+            provenance = summary.run_provenance(trainer, self.folder.identity, command=self.command)
             stack.enter_context(record_errors(plan, self.folder, provenance, self._processes))
             saved = self._restore()
             task = f"resuming at {trainer.spent.bytes:,} bytes" if saved else "training"
@@ -179,7 +179,7 @@ class Run:
 
     def validate(self) -> None:
         """Score bytes of valid that no reported score includes, and save the weights if they are the best so far. All
-        validations score as many pairs as the first, so that they compare."""
+        validations score as many pairs as the first, so that they are comparable."""
         trainer, last, split = self.trainer, self.last_validation, self.trainer.selection_split()
         max_pairs = min(len(split), self.plan.eval.bytes or math.inf) - 1
         trained_bytes = trainer.spent.bytes - last["bytes"]
@@ -236,7 +236,7 @@ class Run:
     def finish(self) -> dict:
         """Validate once more, score the best weights on all of the final splits, and write the summary."""
         trainer, processes = self.trainer, self._processes
-        row = summary.identity(trainer, self.folder.identity, command=self.command)
+        row = summary.run_provenance(trainer, self.folder.identity, command=self.command)
         self.validate()
         best = processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.load_weights(best["model"])  # before the costs, because FLOPs depend on the weights
@@ -253,7 +253,7 @@ class Run:
                 self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
         row["memory"]["inference_peak_bytes"] = self._peak_meter.read().over_processes(processes.maximum).bytes
         row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
-        # Read again, because a later graph may have been run uncompiled.
+        # Read again, because the run may have continued uncompiled since.
         row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}
         row["status"] = "finished"
         if processes.is_main:

@@ -21,9 +21,9 @@ WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score w
 CHECKED_POSITIONS = 64  # in each score, by CausalityCheck
 NOT_CAUSAL = "not causal"
 MAX_FUTURE_NATS = 0.02
-"""Largest mean absolute change of a pair's nats by later bytes in a causal row. Rounding errors are far below."""
+"""A row is not causal if replaced later bytes change nats by more on average. Rounding errors are far below."""
 MAX_BITS_BELOW_FLOOR = 40
-"""Most bits by which the total of a causal row is below the corpus's floor. The probability of more is 2^-40."""
+"""Most bits by which a causal row's total may be below the corpus's floor. More have a probability of at most 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
 
 
@@ -32,7 +32,7 @@ class Score(NamedTuple):
 
     nats: Tensor  # cross-entropy of each scored (input, target) pair in the split's order, float32 [pairs]
     stats: dict[str, dict[str, Tensor]]  # the sublayers' summed statistics
-    future_nats: float = 0.0  # mean absolute change of a pair's nats by later bytes, of CausalityCheck
+    future_nats: float = 0.0  # mean absolute change of a pair's nats if later bytes are replaced, by CausalityCheck
 
     @property
     def bits_per_byte(self) -> float:
@@ -80,8 +80,8 @@ def score_windows(
 def score_context(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
 ) -> list[dict]:
-    """Return ``{from_bytes, to_bytes, bits_per_byte}`` for ranges of bytes seen before a target, up to each power of
-    two. Windows of ``longest`` pairs begin without state; segments of ``segment`` bytes are read with carried state."""
+    """Return ``{from_bytes, to_bytes, bits_per_byte}`` by the number of bytes before a target, up to each power of two.
+    Windows of ``longest`` pairs begin without state; segments of ``segment`` bytes are read with carried state."""
     longest = min(longest, len(split) - 1)
     nats_sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
     for inputs, targets, mask in windows(split, window=longest, stride=longest, batch=batch):
@@ -116,8 +116,8 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
 
 
 class CausalityCheck:
-    """Replaces the bytes after ``CHECKED_POSITIONS`` positions (or a few more) and predicts these positions again, to
-    check that a trained model's predictions do not depend on later bytes.
+    """Checks that a trained model's predictions do not depend on later bytes. It draws about ``CHECKED_POSITIONS``
+    positions, replaces all bytes after each, and predicts the position again.
 
     Args:
         seed: draws batches, and in each of them one position of each row. None checks nothing.

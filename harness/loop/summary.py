@@ -36,7 +36,7 @@ def provenance(
     return row | {"recomputation": plan.runtime.checkpoint} | runtime.describe()
 
 
-def identity(trainer: Trainer, digests: Identity, *, command: str) -> dict:
+def run_provenance(trainer: Trainer, digests: Identity, *, command: str) -> dict:
     """Return the provenance of a run, with its budget, parameters, optimizers and backends."""
     plan, keys = trainer.plan, {"config_hash": digests.config, "source": digests.source}
     row = provenance(plan, corpus=trainer.corpus, runtime=trainer.runtime, command=command, **keys)

@@ -55,7 +55,7 @@ class Trainer:
         if processes.world_size > 1:
             if reason := next(self._multiprocess_errors(), None):
                 raise ValueError(reason)
-            random_state.seed_rank(plan.seed, step=0, rank=processes.rank)  # from here on only dropout draws
+            random_state.seed_rank(plan.seed, step=0, rank=processes.rank)  # from here on only dropout draws numbers
 
     @property
     def backend(self) -> str:
@@ -64,7 +64,7 @@ class Trainer:
 
     @property
     def evaluation_backend(self) -> str:
-        """The code that computes attention in scoring; a faster one may be possible than with dropout."""
+        """The code that computes attention in scoring; without dropout a faster one may be possible."""
         return backend_of(self.model, self.runtime, training=False)
 
     @property
@@ -78,7 +78,7 @@ class Trainer:
         return self.plan.budget.done(self.spent)
 
     def step(self) -> None:
-        """Make one step. Diverged if the previous one was not finite, which is read while the device computes."""
+        """Make one step. While the device computes it, raise Diverged if the previous step was not finite."""
         began, index, flops = time.perf_counter(), self.spent.steps, self._step_flops()
         inputs, targets = self._batches_on_device.get(index) or self._send(index)
         self._batches_on_device = {index + 1: self._send(index + 1)}

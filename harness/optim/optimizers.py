@@ -1,6 +1,6 @@
 """Optimizers of a run. The learning rate of a group is optim.lr * lr_scale * schedule(spent fraction of the budget),
 without the last factor for groups with ``schedule: constant``. An update is skipped if the loss or a gradient is not
-finite. The device decides it, so that the host need not wait: torch's fused optimizers, made for
+finite. The device decides this, so that the host need not wait: torch's fused optimizers, made for
 ``torch.amp.GradScaler``, change nothing if their attribute ``found_inf`` is 1. They have an attribute
 ``_step_supports_amp_scaling``, and so have ours. For optimizers without it, the host waits."""
 

@@ -58,7 +58,7 @@ class Plan(RunSettings):
         return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
 
     def protocol(self) -> dict:
-        """The evaluation protocol, by which ``record/comparison.py`` decides whether bits per byte compare."""
+        """The evaluation protocol, by which ``record/comparison.py`` decides whether bits per byte are comparable."""
         context = streamed_context(self.model.span, self.model.layers)
         protocol = {"streams": self.eval.streams, "segment": self.eval.segment, "span": self.model.span}
         protocol |= {"bytes": self.eval.bytes, "context": context, "selection_bytes": self.eval.selection_bytes}
@@ -66,7 +66,7 @@ class Plan(RunSettings):
 
 
 def streamed_context(span: int, layers: int) -> int:
-    """Unscored bytes that each stream of an evaluation reads first: the receptive field, ``span`` in every layer, but
+    """Unscored bytes that each stream of an evaluation reads first: the receptive field, ``span`` times ``layers``, but
     at most ``MAX_CONTEXT``."""
     return min(span * layers, MAX_CONTEXT)
 

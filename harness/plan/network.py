@@ -21,7 +21,7 @@ CONTEXT_KEYS = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
     """For each layer, the names and partials of its sublayers; ValueError names the key. The variant's ``layers`` lists
     the sublayers of a layer in order. ``at`` maps layer indices, counted from 0 or, if negative, from the top, to lists
-    that replace it for single layers; null in place of a list keeps ``layers``."""
+    that replace ``layers`` for single layers; null in place of a list keeps ``layers``."""
     parse_setting(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
     sublayers = {
         name: _resolve_sublayer(name, node, trust) for name, node in variant.items() if name not in VARIANT_KEYS

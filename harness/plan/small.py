@@ -18,7 +18,7 @@ SPANS = (13, 64)  # a prime, and a power of 2 for mechanisms whose span must be 
 
 
 def apply_small(plan: Plan, *, command_line_keys: Collection[str] = ()) -> Plan:
-    """The plan with the sizes of its variant's ``small``, but for ``command_line_keys``. ValueError names the key."""
+    """The plan with its variant's ``small`` sizes, except those of ``command_line_keys``. ValueError names the key."""
     variant = plan.config["variant"]
     small = parse_setting(variant.get("small"), dict | None, key="variant.small") or {}
     sublayers = [name for name in variant if name not in VARIANT_KEYS]

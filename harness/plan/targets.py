@@ -1,8 +1,8 @@
 """Targets: a node with ``_target_`` becomes a ``functools.partial`` of the class that it names. A target is a
 subclass of a contract type, and is defined in our packages, in torch.optim, or in a module that the command line's
 ``trust`` names. The constructor's signature, types included, is the schema of the node's keys. An annotation may also
-ask for any torch.nn.Module: then only modules of ``trust`` are allowed, and the module's keywords may contain no
-further target. No class is instantiated in this file."""
+ask for any torch.nn.Module: then only classes from ``trust`` are allowed, and their keywords may contain no further
+target. No class is instantiated in this file."""
 
 import collections.abc
 import functools
@@ -32,7 +32,7 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
         node: ``_target_``, ``_partial_: true`` (optional for a torch.nn.Module), and keywords of the class.
         key: the node's key in the configuration, for errors.
         base: the class must derive from it: a contract type, or the part or module that an annotation names.
-        trust: modules of the user that targets may come from; for a torch.nn.Module, no other module is allowed."""
+        trust: Python modules of the user, from which targets may come; a torch.nn.Module must come from one of them."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be {PART_DESCRIPTION}")
     cls = _load_class(str(node.get("_target_")), key=key, base=base, trust=trust)

@@ -1,4 +1,4 @@
-"""Cells of tables, such as a number as text with its unrounded value, and words that captions of tables share."""
+"""Cells of tables, such as a number as text with its unrounded value, and functions for texts of captions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -57,7 +57,7 @@ def significant(number: float) -> str:
 
 
 def make_table(rows: Sequence, columns: Sequence[Column], **attributes) -> Table:
-    """Return a table of the cells that columns have for ``rows``, without empty columns, with other ``attributes``."""
+    """Return the table of the columns' cells for ``rows``, without empty columns; ``attributes`` are of ``Table``."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     not_empty = [index for index in range(len(columns)) if any(row[index].text for row in cells)]
     cells = tuple(tuple(row[index] for index in not_empty) for row in cells)
@@ -81,7 +81,7 @@ def pluralize(count: int, noun: str) -> str:
 
 def missing_formulas_note(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
     """Return a note that names operators without a FLOP formula, or None. Each of ``rows`` is a label and the counts of
-    such operators. An operator that is missing in some rows is followed by the labels of the rows that have it."""
+    such operators. An operator that only some of these rows have is followed by their labels."""
     labels_of: dict[str, set[str]] = {}
     for label, unknown in rows:
         for operator in unknown or {}:

@@ -1,4 +1,4 @@
-"""Which rows compare: scores under equal protocol, data, budget and numerics; costs only on equal machines."""
+"""Which rows are comparable: scores under equal protocol, data, budget and numerics; costs only on equal machines."""
 
 import json
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ def _mapping(row: Mapping, key: str) -> Mapping:
 
 
 def score_conditions(row: Mapping) -> str:
-    """Return a text that is equal for rows whose bits per byte compare. Tuning runs compare only with each other, and
-    budgets of seconds only in equal environments. If a protocol's span is the model's, it and context do not count."""
+    """Return a text that is equal for rows with comparable bits per byte. Tuning runs are a group of their own. Budgets
+    of seconds need equal environments. A protocol's span and context do not count if the span is the model's."""
     config, budget, protocol = (_mapping(row, key) for key in ("config", "budget", "protocol"))
     protocol = {"split": _mapping(config, "data").get("split", OLD_ROW_SPLIT)} | protocol
     if protocol.get("span") is not None and _mapping(config, "model").get("span") == protocol["span"]:
@@ -33,7 +33,7 @@ def score_conditions(row: Mapping) -> str:
 
 
 def cost_conditions(row: Mapping) -> tuple[tuple[str, str], ...]:
-    """Return texts that are equal for rows whose time and memory compare, if their code is equal."""
+    """Return texts that are equal for rows with comparable time and memory, if their code is equal."""
     return tuple((key, cost_condition(row, key)) for key in ENVIRONMENT_KEYS)
 
 

@@ -1,4 +1,4 @@
-"""Rows: JSON objects, one per line. Only this module reads and writes them.
+"""Rows: JSON objects, one per line. The harness reads and writes their files only in this module.
 
 Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and all numbers in tables and figures
 come from rows. A checkpoint has the number of rows at its step. A resumed run truncates the file to these rows and then

@@ -97,7 +97,7 @@ def to_csv(table: Table) -> str:
 
 
 def mark(cell: Cell) -> str:
-    """Return the mark before or after a cell's number, such as ``*``, ``~`` or ``leak``, or an empty text."""
+    """Return the mark before or after a cell's number, such as ``~`` or ``*``, or an empty text."""
     match = None if cell.value is None else _MARKED_NUMBER.fullmatch(cell.text)
     return "" if match is None else match[1] + match[2]
 

@@ -3,10 +3,10 @@ do not end the job. Environment variables ``WANDB_*`` take precedence over argum
 
 Names of metrics:
     bytes_seen, step, ...           PROGRESS_KEYS of a row; bytes_seen is the x axis of all metrics
-    train/learning_rate             a number of a row, after the row's kind
-    valid_bits_per_byte             a final score
-    train_span/layers.0.attention   a sublayer's metric; for a list with /mean, /min and /max
-    train_span/mean                 the mean over all sublayers"""
+    train/learning_rate             a number of a row, as kind/key
+    valid_bits_per_byte             a final score, as kind_key
+    train_span/layers.0.attention   a sublayer's metric; for a list of heads, its /mean, /min and /max
+    train_span/mean                 the mean over all sublayers and heads, likewise /min and /max"""
 
 import os
 import secrets
