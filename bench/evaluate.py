@@ -19,7 +19,7 @@ from harness.compose.cli import run_command
 def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained  # slow imports come after the command line has been parsed
     from harness import source
-    from harness.loop.scoring import MAX_FUTURE_NATS, NOT_CAUSAL, score_context, score_stream, score_windows
+    from harness.loop.scoring import NOT_CAUSAL, check_causality, score_context, score_stream, score_windows
     from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
     from harness.plan.settings import parse_setting
@@ -45,7 +45,7 @@ def main(cfg: DictConfig) -> None:
     score = score_stream(model, split, runtime=device, collect_stats=True, future_seed=seed, **cut)
     windows = score_windows(model, split, runtime=device, future_seed=seed)
     sizes = {"longest": 2 * protocol["span"], "segment": protocol["segment"]}
-    future_nats = max(score.future_nats, windows.future_nats, key=lambda nats: (nats != nats, nats))  # NaN if either is
+    future_nats, causal = check_causality([score, windows], floor=(floor := corpus.floor_bits(split)))
     row = {
         "kind": "evaluation",
         "format": FORMAT,
@@ -53,11 +53,12 @@ def main(cfg: DictConfig) -> None:
         "protocol": protocol,
         "bits_per_byte": score.bits_per_byte,
         "windows_bits_per_byte": windows.bits_per_byte,
+        "floor_bits_per_byte": floor,
         "future_nats": future_nats,
         "context_curve": score_context(model, split, runtime=device, **sizes),
         "bytes": len(score.nats),
         "metrics": model.metrics(score.stats),
-        "check": provenance.get("check") if future_nats <= MAX_FUTURE_NATS else NOT_CAUSAL,
+        "check": provenance.get("check") if causal else NOT_CAUSAL,
         **{name: provenance[name] for name in ("variant", "seed", "data", "config_hash", "command")},
         "trained_source": provenance["source"],
         "commit": source.commit(),
@@ -83,7 +84,8 @@ def print_row(row: dict, folder: Path) -> None:
     print(f"{run}: {split}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
     print(f"  {row['windows_bits_per_byte']:.4f}{mark} bits per byte with {WINDOWS_LABEL}")
     if row["check"] == NOT_CAUSAL:
-        print(f"  NOT CAUSAL: later bytes change the prediction of a byte by {row['future_nats']:.2g} nats on average")
+        floor = f"; the data's floor is {row['floor_bits_per_byte']:.4f}" if row["floor_bits_per_byte"] else ""
+        print(f"  NOT CAUSAL: bytes after a position change its prediction by {row['future_nats']:.2g} nats{floor}")
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
     print(f"by context: {draw_context(row['context_curve'], folder / 'context.png', title=run, subtitle=split)}")

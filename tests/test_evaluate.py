@@ -54,6 +54,12 @@ def test_windows_whose_causality_check_gives_nan_make_a_row_not_causal(trained, 
     assert evaluate_run(trained[0], "eval.bytes=400")["check"] == "not causal"
 
 
+def test_a_score_far_below_the_floor_of_the_data_makes_a_row_not_causal(trained, monkeypatch, capsys):
+    monkeypatch.setattr("harness.data.corpora.Corpus.floor_bits", lambda *_: 9.0)
+    assert evaluate_run(trained[0], "eval.bytes=400")["check"] == "not causal"
+    assert "NOT CAUSAL" in (out := capsys.readouterr().out) and "the data's floor is 9.0000" in out
+
+
 @pytest.mark.numeric
 def test_each_call_appends_a_row_with_its_protocol(trained, capsys):
     run, _ = trained

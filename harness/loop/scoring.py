@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -41,6 +41,14 @@ class Score(NamedTuple):
     def bits_of(self, mask: Tensor) -> float | None:
         """Return the mean bits of the pairs where ``mask``, bool ``[pairs]``, is true; None if it is true nowhere."""
         return self.nats[mask].double().mean().item() / math.log(2) if mask.any() else None
+
+
+def check_causality(scores: Sequence[Score], *, floor: float | None) -> tuple[float, bool]:
+    """Return the largest ``future_nats`` of scores, NaN if one is NaN, and whether all are possible for a causal model
+    on a corpus whose lowest expected bits per byte are ``floor``."""
+    future_nats = max((score.future_nats for score in scores), key=lambda nats: (nats != nats, nats))
+    below = max(((floor or 0.0) - score.bits_per_byte) * len(score.nats) for score in scores)
+    return future_nats, future_nats <= MAX_FUTURE_NATS and not below > MAX_BITS_BELOW_FLOOR
 
 
 def score_stream(

@@ -1,14 +1,12 @@
 """Summary of a run: the keys of its rows that describe provenance, costs and scores."""
 
-import numpy as np
-
 from harness.count.flops import forward_flops_per_byte
 from harness.count.ideal import ideal_excuses
 from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
 from harness.data.byte_counts import compressed_bits
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
-from harness.loop.scoring import MAX_BITS_BELOW_FLOOR, MAX_FUTURE_NATS, NOT_CAUSAL, score_windows
+from harness.loop.scoring import NOT_CAUSAL, check_causality, score_windows
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
 from harness.plan.build import Plan
@@ -75,18 +73,18 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
     """Score the split ``name`` with the present weights. Adds the scores to ``summary``, and returns their row."""
     plan, corpus, split = trainer.plan, trainer.corpus, trainer.reported_split(name)
     score = trainer.evaluate(split, future_seed=plan.seed)
-    bits, future_nats = {"bits_per_byte": score.bits_per_byte}, score.future_nats
+    bits, scores = {"bits_per_byte": score.bits_per_byte}, [score]
     if plan.eval.windows:
         with trainer.update.parameters.unsharded():
             windows = score_windows(trainer.model, split, runtime=trainer.runtime, future_seed=plan.seed)
         bits["windows_bits_per_byte"] = windows.bits_per_byte
-        future_nats = float(np.maximum(future_nats, windows.future_nats))  # NaN if either is
+        scores.append(windows)
     if answers := corpus.answer_masks(split):  # masks of the bytes that earlier ones determine
         bits["bits_per_copy"] = {label: score.bits_of(mask) for label, mask in answers.items()}
     if floor := corpus.floor_bits(split):
         bits["floor_bits_per_byte"] = floor
-    bits_below_floor = ((floor or 0.0) - score.bits_per_byte) * len(score.nats)
-    if not future_nats <= MAX_FUTURE_NATS or bits_below_floor > MAX_BITS_BELOW_FLOOR:  # NaN is not causal either
+    future_nats, causal = check_causality(scores, floor=floor)
+    if not causal:
         summary["check"] = NOT_CAUSAL
     n_bytes = len(corpus.scored_part(name, selection_bytes=plan.eval.selection_bytes))
     capped_bytes = len(split) if len(split) < n_bytes else None
