@@ -1,7 +1,7 @@
 """The mechanisms. They need only torch and einops, and can be used without the harness.
 
-Dimensions, in all of this repository: B streams, T bytes in a segment, S positions that a query may see, L keys, D
-width, H heads, K head width, N persistent vectors, C half-keys per set, M memory slots (C x C), V byte values.
+Dimensions, unless a file redefines a letter: B streams, T bytes in a segment, S positions that a query may see, L keys,
+D width, H heads, K head width, N persistent vectors, C half-keys per set, M memory slots (C x C), V byte values.
 
 To add a mechanism, write one class and two small YAML files::
 

@@ -14,7 +14,7 @@ output of head h, the other options are:
 - ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(l) / (exp(l) + exp(sink)) in place
   of o_h, l = log-sum-exp of the scores. The logit starts at 0, and dropout does not apply to it.
 - ``key_bias``: each head computes b from inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key
-  j. Persistent vectors and sink have no b. The state has b of past keys, in float32 or wider, minus the last b.
+  j. Persistent vectors and sink have no b. The state has past keys' b relative to the last byte's, in float32 or wider.
 
 The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, for all
 bytes that the window reaches. With ``cache: kv``, heads of unequal spans carry pasts of unequal length, except on the
@@ -54,8 +54,8 @@ class AttentionSpan(Spans):
         self.set_keys((context.span,) * context.heads)
 
     def set_keys(self, max_keys: Sequence[int], visible_keys: Sequence[int] | None = None) -> None:
-        """Set for each head the largest number of keys that a query reads, and the number that it sees after a full
-        past, which FLOPs count; None for the same."""
+        """Set for each head the length of its window in keys, and the number of these keys that a query sees after a
+        full past, by which FLOPs are counted; None if they are equal."""
         self.max_keys = tuple(max_keys)
         self.visible_keys = self.max_keys if visible_keys is None else tuple(visible_keys)
         self.max_keys_tensor = torch.tensor(self.max_keys)  # an input of compiled graphs, not a constant
@@ -311,7 +311,7 @@ class Attention(MultiHead, OnKernels):
         if vectors is None and self.sink is None:
             return inspection
         shares = inspection.weights[..., :0] if vectors is None else weights_of(sum_vectors, vectors.v)
-        if self.sink is not None:  # the last entry
+        if self.sink is not None:  # it becomes the last entry
             sink_share = 1 - inspection.weights.sum(-1, keepdim=True) - shares.sum(-1, keepdim=True)
             shares = torch.cat([shares, sink_share], dim=-1)
         entries = torch.arange(shares.shape[-1], device=x.device).expand(shares.shape)
@@ -364,7 +364,7 @@ class Attention(MultiHead, OnKernels):
         return NeededFlops(needed.forward + reprojection, needed.backward + reprojection)
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
-        """Return sums over heads: visible pairs with keys of the segment and with past keys, and visible past keys."""
+        """Return visible pairs with keys of the segment and with past keys, over heads; and past keys over KV heads."""
         windows = self.span.visible_keys
         in_segment, past = map(
             sum, zip(*(count_pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True)

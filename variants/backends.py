@@ -47,7 +47,7 @@ def attend(
 
     Args:
         keys: keys, values and their biases. They are packed if heads have pasts of unequal length.
-        seed: seed of dropout that is drawn from counters; None to draw a seed.
+        seed: seed of counter-based dropout (``kernels/dropout.py``); None to draw one.
         past_learns: whether keys and values of the past get gradients.
         q, visible, bias, vectors, persistent, sink, dropout: see ``window.attend``."""
     options = {"bias": bias, "persistent": persistent, "sink": sink, "query_bias": keys.query_bias}

@@ -22,7 +22,7 @@ class Blocks:
         self.window_past = self.window_keys - 1 + self.shift  # bytes before a segment that its windows may include
         self.reach = self.span - 1 + self.shift
         self.nearest = max(self.window_past + 1, self.ratio)  # distance to the first byte of the nearest visible block
-        self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio  # finished blocks without a summary
+        self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio  # newest finished blocks: no summary yet
         self.unsummarised = (self.lag + 1) * self.ratio - 1  # most bytes before a segment that lack a summary
         self.max_visible = max(0, self.reach // self.ratio - self.lag)  # N, most visible summaries
         self.past = max(self.window_past, self.unsummarised)  # P, bytes that the window or the next summary may need
@@ -38,7 +38,7 @@ class Blocks:
         return F.pad(x, (0, 0, 0, chunks * size - x.shape[-2])).unflatten(-2, (chunks, size))
 
     def visible_indices(self, size: int, device: torch.device) -> Tensor:
-        """Return indices of the summaries that a chunk of ``size`` queries may see, counted from the first of them."""
+        """Return 0, 1, ..: an index for each summary that a chunk of ``size`` queries may see."""
         n = self.max_visible + self.lag + 1 + (self.ratio - 2 + size - self.nearest) // self.ratio
         return torch.arange(max(0, n), device=device)
 

@@ -112,7 +112,7 @@ def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> 
 
 
 def last_keys(old: list[PastKV], new: PastKV, *lengths: float) -> State:
-    """Compute ``VisibleKeys.last`` for parts ``old`` before the segment ``new``. Tensors per head are views of one."""
+    """Compute ``VisibleKeys.last`` for parts ``old`` before the segment ``new``. Tensors per head share memory."""
     if len(lengths) == 1 and len(old) < 2:
         pairs = zip(old[0].tensors() if old else [None] * 3, new.tensors(), strict=False)
         return tuple(last(*lengths, 2, *pair) for pair in pairs)
@@ -122,7 +122,7 @@ def last_keys(old: list[PastKV], new: PastKV, *lengths: float) -> State:
 
 def _pack_heads(old: list[PastKV], new: PastKV, max_lengths: Sequence[float]) -> tuple[list[Tensor], list[int]]:
     """Concatenate the last keys of each head, at most ``max_lengths``, head after head, ``[B, 1, sum of lengths, ..]``;
-    key biases have r query heads in place of 1. Also return the lengths."""
+    key biases have the H / G query heads of a head in place of 1. Also return the lengths."""
     pieces, lengths = [[] for _ in new.tensors()], []
     for h, remaining in enumerate(max_lengths):
         parts, part_lengths = [part.of_heads(h, 1) for part in (*old, new) if h in part.heads], []

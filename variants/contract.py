@@ -35,7 +35,7 @@ class LayerContext:
 
     Args:
         layer, n_layers: this layer's index, counted from 0, and the number of layers.
-        span: S, the number of positions that a query may see, with its own position if ``attend_self``.
+        span: S, the number of positions that a query may see, including its own if ``attend_self``.
         attend_self: whether a position attends to itself; in 1905.07799 it does not.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
         dropout: dropout rate on attention weights and inside feed-forward blocks.
@@ -73,7 +73,7 @@ class SublayerOutput(NamedTuple):
     y: Tensor  # [B, T, D], added to the residual stream
     state: State = None  # the detached state that the next segment of the same streams needs
     loss: Tensor | None = None  # weighted auxiliary loss, a scalar in nats per byte, for training; not in reported bits
-    stats: dict[str, Tensor] | None = None  # summed over bytes, segments and ranks; only with ``collect_stats``
+    stats: dict[str, Tensor] | None = None  # sums over bytes, to be added over segments and ranks; if ``collect_stats``
 
 
 class Inspection(NamedTuple):
@@ -81,7 +81,7 @@ class Inspection(NamedTuple):
 
     Attributes:
         weights: attention map ``[B, H, T, T]``, the weight of byte j for query t, or None. A row and its ``shares`` sum
-            to 1, or to 0 for a query that sees no byte.
+            to 1, or to 0 for a query that sees nothing.
         entries: indices of the learned vectors that each byte reads, int64 ``[B, H, T, n]``, or None.
         shares: weights of these vectors, ``[B, H, T, n]``, or None. ``weights`` and ``shares`` are parts of one softmax
             if neither is None.
@@ -117,7 +117,7 @@ class Honours:
         position: supported ``WAYS`` of a position scheme; schemes that change only embedded bytes are always supported.
         cache: supported values of ``model.cache``: ``kv``, ``hidden``.
         attend_self: supported values of ``model.attend_self``.
-        span: whether ``model.span`` bounds the visible past; None if the mechanism's keywords may bound it more."""
+        span: whether ``model.span`` bounds the visible past; None if the mechanism's keywords may bound it further."""
 
     position: Set[str] = frozenset()
     cache: Set[str] = frozenset({"kv"})
@@ -133,11 +133,11 @@ class Sublayer(nn.Module):
     ``causal_in_training``: in training, outputs depend on later bytes. ``streams_apart``: streams of a batch interact.
     ``segments``: outputs depend on segment boundaries. ``training_as_evaluation``: training without dropout differs
     from evaluation. ``ideal_flops``: ideal FLOPs may be less than half of the executed ones; a row then says so.
-    ``likelihood``: only the sublayer's own ``loss`` trains some of its parameters."""
+    ``likelihood``: some of its parameters get gradients only from its own ``loss``."""
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""
     tables: dict[str, int] = {}
-    """By name, parameters ``[M, D]`` of which each byte reads a few rows, and the number of these rows. ``forward`` may
+    """Names of parameters ``[M, D]`` of which each byte reads a few rows, and the number of these rows. ``forward`` may
     use only their shape and ``self.sum_rows`` (``kernels/table.py``), because processes may divide their columns."""
     period: int = 1
     """Bytes after which the computation repeats (block, chunk, dilated step). FLOPs are means over one period."""
@@ -162,8 +162,8 @@ class Sublayer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__}: a sublayer with honours must define reach()")
 
     def project_(self) -> None:
-        """Clamp parameters to their legal range, without waiting for a device. Idempotent; called after initialisation,
-        loading and every optimizer step. Shapes that depend on parameters are set by ``set_shapes``."""
+        """Clamp parameters to their legal range, without a device synchronisation. Idempotent; called after
+        initialisation, loading and every optimizer step. Shapes that depend on parameters are set by ``set_shapes``."""
 
     def ideal_flops(self) -> int:
         """Return forward FLOPs per byte, two per multiply-add, after a full past and with the present parameters. The

@@ -41,7 +41,7 @@ class GatedDelta(MultiHead):
     Args:
         context, d_head, bias, zero_init: see ``MultiHead``.
         decay: ``head`` for one decay per head (Gated DeltaNet), ``channel`` for one per channel (Kimi Delta Attention).
-        filter_bytes: W, length in bytes of the filters of queries, keys and values.
+        filter_bytes: length in bytes of the filters of queries, keys and values.
         chunk: C, bytes of a chunk, within which all pairs of queries and keys are multiplied; it changes only the cost.
     """
 
@@ -86,8 +86,8 @@ class GatedDelta(MultiHead):
         return SublayerOutput(self.join(y), (past, sums))
 
     def _filter(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return SiLU of each channel's filter over ``x [B, T, 3 H K]``, and the last W - 1 inputs. ``past`` has the
-        W - 1 inputs before the segment, or is None for zeros."""
+        """Return SiLU of each channel's filter over ``x [B, T, 3 H K]``, and the last inputs, which the next
+        segment needs. ``past`` has the last inputs before this segment, or is None for zeros."""
         past_bytes, length = len(self.filters) - 1, x.shape[1]
         past = x.new_zeros(x.shape[0], past_bytes, x.shape[2]) if past is None else past.to(x.dtype)
         inputs = torch.cat([past, x], dim=1)

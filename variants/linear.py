@@ -3,8 +3,8 @@
     y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = sum_{j <= t} phi(k_j) v_j^T,    z_t = sum_{j <= t} phi(k_j),
 
 phi(x) = elu(x) + 1, elementwise on unscaled queries and keys (2006.16236, 3.2 to 3.4). A segment is computed in chunks:
-a query reads the keys of its chunk in pairs, and earlier keys from the sums (``kernels/decayed_sums.py``). The state is
-the sums.
+a query is multiplied with each key of its chunk, and reads earlier keys from the sums (``kernels/decayed_sums.py``).
+The state is the sums.
 
 Departures from the paper, and supported options:
 - The denominator has no epsilon: a query without keys (the first of a stream without ``attend_self``) gives 0.

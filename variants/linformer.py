@@ -5,13 +5,13 @@
 
 One softmax has the w nearest keys i, and summaries of blocks j: at most w + S/r keys per query, not S. In the paper
 (2006.04768, 4) E and F are k x n and mix a whole sequence, so every row depends on future bytes, which no mask hides.
-Here a row covers one block, with equal weights for all blocks. The paper has no window; without it, queries would not
-see the open block, which is not finished.
+Here a row covers one block, with the same weights in every block. The paper has no window; without it, queries would
+not see the open block, which is not finished.
 
 - A query sees the summary of a finished block if the block's first byte is outside the window, and all its bytes are
   among the S bytes that it may see. Keys are summarised unrotated; a summary has the position of its block's last byte.
-- With ``top_k`` a query reads only the summaries of largest index score (A x_t) . (C mean_i k_i) / sqrt(I), equal for
-  all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only a loss trains the index: KL(p_t || softmax of index scores)
+- With ``top_k`` a query reads only the summaries of largest index score (A x_t) . (C mean_i k_i) / sqrt(I), the same
+  for all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only a loss trains the index: KL(p_t || softmax of index scores)
   over all visible summaries. p_t is the mean over heads of the attention weights among these summaries. p_t and the
   inputs of the index are detached. The loss has no coefficient, because nothing else trains the index. Two things
   differ from the paper: its index score sums ReLUs over index heads, and its sparse stage of training takes the KL over
@@ -47,7 +47,7 @@ class Carried(NamedTuple):
     summaries: Tensor  # keys after position encoding, values and index keys, [B, N, 2 H K (+ I)]
     phase: Tensor  # bytes of the open block, int64 [B]
     past_bytes: Tensor  # bytes of the past that are not padding, int64 [B]
-    finished: Tensor  # number of finished blocks, at most N + lag, int64 [B]
+    finished: Tensor  # number of finished blocks, capped at N + lag, int64 [B]
 
 
 class Linformer(MultiHead, OnKernels):
@@ -206,7 +206,7 @@ class Linformer(MultiHead, OnKernels):
     def _next_state(self, rows: Tensor, summaries: Tensor, carried: Carried) -> State:
         """Return the next state; ``rows`` are the segment's keys and values, or its inputs."""
         (streams, length, _), blocks = rows.shape, self.blocks
-        block_bytes = carried.phase.expand(streams) + length  # bytes from the first of the open block on
+        block_bytes = carried.phase.expand(streams) + length  # bytes since the beginning of the open block
         past = torch.cat([carried.past.to(rows.dtype), rows[:, -max(1, blocks.past) :]], dim=1)
         return tuple(
             Carried(
@@ -252,8 +252,8 @@ class Linformer(MultiHead, OnKernels):
         value_pairs = sum(self.blocks.n_read(self.blocks.visible_at(value_past + t)) for t in range(segment))
         forward = self._forward_flops((in_segment + past) / segment, visible / segment, read / segment)
         unread = (visible - read) / segment
-        target = self.heads * (2 * unread * self.d_head + self.position.ideal_flops(unread))
-        needed = NeededFlops(forward + target, 2 * forward - 2 * self._index_sizes())
+        target_flops = self.heads * (2 * unread * self.d_head + self.position.ideal_flops(unread))
+        needed = NeededFlops(forward + target_flops, 2 * forward - 2 * self._index_sizes())
         constant = self.heads * 4 * self.d_head * max(0, read - value_pairs)
         constant += 2 * self.d_index * max(0, visible - index_pairs)
         if self.cache == "kv":

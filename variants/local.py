@@ -3,8 +3,8 @@
     y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax_j((q_t . k_j + position) / sqrt(K)),   M floor(t / M) <= j <= t
 
 1801.10198, 4.2.4 has blocks of 256, with attention inside each. Blocks begin at the stream's first byte, so outputs do
-not depend on segment boundaries. A last block that is not complete is open. The state is the last M - 1 keys
-and values, without a gradient, and the number of bytes in the open block, the phase of the stream.
+not depend on segment boundaries. The last block of a stream is open until it is complete. The state is the last M - 1
+keys and values, without a gradient, and the phase of the stream: the number of bytes in the open block.
 
 Backends get the independent blocks as separate streams. If the phases can be read on the host, streams of equal phase
 are computed in one batch: first the remaining bytes of the open block, then whole blocks. If the phases are only on

@@ -33,8 +33,8 @@ BOTTOM_FRACTION, TOP_FRACTION = 1 / 16, 1 / 2
 
 
 def grown_window(span: int, *, layer: int, n_layers: int) -> int:
-    """Return the default w of a layer in keys, before rounding a constant multiple of that of the layer below. It is
-    at least 2, because a softmax over 1 key gives no gradient."""
+    """Return the default w of a layer in keys. It grows by a constant factor from layer to layer, and is then rounded.
+    It is at least 2, because a softmax over 1 key gives no gradient."""
     depth = layer / (n_layers - 1) if n_layers > 1 else 1.0
     return max(2, round(span * BOTTOM_FRACTION * (TOP_FRACTION / BOTTOM_FRACTION) ** depth))
 

@@ -71,7 +71,7 @@ class NativeSparse(Attention):
         super().__init__(context, **sizes, span=lambda _: span)
         self.block = self.period = block
         self.selected, self.max_keys = selected, context.span
-        self.far = nn.Linear(context.d_model, 2 * self.kv_heads * self.d_head, bias=bias)
+        self.far = nn.Linear(context.d_model, 2 * self.kv_heads * self.d_head, bias=bias)  # keys and values of blocks
         self.branch_gates = nn.Linear(context.d_model, len(BRANCHES) * self.heads)
         sizes = {"ratio": block, "heads": self.kv_heads, "d_head": self.d_head}
         self.compressor = Compressor(context, kind=compressor, share="none", **sizes)
@@ -148,7 +148,7 @@ class NativeSparse(Attention):
         importance = weights.detach().sum(2).masked_fill(~finished[:, None], -1)
         has_nearest = (distance >= 0) & (distance < size)
         importance = importance.masked_fill(has_nearest[:, None], torch.inf)
-        importance, indices = importance.sort(dim=-1, descending=True, stable=True)  # the first of equal blocks
+        importance, indices = importance.sort(dim=-1, descending=True, stable=True)  # of equal blocks the earlier first
         importance, indices = importance[..., : self.selected], indices[..., : self.selected]  # [B, G, Q, s]
         first_of_head = torch.arange(k.shape[0] * k.shape[1], device=q.device).view(*k.shape[:2], 1, 1)
         first_of_head = blocks.shape[2] * first_of_head

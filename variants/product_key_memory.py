@@ -3,7 +3,7 @@
 Per head, a query q = norm(Wq x + b) is split into halves (q1, q2). Slot (i, j) has the key (c_i, c'_j), with one
 half-key from each of two sets of C. Its score is c_i.q1 + c'_j.q2, and
 
-    y = sum over heads of   sum over slots (i, j) in top-k of   w_ij v_ij,    w = softmax over the k scores.
+    y = sum over heads, and the top k slots (i, j) of each, of w_ij v_ij,    w = softmax over the k scores.
 
 The search is exact and computes few of the M sums. With both halves sorted, i*j - 1 pairs with ranks of at most i and j
 (counted from 1) have sums at least as large as pair (i, j). So only pairs with i*j <= k can be in the top k (119 of
@@ -248,8 +248,8 @@ class ProductKeyMemory(Sublayer):
         }
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return the percentage of slots with a positive weight, the number of bytes, and the divergence of slots'
-        shares p from uniform, ln M + sum p ln p, for reads, and for weights unless all are 0 (relu)."""
+        """Return the percentage of slots with a positive weight, the number of bytes, and the divergence from uniform,
+        ln M + sum p ln p, of slots' shares p of the reads and, unless all are 0 (relu), of the weights."""
         if not stats:
             return {}
         percent = 100 * (stats["usage_weight"] > 0).float().mean().item()

@@ -6,10 +6,10 @@ Queries and keys are shared: k_j = q_j / rms(q_j). In every round r each vector 
     P_i    = union over rounds of the last w keys before i that are in i's bucket and in i's window
     o_i    = sum_{j in P_i} exp(s_ij) v_j / sum_{j in P_i} exp(s_ij),   s_ij = q_i . k_j / sqrt(K)
 
-Positions are sorted by bucket, then position. The queries of each w in that order are multiplied with their own keys
-and the w keys before, which include the last w keys of each query's bucket. A key that is in P_i by several rounds
-counts once, which equals the paper's division by the number of such rounds. If a query sees no key, its output is its
-own value with ``attend_self``, and 0 without it; otherwise it does not attend to itself.
+Positions are sorted by bucket, then position, and cut into chunks of w. The queries of a chunk are multiplied with its
+keys and those of the chunk before, which include the last w keys of each query's bucket. A key that is in P_i by
+several rounds counts once, which equals the paper's division by the number of such rounds. If a query sees no key, its
+output is its own value with ``attend_self``, and 0 without it; otherwise it does not attend to itself.
 
 Departures from the paper:
 - The paper's chunks leak the future: a later byte shifts ranks in the sorted order, and so the boundaries of chunks.
@@ -49,8 +49,8 @@ class Reformer(MultiHead):
     """Causal attention by locality-sensitive hashing, over the last S positions.
 
     Args:
-        buckets: 2b, even; None for 2 round(S / (2 w)), at least 2, with a mean of w keys of a window in each bucket.
-            ``set_span`` does not change it.
+        buckets: 2b, even; None for 2 round(S / (2 w)), at least 2: on average a bucket then
+            has w keys of a window. ``set_span`` does not change it.
         rounds: number of hashing rounds.
         bucket_keys: w, the largest number of keys of its bucket that a query sees in a round.
         heads: keywords of ``MultiHead``."""

@@ -122,7 +122,7 @@ def _uses_reach(sublayer: Sublayer, reach: int | None, subject: Subject, *, widt
         first, last = length - subject.period, length
         if reach is not None:
             first, last = position + reach, position + reach + 1
-        # Equal shapes round equally, except where terms are added to sums and subtracted again.
+        # An output that the byte does not move is equal, except where sums add terms and subtract them again.
         if (forward(changed) - before)[first:last].abs().max() > 1e-14 * before.abs().max():
             return True
     return False

@@ -124,7 +124,7 @@ def check_state(subject: Subject) -> Verdict:
 
 
 def check_sharing(subject: Subject) -> Verdict:
-    """Check that two models share no tensor. A tensor in a class attribute, for example, would be shared by layers."""
+    """Check that two models share no tensor. A tensor in a class attribute, for example, is shared by all models."""
     models = [subject.build(seed=seed, dtype=torch.float32) for seed in (0, 1)]  # float64 would copy buffers
     first, second = ({t.untyped_storage().data_ptr(): n for n, t in _tensors(m).items() if t.numel()} for m in models)
     yield from sorted(f"{first[pointer]} is shared by two models" for pointer in first.keys() & second.keys())

@@ -1,9 +1,9 @@
-"""Checks of the outputs that a byte moves: none before it, none beyond the declared reach, the same in any segments.
+"""Checks that a byte moves no output before it or beyond the declared reach, and that segments change no output.
 
-At small sizes every byte is changed. At the sizes of a run, a narrow network reads what the run and its final score
-read: batches, whole and shorter segments after a warm state, and windows without state. That shows errors that
-occur only in whole blocks of 64, or beyond 300 bytes. Each stream is changed at a position of its own, so that one
-forward pass checks one position per stream."""
+At small sizes every byte is changed, or every n-th of a long stream. At the sizes of a run, a narrow network reads what
+the run and its final score read: batches, whole and shorter segments with a carried state, and windows without state.
+That shows errors that occur only in whole blocks of 64, or beyond 300 bytes. Each stream is changed at a position of
+its own, so that one forward pass checks one position per stream."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -34,14 +34,14 @@ class Size(NamedTuple):
     streams: int
     segment: int  # bytes
     carry: bool  # whether segments continue a carried state
-    small: bool = False  # whether every byte is changed
+    small: bool = False  # whether it is a size of small checks, not of a run
 
     def __str__(self) -> str:
         return f"{self.mode}, {self.streams} x {self.segment} bytes{'' if self.carry else ' without a past'}"
 
     def positions(self, period: int) -> list[int]:
-        """Positions of a segment to change. A small segment has all, or some at all offsets within a period. A segment
-        of a run has its last byte, edges of blocks, and powers of two with one neighbour each."""
+        """Positions of a segment to change. In a small segment: all, or every n-th with n coprime to the period. In a
+        segment of a run: the last byte, edges of blocks, and powers of two with one neighbour each."""
         length = self.segment
         if self.small:
             step = max(1, length // MAX_SMALL_POSITIONS)

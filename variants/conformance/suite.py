@@ -6,8 +6,8 @@
 A whole small model is checked, because a configuration describes a model. The outputs of every sublayer are compared in
 order of execution, and then the logits. The finding names the first output that differs.
 
-- Everything runs in float64 on a CPU, so that a broken promise differs from rounding. Where a mechanism computes in
-  float32 for precision, it must use ``torch.promote_types(x.dtype, torch.float32)``.
+- Checks run on a CPU, in float64 unless they are about another dtype, so that a broken promise differs from rounding.
+  Where a mechanism computes in float32 for precision, it must use ``torch.promote_types(x.dtype, torch.float32)``.
 - Noise is added to all parameters before any check: a matrix that starts at zero would hide the computation before it.
 - A declared limit (``Sublayer.limits``) must be real: its check must fail, and the finding reports the difference.
 - An exception of the model is a finding too. It names the mode and bytes of the forward pass, and the line of code."""
@@ -53,7 +53,7 @@ def check(
     batch_sizes: tuple[int, ...] = (17,),
     sizes: tuple[Size, ...] = (),
 ) -> Iterator[Finding]:
-    """Check promises of the contract in float64, and yield a finding after each check.
+    """Check promises of the contract, and yield a finding after each check.
 
     Args:
         make_model: builds a new small, uncompiled model on the CPU at each call. A model is called as

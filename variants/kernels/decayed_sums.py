@@ -2,8 +2,9 @@
 
     S_t = D_t S_{t-1} + k_t v_t^T    [F, V],    o_t = S_t^T q_t,    D_t = diag(exp(g_t)),    g_t <= 0
 
-with one g_t per head (2312.06635, 4; 2405.21060) or one for each of its F channels. A chunk of C bytes reads its own
-keys in pairs, with G_t = g_1 + .. + g_t from its first byte, and earlier keys through S. Memory holds one S per chunk:
+with one g_t per head (2312.06635, 4; 2405.21060) or one for each of its F channels. A query is multiplied with each key
+of its chunk of C bytes, and reads earlier keys through S. Memory holds one S per chunk. With G_t = g_1 + .. + g_t from
+the chunk's first byte, and S before and S' after the chunk:
 
     o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j
     S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
@@ -15,8 +16,7 @@ and |k_t| = 1, then S_t^T k_t = v_t (2412.06464, 3.1; 2510.26692, 3). The u_t of
 
     u_t + b_t sum_{j < t} (k_t . exp(G_t - G_j) k_j) u_j = b_t (v_t - S^T (exp(G_t) k_t)).
 
-The system is solved for v and exp(G) k of all chunks in parallel. Then S is carried through the chunks (2412.06464,
-3.3)."""
+The system is solved for v and exp(G) k of all chunks in parallel; then S is carried through them (2412.06464, 3.3)."""
 
 from functools import partial
 

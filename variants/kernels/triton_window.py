@@ -28,8 +28,8 @@ WIDTH_STEP, MAX_WIDTH = 8, 128
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STREAM_GROUPS = 8
-"""Largest number of partial sums of the gradient of vectors, each ``[H, n, K]`` in float32. More of them use more of a
-device."""
+"""Largest number of partial sums of the gradient of vectors, each ``[H, n, K]`` in float32. With more of them, more
+programs run in parallel."""
 
 
 def obstacle(device: torch.device, width: int) -> str | None:

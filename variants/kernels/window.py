@@ -166,7 +166,7 @@ def visible_mask(rows: int, keys: int, max_keys: int, *, shift: int, device: tor
 def count_pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
     """Count the visible pairs of a head's queries and keys, with keys of the segment and with keys of the past."""
 
-    def count(last: int) -> int:  # pairs of ``last`` queries, with 1, 2, .. ``last`` earlier keys
+    def count(last: int) -> int:  # pairs of ``last`` queries; query i = 1 .. ``last`` has min(i, max_keys) keys
         growing = max(0, min(last, max_keys))
         return growing * (growing + 1) // 2 + (max(0, last) - growing) * max_keys
 
