@@ -14,7 +14,7 @@ from harness.plan.small import shrink
 from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
 from tests.promises import Gate
 from tests.small_configs import compose_config
-from tests.test_outside_variant import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
+from tests.test_outside_variant import MIXER, forget_imports, write  # noqa: F401 - a fixture
 from variants.conformance import Finding, collect_breaks
 from variants.conformance.fixture import Subject
 from variants.contract import NeededFlops
