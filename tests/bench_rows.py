@@ -30,7 +30,7 @@ def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = No
 
 
 def times(median_ms: float) -> dict:
-    """The 20th, 50th and 80th percentiles of 12 calls in milliseconds, by keys of a row."""
+    """The 20th, 50th and 80th percentiles of the milliseconds of 12 calls, under the keys of a row."""
     return {"p20": median_ms * 0.95, "p50": median_ms, "p80": median_ms * 1.1, "n": 12}
 
 
@@ -42,7 +42,7 @@ def cost_row(
     step_ms, learned = length / 10 * (length / 256 if plain else 1), variant == "adaptive_span"
     row = identity("cost", variant=variant) | {"mode": mode, "length": length, "segment": length, "span": length}
     row |= {"streams": 1, "backend": backend, "allocator": "keep", "spans_from": "learned" if learned else None}
-    row |= {"status": "measured", "reason": None, "interleaved": True}  # if "out of memory", the keys below are None
+    row |= {"status": "measured", "reason": None, "interleaved": True}  # with "out of memory", the keys below are None
     row |= {"parameters": PARAMETERS, "spans": spans if learned else None}
     row["flops"] = {"executed_per_byte": 2.9e6, "ideal_per_byte": 2.7e6, "training_per_byte": 7.5e6}
     row["flops"] |= {"flops_estimated_3x": [], "step": 3 * 2.9e6 * length}

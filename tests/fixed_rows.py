@@ -7,11 +7,9 @@ from pathlib import Path
 from harness.record.table import Table
 from tests.bench_rows import cost_row, peer_row, write_failed, write_rows, write_run, write_trial
 
-COPY = {"eval": {"copy": True}}
-
 
 def text_of(table: Table) -> str:
-    """All text of a table with its notes, details and explanations, a line for each row."""
+    """All text of a table: a line each for title, caption, headings, rows, notes, details and explanations."""
     rows = [[column.heading for column in table.columns], *([cell.text for cell in row] for row in table.rows)]
     explanations = [f"{column.heading}: {column.explanation}" for column in table.columns]
     lines = [table.title, table.caption, *map(" | ".join, rows), *table.notes, *table.details, *explanations]
