@@ -10,8 +10,8 @@ The query at position t, whose nearest visible key has the distance x = 0 and th
   distance and the position of the last byte of its block.
 
 With ``top_k`` a query reads only the ``top_k`` summaries with the largest index scores,
-g_tj = (A x_t) . (C mean_i k_{jr+i}) / sqrt(I), where A is ``index_query`` and C is ``index_key``. Only the returned loss
-trains both (2512.02556, 2.1): the mean over bytes of KL(p_t || softmax_j g_tj), where p_t is the mean over heads of
+g_tj = (A x_t) . (C mean_i k_{jr+i}) / sqrt(I), where A is ``index_query`` and C is ``index_key``. Only the loss trains
+both (2512.02556, 2.1): the mean over bytes of KL(p_t || softmax_j g_tj), where p_t is the mean over heads of
 softmax_j of the attention scores. p_t and the x_t and keys of g_tj are detached.
 
 One softmax runs over window keys and summaries. With ``cache: kv`` past keys and values are constants. With ``cache:
