@@ -55,15 +55,15 @@ def cost_row(
     return row | changes
 
 
-def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.0, **changes) -> dict:
+def peer_row(*, name: str = "x-transformers", bytes_per_second: float = 10_000.0, **changes) -> dict:
     """A row of ``bench.peers``."""
     row = identity("peers", variant=name) | {"name": name, "package": "x-transformers", "package_version": "2.31.10"}
     row |= {"job": "language model", "streams": 8, "segment": 256, "backend": "plain", "allocator": "keep"}
     row |= {"status": "measured", "reason": None}  # or "failed" with a reason
-    row |= {"parameters": {"total": 3_000_000, "touched": 3_000_000}, "bytes_per_second": tokens_per_second}
-    row |= {"time": {"train_ms": times(8 * 256 / tokens_per_second * 1000)}}
+    row |= {"parameters": {"total": 3_000_000, "touched": 3_000_000}, "bytes_per_second": bytes_per_second}
+    row |= {"time": {"train_ms": times(8 * 256 / bytes_per_second * 1000)}}
     row |= {"memory": {"train_peak_bytes": 2 * 10**8, "approximate": True}}
-    return row | {"relative_to_reference": tokens_per_second / 10_000.0} | changes
+    return row | {"relative_to_reference": bytes_per_second / 10_000.0} | changes
 
 
 def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-cost") -> Path:

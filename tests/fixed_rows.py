@@ -71,7 +71,7 @@ def write_fixed_rows(folder: Path) -> None:
     stream = [cost_row(variant=v, length=n, mode="stream", segment=128) for v in ("mhsa", "linear") for n in (256, 512)]
     stream.append(cost_row(length=256, mode="stream", segment=128, allocator="return"))
     write_rows(folder, [*costs, cost_row(), cost_row(variant="linear"), *stream], name="20261120-120000-cost")
-    peers = [peer_row(name="reference_model"), peer_row(tokens_per_second=12_000.0)]
+    peers = [peer_row(name="reference_model"), peer_row(bytes_per_second=12_000.0)]
     peers.append(peer_row(name="mhsa", backend="fused"))
     peers += [peer_row(name="broken", status="failed", reason="not causal", time=None, relative_to_reference=None)]
     peers[-1] |= {"bytes_per_second": None}

@@ -286,9 +286,7 @@ def test_the_shortcut_for_plain_causal_attention_is_exact_and_taken_for_nothing_
         case = replace(FULL_CAUSAL, **changes)
         visible = case.hard_window()._replace(z=case.inputs().get("z"))
         assert not fused.is_full_causal(visible, Inputs(**case.inputs())), changes
-    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**FULL_CAUSAL.inputs())), (
-        "a ramp makes the mask soft"
-    )
+    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**FULL_CAUSAL.inputs())), "the mask is soft"
 
 
 # The registered torch operation
