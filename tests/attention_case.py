@@ -1,4 +1,4 @@
-"""Sublayers in float64 and their references. Sizes are odd and D is not H K, so that confused axes fail."""
+"""Sublayers in float64 and their references. D is not H K, so that a confusion of these axes fails."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ SCHEMES = {"none": NoPosition, "rotary": Rotary, "relative": Relative, "alibi": 
 HIDING_THRESHOLD = 0.8
 """With ``key_bias``, bytes whose first input coordinate is above this threshold are hidden from all queries."""
 FRACTIONS = {"zero": 0.0, "integer": 0.25, "fractional": 0.37, "all": 1.0}
-"""Initial spans as fractions of S. ``Case.spans`` names that of the first head; each further head has the next one."""
+"""Initial spans as fractions of S. ``Case.spans`` is the key of the first head; further heads have the next keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Case:
     """The choices of a sublayer, and the lengths of its input: ``past`` bytes, then ``length`` bytes.
 
     ``spans`` is "fixed", "dynamic", or a key of ``FRACTIONS`` for adaptive spans with these initial values.
-    ``parts`` has words out of qk_norm, gate, sink and key_bias.
+    ``parts`` has the names of optional parts, separated by spaces: qk_norm, gate, sink and key_bias.
     """
 
     length: int = 5
@@ -114,7 +114,7 @@ def set_fractions(attention: Attention, fractions: list[float]) -> None:
 
 
 def starts(position: int) -> Tensor:
-    """Stream positions of two streams with different offsets, which relative schemes must not distinguish."""
+    """Start positions of the two streams. The second is shifted, which must not matter to relative schemes."""
     return torch.tensor([position, position + 1003])
 
 
@@ -191,14 +191,14 @@ def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def assert_near(actual: Tensor, expected: Tensor, *, tolerance: float = 1e-10, what: str = "value") -> None:
-    """Assert equal numbers up to ``tolerance`` times the largest expected magnitude, or times 1 if that is smaller."""
+    """Assert equal numbers up to ``tolerance`` times the largest expected magnitude, which counts as at least 1."""
     assert actual.shape == expected.shape, what
     scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{what}: {m}")
 
 
 def outcome(y: Tensor, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By name, ``y`` as "value" and its gradients with respect to the tensors in ``named``."""
+    """A dictionary of ``y``, as "value", and of its gradients with respect to the tensors in ``named``."""
     names = [f"gradient of {name}" for name in named]
     return {"value": y, **dict(zip(names, gradients(y, list(named.values())), strict=True))}
 

@@ -30,7 +30,7 @@ def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = No
 
 
 def times(median_ms: float) -> dict:
-    """The 20th, 50th and 80th percentiles of 12 calls in milliseconds, by keys of a row."""
+    """The 20th, 50th and 80th percentiles of the milliseconds of 12 calls, under the keys of a row."""
     return {"p20": median_ms * 0.95, "p50": median_ms, "p80": median_ms * 1.1, "n": 12}
 
 
@@ -42,7 +42,7 @@ def cost_row(
     step_ms, learned = length / 10 * (length / 256 if plain else 1), variant == "adaptive_span"
     row = identity("cost", variant=variant) | {"mode": mode, "length": length, "segment": length, "span": length}
     row |= {"streams": 1, "backend": backend, "allocator": "keep", "spans_from": "learned" if learned else None}
-    row |= {"status": "measured", "reason": None, "interleaved": True}  # if "out of memory", the keys below are None
+    row |= {"status": "measured", "reason": None, "interleaved": True}  # with "out of memory", the keys below are None
     row |= {"parameters": PARAMETERS, "spans": spans if learned else None}
     row["flops"] = {"executed_per_byte": 2.9e6, "ideal_per_byte": 2.7e6, "training_per_byte": 7.5e6}
     row["flops"] |= {"flops_estimated_3x": [], "step": 3 * 2.9e6 * length}
@@ -55,15 +55,15 @@ def cost_row(
     return row | changes
 
 
-def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.0, **changes) -> dict:
+def peer_row(*, name: str = "x-transformers", bytes_per_second: float = 10_000.0, **changes) -> dict:
     """A row of ``bench.peers``."""
     row = identity("peers", variant=name) | {"name": name, "package": "x-transformers", "package_version": "2.31.10"}
     row |= {"job": "language model", "streams": 8, "segment": 256, "backend": "plain", "allocator": "keep"}
     row |= {"status": "measured", "reason": None}  # or "failed" with a reason
-    row |= {"parameters": {"total": 3_000_000, "touched": 3_000_000}, "bytes_per_second": tokens_per_second}
-    row |= {"time": {"train_ms": times(8 * 256 / tokens_per_second * 1000)}}
+    row |= {"parameters": {"total": 3_000_000, "touched": 3_000_000}, "bytes_per_second": bytes_per_second}
+    row |= {"time": {"train_ms": times(8 * 256 / bytes_per_second * 1000)}}
     row |= {"memory": {"train_peak_bytes": 2 * 10**8, "approximate": True}}
-    return row | {"relative_to_reference": tokens_per_second / 10_000.0} | changes
+    return row | {"relative_to_reference": bytes_per_second / 10_000.0} | changes
 
 
 def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-cost") -> Path:

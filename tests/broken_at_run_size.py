@@ -78,7 +78,7 @@ class DropsState(Gate):
 
 
 class LeaksWhenWide(Gate):
-    """In evaluation of a model wider than 32, a byte of a segment of more than 8 sees the next byte."""
+    """In evaluation, if the model is wider than 32 and the segment longer than 8 bytes, a byte sees the next byte."""
 
     def transform_input(self, x):
         leaks = x.shape[-1] > 32 and x.shape[1] > 8 and not self.training

@@ -1,7 +1,7 @@
 """Mechanisms that break promises of the contract.
 
 ``BROKEN`` maps a name to a class, the promises that it breaks (None if the test does not compare them), and a regular
-expression that the detail of one of them matches.
+expression for the detail of at least one broken promise.
 """
 
 import torch
@@ -12,7 +12,6 @@ from tests.promises import Gate, Sums, parameter, toy
 from variants.contract import LIMITS, Inspection, NeededFlops, Sublayer
 
 LOCATION = r"layers\.0\.part0 moved by [\d.e+-]+ at byte \d+ of stream \d"
-CUT_OFF = frozenset({"segments"})
 SCALE, TABLE = torch.nn.Parameter(torch.ones(())), torch.ones(16)
 
 
@@ -123,7 +122,7 @@ half_of_its_loss = with_loss(lambda self: self.extra * self.extra.detach() if se
 # fmt: off
 BROKEN = {
     "Peeks": (with_input(lambda self, x: x.roll(-1, dims=1)), {*FUTURES, p.REACH, p.SEGMENTS}, ""),
-    "LeaksAtOneOffset": (with_input(at_one_offset, limits=CUT_OFF), FUTURES, ""),
+    "LeaksAtOneOffset": (with_input(at_one_offset, limits=frozenset({"segments"})), FUTURES, ""),
     "LeaksInEvaluation": (leaking, {p.FUTURE_EVAL, p.REACH, p.SEGMENTS, p.MODES}, f"eval, {CHANGED_FROM_ONE}"),
     "PeeksInTraining": (peeking, {p.FUTURE_TRAIN, p.SEGMENTS, p.MODES}, f"train, {CHANGED_FROM_ONE}"),
     "Undeclared": (toy(Sums, honours=None, reach=Sublayer.reach), {p.REACH}, ".*: a sublayer that sees a past must declare"),

@@ -13,7 +13,7 @@ from variants.product_key_memory import ProductKeyMemory
 
 
 class ReachesThroughState(Gate):
-    """Its declared reach of 0 holds inside a segment, but its state has the first byte of the segment before."""
+    """Its declared reach of 0 holds inside a segment, but its state has the first byte of the previous segment."""
 
     honours = Honours()
     limits = frozenset({"segments"})
@@ -54,7 +54,7 @@ class Delayed(Gate):
 
 
 def _ignoring(name: str, **choices: object) -> type[Attention]:
-    """A class of attention that uses ``choices`` instead of those of the run."""
+    """A class of attention that replaces the choices of the run by ``choices``."""
 
     def __init__(self, context: LayerContext):
         Attention.__init__(self, replace(context, **choices))
@@ -134,7 +134,7 @@ class OverwritesState(Sums):
 
 
 class Remembers(Gate):
-    """Has a state as an attribute of the module."""
+    """Keeps its state in an attribute of the module."""
 
     last = 0.0
 

@@ -21,9 +21,9 @@ TINY = (
     *("eval.every=0", "eval.windows=false", "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1"),
     "record.wandb.mode=disabled",
 )
-"""Words of a training that takes a second."""
+"""Overrides for a training run that takes a second."""
 GENERATED = ("data=recall", "data.bytes=60000")
-"""Words that choose a generated corpus."""
+"""Overrides that choose a generated corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ def enwik8_4m() -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_garbage_collector() -> None:
-    """Exclude imported objects from the garbage collection at the start of every run."""
+    """Exempt all objects that exist so far from the ``gc.collect`` with which every run starts."""
     gc.collect()
     gc.freeze()
 

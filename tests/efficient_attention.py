@@ -1,6 +1,6 @@
 """torch's memory-efficient attention for CUDA, emulated on a CPU with the same arguments, layouts and errors.
 
-The emulation raises an error for what the CUDA kernels assume without checking, according to torch 2.13's
+The emulation also checks what the CUDA kernels assume without checking, according to torch 2.13's
 ``mem_eff_attention/kernel_forward.h``, ``kernel_backward.h`` and ``attention_backward.cu``:
 
 - Widths, strides and addresses are multiples of 16 bytes, and the last stride is 1.

@@ -7,11 +7,9 @@ from pathlib import Path
 from harness.record.table import Table
 from tests.bench_rows import cost_row, peer_row, write_failed, write_rows, write_run, write_trial
 
-COPY = {"eval": {"copy": True}}
-
 
 def text_of(table: Table) -> str:
-    """All text of a table with its notes, details and explanations, a line for each row."""
+    """All text of a table: a line each for title, caption, headings, rows, notes, details and explanations."""
     rows = [[column.heading for column in table.columns], *([cell.text for cell in row] for row in table.rows)]
     explanations = [f"{column.heading}: {column.explanation}" for column in table.columns]
     lines = [table.title, table.caption, *map(" | ".join, rows), *table.notes, *table.details, *explanations]
@@ -73,7 +71,7 @@ def write_fixed_rows(folder: Path) -> None:
     stream = [cost_row(variant=v, length=n, mode="stream", segment=128) for v in ("mhsa", "linear") for n in (256, 512)]
     stream.append(cost_row(length=256, mode="stream", segment=128, allocator="return"))
     write_rows(folder, [*costs, cost_row(), cost_row(variant="linear"), *stream], name="20261120-120000-cost")
-    peers = [peer_row(name="reference_model"), peer_row(tokens_per_second=12_000.0)]
+    peers = [peer_row(name="reference_model"), peer_row(bytes_per_second=12_000.0)]
     peers.append(peer_row(name="mhsa", backend="fused"))
     peers += [peer_row(name="broken", status="failed", reason="not causal", time=None, relative_to_reference=None)]
     peers[-1] |= {"bytes_per_second": None}

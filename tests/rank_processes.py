@@ -59,7 +59,8 @@ def free_port() -> int:
 def launch(function: Callable, *arguments, world_size: int = 2) -> list:
     """Call ``function(*arguments)`` in processes with the environment variables of torchrun.
 
-    Returns: for each rank, what the function returns, or ``ExitedWithoutAnswer``. A traceback is an AssertionError.
+    Returns: for each rank, what the function returns, or ``ExitedWithoutAnswer``. An exception in a rank raises
+    AssertionError with its traceback.
     """
     window_cpu.obstacle(), product_search.obstacle()  # compile once, before the processes start
     context, children = multiprocessing.get_context("forkserver"), []

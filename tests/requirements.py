@@ -1,4 +1,4 @@
-"""Requirements of tests that a machine may lack. CI installs all of them, so in CI a missing one is a failure."""
+"""What tests require but a machine may lack. CI installs all of it, so a missing requirement is a failure in CI."""
 
 import os
 

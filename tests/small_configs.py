@@ -30,7 +30,7 @@ TINY = (
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
-    """The configuration of a command. Hydra composes each choice of files once; a copy gets the other overrides."""
+    """The configuration of a command. Hydra composes each selection of files once; other overrides change a copy."""
     parsed = {word: _parsed(word) for word in overrides}
     files = tuple(word for word, override in parsed.items() if _chooses_a_file(override))
     if len(parsed) < len(overrides):  # an override is repeated, so the order matters

@@ -74,9 +74,9 @@ def tensors(state) -> list[torch.Tensor]:
 
 def make_run(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
     """The run that ``python train.py`` prepares in the current folder."""
-    typed = copy.deepcopy(_hydra())
-    typed.hydra.overrides.task = [*SMALL, *overrides]
-    HydraConfig.instance().set_config(typed)
+    hydra_config = copy.deepcopy(_hydra())
+    hydra_config.hydra.overrides.task = [*SMALL, *overrides]
+    HydraConfig.instance().set_config(hydra_config)
     run = prepare(compose_config(*SMALL, *overrides), command="python train.py", processes=processes)
     run.folder.path = run.folder.path.absolute()  # tests change the current folder
     return run

@@ -38,14 +38,14 @@ def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
     attention.span.set_keys((200, 200, 200))
     assert_same(trimmed, run(attention, x, past), named=named)
     expected = gradients(trimmed, [attention.span.fraction])[0]
-    attention.span.set_keys((64, 64, 128))  # one key fewer: equal output, another gradient
+    attention.span.set_keys((64, 64, 128))  # without the key at distance 64: equal output, another gradient
     y = run(attention, x, past)
     assert_near(y, trimmed)
     if backend == "fused":  # the plain backend trims all heads to the same width
         assert (gradients(y, [attention.span.fraction])[0] - expected)[1].abs() > 1e-6  # the ramp that ends on 64
 
 
-def test_initial_and_projected_spans_and_their_columns():
+def test_initial_and_clamped_spans_determine_the_number_of_keys():
     def adaptive(**keywords) -> AdaptiveSpan:
         return AdaptiveSpan(Case(heads=4, span=512).context(), **keywords)
 

@@ -19,7 +19,7 @@ WORDS = ("-cd", "my_conf", "trust=[tests.broken_at_run_size]", "variant=mine")
 
 
 def toy(cwd: Path, cls: str) -> tuple[str, ...]:  # noqa: F811
-    """Write the YAML of a sublayer of ``broken_at_run_size.py``. Returns the words of a training of two seconds."""
+    """Write the YAML of a sublayer of ``broken_at_run_size.py``. Returns the words of a two-second training command."""
     (cwd / "my_conf" / "variant").mkdir(parents=True, exist_ok=True)
     (cwd / "my_conf" / "variant" / "mine.yaml").write_text(YAML.format(cls=cls), encoding="utf-8")
     return (*WORDS, *TINY, *GENERATED, *SIZES)

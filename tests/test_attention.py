@@ -68,7 +68,7 @@ def test_with_the_cpu_kernel_each_head_carries_only_the_keys_that_it_can_reach(a
     assert lengths(state) == [n - 1 + (not attend_self) for n in (128, 192, 192, 300)]
     assert lengths(attention(x[:, :5], None, starts(0)).state) == [5] * 4
     next_x = torch.randn(B, 7, D, dtype=DOUBLE)
-    for fractions in (None, [0.3, 0.4, 0.4, 1.0]):  # the second list grows spans into the next bucket
+    for fractions in (None, [0.3, 0.4, 0.4, 1.0]):  # then the first span grows into the next bucket
         if fractions:
             set_fractions(attention, fractions)
             assert attention.span.max_keys == (128, 128, 128, 300)
@@ -182,7 +182,7 @@ def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, obstacl
 
 
 @pytest.mark.cpu_kernel
-def test_heads_that_share_keys_carry_one_past_as_long_as_the_longest_of_their_spans_needs():
+def test_heads_that_share_keys_carry_one_past_for_the_longest_of_their_spans():
     case = Case(length=400, span=300, heads=4, kv_heads=2, spans="zero", position="rotary", backend="kernel")
     attention, (_, x) = case.build(), case.stream()
     state = attention(x, None, starts(0)).state

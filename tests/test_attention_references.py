@@ -48,7 +48,7 @@ pytestmark = pytest.mark.numeric
 
 CACHES = {"cache": ["kv", "hidden"], "attend_self": [True, False]}
 LENGTHS = {"length": [1, 4, 7], "past": [0, 2, 9]}
-WHOLE_SPANS = {"length": 5, "past": 4, "span": 8, "heads": 9, "spans": "zero"}
+INTEGER_SPANS = {"length": 5, "past": 4, "span": 8, "heads": 9, "spans": "zero"}
 
 
 class Mechanism(NamedTuple):
@@ -154,13 +154,13 @@ def of_reformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
 
 
 SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **CACHES}
-OF_ATTENTION = SHAPES | {"position": list(SCHEMES), "spans": ["fixed", "dynamic", "zero", "fractional"]}
-OF_ATTENTION |= {"persistent": [0, 3]}
+ATTENTION = SHAPES | {"position": list(SCHEMES), "spans": ["fixed", "dynamic", "zero", "fractional"]}
+ATTENTION |= {"persistent": [0, 3]}
 CARRIED = {"length": [1, 8], "past": [0, 4], "position": ["none", "alibi"], "attend_self": [True, False]}
-OF_LINEAR = CARRIED | {"chunk": [1, 3, 4, 64], "feature_map": ["elu", "relu"], "heads": [2, 5], "d_head": [2, 3]}
+LINEAR = CARRIED | {"chunk": [1, 3, 4, 64], "feature_map": ["elu", "relu"], "heads": [2, 5], "d_head": [2, 3]}
 GATED = {"length": [1, 8, 11], "past": [0, 4], "attend_self": [True, False], "chunk": [1, 3, 64], "d_head": [2, 3]}
 DELTA = GATED | {"decay": ["head", "channel"], "filter_bytes": [1, 3]}
-OF_PERFORMER = CARRIED | {"chunk": [2, 3, 64], "features": [1, 5, None], "heads": [1, 3], "d_head": [2, 3]}
+PERFORMER = CARRIED | {"chunk": [2, 3, 64], "features": [1, 5, None], "heads": [1, 3], "d_head": [2, 3]}
 BLOCKS = {"ratio, window, span": [(3, 4, 13), (4, 2, 11), (1, 3, 8), (2, 5, 9), (5, 1, 12)]}
 BLOCKS |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 4)], "heads": [2], **CACHES, "position": list(SCHEMES)}
 BLOCKS |= {"compressor": ["mean", "linear", "softmax"], "top_k": [None, 1, 2]}
@@ -169,7 +169,7 @@ CHUNKS |= {"past": 10, "length": 37, "heads": 1}
 SPARSE = {"block, selected, window, span": [(3, 2, 4, 13), (4, 1, 2, 11), (1, 3, 8, 9), (5, 3, 1, 12), (2, 9, 3, 8)]}
 SPARSE |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 5)], "heads": [4], "kv_heads": [1, 2, 4]}
 SPARSE |= {"attend_self": [True, False], "position": ["none", "rotary"], "d_head": [2]}
-OF_LOCAL = CACHES | {"length": [1, 5, 12], "past": [0, 1, 4, 13], "position": list(SCHEMES), "block": [5]}
+LOCAL = CACHES | {"length": [1, 5, 12], "past": [0, 1, 4, 13], "position": list(SCHEMES), "block": [5]}
 DILATED = CACHES | {"windows": [(1,), (4,)], "dilation": [(1,), (2,), (3,)], "dilated_heads": [1, 3], "span": [12]}
 WINDOWS = DILATED | {"length": [1, 2, 7], "past": [0, 1, 4, 13], "position": list(SCHEMES)}
 REFORMER = {"buckets": 4, "rounds": 3, "bucket_keys": 2, "d_head": 4, "heads": 2, "length": 9, "past": 8}
@@ -198,18 +198,18 @@ LATENTS = {"span": [3, 8], "heads": [1, 3], "latent": [1, 3], "d_position": [2, 
 LATENTS |= LENGTHS | {"position": ["none", "rotary", "alibi"]}
 ALL = ("plain", "fused", "kernel", "chunked")
 MECHANISMS = {
-    "attention": Mechanism(None, of_attention, OF_ATTENTION, [WHOLE_SPANS | {"ramp": r} for r in (1, 20)], ALL),
+    "attention": Mechanism(None, of_attention, ATTENTION, [INTEGER_SPANS | {"ramp": r} for r in (1, 20)], ALL),
     "parts": Mechanism(None, of_attention, PARTS, backends=ALL),
     "transformer_xl": Mechanism(TransformerXL, of_transformer_xl, SHAPES, backends=ALL, noise=1.0),
-    "linear": Mechanism(LinearAttention, of_features, OF_LINEAR),
+    "linear": Mechanism(LinearAttention, of_features, LINEAR),
     "differential": Mechanism(Differential, of_differential, PAIRS, backends=ALL, noise=0.3),
     "latent": Mechanism(Latent, of_latent, LATENTS, backends=ALL, noise=0.3),
     "gated_linear": Mechanism(GatedLinear, of_gates, GATED, noise=1.0),
     "gated_delta": Mechanism(GatedDelta, of_gates, DELTA, noise=1.0),
-    "performer": Mechanism(Performer, of_features, OF_PERFORMER, noise=0.5),
+    "performer": Mechanism(Performer, of_features, PERFORMER, noise=0.5),
     "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel", "fused"), noise=0.3),
     "nsa": Mechanism(NativeSparse, of_native_sparse, SPARSE, backends=("auto", "plain"), noise=0.5),
-    "local": Mechanism(LocalAttention, of_local, OF_LOCAL, backends=ALL),
+    "local": Mechanism(LocalAttention, of_local, LOCAL, backends=ALL),
     "longformer": Mechanism(Longformer, of_longformer, WINDOWS, backends=("plain", "auto", "chunked", "fused")),
     "reformer": Mechanism(Reformer, of_reformer, {}, [REFORMER | row for row in REFORMER_CHANGES]),
 }

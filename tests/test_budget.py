@@ -29,7 +29,7 @@ def test_invalid_budgets_and_learning_rates_are_refused_by_key():
         plan("budget.seconds=5", "budget.steps=3")
 
 
-def test_the_lower_factor_of_a_warmup_by_steps_and_one_by_fraction_applies():
+def test_of_a_warmup_by_steps_and_one_by_fraction_the_lower_factor_applies():
     assert [Schedule().factor(f, step=s) for f, s in [(0.0, 0), (0.5, 10), (1.0, 20)]] == [1.0, 1.0, 1.0]
     schedule = Schedule(warmup_steps=32000)  # as in the paper on adaptive spans
     assert schedule.factor(0.0, step=0) == 1 / 32000

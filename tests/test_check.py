@@ -14,7 +14,7 @@ from harness.plan.small import shrink
 from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
 from tests.promises import Gate
 from tests.small_configs import compose_config
-from tests.test_outside_variant import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
+from tests.test_outside_variant import MIXER, forget_imports, write  # noqa: F401 - a fixture
 from variants.conformance import Finding, collect_breaks
 from variants.conformance.fixture import Subject
 from variants.contract import NeededFlops
@@ -190,7 +190,7 @@ def test_a_wrong_fast_backend_is_caught(monkeypatch, backend):
     assert re.match(r"span 78, eval: \S+ of .*, at most 1e-09", finding.detail)
 
 
-def test_a_fault_that_affects_only_heads_of_different_widths_is_caught(monkeypatch):
+def test_a_fault_that_affects_only_heads_with_different_windows_is_caught(monkeypatch):
     correct = fused.group_heads
     monkeypatch.setattr(fused, "group_heads", lambda max_keys: list(correct(max_keys))[-1:])
     small = shrink(plan("variant=adaptive_span", "runtime.backend=fused"))

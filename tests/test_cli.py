@@ -62,7 +62,7 @@ def test_a_mistake_about_files_names_the_key_or_the_file(cwd, tmp_path):
     assert "mine.yaml" in refused(cwd, "-cd", str(tmp_path / "conf"), *GENERATED, "variant=mine")
 
 
-def test_a_bug_has_a_traceback_and_a_mistake_only_on_request(cwd, monkeypatch):
+def test_a_bug_has_a_traceback_and_a_mistake_has_one_only_on_request(cwd, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     outcome = train(*GENERATED, "model.heads=3")
     assert outcome.code == 2 and "Traceback" in outcome.err and "error: model.heads=3" in outcome.err

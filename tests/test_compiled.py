@@ -126,5 +126,5 @@ def test_a_hard_window_shorter_than_the_span_compiles_to_one_graph():
     keep = lambda graph, _: graphs.append(graph) or graph  # noqa: E731
     y = torch.compile(attention, backend=keep, fullgraph=True)(x, None, starts(0)).y
     assert torch.allclose(y, attention(x, None, starts(0)).y, atol=1e-6)
-    constants = [n for n in graphs[0].graph.nodes if n.target is torch.tensor]  # C++ code, even on a GPU
+    constants = [n for n in graphs[0].graph.nodes if n.target is torch.tensor]  # these become C++ code, even on a GPU
     assert len(graphs) == 1 and not constants

@@ -56,8 +56,8 @@ def test_every_file_is_planned_and_optimizers_and_recipes_take_a_step(file):
     group, _, name = file.partition("/")
     run_plan = plan(f"{group}={name}", *(small(name) if group == "variant" else []), *tiny)
     if file in SPACES:
-        fixed = name in ("mhsa", "all_attention_fixed", "replayed_spans")
-        assert "optim.lr" in run_plan.point and any(key.startswith("variant.") for key in run_plan.point) != fixed
+        only_lr = name in ("mhsa", "all_attention_fixed", "replayed_spans")
+        assert "optim.lr" in run_plan.point and any(key.startswith("variant.") for key in run_plan.point) != only_lr
     if file.startswith(STEPPED):
         row = one_step(run_plan)
         assert row["step"] == 1 and math.isfinite(row["bits_per_byte"])

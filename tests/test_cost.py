@@ -17,8 +17,8 @@ from tests.small_configs import compose_config
 TINY = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.precision=float32")
 TINY += ("runtime.threads=1", "data.bytes=20000")
 QUICK = ("rounds=1", "seconds=0.01")
-PRODUCTS = 12 * 32**2 * 2 + 32 * 256
-"""Weights of the projections, the feed-forwards and the head of TINY."""
+WEIGHTS = 12 * 32**2 * 2 + 32 * 256
+"""Number of weights in the projections, the feed-forwards and the head of ``TINY``."""
 
 
 def cost(*words: str) -> CommandOutcome:
@@ -52,7 +52,7 @@ def test_every_combination_has_a_complete_row_with_its_costs(cwd):
         assert memory["gradient_bytes"] == memory["parameter_bytes"] == 4 * row["parameters"]["total"]
         if variant == "mhsa":  # keys and values of S - 1 bytes in 2 layers of width 32, and the stream's position
             assert memory["state_bytes"] == 2 * 2 * 255 * 32 * 4 + 8
-            assert flops["training_per_byte"] == 6 * (PRODUCTS + 2 * 2 * 32 * 257 / 2)
+            assert flops["training_per_byte"] == 6 * (WEIGHTS + 2 * 2 * 32 * 257 / 2)
         for time in (row["time"][f"{kind}_ms"] for kind in ("train", "evaluate", "generate")):
             assert time["p50"] > 0 and time["n"] > 0
             if time["n"] < 20:
@@ -79,7 +79,7 @@ def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(
     assert auto["flops"]["executed_per_byte"] < plain["flops"]["executed_per_byte"]
     assert plain["memory"]["train_peak_bytes"] > plain["memory"]["inference_peak_bytes"] > 0
     past = 128 - 33 / 2  # mean number of past keys among the 128 that a byte sees
-    needed = 6 * (PRODUCTS + 2 * 2 * 32 * 128) - 4 * 2 * 32 * past  # carried keys and values have no gradients
+    needed = 6 * (WEIGHTS + 2 * 2 * 32 * 128) - 4 * 2 * 32 * past  # carried keys and values have no gradients
     assert plain["flops"]["training_per_byte"] == pytest.approx(needed, rel=1e-12)
     column = headings([plain, auto]).index("evaluation backend")
     assert {row[column].text for row in cost_tables([plain, auto])[0].rows} == {"", auto["evaluation_backend"]}

@@ -27,7 +27,7 @@ def test_initial_decays_are_those_of_alibi_and_equal_by_head_and_by_channel():
 
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_sums_of_decays_from_zero_to_one_are_accurate_in_float32(channels, delta):
+def test_decayed_sums_are_accurate_in_float32_for_decays_from_zero_to_one(channels, delta):
     """Logarithms of decays are from 0, which forgets nothing, to -200, which forgets all earlier bytes."""
     q, k, v, b = torch.randn(4, 2, 2, 40, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
     k = torch.nn.functional.normalize(k, dim=-1)

@@ -1,4 +1,4 @@
-"""``bench.check agree=true`` compares backends with float64 on a device; bench commands measure the selected one."""
+"""``bench.check agree=true`` compares backends with float64 on a device; benchmarks measure the selected backend."""
 
 import pytest
 import torch

@@ -100,8 +100,8 @@ def test_the_value_of_auto_is_part_of_the_identity_of_a_run(cwd, monkeypatch):
         monkeypatch.setattr(runtime, "has_native_bfloat16", lambda device, word=precision: word == "bfloat16")
         run = make_run(*AUTO)
         assert run.trainer.runtime.precision == run.plan.config["runtime"]["precision"] == precision
-        typed = make_run(f"runtime.precision={precision}", "runtime.compile=false")
-        assert typed.folder.path == run.folder.path, "typed values must identify the same run as auto"
+        explicit = make_run(f"runtime.precision={precision}", "runtime.compile=false")
+        assert explicit.folder.path == run.folder.path, "explicit values must identify the same run as auto"
         folders.add(run.folder.path)
     assert len(folders) == 2
 

@@ -23,7 +23,7 @@ def test_with_equal_maps_it_equals_attention_times_one_minus_lambda():
     assert_near(outputs[0], (1 - lambda_) * outputs[1])
 
 
-def test_needed_flops_are_the_executed_ones_less_the_scores_computed_twice():
+def test_needed_flops_are_the_executed_ones_without_the_second_computation_of_scores():
     """The input is a single byte after a full window of 5 keys."""
     case = Case(length=1, past=4, heads=4, span=5)
     pairs, (past, x) = case.build(Differential).eval(), case.stream()

@@ -30,50 +30,50 @@ SHARDED = ("variant=adaptive_span_memory", *MEMORY, "variant.memory.sparse=true"
 SHARDED += ("+variant.groups.values.optimizer={_target_:harness.optim.ClippedAdagrad,_partial_:true}",)
 RESUMED = {
     "replicated": (*SPANS, *CARRY, *DROPOUT, "eval.streams=1"),  # rank 1 has no stream to score
-    "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),  # rows by Muon, AdamW; columns by Adagrad
+    "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),  # shards of rows; of columns for Adagrad
 }
 COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.every=0", "eval.test=false")
 
 
-def set_muon_precision(run: Trainer, precision: str) -> Trainer:
+def set_muon_precision(trainer: Trainer, precision: str) -> Trainer:
     """Set the precision of Muon's products, which by default depends on the CPU."""
-    for group in (g for optimizer in run.optimizers.optimizers.values() for g in optimizer.param_groups):
+    for group in (g for optimizer in trainer.optimizers.optimizers.values() for g in optimizer.param_groups):
         if "precision" in group:
             group["precision"] = precision
-    return run
+    return trainer
 
 
 def divided_run(processes: ProcessGroup, *overrides: str, precision: str = "float32") -> Trainer:
     """A trainer with replicated or sharded parameters. Precision float64 makes runs comparable despite rounding."""
     plan_ = plan(*SMALL, *overrides)
-    run = Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
-    run.model.to(getattr(torch, precision))
-    set_muon_precision(run, precision).update.distribute(shard=run.plan.runtime.shard)
-    return run
+    trainer = Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
+    trainer.model.to(getattr(torch, precision))
+    set_muon_precision(trainer, precision).update.distribute(shard=trainer.plan.runtime.shard)
+    return trainer
 
 
-def digest(run: Trainer) -> str:
+def digest(trainer: Trainer) -> str:
     """SHA-256 of all parameters, gathered from all processes."""
-    weights = full_tensors(run.model.state_dict()).values()
+    weights = full_tensors(trainer.model.state_dict()).values()
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights)).hexdigest()
 
 
-def train_and_score(run: Trainer) -> dict:
+def train_and_score(trainer: Trainer) -> dict:
     """Train to the end. Returns score and digest of the parameters of every step, and the final score and model."""
     bits, digests = [], []
-    while not run.finished:
-        run.step()
-        digests.append(digest(run))
-        bits.append(run.train_row()["bits_per_byte"])
-    score = run.evaluate(run.corpus.splits["valid"])
+    while not trainer.finished:
+        trainer.step()
+        digests.append(digest(trainer))
+        bits.append(trainer.train_row()["bits_per_byte"])
+    score = trainer.evaluate(trainer.corpus.splits["valid"])
     return {
         "bits": bits,
         "digests": digests,
         "nats": score.nats,
-        "metrics": run.model.metrics(score.stats),
-        "model": full_tensors(run.model.state_dict()),
-        "streams": len(run.state[0]),
-        "spent": (run.spent.bytes, run.spent.steps, run.spent.flops),
+        "metrics": trainer.model.metrics(score.stats),
+        "model": full_tensors(trainer.model.state_dict()),
+        "streams": len(trainer.state[0]),
+        "spent": (trainer.spent.bytes, trainer.spent.steps, trainer.spent.flops),
     }
 
 
@@ -127,15 +127,15 @@ def ranks(shared_folder) -> list[dict]:
 
 def test_two_processes_train_as_one_does(ranks):
     first, second = (results["trained"] for results in ranks)
-    one = train_and_score(divided_run(SINGLE, *DIVIDED, "batch.accumulate=1", precision="float64"))
+    single = train_and_score(divided_run(SINGLE, *DIVIDED, "batch.accumulate=1", precision="float64"))
     assert first["digests"] == second["digests"] and len(set(first["digests"])) == STEPS
-    assert first["bits"] == second["bits"] == pytest.approx(one["bits"], abs=1e-12)
-    assert first["spent"] == second["spent"] == pytest.approx(one["spent"], rel=1e-3)
-    torch.testing.assert_close(first["model"], one["model"], rtol=0, atol=1e-11)
+    assert first["bits"] == second["bits"] == pytest.approx(single["bits"], abs=1e-12)
+    assert first["spent"] == second["spent"] == pytest.approx(single["spent"], rel=1e-3)
+    torch.testing.assert_close(first["model"], single["model"], rtol=0, atol=1e-11)
     assert torch.equal(first["nats"], second["nats"]) and first["metrics"] == second["metrics"]
-    torch.testing.assert_close(first["nats"], one["nats"], rtol=0, atol=2e-6)  # nats are float32
-    assert first["metrics"].keys() == one["metrics"].keys()
-    assert first["streams"] == second["streams"] == one["streams"] // 2
+    torch.testing.assert_close(first["nats"], single["nats"], rtol=0, atol=2e-6)  # nats are float32
+    assert first["metrics"].keys() == single["metrics"].keys()
+    assert first["streams"] == second["streams"] == single["streams"] // 2
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -154,9 +154,8 @@ def test_one_process_reads_the_checkpoint_of_two(ranks, shared_folder):
     (folder,) = [path for path in (shared_folder / name / "whole" / "outputs").iterdir() if not path.is_symlink()]
     trainer = make_trainer(*RESUMED[name], *COMMON)
     trainer.restore(checkpoint.load(checkpoint.newest(folder)))
-    assert (trainer.spent.steps, len(trainer.state[0])) == (STEPS, 4) and digest(trainer) == ranks[0][name, "whole"][0][
-        2
-    ]
+    assert (trainer.spent.steps, len(trainer.state[0])) == (STEPS, 4)
+    assert digest(trainer) == ranks[0][name, "whole"][0][2]
 
 
 def test_batches_and_norms_that_cannot_be_divided_among_processes_are_refused():

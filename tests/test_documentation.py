@@ -45,8 +45,8 @@ def test_commands_on_the_pages_compose_unless_they_need_files_of_the_user():
             continue
         if any(word.endswith("train.py") for word in words) and "recipe=" not in overrides:
             sweeping = "-m" in words or any(word.startswith("sweep=") for word in overrides)
-            typed = [tuple(job) for job in jobs(overrides)]
-            for job in {typed[0], typed[-1]} - planned:
+            all_jobs = [tuple(job) for job in jobs(overrides)]
+            for job in {all_jobs[0], all_jobs[-1]} - planned:
                 plan_run(compose_config(*job), sweeping=sweeping)
                 planned.add(job)
         elif words[0] == "-m" and words[1].startswith("bench."):

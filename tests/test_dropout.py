@@ -39,7 +39,7 @@ def test_masks_have_the_rate_along_every_axis_are_uncorrelated_and_depend_only_o
         assert product.abs() < 5 / (mask.numel() / 2) ** 0.5
     assert torch.equal(keep_mask(1), keep_mask(1))
     assert not torch.equal(keep_mask(1), keep_mask(2)) and not torch.equal(keep_mask(1), keep_mask(1 + 2**32))
-    for h in range(3):  # the mask of a head does not depend on the other heads
+    for h in range(3):  # head h with seed s has the mask of head 0 with seed s + h
         assert torch.equal(keep_mask(11 + h, heads=1), keep_mask(11)[:, h : h + 1])
 
 

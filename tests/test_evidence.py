@@ -36,7 +36,7 @@ def test_every_stage_has_the_cells_of_its_grids(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rates", "front_page", "recall", "long"])
-def test_a_sweep_has_the_cells_protocol_and_precision_of_its_stage(name, tmp_path):
+def test_a_sweep_has_the_protocol_precision_and_cells_of_its_stage(name, tmp_path):
     words = [f"{key}={value}" for key, value in sweep_grid(name).items()]
     jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
     sweep_jobs = {frozenset(job) for job in jobs}

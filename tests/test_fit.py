@@ -21,9 +21,8 @@ from tests.small_configs import TINY, plan, small
 
 MIB = 2**20
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
-
-MMAP_THRESHOLD = -3
-"""M_MMAP_THRESHOLD of glibc's malloc.h."""
+SIZES = TINY[:-3]  # without precision, device and threads
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 
 
 def peak_bytes(words: tuple[str, ...]) -> int:
@@ -99,12 +98,12 @@ def test_the_predicted_state_follows_the_learned_spans():
 @pytest.mark.parametrize("variant", ["dynamic_span", "product_key_memory"])
 def test_variants_whose_shapes_depend_on_values_are_predicted_for_a_gpu(variant):
     words = ("runtime.device=cuda", "runtime.checkpoint=layers")
-    assert predict(plan(f"variant={variant}", *small(variant), *TINY[:-3], *words))["predicted_peak_bytes"] > 0
+    assert predict(plan(f"variant={variant}", *small(variant), *SIZES, *words))["predicted_peak_bytes"] > 0
 
 
 def test_on_a_gpu_the_default_backend_saves_no_scores():
-    sizes = ("model.dropout=0.1", "batch.segment=256", "model.span=256", "batch.streams=8", "runtime.device=cuda")
-    plain, auto = (predict(plan(*TINY[:-3], *sizes, *words)) for words in (["runtime.backend=plain"], []))
+    choices = ("model.dropout=0.1", "batch.segment=256", "model.span=256", "batch.streams=8", "runtime.device=cuda")
+    plain, auto = (predict(plan(*SIZES, *choices, *words)) for words in (["runtime.backend=plain"], []))
     assert (plain["backend"], auto["backend"]) == ("plain", "chunked")
     scores = 2 * 8 * 2 * 256 * 256 * 2  # in two layers, 8 streams and 2 heads, in bfloat16
     assert plain["split"]["activations"] - auto["split"]["activations"] > scores
@@ -124,7 +123,7 @@ def test_device_memory_is_parsed_or_refused():
 
 
 def run_fit(*words: str):
-    return call("bench/fit.py", "data.bytes=20000", *TINY[:-2], "model.layers=1", *words)
+    return call("bench/fit.py", "data.bytes=20000", *SIZES, "runtime.precision=float32", "model.layers=1", *words)
 
 
 def test_the_command_prints_the_parts_of_the_peak(cwd):

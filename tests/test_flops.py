@@ -170,7 +170,7 @@ def test_flops_of_attention_with_a_full_past(segment, shift):
 
 
 def test_local_attention_is_averaged_over_the_segments_of_a_block():
-    """The three segments of four queries of a block compute scores with 4, 8 and 12 keys."""
+    """A block has three segments of four queries, which compute scores with 4, 8 and 12 keys."""
     model = build(partial(LocalAttention, block=12), span=12, backend="plain")
     assert per_byte(model, 4) == HEAD + PROJECTIONS + 4 * D * 8 >= model.ideal_flops()
 

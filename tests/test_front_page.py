@@ -62,7 +62,7 @@ def test_committed_pages_are_up_to_date_rows_are_small_and_readme_claims_no_spee
 
 
 def test_the_table_has_intervals_reach_costs_and_compressors_in_order_of_score(folder, monkeypatch):
-    assert "`linear`" not in front_page.readme_table(folder), "README has the rows of `readme`"
+    assert "`linear`" not in front_page.readme_table(folder), "only the variants of `readme` are rows"
     monkeypatch.setitem(front_page.VARIANTS, "readme", ["mhsa", "adaptive_span", "linear"])
     rows = front_page.readme_table(folder).splitlines()[2:]
     names = [row.split("|")[1].strip() for row in rows]

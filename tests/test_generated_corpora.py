@@ -75,7 +75,7 @@ def test_letters_are_copied_from_the_distance_that_the_capital_names(distances):
 @pytest.mark.parametrize("n_bytes", [3, 1000, 1001])
 def test_an_oracle_scores_the_floor_of_recall(n_bytes):
     stream, bits = bytes(recall_stream(n_bytes + 100, distances=[2, 40])), []
-    for begin in (50, 51):  # behind the largest distance, so that every source is in the stream
+    for begin in (50, 51):  # beyond the largest distance, so that every source is in the stream
         scored = range(begin + 1, begin + n_bytes)
         bits.append(sum(4 * (at % 2 == 0 or source_of(stream, at, [2, 40]) < 0) for at in scored))
     odd = (n_bytes - 1) % 2  # an odd number of targets has a further capital if the first of them is one
@@ -131,7 +131,7 @@ def test_answers_of_skills_are_predictable_and_the_floor_is_the_score_of_an_orac
     for split, begin in (("train", 0), ("test", 19_000)):
         part = corpus.splits[split]
         mean, answers = bits[begin + 1 : begin + len(part)].mean(), corpus.answer_masks(part)
-        assert 0 <= mean - corpus.floor_bits(part) <= 3 * 26 / (len(part) - 1)  # 3 bits for each unknown key of 26
+        assert 0 <= mean - corpus.floor_bits(part) <= 3 * 26 / (len(part) - 1)  # 3 bits for each of 26 unknown keys
         for label, mask in answers.items():
             assert mask.sum() > 5 and (bits[begin + 1 : begin + len(part)][mask] == 0).all(), label
         marked = sum(mask.numpy() for mask in answers.values())

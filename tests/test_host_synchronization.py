@@ -1,4 +1,4 @@
-"""When the host waits for the device. Calls that wait on a GPU are counted on a CPU."""
+"""When the host waits for the device. Calls that would wait on a GPU are counted on a CPU."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from harness.loop.update import Update
 from tests.small_runs import SPANS, VARIANTS, make_trainer
 
 WAITING_METHODS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
-DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the CPU kernel reads spans
+DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the kernel would read spans
 
 
 @pytest.fixture(name="waits")
@@ -54,7 +54,7 @@ def test_a_step_waits_only_for_learned_spans_or_a_budget_of_seconds(words, expec
     assert waits.count("synchronise") == ("seconds" not in words[-1])
 
 
-def test_the_next_batch_is_sent_before_an_update_and_its_nats_are_read_after_the_next_update(monkeypatch):
+def test_a_step_sends_the_next_batch_then_updates_then_reads_the_nats_of_the_previous_step(monkeypatch):
     trainer, order, batches = make_trainer("budget.steps=100"), [], []
     batch, update = trainer.stream.batch, Update.__call__
 

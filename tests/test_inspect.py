@@ -73,7 +73,7 @@ def test_reach_is_the_distance_within_which_lies_a_fraction_of_the_attention():
         attention_maps[1, query, max(0, query - 3)] = 1.0
         attention_maps[2, query, : query + 1] = 1 / (query + 1)  # uniform over all visible keys
     assert reach(attention_maps, 0.5)[:2].tolist() == [0, 3] and reach(attention_maps, 0.9)[:2].tolist() == [0, 3]
-    # ``reach`` uses the later half of the queries with equal masses. 840 is divisible by their 5, 6, 7 and 8 keys.
+    # ``reach`` gives the later half of the queries equal weights. 840 is divisible by their 5, 6, 7 and 8 keys.
     distances = [distance for query in range(4, 8) for distance in range(query + 1) for _ in range(840 // (query + 1))]
     assert reach(attention_maps, 0.5)[2] == pytest.approx(np.median(distances), abs=1)
     assert reach(attention_maps, 1.0 - 1e-9)[2] == 7

@@ -28,9 +28,9 @@ def engine(request, monkeypatch):
         yield request.param
 
 
-def assert_plain(backend: str, case: Case) -> None:
-    """Assert the output and gradients of the plain backend, with a past and heads of different windows also for
-    ``packed`` keys, which the CPU kernel does not take."""
+def assert_equals_plain(backend: str, case: Case) -> None:
+    """Assert that a backend has the output and gradients of the plain one. With a past and heads of different windows,
+    assert the same for ``packed`` keys, which the CPU kernel does not take."""
     inputs, attend = case.inputs(), ATTEND[backend]
     named = {name: x for name, x in inputs.items() if x.requires_grad}
     expected = outcome(case.call(window.attend, inputs), named)
@@ -44,11 +44,11 @@ def assert_plain(backend: str, case: Case) -> None:
 def test_output_and_every_gradient_of_each_backend_equal_those_of_plain(case):
     for backend in ATTEND.keys() - {"plain"}:
         if can_compute(backend, case):
-            assert_plain(backend, case)
+            assert_equals_plain(backend, case)
     if can_compute("fused", case):
         with pytest.MonkeyPatch.context() as patched, emulated():
             patched.setitem(fused.ENGINES, "cpu", fused.ENGINES["cuda"])
-            assert_plain("fused", case)
+            assert_equals_plain("fused", case)
 
 
 WIDE = replace(LARGE["all"], T=300, max_keys=(250, 64, 250), z=(180.0, 20.0, 240.0), width=64, ramp=32)
@@ -286,9 +286,7 @@ def test_the_shortcut_for_plain_causal_attention_is_exact_and_taken_for_nothing_
         case = replace(FULL_CAUSAL, **changes)
         visible = case.hard_window()._replace(z=case.inputs().get("z"))
         assert not fused.is_full_causal(visible, Inputs(**case.inputs())), changes
-    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**FULL_CAUSAL.inputs())), (
-        "a ramp makes the mask soft"
-    )
+    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**FULL_CAUSAL.inputs())), "the mask is soft"
 
 
 # The registered torch operation

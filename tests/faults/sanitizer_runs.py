@@ -40,7 +40,7 @@ def is_supported(march: str) -> bool:
 
 
 def sanitized(march: str, *, cases: int, seed: int, fault: str = "", **options) -> subprocess.CompletedProcess:
-    """Run ``fuzz`` in a process whose kernels are compiled with the sanitizers and ``-march``, with a planted fault."""
+    """Run ``fuzz`` in a process whose kernels are compiled with the sanitizers, ``-march``, and ``fault`` if set."""
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
     command = [sys.executable, "-m", "tests.faults.sanitizer_runs", str(cases), str(seed), fault]
     with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
@@ -51,7 +51,7 @@ def sanitized(march: str, *, cases: int, seed: int, fault: str = "", **options) 
 
 
 def fuzz(*, cases: int, seed: int, memory: str) -> None:
-    """Compare random cases. The first wrong one prints its number and raises AssertionError; a sanitizer exits."""
+    """Compare random cases. A wrong one prints its number and raises AssertionError; a sanitizer ends the process."""
     assert window_cpu.SOURCE.count(MEMORY[0]) == 1
     window_cpu.SOURCE = window_cpu.SOURCE.replace(MEMORY[0], memory)
     reasons = window_cpu.obstacle(), product_search.obstacle()

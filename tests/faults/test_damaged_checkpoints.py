@@ -29,7 +29,7 @@ def crashed_outputs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed_rows(tmp_path_factory) -> list[dict]:
-    """Rows without provenance of the same run, trained to its end."""
+    """The rows, except the provenance, of the same run trained to its end."""
     return rows_of(whole_run(*WORDS, f"outputs={tmp_path_factory.mktemp('undisturbed')}")[0])[1:]
 
 
@@ -68,7 +68,7 @@ def flip_middle_bit(path: Path) -> None:
 
 
 def write_with_digest(path: Path, archive: bytes) -> None:
-    """Write an archive with a matching digest, which whoever sends a file can also compute."""
+    """Write an archive with a matching digest, as an attacker can."""
     path.write_bytes(archive[:-2] + checkpoint._ending(archive))
 
 

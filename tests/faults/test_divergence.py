@@ -26,10 +26,10 @@ OPTIMIZERS = {
 }
 
 
-def tensors_of(run: Trainer) -> dict:
+def tensors_of(trainer: Trainer) -> dict:
     """Copies of all tensors that an update may change: weights and states of optimizers, gathered from all ranks."""
-    optimizers = run.optimizers.state_dict()["groups"]
-    tensors = {"model": run.model.state_dict(), "states": {k: o["state"] for k, o in optimizers.items()}}
+    optimizers = trainer.optimizers.state_dict()["groups"]
+    tensors = {"model": trainer.model.state_dict(), "states": {k: o["state"] for k, o in optimizers.items()}}
     return copy.deepcopy(full_tensors(tensors))
 
 
@@ -59,7 +59,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     hook.remove()
 
     def next_update(*arguments: object, **keywords: object) -> None:
-        """The next step's update, sent to the device before the host reads that the last gradient was not finite."""
+        """The next step's update, queued on the device before the host knows that the last gradient was not finite."""
         update(*arguments, **keywords)
         assert equal_bits(before, tensors_of(trainer))
         spoil(parameters[name], value)
@@ -72,22 +72,22 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     assert equal_bits(before, tensors_of(trainer))
 
 
-def spoil_loss(run: Trainer) -> None:
+def spoil_loss(trainer: Trainer) -> None:
     """Make the auxiliary loss infinite. All other values in the network stay finite."""
-    run.model.layers[0]["attention"].sublayer.register_forward_hook(
+    trainer.model.layers[0]["attention"].sublayer.register_forward_hook(
         lambda module, inputs, out: out._replace(loss=torch.tensor(math.inf))
     )
 
 
-def spoil_weights(run: Trainer) -> None:
-    run.model.layers[1]["attention"].sublayer.query.weight.data[0, 0] = math.nan
+def spoil_weights(trainer: Trainer) -> None:
+    trainer.model.layers[1]["attention"].sublayer.query.weight.data[0, 0] = math.nan
 
 
-def spoil_head(run: Trainer) -> None:
-    spoil(run.model.head.weight)
+def spoil_head(trainer: Trainer) -> None:
+    spoil(trainer.model.head.weight)
 
 
-READERS = (lambda run: run.evaluate(run.selection_split(), pairs=9), Trainer.checkpoint_content, Trainer.train_row)
+READERS = (lambda t: t.evaluate(t.selection_split(), pairs=9), Trainer.checkpoint_content, Trainer.train_row)
 """Functions that score, save and record the state after a step."""
 
 
@@ -110,20 +110,20 @@ def test_weights_that_are_not_finite_are_neither_scored_nor_saved(read: Callable
 
 
 def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
-    """For three runs that diverge in rank 1: the error, whether weights stay equal, and whether another rank prints."""
+    """For three runs that diverge in rank 1: the error, whether weights stay equal, and if another rank prints it."""
     endings = []
     with join_processes() as processes:
         for words, fail in ((SPARSE, spoil_head), (("runtime.shard=full",), spoil_head), ((), spoil_loss)):
-            run = divided_run(processes, *words)
-            run.step()
-            before = tensors_of(run)
-            with run.update.parameters.unsharded():
+            trainer = divided_run(processes, *words)
+            trainer.step()
+            before = tensors_of(trainer)
+            with trainer.update.parameters.unsharded():
                 if processes.rank:
-                    fail(run)
+                    fail(trainer)
             with pytest.raises(Diverged) as caught:
-                run.step(), run.step()
+                trainer.step(), trainer.step()
             printed = getattr(caught.value, "already_printed", False)
-            endings.append((str(caught.value), equal_bits(before, tensors_of(run)), printed))
+            endings.append((str(caught.value), equal_bits(before, tensors_of(trainer)), printed))
     return endings
 
 

@@ -56,7 +56,7 @@ def test_out_of_memory_names_the_sizes_to_lower_and_bench_fit(cwd, monkeypatch):
     assert all(word in outcome.err for word in (*words, "python -m bench.fit with the same overrides"))
 
 
-def test_a_sweep_ends_with_the_highest_exit_code_of_its_jobs_which_a_copied_error_keeps(cwd, monkeypatch):
+def test_a_sweep_ends_with_the_highest_exit_code_of_its_jobs_and_a_copied_error_keeps_its_code(cwd, monkeypatch):
     errors = iter([Diverged("step 3 diverged"), StorageFailure("outputs: no space left"), ValueError("a mistake")])
 
     def fail(*_: object) -> None:

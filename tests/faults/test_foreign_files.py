@@ -12,7 +12,7 @@ from tests.bench_rows import write_run
 DEEP = "[" * 200_000
 CONTENTS = {
     "nested": '{"status": "finished", "x": ' + DEEP,
-    "no text": b"\xff\x00garbage{",
+    "not UTF-8": b"\xff\x00garbage{",
     "huge": '{"status": "finished", "x": "' + "x" * 17_000_000 + '"}',
 }
 

@@ -81,7 +81,7 @@ def hostile_configurations() -> dict[str, object]:
         "long": f"# {'x' * 300_000}\n",
         "a list": "[variant]\n",
         "a tag": "variant: !!python/object/apply:os.system ['touch PWNED']\n",
-        "no text": b"\xff\xfe\x00",
+        "not UTF-8": b"\xff\xfe\x00",
         "a variable, escaped": 'data: {path: "\\x24{oc.env:HOME}"}\n',
         "trust, tuned": {"trial": 0, "purpose": "tune", "space": {"trust": {"choices": [["evil"], ["evil"]]}}},
         "layers": {"model": {"layers": 10**12}},

@@ -13,7 +13,7 @@ from tests.command_line import GENERATED, TINY, call, empty_folder  # noqa: F401
 from tests.test_cli import refused
 
 TOUCH = {"_target_": "torch.utils.collect_env.run", "command": "touch PWNED"}
-"""A node with a function that Hydra's own list of forbidden targets lacks."""
+"""A node whose function is not on Hydra's own list of forbidden targets."""
 PAYLOAD = "import pathlib\npathlib.Path('PWNED').touch()\n"
 MIXER = """from variants.contract import Sublayer, SublayerOutput
 

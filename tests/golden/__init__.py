@@ -78,10 +78,10 @@ def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
     config = copy.deepcopy(_composed(case))
     config.optim, config.runtime.backend = _optim(optim), backend
     planned = plan_run(config)
-    run = Trainer(planned, _corpus(**planned.data), runtime.start(planned.runtime))
+    trainer = Trainer(planned, _corpus(**planned.data), runtime.start(planned.runtime))
     torch.manual_seed(planned.seed + 1)
-    fill_(run.model, like=planned.make_model())
-    return run
+    fill_(trainer.model, like=planned.make_model())
+    return trainer
 
 
 @cache
@@ -169,17 +169,17 @@ def measure(case: str, *, backend: str) -> dict | None:
     return numbers
 
 
-def _train(run: Trainer) -> dict:
-    """Mean bits per byte of each step and, after the steps, of held-out bytes with carried state; FLOPs charged."""
+def _train(trainer: Trainer) -> dict:
+    """Bits per byte of each step and, after the last one, of valid with carried state; and the FLOPs spent."""
     losses = []
     for _ in range(STEPS):
-        run.step()
-        losses.append(run.train_row()["bits_per_byte"])
-    assert run.state is not None and run.finished
+        trainer.step()
+        losses.append(trainer.train_row()["bits_per_byte"])
+    assert trainer.state is not None and trainer.finished
     return {
         "losses": losses,
-        "valid_bits_per_byte": run.evaluate(run.reported_split("valid")).bits_per_byte,
-        "training_flops": run.spent.flops,
+        "valid_bits_per_byte": trainer.evaluate(trainer.reported_split("valid")).bits_per_byte,
+        "training_flops": trainer.spent.flops,
     }
 
 
@@ -192,7 +192,7 @@ def read(case: str) -> dict:
 
 
 def differences(file: dict, measured: dict) -> list[str]:
-    """Key and both numbers of each difference between a file and a measurement by one backend. None: no such number."""
+    """Each difference between a file and one backend's measurement: key and both numbers, None where one is absent."""
     tolerance, new = file.get("tolerance", TOLERANCE), dict(flatten(measured))
     unmeasured = [f".{backend}" for backend in BACKENDS if f"state_bytes.{backend}" not in new]
     old = dict(flatten(file | {"numerics": None, "tolerance": None}))

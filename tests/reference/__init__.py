@@ -3,6 +3,6 @@
 Each mechanism has one module. References and product do not import each other, so that they share no mistake. The
 loops run over streams, heads, queries and keys, and autograd computes the gradients.
 
-B is the number of streams, T of bytes in the segment, L of bytes before it, S of visible positions, D the width, H the
-number of heads, K the width of a head, N the number of persistent vectors, C of half-keys in a set, V of byte values.
+There are B streams, T bytes in the segment, L bytes before it, S visible positions, H heads, N persistent vectors, C
+half-keys in a set, and V byte values. D is the width of the model, K the width of a head.
 Every matrix is applied as ``matrix @ vector``, the layout of ``torch.nn.Linear``. Head h has rows h K to (h + 1) K."""

@@ -4,10 +4,10 @@
     a_x    = m_z(x) exp(s_x) / sum_y m_z(y) exp(s_y)
     loss   = NLL + (lambda / M) sum_i z_i      over all heads i of all layers, M = heads in one layer
 
-z = S f with a fraction f in [0, 1] for each head. The dynamic span is z_t = S sigmoid(v_h . x_t + b_h), from the
-input of the query. Departures from the paper: the nearest visible key has the distance x = 0 (there x = 1), so
-z = S - 1 already gives all S keys weight 1. The gradient at both ends of the ramp is that of ``torch.clamp``, 1/R with
-respect to z.
+x is the distance of a key and R the length of the ramp. z = S f with a fraction f in [0, 1] for each head. The dynamic
+span is z_t = S sigmoid(v_h . x_t + b_h), from the input x_t of the query. Departures from the paper: the nearest
+visible key has the distance x = 0 (there x = 1), so z = S - 1 already gives all S keys weight 1. The gradient at both
+ends of the ramp is that of ``torch.clamp``, 1/R with respect to z.
 
 The loss of one layer is lambda mean_h z_h = lambda S mean_h f_h, because M is the number of heads in one layer."""
 

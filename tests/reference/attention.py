@@ -8,10 +8,10 @@ persistent vectors n:
     o_h = (sum_x w_x W_v x_r + sum_n w_n M_v[n]) / (sum_x w_x + sum_n w_n)
     y_t = W_o [o_1; ...; o_H]
 
-There may be fewer heads G of keys and values: head h then reads W_k and W_v of head floor(h G / H) (2305.13245). With
-gains c, q and k are divided by sqrt(mean of squares + 1e-6) and multiplied elementwise by c_q and c_k. A gate
-multiplies o_h elementwise by sigmoid(W_g x_t) (2505.06708). A sink s_h adds exp(s_h) to the denominator of o_h
-(gpt-oss, 2508.10925). Biases b add b_hr - b_ht to s_x. No query sees a hidden byte.
+With G < H heads of keys and values, head h reads W_k and W_v of head floor(h G / H) (2305.13245). With gains c_q and
+c_k, q becomes c_q * q / sqrt(mean(q^2) + 1e-6), and k likewise. A gate multiplies o_h elementwise by sigmoid(W_g x_t)
+(2505.06708). A sink s_h adds exp(s_h) to the denominator of o_h (gpt-oss, 2508.10925). Biases b add b_hr - b_ht to s_x.
+No query sees a hidden byte.
 
 Without mask and persistent vectors this is 1706.03762, sections 3.2.1 and 3.2.2. The mask m is that of 1905.07799,
 section 2 (adaptive_span.py), the persistent vectors are those of 1907.01470 (all_attention.py). A query that sees no

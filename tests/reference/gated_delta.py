@@ -3,8 +3,8 @@
     S <- diag(a_t) S,   S <- S + b_t k_t (v_t - S^T k_t)^T,   o_h = S^T q_t,    y_t = W_o [o_1'; ...; o_H'],
     o' = sqrt(K) c o / sqrt(|o|^2 + 1e-6) sigmoid(W_g x_t),    b_t = sigmoid(w_b . x_t),    a_t = sigmoid(W_a x_t + b_a)
 
-q, k and v are silu of a causal filter over the inputs W x of each channel. q and k are divided by sqrt(|q|^2 + 1e-6)
-and sqrt(|k|^2 + 1e-6). A query that does not attend to itself reads S of the byte before."""
+Each channel of q, k and v is silu of a causal filter over its projections W x. q and k are then divided by
+sqrt(|q|^2 + 1e-6) and sqrt(|k|^2 + 1e-6). A query that does not attend to itself reads S of the byte before."""
 
 import torch
 from torch import Tensor

@@ -31,7 +31,7 @@ def linear_attention(x: Tensor, *, product: Product, position: str, heads: int, 
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
-        product: of the features of a query and a key.
+        product: phi(q) . phi(k) of a head.
         position: "none" or "alibi".
         past: ``[B, L, D]``, inputs of the same streams just before ``x``, whose keys and values are constants.
         others: see ``attention``."""

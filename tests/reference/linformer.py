@@ -7,15 +7,17 @@ The query at position t, whose nearest visible key has the distance x = 0 and th
 
 - the window: the keys x = 0 .. w - 1;
 - summaries: of complete blocks j, (j + 1) r <= t, whose first byte has a distance w <= x < S. A summary has the
-  distance and the position of the last byte of its block. With ``top_k`` a query reads only the ``top_k`` summaries of
-  largest index score c_tj = a_t . C mean_i k_{jr+i} / sqrt(I), where a_t is ``index_query`` times the input and C is
-  ``index_key``. The input and the keys are detached in it, and only this loss trains it (2512.02556, 2.1): the mean
-  over bytes of KL(p_t || softmax_j c_tj). There p_t, detached, is the mean over heads of softmax_j of attention scores.
+  distance and the position of the last byte of its block.
 
-One softmax runs over window keys and summaries. With ``cache: kv`` past keys and values are constants. With
-``cache: hidden`` only past inputs are constants: their keys and values are projected again, which gives the projections
-a gradient. Existing summaries are constants with either cache. A block is summarised ``lag`` blocks after its end, at
-the latest when its summary becomes visible."""
+With ``top_k`` a query reads only the ``top_k`` summaries with the largest index scores,
+g_tj = (A x_t) . (C mean_i k_{jr+i}) / sqrt(I), where A is ``index_query`` and C is ``index_key``. Only the loss trains
+both (2512.02556, 2.1): the mean over bytes of KL(p_t || softmax_j g_tj), where p_t is the mean over heads of
+softmax_j of the attention scores. p_t and the x_t and keys of g_tj are detached.
+
+One softmax runs over window keys and summaries. With ``cache: kv`` past keys and values are constants. With ``cache:
+hidden`` only past inputs are constants: their keys and values are projected again, which gives the projections a
+gradient. Existing summaries are constants with either cache. A block is summarised ``lag`` blocks after its end, at the
+latest when its summary becomes visible."""
 
 import math
 
@@ -41,7 +43,7 @@ def linformer(
     compressor: str,
     top_k: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``[B, T, D]`` and the loss for ``x [B, T, D]``. The streams begin with ``past [B, P, D]``.
+    """Outputs ``[B, T, D]`` and the loss for ``x [B, T, D]``. The streams begin with ``past [B, L, D]``.
 
     Args:
         weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]`` (E, F);

@@ -1,16 +1,16 @@
 """Native sparse attention, 2502.11089, sections 3.2 and 3.3, with the same blocks, keys and values for two branches.
 
-The nearest visible key of the query of head h at index t has the index e = t - shift. g = floor(h G / H) is the head of
-its keys. The branches c are attention over
+The query of head h at index t sees the S keys up to the index e = t - shift, of the key head g = floor(h G / H). Each
+branch r is attention over some of them:
 
-- compressed: summaries of the blocks j, of length l, inside of the S keys up to e, s_j = sum_i a_i k_{jl+i},
+- compressed: summaries of the blocks j of l keys that lie inside the S keys: s_j = sum_i a_i k_{jl+i},
   u_j = sum_i a_i v_{jl+i}, a = softmax_i(c_g . k_{jl+i} / sqrt(K) + b_g,i). A summary has the position of the last
   byte of its block;
-- selected: the bytes up to e in the block of e and in n - 1 further blocks, those whose weights in the compressed
-  branch, summed over the heads of g, are largest;
+- selected: the keys in the block of e and in the n - 1 other blocks that have the largest weights in the compressed
+  branch, summed over the query heads of g;
 - window: the w nearest keys, which have projections of their own.
 
-    y_t = W_o concat_h sum_c sigmoid(W_c,h x_t + b_c,h) o_c,h
+    y_t = W_o concat_h sum_r sigmoid(W_r,h x_t + b_r,h) o_r,h
 
 Past keys and values are constants, but the parameters of summaries get a gradient."""
 
@@ -37,7 +37,7 @@ def native_sparse(
     attend_self: bool,
     position: str,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x [B, T, D]``. The streams begin with ``past [B, P, D]``.
+    """Outputs ``[B, T, D]`` for ``x [B, T, D]``. The streams begin with ``past [B, L, D]``.
 
     Args:
         weights: ``query [H K, D]``, ``key``, ``value`` ``[G K, D]`` of the window, ``far [2 G K, D]`` of blocks,
@@ -73,10 +73,10 @@ def native_sparse(
                     return torch.exp(score(query, key, distance=distance, query_at=query_index, key_at=at, **common))
 
                 summaries, importance = {j: summary(g, j) for j in complete}, dict.fromkeys(complete, 0.0)
-                of_heads = []
+                compressed_outputs = []
                 for h in range(g * group, (g + 1) * group):
                     shares = [weight(queries[h], summaries[j][0], (j + 1) * block - 1) for j in complete]
-                    of_heads.append(weighted_mean(shares, [summaries[j][1] for j in complete], width=width))
+                    compressed_outputs.append(weighted_mean(shares, [summaries[j][1] for j in complete], width=width))
                     for j, share in zip(complete, shares, strict=True):
                         importance[j] += (share / sum(shares)).item()
                 others = sorted((j for j in complete if j != newest // block), key=lambda j: -importance[j])
@@ -85,7 +85,7 @@ def native_sparse(
                     i for j in read for i in range(j * block, (j + 1) * block) if max(-1, newest - span) < i <= newest
                 ]
                 nearest = [i for _, i in visible_keys(query_index, span=min(window, span), attend_self=attend_self)]
-                for compressed, h in zip(of_heads, range(g * group, (g + 1) * group), strict=True):
+                for compressed, h in zip(compressed_outputs, range(g * group, (g + 1) * group), strict=True):
                     branches = [compressed]
                     for key, value, keys in (("far_key", "far_value", selected_keys), ("key", "value", nearest)):
                         shares = [weight(queries[h], projected(key, g, i), i) for i in keys]
