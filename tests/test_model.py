@@ -51,8 +51,8 @@ def randomised(model: LanguageModel) -> LanguageModel:
 
 def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement: str, tied: bool, start: int) -> Tensor:
     """The logits of the reference model with the parameters of ``model``."""
-    score = "none" if position == "sinusoidal" else position
-    common = {"heads": H, "span": S, "attend_self": True, "position": score, "start": start}
+    scheme = "none" if position == "sinusoidal" else position
+    common = {"heads": H, "span": S, "attend_self": True, "position": scheme, "start": start}
     sublayers, norms = [], []
     for layer in model.layers:
         for residual in layer.values():

@@ -107,7 +107,7 @@ def test_under_bfloat16_autocast_the_slots_are_those_of_float32():
         assert sorted(zip(i.tolist(), j.tolist(), strict=True)) == [(0, 0), runner_up]
 
 
-def test_initial_scales_and_the_number_of_candidate_pairs():
+def test_initial_scales_follow_the_widths_and_few_pairs_of_half_keys_are_candidates():
     memory = build(Case().context(d_model=100), half_keys=40, d_query=16)
     assert math.isclose(memory.values.std().item(), 0.1, rel_tol=0.02)
     assert memory.keys.abs().max() <= 8**-0.5

@@ -50,10 +50,10 @@ def offline_runs(tmp_path_factory) -> list[tuple[Path, dict]]:
 class FakeWandb:
     """The part of module wandb that the product uses. ``fails`` maps calls, or "reach" for going online, to errors."""
 
-    def __init__(self, *, has_key=False, typed_offline=False, fails=None):
+    def __init__(self, *, has_key=False, wandb_offline=False, fails=None):
         self.fails, self.has_key, self.calls = fails or {}, has_key, []
         self.errors = SimpleNamespace(CommError=ConnectionError)
-        self.settings = SimpleNamespace(mode="offline" if typed_offline else "online")
+        self.settings = SimpleNamespace(mode="offline" if wandb_offline else "online")
         self.run = SimpleNamespace(
             **{"dir": "/nowhere/wandb/offline-run-1-x/files", "id": "x", "url": "https://example.org/x"},
             **{"offline": False, "disabled": False, "summary": {}},
@@ -125,7 +125,7 @@ def test_a_failure_of_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, 
 
 
 @pytest.mark.parametrize(
-    ("configured", "variable", "fails", "typed_offline", "started", "lines"),
+    ("configured", "variable", "fails", "wandb_offline", "started", "lines"),
     [
         ("auto", None, "no key", False, ["offline"], 0),
         ("auto", None, None, False, ["online"], 0),
@@ -136,9 +136,9 @@ def test_a_failure_of_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, 
     ],
 )
 def test_the_mode_follows_the_configuration_the_variable_and_the_login(
-    fake, monkeypatch, tmp_path, capsys, configured, variable, fails, typed_offline, started, lines
+    fake, monkeypatch, tmp_path, capsys, configured, variable, fails, wandb_offline, started, lines
 ):
-    module = fake(has_key=fails != "no key", typed_offline=typed_offline, fails={fails: ConnectionError("refused")})
+    module = fake(has_key=fails != "no key", wandb_offline=wandb_offline, fails={fails: ConnectionError("refused")})
     if variable:
         monkeypatch.setenv("WANDB_MODE", variable)
     hint = run_job(tmp_path, mode=configured).hint

@@ -30,8 +30,8 @@ def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The backend ``attend``, called with the visible keys of all heads concatenated."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, visible: Window, *, key_bias: Tensor | None = None, **added) -> Tensor:
-        row = packed_inputs(Inputs(q, k, v, key_bias=key_bias), visible)
-        return attend(q, row.k, row.v, visible, key_bias=row.key_bias, lengths=row.lengths, **added)
+        inputs = packed_inputs(Inputs(q, k, v, key_bias=key_bias), visible)
+        return attend(q, inputs.k, inputs.v, visible, key_bias=inputs.key_bias, lengths=inputs.lengths, **added)
 
     return call
 
