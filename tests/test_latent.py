@@ -1,4 +1,4 @@
-"""Latent attention: equality with attention if the latent is the input, the size of the state, and FLOPs."""
+"""Latent attention: equality with attention if latents are the inputs, the size of the state, and FLOPs."""
 
 import torch
 
@@ -7,8 +7,8 @@ from tests.attention_case import B, Case, D, assert_near
 from variants.latent import Latent
 
 
-def test_with_the_input_as_latent_it_equals_attention_with_the_hidden_cache():
-    """The rotary keys are zero, and inputs have mean square 1, so that the norm of the latent changes nothing."""
+def test_with_inputs_as_latents_it_equals_attention_with_the_hidden_cache():
+    """Rotary keys are zero. Inputs have mean square 1 with the norm's epsilon, so that the norm changes nothing."""
     case = Case(length=9, past=4, cache="hidden")
     attention, latent = case.build(), case.build(Latent, latent=D, d_position=2)
     with torch.no_grad():
@@ -29,12 +29,12 @@ def test_each_past_byte_is_carried_as_one_latent_and_one_rotary_key():
     case = Case(length=20, heads=4, d_head=6, position="rotary", span=8)
     states = [layer(case.stream()[1]).state for layer in (case.build(Latent), case.build())]
     assert states[0].shape == (2, 7, 12 + 2) and sum(part[0, :, 0].numel() for part in states[1]) == 2 * 4 * 6
-    states = [sum(part.numel() for part in state) for state in ((states[0],), states[1])]
-    assert states == [2 * 7 * 14, 2 * 7 * 48]
+    sizes = [sum(part.numel() for part in state) for state in ((states[0],), states[1])]
+    assert sizes == [2 * 7 * 14, 2 * 7 * 48]
 
 
 def test_needed_flops_are_the_executed_ones_less_the_padding_of_values():
-    """The input is a single byte after a full window of 5 keys."""
+    """The input is a single byte, which sees a full window: 4 carried keys and its own."""
     case = Case(length=1, past=4, span=5)
     latent, (past, x) = case.build(Latent, latent=3, d_position=2).eval(), case.stream()
     state, needed = latent(past).state, latent.needed_flops(1, carried=4)

@@ -1,4 +1,4 @@
-"""Linear attention and Performer: range of numbers, causality, and random features."""
+"""Linear attention and Performer: numeric range, causality, and random features."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from variants.performer import Performer, orthogonal_rows
 pytestmark = pytest.mark.numeric
 
 
-def performer_of(case: Case, *, size: float = 1.0, **keywords) -> Performer:
-    """A Performer whose queries and keys are ``size`` times their initial length."""
+def performer_of(case: Case, *, scale: float = 1.0, **keywords) -> Performer:
+    """A Performer whose queries and keys are multiplied by ``scale``."""
     performer = case.build(Performer, **keywords)
     with torch.no_grad():
-        performer.query.weight *= size
-        performer.key.weight *= size
+        performer.query.weight *= scale
+        performer.key.weight *= scale
     return performer
 
 
@@ -39,19 +39,19 @@ def test_the_error_of_performer_against_softmax_attention_falls_as_one_over_sqrt
     case = Case(length=20, position=position, span=32, d_head=4, heads=2)
     x, exact, errors = case.stream()[1].detach(), case.build(), []
     for features in (32, 2048):
-        performer = performer_of(case, features=features, size=0.6)
+        performer = performer_of(case, features=features, scale=0.6)
         exact.load_state_dict(dict(performer.named_parameters()), strict=False)
         expected = exact(x).y
         errors.append((performer(x).y - expected).norm() / expected.norm())
     assert errors[1] < 0.04 and 3 < errors[0] / errors[1] < 30  # 8 expected from 64 times as many features
 
 
-def test_random_directions_are_blockwise_orthogonal_with_norms_of_normal_vectors_and_are_saved():
+def test_random_directions_are_blockwise_orthogonal_with_norms_of_gaussian_vectors_and_are_saved():
     torch.manual_seed(0)
     rows = orthogonal_rows(1000, 16)
     block = rows[16:32]
-    angles = block @ block.T / block.norm(dim=1) / block.norm(dim=1)[:, None]
-    torch.testing.assert_close(angles, torch.eye(16), rtol=0, atol=1e-5)
+    cosines = block @ block.T / block.norm(dim=1) / block.norm(dim=1)[:, None]
+    torch.testing.assert_close(cosines, torch.eye(16), rtol=0, atol=1e-5)
     squares = rows.square().sum(1)  # chi-squared of 16: mean 16, variance 32
     assert squares.mean().item() == pytest.approx(16, abs=0.6)
     assert squares.var().item() == pytest.approx(32, rel=0.25)
@@ -61,22 +61,22 @@ def test_random_directions_are_blockwise_orthogonal_with_norms_of_normal_vectors
     assert (performer.directions[0] != performer.directions[1]).any()
 
 
-@pytest.mark.parametrize(("position", "size"), [("none", 30.0), ("alibi", 1.0)])
-def test_keys_that_grow_and_shrink_along_the_stream_neither_overflow_nor_vanish(position, size):
+@pytest.mark.parametrize(("position", "scale"), [("none", 30.0), ("alibi", 1.0)])
+def test_keys_that_grow_and_shrink_along_the_stream_neither_overflow_nor_vanish(position, scale):
     """Outputs in float32, from one segment or from several, are close to those in float64."""
     case = Case(length=60, position=position, d_head=4, heads=2)
     x = case.stream()[1].detach()
     x = x * torch.linspace(-2, 2, 60, dtype=DOUBLE).abs().neg().exp()[:, None] * 7
     outputs = []
     for dtype, cuts in ((DOUBLE, [60]), (torch.float32, [60]), (torch.float32, [7, 1, 1, 51])):
-        performer, state, pieces = performer_of(case, size=size, chunk=8).to(dtype), None, []
+        performer, state, pieces = performer_of(case, scale=scale, chunk=8).to(dtype), None, []
         for piece in x.to(dtype).requires_grad_().split(cuts, dim=1):
             y, state, *_ = performer(piece, state)
             pieces.append(y)
         outputs.append(torch.cat(pieces, dim=1).double())
         assert all(g.isfinite().all() for g in gradients(pieces[-1], list(performer.parameters())))
     for y in outputs[1:]:
-        assert_near(y, outputs[0], tolerance=3e-3 if size > 1 else 1e-5)
+        assert_near(y, outputs[0], tolerance=3e-3 if scale > 1 else 1e-5)
 
 
 def test_a_later_byte_changes_no_bit_of_earlier_outputs():

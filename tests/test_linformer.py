@@ -11,12 +11,12 @@ from variants.linformer import Linformer
 
 BACKENDS = pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 numeric = pytest.mark.numeric
-# Number of summaries that query t sees, for the default sizes of ``Summarised``.
+# Number of summaries that query t sees, for the default sizes of ``LinformerCase``.
 N_VISIBLE = [len([j for j in range(t // 3) if 4 <= t - 3 * j < 13]) for t in range(30)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summarised(Case):
+class LinformerCase(Case):
     """``Case`` with the choices of Linformer."""
 
     ratio: int = 3
@@ -43,7 +43,7 @@ class Summarised(Case):
 @numeric
 @BACKENDS
 def test_without_summaries_it_equals_windowed_attention_and_the_span_may_change_between_segments(backend):
-    case = Summarised(length=30, position="rotary", backend=backend)
+    case = LinformerCase(length=30, position="rotary", backend=backend)
     sublayer, x = case.build_linformer(), case.joined()
     wide = sublayer(x[:, :20], None, starts(0))
     sublayer.set_span(4)
@@ -54,7 +54,7 @@ def test_without_summaries_it_equals_windowed_attention_and_the_span_may_change_
     assert_near(narrow.y, expected[:, 20:25])
     sublayer.set_span(13)  # earlier summaries are lost, and later ones are computed
     continued = sublayer(x[:, 25:], narrow.state, starts(25)).y
-    fresh = sublayer(x[:, 21:], None, starts(21)).y  # block 7 begins at byte 21; a window of four reaches back to 22
+    fresh = sublayer(x[:, 21:], None, starts(21)).y  # byte 25 sees bytes 22 to 25 and block 7: bytes 21 to 23
     assert_near(continued[:, :1], fresh[:, 4:5])
     sublayer.set_span(2)  # less than a block of 3, so that there are no summaries
     attention.set_span(2)
@@ -68,7 +68,7 @@ def test_without_summaries_it_equals_windowed_attention_and_the_span_may_change_
 @numeric
 @BACKENDS
 def test_an_index_that_selects_all_summaries_changes_no_output_and_only_its_loss_trains_it(backend):
-    case = Summarised(length=11, past=19, position="relative", top_k=9, compressor="softmax", backend=backend)
+    case = LinformerCase(length=11, past=19, position="relative", top_k=9, compressor="softmax", backend=backend)
     (past, x), sublayer = case.stream(), case.build_linformer()
     without_index = replace(case, top_k=None).build_linformer()
     without_index.load_state_dict(sublayer.state_dict(), strict=False)
@@ -86,20 +86,20 @@ def test_an_index_that_selects_all_summaries_changes_no_output_and_only_its_loss
     assert sublayer.eval()(past).loss is None
 
 
-def test_needed_flops_count_no_gradient_of_the_inputs_of_the_index_and_none_of_unread_summaries():
-    case = Summarised(position="relative")
+def test_needed_flops_exclude_gradients_of_the_inputs_of_the_index_and_of_unread_summaries():
+    case = LinformerCase(position="relative")
     needed, dense = (replace(case, top_k=k).build_linformer().needed_flops(30, carried=0) for k in (2, None))
     projections, scores = 2 * 3 * (30 * D + 10 * 4), 2 * 3 * sum(N_VISIBLE)
     unread = 2 * 4 * sum(max(0, n - 2) for n in N_VISIBLE)  # one product for each unread summary
-    # With an index, the forward needs no product with an unread value. The backward needs none of the two gradients of
-    # three products of an unread summary: with its key, its value and the vector of its distance.
+    # With an index, the forward needs no product with an unread value. The backward needs neither of the two gradients
+    # of an unread summary's three products: with its key, its value and the vector of its distance.
     assert needed.forward * 30 == pytest.approx(dense.forward * 30 + projections + scores - unread)
     assert needed.backward * 30 == pytest.approx(dense.backward * 30 + projections + 2 * scores - 2 * 3 * unread)
 
 
 @numeric
 def test_every_compressor_starts_as_the_mean_and_its_weights_are_shared_as_configured():
-    case = Summarised(length=30, ratio=4, position="rotary")
+    case = LinformerCase(length=30, ratio=4, position="rotary")
     mean = replace(case, compressor="mean").build_linformer(noise=0.0)
     shapes = {"none": (2, 2, 4), "heads": (2, 1, 4), "key_value": (1, 1, 4), "layers": (1, 1, 4)}
     for compressor, share in [("softmax", "none"), *(("linear", share) for share in shapes)]:
@@ -114,7 +114,7 @@ def test_every_compressor_starts_as_the_mean_and_its_weights_are_shared_as_confi
 
 
 @pytest.mark.parametrize("number", [1, 3, 9])
-def test_the_first_summaries_of_equal_scores_are_selected(number):
+def test_of_summaries_with_equal_scores_the_first_are_selected(number):
     scores = torch.randn(200, 9, generator=torch.Generator().manual_seed(number)).round()
     scores[:50, 4], scores[50:100, :7] = -torch.inf, -torch.inf
     first = scores.sort(dim=-1, descending=True, stable=True).indices[:, :number]
@@ -125,7 +125,7 @@ def test_the_first_summaries_of_equal_scores_are_selected(number):
 
 @BACKENDS
 def test_summary_mass_is_the_mean_attention_to_summaries(backend):
-    case = Summarised(length=30, backend=backend)
+    case = LinformerCase(length=30, backend=backend)
     sublayer, x = case.build_linformer(), case.joined()
     torch.nn.init.zeros_(sublayer.query.weight)  # equal attention to all keys
     first = sublayer(x[:, :11], collect_stats=True)
@@ -137,4 +137,4 @@ def test_summary_mass_is_the_mean_attention_to_summaries(backend):
 
 
 def test_on_a_gpu_the_plain_backend_is_the_only_one():
-    assert Summarised().build_linformer().backends(torch.device("cuda"), training=False) == ("plain",)
+    assert LinformerCase().build_linformer().backends(torch.device("cuda"), training=False) == ("plain",)

@@ -13,7 +13,7 @@ from variants.local import LocalAttention
 
 BACKENDS = ["plain", "chunked", "fused"] + ([] if window_cpu.obstacle() else ["kernel"])
 PASTS = [0, 1, 4, 5, 13]
-"""Numbers of past bytes of the streams, which end at several positions of a block of 5."""
+"""Numbers of past bytes of the streams, whose segments begin at several positions of a block of 5."""
 CASES = covering_array({"position": ["none", "rotary", "relative", "alibi"], "cache": ["kv", "hidden"]}, strength=1)
 
 
@@ -34,7 +34,7 @@ def phases(request, monkeypatch):
 def test_streams_at_different_phases_equal_the_reference(choices, length):
     attention, x = build(**choices), normal(len(PASTS), length, D)
     pasts = [normal(n, D).detach() for n in PASTS]
-    # In place of no past, the first stream has a complete block, which later bytes do not see.
+    # A complete block stands for the empty past of the first stream, because later bytes do not see it.
     fed_pasts = [past if len(past) else normal(5, D, seed=9).detach() for past in pasts]
     starts = (torch.tensor([n - len(past)]) for n, past in zip(PASTS, fed_pasts, strict=True))
     states = [attention(past[None], None, start).state for past, start in zip(fed_pasts, starts, strict=True)]

@@ -1,4 +1,4 @@
-"""Longformer: equality with plain attention without dilation, and windows and dilations by depth."""
+"""Longformer: equality with plain attention if undilated, and windows and dilations by depth."""
 
 import pytest
 import torch

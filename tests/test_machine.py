@@ -34,8 +34,8 @@ def faults(setting):
     return min(counts)
 counts = [faults("return"), faults("keep")]
 import harness.loop.prepare
-engines = {"torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint"}
-print(json.dumps([*counts, len(engines & sys.modules.keys())]))
+unwanted = {"torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint"}
+print(json.dumps([*counts, len(unwanted & sys.modules.keys())]))
 """
 
 
@@ -44,7 +44,7 @@ def sets_allocator(name: str, value: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux only")
-def test_a_process_sets_openmp_and_the_allocator_and_imports_no_distributed_engine():
+def test_a_process_sets_openmp_and_the_allocator_and_imports_no_modules_for_sharding():
     """With OMP_DISPLAY_ENV OpenMP prints the settings that it has read."""
     require(hasattr(ctypes.CDLL(None), "mallopt"), "the C library has no mallopt")
     chosen = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
@@ -53,13 +53,13 @@ def test_a_process_sets_openmp_and_the_allocator_and_imports_no_distributed_engi
     command = [sys.executable, "-c", CHILD]
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 0 and "GOMP_SPINCOUNT = '10000'" in process.stderr, process
-    returning, keeping, engines = json.loads(process.stdout)
-    assert keeping < returning / 20 and not engines
+    faults_with_return, faults_with_keep, n_unwanted = json.loads(process.stdout)
+    assert faults_with_keep < faults_with_return / 20 and n_unwanted == 0
     command[-1] = "import os, train; assert 'GOMP_SPINCOUNT' not in os.environ"
     subprocess.run(command, cwd=ROOT, env=environment | {"OMP_WAIT_POLICY": "passive"}, check=True)
 
 
-def test_environment_variables_that_change_times_are_in_every_row(monkeypatch):
+def test_environment_variables_that_change_times_are_recorded(monkeypatch):
     ignored = {"OMP_NUM_THREADS": "3", "WANDB_API_KEY": "secret", "MALLOCS": "no library", "CUDA_HOME": "/anywhere"}
     recorded = {"MALLOC_MMAP_MAX_": "0", "OMP_WAIT_POLICY": "passive", "WINDTUNNEL_MARCH": "native"}
     before = machine.environment()
@@ -79,7 +79,7 @@ def test_the_name_of_a_cpu_has_its_family_model_and_stepping(monkeypatch, tmp_pa
     assert machine.cpu_name.__wrapped__() == "Intel(R) Xeon(R) Processor (family 6 model 143 stepping 8)"
 
 
-def test_the_name_and_driver_of_a_gpu_are_in_every_row(monkeypatch, tmp_path):
+def test_the_name_and_driver_of_a_gpu_are_recorded(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "NVIDIA_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
@@ -91,7 +91,7 @@ def test_the_name_and_driver_of_a_gpu_are_in_every_row(monkeypatch, tmp_path):
     assert described["versions"]["cudnn"] == "91002"
 
 
-def test_each_type_of_cpu_and_number_of_threads_has_a_cache_folder_of_compiled_graphs(monkeypatch, tmp_path):
+def test_each_type_of_cpu_and_number_of_threads_has_its_own_folder_of_compiled_graphs(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def folder(owner: object = torch, **differs: object) -> Path:

@@ -1,4 +1,4 @@
-"""Properties of many mechanisms: one compiled graph, exact states, no host reads, dropout, memory, refused sizes."""
+"""Properties of many mechanisms: one compiled graph, long streams, no host reads, dropout, memory, refused sizes."""
 
 import pytest
 import torch

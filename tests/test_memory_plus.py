@@ -30,7 +30,7 @@ def test_output_and_every_gradient_equal_those_of_the_reference(make, activation
     y, parameters = memory(x).y, [x, *memory.parameters()]
     assert_near(y, expected, tolerance=1e-12)
     for actual, reference in zip(gradients(y, parameters), gradients(expected, parameters), strict=True):
-        assert reference.abs().max() > 1e-6, "no gradient but rounding"
+        assert reference.abs().max() > 1e-6, "the gradient must be more than rounding"
         assert_near(actual, reference, tolerance=1e-11)
 
 
@@ -41,7 +41,7 @@ def test_layers_share_values_by_default_but_no_keys():
     assert MemoryPlus(context, **SIZES, share="layer").values is not first.values
 
 
-def test_metrics_of_experts_are_finite_though_weights_may_be_negative():
+def test_experts_do_not_report_the_divergence_of_weights_because_they_may_be_negative():
     torch.manual_seed(0)
     memory = Experts(Case().context(), **SIZES).to(DOUBLE)
     stats = memory(normal(B, T, D), collect_stats=True).stats

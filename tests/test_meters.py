@@ -1,4 +1,4 @@
-"""The meters of memory and time, compared with closed forms, allocations of a set size and a simulated clock."""
+"""The meters of memory and time, compared with closed forms, allocations of chosen sizes and a simulated clock."""
 
 from functools import partial
 
@@ -49,7 +49,7 @@ def allocate(mib: int) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not memory.CLEAR_REFS.exists(), reason="the high-water mark can be lowered on Linux only")
-def test_the_peak_is_that_of_the_allocations_and_a_reset_keeps_what_is_allocated():
+def test_the_peak_includes_freed_memory_and_after_a_reset_only_memory_in_use():
     meter = PeakMemory(CPU)
     first = allocate(50)
     allocate(200)  # is freed at once but remains in the peak
@@ -82,7 +82,7 @@ def test_on_a_gpu_reserved_and_allocated_memory_are_both_measured(monkeypatch):
     reset = lambda device: counters.update(dict.fromkeys(counters, 50))  # noqa: E731
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     meter = PeakMemory(torch.device("cuda"))
-    assert meter.read() == Peak(50, False, 50), "the peak is that since the meter was made"
+    assert meter.read() == Peak(50, False, 50), "earlier peaks must not count"
     counters |= {"allocated_bytes.all.peak": 250, "reserved_bytes.all.peak": 400}
     assert meter.read() == Peak(250, False, 400)
     first, second = Peak(5, False, 7), Peak(3, False, 9)

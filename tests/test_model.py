@@ -51,8 +51,8 @@ def randomised(model: LanguageModel) -> LanguageModel:
 
 def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement: str, tied: bool, start: int) -> Tensor:
     """The logits of the reference model with the parameters of ``model``."""
-    score = "none" if position == "sinusoidal" else position
-    common = {"heads": H, "span": S, "attend_self": True, "position": score, "start": start}
+    scheme = "none" if position == "sinusoidal" else position
+    common = {"heads": H, "span": S, "attend_self": True, "position": scheme, "start": start}
     sublayers, norms = [], []
     for layer in model.layers:
         for residual in layer.values():
@@ -124,7 +124,7 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
             {"layers.0.attention": ATTENTION, "layers.1.feed_forward": FEED_FORWARD, "norms": 5 * NORM, "head": V * D},
             BODY + V * D + D,
         ),
-        # A tied embedding is part of the head.
+        # A tied matrix counts as the embedding. A byte reads all of it.
         ((*HIDDEN_WIDTH, "model.tied=true"), {"embedding": V * D, "head": 0}, BODY + V * D),
         (
             (*HIDDEN_WIDTH, "position=relative"),
@@ -143,7 +143,7 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
         ),
     ],
 )
-def test_parameters_are_counted_by_sublayer_and_as_touched_by_a_byte(overrides, counts, touched):
+def test_parameters_of_each_sublayer_and_parameters_that_a_byte_touches_are_counted(overrides, counts, touched):
     model = build(*overrides)
     by_sublayer, total = model.parameters_by_sublayer(), sum(p.numel() for p in model.parameters())
     assert {name: by_sublayer[name] for name in counts} == counts
@@ -151,7 +151,7 @@ def test_parameters_are_counted_by_sublayer_and_as_touched_by_a_byte(overrides, 
     assert model.touched_parameters() == touched
 
 
-def test_embedding_dropout_follows_the_seed_and_is_in_training_only():
+def test_embedding_dropout_follows_the_seed_and_applies_only_in_training():
     model = build("model.embedding_dropout=0.5", "model.head_zero_init=false")
     plain = build("model.head_zero_init=false")
     tokens = torch.arange(24).view(2, 12)

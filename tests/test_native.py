@@ -75,7 +75,7 @@ def test_several_processes_may_build_a_library_at_once(source, tmp_path):
 
 
 def kernel_outputs(threads: int) -> list[torch.Tensor]:
-    """Outputs and gradients of the kernels in both precisions, at shapes that are no multiples of vectors."""
+    """Outputs and gradients of the kernels in both precisions, at sizes that are not multiples of the vector width."""
     outputs = []
     torch.set_num_threads(threads)
     for dtype in (torch.float32, torch.float64):
@@ -91,7 +91,7 @@ def kernel_outputs(threads: int) -> list[torch.Tensor]:
 @pytest.mark.numeric
 @pytest.mark.parametrize("threads", [3, 64])
 def test_the_number_of_threads_changes_no_bit(threads):
-    """64 threads are more than there are cores, heads or rows."""
+    """64 threads are more than the heads of all streams (4) and the rows of scores (36)."""
     assert all(map(torch.equal, kernel_outputs(1), kernel_outputs(threads)))
 
 

@@ -63,7 +63,7 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
                 if key < -carried:
                     continue
                 forward += 2 * width + 2 * width  # score, weighted value
-                backward += 2 * width + 2 * width  # gradients of the weight and the query
+                backward += 2 * width + 2 * width  # gradients of the attention weight and the query
                 if key >= 0 or hidden:
                     backward += 2 * width + 2 * width  # gradients of the key and the value
                 if relative:  # gradients of the position vector and of the query

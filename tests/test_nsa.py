@@ -1,4 +1,4 @@
-"""Native sparse attention: single branches that equal attention, changing spans, reported gates, and FLOPs."""
+"""Native sparse attention: equality of single branches with attention, changing spans, reported gates, and FLOPs."""
 
 from dataclasses import replace
 
@@ -23,11 +23,11 @@ def single_branch(layer: NativeSparse, branch: str) -> NativeSparse:
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("attend_self", [True, False])
-@pytest.mark.parametrize(("span", "chosen"), [(13, {"block": 1, "selected": 13}), (40, {"block": 4, "selected": 10})])
-def test_selecting_all_blocks_equals_attention(span, chosen, attend_self, monkeypatch):
-    monkeypatch.setattr("variants.nsa.QUERIES_AT_ONCE", 5)  # queries processed at once
+@pytest.mark.parametrize(("span", "sizes"), [(13, {"block": 1, "selected": 13}), (40, {"block": 4, "selected": 10})])
+def test_selecting_all_blocks_equals_attention(span, sizes, attend_self, monkeypatch):
+    monkeypatch.setattr("variants.nsa.QUERIES_AT_ONCE", 5)
     case = replace(CASE, span=span, attend_self=attend_self)
-    layer, attention = single_branch(case.build(NativeSparse, noise=0.3, **chosen), "selected"), case.build()
+    layer, attention = single_branch(case.build(NativeSparse, noise=0.3, **sizes), "selected"), case.build()
     attention.query, attention.output = layer.query, layer.output
     with torch.no_grad():
         for linear, weight in zip((attention.key, attention.value), layer.far.weight.chunk(2), strict=True):

@@ -117,7 +117,7 @@ def test_invalid_groups_are_refused_by_key(message):
 
 
 def sgd_step(*, clip, groups=None, sparse=False, fraction=0.0, schedule=None, scale=1.0):
-    """Take an SGD step with learning rate 1 and gradients of ``scale``. Returns the decrease of each parameter."""
+    """Take an SGD step with learning rate 1 and gradients full of ``scale``. Returns the decrease of each parameter."""
     model = Toy(sparse=sparse).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     assigned = assign(model, default=torch.optim.SGD, groups=groups)
@@ -168,7 +168,7 @@ def test_learning_rates_are_the_base_times_scale_times_schedule():
         (False, torch.optim.SparseAdam, r"variant\.groups\.values\.optimizer=SparseAdam.*is dense"),
     ],
 )
-def test_an_optimizer_for_the_other_gradient_layout_is_refused(sparse, optimizer, message):
+def test_an_optimizer_that_does_not_support_the_layout_of_a_gradient_is_refused(sparse, optimizer, message):
     model, groups = Toy(sparse=sparse), {"values": {"match": "*.memory.weight", "optimizer": optimizer}}
     optimizers = Optimizers(assign(model, default=ADAMW, groups=groups), lr=0.01, schedule=Schedule())
     with pytest.raises(ValueError, match=message):

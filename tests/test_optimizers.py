@@ -1,4 +1,4 @@
-"""Adagrad, compared with a loop, and Muon, compared with torch's."""
+"""Adagrad, compared with a loop, and Muon, compared with ``torch.optim.Muon``."""
 
 import pytest
 import torch
@@ -61,13 +61,12 @@ def test_adagrad_accepts_sparse_gradients_with_repeated_rows():
 @pytest.mark.parametrize(
     ("precision", "dtype", "tolerance"),
     [
-        # Of 8 bits. The error of an orthogonal update, whose norm is the root of its smaller side, is a few percent.
-        ("bfloat16", torch.float32, 0.05),
+        ("bfloat16", torch.float32, 0.05),  # with 8 significant bits, the error of an update is a few percent
         ("float32", torch.float32, 1e-4),
         ("auto", torch.float64, 1e-12),
     ],
 )
-def test_muon_equals_torchs(precision, dtype, tolerance, monkeypatch):
+def test_muon_equals_that_of_torch(precision, dtype, tolerance, monkeypatch):
     """torch's Muon multiplies in bfloat16 only, so for other precisions the test replaces its conversion by a copy."""
     if precision != "bfloat16":
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
@@ -92,7 +91,7 @@ def test_muon_equals_torchs(precision, dtype, tolerance, monkeypatch):
 
 
 @pytest.mark.parametrize("amx", [False, True])
-def test_the_precision_of_muons_products_follows_the_key_and_auto_the_cpu(amx, monkeypatch):
+def test_muons_products_have_the_configured_precision_and_auto_depends_on_the_cpu(amx, monkeypatch):
     monkeypatch.setattr("harness.optim.muon._has_amx", lambda: amx)
     likes = [torch.zeros(1, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
     auto = torch.bfloat16 if amx else torch.float32

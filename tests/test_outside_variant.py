@@ -1,4 +1,4 @@
-"""A variant of a user, in a file or a package with a few lines of YAML, is checked, trained, or refused."""
+"""A user's variant, a file or a package with a few lines of YAML, is checked, trained, or refused."""
 
 import json
 import re
@@ -31,7 +31,7 @@ layers: [mixer]
 
 
 def write(folder: Path, *, module: str, conf: str) -> None:
-    """Write a user's module, and into the folder ``conf`` the YAML of its sublayer and variant."""
+    """Write a user's module, and the YAML of its sublayer and variant into the folder ``conf``."""
     files = {
         Path(*module.split(".")).with_suffix(".py"): MIXER,
         Path(conf, "sublayer", "my_mixer.yaml"): SUBLAYER.format(module=module),

@@ -36,7 +36,7 @@ CASES = {
         *(*VARIANTS["product_key_memory"], *TWO_LAYERS, "variant.memory.activation=relu"),
         *("optim=adamw", "optim.clip=0.1"),
     ),
-    "shared by two layers, in parts": (
+    "shared by two layers, accumulated": (
         *(*SPARSE, *TWO_LAYERS, "variant.memory.share=network", "optim.clip=0.001"),
         *("+variant.groups.values.clip=0.01", "batch.accumulate=2"),
     ),
@@ -90,8 +90,8 @@ def sublayer_steps(processes: ProcessGroup, shard: str) -> dict:
     optimizers = Optimizers(groups, lr=0.01, schedule=Schedule(), clip=0.1)
     for part in optimizers.optimizers["matrices"].param_groups:
         part["precision"] = "float64"
-    where = Runtime(device=torch.device("cpu"), precision="float32", compile=False, processes=processes)
-    update = Update(model, optimizers, where, accumulate=2)
+    runtime = Runtime(device=torch.device("cpu"), precision="float32", compile=False, processes=processes)
+    update = Update(model, optimizers, runtime, accumulate=2)
     update.distribute(shard=shard)
     tokens = torch.randint(31, (6, 12), generator=torch.Generator().manual_seed(1))
     streams = tokens.chunk(processes.world_size)[processes.rank]
@@ -203,7 +203,7 @@ def test_three_processes_score_as_one_and_have_different_random_numbers_and_stre
     assert torch.equal(torch.cat([rank["scores"]["streams"] for rank in ranks]), single["streams"])
 
 
-def test_gradients_are_averaged_where_a_process_has_none(ranks):
+def test_gradients_are_averaged_even_if_a_process_has_none(ranks):
     for dense, rows, nothing in (rank["averaged"] for rank in ranks):
         assert dense.tolist() == [[2, 2]] * 3 and nothing is None
         torch.testing.assert_close(rows, torch.tensor([[1.0, 1.0], [0.0, 0.0], [1 / 3, 1 / 3]]))
@@ -220,7 +220,7 @@ def test_parameters_that_fsdp_cannot_shard_are_detected():
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_a_table_with_fewer_columns_than_heads_and_processes_need_is_refused():
+def test_a_table_whose_columns_cannot_be_divided_among_all_processes_is_refused():
     model = make_trainer(*VARIANTS["product_key_memory"], "model.d_model=4", "model.heads=1").model
     processes = ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3)
     with pytest.raises(ValueError, match=re.escape("a table of 4 columns cannot be divided among 3 processes")):

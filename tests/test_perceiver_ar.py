@@ -34,7 +34,7 @@ def layers_of(model: torch.nn.Module) -> list[Layer]:
 @pytest.mark.numeric
 @pytest.mark.parametrize("backend", ["plain", "auto"])
 def test_the_model_equals_the_reference_and_a_byte_influences_positions_up_to_the_end_of_a_block(backend):
-    """Layer 0 carries a byte to the next 8 positions; later layers carry these to the end of the last one's block."""
+    """In layer 0 a byte influences the next 8 positions; in later layers, also the rest of the last of their blocks."""
     model = build(f"runtime.backend={backend}")
     tokens = torch.randint(7, (2, 14), generator=torch.Generator().manual_seed(4))
     named = dict(model.named_parameters())

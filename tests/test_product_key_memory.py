@@ -48,7 +48,7 @@ def test_output_and_every_gradient_equal_those_of_the_reference(monkeypatch, cha
     assert_near(out.y, expected, tolerance=1e-12)
     inputs = [x, *memory.parameters()]
     for actual, reference_gradient in zip(gradients(out.y, inputs), gradients(expected, inputs), strict=True):
-        assert reference_gradient.abs().max() > 1e-6, "no gradient but rounding"
+        assert reference_gradient.abs().max() > 1e-6, "the gradient must be more than rounding"
         assert_near(actual.to_dense(), reference_gradient, tolerance=1e-11)
     (dvalues,) = gradients(out.y, [memory.values])
     unread = out.stats["usage_count"] == 0
@@ -56,7 +56,7 @@ def test_output_and_every_gradient_equal_those_of_the_reference(monkeypatch, cha
 
 
 def best_of_all(first: Tensor, second: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of all slots, the ``top_k`` best scores, and their slots. Of equal scores the lowest slot comes first."""
+    """Scores of all slots, the ``top_k`` best scores, and their slots. Slots of equal scores are in ascending order."""
     scores = (first[..., :, None] + second[..., None, :]).flatten(-2)
     return scores, *(part[..., :top_k] for part in scores.sort(descending=True, stable=True))
 
@@ -95,8 +95,8 @@ def test_under_bfloat16_autocast_the_slots_are_those_of_float32():
     torch.manual_seed(0)
     query, keys = torch.randn(50, 4, 8, requires_grad=True), torch.randn(4, 30, 8, requires_grad=True)
     outcomes = []
-    for low in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             slots, sums = select_slots(query, keys, top_k=4, pairs=candidate_pairs(top_k=4, half_keys=30))
         outcomes.append([slots, sums, *torch.autograd.grad(sums.square().sum(), (query, keys))])
     assert all(map(torch.equal, *outcomes))
@@ -107,7 +107,7 @@ def test_under_bfloat16_autocast_the_slots_are_those_of_float32():
         assert sorted(zip(i.tolist(), j.tolist(), strict=True)) == [(0, 0), runner_up]
 
 
-def test_initial_scales_and_the_number_of_candidate_pairs():
+def test_initial_scales_follow_the_widths_and_few_pairs_of_half_keys_are_candidates():
     memory = build(Case().context(d_model=100), half_keys=40, d_query=16)
     assert math.isclose(memory.values.std().item(), 0.1, rel_tol=0.02)
     assert memory.keys.abs().max() <= 8**-0.5

@@ -1,4 +1,4 @@
-"""``windtunnel.load``: the model of a run, its scores, samples and attention maps, and its one way to open a run."""
+"""``windtunnel.load``: scores, samples and attention maps of a run's model. All commands open runs by one function."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def test_a_loaded_model_has_the_exact_score_of_its_run_and_needs_three_files(run
     assert [model.score(text, **cut) for model in models] == [summary["valid_bits_per_byte"]] * 2
 
 
-def test_attention_maps_are_causal_shares_and_mistakes_are_named(run, tmp_path):
+def test_attention_maps_are_causal_and_sum_to_one_and_mistakes_are_named(run, tmp_path):
     model = windtunnel.load(run)
     maps = model.attention(b"0123456789" * 4)
     assert set(maps) == {"layers.0.attention", "layers.1.attention"}

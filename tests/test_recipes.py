@@ -120,7 +120,7 @@ def keys_set_by(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_recipe_sets_all_keys_that_change_its_score_and_reads_enwik8(name):
+def test_a_recipe_sets_all_keys_of_model_and_batch_and_reads_enwik8(name):
     data = plan(f"recipe={name}").data
     assert (data["name"], data["fallback"], data["vocabulary"], data["drop_newlines"]) == ("enwik8", None, V, False)
     required = {f"model.{key}" for key in settings.ModelSettings.__dataclass_fields__} - {"model.default_bytes"}

@@ -14,7 +14,7 @@ from variants.conformance.fixture import state_tensors
 CASES = {
     "spans, keys and values carried": (*SPANS, *CARRY),
     "spans, inputs carried, dropout": (*SPANS, *CARRY, "position=relative", "model.cache=hidden", *DROPOUT),
-    "memory, keys and values carried, dropout, in parts": (
+    "memory, keys and values carried, dropout, accumulated": (
         *("variant=product_key_memory", "batch.accumulate=2", *MEMORY, *CARRY, *DROPOUT),
     ),
 }
@@ -92,7 +92,7 @@ def test_recomputation_executes_a_second_forward_and_saves_only_the_inputs_of_la
     assert saved["layers"] < saved["none"] / 4
 
 
-def test_rows_with_and_without_recomputation_do_not_pool_and_other_values_are_refused():
+def test_costs_with_and_without_recomputation_are_incomparable_and_other_values_are_refused():
     without, recomputed, default = cost_row(recomputation="none"), cost_row(recomputation="layers"), cost_row()
     assert cost_conditions(without) == cost_conditions(default) != cost_conditions(recomputed)
     with pytest.raises(ValueError, match="runtime.checkpoint=blocks: allowed are none, layers"):

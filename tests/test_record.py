@@ -1,4 +1,4 @@
-"""The record of a run: rows, summary, closing table, and which rows compare. ``test_wandb.py`` tests W&B."""
+"""The record of a run: rows, summary, closing table, and which rows are comparable. ``test_wandb.py`` tests W&B."""
 
 import json
 import math
@@ -125,14 +125,14 @@ OTHER_CODE = {"source": "bb", "tree": "other"}
         ({"protocol": {"streams": 8, "span": 9}}, False),
     ],
 )
-def test_rows_compare_unless_numerics_data_budget_or_protocol_differ(changes, expected):
+def test_rows_are_comparable_unless_numerics_data_budget_or_protocol_differ(changes, expected):
     a = make_summary(**PINNED, protocol={"streams": 8}, processes=None)  # None: as in rows without this key
     a |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}  # seconds: in both rows
     b = a | changes
     assert comparable(a, b) == comparable(b, a) == expected
 
 
-def test_rows_of_models_with_different_spans_compare_if_each_is_scored_with_its_span():
+def test_rows_of_models_with_different_spans_are_comparable_if_each_is_scored_with_its_span():
     rows = [make_summary(protocol={"span": span}, config={"model": {"span": span}}) for span in (16, 32)]
     assert comparable(*rows) and not comparable(rows[0], make_summary(protocol={"span": 32}))
 

@@ -92,7 +92,7 @@ def soft(z: Tensor, *, ramp: int) -> Tensor:
 
 
 @pytest.mark.parametrize("fractions", [(0.0, 0.5), (0.25, 1.0)])
-def test_a_soft_mask_is_a_bias_of_its_logarithm(fractions):
+def test_a_soft_mask_equals_its_logarithm_added_to_the_scores(fractions):
     fractions = torch.tensor(fractions, dtype=torch.float64, requires_grad=True)
     mask = soft((S * fractions)[:, None, None], ramp=2) * (HARD == 0)
     q, k, v = projected("wq", "wk", "wv")
@@ -117,6 +117,6 @@ def test_persistent_vectors_are_additional_keys_and_equal_a_softmax_feed_forward
         up, down = keys[h] @ WEIGHTS["wq"][block] / math.sqrt(K), WEIGHTS["wo"][:, block] @ values[h].T
         expected = expected + feed_forward(X, up=up, down=down, activation="softmax")
     assert_same(without_context, expected, inputs=[X, keys, values, WEIGHTS["wq"], WEIGHTS["wo"]])
-    closed = adaptive_mask(torch.zeros(H, dtype=torch.float64), span=S, ramp=1)  # leaves x = 0 and the vectors
+    closed = adaptive_mask(torch.zeros(H, dtype=torch.float64), span=S, ramp=1)  # leaves distance 0 and the vectors
     only_itself = attention(X, **ARGUMENTS | {"span": 1}, **vectors)
     assert_same(attention(X, **ARGUMENTS, **vectors, mask=closed), only_itself, inputs=[*PARAMETERS, keys, values])

@@ -59,7 +59,7 @@ def test_reading_all_slots_equals_the_product_of_two_softmaxes(x, memory):
     assert_same(actual, (shares @ memory["values"]).sum(2), inputs=[x, scale, shift, *memory.values()])
 
 
-def test_layer_norm_normalizes_each_head_and_batch_norm_all_rows(x, memory):
+def test_layer_norm_is_over_each_head_and_batch_norm_over_all_bytes(x, memory):
     weight, bias = memory["query_weight"], memory["query_bias"]
     scale, shift = normal(DQ, seed=7), normal(DQ, seed=8)
     actual = queries(x, weight=weight, bias=bias, norm=("layer", scale, shift, 1e-5), heads=H)

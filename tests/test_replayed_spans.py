@@ -53,17 +53,17 @@ def test_integer_spans_with_a_ramp_of_one_are_a_hard_window():
 
 
 def test_init_from_a_finished_run_takes_its_spans_unless_spans_are_configured(cwd):
-    job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
-    source = (f"init_from.run={job.folder.path}", "budget.steps=2")
+    learning, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
+    source = (f"init_from.run={learning.folder.path}", "budget.steps=2")
     replaying = make_run("variant=replayed_spans", "variant.attention.span.ramp=4", *source).trainer
-    learned = lengths_of(job.trainer.model)
+    learned = lengths_of(learning.trainer.model)
     assert lengths_of(replaying.model) == learned
     replaying.step()
     assert lengths_of(replaying.model) == learned
     assert not any(name.endswith("fraction") for name, _ in replaying.model.named_parameters())
     configured = make_run(*CONFIGURED, *source).trainer.model
     assert lengths_of(configured) == SPANS
-    assert torch.equal(configured.embedding.weight, job.trainer.model.embedding.weight)
+    assert torch.equal(configured.embedding.weight, learning.trainer.model.embedding.weight)
 
 
 @pytest.mark.parametrize("spans", ["[[1,2]]", "[[1,2],[3]]", "[1,2]", "[[1,2],[3,17]]", "[[1,2],[3,-1]]"])

@@ -58,7 +58,7 @@ def test_tables_of_the_fixed_rows_equal_the_golden_tables(tmp_path):
         {"source": "aa" * 32},
     ],
 )
-def test_runs_that_do_not_compare_are_in_different_tables(tmp_path, changes):
+def test_incomparable_runs_are_in_different_tables(tmp_path, changes):
     write_run(tmp_path, variant="mhsa")
     change(write_run(tmp_path, variant="adaptive_span"), **changes)
     by_name = tables(tmp_path)
@@ -70,7 +70,7 @@ def test_runs_that_do_not_compare_are_in_different_tables(tmp_path, changes):
 NUMERICS = {"variant": 1, "shared": 1}
 
 
-def test_scores_of_equal_numerics_pool_over_commits_but_times_do_not(tmp_path):
+def test_scores_of_equal_numerics_are_pooled_over_commits_but_times_are_not(tmp_path):
     for seed in range(3):
         attention = {"_target_": f"variants.moved_{seed}.Attention"}
         config = {"variant": {"name": "mhsa", "numerics": 1, "attention": attention}}
@@ -91,7 +91,7 @@ def test_scores_of_equal_numerics_pool_over_commits_but_times_do_not(tmp_path):
         {"config": {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Alibi"}}},
     ],
 )
-def test_runs_whose_numbers_may_differ_do_not_pool(tmp_path, changes):
+def test_runs_whose_numbers_may_differ_are_not_pooled(tmp_path, changes):
     muon = [{"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["float32"]}]
     config = {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Rotary"}}
     common = {"numerics": NUMERICS, "optimizers": muon, "config": config}
@@ -147,11 +147,11 @@ def test_hyperparameters_are_picked_on_tuning_seeds_whose_scores_are_not_reporte
     assert all(flag in flags for flag in ("high end of optim.lr", "1 run without a score"))
     assert column(by_name, "picked") == ["optim.lr=0.003"]
     write_trial(tmp_path, rate=0.003, seed=0, bits=2.45)
-    tuning_seed = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
+    tuning_run = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
     by_name = tables(tmp_path)
     results = next(table for name, table in by_name.items() if name.startswith("runs-"))
     assert column(results, "valid, bits per byte")[0] == "2.4500" and column(results, "n")[0] == "1"
-    assert any(tuning_seed.name in note for note in results.notes)
+    assert any(tuning_run.name in note for note in results.notes)
 
 
 def test_a_folder_that_is_named_twice_or_linked_is_read_once(tmp_path):
@@ -181,7 +181,7 @@ def test_invalid_lines_are_refused_with_a_reason_and_valid_ones_are_read(tmp_pat
         assert read_folders([tmp_path]).frame.empty and len(read_folders([tmp_path]).refused) == 1
 
 
-def test_unfinished_corrupt_and_uncompared_runs_are_named_and_not_shown(tmp_path):
+def test_unfinished_corrupt_and_incomparable_runs_are_named_but_not_shown(tmp_path):
     folders = [write_run(tmp_path, seed=seed) for seed in range(6)]
     (folders[1] / "summary.json").unlink()
     (folders[2] / "summary.json").write_text('{"status": ')

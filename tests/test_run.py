@@ -42,7 +42,7 @@ def test_the_same_configuration_gives_the_same_record(cwd, monkeypatch):
 
 
 @pytest.mark.parametrize(("carry", "cold"), [("true", [0, 8, 16]), ("false", list(range(18)))])
-def test_with_carry_only_the_first_step_of_an_epoch_has_no_state_and_without_every_step(carry, cold, monkeypatch):
+def test_the_first_step_of_an_epoch_has_no_state_and_if_carry_is_false_no_step_has_one(carry, cold, monkeypatch):
     trainer = make_trainer("data.bytes=600", "eval.bytes=null", f"batch.carry={carry}", "budget.steps=18")
     update, states = Update.__call__, []
 
@@ -80,7 +80,7 @@ def test_final_scores_costs_and_spans_are_those_of_the_weights_with_the_best_val
     best = make_trainer(*words)
     best.load_weights(checkpoint.load(run.folder.path / checkpoint.FOLDER / checkpoint.BEST)["model"])
     valid, test = (best.corpus.splits[split] for split in ("valid", "test"))
-    samples = [valid[first : first + 5] for first in (800, 897, 995)]  # a tenth of two steps of 64 bytes
+    samples = [valid[first : first + 5] for first in (800, 897, 995)]  # 12 pairs, a tenth of two steps of 64 bytes
     scores = [score_stream(best.model, sample, runtime=best.runtime, streams=1, segment=64) for sample in samples]
     assert sum(score.bits_per_byte for score in scores) / 3 == pytest.approx(bits[-2], abs=1e-6)
     assert best.evaluate(valid[:400]).bits_per_byte == summary["valid_bits_per_byte"] == rows[-1]["bits_per_byte"]
@@ -92,7 +92,7 @@ def test_final_scores_costs_and_spans_are_those_of_the_weights_with_the_best_val
 
 
 def steps_of(*overrides: str) -> tuple[Trainer, list[float]]:
-    """Train to the end of the budget. Returns the run, and the learning rate of each step relative to the peak."""
+    """Train to the end of the budget. Returns the trainer, and the learning rate of each step relative to the peak."""
     words = ("optim=adamw", "optim.schedule.warmup_fraction=0.25", "optim.schedule.floor=0.0")
     trainer, rates = make_trainer(*words, *overrides), []
     while not trainer.finished:
@@ -103,8 +103,8 @@ def steps_of(*overrides: str) -> tuple[Trainer, list[float]]:
 
 @pytest.mark.parametrize("budget", ["budget.steps=16", "budget.bytes=1000", "model.default_bytes=1000"])
 def test_budgets_of_steps_and_bytes_determine_steps_and_schedule(budget):
-    run, rates = steps_of(budget)
-    assert run.spent.steps == 16 and run.spent.bytes == 16 * 64
+    trainer, rates = steps_of(budget)
+    assert trainer.spent.steps == 16 and trainer.spent.bytes == 16 * 64
     amount = 16.0 if "steps" in budget else 1000 / 64
     middles = [(step + min(step + 1, amount)) / 2 / amount for step in range(16)]
     assert rates == pytest.approx([min(1, f / 0.25) * (1 - f) for f in middles])
@@ -132,7 +132,7 @@ def test_a_budget_of_flops_is_charged_by_the_spans_at_each_step_not_by_the_rows_
 # Summary
 
 
-def test_a_causality_check_of_windows_that_gives_nan_makes_a_run_not_causal(monkeypatch):
+def test_a_run_is_not_causal_if_the_causality_check_of_its_windows_gives_nan(monkeypatch):
     score = summary_module.score_windows
     monkeypatch.setattr(summary_module, "score_windows", lambda *a, **k: score(*a, **k)._replace(future_nats=math.nan))
     assert whole_run("eval.windows=true", "budget.steps=2")[1]["check"] == NOT_CAUSAL

@@ -10,7 +10,7 @@ from harness.loop.sampling import draw, generate, token_ids
 from tests.small_configs import TINY, plan, small
 
 VARIANTS = ("adaptive_span_memory", "compressed")
-"""Variants that together have every type of carried state."""
+"""Variants whose sublayers carry keys and values, summaries, or nothing."""
 PROMPT = torch.randint(256, (29,), generator=torch.Generator().manual_seed(0))
 
 
@@ -61,9 +61,9 @@ def test_top_k_restricts_the_drawn_tokens_and_invalid_values_are_refused():
 
 
 def test_a_mechanism_without_a_state_and_a_byte_outside_of_the_vocabulary_are_refused_by_name():
-    batch = network("product_key_memory", "variant.memory.query_norm=batch")
+    model = network("product_key_memory", "variant.memory.query_norm=batch")
     with pytest.raises(ValueError, match=r"layers\.\d\.memory \(ProductKeyMemory\) has the limit `segments`"):
-        next(generate(batch, PROMPT, n_symbols=256))
+        next(generate(model, PROMPT, n_symbols=256))
     assert token_ids(b"ba", b"ab", key="prompt").tolist() == [1, 0]
     with pytest.raises(ValueError, match=r"prompt: has byte 99 \('c'\), which is not among the 2 bytes of the model"):
         token_ids(b"abc", b"ab", key="prompt")

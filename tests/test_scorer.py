@@ -15,10 +15,10 @@ RAMP = {"all_attention": ("variant.attention.span.ramp=4",)}
 @pytest.mark.numeric
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bits_per_byte_of_a_trained_run_equal_those_of_the_scorer(variant):
-    job, summary = whole_run(*VARIANTS[variant], *RAMP.get(variant, ()), *TRAINED)
-    best = checkpoint.load(job.folder.path / checkpoint.FOLDER / checkpoint.BEST)
+    run, summary = whole_run(*VARIANTS[variant], *RAMP.get(variant, ()), *TRAINED)
+    best = checkpoint.load(run.folder.path / checkpoint.FOLDER / checkpoint.BEST)
     weights = {name: tensor.double().numpy() for name, tensor in best["model"].items()}
-    split = job.trainer.corpus.splits["test"].numpy().astype(np.int64)
+    split = run.trainer.corpus.splits["test"].numpy().astype(np.int64)
     assert len(split) == 1000 and summary["protocol"]["segment"] == 64  # sixteen segments
     expected = bits_per_byte(weights, split, **SIZES)
     assert summary["test_bits_per_byte"] < 4.5  # the model has learned the alphabet

@@ -28,7 +28,7 @@ def untested_cpu(monkeypatch):
 
 @pytest.fixture
 def compared(monkeypatch) -> list[str]:
-    """Names of the compared backends. Without processes, ``fused`` passes, ``chunked`` hangs, and others fail."""
+    """Names of the compared backends. In a fake worker ``fused`` passes, ``chunked`` hangs, and others fail."""
     names = []
 
     class FakeWorker:

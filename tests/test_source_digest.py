@@ -42,7 +42,7 @@ CHECKOUT = {
     "users/helper.cu": "",
     "users/deep/__init__.py": "",
     "users/deep/er.py": "",
-    "users/apart.py": "",
+    "users/unrelated.py": "",
     "users/package/__init__.py": "",
     "users/package/inner/kernel.cu": "",
 }
@@ -87,7 +87,7 @@ def write(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_digest_depends_on_exactly_the_files_that_a_run_can_import(checkout, case):
+def test_the_digest_depends_on_exactly_the_files_that_can_change_a_number_of_the_run(checkout, case):
     assert {name for name, _ in mechanism_files(CONFIG)} == WINDOW
     arguments, relevant_files = CASES[case]
     before = digest(CONFIG, **arguments)
@@ -106,7 +106,7 @@ def test_the_digest_depends_on_exactly_the_files_that_a_run_can_import(checkout,
     assert digest(CONFIG, **arguments) == before
 
 
-def test_a_copied_checkout_has_the_same_digest_and_installed_packages_do_not_count(
+def test_a_copied_checkout_has_the_same_digest_and_imports_of_installed_modules_do_not_count(
     checkout, monkeypatch, tmp_path_factory
 ):
     before, copied = digest(CONFIG, measuring=True), tmp_path_factory.mktemp("copied")

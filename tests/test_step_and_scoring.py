@@ -24,7 +24,7 @@ SPANS = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.atte
 TRAINING = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_zero_init=false")
 
 
-def test_accumulation_equals_the_unsplit_step():
+def test_a_step_with_accumulation_equals_one_without():
     whole, split = (make_trainer(*SPANS, *TRAINING, f"batch.accumulate={parts}") for parts in (1, 3))
     for run in (whole, split):
         run.model.double()  # Adam amplifies the rounding errors of float32
@@ -140,9 +140,9 @@ def test_the_score_of_streams_equals_that_of_single_bytes_after_the_context(mode
     assert score.bits_per_byte == pytest.approx(sum(expected) / math.log(2) / 101, abs=1e-6)
 
 
-def test_statistics_are_collected_on_the_scored_bytes_only(model):
-    # Of 100 pairs. Three streams of 34 include 2 pairs of padding. With a context of 12, statistics begin once all
-    # streams are scored, which leaves out the first 12 pairs of the first stream.
+def test_statistics_are_collected_from_the_first_batch_in_which_all_streams_are_scored(model):
+    # 100 pairs are scored. Three streams of 34 also read 2 pairs of padding. Without a context, statistics begin at
+    # once. A context of 12 leaves out the first two batches, in which only the first stream is scored.
     for streams, segment, context, count in ((4, 64, 0, 100), (4, 7, 0, 100), (3, 64, 0, 102), (4, 6, 12, 88)):
         cut = {"streams": streams, "segment": segment, "context": context}
         score = score_stream(model, random_bytes(101), runtime=CPU, collect_stats=True, **cut)

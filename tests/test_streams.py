@@ -16,7 +16,7 @@ from harness.data.streams import Streams, round_context, sample_layout, samples,
     carry=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_targets_are_the_next_bytes_of_the_split_closed_to_a_ring(n_bytes, streams, segment, seed, carry):
+def test_targets_are_the_next_bytes_of_the_split_read_as_a_ring(n_bytes, streams, segment, seed, carry):
     split = torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     if n_bytes // streams <= segment:
         return
@@ -44,12 +44,12 @@ def test_an_epoch_reads_every_byte_at_most_once_and_several_epochs_read_all_byte
         assert sorted(epoch.flatten().tolist()) == list(range(240))
     assert not torch.equal(epochs[0], epochs[1])
     assert epochs[0][:, 0].sort().values.diff().tolist() == [60, 60, 60]
-    stream = Streams(torch.arange(203, dtype=torch.uint8), streams=2, segment=30, seed=0)  # 3 segments of 101 bytes
+    stream = Streams(torch.arange(203, dtype=torch.uint8), streams=2, segment=30, seed=0)  # 101 bytes have 3 segments
     read = {byte for position in range(3 * 30) for byte in stream.batch(position)[0].flatten().tolist()}
     assert read == set(range(203)) and [p for p in range(9) if stream.resets_state(p)] == [0, 3, 6]
-    windows_of = Streams(torch.arange(12, dtype=torch.uint8), streams=8, segment=4, seed=0, carry=False)
-    begins = {row[0] for position in range(60) for row in windows_of.batch(position)[0].tolist()}
-    assert begins == set(range(8)) and all(windows_of.resets_state(p) for p in range(9)), "windows must reach both ends"
+    windowed = Streams(torch.arange(12, dtype=torch.uint8), streams=8, segment=4, seed=0, carry=False)
+    begins = {row[0] for position in range(60) for row in windowed.batch(position)[0].tolist()}
+    assert begins == set(range(8)) and all(windowed.resets_state(p) for p in range(9)), "windows must reach both ends"
 
 
 def test_the_order_is_pinned_and_does_not_depend_on_earlier_batches():

@@ -19,7 +19,7 @@ TEXT = (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ".json", ".jsonl", ".cfg
 FOLDERS = (*PACKAGES, "conf", "tests", "docs", ".ci")
 
 # What the files of each folder may import besides the standard library. A package stands for all of its modules.
-ARROWS = {
+ALLOWED_IMPORTS = {
     "variants": {"torch", "einops", "variants", "triton"},
     "variants/kernels": {"torch", "variants.kernels", "triton"},  # triton: in one file, imported where it is used
     "variants/conformance": {"torch", "variants.conformance", "variants.contract"},
@@ -38,7 +38,7 @@ ARROWS = {
     "train.py": {"harness", "hydra", "omegaconf"},
 }
 OURS = {"variants", "harness", "bench", "windtunnel", "tests", "train", "conf"}
-THIRD_PARTY_ALLOWED = ("harness", "bench")
+THIRD_PARTY_ALLOWED = ("harness", "bench")  # folders with a rule for imports of our packages only
 
 
 def folder_of(path: Path) -> str:
@@ -64,7 +64,7 @@ def inside(module: str, allowed: set[str]) -> bool:
 
 
 def forbidden_imports(path: Path) -> set[str]:
-    allowed = ARROWS[folder_of(path)]
+    allowed = ALLOWED_IMPORTS[folder_of(path)]
     names = {name for name in imported(path) if name.partition(".")[0] not in sys.stdlib_module_names}
     if folder_of(path).partition("/")[0] in THIRD_PARTY_ALLOWED:
         names = {name for name in names if name.partition(".")[0] in OURS}
@@ -80,7 +80,7 @@ def module_name(path: Path) -> str:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """For each module of the product the modules of the product that it imports anywhere."""
+    """For each module of the product, those that it imports anywhere."""
     paths = {module_name(path): path for path in PRODUCT}
 
     def module(name: str) -> str | None:
@@ -95,14 +95,14 @@ def test_imports_have_no_cycle_of_modules_or_folders():
     """The commands of bench count as one folder, and the modules that they share as another."""
     modules = import_graph()
     commands = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
-    shared = {(command, imports) for command in commands for imports in modules[command] & commands}
-    assert len(commands) > 5 and shared == {("bench.decompress", "bench.compress")}  # one file has the code of both
-    commands |= {"bench.results_page"}  # modules of one command only
+    between = {(command, imports) for command in commands for imports in modules[command] & commands}
+    assert len(commands) > 5 and between == {("bench.decompress", "bench.compress")}  # one file has the code of both
+    commands |= {"bench.results_page"}  # a module of one command only
 
     def group_of(module: str) -> str:
         if module in commands:
             return "commands"
-        packages = [name for name in (module, module.rpartition(".")[0]) if name.replace(".", "/") in ARROWS]
+        packages = [name for name in (module, module.rpartition(".")[0]) if name.replace(".", "/") in ALLOWED_IMPORTS]
         return packages[0] if packages and packages[0] != "harness" else module
 
     groups: dict[str, set[str]] = {}

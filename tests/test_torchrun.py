@@ -69,10 +69,10 @@ def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_check
     several = Launch(1, 4, 1, 2)
     assert several.command_prefix == ("torchrun", "--nnodes=2", "--nproc-per-node=2")
     assert Launch().command_prefix == ("python",)
-    for many, arguments in ((False, ("variant=mhsa",)), (True, ("--multirun",)), (True, ("hydra.mode=MULTIRUN",))):
+    for allowed, arguments in ((False, ("variant=mhsa",)), (True, ("--multirun",)), (True, ("hydra.mode=MULTIRUN",))):
         with pytest.raises(ValueError, match="processes"):
-            check_launch(arguments, multiprocess=many, launch=several)
-        check_launch(arguments, multiprocess=many, launch=Launch())
+            check_launch(arguments, multiprocess=allowed, launch=several)
+        check_launch(arguments, multiprocess=allowed, launch=Launch())
     check_launch(("variant=mhsa", "optim.lr=-m"), multiprocess=True, launch=several)
     assert read_launch(FOURTH) == (3, 4, 1, 2)
     for single in ({"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1"}):
@@ -94,7 +94,7 @@ def test_a_process_that_cannot_connect_to_the_others_prints_the_address_in_one_l
 
 
 def lose_rank_1(how: str) -> tuple[int, int, str]:
-    """Train until rank 1, in its third step, ends or stops with its connections open ("silent").
+    """Train until rank 1, after its third step, ends (``how="ended"``) or stops with open connections ("silent").
 
     Returns: exit code, number of steps and error of rank 0.
     """

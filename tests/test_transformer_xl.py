@@ -12,7 +12,7 @@ from variants.transformer_xl import TransformerXL
 @pytest.mark.numeric
 @pytest.mark.parametrize("position", ["none", "relative"])
 def test_with_zeroed_parameters_it_equals_attention_of_a_simpler_position_scheme(position):
-    """W_R (``project``) and u (``to_keys``) of 0 leave no positions, u and v (``to_distances``) of 0 vectors W_R r."""
+    """u (``to_keys``) is 0. W_R (``project``) = 0 leaves no positions; v (``to_distances``) = 0 leaves q . W_R r."""
     case = Case(length=9, past=7, span=6, heads=1, cache="hidden", position=position)
     plain, attention = case.build(), case.build(TransformerXL, noise=1.0)
     with torch.no_grad():

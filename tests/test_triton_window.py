@@ -170,7 +170,7 @@ def executed(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize("packed", [False, True])
-def test_backward_can_omit_the_past_and_the_executed_flops_are_those_of_the_products(small_blocks, executed, packed):
+def test_backward_can_omit_the_past_and_executed_flops_counts_the_executed_products(small_blocks, executed, packed):
     spans = {"max_keys": (10, 39), "z": (3.5, 33.0)}
     case = Case(T=18, past=21, **spans, persistent=5, vectors=True, key_bias=True, streams=2, dropout=0.3)
     inputs = Inputs(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE))
@@ -204,7 +204,7 @@ def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_plain(small_b
 
 @needs_triton
 def test_heads_may_have_hard_windows_of_different_lengths(small_blocks):
-    """A hard window of the plain backend is that of all heads, so each head is compared separately."""
+    """The plain backend has one hard window for all heads, so each head is compared separately."""
     case = Case(T=33, past=12, max_keys=(5, 40))
     inputs = case.inputs()
     for h, (y, max_keys) in enumerate(zip(case.call(KERNEL, inputs).split(1, 1), case.max_keys, strict=True)):

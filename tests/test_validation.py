@@ -11,8 +11,8 @@ from harness.device.runtime import compile_clock
 from tests.small_runs import make_run, make_trainer, rows_of, run_to_end, stop, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 
-def validations(job) -> list[dict]:
-    return [row for row in rows_of(job) if row["kind"] == "valid" and not row.get("final")]
+def validations(run) -> list[dict]:
+    return [row for row in rows_of(run) if row["kind"] == "valid" and not row.get("final")]
 
 
 @pytest.mark.parametrize(("selection_bytes", "n_bytes"), [(200, 200), (5000, 500), ("null", 500)])
@@ -87,7 +87,7 @@ def test_compilation_time_is_not_charged_to_a_budget_of_seconds(monkeypatch):
     monkeypatch.setattr("harness.loop.trainer.time.perf_counter", tick)
     monkeypatch.setattr("harness.loop.trainer.compile_clock", slow)
     stop(make_run("budget.seconds=2"), step=3)
-    job, summary = whole_run("budget.seconds=2")
+    _, summary = whole_run("budget.seconds=2")
     assert summary["steps"] == 8 and summary["seconds"] == pytest.approx(2.0)
     assert summary["budget"] == {"seconds": 2.0} and summary["compile_seconds"] == pytest.approx(24.0)
 

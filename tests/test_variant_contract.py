@@ -32,7 +32,7 @@ OTHER = [pytest.param(*choices, marks=pytest.mark.faults) for choices in OTHER_C
 IRRELEVANT_KEYS = ("name", "numerics", "lr_scale", "groups", "small")
 """Keys of a variant that cannot change the outcome of a check."""
 BROKEN_PROMISES: dict[str, list[str]] = {}
-"""Broken promises by checked configuration. Variants that differ only in sizes that shrink are checked once."""
+"""Broken promises by checked configuration. Variants that are equal at small sizes are checked once."""
 
 
 def broken(plan: Plan) -> list[str]:

@@ -48,12 +48,12 @@ def offline_runs(tmp_path_factory) -> list[tuple[Path, dict]]:
 
 
 class FakeWandb:
-    """The part of module wandb that the product uses. ``fails`` maps names of calls to the errors that they raise."""
+    """The part of module wandb that the product uses. ``fails`` maps calls, or "reach" for going online, to errors."""
 
-    def __init__(self, *, has_key=False, typed_offline=False, fails=None):
+    def __init__(self, *, has_key=False, wandb_offline=False, fails=None):
         self.fails, self.has_key, self.calls = fails or {}, has_key, []
         self.errors = SimpleNamespace(CommError=ConnectionError)
-        self.settings = SimpleNamespace(mode="offline" if typed_offline else "online")
+        self.settings = SimpleNamespace(mode="offline" if wandb_offline else "online")
         self.run = SimpleNamespace(
             **{"dir": "/nowhere/wandb/offline-run-1-x/files", "id": "x", "url": "https://example.org/x"},
             **{"offline": False, "disabled": False, "summary": {}},
@@ -125,7 +125,7 @@ def test_a_failure_of_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, 
 
 
 @pytest.mark.parametrize(
-    ("configured", "variable", "fails", "typed_offline", "started", "lines"),
+    ("configured", "variable", "fails", "wandb_offline", "started", "lines"),
     [
         ("auto", None, "no key", False, ["offline"], 0),
         ("auto", None, None, False, ["online"], 0),
@@ -136,9 +136,9 @@ def test_a_failure_of_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, 
     ],
 )
 def test_the_mode_follows_the_configuration_the_variable_and_the_login(
-    fake, monkeypatch, tmp_path, capsys, configured, variable, fails, typed_offline, started, lines
+    fake, monkeypatch, tmp_path, capsys, configured, variable, fails, wandb_offline, started, lines
 ):
-    module = fake(has_key=fails != "no key", typed_offline=typed_offline, fails={fails: ConnectionError("refused")})
+    module = fake(has_key=fails != "no key", wandb_offline=wandb_offline, fails={fails: ConnectionError("refused")})
     if variable:
         monkeypatch.setenv("WANDB_MODE", variable)
     hint = run_job(tmp_path, mode=configured).hint
@@ -163,13 +163,13 @@ def test_environment_variables_of_wandb_override_the_configuration(fake, monkeyp
     assert keywords["tags"] == ["mine", "x" * 64], "W&B refuses empty and long tags"
 
 
-def test_a_row_is_logged_as_numbers_with_metrics_by_layer_and_their_extent():
+def test_a_row_is_logged_as_numbers_with_the_mean_minimum_and_maximum_of_metrics():
     metrics = {"layers.0.attention.span": [1.0, 4.0, None], "layers.2.memory.usage_percent": 12.5}
     row = {"kind": "valid", "step": 3, "bytes_seen": 200, "bits_per_byte": 2.5, "text": "no", "blocks": [1.0]}
-    extent = {"mean": 2.5, "min": 1.0, "max": 4.0}
+    stats = {"mean": 2.5, "min": 1.0, "max": 4.0}
     expected = {"step": 3, "bytes_seen": 200, "seconds": 0.5, "valid/bits_per_byte": 2.5}
-    expected |= {f"valid_span{layer}/{key}": extent[key] for layer in ("", "/layers.0.attention") for key in extent}
-    expected |= {f"valid_usage_percent/{key}": 12.5 for key in ("layers.2.memory", *extent)}
+    expected |= {f"valid_span{layer}/{key}": stats[key] for layer in ("", "/layers.0.attention") for key in stats}
+    expected |= {f"valid_usage_percent/{key}": 12.5 for key in ("layers.2.memory", *stats)}
     assert metrics_of(row | {"clock": {"seconds": 0.5}, "metrics": metrics}) == expected
 
 
@@ -250,19 +250,19 @@ def test_every_metric_of_a_panel_is_logged_and_in_the_workspace(offline_runs):
 
 
 def test_the_dashboard_command_saves_a_workspace_or_prints_the_reason(cwd, monkeypatch):
-    words, saved = ("bench/dashboard.py", "entity=me", "project=p"), []
+    words, keys, saved = ("bench/dashboard.py", "entity=me", "project=p"), [], []
     outcome = call(*words)
     assert outcome.code == 2 and outcome.err.count("\n") == 1 and "WANDB_MODE=disabled" in outcome.err
     monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setattr("wandb.login", lambda **keywords: bool(saved))
+    monkeypatch.setattr("wandb.login", lambda **keywords: bool(keys))
     outcome = call(*words)
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
     assert "no API key is configured" in outcome.err
-    saved.append("a key")
+    keys.append("a key")
     monkeypatch.setattr(ws.Workspace, "save", lambda new: saved.append((new.entity, new.project)))
     monkeypatch.setattr(ws.Workspace, "url", "https://example.org/here")
     outcome = call(*words)
-    assert (outcome.code, outcome.err, saved[1:]) == (0, "", [("me", "p")])
+    assert (outcome.code, outcome.err, saved) == (0, "", [("me", "p")])
     assert outcome.out.splitlines() == ["workspace: https://example.org/here"]
 
     def refuse(_):

@@ -50,7 +50,7 @@ def test_the_wheel_contains_every_file_of_the_product(wheel):
 
 
 def test_every_command_of_bench_is_a_command_of_windtunnel():
-    # train.py is not of bench; bench and command are bases of other files; evidence is a driver of this project only
+    # train is not of bench, bench and command are included by other files, and evidence is for this project only.
     commands = {path.stem for path in (ROOT / "conf").glob("*.yaml")} - {"train", "bench", "command", "evidence"}
     assert set(BENCH) == commands | {"report"}  # report has no configuration file
 

@@ -38,8 +38,8 @@ PARTS = {
 BIASES = dict.fromkeys(("key_bias", "query_bias", "dkey_bias", "dquery_bias"))
 TYPES = dict.fromkeys(("start", "start_lse", "lse", "delta", "dz", "ramp_end", "table", "dvectors"), "*fp32")
 TYPES |= {"heads": "*i32", "seed": "*i64"}
-PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")}
-"""Outputs for persistent vectors that are float32 because they are added to: y over the window, dk, dv over streams."""
+FLOAT32_OUTPUTS = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")}
+"""Outputs for persistent vectors in float32: y is merged with the window's, and dk and dv are summed over streams."""
 
 
 def build(name: str, options: dict, part: str, *, architecture: int, dtype: str, width: int, dropout: bool) -> tuple:
@@ -53,7 +53,7 @@ def build(name: str, options: dict, part: str, *, architecture: int, dtype: str,
     types = TYPES | dict.fromkeys(
         ("g", "q", "k", "v", "y", "dq", "dk", "dv", "vectors"), f"*{dtype[:4].replace('tf', 'fp')}"
     )
-    types |= dict.fromkeys(PARTIAL[name], "*fp32") if persistent else {}
+    types |= dict.fromkeys(FLOAT32_OUTPUTS[name], "*fp32") if persistent else {}
     types = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     attributes = {(at,): [["tt.divisibility", 16]] for at, x in enumerate(types.values()) if x.startswith("*")}
     log, launch = io.StringIO(), {option: number for option, number in options.items() if option != "BLOCK"}

@@ -30,8 +30,8 @@ def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The backend ``attend``, called with the visible keys of all heads concatenated."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, visible: Window, *, key_bias: Tensor | None = None, **added) -> Tensor:
-        row = packed_inputs(Inputs(q, k, v, key_bias=key_bias), visible)
-        return attend(q, row.k, row.v, visible, key_bias=row.key_bias, lengths=row.lengths, **added)
+        inputs = packed_inputs(Inputs(q, k, v, key_bias=key_bias), visible)
+        return attend(q, inputs.k, inputs.v, visible, key_bias=inputs.key_bias, lengths=inputs.lengths, **added)
 
     return call
 
@@ -78,7 +78,7 @@ class Case:
 
     def inputs(self) -> dict[str, Tensor]:
         """Tensors by their names in ``Inputs``; all but a bias of columns require their gradient."""
-        heads, most = len(self.max_keys), max(self.max_keys)
+        heads, columns = len(self.max_keys), max(self.max_keys)
         shapes = {"q": (*self.query_shape, self.width), "k": (self.streams, heads, self.past + self.T, self.width)}
         shapes["v"] = shapes["k"]
         if self.persistent:
@@ -86,16 +86,16 @@ class Case:
             shapes |= {"extra_q": shapes["q"], "extra_k": vectors, "extra_v": vectors}
         shapes |= {"sink": (heads,)} if self.sink else {}
         shapes |= {"key_bias": shapes["k"][:3], "query_bias": self.query_shape} if self.key_bias else {}
-        shapes |= {"vectors": (most, self.width)} if self.vectors else {}
-        shapes |= {"bias": (*self.query_shape, most)} if self.bias == "query" else {}
+        shapes |= {"vectors": (columns, self.width)} if self.vectors else {}
+        shapes |= {"bias": (*self.query_shape, columns)} if self.bias == "query" else {}
         generator = torch.Generator().manual_seed(0)
         inputs = {name: torch.randn(*shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
         if self.key_bias:
             inputs["key_bias"][..., ::5] = -torch.inf
         if self.bias == "column":
-            inputs["bias"] = -alibi_slopes(heads).double()[:, None] * torch.arange(most)
+            inputs["bias"] = -alibi_slopes(heads).double()[:, None] * torch.arange(columns)
         if self.z == "query":
-            inputs["z"] = torch.rand(self.query_shape, generator=generator, dtype=DOUBLE) * most
+            inputs["z"] = torch.rand(self.query_shape, generator=generator, dtype=DOUBLE) * columns
         elif self.z is not None:
             inputs["z"] = torch.tensor(self.z, dtype=DOUBLE)
         return {name: x.to(self.dtype).requires_grad_(name != "bias" or x.dim() == 4) for name, x in inputs.items()}
@@ -145,21 +145,21 @@ SMALL_CASES = {
         T=18, past=5, max_keys=(12, 23), z=(4.5, 16.0), persistent=19, vectors=True, shift=1, streams=2
     ),
 }
-"""Small cases for all backends. A blind query sees no key. Cases with ``z=None`` have one window for all heads."""
+"""Small cases. A blind query sees no key. Cases with ``z=None`` have one window for all heads."""
 LARGE = {
     "two chunks": Case(T=150, max_keys=(130,) * 3),
     "spans out of order": Case(T=150, max_keys=(24, 9, 24, 130, 9), z=(12.0, 0.0, 19.0, 130.0, 4.5)),
     "persistent, blind": Case(max_keys=(24, 9), shift=1, persistent=40, z=(7.0, 1.5)),
     "bias": Case(T=200, past=3, max_keys=(150, 150), bias="column"),
     "all": Case(T=129, past=70, max_keys=(64, 12, 64), shift=1, z=(40.0, 7.0, 63.0), bias="column", persistent=5),
-    "key biases of keys in chunks": Case(
+    "key biases over several chunks of keys": Case(
         T=290, past=301, max_keys=(64, 560, 300), z=(40.0, 550.0, 63.5), key_bias=True
     ),
     "wide": Case(width=96, max_keys=(24, 9), z=(16.0, 3.5), persistent=2),
     "uneven width": Case(width=12, max_keys=(24, 9, 9), z=(16.0, 3.5, 0.0), persistent=2),
 }
 """Larger cases for the CPU backends, whose blocks are larger."""
-OF_QUERIES = {
+PER_QUERY = {
     "a span for each query": Case(T=150, past=20, max_keys=(64, 64), z="query", ramp=7),
     "a bias for each query": Case(T=70, past=9, shift=1, max_keys=(24, 64, 24), z=(12.0, 60.0, 3.0), bias="query"),
     "dropout": Case(T=150, past=20, max_keys=(24, 64, 24), z=(12.0, 60.0, 3.0), dropout=0.3, persistent=5),
@@ -185,7 +185,7 @@ FACTORS = {
     "shift": [0, 1],
     "streams": [1, 2],
 }
-CASES = SMALL_CASES | LARGE | OF_QUERIES
+CASES = SMALL_CASES | LARGE | PER_QUERY
 for row in covering_array(FACTORS, strength=2):
     name = "-".join(map(str, row.values()))
     CASES[name] = Case(**HEADS[row.pop("heads")], **ADDED[row.pop("added")], **row)
@@ -194,6 +194,6 @@ ATTEND["fused"] = partial(operation.attend, "fused")
 
 
 def can_compute(backend: str, case: Case) -> bool:
-    of_query = case.z == "query" or case.bias == "query" or case.dropout > 0
+    per_query = case.z == "query" or case.bias == "query" or case.dropout > 0
     added = case.vectors or case.key_bias
-    return backend in ("plain", "chunked") or not (of_query or (backend == "fused" and added))
+    return backend in ("plain", "chunked") or not (per_query or (backend == "fused" and added))
