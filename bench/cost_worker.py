@@ -216,7 +216,7 @@ def full_state(model: LanguageModel, inputs: Tensor, *, span: int, runtime: Runt
 
 
 def _load_libraries(plan: Plan, runtime: Runtime) -> None:
-    """Count the FLOPs of a small step of a second model, so that no measured peak includes libraries loaded by this."""
+    """Load libraries by counting the FLOPs of a small step of a second model, so that they raise no measured peak."""
     model = plan.make_model().to(runtime.device)
     tokens = torch.zeros(1, WARMUP_BYTES, dtype=torch.int64, device=runtime.device)
     update = Update(model, plan.make_optimizers(model), runtime)
