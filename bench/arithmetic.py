@@ -46,7 +46,7 @@ class Encoder:
         return symbol
 
     def finish(self) -> bytes:
-        """The code. It ends with the fewest bytes that lie in the interval, if zeros follow, as the decoder assumes."""
+        """The code, cut after the fewest bytes that lie in the interval if zeros follow, which the decoder assumes."""
         for size in range(_WORD // 8 + 1):
             unit = 1 << (_WORD - 8 * size)
             rounded = -(-self._low // unit) * unit
@@ -94,7 +94,7 @@ class Decoder:
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
     """Integer frequencies, int64 ``[S, V + 1]``, of ``probabilities``, float64 ``[S, V]``. Each is at least 1, except
-    the last column, ``escape``, which may be 0. A row sums to ``TOTAL``: the remainder is added to its largest."""
+    the last column, ``escape``, which may be 0. A row sums to ``TOTAL``: its largest frequency gets the remainder."""
     available = TOTAL - escape - probabilities.shape[1]
     counts = 1 + (probabilities * available).long()
     remainder = TOTAL - escape - counts.sum(dim=1, keepdim=True)

@@ -14,10 +14,10 @@ Each combination prints a line, followed by a line for each broken promise. If a
 If the configuration or the model cannot be built, the mechanism refuses the combination, and its line gives the reason.
 If it refuses all combinations, the exit code is 2.
 
-With a ``runtime.device`` other than a CPU, or ``agree=true``, one more line compares the device with plain PyTorch in
-float64 on a CPU: logits and gradients of a model with few layers, computed as ``train.py`` would. With a device other
-than a CPU, the contract is checked in plain PyTorch on the CPU, whose kernels are not the device's. ``-m`` checks
-several settings: ``-m runtime.backend=plain,kernel runtime.precision=float32,bfloat16``."""
+With a ``runtime.device`` that names a GPU, or ``agree=true``, one more line compares the device with plain PyTorch in
+float64 on a CPU: logits and gradients of a model with few layers, computed as ``train.py`` would. If a GPU is named,
+the contract is checked in plain PyTorch on the CPU, because the CPU's kernels are not the GPU's. ``-m`` checks several
+settings: ``-m runtime.backend=plain,kernel runtime.precision=float32,bfloat16``."""
 
 import copy
 import functools
@@ -68,25 +68,25 @@ def main(cfg: DictConfig) -> None:
         compare_device = named_kind(cfg.runtime.device) != "cpu"
     if compare_device:
         device_kind(parse_section(RuntimeSettings, cfg.runtime, key="runtime"))  # raises if there is no such device
-    broken: dict[Combination, set[str]] = {}
+    broken_by_combination: dict[Combination, set[str]] = {}  # an empty set where the contract is kept
     refused: list[str] = []
     for combination, plan in combinations(cfg, typed=typed):
         if isinstance(plan, Exception):
             error = plan
             refused.append(f"refused  {combination}: {explain(error)}\n")
         else:
-            broken[combination] = _print_findings(str(combination), findings(plan))
-    if not broken:
-        raise error  # of the last combination
-    broken_at_sizes = _print_findings("sizes of the run", findings_at_run_sizes(next(iter(broken))))
+            broken_by_combination[combination] = _print_findings(str(combination), findings(plan))
+    if not broken_by_combination:  # all combinations are refused
+        raise error
+    broken_at_sizes = _print_findings("sizes of the run", findings_at_run_sizes(next(iter(broken_by_combination))))
     print(*refused, sep="", end="")
     outcome = "keeps the contract in"
-    if broken_promises := broken_at_sizes.union(*broken.values()):
+    if broken_promises := broken_at_sizes.union(*broken_by_combination.values()):
         BROKEN.append(name)
-        n_passed = list(broken.values()).count(set())
+        n_passed = list(broken_by_combination.values()).count(set())
         outcome = f"{pluralize(len(broken_promises), 'promise')} broken; it keeps the contract in {n_passed} of"
     ending = f", {len(refused)} refused" if refused else ""
-    print(f"{name}: {outcome} {pluralize(len(broken), 'combination')}{ending}")
+    print(f"{name}: {outcome} {pluralize(len(broken_by_combination), 'combination')}{ending}")
     if compare_device and not device_agrees():
         BROKEN.append(name)
     print(LIMITATION)
@@ -138,8 +138,8 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
 
 
 def findings_at_run_sizes(combination: Combination) -> list:
-    """Findings at the sizes that ``train.py`` would use with the typed overrides. If the mechanism refuses these, the
-    choices of ``combination`` are added."""
+    """Findings at the sizes that ``train.py`` would use with the typed overrides. If the mechanism refuses these
+    overrides, the choices of ``combination`` are added to them."""
     from harness.loop.admission import findings_at_sizes
 
     position, cache, attend_self, _ = combination
@@ -175,8 +175,8 @@ def device_agrees() -> bool:
     with torch.random.fork_rng(devices=[]):
         sublayers = [sublayer for _, sublayer in small.make_model().sublayers()]
     backends = {sublayer.backend(device.device, training=True) for sublayer in sublayers}
-    looks_up_tables = any(sublayer.tables for sublayer in sublayers) and device.precision == "bfloat16"
-    passed, detail = agreement(small, device, tolerance=math.inf if looks_up_tables else TOLERANCE)
+    may_read_other_rows = any(sublayer.tables for sublayer in sublayers) and device.precision == "bfloat16"
+    passed, detail = agreement(small, device, tolerance=math.inf if may_read_other_rows else TOLERANCE)
     label = f"{device.device}, {'+'.join(sorted(backends))}, {device.precision}"
     print(f"{'pass' if passed else 'FAIL'}  agrees with float64 on {label}: {detail}", flush=True)
     return passed

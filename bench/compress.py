@@ -49,8 +49,8 @@ DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of
 @torch.no_grad()
 def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, device) -> tuple[bytes, dict]:
     """Encode ``content``, or decode ``len(content)`` bytes, one byte of each stream at a time. ``symbols`` has the byte
-    of each token id. Return the content and counts: the bytes ``predicted``, which are all but each stream's first;
-    their ``bits`` in total; and those ``escaped``, which the vocabulary lacks and which take 20 bits each."""
+    of each token id. Return the content and counts: ``predicted`` bytes, which are all but each stream's first;
+    ``bits``, their total cost; and ``escaped`` bytes, which the vocabulary lacks and which cost 20 bits each."""
     lengths = stream_lengths(len(content), streams)
     columns = np.zeros((max(lengths, default=0), len(lengths)), np.uint8)  # shorter streams end in an unused zero
     for stream, (end, length) in enumerate(zip(np.cumsum(lengths), lengths, strict=True)):

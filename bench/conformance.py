@@ -113,7 +113,7 @@ def check_choices(plan: Plan) -> Verdict:
         if len(choices) == 1:
             continue
         compared.append(f"{key} ({', '.join(choices)})")
-        declared = {name: key != "model.span" or honour.span for name, honour in honours.items()}
+        declared = {name: key != "model.span" or honour.span for name, honour in honours.items()}  # None: unchecked
         words = f"{key}={','.join(sorted(choices))}"
         if equal := [name for name in honours if declared[name] is True and name not in changed]:
             yield f"the output of {', '.join(equal)} is the same with {words}, which its honours declare"

@@ -41,7 +41,7 @@ NOISE = 0.02  # standard deviation, as usual for initial weights
 NOISE_CHUNK = 2**20
 """Elements whose noise is drawn at a time, so that the noise of a large table does not raise the memory peak."""
 LEARNED_SPANS = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
-LEARNED_SPANS = [sorted(layer, reverse=True) for layer in LEARNED_SPANS]  # so a model with fewer heads has the longest
+LEARNED_SPANS = [sorted(layer, reverse=True) for layer in LEARNED_SPANS]  # so a model with fewer heads gets the longest
 """Spans of a trained run in keys: a list for each layer with one span for each head, the longest first."""
 
 
@@ -216,7 +216,7 @@ def full_state(model: LanguageModel, inputs: Tensor, *, span: int, runtime: Runt
 
 
 def _load_libraries(plan: Plan, runtime: Runtime) -> None:
-    """Count the FLOPs of a small step of a second model, so that no measured peak has the libraries that this loads."""
+    """Load libraries by counting the FLOPs of a small step of a second model, so that they raise no measured peak."""
     model = plan.make_model().to(runtime.device)
     tokens = torch.zeros(1, WARMUP_BYTES, dtype=torch.int64, device=runtime.device)
     update = Update(model, plan.make_optimizers(model), runtime)

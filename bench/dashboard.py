@@ -66,7 +66,7 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
 
 
 def pattern_of(metric: str) -> str:
-    """The regular expression of a metric. ``*`` matches names with a dot, so those of sublayers but not ``mean``."""
+    """The regular expression of a metric. ``*`` matches names with a dot (``layers.0.attention``), but not ``mean``."""
     return "^" + re.escape(metric).replace(r"\*", r".*\..*") + "$"
 
 

@@ -93,7 +93,7 @@ def print_row(row: dict, folder: Path) -> None:
 
 
 def draw_context(curve: list[dict], path: Path, **titles: str) -> Path:
-    """Draw bits per byte by bytes of context: a horizontal line for each range of the latter. Return the path."""
+    """Draw bits per byte by bytes of context, with a horizontal line for each range of context. Return the path."""
     from bench.report.drawing import BLUE, panels, save, styled
 
     with styled():

@@ -97,11 +97,11 @@ def stage_cells(grids: list[dict], *, words: list[str], rows: Path, replays: dic
         for extension in _extensions(file) if grid.get("further") else [{}]:
             params = sweep_grid(grid["sweep"]) | grid.get("params", {}) | extension
             for point in _points(params):
-                typed = (f"sweep={grid['sweep']}", *point, *words)
-                replay = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in typed), None)
-                source = tuple(re.sub("^variant=.*", f"variant={replays['source']}", word) for word in typed)
-                spans = {"span_words": source, "mean_span": replay == "mean"} if replay else {}
-                cells.append(Cell(words=typed, file=file, score_context=grid.get("context", False), **spans))
+                cell_words = (f"sweep={grid['sweep']}", *point, *words)
+                replay = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in cell_words), None)
+                source_words = tuple(re.sub("^variant=.*", f"variant={replays['source']}", word) for word in cell_words)
+                spans = {"span_words": source_words, "mean_span": replay == "mean"} if replay else {}
+                cells.append(Cell(words=cell_words, file=file, score_context=grid.get("context", False), **spans))
     return cells
 
 
@@ -148,7 +148,7 @@ class Runner:
     children: list[subprocess.Popen] = field(default_factory=list)
 
     def run(self, cell: Cell) -> None:
-        """Train and score a cell, and write its row. ValueError, without a row, if an exit code is not counted."""
+        """Train and score a cell, and write its row. ValueError, and no row, for an exit code that is not counted."""
         if cell.span_words in self.futures:
             wait([self.futures[cell.span_words]])
         folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
@@ -166,7 +166,7 @@ class Runner:
                 exit_code = self.run_python("-m", "bench.evaluate", *options)
                 row["evaluation"] = None if exit_code else compact(read_rows(run / EVALUATIONS)[-1])
         if exit_code not in COUNTED_EXIT_CODES or not (run / SUMMARY).exists():
-            raise ValueError(f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command repeats it")
+            raise ValueError(f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command tries again")
         with file_lock(self.outputs / cell.file.name):
             if not cell.find_row(cell.words):
                 text = json.dumps(to_json(row), allow_nan=False).replace(str(folder), "outputs")

@@ -60,10 +60,10 @@ def main(cfg: DictConfig) -> None:
     kind = kind_of(plan)
     admission(contract_plan(plan, kind))
     prediction = predict(plan)
-    peak, split = prediction["predicted_peak_bytes"], prediction["split"]
+    peak, by_cause = prediction["predicted_peak_bytes"], prediction["by_cause"]
     batch = f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
     lines = [("peak, MiB", cells.mib(peak).text, f"of a training step of {batch}, {prediction['backend']}")]
-    lines += [(f"{cause}, MiB", cells.mib(split[cause]).text, about) for cause, about in CAUSES.items()]
+    lines += [(f"{cause}, MiB", cells.mib(by_cause[cause]).text, about) for cause, about in CAUSES.items()]
     if limit_bytes:
         lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
         limits = {"limit_bytes": limit_bytes, "min_streams": plan.batch.accumulate}
@@ -94,8 +94,8 @@ def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, min_stre
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
     """Predict the peak memory of a training step with a full carried state and initial parameters, for so many
-    ``streams``, by default the plan's. Return ``backend``, the bytes of each of ``CAUSES`` as ``split``, and their sum
-    ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors lack."""
+    ``streams``, by default the plan's. Return ``backend``; ``by_cause``, the bytes of each of ``CAUSES``; and the sum
+    of these, ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors lack."""
     batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
     device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager_plan(plan), batch=batch)
     with torch.random.fork_rng(devices=[]):
@@ -108,12 +108,12 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             make_fake_(model)
-            split = _peak_by_cause(plan, model)
+            by_cause = _peak_by_cause(plan, model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         reason = f"its memory depends on values of tensors ({error.func})"
         raise ValueError(f"variant={plan.variant}: {reason}") from error
     backend = "+".join(sorted({*backends.values()} - {"plain"} or {"plain"}))
-    return {"backend": backend, "split": split, "predicted_peak_bytes": sum(split.values())}
+    return {"backend": backend, "by_cause": by_cause, "predicted_peak_bytes": sum(by_cause.values())}
 
 
 def kind_of(plan: Plan) -> str:

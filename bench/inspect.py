@@ -22,7 +22,8 @@ from harness.compose.cli import run_command
 from variants.contract import Inspection
 
 MAX_CELLS = 12 * 16 * 256**2  # most attention weights in a figure: 12 layers of 16 heads, 256 bytes
-SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))  # share of attention, and its style
+SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))
+"""Shares of attention, each with its marker, colour and name."""
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="inspect")
@@ -125,7 +126,7 @@ def layer_names(names: Iterable[str]) -> list[str]:
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """Distances ``[H]`` in bytes that hold a ``share`` of the weights ``[H, T, T]`` of the later half of queries."""
+    """Bytes back ``[H]`` within which a ``share`` of the weights ``[H, T, T]`` of the later half of queries lies."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
     mass = np.stack([np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps])

@@ -95,7 +95,7 @@ def make_row(entry: Entry, reference: Entry) -> dict:
 
 
 def speed_ratios(entry: Entry, reference: Entry) -> list[float]:
-    """The entry's speed divided by the reference's, in each round. A step of either trains on equally many bytes."""
+    """The entry's speed divided by the reference's, in each round. Both train on equally many bytes a step."""
     rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # an entry that failed has fewer
     return [median(reference_ms) / median(entry_ms) for entry_ms, reference_ms in rounds]
 

@@ -1,6 +1,6 @@
 """Makes plans from a command's configuration or from a run folder, with the checks of a training run.
 
-The configuration of a command that trains or measures is a training run's with keys added, so the command computes what
+A command that trains or measures adds its own keys to the configuration of a training run, so it computes what
 ``train.py`` would with the same overrides."""
 
 import json

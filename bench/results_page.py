@@ -11,7 +11,7 @@ import yaml
 from bench.evidence import cell_keys, scores_by_factor
 from bench.report.compare import VARIANTS
 from bench.report.frame import REACHED_BITS
-from bench.report.uncertainty import Paired, paired
+from bench.report.uncertainty import Estimate, estimate_mean
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 
@@ -35,7 +35,7 @@ CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "d
 
 
 def read_runs(path: Path) -> pd.DataFrame:
-    """The runs in a file of ``bench.evidence``, a row each, with ``COLUMNS``. Only finished runs have scores, costs."""
+    """A row with ``COLUMNS`` for each run in a file of ``bench.evidence``. Only finished runs have scores and costs."""
     runs = []
     for row in read_rows(path):
         cell, summary = cell_keys(row), row["summary"]
@@ -56,7 +56,7 @@ def read_runs(path: Path) -> pd.DataFrame:
 
 
 def _conditions(summary: dict) -> str:
-    """The conditions equal in all runs of a table, as text; without context and span, which depend on the model."""
+    """Conditions that must be equal in all runs of a table, as text, without context and span, which models set."""
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
     common = [summary["data"]["sha256"], protocol, summary["budget"], summary["precision"]]
     return json.dumps([*common, summary["numerics"]["shared"]], sort_keys=True)
@@ -77,34 +77,34 @@ def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def mean_text(numbers: pd.Series) -> str:
     """``2.2960 ± 0.0123``: the mean and half of its 95% interval; ``2.2960 (n=1)`` for one number."""
-    return _paired_text(paired(numbers.tolist()), form=".4f")
+    return _estimate_text(estimate_mean(numbers.tolist()), form=".4f")
 
 
-def _paired_text(estimate: Paired, *, form: str) -> str:
+def _estimate_text(estimate: Estimate, *, form: str) -> str:
     interval = "(n=1)" if estimate.half_width is None else f"± {estimate.half_width:.4f}"
     return f"{estimate.mean:{form}} {interval}"
 
 
-def reference_difference(runs: pd.DataFrame, variant: str) -> Paired | None:
+def reference_difference(runs: pd.DataFrame, variant: str) -> Estimate | None:
     """The mean difference from the reference on test over common seeds; None without such seeds, or of itself."""
     finished = runs[runs["status"] == "finished"].pivot_table(index="seed", columns="variant", values="test")
     if variant == REFERENCE or not {variant, REFERENCE} <= set(finished.columns):
         return None
     differences = (finished[variant] - finished[REFERENCE]).dropna().tolist()
-    return paired(differences) if differences else None
+    return estimate_mean(differences) if differences else None
 
 
 def reference_difference_text(runs: pd.DataFrame, variant: str) -> str:
     """``-0.0070 ± 0.0031``; ``-0.0070 (n=1)`` for one seed; empty where ``reference_difference`` is None."""
     difference = reference_difference(runs, variant)
-    return "" if difference is None else _paired_text(difference, form="+.4f")
+    return "" if difference is None else _estimate_text(difference, form="+.4f")
 
 
 def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
     """Mean bits of a copied byte: a row per mechanism, the best recall first, and a column per distance in bytes."""
     rows = {name: pd.DataFrame([*filter(None, group["copies"])]).mean() for name, group in by_variant(runs)}
     frame = pd.DataFrame(rows).T.rename(columns=int).sort_index(axis=1)
-    return frame.sort_values(by=[*frame.columns], key=lambda bits: bits > 1, kind="stable")
+    return frame.sort_values(by=[*frame.columns], key=lambda bits: bits >= REACHED_BITS, kind="stable")
 
 
 def recall_reach(runs: pd.DataFrame) -> dict[str, str]:
@@ -226,13 +226,13 @@ def judge(differences: list[float], *, expected: str, margin: float) -> tuple[st
     range. ``FAILS``: it lies outside. ``UNDECIDED``: neither. ``TOO_FEW``: fewer than ``MIN_SEEDS`` differences."""
     if len(differences) < 2:
         return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
-    estimate = paired(differences)
+    estimate = estimate_mean(differences)
     low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
     min_expected = -margin if expected == "equal" else float("-inf")
     verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
     if min_expected < low and high < margin:
         verdict = HOLDS
-    return verdict if estimate.n >= MIN_SEEDS else TOO_FEW, _paired_text(estimate, form="+.4f")
+    return verdict if estimate.n >= MIN_SEEDS else TOO_FEW, _estimate_text(estimate, form="+.4f")
 
 
 def recall_table(runs: pd.DataFrame) -> str:

@@ -1,5 +1,5 @@
 """Files of rows that commands of ``bench`` write and the report reads. A row is a JSON object with its whole
-provenance, so that its reader needs no other file. ``harness.record.comparison`` decides which rows compare."""
+provenance, so that its reader needs no other file. ``harness.record.comparison`` decides which are comparable."""
 
 import time
 from itertools import count

@@ -74,24 +74,24 @@ def test_the_prediction_is_within_10_percent_of_the_measured_peak(monkeypatch):
 
 def test_the_parts_of_the_prediction_have_their_closed_forms():
     run_plan = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
-    split, model = predict(run_plan)["split"], run_plan.make_model()
+    by_cause, model = predict(run_plan)["by_cause"], run_plan.make_model()
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    assert split["parameters"] == tensor_bytes(model.parameters()) + buffers
+    assert by_cause["parameters"] == tensor_bytes(model.parameters()) + buffers
     optimizers = run_plan.make_optimizers(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizers.step(0.5)
     assert len(optimizers.optimizers) > 1
-    assert split["optimizer"] == optimizer_bytes(optimizers.optimizers.values())
+    assert by_cause["optimizer"] == optimizer_bytes(optimizers.optimizers.values())
     # Keys and values of 15 past bytes in two layers and two streams. A state may be a view of a tensor a third larger.
     past, batch = 2 * 2 * (2 * 15 * 32 * 4), 2 * 2 * 16 * 8
-    assert past <= split["state"] - batch - 2 * 8 <= past * 4 / 3
+    assert past <= by_cause["state"] - batch - 2 * 8 <= past * 4 / 3
 
 
 def test_the_predicted_state_follows_the_learned_spans():
     words = ("variant=adaptive_span", "model.layers=1", "model.span=512", "batch.carry=true", "batch.segment=64")
     plans = [plan(*ON_CPU, *TINY, *words, f"variant.attention.span.initial={share}") for share in (0.02, 1)]
-    short, long = (predict(run_plan)["split"]["state"] for run_plan in plans)
+    short, long = (predict(run_plan)["by_cause"]["state"] for run_plan in plans)
     assert long > 5 * short
 
 
@@ -106,7 +106,7 @@ def test_on_a_gpu_the_default_backend_saves_no_scores():
     plain, auto = (predict(plan(*SIZES, *choices, *words)) for words in (["runtime.backend=plain"], []))
     assert (plain["backend"], auto["backend"]) == ("plain", "chunked")
     scores = 2 * 8 * 2 * 256 * 256 * 2  # in two layers, 8 streams and 2 heads, in bfloat16
-    assert plain["split"]["activations"] - auto["split"]["activations"] > scores
+    assert plain["by_cause"]["activations"] - auto["by_cause"]["activations"] > scores
 
 
 @pytest.mark.parametrize(("limit", "least", "most"), [(99, 1, 0), (114, 3, 3), (12345, 2, 1750), (10**9, 1, 2**12)])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.report.uncertainty import holm, paired, t_below, t_quantile
+from bench.report.uncertainty import estimate_mean, holm, t_below, t_quantile
 
 TABLE = [  # degrees of freedom, then the quantiles 0.90, 0.975 and 0.995 as printed in textbooks
     (1, 3.078, 12.706, 63.657),
@@ -26,25 +26,25 @@ def test_quantiles_of_t_equal_printed_tables_and_closed_forms():
 
 
 def test_the_interval_and_p_of_paired_differences_equal_closed_forms():
-    pair = paired([1.0, 2.0, 3.0])
+    pair = estimate_mean([1.0, 2.0, 3.0])
     assert (pair.n, pair.mean) == (3, 2.0)
     assert pair.half_width == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
     t = 2.0 / (1 / math.sqrt(3))
     assert pair.p == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9), "two degrees of freedom, two-sided"
-    assert paired([-1.0, -2.0, -3.0]).p == pair.p
+    assert estimate_mean([-1.0, -2.0, -3.0]).p == pair.p
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=8))
 def test_p_is_below_5_percent_exactly_where_the_interval_excludes_zero(differences):
-    pair = paired(differences)
+    pair = estimate_mean(differences)
     if abs(abs(pair.mean) - pair.half_width) > 1e-9:
         assert (pair.p < 0.05) == (abs(pair.mean) > pair.half_width)
 
 
 def test_one_pair_has_no_interval_and_equal_differences_have_p_of_0_or_1():
-    pair = paired([0.5])
+    pair = estimate_mean([0.5])
     assert (pair.n, pair.mean, pair.half_width, pair.p) == (1, 0.5, None, None)
-    assert paired([0.0, 0.0, 0.0]).p == 1.0 and paired([0.5, 0.5, 0.5]).p == 0.0
+    assert estimate_mean([0.0, 0.0, 0.0]).p == 1.0 and estimate_mean([0.5, 0.5, 0.5]).p == 0.0
 
 
 def test_holms_correction_equals_numbers_worked_out_by_hand():

@@ -1,7 +1,7 @@
 """Decides which rows share a table, names them, and writes the texts of captions.
 
-Runs compare in bits per byte if their ``score_conditions`` and the numerics of the shared code are equal. Rows compare
-in time and memory if code and environment are equal: device, threads, versions and the other ``ENVIRONMENT_KEYS``. An
+Bits per byte of runs are comparable if their ``score_conditions`` and the numerics of the shared code are equal. Time
+and memory are comparable if code and environment are equal: device, threads and the other ``ENVIRONMENT_KEYS``. An
 *arm* is one configuration of a variant with one version of the code, over all seeds."""
 
 import json
@@ -32,7 +32,7 @@ KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
 
 
 def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
-    """Each group of runs that compare: its number, its runs, and the names of runs left out because their seed selected
+    """Each group of comparable runs: its number, its runs, and the names of runs left out because their seed selected
     a setting of their variant. Groups are numbered from 1 in the order in which their first runs ended."""
     tuning = [row.get("purpose") == "tune" for row in runs["row"]]
     selecting = {*zip(runs[tuning]["variant"], runs[tuning]["seed"], strict=True)} if any(tuning) else set()
@@ -44,7 +44,7 @@ def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, lis
 
 
 def cost_key(row: dict) -> str:
-    """A text of code and environment, which is equal for rows whose times and memory compare."""
+    """A text of code and environment, which is equal for rows whose times and memory are comparable."""
     return str((*comparison.cost_conditions(row), comparison.code_digest(row)))
 
 

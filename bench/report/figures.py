@@ -46,7 +46,7 @@ def draw_all(rows: Rows) -> list[Drawing]:
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte with the range over seeds, against FLOPs, and if all costs compare also against memory and time."""
+    """Bits per byte with the range over seeds, against FLOPs and, if costs are comparable, against memory and time."""
     rows = [row for row in mean_rows(arms) if "valid_bits_per_byte" in row]
     _, split = add_differences(rows)
     last, one_environment = arms["row"].iloc[-1], arms["row"].map(cost_key).nunique() == 1

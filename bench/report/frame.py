@@ -22,7 +22,7 @@ MAX_REASONS, MAX_ERROR_LENGTH = 5, 300  # reasons shown for one file; characters
 SAME_RUN_KEYS = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
 """Keys in which the record and the summary of a run must be equal."""
 TEXT_KEYS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
-"""Keys whose texts become columns of the frame; all numbers do."""
+"""Keys whose texts become columns of the frame. Numbers become columns under every key except ``config``."""
 REACHED_BITS = 1.0  # bits below which a copied byte counts as recalled; a model without recall needs 4
 
 
@@ -136,7 +136,7 @@ def _run_row_error(row: dict, line_number: int) -> str | None:
 
 
 def _summary_error(summary: object, provenance: dict | None) -> str | None:
-    """The reason why a summary is refused, or None: a wrong shape, another run's, or a contract check not passed."""
+    """The reason why a summary is refused (wrong shape, of another run, unchecked or not causal), or None."""
     failed = isinstance(summary, dict) and summary.get("status") in FAILED
     if reason := violation(summary, schema="failed" if failed else "summary"):
         return reason

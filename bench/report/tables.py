@@ -8,7 +8,7 @@ import pandas as pd
 from bench.report import compare
 from bench.report.columns import columns
 from bench.report.frame import Rows, copies
-from bench.report.uncertainty import CONFIDENCE, holm, paired
+from bench.report.uncertainty import CONFIDENCE, estimate_mean, holm
 from harness.record.cells import CAPPED_MARK, join_words, make_table, missing_formulas_note, pluralize
 from harness.record.schema import is_number
 from harness.record.table import Table
@@ -21,7 +21,7 @@ UNCONTROLLED |= {"bytes trained on": "bytes_seen"}
 
 
 def run_tables(rows: Rows) -> list[Table]:
-    """A table for each group of comparable runs, with time and memory if these compare too (``cost_key``)."""
+    """A table for each group of comparable runs, with time and memory if these are comparable (``cost_key``)."""
     tables = []
     for index, runs, excluded in compare.comparable_runs(rows.of("run")):
         arms, last = compare.with_arms(runs), runs["row"].iloc[-1]
@@ -63,7 +63,7 @@ def mean_rows(arms: pd.DataFrame) -> list[dict]:
             row = {key: value for key, value in row.items() if not key.startswith("test_")}
         for split, bits in scores.items():
             if len(bits):
-                row[f"{split}_bits_per_byte.half_width"] = paired([*bits]).half_width
+                row[f"{split}_bits_per_byte.half_width"] = estimate_mean([*bits]).half_width
         if not row.get("compile_seconds"):
             row.pop("compile_seconds", None)
         texts = ("backend", "other_evaluation_backend", "optimizers")
@@ -87,9 +87,9 @@ def add_differences(rows: Sequence[dict]) -> tuple[dict | None, str]:
         differences = bits_by_seed(row["runs"], split).sub(bits_by_seed(reference["runs"], split)).dropna()
         row["pairs"], row["verdict"] = len(differences), "n = 1" if len(differences) else "no common seeds"
         if len(differences):
-            mean = paired([*differences])
-            row |= {"difference": mean.mean, "difference.half_width": mean.half_width, "p": mean.p}
-            if mean.p is not None:
+            estimate = estimate_mean([*differences])
+            row |= {"difference": estimate.mean, "difference.half_width": estimate.half_width, "p": estimate.p}
+            if estimate.p is not None:
                 tested.append(row)
     for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
         verdict = "better" if row["difference"] < 0 else "worse"

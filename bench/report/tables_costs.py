@@ -26,7 +26,7 @@ MODES = {
 
 
 def cost_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each environment, code, corpus, mode, number of streams and segment. The newest row comes last."""
+    """A table for each environment, code, corpus, mode, number of streams and segment. ``rows`` go from old to new."""
 
     def table_key(row: dict) -> Hashable:
         segment = row["segment"] if row["mode"] == "stream" else None

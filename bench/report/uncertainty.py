@@ -15,7 +15,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paired:
+class Estimate:
     """The mean of ``n`` numbers, such as paired differences. ``half_width`` and ``p`` are None for ``n`` = 1."""
 
     n: int
@@ -24,23 +24,23 @@ class Paired:
     p: float | None  # probability of a mean at least as far from 0, on either side, if the true mean is 0
 
 
-def paired(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> Paired:
-    """The mean of one or more numbers, such as differences of matched pairs, with its interval."""
-    n = len(differences)
-    mean = math.fsum(differences) / n
+def estimate_mean(numbers: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate:
+    """The mean of one or more numbers, such as paired differences, with its interval."""
+    n = len(numbers)
+    mean = math.fsum(numbers) / n
     if n == 1:
-        return Paired(n=1, mean=mean, half_width=None, p=None)
-    standard_error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1) / n)
+        return Estimate(n=1, mean=mean, half_width=None, p=None)
+    standard_error = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (n - 1) / n)
     t = math.inf if mean else 0.0
     if standard_error:
         t = abs(mean) / standard_error
     p = 2 * (1 - t_below(t, freedom=n - 1))
-    return Paired(n=n, mean=mean, half_width=t_quantile((1 + confidence) / 2, freedom=n - 1) * standard_error, p=p)
+    return Estimate(n=n, mean=mean, half_width=t_quantile((1 + confidence) / 2, freedom=n - 1) * standard_error, p=p)
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """The p values after Holm's correction, in the order of ``probabilities``: the smallest of n times n, the next
-    times n - 1 and so on, but none below the one before it, and none above 1."""
+    """The p values after Holm's correction, in the order of ``probabilities``. Of n values the smallest is multiplied
+    by n, the next by n - 1 and so on; each is raised to the one before it if that is larger, and none exceeds 1."""
     order, corrected, largest = sorted(range(len(probabilities)), key=probabilities.__getitem__), {}, 0.0
     for rank, index in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - rank) * probabilities[index]))
