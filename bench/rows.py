@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 from harness.record.comparison import ENVIRONMENT_KEYS, OLD_ROW_DEFAULTS
-from harness.record.rows import append_row, format_error, to_json
+from harness.record.rows import append_row, to_json, wrong_format
 
 ROWS = "rows.jsonl"  # in a new folder for each call of a command
 IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "commit", "data", "seed")
@@ -42,4 +42,4 @@ def refusal(row: object) -> str | None:
     missing = [key for key in (*IDENTITY, *ENVIRONMENT_KEYS) if key not in row and key not in OLD_ROW_DEFAULTS]
     if not missing and not (isinstance(row["data"], dict) and row["data"].get("sha256")):
         missing = ["data.sha256"]
-    return f"no provenance: {', '.join(missing)} missing" if missing else format_error(row)
+    return f"no provenance: {', '.join(missing)} missing" if missing else wrong_format(row)

@@ -33,7 +33,7 @@ def compose_config(*overrides: str, name: str = "train") -> DictConfig:
     """The configuration of a command. Hydra composes each selection of files once; other overrides change a copy."""
     parsed = {word: _parsed(word) for word in overrides}
     files = tuple(word for word, override in parsed.items() if _chooses_a_file(override))
-    if len(parsed) < len(overrides):  # an override is repeated, so the order matters
+    if len(parsed) < len(overrides):  # ``parsed`` has lost the place of a repeated word
         return copy.deepcopy(_composed(name, overrides))
     cfg = copy.deepcopy(_composed(name, files))
     ConfigLoaderImpl._apply_overrides_to_config([parsed[word] for word in overrides if word not in files], cfg)
@@ -75,15 +75,11 @@ def variant_file(variant: str) -> dict:
     return node.get("variant", node)
 
 
-def small(variant: str, *, slot: str | None = None) -> list[str]:
-    """Overrides that shrink a variant's sublayers to the sizes under ``small`` in its file, which fit ``TINY``.
-
-    Args:
-        slot: name of the sublayer in the configuration, if it differs from that in the variant's file.
-    """
+def small(variant: str) -> list[str]:
+    """Overrides that shrink a variant's sublayers to the sizes under ``small`` in its file, which fit ``TINY``."""
     node = (variant_file(variant).get("small") or {}).items()
     return [
-        f"variant.{slot or name}.{key}={'null' if value is None else value}"
+        f"variant.{name}.{key}={'null' if value is None else value}"
         for name, keywords in node
         if name != "model"
         for key, value in keywords.items()
@@ -91,7 +87,7 @@ def small(variant: str, *, slot: str | None = None) -> list[str]:
 
 
 def sized(variant: str) -> list[str]:
-    """Overrides that choose a variant and set the sizes under ``small`` in its file, those of the model included."""
+    """``variant=..``, ``small(variant)``, and the sizes of the model under ``small`` in the variant's file."""
     sizes = (variant_file(variant).get("small") or {}).get("model") or {}
     return [f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes.items())]
 

@@ -24,13 +24,13 @@ from train import train
 pytestmark = pytest.mark.numeric
 
 STEPS = 4
-DIVIDED = (*SPANS, "variant.attention.span.loss_weight=0.001", *CARRY, "model.cache=hidden", "position=relative")
-DIVIDED += ("optim=adamw", "batch.accumulate=2", "model.head_zero_init=false", f"budget.steps={STEPS}")
+TRAINED = (*SPANS, "variant.attention.span.loss_weight=0.001", *CARRY, "model.cache=hidden", "position=relative")
+TRAINED += ("optim=adamw", "batch.accumulate=2", "model.head_zero_init=false", f"budget.steps={STEPS}")
 SHARDED = ("variant=adaptive_span_memory", *MEMORY, "variant.memory.sparse=true", *SPANS[1:], "runtime.shard=full")
 SHARDED += ("+variant.groups.values.optimizer={_target_:harness.optim.ClippedAdagrad,_partial_:true}",)
 RESUMED = {
     "replicated": (*SPANS, *CARRY, *DROPOUT, "eval.streams=1"),  # rank 1 has no stream to score
-    "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),  # shards of rows; of columns for Adagrad
+    "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),  # shards of rows; the table's of columns
 }
 COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.every=0", "eval.test=false")
 
@@ -43,7 +43,7 @@ def set_muon_precision(trainer: Trainer, precision: str) -> Trainer:
     return trainer
 
 
-def divided_run(processes: ProcessGroup, *overrides: str, precision: str = "float32") -> Trainer:
+def distributed_trainer(processes: ProcessGroup, *overrides: str, precision: str = "float32") -> Trainer:
     """A trainer with replicated or sharded parameters. Precision float64 makes runs comparable despite rounding."""
     plan_ = plan(*SMALL, *overrides)
     trainer = Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
@@ -59,7 +59,7 @@ def digest(trainer: Trainer) -> str:
 
 
 def train_and_score(trainer: Trainer) -> dict:
-    """Train to the end. Returns score and digest of the parameters of every step, and the final score and model."""
+    """Train to the end. Returns training score and parameter digest of each step, score on valid, and model."""
     bits, digests = [], []
     while not trainer.finished:
         trainer.step()
@@ -95,10 +95,10 @@ def change_folder(folder: str) -> None:
 
 
 def trained_and_resumed() -> dict:
-    """The values of ``train_and_score``, and how an undisturbed run, a stopped run and its resumption end, by name."""
+    """What ``train_and_score`` and ``run_to_end`` return: of the latter one for each folder ``whole``, two for ``stopped``."""
     cwd, results = Path.cwd(), {}
     with join_processes() as processes:
-        results["trained"] = train_and_score(divided_run(processes, *DIVIDED, precision="float64"))
+        results["trained"] = train_and_score(distributed_trainer(processes, *TRAINED, precision="float64"))
         for name, words in RESUMED.items():
             make = partial(make_run, *words, *COMMON, processes=processes)
             for folder, stops in (("whole", [None]), ("stopped", [2, None])):
@@ -127,7 +127,7 @@ def ranks(shared_folder) -> list[dict]:
 
 def test_two_processes_train_as_one_does(ranks):
     first, second = (results["trained"] for results in ranks)
-    single = train_and_score(divided_run(SINGLE, *DIVIDED, "batch.accumulate=1", precision="float64"))
+    single = train_and_score(distributed_trainer(SINGLE, *TRAINED, "batch.accumulate=1", precision="float64"))
     assert first["digests"] == second["digests"] and len(set(first["digests"])) == STEPS
     assert first["bits"] == second["bits"] == pytest.approx(single["bits"], abs=1e-12)
     assert first["spent"] == second["spent"] == pytest.approx(single["spent"], rel=1e-3)
@@ -166,4 +166,4 @@ def test_batches_and_norms_that_cannot_be_divided_among_processes_are_refused():
     }
     for words, message in refused.items():
         with pytest.raises(ValueError, match=message):
-            divided_run(ProcessGroup(rank=1, world_size=2, local_rank=1, local_world_size=2), *words)
+            distributed_trainer(ProcessGroup(rank=1, world_size=2, local_rank=1, local_world_size=2), *words)

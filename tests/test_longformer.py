@@ -50,7 +50,7 @@ def test_default_windows_and_dilations_grow_with_depth():
         assert fixed.span.visible_keys == keys
 
 
-def test_lists_with_an_entry_for_each_layer_are_shortened_for_a_small_model():
+def test_lists_with_an_entry_for_each_layer_are_dropped_for_a_small_model():
     words = ("variant.attention.windows=[32,85,170,256]", "variant.attention.dilation=[1,1,2,3]")
     model = shrink(plan("variant=longformer", *words)).make_model()
     assert model(torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()

@@ -119,7 +119,7 @@ def test_each_type_of_cpu_and_number_of_threads_has_its_own_folder_of_compiled_g
         ("LD_PRELOAD", "/usr/lib/libjemalloc.so.2", None),
     ],
 )
-def test_allocator_settings_of_the_user_are_not_changed(monkeypatch, name, value, effective):
+def test_the_allocator_is_set_only_if_the_user_did_not(monkeypatch, name, value, effective):
     for variable in [variable for variable, text in os.environ.items() if sets_allocator(variable, text)]:
         monkeypatch.delenv(variable)
     library = Mock()

@@ -10,13 +10,13 @@ from harness.plan.build import Plan
 from tests.requirements import require
 from tests.small_configs import plan, small
 
-SMALL = ("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=64", "batch.streams=2", "batch.segment=64")
-SMALL += ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
-SMALL += ("data=synthetic_text", "data.bytes=40000")
+SIZES = ("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=64", "batch.streams=2", "batch.segment=64")
+SIZES += ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
+SIZES += ("data=synthetic_text", "data.bytes=40000")
 
 
 def plan_of(variant: str, *words: str) -> Plan:
-    return plan(f"variant={variant}", *SMALL, *small(variant), *words)
+    return plan(f"variant={variant}", *SIZES, *small(variant), *words)
 
 
 def without_gradient(model: nn.Module, step) -> list[str]:

@@ -22,7 +22,7 @@ from harness.optim.parameter_groups import assign
 from tests.promises import model_of
 from tests.rank_processes import launch
 from tests.small_runs import CARRY, SPARSE, VARIANTS, make_trainer
-from tests.test_distributed_training import divided_run, train_and_score
+from tests.test_distributed_training import distributed_trainer, train_and_score
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 
 pytestmark = pytest.mark.numeric
@@ -112,7 +112,7 @@ def sublayer_steps(processes: ProcessGroup, shard: str) -> dict:
 
 
 def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
-    run = divided_run(processes, *TABLES, *words, precision="float64")
+    run = distributed_trainer(processes, *TABLES, *words, precision="float64")
     results, parameters = train_and_score(run), run.update.parameters
     named = zip((name for name, _ in run.model.named_parameters()), parameters.local_parameters, strict=True)
     tables = [parameter for name, parameter in named if name.endswith("values")]
@@ -126,7 +126,7 @@ def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
 
 def scores(processes: ProcessGroup) -> dict:
     """Scores of 1 stream, of 7 streams and of windows, and the random numbers and streams of each process."""
-    run = divided_run(processes, *VARIANTS["product_key_memory"], "batch.streams=6", precision="float64")
+    run = distributed_trainer(processes, *VARIANTS["product_key_memory"], "batch.streams=6", precision="float64")
     split = run.corpus.splits["valid"][:200]
     by_streams = partial(score_stream, run.model, split, runtime=run.runtime, segment=7, collect_stats=True)
     return {

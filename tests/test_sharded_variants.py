@@ -10,7 +10,7 @@ from harness.device.processes import SINGLE, ProcessGroup, join_processes
 from tests.rank_processes import launch
 from tests.small_configs import VARIANT_NAMES, sized
 from tests.small_runs import CARRY, temporary_cwd  # noqa: F401 - a fixture
-from tests.test_distributed_training import divided_run
+from tests.test_distributed_training import distributed_trainer
 
 pytestmark = pytest.mark.faults
 STEPS = 20
@@ -28,7 +28,7 @@ def train_and_resume(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
     results, middle, first = {}, None, []
     try:
         for name in ("whole", "resumed"):
-            run, bits = divided_run(processes, *COMMON, *words, precision="float64"), []
+            run, bits = distributed_trainer(processes, *COMMON, *words, precision="float64"), []
             if middle:
                 run.restore(middle)
             while run.spent.steps < STEPS:

@@ -36,7 +36,7 @@ PARTS = {
     "soft+vectors": {"table": None},
 }
 BIASES = dict.fromkeys(("key_bias", "query_bias", "dkey_bias", "dquery_bias"))
-TYPES = dict.fromkeys(("start", "start_lse", "lse", "delta", "dz", "ramp_end", "table", "dvectors"), "*fp32")
+TYPES = dict.fromkeys(("prior", "prior_lse", "lse", "delta", "dz", "ramp_end", "table", "dvectors"), "*fp32")
 TYPES |= {"heads": "*i32", "seed": "*i64"}
 FLOAT32_OUTPUTS = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")}
 """Outputs for persistent vectors in float32: y is merged with the window's, and dk and dv are summed over streams."""
@@ -48,7 +48,7 @@ def build(name: str, options: dict, part: str, *, architecture: int, dtype: str,
     constants = {"ALL": False, "SEGMENT_ONLY": True, "table": None, "DROP": 2**30, "SCALE": 1.25} | BIASES | PARTS[part]
     constants |= {"K": width, "WIDTH": triton_window.padded_width(width), "PRECISION": DTYPES[dtype][1]}
     constants |= {"BLOCK": options["BLOCK"]} | ({} if dropout else {"seed": None, "DROP": 0, "SCALE": 1.0})
-    constants |= dict.fromkeys(("start", "start_lse", "dz")) | {"SEGMENT_ONLY": False} if persistent else {}
+    constants |= dict.fromkeys(("prior", "prior_lse", "dz")) | {"SEGMENT_ONLY": False} if persistent else {}
     constants = {argument: constants[argument] for argument in kernel.arg_names if argument in constants}
     types = TYPES | dict.fromkeys(
         ("g", "q", "k", "v", "y", "dq", "dk", "dv", "vectors"), f"*{dtype[:4].replace('tf', 'fp')}"

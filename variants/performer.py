@@ -8,8 +8,8 @@ if the rows of W are drawn from N(0, I) (FAVOR+, 2009.14794, lemma 1). Blocks of
 Departures from the paper, in addition to those of ``linear.py``:
 - W is never drawn again, because carried sums depend on it, and a model must score the same bytes equally each time.
 - The authors' code subtracts a maximum over all keys, also future ones, and adds an epsilon. Here a key's features are
-  divided by a scale, so that the largest is e^h (``relative_exponentials``), and the sums by the largest scale of the
-  past, to which they are rescaled when it grows. A query's scale, its |x'|^2 / 2 and both 1 / sqrt(m) are omitted,
+  divided by a scale, so that the largest is e^h (``relative_exponentials``). The sums are divided by the largest scale
+  of the past, and rescaled when that grows. A query's scale, its |x'|^2 / 2 and both 1 / sqrt(m) are omitted,
   because they cancel in the ratio. Features below e^-59 (float32) of the largest are raised to this bound.
 - Rotary is refused: with a fixed W the estimate for rotated queries and keys depends on their positions in the stream.
 """
@@ -40,9 +40,9 @@ def relative_exponentials(logarithms: Tensor) -> tuple[Tensor, Tensor]:
     """Return exp of ``logarithms [..., m]`` divided by a scale per row, and the logarithms of the scales ``[...]``,
     which get no gradient. The largest feature is exp(h), and none is below exp(-h), with an h for which a sum of 10^9
     products of two features is finite."""
-    half = math.log(torch.finfo(logarithms.dtype).max) / 3
-    log_scale = logarithms.detach().amax(-1, keepdim=True) - half
-    return (logarithms - log_scale).clamp(min=-half).exp(), log_scale.squeeze(-1)
+    h = math.log(torch.finfo(logarithms.dtype).max) / 3
+    log_scale = logarithms.detach().amax(-1, keepdim=True) - h
+    return (logarithms - log_scale).clamp(min=-h).exp(), log_scale.squeeze(-1)
 
 
 class Performer(CarriedSums):

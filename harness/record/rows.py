@@ -1,9 +1,9 @@
 """Rows: JSON objects, one per line. The harness reads and writes their files only in this module.
 
 Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and all numbers in tables and figures
-come from rows. A checkpoint has the number of rows at its step. A resumed run truncates the file to these rows and then
-writes the same rows again, in which only ``clock`` and ``memory`` may differ. ``summary.json`` is one row, written
-completely or not at all."""
+come from rows. A checkpoint has the number of rows at its step. A resumed run truncates the file to these rows and
+writes the removed rows again; with a budget of bytes or steps, only their ``clock`` may differ. ``summary.json`` is one
+row, written completely or not at all."""
 
 import errno
 import hashlib
@@ -33,8 +33,8 @@ FAILED = ("failed", *(failure.status for failure in Failure.__subclasses__()))
 
 
 class Record:
-    """Appends rows to ``record.jsonl`` of a run folder, after removing all but its first ``rows``, those of a
-    checkpoint. Damaged if they are not complete, or do not have the digest ``sha256``."""
+    """Appends rows to ``record.jsonl`` of a run folder, truncated to its first ``rows``, those of a checkpoint. Raises
+    Damaged if it has fewer complete rows, or if their digest is not ``sha256``."""
 
     def __init__(self, folder: Path, *, rows: int = 0, sha256: str | None = None):
         self.path = folder / RECORD
@@ -73,7 +73,7 @@ class Record:
 
 
 def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
-    """Truncate the file to its first ``rows`` rows, and return them. Damaged if the checkpoint had others."""
+    """Truncate the file to its first ``rows`` rows; return them. Raises Damaged if the checkpoint has other rows."""
     content = path.read_bytes() if path.exists() else b""
     *complete, _ = content.split(b"\n")
     first_rows = b"".join(line + b"\n" for line in complete[:rows])
@@ -170,7 +170,7 @@ def _check_limits(node: object, levels: int) -> None:
 
 
 def try_read_object(path: Path, *, first_line: bool = False) -> tuple[dict | None, str | None]:
-    """Return the JSON object in a file or its first line, or None and the reason, which is None without a file."""
+    """Return the JSON object in a file or its first line and None, or None and the reason; without a file, both None."""
     try:
         return parse_object(read_file(path, max_bytes=MAX_ROW_BYTES, first_line=first_line)), None
     except FileNotFoundError:
@@ -205,7 +205,7 @@ def read_object(path: Path, *, first_line: bool = False) -> dict:
     return row or {}
 
 
-def format_error(row: Mapping) -> str | None:
+def wrong_format(row: Mapping) -> str | None:
     """Return why this code cannot read the format of a row, summary or checkpoint, or None if it can."""
     version = row.get("format", 1)
     return None if version == FORMAT else f"it is of format {version}, and this code reads format {FORMAT}"
@@ -213,5 +213,5 @@ def format_error(row: Mapping) -> str | None:
 
 def check_format(row: Mapping, *, file: str) -> None:
     """Raise ValueError, beginning with ``file``, if this code cannot read the format of a row or checkpoint."""
-    if reason := format_error(row):
-        raise ValueError(f"{file}: {reason}; allowed is what this code wrote")
+    if reason := wrong_format(row):
+        raise ValueError(f"{file}: {reason}; allowed is that format")

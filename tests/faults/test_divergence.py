@@ -17,7 +17,7 @@ from harness.record.rows import read_rows
 from tests.rank_processes import launch
 from tests.small_runs import CARRY, DROPOUT, SPANS, SPARSE, VARIANTS, make_run, make_trainer, run_to_end, temporary_cwd  # noqa: F401
 from tests.test_checkpoint import equal_bits
-from tests.test_distributed_training import divided_run
+from tests.test_distributed_training import distributed_trainer
 
 OPTIMIZERS = {
     "adamw": (*SPANS, "optim=adamw", "optim.clip=1.0", *DROPOUT),
@@ -114,7 +114,7 @@ def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
     endings = []
     with join_processes() as processes:
         for words, fail in ((SPARSE, spoil_head), (("runtime.shard=full",), spoil_head), ((), spoil_loss)):
-            trainer = divided_run(processes, *words)
+            trainer = distributed_trainer(processes, *words)
             trainer.step()
             before = tensors_of(trainer)
             with trainer.update.parameters.unsharded():

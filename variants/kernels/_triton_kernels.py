@@ -163,13 +163,13 @@ def _visible(x, j, visible, L, ALL: tl.constexpr):
 
 @kernel
 def forward(
-    q, k, v, start, start_lse, y, lse, ramp_end, heads, table, key_bias, query_bias, vectors, seed, T, stream_keys,
+    q, k, v, prior, prior_lse, y, lse, ramp_end, heads, table, key_bias, query_bias, vectors, seed, T, stream_keys,
     shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf for a query that sees no key. Grid: (B * blocks, H).
 
-    ``start``, ``start_lse``: float32 output and log-sum-exp of a part of the same softmax, to merge with; or None."""
+    ``prior``, ``prior_lse``: float32 output and log-sum-exp of a part of the same softmax, to merge with; or None."""
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
@@ -182,10 +182,10 @@ def forward(
     if key_bias is not None:
         base = _biases(query_bias + row, t, T)[:, None]
     out = tl.zeros([BLOCK, WIDTH], tl.float32)
-    if start is not None:
-        peak = tl.load(start_lse + row + t, mask=t < T, other=0.0)
+    if prior is not None:
+        peak = tl.load(prior_lse + row + t, mask=t < T, other=0.0)
         total += 1.0
-        out = _load(start + row * K, t, T, K, WIDTH)
+        out = _load(prior + row * K, t, T, K, WIDTH)
     bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)  # bounds[3] stands for L below: one register less
     for part in tl.static_range(3):
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):

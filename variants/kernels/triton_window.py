@@ -8,8 +8,8 @@ of one softmax are merged by their log-sum-exps. The gradient of a span is a sum
 
 A program reads only the keys within its head's z + R. It reads z + R on the device, so that new spans neither
 recompile a kernel nor wait for the host. For q_t . p_x, with a vector p per distance, a block of queries is multiplied
-with all 2 BLOCK distances to its block of keys, and the diagonals are read. Every sum has a fixed order, so that
-repeated runs give equal numbers."""
+with the vectors of all 2 BLOCK distances to a block of keys, and the diagonals are read. Every sum has a fixed order,
+so that repeated runs give equal numbers."""
 
 import importlib.util
 import math
@@ -28,8 +28,8 @@ WIDTH_STEP, MAX_WIDTH = 8, 128
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STREAM_GROUPS = 8
-"""Largest number of partial sums of the gradient of vectors, each ``[H, n, K]`` in float32. With more of them, more
-programs run in parallel."""
+"""Most partial sums ``[H, n, K]``, in float32, of the gradient of ``Inputs.vectors``. With more of them, more programs
+run in parallel."""
 
 
 def obstacle(device: torch.device, width: int) -> str | None:
@@ -61,8 +61,8 @@ def launch_options(
 ) -> dict[str, int]:
     """Rows of a block, equal for queries, keys and distances, and the compiler's options.
 
-    Blocks are the largest for which the compiler keeps everything in registers, on the architectures that
-    ``tests/triton_spills.py`` names, and no two warps hold the same elements. They are not selected by timing."""
+    Blocks are the largest that fit both limits: nothing spills, on the architectures of ``tests/triton_spills.py``, and
+    no two warps hold the same elements. They are not selected by timing."""
     columns = padded_width(width)
     if dtype != torch.float32:
         block, warps = 16 if vectors and columns == 32 else 64 >> ((columns > 64) + vectors), 4
@@ -84,19 +84,19 @@ def key_gradient_options(options: dict) -> dict:
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]`` and, for ``backward``, the log-sum-exp of the whole softmax in base 2, ``[B, H, T]``.
 
-    Each head has one span. Vectors or a constant bias are allowed, but not both, with a row or column for each of
-    ``window.max_keys``."""
+    Each head has one span. Vectors or a constant bias are allowed, but not both, with
+    ``max(window.max_keys)`` or more distances."""
     q, z, n_distances = inputs.q, inputs.z, _n_distances(inputs)
     assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), f"{q.dtype} or z {z} is not supported"
     assert inputs.vectors is None or inputs.bias is None, "vectors and a bias: only one of them is allowed"
     assert not n_distances or n_distances >= max(window.max_keys), f"{n_distances} distances for {window.max_keys}"
-    start = (None, None)
+    prior = (None, None)
     if inputs.sink is not None:  # a sink is a part with output 0
         lse = (inputs.sink.float() * LOG2E).clamp(min=-1e30)[:, None].expand(q.shape[:3]).contiguous()
-        start = torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse
+        prior = torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse
     if inputs.extra_q is not None:
-        start = _forward(_persistent_arguments(inputs), *start, torch.float32)
-    return _forward(_window_arguments(inputs, window), *start, inputs.q.dtype)
+        prior = _forward(_persistent_arguments(inputs), *prior, torch.float32)
+    return _forward(_window_arguments(inputs, window), *prior, inputs.q.dtype)
 
 
 def backward(
@@ -105,22 +105,22 @@ def backward(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of ``fields`` of ``inputs``. ``g`` is the output's gradient; ``y`` and ``lse`` are from ``forward``.
     With ``segment_only``, only the segment's keys and values get gradients, ``[B, H, T, K]``."""
-    softmax = {"g": g.to(y.dtype).contiguous(), "lse": lse, "delta": torch.empty_like(lse)}
+    common = {"g": g.to(y.dtype).contiguous(), "lse": lse, "delta": torch.empty_like(lse)}
     arguments, streams = _window_arguments(inputs, window), y.shape[0]
-    gradients = _query_gradient(arguments, y, softmax, span="z" in fields, bias="query_bias" in fields)
+    gradients = _query_gradient(arguments, y, common, span="z" in fields, bias="query_bias" in fields)
     shape, longest = (y.shape, y.shape[2]) if segment_only else (inputs.k.shape, max(inputs.key_counts()))
     options = {"longest": longest, "segment_only": segment_only, "bias": "key_bias" in fields}
-    gradients |= _key_gradient(arguments, shape, softmax, **options)
+    gradients |= _key_gradient(arguments, shape, common, **options)
     if inputs.vectors is not None:
-        gradients["vectors"] = _vector_gradient(arguments, softmax)
+        gradients["vectors"] = _vector_gradient(arguments, common)
     if inputs.extra_q is not None:
         arguments = _persistent_arguments(inputs)
-        gradients["extra_q"] = _query_gradient(arguments, y, softmax)["q"]
+        gradients["extra_q"] = _query_gradient(arguments, y, common)["q"]
         shape = (streams, *inputs.extra_k.shape)
-        by_stream = _key_gradient(arguments, shape, softmax, longest=shape[2], dtype=torch.float32)
+        by_stream = _key_gradient(arguments, shape, common, longest=shape[2], dtype=torch.float32)
         gradients |= {f"extra_{name}": by_stream[name].sum(0) for name in "kv"}
     if "sink" in fields:
-        gradients["sink"] = sink_gradient(softmax["delta"], lse / LOG2E, inputs.sink)
+        gradients["sink"] = sink_gradient(common["delta"], lse / LOG2E, inputs.sink)
     return {name: gradients[name].to(getattr(inputs, name).dtype) for name in fields}
 
 
@@ -150,7 +150,7 @@ def executed_flops(
         for x0 in range(0, visible, block):  # as in vector_gradient
             by_distances += max(0, len(starts) - max(x0 - offset, 0) // block)
     by_persistent = len(window.max_keys) * len(starts) * -(-persistent // block)
-    diagonals = 2 * vectors  # q . p of the 2 BLOCK distances on a tile's diagonals
+    diagonals = 2 * vectors  # q . p of 2 BLOCK distances: as much as two tiles
     forward = by_queries * (2 + diagonals) + by_persistent * 2
     backward = by_queries * (3 + 2 * diagonals) + by_keys * (4 + diagonals) + by_distances * 6 * vectors
     backward += by_persistent * 7
@@ -159,8 +159,8 @@ def executed_flops(
 
 
 @lru_cache(maxsize=256)
-def _head_table(max_keys: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """The argument ``heads`` of the kernels. Cached, so that equal tables are copied to the device once."""
+def _heads(max_keys: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """``heads`` of the kernels: keys, order, lengths and first keys of heads. Cached to copy equal ones only once."""
     order = sorted(range(len(max_keys)), key=lambda h: -max_keys[h])
     first = [0, *accumulate(lengths)][:-1]
     return torch.tensor((max_keys, order, lengths, first), dtype=torch.int32, device=device)
@@ -176,11 +176,11 @@ def _n_distances(inputs: Inputs) -> int:
 def _window_arguments(inputs: Inputs, window: Window) -> dict:
     """Arguments that all kernels share for the part of the softmax over visible keys."""
     lengths = inputs.key_counts()
-    # z + R is rounded as in soft_mask, so that both functions put a key on the same side of a kink.
+    # z + R is rounded as in soft_mask, so that kernels put a key on the same side of a kink as it.
     ramp_end = None if inputs.z is None else (inputs.z + window.ramp).float()
     return _arguments(inputs, inputs.q, inputs.k, inputs.v) | {
         "ramp_end": ramp_end,
-        "heads": _head_table(window.max_keys, lengths, inputs.q.device),
+        "heads": _heads(window.max_keys, lengths, inputs.q.device),
         "stream_keys": sum(lengths),
         "shift": window.shift,
         "table": None if inputs.bias is None else inputs.bias.float().contiguous(),
@@ -197,12 +197,12 @@ def _persistent_arguments(inputs: Inputs) -> dict:
     """Arguments for the part over persistent vectors: every query sees all of them, and all streams share them."""
     heads, n_vectors = inputs.extra_k.shape[:2]
     arguments = _arguments(inputs, inputs.extra_q.to(inputs.q.dtype), inputs.extra_k, inputs.extra_v)
-    table = _head_table((n_vectors,) * heads, (n_vectors,) * heads, inputs.q.device)
-    return arguments | {"heads": table, "stream_keys": heads * n_vectors}
+    lengths = (n_vectors,) * heads
+    return arguments | {"heads": _heads(lengths, lengths, inputs.q.device), "stream_keys": heads * n_vectors}
 
 
 def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
-    """Arguments of kernels for a part of the softmax in which every query sees every key."""
+    """Arguments of kernels for a part of the softmax; by default every query sees every key."""
     width, rate = q.shape[-1], inputs.dropout
     capability = 90 if q.device.type != "cuda" else 10 * torch.cuda.get_device_capability(q.device)[0]
     return {
@@ -229,30 +229,30 @@ def padded_width(width: int) -> int:
 
 
 def _forward(
-    arguments: dict, start: Tensor | None, start_lse: Tensor | None, dtype: torch.dtype
+    arguments: dict, prior: Tensor | None, prior_lse: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Output of one part, merged with ``start``, and the log-sum-exp in base 2, inf for a query that sees no key."""
+    """Output of one part, merged with ``prior``, and log-sum-exp in base 2: +inf, not -inf, if no key is seen."""
     q = arguments["q"]
     y, lse = torch.empty_like(q, dtype=dtype), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     grid = _grid(arguments, q.shape[2])
-    _kernels().forward[grid](start=start, start_lse=start_lse, y=y, lse=lse, **arguments)
+    _kernels().forward[grid](prior=prior, prior_lse=prior_lse, y=y, lse=lse, **arguments)
     return y, lse
 
 
 def _query_gradient(
-    arguments: dict, y: Tensor, softmax: dict, *, span: bool = False, bias: bool = False
+    arguments: dict, y: Tensor, common: dict, *, span: bool = False, bias: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients of queries, spans ``[H]`` and biases. Writes ``softmax["delta"]``, which the other gradients need."""
+    """Gradients of queries, spans ``[H]`` and biases. Writes ``common["delta"]``, which the other gradients need."""
     q, grid = arguments["q"], _grid(arguments, arguments["T"])
     dq = torch.empty_like(q)
     dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if span else None
-    dbias = torch.empty_like(softmax["lse"]) if bias else None
-    _kernels().query_gradient[grid](y=y, dq=dq, dz=dz, dquery_bias=dbias, **softmax, **arguments)
+    dbias = torch.empty_like(common["lse"]) if bias else None
+    _kernels().query_gradient[grid](y=y, dq=dq, dz=dz, dquery_bias=dbias, **common, **arguments)
     return {"q": dq, "query_bias": dbias} | ({"z": dz.sum(1)} if span else {})
 
 
 def _key_gradient(
-    arguments: dict, shape: Sequence[int], softmax: dict, *, longest: int, segment_only: bool = False,
+    arguments: dict, shape: Sequence[int], common: dict, *, longest: int, segment_only: bool = False,
     dtype: torch.dtype | None = None, bias: bool = False,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Gradients of keys, values and biases: of all keys, or with ``segment_only`` of the last T of each head."""
@@ -261,18 +261,18 @@ def _key_gradient(
     dbias = torch.empty(shape[:-1], dtype=torch.float32, device=k.device) if bias else None
     arguments = arguments | key_gradient_options(arguments) | {"longest": longest, "SEGMENT_ONLY": segment_only}
     arguments |= {"dk": dk, "dv": dv, "dkey_bias": dbias}
-    _kernels().key_gradient[_grid(arguments, longest)](**softmax, **arguments)
+    _kernels().key_gradient[_grid(arguments, longest)](**common, **arguments)
     return {"k": dk, "v": dv, "key_bias": dbias}
 
 
-def _vector_gradient(arguments: dict, softmax: dict) -> Tensor:
+def _vector_gradient(arguments: dict, common: dict) -> Tensor:
     """The gradient of vectors, ``[n, K]`` in float32."""
     arguments = {name: argument for name, argument in arguments.items() if name not in ("table", "ALL")}
     streams, heads, _, width = arguments["q"].shape
     groups, distances = min(streams, STREAM_GROUPS), arguments["distances"]
-    parts = torch.empty(groups, heads, distances, width, dtype=torch.float32, device=softmax["g"].device)
+    parts = torch.empty(groups, heads, distances, width, dtype=torch.float32, device=common["g"].device)
     grid = (-(-distances // arguments["BLOCK"]), heads, groups)
-    _kernels().vector_gradient[grid](dvectors=parts, B=streams, **softmax, **arguments)
+    _kernels().vector_gradient[grid](dvectors=parts, B=streams, **common, **arguments)
     return parts.sum((0, 1))
 
 
