@@ -25,7 +25,7 @@ COST_TABLES = {
     "Training time, ms per byte": (1, ("time", "train_ms", "p50")),
 }
 """For each title of a table, the divisor of its numbers and their path of keys in a row of ``bench.cost``."""
-COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak")
+COLUMNS = ("variant", "seed", "data", "status", "valid", "test", "parameters", "flops", "ideal", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
 MIN_SEEDS = 3  # fewest common seeds for a verdict
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
@@ -39,12 +39,14 @@ def read_runs(path: Path) -> pd.DataFrame:
     runs = []
     for row in read_rows(path):
         cell, summary = cell_keys(row), row["summary"]
-        run = {"variant": cell["variant"], "seed": int(cell["seed"]), "status": summary["status"]}
+        run = {"variant": cell["variant"], "seed": int(cell["seed"]), "data": cell.get("data")}
+        run["status"] = summary["status"]
         if summary.get("check") in INCOMPARABLE_CHECKS:
             run["status"] = summary["check"]
         elif summary["status"] == "finished":
             run |= {"valid": summary["valid_bits_per_byte"], "test": summary["test_bits_per_byte"]}
-            run |= {"parameters": summary["parameters"]["total"], "flops": summary["flops_per_byte"]["executed"]}
+            run |= {"parameters": summary["parameters"]["total"], "ideal": summary["flops_per_byte"]["ideal"]}
+            run["flops"] = summary["flops_per_byte"]["executed"]
             run |= {"state": summary["memory"]["state_bytes"], "peak": summary["memory"]["peak_bytes"]}
             run |= {"copies": summary.get("test_bits_per_copy"), "conditions": _conditions(summary)}
             run["compressors"] = summary["compressors"].get("test") or {}
@@ -60,6 +62,11 @@ def _conditions(summary: dict) -> str:
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
     common = [summary["data"]["sha256"], protocol, summary["budget"], summary["precision"]]
     return json.dumps([*common, summary["numerics"]["shared"]], sort_keys=True)
+
+
+def best_on_valid(runs: pd.DataFrame) -> pd.DataFrame:
+    """Of each mechanism and seed the run with the learning rate that is best on valid."""
+    return runs.sort_values("valid").drop_duplicates(["variant", "seed"])
 
 
 def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -126,10 +133,10 @@ def sections(folder: Path) -> str:
         ("Front page, more columns", bits_table(runs)),
         ("What context is worth", context_table(runs)),
         ("Claims of the papers", claims_table(runs) if len(runs) else ""),
-        ("Combinations", bits_table(read_runs(folder / "combinations.jsonl"))),
+        ("Combinations", bits_table(best_on_valid(read_runs(folder / "combinations.jsonl")))),
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
-        ("Skills", skills_table(folder / "skills.jsonl")),
+        ("Skills", skills_table(read_runs(folder / "skills.jsonl"))),
         ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
         ("Cost against context", cost_tables(folder / "cost.jsonl")),
         ("Training speed of other implementations", speed_table(folder / "peers.jsonl")),
@@ -157,13 +164,14 @@ def insert_compressors(rows: list[list], runs: pd.DataFrame, *, names: Iterable[
 
 def bits_table(runs: pd.DataFrame) -> str:
     """Scores and costs of mechanisms, and scores of compressors, followed by runs without a score and machines."""
-    headings = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "LR factor", "MFLOP/byte"]
+    headings = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "LR factor", "MFLOP/byte", "ideal"]
     headings += ["state, KiB", "peak, MiB", "parameters"]
     rows = []
     for name, group in by_variant(runs):
         scores = [mean_text(group["test"]), reference_difference_text(runs, name), mean_text(group["valid"])]
-        costs = [f"{group['flops'].mean() / 1e6:.2f}", f"{group['state'].mean() / KIB:,.0f}"]
-        costs += [f"{group['peak'].mean() / MIB:,.0f}", f"{group['parameters'].iloc[0]:,.0f}"]
+        costs = [f"{group[name].mean() / 1e6:.2f}" for name in ("flops", "ideal")]
+        costs += [f"{group['state'].mean() / KIB:,.0f}", f"{group['peak'].mean() / MIB:,.0f}"]
+        costs.append(f"{group['parameters'].iloc[0]:,.0f}")
         rows.append([f"`{name}`", len(group), *scores, f"{group['lr_factor'].iloc[0]:g}", *costs])
     if not rows:
         return ""
@@ -244,13 +252,12 @@ def recall_table(runs: pd.DataFrame) -> str:
     return mechanism_table({f"`{name}`": row for name, row in texts.iterrows()}, columns)
 
 
-def skills_table(path: Path) -> str:
+def skills_table(runs: pd.DataFrame) -> str:
     """A table of bits of answers: a row per mechanism, a column per skill and label of its answers."""
     cells: dict[str, dict[str, str]] = {}
-    for row in read_rows(path):
-        cell, answers = cell_keys(row), row["summary"].get("test_bits_per_copy") or {}
-        texts = {f"{cell['data']}, {label}": f"{bits:.3f}" for label, bits in answers.items() if bits is not None}
-        cells.setdefault(f"`{cell['variant']}`", {}).update(texts)
+    for run in runs[runs["status"] == "finished"].itertuples():
+        texts = {f"{run.data}, {label}": f"{bits:.3f}" for label, bits in run.copies.items() if bits is not None}
+        cells.setdefault(f"`{run.variant}`", {}).update(texts)
     columns = {column for row in cells.values() for column in row}
     return mechanism_table(cells, sorted(columns, key=lambda column: (column.split()[0], len(column), column)))
 

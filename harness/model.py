@@ -247,9 +247,10 @@ class LanguageModel(nn.Module):
 
 
 def unread_parameters(sublayer: Sublayer) -> int:
-    """Number of parameters in the rows of tables that one byte does not read."""
-    tables = [(getattr(sublayer, name), rows_read) for name, rows_read in sublayer.tables.items()]
-    return sum(max(0, len(table) - rows_read) * table.shape[1] for table, rows_read in tables)
+    """Number of parameters in the rows of tables, and of parameters with as many rows, that one byte does not read."""
+    rows_read = {len(getattr(sublayer, name)): n for name, n in sublayer.tables.items()}
+    tables = [p for p in sublayer.parameters(recurse=False) if p.dim() == 2 and len(p) in rows_read]
+    return sum(max(0, len(table) - rows_read[len(table)]) * table.shape[1] for table in tables)
 
 
 def add_stats(total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

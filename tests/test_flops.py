@@ -94,6 +94,13 @@ def test_operations_without_a_formula_are_listed_by_name():
 
 def test_sorts_and_cumulative_sums_are_counted():
     x = torch.randn(3, 5)
+    triangle, right = torch.randn(2, 4, 4), torch.randn(2, 4, 3)
+    for unit, factor in (
+        (True, 3),
+        (False, 4),
+    ):  # 0 + 2 + 4 + 6 in each column, and 4 divisions if the diagonal is not 1
+        solve = partial(torch.linalg.solve_triangular, upper=False, unitriangular=unit)
+        assert count_flops(lambda solve=solve: solve(triangle, right)) == (2 * 4 * 3 * factor, {})
     assert count_flops(lambda: x.cumsum(-1)) == (3 * 4, {})  # lines of five
     assert count_flops(lambda: x.cummax(0)) == (2 * 5, {})  # lines of three
     assert count_flops(lambda: x.sort()) == (3 * 5 * 3, {})  # three levels merge up to eight

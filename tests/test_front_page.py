@@ -17,7 +17,7 @@ def line(variant: str, seed: int, test: float, *, status="finished", check="ship
     run = {"variant": variant, "seed": seed, "status": status, "check": check, "device": "A CPU", "threads": 1}
     run |= {"precision": "float32", "protocol": {}, "data": {"sha256": "ab"}, "budget": {"bytes": 9}, "seconds": 1.0}
     run |= {"numerics": {"variant": 1, "shared": 1}, "valid_bits_per_byte": test + 0.1, "test_bits_per_byte": test}
-    run |= {"parameters": {"total": 855_680}, "flops_per_byte": {"executed": 2_700_288.0}, "test_bits_per_copy": copies}
+    run |= {"parameters": {"total": 855_680}, "flops_per_byte": {"executed": 2_700_288.0, "ideal": 2_600_000}, "test_bits_per_copy": copies}
     run |= {"memory": {"state_bytes": 2_093_064, "peak_bytes": 2**28}}
     run |= {"compressors": {"test": {"bzip2": 2.402, "xz": 2.499}}}
     record = [{"config": {"variant": {"lr_scale": {"muon": 2}}}}]
@@ -40,7 +40,9 @@ def folder(tmp_path):
     copied = {"mhsa": {"31": 0.01, "447": 0.2}, "linear": {"31": 0.5, "447": 4.0}}
     write("recall", [line(name, 0, 2.0, copies=bits) for name, bits in copied.items()])
     skills = [line("mhsa", 0, 2.0, copies={"16": 0.9, "2": 0.01}), line("mhsa", 0, 2.0, copies={"all": 0.25})]
+    skills.append(line("linear", 0, 1.0, copies={"all": 0.01}, check="not causal"))
     skills[0]["cell"].append("data=state_tracking"), skills[1]["cell"].append("data=selective_copying")
+    write("combinations", [line("mhsa", 0, 2.75), line("mhsa", 0, 2.625)])
     write("skills", skills)
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
                     "flops": {"executed_per_byte": 1.0e7}, "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
@@ -78,7 +80,8 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
     text = results_page.sections(folder)
     for words in (
         "selective_copying, all | state_tracking, 2 | state_tracking, 16 |",
-        "| `mhsa` | 0.250 | 0.010 | 0.900 |",
+        "| `mhsa` | 0.250 | 0.010 | 0.900 |\n\n",
+        "| `mhsa` | 1 | 2.6250 (n=1) |  | 2.7250 (n=1) | 2 | 2.70 | 2.60 |",
         "- `linear`, seed 1: not causal\n- `linear`, seed 2: diverged",
         "| `adaptive_span` | 3 | 2.3010",
         "| xz -9e |  | 2.4990 |",
@@ -89,6 +92,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         "**Learned spans are better than a uniform span of the same mean**",
     ):
         assert words in text, words
+    assert "2.7500" not in text, "of two learning rates only the better on valid is shown"
     assert "## A span of 4,096" not in text, "a table without rows must be left out"
 
 

@@ -141,6 +141,11 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
             {"layers.0.memory": MEMORY_WITHOUT_TABLE + TABLE, "layers.1.memory": MEMORY_WITHOUT_TABLE},
             BODY - 2 * FEED_FORWARD + 2 * MEMORY_READ + V * D + D,
         ),
+        (  # a table of input vectors beside that of output vectors
+            ("variant=experts", *MEMORY, *HIDDEN_WIDTH),
+            {"layers.0.memory": MEMORY_WITHOUT_TABLE + 2 * TABLE},
+            BODY - FEED_FORWARD + MEMORY_READ + MEMORY_HEADS * K * D + V * D + D,
+        ),
     ],
 )
 def test_parameters_of_each_sublayer_and_parameters_that_a_byte_touches_are_counted(overrides, counts, touched):

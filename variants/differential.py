@@ -10,7 +10,7 @@ pair's values. So both heads of a pair compute equal scores, and a quarter of th
 
 Departures: exponents in lambda are clamped at 20. 1e-6 is added to the mean square, as elsewhere in this package, not
 1e-5. The two maps draw dropout independently. ALiBi's slopes are those of H heads, so a pair's two maps decay at
-different rates."""
+different rates. The default of 4 heads makes 2 pairs; the paper's models have 8 or more."""
 
 import math
 from typing import Unpack

@@ -9,7 +9,8 @@
     y = sum over heads, and the top k experts of each, of w_i gelu(u_i . x) v_i
 
 Departures from the papers, in addition to those of ``product_key_memory.py``: queries pass a LayerNorm. 2412.09764
-normalises queries and keys if training is unstable; 2407.04153 has BatchNorm."""
+normalises queries and keys if training is unstable; 2407.04153 has BatchNorm. By default Memory+ reads 16 slots a head
+(32 there) in the two top layers, and experts have 4 heads (8 there)."""
 
 from typing import Unpack
 

@@ -14,7 +14,7 @@ the other two branches share keys and values, which are carried unrotated. Each 
 that the compressor gets a gradient.
 
 Departures from the paper: in the paper each branch has separate keys. Its summarised blocks overlap and are shorter
-than the selected ones, an MLP computes summaries, and the first block and the two nearest are always selected. ALiBi,
+than the selected ones, an MLP computes summaries and gates, and the first block and the two nearest are always selected. ALiBi,
 relative positions and ``cache: hidden`` are refused here."""
 
 from dataclasses import replace

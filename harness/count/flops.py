@@ -6,7 +6,8 @@ the project's kernels count by the formulas of torch's ``flop_registry`` (2.13).
 - The registry omits attention on a CPU, weighted reads of a table, and the gradients of both.
 - For causal attention (``is_causal``) the registry counts every pair of a query and a key. This file counts keys 0 to t
   for query t, as torch defines causality. With an explicit mask all pairs count, because all products are executed.
-- The registry omits sorts, running sums and sums by index. This file counts one FLOP per comparison or addition.
+- The registry omits triangular solves, and sorts, running sums and sums by index, in which each comparison or
+  addition counts one FLOP.
 
 Operations without a formula (softmax, norms, top-k, elementwise ones) add nothing. Their calls are counted by name.
 """
@@ -166,6 +167,11 @@ def _elements(a: Arguments) -> tuple[int, int]:
     return tensor.numel(), tensor.shape[a.get("dim", -1)] if tensor.dim() else 1
 
 
+def _solve_triangular(a: Arguments) -> int:
+    """Substitution: n - 1 FLOPs for each element of the solution, whose columns have n elements, and its division."""
+    return a["B"].numel() * (a["self"].shape[-1] - bool(a.get("unitriangular")))
+
+
 def _sort(a: Arguments) -> int:
     """A comparison sort: n log2 n comparisons along a dimension of size n, with the logarithm rounded up."""
     n_elements, size = _elements(a)
@@ -190,6 +196,7 @@ FORMULAS: dict[str, Callable[[Arguments], int]] = {
     "index_add": lambda a: a["source"].numel(),
     "scatter_add": lambda a: a["src"].numel(),
     "index_put": lambda a: a["values"].numel() if a.get("accumulate") else 0,
+    "linalg_solve_triangular": _solve_triangular,
     "sort": _sort,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _scan),
 }

@@ -90,7 +90,8 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
     capped_bytes = len(split) if len(split) < n_bytes else None
     summary["capped"] |= {name: capped_bytes} if capped_bytes else {}
     is_main = trainer.runtime.processes.is_main  # compression takes a second for each MB
-    summary["compressors"][name] = compressed_bits(split, train=corpus.splits["train"]) if is_main else {}
+    counted = corpus.splits["train"][: trainer.spent.bytes]  # as many bytes as the model read
+    summary["compressors"][name] = compressed_bits(split, train=counted) if is_main else {}
     metrics = trainer.model.metrics(score.stats)
     summary |= {f"{name}_{key}": number for key, number in bits.items()} | {f"{name}_metrics": metrics}
     row = {"kind": name, **trainer.progress(), "final": True, **bits, "capped_bytes": capped_bytes}
