@@ -64,11 +64,6 @@ def _conditions(summary: dict) -> str:
     return json.dumps([*common, summary["numerics"]["shared"]], sort_keys=True)
 
 
-def best_on_valid(runs: pd.DataFrame) -> pd.DataFrame:
-    """Of each mechanism and seed the run with the learning rate that is best on valid."""
-    return runs.sort_values("valid").drop_duplicates(["variant", "seed"])
-
-
 def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The finished runs of each variant, the best on test first. So that only common seeds are compared, a variant's
     score is the reference's mean plus ``reference_difference``, or its own mean where there is no such difference."""
@@ -128,12 +123,13 @@ def flops_at(path: Path, length: int) -> dict[str, float]:
 
 def sections(folder: Path) -> str:
     """The Markdown of all sections whose files have rows."""
-    runs = read_runs(folder / "front_page.jsonl")
+    runs, combinations = read_runs(folder / "front_page.jsonl"), read_runs(folder / "combinations.jsonl")
+    combinations = combinations.sort_values("valid").drop_duplicates(["variant", "seed"])  # the best learning rates
     tables = [
         ("Front page, more columns", bits_table(runs)),
         ("What context is worth", context_table(runs)),
         ("Claims of the papers", claims_table(runs) if len(runs) else ""),
-        ("Combinations", bits_table(best_on_valid(read_runs(folder / "combinations.jsonl")))),
+        ("Combinations", bits_table(combinations)),
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
         ("Skills", skills_table(read_runs(folder / "skills.jsonl"))),

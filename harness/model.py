@@ -192,8 +192,7 @@ class LanguageModel(nn.Module):
         set_shapes(self)
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
-        """Metrics from summed statistics, by names such as ``layers.0.attention.span``: numbers, or lists with a number
-        for each head."""
+        """Metrics from summed statistics, such as ``layers.0.attention.span``: numbers, or lists of a number per head."""
         return {
             f"{name}.{key}": metric.tolist() if isinstance(metric, Tensor) else float(metric)
             for name, sublayer in self.sublayers()
@@ -206,8 +205,7 @@ class LanguageModel(nn.Module):
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """FLOPs per byte that a training step needs: those of ``Sublayer.needed_flops`` and of the head. A sublayer
-        that does not state them is charged three times its ideal forward FLOPs. Norms, loss and embedding are
-        neglected."""
+        that does not state them is charged three times its ideal forward FLOPs. Norms, loss and embedding count 0."""
         needed = [NeededFlops.of_products(2 * self.head.weight.numel())]
         for _, sublayer in self.sublayers():
             stated = sublayer.needed_flops(segment, carried=carried)

@@ -17,7 +17,11 @@ def line(variant: str, seed: int, test: float, *, status="finished", check="ship
     run = {"variant": variant, "seed": seed, "status": status, "check": check, "device": "A CPU", "threads": 1}
     run |= {"precision": "float32", "protocol": {}, "data": {"sha256": "ab"}, "budget": {"bytes": 9}, "seconds": 1.0}
     run |= {"numerics": {"variant": 1, "shared": 1}, "valid_bits_per_byte": test + 0.1, "test_bits_per_byte": test}
-    run |= {"parameters": {"total": 855_680}, "flops_per_byte": {"executed": 2_700_288.0, "ideal": 2_600_000}, "test_bits_per_copy": copies}
+    run |= {
+        "parameters": {"total": 855_680},
+        "flops_per_byte": {"executed": 2_700_288.0, "ideal": 2_600_000},
+        "test_bits_per_copy": copies,
+    }
     run |= {"memory": {"state_bytes": 2_093_064, "peak_bytes": 2**28}}
     run |= {"compressors": {"test": {"bzip2": 2.402, "xz": 2.499}}}
     record = [{"config": {"variant": {"lr_scale": {"muon": 2}}}}]

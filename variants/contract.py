@@ -156,8 +156,7 @@ class Sublayer(nn.Module):
         raise NotImplementedError
 
     def reach(self) -> int | None:
-        """Return the largest distance in bytes at which an input can move an output, with any parameters; None if it is
-        unbounded."""
+        """Return the largest distance in bytes at which an input can move an output; None if unbounded."""
         if self.honours is None:
             return 0
         raise NotImplementedError(f"{type(self).__name__}: a sublayer with honours must define reach()")

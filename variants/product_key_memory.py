@@ -74,8 +74,7 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
 
 
 class _SelectSlots(torch.autograd.Function):
-    """Compute ``select_slots`` for a block of bytes at a time. Scores are not saved: the backward pass needs only the
-    slots."""
+    """Compute ``select_slots`` for a block of bytes at a time. The backward pass needs slots, not scores."""
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:
@@ -236,8 +235,7 @@ class ProductKeyMemory(Sublayer):
         return "kernel" if use_kernel and product_search.obstacle() is None else "plain"
 
     def usage(self, slots: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        """Return the reads of each slot, int64 ``[M]``, the sum of their weights, float64 ``[M]``, and the number of
-        bytes."""
+        """Return reads of each slot, int64 ``[M]``, sums of their weights, float64 ``[M]``, and the number of bytes."""
         flat = slots.flatten()
         count = torch.zeros(self.values.shape[0], dtype=torch.int64, device=slots.device)
         weight = wide(torch.zeros_like(count, dtype=torch.float32))

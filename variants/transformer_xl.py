@@ -83,8 +83,7 @@ class TransformerXL(Attention):
 
     Args:
         d_head, zero_init: see ``MultiHead``.
-        share: ``network`` for one pair u, v in the whole model, as in the paper's code; ``layer`` for one pair per
-            layer."""
+        share: ``network`` for one pair u, v in the whole model, as in the paper's code; ``layer`` for one in each."""
 
     honours = Honours(cache={"kv", "hidden"}, attend_self={True, False}, span=True)
 

@@ -98,8 +98,7 @@ def round_context(context: int, *, n_pairs: int, streams: int, segment: int) -> 
 
 def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, shard: Shard = UNSHARDED) -> Batches:
     """All pairs of ``split [n]``, each scored once: segments ``[L, T]`` of L streams, to be read with carried state.
-    The mask is false for the ``context`` (of ``round_context``) of all streams but the first, and after a stream's
-    end."""
+    The mask is false for the ``context`` (``round_context``) of all streams but the first, and after a stream's end."""
     ranges = torch.tensor(score_ranges(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
     start = (first - context).clamp(min=0)

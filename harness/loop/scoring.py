@@ -63,8 +63,7 @@ def score_stream(
     collect_stats: bool = False,  # sum statistics of sublayers, from the first batch in which all streams are scored
     future_seed: int | None = None,  # seed of a ``CausalityCheck``, or None for no check
 ) -> Score:
-    """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns the whole
-    score."""
+    """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns all scores."""
     layout = {"streams": streams, "segment": segment, "shard": (shard := runtime.processes.shard)}
     if pairs is None:
         context = round_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)

@@ -130,10 +130,7 @@ def agreement(
     elif runtime.tf32:
         rounding = dataclasses.replace(runtime, compile=False)
 
-    def fixed_seed(device: torch.device) -> torch.Tensor:
-        return torch.full((), DROPOUT_SEED, dtype=torch.int64, device=device)
-
-    with patch("variants.backends.draw_seed", fixed_seed):
+    with patch("variants.backends.draw_seed", lambda device: torch.full((), DROPOUT_SEED, device=device)):
         expected = logits_and_gradients(reference.double().train(), tokens, segments)
         actual = outcome_of(plan, runtime)
         plain = None if rounding is None else outcome_of(host_plan, rounding)

@@ -58,8 +58,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate as a factor of its peak: a linear warm-up times a decay. If both warm-ups are set, the lower
-    factor applies."""
+    """The learning rate as a factor of its peak: a linear warm-up times a decay. Of two warm-ups the lower applies."""
 
     warmup_fraction: Fraction = 0.0  # of the budget, over which the factor rises from 0; 0 for no such warm-up
     warmup_steps: Annotated[int, Ge(0)] = 0  # over which it rises from ``1 / warmup_steps``; 0 for no such warm-up

@@ -226,16 +226,12 @@ def _adapter(hint: object) -> TypeAdapter:
         return TypeAdapter(Any)
 
 
-def _to_integer(setting: object) -> object:
-    """A float without a fraction as an integer; anything else unchanged."""
-    return int(setting) if isinstance(setting, float) and setting.is_integer() else setting
-
-
 def _pydantic_hint(hint: object) -> object:
     """The annotation for pydantic: 1e6 is accepted as an integer, a list for a tuple, any mapping for a dictionary."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is int:
-        return Annotated[int, BeforeValidator(_to_integer), Interval(gt=-(2**63), lt=2**63)]
+        whole = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
+        return Annotated[int, whole, Interval(gt=-(2**63), lt=2**63)]
     if origin is Annotated:
         return Annotated[_pydantic_hint(arguments[0]), *arguments[1:]]
     if origin in (typing.Union, types.UnionType):

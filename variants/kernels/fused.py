@@ -108,8 +108,7 @@ def full_causal(inputs: Inputs) -> Tensor:
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, which are 0 and -inf for a query that sees no key.
 
-    Keys that no query sees are not read. A constant bias ``[H, n]`` is allowed; vectors, key biases and dropout are
-    not."""
+    Keys that no query sees are not read. A bias ``[H, n]`` is allowed; vectors, key biases and dropout are not."""
     assert inputs.vectors is None and not inputs.dropout, "the fused backend has no vectors and no dropout"
     assert inputs.key_bias is None, "the fused backend has no key biases"
     q, k, v = _cast_like_queries(inputs)
