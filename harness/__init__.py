@@ -5,7 +5,7 @@ import os
 
 from harness.cache import cache_folder
 
-# The folder of compiled kernels. It is not set if the user has no home folder, which raises RuntimeError.
+# The folder of compiled kernels. Without a home folder, cache_folder raises RuntimeError, and the variable is not set.
 with contextlib.suppress(RuntimeError):
     os.environ.setdefault("WINDTUNNEL_KERNELS", str(cache_folder() / "kernels"))
 

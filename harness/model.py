@@ -1,7 +1,7 @@
 """The byte-level language model: an embedding, layers of named residual sublayers, and a head. The variant defines the
 sublayers of each layer. A sublayer maps [B, T, D] to [B, T, D]. The model adds norms, residual connections, and the
-input's positions. Its state is passed in and returned, as a tuple ``(start, states)``: ``start [B]`` is the number of
-bytes that each stream has read, and ``states`` has one state per sublayer."""
+input's positions. The model's state is passed in and returned, as a tuple ``(start, states)``: ``start [B]`` is the
+number of bytes that each stream has read, and ``states`` has one state per sublayer."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -245,7 +245,7 @@ class LanguageModel(nn.Module):
 
 
 def unread_parameters(sublayer: Sublayer) -> int:
-    """Number of parameters in the rows of tables, and of parameters with as many rows, that one byte does not read."""
+    """Number of parameters that one byte does not read: unread rows of tables and of parameters with as many rows."""
     rows_read = {len(getattr(sublayer, name)): n for name, n in sublayer.tables.items()}
     tables = [p for p in sublayer.parameters(recurse=False) if p.dim() == 2 and len(p) in rows_read]
     return sum(max(0, len(table) - rows_read[len(table)]) * table.shape[1] for table in tables)

@@ -27,7 +27,7 @@ DEFAULTS_ENTRY = rf"{GROUP}(=({NAME}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Replaces Hydra's source of YAML files. Both have one class name, because Hydra refuses two names for a scheme.
+    """Replaces Hydra's source of YAML files. It has the same class name, because Hydra refuses another for ``file``.
     ValueError if a user's file sets ``hydra.*`` or ``trust``, or has the name of a file of the project."""
 
     def load_config(self, config_path: str) -> ConfigResult:

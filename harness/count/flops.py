@@ -37,7 +37,7 @@ Arguments = dict[str, object]
 
 
 class Flops(NamedTuple):
-    """FLOPs of a call. An in-place operation counts under the name of the one that is not in-place."""
+    """FLOPs of a call. An in-place operation counts under the name of its out-of-place form: ``add_`` under ``add``."""
 
     total: int  # of all operations that have a formula
     unknown: dict[str, int]  # number of calls of each other operation that computes something, most frequent first
@@ -168,7 +168,7 @@ def _elements(a: Arguments) -> tuple[int, int]:
 
 
 def _solve_triangular(a: Arguments) -> int:
-    """Substitution: n - 1 FLOPs for each element of the solution, whose columns have n elements, and its division."""
+    """Substitution in n rows: n - 1 FLOPs per element of B on average, and a division unless ``unitriangular``."""
     return a["B"].numel() * (a["self"].shape[-1] - bool(a.get("unitriangular")))
 
 

@@ -27,7 +27,7 @@ def tensors_of(tree: object) -> list[Tensor]:
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the elements of all tensors, each counted once; of a sparse tensor, of its indices and values."""
+    """Bytes of all tensors, each counted once. Those of a sparse tensor are the bytes of its indices and values."""
     total = 0
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         if tensor.layout == torch.sparse_coo:  # the public methods indices() and values() require a coalesced tensor
@@ -75,9 +75,9 @@ class Peak(NamedTuple):
 
 
 class PeakMemory:
-    """The peak of memory in use since the last ``reset``. On a CPU the baseline is measured when the object is made, so
-    it must be made before the model. ``reset`` should be called after warm-up, because the first steps allocate and
-    compile more. On a CPU it has an effect on Linux only."""
+    """The peak of memory in use since the last ``reset``. On a CPU the baseline is measured when this object is made,
+    which must be before the model is made. ``reset`` should be called after warm-up, because the first steps allocate
+    and compile more. On a CPU it has an effect on Linux only."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -1,1 +1,1 @@
-"""Data: corpora, verified by their digests, and the order in which their bytes are read."""
+"""Data: corpora, their digests, and the order in which their bytes are read."""

@@ -27,7 +27,7 @@ NAMES = (*PUBLISHED, "file", "stdlib", *GENERATED)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """A corpus as a run reads it. ``floor`` and ``answers`` are those of a ``GeneratedCorpus``, else None."""
+    """A corpus as a run reads it. ``floor`` and ``answers`` are from a ``GeneratedCorpus``, else None."""
 
     name: str  # the corpus's name, or ``file:`` and the last part of a path
     sha256: str  # of the whole corpus, before newlines are dropped or a vocabulary is applied

@@ -1,8 +1,7 @@
 """`recall`: a generated stream that copies letters from J fixed distances, so that the best possible score is known.
 
 Case alternates. An even position has a random capital of A..P with index r. The odd position after it has, in lower
-case, the letter ``distances[r mod J]`` positions before itself, or a random letter if that is before the stream's
-beginning.
+case, the letter ``distances[r mod J]`` positions before itself, or a random letter if the stream has no such position.
 
     x[2k] = capital(r[2k])        x[2k + 1] = lower(index of x[2k + 1 - distances[r[2k] mod J]])
 

@@ -7,7 +7,7 @@
 
 Random choices are independent. Answers are bytes that earlier bytes determine, so that they cost a model with the
 skill 0 bits. The entropy of every byte is known. The floor of a part is therefore exact, except that it counts 0 bits
-also for answers that depend on bytes before the part."""
+also for answers that depend on bytes before the part, and for the first recall of a key without a stored digit."""
 
 from collections.abc import Callable
 from math import log2
@@ -112,7 +112,7 @@ class GeneratedCorpus(NamedTuple):
     Attributes:
         stream: ``stream(n_bytes, seed)`` returns the first bytes, uint8 ``[n_bytes]``.
         floor_bits: ``floor_bits(part)`` is the lowest expected bits per byte of a causal model on the part's targets.
-        answers: ``answers(part)`` returns, for each label, which bytes earlier ones determine: bool ``[n]``."""
+        answers: ``answers(part)`` returns, for each label, which bytes are determined by earlier ones: bool ``[n]``."""
 
     stream: Callable[..., np.ndarray]
     floor_bits: Callable[[np.ndarray], float] | None = None

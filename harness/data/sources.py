@@ -138,7 +138,7 @@ def _read_file(path: Path) -> np.ndarray:
 
 
 def unpack(path: Path) -> bytes:
-    """The content of a compressed file; one of ``READ_ERRORS`` if it is damaged or a decompression bomb."""
+    """The content of a compressed file. Raises one of ``READ_ERRORS`` if it is damaged or a decompression bomb."""
     max_bytes = max(LARGE_BYTES, MAX_EXPANSION * path.stat().st_size)
     with OPENERS[path.suffix.lower()](path) as file:
         content = file.read(max_bytes + 1)
@@ -160,8 +160,8 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_z
 
 def read_stdlib() -> np.ndarray:
     """The source of the running Python's standard library, concatenated by POSIX path: uint8 ``[n]``. Left out are
-    tests and IDLE (half of the source), tables, modules that newer Pythons dropped, and files that depend on the
-    installation."""
+    tests and IDLE (half of the source), tables of encodings and help texts, modules that newer Pythons dropped, and
+    files that depend on the installation."""
     folder = Path(sysconfig.get_path("stdlib"))
     installation = {path.name for pattern in ("config-*", "_sysconfigdata*") for path in folder.glob(pattern)}
     try:

@@ -107,9 +107,9 @@ def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, sha
 
 
 def sample_layout(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
-    """How a sample of ``pairs`` is laid out: its number of streams, at most ``streams``, and each stream's pairs of
-    unscored context. The context is ``context`` rounded up to whole segments, but at most half of the stream, rounded
-    down to whole segments; it is 0 if a stream would have fewer than two."""
+    """How a sample of ``pairs`` pairs is laid out: its number of streams, at most ``streams``, and the number of
+    unscored pairs that each stream reads first. This is ``context`` (at least 1) rounded up to whole segments, but at
+    most half of the stream, rounded down to whole segments; 0 if a stream is shorter than two segments."""
     rounded = -(-context // segment) * segment
     n_streams = max(1, min(streams, pairs // (2 * rounded)))
     unscored = min(rounded, pairs // n_streams // 2 // segment * segment)
@@ -119,8 +119,8 @@ def sample_layout(pairs: int, *, streams: int, segment: int, context: int) -> tu
 def samples(
     split: Tensor, *, pairs: int, streams: int, segment: int, context: int = 0, shard: Shard = UNSHARDED
 ) -> Batches:
-    """A sample of at most ``pairs`` of ``split [n]``, in L streams of equal length that are spread evenly over the
-    split. The mask is false for the first ``context`` pairs of each stream."""
+    """A sample of at most ``pairs`` pairs of ``split [n]``, in L streams of equal length, spread evenly over the split.
+    The mask is false for the first ``context`` pairs of each stream."""
     n_pairs = len(split) - 1
     length = min(pairs, n_pairs) // streams
     start = (torch.arange(streams) * (n_pairs - length) // max(streams - 1, 1))[shard_slice(streams, shard), None]

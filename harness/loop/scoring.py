@@ -21,9 +21,9 @@ WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score w
 CHECKED_POSITIONS = 64  # in each score, by CausalityCheck
 NOT_CAUSAL = "not causal"
 MAX_FUTURE_NATS = 0.02
-"""A row is not causal if replaced later bytes change nats by more on average. Rounding errors are far below."""
+"""A row is not causal if replacing later bytes changes nats by more than this on average. Rounding changes less."""
 MAX_BITS_BELOW_FLOOR = 40
-"""Most bits by which a causal row's total may be below the corpus's floor. More have a probability of at most 2^-40."""
+"""Most bits by which a causal row's total may be below the corpus's floor. More has a probability of at most 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
 
 
@@ -87,7 +87,7 @@ def score_windows(
 def score_context(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
 ) -> list[dict]:
-    """Return ``{from_bytes, to_bytes, bits_per_byte}`` by the number of bytes before a target, up to each power of two.
+    """Return ``{from_bytes, to_bytes, bits_per_byte}`` by the number of bytes before a target, in ranges 1, 2, 3-4, ...
     Windows of ``longest`` pairs begin without state; segments of ``segment`` bytes are read with carried state."""
     longest = min(longest, len(split) - 1)
     nats_sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
@@ -124,7 +124,7 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
 
 class CausalityCheck:
     """Checks that a trained model's predictions do not depend on later bytes. It draws about ``CHECKED_POSITIONS``
-    positions, replaces all bytes after each, and predicts the position again.
+    positions, replaces all input bytes after each, and predicts its target again.
 
     Args:
         seed: draws batches, and in each of them one position of each row. None checks nothing.

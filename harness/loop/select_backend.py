@@ -26,7 +26,7 @@ from variants.conformance.fixture import spread_projected
 PLAIN = "plain"
 TESTED_DEVICES = ("cpu",)  # types of devices for which the kernels have tests
 SEGMENTS = (300, 301, 1, 65)
-"""Lengths of the compared segments, in bytes: longer than the kernels' blocks, and not multiples of them."""
+"""Lengths of the compared segments, in bytes: longer and shorter than the kernels' blocks, and no multiples of them."""
 TOLERANCE = 1e-4  # relative error that is always allowed
 LIMIT_SECONDS = 120.0  # longest time of a comparison; the run's processes wait ten minutes for each other
 DROPOUT_SEED = 0x123456789ABCDEF
@@ -73,7 +73,7 @@ def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[boo
     key = json.dumps([backend, runtime.describe(), *(small.config[name] for name in ("variant", "position", "model"))])
     if key not in _comparisons:
         compared = f"{backend} with plain PyTorch on {runtime.device}"
-        print(f"runtime.backend: comparing {compared}, up to a minute", file=sys.stderr)
+        print(f"runtime.backend: comparing {compared}, at most {LIMIT_SECONDS:g} s", file=sys.stderr)
         with WorkerProcess(_comparison, small.config, small.trust, settings) as worker:
             _comparisons[key] = worker.call("__call__", limit_seconds=LIMIT_SECONDS)
     return _comparisons[key]

@@ -79,7 +79,7 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
             windows = score_windows(trainer.model, split, runtime=trainer.runtime, future_seed=plan.seed)
         bits["windows_bits_per_byte"] = windows.bits_per_byte
         scores.append(windows)
-    if answers := corpus.answer_masks(split):  # masks of the bytes that earlier ones determine
+    if answers := corpus.answer_masks(split):  # masks of the bytes that earlier bytes determine
         bits["bits_per_copy"] = {label: score.bits_of(mask) for label, mask in answers.items()}
     if floor := corpus.floor_bits(split):
         bits["floor_bits_per_byte"] = floor

@@ -42,7 +42,7 @@ class Interval:
 
 @section
 class Choice:
-    """A list of choices, sorted by size where they have a size."""
+    """A list of choices. Numbers should be sorted, because a trial's point is a relative position in the list."""
 
     choices: list
 

@@ -46,7 +46,7 @@ def interval(ends: Sequence[float] | None, *, digits: int = 3) -> Cell:
 
 
 def significant(number: float) -> str:
-    """Return ``0.0123``, ``1.23``, ``12.3`` or ``1,234``: three significant digits, or all before the point."""
+    """Return three significant digits (fewer from 0.0001 to 0.01), or all before the point: ``12.3``, ``1,234``."""
     size = abs(number)
     if size >= 99.95:
         return f"{number:,.0f}"

@@ -70,8 +70,8 @@ def load_best(folder: Path, identity: Mapping[str, object] | None = None) -> dic
 
 
 def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
-    """Return plain values, and tensors on the CPU; nothing in the file is executed. ``identity`` are keys that must be
-    equal in the checkpoint. Damaged if the file is not as it was written; ValueError for another format or identity."""
+    """Return plain values, and tensors on the CPU; nothing in the file is executed. Raises Damaged if the file is not
+    as it was written, and ValueError if its format or a key of ``identity`` differs."""
     try:
         file = read_file(path, max_bytes=path.stat().st_size)
     except OSError as error:

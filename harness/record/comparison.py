@@ -44,8 +44,8 @@ def cost_condition(row: Mapping, key: str) -> str:
 
 
 def code_version(row: Mapping) -> dict[str, object]:
-    """Return the key that must be equal to average the bits per byte of runs: ``numerics``, if golden numbers pin the
-    variant and the shared code. Otherwise, and for a budget of seconds, it is ``source``."""
+    """Return the key and the value that must be equal in runs whose bits per byte are averaged: ``numerics``, if
+    golden numbers pin the variant and the shared code. Otherwise, and for a budget of seconds, it is ``source``."""
     numerics, timed = _mapping(row, "numerics"), "seconds" in _mapping(row, "budget")
     return {"source": row.get("source")} if timed or numerics.get("variant") is None else {"numerics": numerics}
 

@@ -2,7 +2,7 @@
 
 Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and all numbers in tables and figures
 come from rows. A checkpoint has the number of rows at its step. A resumed run truncates the file to these rows and
-writes the removed rows again; with a budget of bytes or steps, only their ``clock`` may differ. ``summary.json`` is one
+writes the removed rows again; unless the budget is in seconds, only their ``clock`` may differ. ``summary.json`` is one
 row, written completely or not at all."""
 
 import errno
