@@ -55,8 +55,8 @@ def failure_class(error: Exception) -> type[Failure] | None:
         return type(error)
     if is_out_of_memory(error):
         return OutOfMemory
-    is_of_file = isinstance(error, OSError) and (error.filename is not None or error.errno in STORAGE_ERRNOS)
-    return StorageFailure if is_of_file or isinstance(error, Damaged) else None
+    is_storage_error = isinstance(error, OSError) and (error.filename is not None or error.errno in STORAGE_ERRNOS)
+    return StorageFailure if is_storage_error or isinstance(error, Damaged) else None
 
 
 def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (ValueError,)) -> int:

@@ -40,9 +40,9 @@ def digest_of_tree(*, measuring: bool = False) -> str:
 
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
     """Names and paths of the user's files, and of the files below ``variants/`` that they or the configuration's
-    targets import. ``trust`` has the modules of the user. Of a package all files count. Of a single file, these count:
-    the file itself, what it imports from its folder (unless it is installed), and files of the same stem,
-    such as ``mine.cpp`` for ``mine.py``. ValueError for a module without a source file."""
+    targets import. ``trust`` has the modules of the user. All files of a package count. For a module of a single file,
+    these count: the file, what it imports from its folder (unless it is installed), and files of the same stem, such as
+    ``mine.cpp`` for ``mine.py``. ValueError for a module without a source file."""
     user_files = tuple(file for module in trust for file in _module_files(module))
     user_code = tuple(path for _, path in user_files if path.suffix == ".py")
     targets = frozenset(name for name in _targets(config) if name.startswith("variants."))
@@ -105,11 +105,11 @@ def _files_below(start: Path, root: Path) -> Iterator[Path]:
 
 def digest_of(files: Files) -> str:
     """SHA-256 of the names and contents of files."""
-    return hashlib.sha256("".join(f"{name}\0{_read_once(path)}\n" for name, path in files).encode()).hexdigest()
+    return hashlib.sha256("".join(f"{name}\0{_sha256_once(path)}\n" for name, path in files).encode()).hexdigest()
 
 
 @functools.cache
-def _read_once(path: Path) -> str:
+def _sha256_once(path: Path) -> str:
     """The SHA-256 of a file when this process first read it."""
     try:
         return sha256_of(path)

@@ -10,8 +10,8 @@ MAX_GRAPHS = 8
 
 class Compiled:
     """Calls a model in compiled graphs, or without them once it would need more than ``MAX_GRAPHS``; ``fully_compiled``
-    is then False. A graph of scoring holds for all numbers of streams and lengths, and always collects statistics. The
-    carried state is contiguous and no view, because each other memory layout would need a graph of its own."""
+    is then False. A scoring graph serves batches of any shape, and always collects statistics. The carried
+    state is contiguous and no view, because each other memory layout would need a graph of its own."""
 
     def __init__(self, model: nn.Module):
         self.model, self.graphs, self.fully_compiled = model, torch.compile(model), True

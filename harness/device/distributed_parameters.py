@@ -25,7 +25,7 @@ from harness.device.sharded_tables import ShardedTables
 
 
 class DistributedParameters(ModelParameters):
-    """``ModelParameters`` of one of several processes. All processes make it, from models with equal weights."""
+    """``ModelParameters`` of one of several processes. Every process makes one, from a model with equal weights."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class DistributedParameters(ModelParameters):
         processes: ProcessGroup,
         units: Iterable[nn.Module],  # modules that become FSDP units; the model itself becomes the last one
         *,
-        unsharded: Set[nn.Parameter],  # parameters that FSDP must leave alone
+        unshardable: Set[nn.Parameter],  # parameters that FSDP must leave alone
         tables: Sequence[tuple[nn.Module, str]],  # modules and names of tables, which ``full`` shards by columns
         shard: str,
         device: torch.device,  # where the model is moved after tables are sharded; until then it may be on the host
@@ -44,7 +44,7 @@ class DistributedParameters(ModelParameters):
         if self.local_parameters[0].device.type != device.type:
             model.to(device)
         self._mesh = init_device_mesh(self.local_parameters[0].device.type, (processes.world_size,))
-        ignored = unsharded | {*processes.sharded_tables.tables}
+        ignored = unshardable | {*processes.sharded_tables.tables}
         names = {parameter: name for name, parameter in model.named_parameters() if parameter not in ignored}
         distribute = fully_shard if shard == "full" else replicate
         for unit in (*units, model):
@@ -97,7 +97,7 @@ class DistributedParameters(ModelParameters):
 
 
 def distribute_like(reference: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``tensor`` (full, or a ``DTensor``) sharded as ``reference`` is, or in full if that is no ``DTensor``."""
+    """Return ``tensor`` (full, or a ``DTensor``) sharded like ``reference``, in full if that is a plain tensor."""
     if not is_dtensor(reference):
         return full_tensors(tensor)
     if is_dtensor(tensor):

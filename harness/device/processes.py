@@ -1,9 +1,9 @@
 """The processes of a run: their number, the rank of this process, and the collective operations between them.
 
 ``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process trains on its share of
-``batch.streams``, and gradients are averaged, so that all processes make the same update. For matrices torch averages
-them during the backward pass (``distributed_parameters.py``). For vectors, shared parameters and sparse rows this
-module averages them after it. The main process, of rank 0, makes decisions, writes into the run folder and prints."""
+``batch.streams``, and gradients are averaged, so that all processes make the same update. Gradients of matrices are
+averaged by torch during the backward pass (``distributed_parameters.py``); those of vectors, shared parameters and
+sparse rows by this module afterwards. The main process (rank 0) makes decisions, writes the run folder and prints."""
 
 import math
 import os
@@ -101,7 +101,7 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def uneven_forwards(self) -> Iterator[None]:
-        """Context in which processes may run different numbers of forwards. A finished one serves table reads."""
+        """Context in which processes may run different numbers of forwards. A finished process serves table reads."""
         yield
         if self.sharded_tables is not None:
             self.sharded_tables.serve_reads()
@@ -109,8 +109,8 @@ class ProcessGroup(Launch):
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Context that raises in all processes if its block raises in one. Of those that failed, the one of lowest rank
-        prints its error. The block must not call collective operations."""
+        """Context that raises in all processes if its block raises in one. Of the failed processes, the one of lowest
+        rank prints its error. The block must not call collective operations."""
         failure = None
         try:
             yield
@@ -133,14 +133,14 @@ class ProcessGroup(Launch):
 
     @torch.no_grad()
     def average_gradients_(self, parameters: Iterable[nn.Parameter], *scalars: Tensor) -> None:
-        """Average gradients and ``scalars`` over all processes, in place. All processes get the same bits. A missing
+        """Average gradients and ``scalars`` over all processes, in place, with bitwise equal results. A missing
         gradient counts as zero if another process has one. Sparse gradients are coalesced."""
         if self.world_size == 1:
             return
-        trained = [p for p in parameters if p.requires_grad]
-        layouts = self.all_gather([_gradient_layout(parameter) for parameter in trained])
+        trainable = [p for p in parameters if p.requires_grad]
+        layouts = self.all_gather([_gradient_layout(parameter) for parameter in trainable])
         dense = [*scalars]
-        for parameter, layout in zip(trained, map(max, zip(*layouts, strict=True)), strict=True):
+        for parameter, layout in zip(trainable, map(max, zip(*layouts, strict=True)), strict=True):
             if layout == SPARSE:
                 parameter.grad = self._sparse_mean(parameter)
             elif layout == DENSE:

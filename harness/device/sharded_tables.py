@@ -86,8 +86,8 @@ class ShardedTables:
 
 
 class _Exchange(torch.autograd.Function):
-    """``ProcessGroup.exchange`` with gradients, which return the same way and are multiplied by ``scale``. The scales
-    give a table the gradient of the mean of all processes' losses, and a weight that of its own process's."""
+    """``ProcessGroup.exchange`` with gradients, which return the same way and are multiplied by ``scale``. Tables get
+    the gradient of the mean loss of all processes, and weights get that of the loss of their own process."""
 
     @staticmethod
     def forward(

@@ -9,7 +9,7 @@ ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class Launch(NamedTuple):
-    """This process's rank and the number of processes: of the run, and (``local``) of this machine."""
+    """This process's rank and the number of processes, in the run and (``local``) on this machine."""
 
     rank: int = 0
     world_size: int = 1

@@ -33,7 +33,7 @@ class WorkerError(Exception):
 
 class WorkerProcess:
     """A process that makes one object by ``make(*arguments)``, which are pickled, and calls its methods on request. Its
-    allocations fail beyond ``memory_limit_bytes`` in addition to its memory at the start."""
+    allocations fail once its memory has grown by ``memory_limit_bytes`` since the start."""
 
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")

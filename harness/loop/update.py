@@ -37,7 +37,7 @@ class Update:
             self.model,
             processes,
             self.model.residuals(),
-            unsharded=unsharded_parameters(self.model),
+            unshardable=unsharded_parameters(self.model),
             tables=[(sublayer, name) for _, sublayer in self.model.sublayers() for name in sublayer.tables],
             shard=shard,
             device=self.runtime.device,
