@@ -7,7 +7,7 @@ from typing import Self
 
 class StopSignal:
     """Context that handles SIGTERM and SIGINT. ``received_signal`` is the one that this process received, or 0.
-    A ``single_process`` stops for it. Several processes stop for ``shared_signal``, which ``Run.step`` sets in all."""
+    A single process stops for it. Several processes stop for ``shared_signal``, which ``Run.step`` sets in all."""
 
     def __init__(self, *, single_process: bool = True):
         self.single_process, self.received_signal, self.shared_signal = single_process, 0, 0

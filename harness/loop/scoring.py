@@ -44,8 +44,8 @@ class Score(NamedTuple):
 
 
 def check_causality(scores: Sequence[Score], *, floor: float | None) -> tuple[float, bool]:
-    """Return the largest ``future_nats`` of scores, NaN if one is NaN, and whether all are possible for a causal model
-    on a corpus whose lowest expected bits per byte are ``floor``."""
+    """Return the largest ``future_nats`` of scores, NaN if one is NaN, and whether all scores are possible for a causal
+    model on a corpus whose lowest expected bits per byte are ``floor``."""
     future_nats = max((score.future_nats for score in scores), key=lambda nats: (nats != nats, nats))
     below = max(((floor or 0.0) - score.bits_per_byte) * len(score.nats) for score in scores)
     return future_nats, future_nats <= MAX_FUTURE_NATS and not below > MAX_BITS_BELOW_FLOOR
@@ -58,7 +58,7 @@ def score_stream(
     runtime: Runtime,
     streams: int,  # number of streams that read the split side by side
     segment: int,  # bytes of each stream in a forward pass
-    context: int = 0,  # bytes that each stream reads before its first scored byte, as far as ``round_context`` allows
+    context: int = 0,  # bytes that a stream reads before its first scored byte; without ``pairs``: ``round_context``
     pairs: int | None = None,  # number of pairs in a sample spread over the split; None scores each pair once
     collect_stats: bool = False,  # sum statistics of sublayers, from the first batch in which all streams are scored
     future_seed: int | None = None,  # seed of a ``CausalityCheck``, or None for no check

@@ -79,7 +79,8 @@ class Update:
 
 
 def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
-    """Return parameters FSDP cannot shard: vectors, shared, read outside forward, or without dense gradients."""
+    """Return the parameters that FSDP cannot shard: vectors, and those that units share, that are not contiguous,
+    that are read outside of forward, or that get no dense gradient."""
     units_of: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = name.split(".")[:3] if name.startswith("layers.") else []

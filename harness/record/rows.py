@@ -170,7 +170,7 @@ def _check_limits(node: object, levels: int) -> None:
 
 
 def try_read_object(path: Path, *, first_line: bool = False) -> tuple[dict | None, str | None]:
-    """Return the JSON object in a file or its first line and None, or None and the reason; without a file, both None."""
+    """Return (JSON object in a file or its first line, None), or (None, reason); without a file (None, None)."""
     try:
         return parse_object(read_file(path, max_bytes=MAX_ROW_BYTES, first_line=first_line)), None
     except FileNotFoundError:
