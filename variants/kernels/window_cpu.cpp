@@ -154,7 +154,7 @@ struct Call {
 
 namespace {
 
-template <class T> struct At {
+template <class T> struct At {  // rows of one stream and head
   T* start;
   long row;
   T* operator[](long t) const { return start + t * row; }
