@@ -364,8 +364,7 @@ class Attention(MultiHead, OnKernels):
         return NeededFlops(needed.forward + reprojection, needed.backward + reprojection)
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
-        """Count visible pairs with a key of the segment, those with a past key, both summed over heads; and the visible
-        past keys, summed over key-value heads."""
+        """Count pairs with a key of the segment, and pairs with a past key, over heads; and past keys over KV heads."""
         windows = self.span.visible_keys
         in_segment, past = map(
             sum, zip(*(count_pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True)
