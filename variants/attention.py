@@ -1,24 +1,24 @@
 """Multi-head causal attention over the last S positions, the base class of most attention mechanisms.
 
-    q, k, v = W_q x, W_k x, W_v x;   s_tx = (q_t . k_x + position) / sqrt(K);   y = W_o concat_h(softmax(s) v)
+    q, k, v = W_q x, W_k x, W_v x;   s_tx = q_t . k_x / sqrt(K) + position term;   y = W_o concat_h(softmax(s) v)
 
 (1706.03762, 3.2). Many mechanisms are options of this class: ``span`` learns the span of each head
 (``adaptive_span.py``), and ``persistent`` adds key-value vectors to the softmax (``all_attention.py``). With o_h the
 output of head h, the other options are:
 
 - ``kv_heads`` G: query head h reads key-value head floor(h G / H) (2305.13245; G = 1 is 1911.02150). The state has G
-  heads. Backends read H / G copies of each, so state and projections are smaller, but attention is not faster.
+  heads. Backends get H / G copies of each, so state and projections are smaller, but attention is not faster.
 - ``qk_norm``: q / rms(q) and k / rms(k), each times a learned gain per channel, before positions. (2010.04245 has the
   Euclidean norm and one learned scale in place of 1 / sqrt(K).) Scores of persistent keys use the normalised queries.
 - ``gate``: o_h sigmoid(W_g x), elementwise, before W_o (2505.06708, G1).
 - ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(l) / (exp(l) + exp(sink)) in place
   of o_h, l = log-sum-exp of the scores. The logit starts at 0, and dropout does not apply to it.
 - ``key_bias``: each head computes b from inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key
-  j. Persistent vectors and sink have no b. The state has past keys' b relative to the last byte's, in float32 or wider.
+  j. Persistent vectors and sink have no b. The state has b of past keys minus b of the last byte, in float32 or wider.
 
 The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, for all
-bytes that the window reaches. With ``cache: kv``, heads of unequal spans carry pasts of unequal length, except on the
-plain backend, so the size of the state follows the mean span."""
+bytes that the window reaches. With ``cache: kv``, heads of unequal spans carry pasts of unequal length, so the size of
+the state grows with the mean span; on the plain backend, all heads carry the longest."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -55,7 +55,7 @@ class AttentionSpan(Spans):
 
     def set_keys(self, max_keys: Sequence[int], visible_keys: Sequence[int] | None = None) -> None:
         """Set for each head the length of its window in keys, and the number of these keys that a query sees after a
-        full past, by which FLOPs are counted; None if they are equal."""
+        full past, by which FLOPs are counted; None if a query sees all of them."""
         self.max_keys = tuple(max_keys)
         self.visible_keys = self.max_keys if visible_keys is None else tuple(visible_keys)
         self.max_keys_tensor = torch.tensor(self.max_keys)  # an input of compiled graphs, not a constant
@@ -216,7 +216,7 @@ class Attention(MultiHead, OnKernels):
 
     @torch.compiler.disable
     def _attend_window_uncompiled(self, *arguments) -> tuple[Tensor, State, dict[str, Tensor] | None]:
-        """Run ``_attend_window`` outside a compiled graph, because max_keys are Python integers and the past varies."""
+        """Run ``_attend_window`` outside compiled graphs, which each new max_keys or past length would recompile."""
         return self._attend_window(*arguments)
 
     def _visible_keys(self, segment: Segment, state: State, backend: str, past: int | None) -> VisibleKeys:
@@ -269,7 +269,7 @@ class Attention(MultiHead, OnKernels):
             return None
         if self.cache == "hidden":
             return last(self.present_reach(), 1, None, state)
-        # All heads have equal lengths, because another structure of the state would recompile the graph.
+        # All heads keep the same length, because a state with one tensor per head would recompile the graph.
         return last_keys([], *before(state, None), self.present_reach())
 
     def present_reach(self) -> int:
@@ -364,7 +364,7 @@ class Attention(MultiHead, OnKernels):
         return NeededFlops(needed.forward + reprojection, needed.backward + reprojection)
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
-        """Return visible pairs with keys of the segment and with past keys, over heads; and past keys over KV heads."""
+        """Count pairs with a key of the segment, and pairs with a past key, over heads; and past keys over KV heads."""
         windows = self.span.visible_keys
         in_segment, past = map(
             sum, zip(*(count_pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True)

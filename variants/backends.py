@@ -47,7 +47,7 @@ def attend(
 
     Args:
         keys: keys, values and their biases. They are packed if heads have pasts of unequal length.
-        seed: seed of counter-based dropout (``kernels/dropout.py``); None to draw one.
+        seed: seed of counter-based dropout (``kernels/dropout.py``), None to draw one; ``plain`` may draw without it.
         past_learns: whether keys and values of the past get gradients.
         q, visible, bias, vectors, persistent, sink, dropout: see ``window.attend``."""
     options = {"bias": bias, "persistent": persistent, "sink": sink, "query_bias": keys.query_bias}
@@ -89,7 +89,7 @@ class OnKernels(Sublayer):
         return self.position.vectors(1) is not None
 
     def able(self, device: torch.device) -> tuple[str, ...]:
-        """Return backends that the mechanism supports on ``device``, by preference; ``obstacles`` may exclude some."""
+        """Return the mechanism's backends for ``device``, preferred first; ``obstacles`` may exclude some of them."""
         on_cpu = device.type == "cpu"
         return ("kernel", "fused", *(("plain", "chunked") if on_cpu else ("chunked", "plain")))
 
@@ -97,7 +97,7 @@ class OnKernels(Sublayer):
         return tuple(name for name in self.able(device) if not self.obstacles(name, device, training=training))
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return the configured backend, or for ``auto`` the first that can run; on a GPU the first in plain PyTorch.
+        """Return the configured backend. ``auto`` is the first that can run: on a GPU, the first in plain PyTorch.
 
         On a GPU the harness tests kernels before a run, and replaces ``auto`` by a kernel that passed."""
         name = self.wanted_backend

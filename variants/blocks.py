@@ -22,9 +22,9 @@ class Blocks:
         self.window_past = self.window_keys - 1 + self.shift  # bytes before a segment that its windows may include
         self.reach = self.span - 1 + self.shift
         self.nearest = max(self.window_past + 1, self.ratio)  # distance to the first byte of the nearest visible block
-        self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio  # newest finished blocks: no summary yet
-        self.unsummarised = (self.lag + 1) * self.ratio - 1  # most bytes before a segment that lack a summary
-        self.max_visible = max(0, self.reach // self.ratio - self.lag)  # N, most visible summaries
+        self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio  # finished blocks not yet summarised
+        self.unsummarised = (self.lag + 1) * self.ratio - 1  # largest number of past bytes without a summary
+        self.max_visible = max(0, self.reach // self.ratio - self.lag)  # N, largest number of visible summaries
         self.past = max(self.window_past, self.unsummarised)  # P, bytes that the window or the next summary may need
 
     def chunks(self, length: int) -> tuple[int, int]:
@@ -44,8 +44,8 @@ class Blocks:
 
     def visible_at(self, position: int) -> int:
         """Return how many summaries the query at a stream position sees."""
-        hidden = position - self.span - self.shift  # blocks that begin at this byte or earlier are beyond the span
-        return max(0, (position - self.nearest) // self.ratio + 1) - max(0, hidden // self.ratio + 1)
+        last_hidden = position - self.span - self.shift  # blocks that begin at this byte or earlier are beyond the span
+        return max(0, (position - self.nearest) // self.ratio + 1) - max(0, last_hidden // self.ratio + 1)
 
     def n_read(self, visible: int) -> int:
         """Return how many of ``visible`` summaries a query reads."""

@@ -112,7 +112,7 @@ def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> 
 
 
 def last_keys(old: list[PastKV], new: PastKV, *lengths: float) -> State:
-    """Compute ``VisibleKeys.last`` for parts ``old`` before the segment ``new``. Tensors per head share memory."""
+    """Compute ``VisibleKeys.last`` for parts ``old`` and segment ``new``. Tensors of single heads are views of one."""
     if len(lengths) == 1 and len(old) < 2:
         pairs = zip(old[0].tensors() if old else [None] * 3, new.tensors(), strict=False)
         return tuple(last(*lengths, 2, *pair) for pair in pairs)

@@ -59,7 +59,7 @@ class LayerContext:
         return self.scheme(self, d_head=d_head)
 
     def shared(self, cls: type, key: Hashable, make: Callable[[], Any], *, share: str = "network") -> Any:
-        """Return the object that the first layer made for this class and key; with ``share: layer``, a new object."""
+        """Return the object for this class and key, made at the first call; with ``share: layer``, a new object."""
         if share == "layer":
             return make()
         if (cls, key) not in self.pool:
@@ -186,7 +186,7 @@ class Sublayer(nn.Module):
         return None
 
     def set_span(self, span: int) -> None:
-        """Set S to ``span`` positions; learned spans keep their lengths. ValueErrors name the key ``eval.span``."""
+        """Set S to ``span`` positions; learned spans keep their lengths. A ValueError names the key ``eval.span``."""
 
     def trim(self, state: State) -> State:
         """Return the part of a state that the present parameters need; idempotent. The harness calls it if ``forward``
@@ -194,7 +194,7 @@ class Sublayer(nn.Module):
         return state
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return the name of the backend for ``device``. ValueError if the configured backend cannot run there."""
+        """Return the name of the backend for ``device``. Raises ValueError if the configured one cannot run there."""
         return "plain"
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
@@ -272,7 +272,7 @@ class Position(nn.Module):
         return frozenset(ways)
 
     def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return slopes ``[H]`` if ``bias`` is ``-slope * x`` in column x, which decaying sums can replace; or None."""
+        """Return slopes ``[H]`` if ``bias`` is ``-slope * x`` in column x, for mechanisms that decay sums; or None."""
         return None
 
     def vectors(self, max_keys: int) -> Tensor | None:

@@ -112,5 +112,5 @@ def head_stats(q: Tensor, **terms: Tensor) -> dict[str, Tensor]:
 
 
 def head_means(stats: dict[str, Tensor], *names: str) -> dict[str, float | Tensor]:
-    """Return means ``[H]`` of the sums ``names`` of ``head_stats``; empty ``stats`` have none."""
+    """Return means ``[H]`` over bytes of the sums ``names`` of ``head_stats``, without those that ``stats`` lack."""
     return {name: stats[name] / stats["bytes"] for name in names if name in stats}

@@ -1,10 +1,10 @@
 """Agreement of models with equal weights: logits and the gradient of every parameter over segments with carried state.
 
-    error = |actual - expected| / |expected|
+    error = |actual - expected| / |expected|,    |x| the root mean square of x
 
-The error of a tensor must be at most ``tolerance``, or twice the error of plain PyTorch in the same precision. No entry
-may be off by more than four times that tolerance, relative to the largest entry. If an expected gradient vanishes, as
-that of a key map's bias does, its error is relative to a hundredth of the median root mean square of all tensors."""
+The error of a tensor must be at most ``tolerance`` or, if that is larger, twice the error of plain PyTorch in the same
+precision. No entry may be off by more than four times this bound, relative to the largest entry. If an expected
+gradient vanishes, as for a key projection's bias, its error is relative to a hundredth of all tensors' median |x|."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def compare(
 
 
 def equal_backends(fast: Subject, plain: Subject) -> Verdict:
-    """Compare two backends of a model in float64: uneven spans, segments shorter and longer than the window."""
+    """Compare two backends of a model in float64, with uneven spans, in segments shorter and longer than the window."""
     segments = (1, fast.span + 2, 1, fast.span + 1)
     tokens = fast.random_bytes(length=sum(segments) + 1, streams=2)
     for mode in MODES:

@@ -149,11 +149,11 @@ def run(
 
 
 def differences(case: str, expected: Outputs, actual: Outputs, *, tolerance: float | None = None) -> list[str]:
-    """A line about the first output that differs, with size and position of the difference; empty if none differs.
+    """A list of one line about the first output that differs, with size and position of the difference; or empty.
 
     Args:
         case: describes the comparison; the line begins with it.
-        tolerance: relative to the largest entry where that is above 1; None for the rounding of the outputs' dtype."""
+        tolerance: relative to the largest entry, or to 1 if that is larger; None for a default by dtype."""
     for name, a in expected.items():
         b = actual[name]
         if a.shape != b.shape:

@@ -1,6 +1,5 @@
 """Numerical promises: gradients match finite differences, training without dropout equals evaluation, all of the reach
-is used, the likelihood moves every parameter, and streams of a batch of any size are independent.
-"""
+is used, the likelihood moves every parameter, and streams of a batch of any size are independent."""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from variants.conformance.sizes import LONGEST_STREAM
 from variants.contract import Sublayer, cat_streams, map_state
 
 STEP = 1e-7  # length of a finite difference's step along a unit vector
-N_DRAWS = 12  # draws of parameters and inputs; in one of them a sublayer must use its whole reach
+N_DRAWS = 12  # draws of parameters and inputs; in at least one of them a sublayer must use its whole reach
 
 
 def check_gradients(subject: Subject) -> Verdict:
@@ -168,8 +167,8 @@ def check_streams(subject: Subject) -> Verdict:
         for streams in subject.batch_sizes:
             tokens, three = subject.random_bytes(streams=streams), [0, streams // 2, streams - 1]
             with context():
-                batch, alone = (run(model, part, cuts=(subject.span + 2,))[0] for part in (tokens, tokens[three]))
-            yield from differences(f"{mode}, {streams} streams at once", alone, select_streams(batch, three))
+                large, small = (run(model, part, cuts=(subject.span + 2,))[0] for part in (tokens, tokens[three]))
+            yield from differences(f"{mode}, {streams} streams at once", small, select_streams(large, three))
 
 
 CHECKS = (

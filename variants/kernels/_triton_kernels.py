@@ -1,21 +1,21 @@
 """Triton kernels of ``triton_window.py``, whose docstring has the equations. Importing this file needs triton.
 
 Each program computes a block of queries (or of keys, or of distances) of one head of one stream, in a loop over blocks
-of its head's window. Key j is at distance x = offset + t - j from query t, with offset = L - T - shift. A block needs
-no mask if all its pairs are visible with m = 1. Scores and log-sum-exps are in base 2. A head of width K has WIDTH
-columns in registers, a power of two. Only one program writes each element. No result of tl.dot is transposed: Triton
-below 3.7.1 compiled that wrongly for sm_90.
+of its head's window. Key j of L is at distance x = offset + t - j from query t, with offset = L - T - shift. A block of
+pairs needs no mask if all are visible with m = 1. Scores and log-sum-exps are in base 2. A head of width K has WIDTH
+columns in registers, a power of two. Each element is written by one program only. No result of tl.dot is transposed:
+Triton below 3.7.1 compiled that wrongly for sm_90.
 
 Arguments, where the name is not enough:
     ramp_end: z + R of each head, or None for a hard window.
     table, vectors: a bias [H, distances] that is added to scores, and p [distances, K]; each may be None.
     k, v: keys and values, packed head after head, ``stream_keys`` per stream; with ALL, all streams share one set.
     key_bias, query_bias: ``key_bias_j - query_bias_t`` is added to scores; query_bias is [B, H, T]. Or both None.
-    heads: int32 [4, H]: visible keys of each head; heads from the longest to the shortest, so that the longest start
-        first; L of each head; and the index of its first key.
+    heads: int32 [4, H]. By row: visible keys of each head; indices of heads, by descending visible keys, so that the
+        longest start first; L of each head; and the index of its first key.
     seed: seed of dropout, which drops the same weights as ``dropout.py``; None without dropout.
-    ALL: queries see all keys (persistent vectors). DROP: a weight is dropped if its random number
-        is less than DROP. SCALE: factor of the other weights.
+    ALL: whether every query sees every key (persistent vectors).
+    DROP, SCALE: a weight whose random number is less than DROP is dropped; other weights are multiplied by SCALE.
 """
 
 import triton
@@ -88,7 +88,7 @@ def _mix(x):
 
 @triton.jit
 def _row_numbers(seed, b, h, t):
-    """Row numbers of ``dropout.row_numbers`` for queries t, uint32; without dropout they are not used."""
+    """The numbers of ``dropout.row_numbers`` for queries t, uint32; without dropout, t itself, which is not used."""
     counter = t
     if seed is not None:
         word = tl.load(seed) + h
@@ -99,10 +99,10 @@ def _row_numbers(seed, b, h, t):
 
 @triton.jit
 def _drop(value, seed, counter, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr):
-    """``value`` times SCALE, or 0 for a dropped weight. Key numbers are distances x or, with ALL, vectors j."""
+    """``value`` times SCALE, or 0 for a dropped weight. ``counter`` is from ``_row_numbers``."""
     if seed is not None:
-        number = (j.to(tl.uint32) ^ PERSISTENT) if ALL else x.to(tl.uint32)
-        value = tl.where(_mix(counter ^ (number * KEY)) >= DROP, value * SCALE, 0.0)
+        key_number = (j.to(tl.uint32) ^ PERSISTENT) if ALL else x.to(tl.uint32)
+        value = tl.where(_mix(counter ^ (key_number * KEY)) >= DROP, value * SCALE, 0.0)
     return value
 
 
@@ -137,7 +137,7 @@ def _q_dot_p(
     q, vectors, x_first, distances,
     KEY_AXIS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q . p_x of a block of pairs, with keys along KEY_AXIS: diagonals of the products with 2 BLOCK distances.
+    """q . p_x of a block of pairs, with keys along KEY_AXIS: diagonals of products with 2 BLOCK vectors p.
 
     ``x_first``: the smallest distance in the block, between its first query and its last key."""
     p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
@@ -148,7 +148,7 @@ def _q_dot_p(
 
 
 @triton.jit
-def _in_base_2(scores, x, table, h, distances):
+def _add_table_in_base_2(scores, x, table, h, distances):
     if table is not None:
         scores += tl.load(table + h * distances + tl.minimum(tl.maximum(x, 0), distances - 1))
     return scores * LOG2E
@@ -180,13 +180,13 @@ def forward(
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     if key_bias is not None:
-        base = _biases(query_bias + row, t, T)[:, None]
+        bias_t = _biases(query_bias + row, t, T)[:, None]
     out = tl.zeros([BLOCK, WIDTH], tl.float32)
     if prior is not None:
         peak = tl.load(prior_lse + row + t, mask=t < T, other=0.0)
-        total += 1.0
+        total += 1.0  # the prior part is like one key whose score is prior_lse
         out = _load(prior + row * K, t, T, K, WIDTH)
-    bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)  # bounds[3] stands for L below: one register less
+    bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)  # bounds[3] replaces L below, to save a register
     for part in tl.static_range(3):
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):
             j = j0 + tl.arange(0, BLOCK)
@@ -195,8 +195,8 @@ def forward(
             if vectors is not None:
                 scores += _q_dot_p(q_t, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, WIDTH, BLOCK, PRECISION)
             if key_bias is not None:
-                scores += _biases(key_bias + first, j, bounds[3])[None, :] - base
-            scores = _in_base_2(scores, x, table, h, distances)
+                scores += _biases(key_bias + first, j, bounds[3])[None, :] - bias_t
+            scores = _add_table_in_base_2(scores, x, table, h, distances)
             if part != 1:
                 is_visible = _visible(x, j[None, :], visible, bounds[3], ALL)
                 if ramp_end is not None:
@@ -238,7 +238,7 @@ def query_gradient(
     dspan = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
     if key_bias is not None:
-        base = _biases(query_bias + row, t, T)[:, None]
+        bias_t = _biases(query_bias + row, t, T)[:, None]
     counter = _row_numbers(seed, b, h, t)[:, None]
     r, i = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
     diagonal = r - i + BLOCK - 1  # index in the block of the key at distance x_first + i
@@ -253,8 +253,8 @@ def query_gradient(
             if vectors is not None:
                 scores += _q_dot_p(q_t, vectors, x_first, distances, 1, K, WIDTH, BLOCK, PRECISION)
             if key_bias is not None:
-                scores += _biases(key_bias + first, j, bounds[3])[None, :] - base
-            scores = _in_base_2(scores, x, table, h, distances) - lse_t[:, None]
+                scores += _biases(key_bias + first, j, bounds[3])[None, :] - bias_t
+            scores = _add_table_in_base_2(scores, x, table, h, distances) - lse_t[:, None]
             if part != 1:
                 scores = tl.where(_visible(x, j[None, :], visible, bounds[3], ALL), scores, float("-inf"))
             dweights = tl.dot(g_t, tl.trans(_load(v, j, bounds[3], K, WIDTH)), input_precision=PRECISION)
@@ -265,7 +265,7 @@ def query_gradient(
             if part != 1 and ramp_end is not None:
                 ahead = end - x
                 if dz is not None:
-                    # The ramp is closed: at its end z + R, m and the weight are 0, but the key still gives a gradient.
+                    # The ramp is closed: at its end z + R, m and the weight are 0, but the key still counts for dz.
                     dspan += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), dscores, 0.0), 1)
                 dscores *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # tl.where would spill registers
             if dquery_bias is not None:
@@ -291,7 +291,7 @@ def key_gradient(
 ):  # fmt: skip
     """Write ``dk`` and ``dv``, packed like keys, but for each stream even if streams share keys; with SEGMENT_ONLY only
     for the last T keys of each head, ``[B, H, T, K]``. ``dkey_bias`` has the same shape without K, or is None.
-    ``longest`` is the largest number of rows of a head. Grid: (B * blocks of ``longest``, H)."""
+    ``longest`` is the largest number of keys of a head that get gradients. Grid: (B * blocks of so many keys, H)."""
     H, blocks = tl.num_programs(1), tl.cdiv(longest, BLOCK)
     b, row0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
@@ -310,22 +310,22 @@ def key_gradient(
     dkeys, dvalues = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
     if key_bias is not None:
-        bias = _biases(key_bias + first, j, L)[:, None]
+        bias_j = _biases(key_bias + first, j, L)[:, None]
     bounds = _query_blocks(j0, offset, visible, full, T, BLOCK, ALL)
     for part in tl.static_range(3):
         for t0 in range(bounds[part], bounds[part + 1], BLOCK):
             t = t0 + tl.arange(0, BLOCK)
             x = (offset + t)[None, :] - j[:, None]
             q_t = _load(q + row * K, t, T, K, WIDTH)
-            if seed is not None:  # without dropout it is loaded below: each place avoids register spills
+            if seed is not None:  # no spills if g_t is loaded here with dropout, and below without
                 g_t = _load(g + row * K, t, T, K, WIDTH)
             lse_t = tl.load(lse + row + t, mask=t < T, other=float("inf"))
             scores = tl.dot(keys, tl.trans(q_t), input_precision=PRECISION)
             if vectors is not None:
                 scores += _q_dot_p(q_t, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, WIDTH, BLOCK, PRECISION)
             if key_bias is not None:
-                scores += bias - _biases(query_bias + row, t, T)[None, :]
-            scores = _in_base_2(scores, x, table, h, distances) - lse_t[None, :]
+                scores += bias_j - _biases(query_bias + row, t, T)[None, :]
+            scores = _add_table_in_base_2(scores, x, table, h, distances) - lse_t[None, :]
             if part != 1:
                 scores = tl.where(_visible(x, j[:, None], visible, L, ALL), scores, float("-inf"))
             weights = tl.exp2(scores)
@@ -357,41 +357,41 @@ def vector_gradient(
     distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dp for groups of streams, ``[groups, H, distances, K]``. Grid: (blocks of distances, H, groups)."""
+    """Write sums of dp over groups of streams, ``[groups, H, distances, K]``. Grid: (distance blocks, H, groups)."""
     H, groups = tl.num_programs(1), tl.num_programs(2)
     x0, group = tl.program_id(0) * BLOCK, tl.program_id(2)
     x = x0 + tl.arange(0, BLOCK)
     b = group.to(tl.int64)
-    h, L, start, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, False)
+    h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, False)
     offset = L - T - shift
     dp = tl.zeros([BLOCK, WIDTH], tl.float32)
     p = _load(vectors, x, distances, K, WIDTH)
-    first = tl.maximum(x0 - offset, 0) // BLOCK * BLOCK
-    last = tl.where(x0 < visible, T, 0)
+    t_first = tl.maximum(x0 - offset, 0) // BLOCK * BLOCK
+    t_end = tl.where(x0 < visible, T, 0)
     for _ in range(0, tl.cdiv(B - group, groups)):
         row = (b * H + h) * T
-        for t0 in range(first, last, BLOCK):
+        for t0 in range(t_first, t_end, BLOCK):
             t = t0 + tl.arange(0, BLOCK)
             q_t, g_t = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
             lse_t = tl.load(lse + row + t, mask=t < T, other=float("inf"))
             delta_t = tl.load(delta + row + t, mask=t < T, other=0.0)
             near = offset + t0 - x0 - BLOCK + 1 + tl.arange(0, 2 * BLOCK)  # keys on the diagonals of these distances
             diagonal = tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
-            scores = tl.dot(_load(k + start * K, near, L, K, WIDTH), tl.trans(q_t), input_precision=PRECISION)
+            scores = tl.dot(_load(k + first * K, near, L, K, WIDTH), tl.trans(q_t), input_precision=PRECISION)
             if key_bias is not None:
-                scores += _biases(key_bias + start, near, L)[:, None] - _biases(query_bias + row, t, T)[None, :]
+                scores += _biases(key_bias + first, near, L)[:, None] - _biases(query_bias + row, t, T)[None, :]
             scores = tl.gather(scores, diagonal, 0) + tl.dot(p, tl.trans(q_t), input_precision=PRECISION)
             is_visible = (x[:, None] < visible) & (x[:, None] <= (offset + t)[None, :])
             weights = tl.exp2(tl.where(is_visible, scores * LOG2E - lse_t[None, :], float("-inf")))
             if ramp_end is not None:
                 m = tl.minimum((end - x) / ramp, 1.0)[:, None]
                 weights = tl.where(m > 0, weights * m, 0.0)
-            dweights = tl.dot(_load(v + start * K, near, L, K, WIDTH), tl.trans(g_t), input_precision=PRECISION)
+            dweights = tl.dot(_load(v + first * K, near, L, K, WIDTH), tl.trans(g_t), input_precision=PRECISION)
             counter = _row_numbers(seed, b, h, t)[None, :]
             dweights = _drop(tl.gather(dweights, diagonal, 0), seed, counter, x[:, None], x, False, DROP, SCALE)
             dscores = (weights * (dweights - delta_t[None, :])).to(q.dtype.element_ty)
             dp = tl.dot(dscores, q_t, dp, input_precision=PRECISION)
         b += groups
-        start += groups * stream_keys
+        first += groups * stream_keys
     at = (group * H + h).to(tl.int64) * distances * K
     _store(dvectors + at, x, distances, dp, K, WIDTH)

@@ -1,4 +1,4 @@
-"""Weighted means over all of the past, with weights that are products of features and a state of constant size.
+"""Weighted means over all of the past with a state of constant size; the weights are products of features.
 
     y_t = (sum_j w_tj v_j) / (sum_j w_tj),    w_tj = (q_t . k_j) exp(l_j - slope (t - j)),    q, k >= 0
 
@@ -9,9 +9,9 @@ The sums are over the keys j that query t sees: j <= t, or j < t. They can be ca
 A chunk of C bytes reads its own keys by C x C weights, and all earlier keys through S, so memory holds one S for each
 chunk. There is no epsilon: a query that sees no key gives 0.
 
-**Scales.** The caller divides the features of key j by exp(l_j). S is stored divided by exp(M), with M the largest
-``l_j - slope (t - j)`` so far, and a query's weights are divided by exp of the largest that the query sees. Both scales
-depend only on the past and cancel in the ratio. With them, no exponent is above 0."""
+**Scales.** The caller has divided the features of key j by exp(l_j). S is stored divided by exp(M), with M the largest
+``l_j - slope (t - j)`` so far. A query's weights are divided by exp of the largest such exponent of the keys that it
+sees. Both scales depend only on the past and cancel in the ratio. With them, no exponent is above 0."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -63,7 +63,7 @@ def attend(
 
 
 def normalize(sums: Tensor, state: State) -> tuple[Tensor, State]:
-    """``sums [B, H, T, K + 1]`` divided by the last column, the total weight; 0 where it is 0. Passes ``state`` on."""
+    """``sums [B, H, T, K + 1]`` divided by the last column, the total weight (0 where that is 0); and ``state``."""
     total = sums[..., -1:]
     return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
 

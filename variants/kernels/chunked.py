@@ -32,14 +32,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor
     parts = []
     for (max_keys, keys), heads in group_heads(zip(window.max_keys, inputs.key_counts(), strict=True)):
         group_window = window._replace(max_keys=(max_keys,) * (heads.stop - heads.start), max_keys_tensor=None)
-        # Some first rows may see no key, only persistent vectors.
+        # The first rows may see no key, only persistent vectors.
         blind_rows = min(rows, max(0, rows + window.shift - keys))
         chunks = [(0, blind_rows, 0, blind_rows)] if blind_rows else []
         chunks += query_chunks(rows, keys, max_keys, window.shift)
         parts.append([])
         for begin, end, low, high in chunks:
             chunk = _cut(inputs, heads, slice(begin, end), slice(low, high), slice(max_keys))
-            shift = window.shift if end <= blind_rows else 0
+            shift = window.shift if end <= blind_rows else 0  # other bands end with the last row's nearest key
             call = partial(_attend_chunk, chunk, group_window._replace(shift=shift))
             parts[-1].append(checkpoint(call, use_reentrant=False, preserve_rng_state=False))
     return torch.cat([torch.cat(group, dim=2) for group in parts], dim=1)

@@ -2,9 +2,9 @@
 
     S_t = D_t S_{t-1} + k_t v_t^T    [F, V],    o_t = S_t^T q_t,    D_t = diag(exp(g_t)),    g_t <= 0
 
-with one g_t per head (2312.06635, 4; 2405.21060) or one for each of its F channels. A query is multiplied with each key
-of its chunk of C bytes, and reads earlier keys through S. Memory holds one S per chunk. With G_t = g_1 + .. + g_t from
-the chunk's first byte, and S before and S' after the chunk:
+with one g_t per head (2405.21060) or one for each of a head's F channels (2312.06635, 4). A query is multiplied with
+each key of its chunk of C bytes, and reads earlier keys through S. Memory holds one S per chunk. With G_t = g_1 + .. +
+g_t, counted from the chunk's first byte, S the sums before the chunk, and S' those after it:
 
     o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j
     S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
@@ -59,8 +59,8 @@ def attend(
 def _attend_piece(
     sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, shift: int, constant: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``attend`` for whole chunks ``[B, H, n, C, .]``. ``constant`` is g if it is the same for all bytes, or
-    None; ``gates`` are g otherwise, and b for the delta rule. With shift 1, query t reads S_{t-1}."""
+    """Compute ``attend`` for whole chunks ``[B, H, n, C, .]``. ``constant`` is g if it is the same for all bytes, else
+    None. ``gates`` has g if it varies, and b for the delta rule. With shift 1, query t reads S_{t-1}."""
     if constant is None:
         log_decay, *gates = gates
         total = log_decay.cumsum(-2)  # G

@@ -3,9 +3,9 @@
     row = mix(mix(mix(low(s) ^ a * stream) ^ high(s)) ^ b * query),  s = seed + head,  keep = mix(row ^ c * key) >= t
 
 So any tiling drops the same weights, in the forward and the backward pass, on any device, and no mask is stored. Here
-low and high are halves of 32 bits, a, b, c are ``FACTORS``, and t is rate * 2^32. Head h with seed s drops the same
-weights as head 0 with seed s + h. ``mix`` is a bijection of 32 bits; flipping an input bit flips each output bit about
-half the time. A kernel in another language can draw the same numbers; ``tests/test_dropout.py`` pins some."""
+low and high are halves of 32 bits, a, b, c are ``FACTORS``, and t is rate * 2^32. Head h drops the same weights as head
+0 would with seed + h. ``mix`` is a bijection of 32 bits; flipping an input bit flips each output bit about half the
+time. A kernel in another language can draw the same numbers; ``tests/test_dropout.py`` pins some."""
 
 import torch
 from torch import Tensor

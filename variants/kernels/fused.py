@@ -1,4 +1,4 @@
-"""The fused backend of ``window.attend``: no score matrix in memory, and the cost follows the span of each head.
+"""The fused backend of ``window.attend``: no score matrix in memory, at a cost that grows with each head's span.
 
 Three facts make it exact, with the soft mask of 1905.07799 as an additive bias:
 
@@ -7,7 +7,7 @@ Three facts make it exact, with the soft mask of 1905.07799 as an additive bias:
 2. Parts of one softmax are merged by their log-sum-exps. The backward pass of a part needs only the output and
    log-sum-exp of the whole softmax. Persistent vectors are a part with the unrotated query.
 3. With upstream gradient g and output o, the gradient of a span is a sum over its ramp,
-   dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) / R * (g_t . v_x - g_t . o_t).
+   dL/dz = sum over t and z <= x <= z + R of exp(s_tx - lse_t) / R * (g_t . v_x - g_t . o_t).
    It is computed outside the kernel, in which spans are constants.
 
 The kernels are torch's: flash attention on a CPU and memory-efficient attention on CUDA. Their additive mask must be a
@@ -214,7 +214,7 @@ def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, like:
 def _calls(
     inputs: Inputs, window: Window, *, needs_slopes: bool = False
 ) -> Iterator[tuple[slice, slice, slice, Tensor, tuple[Tensor | None, ...]]]:
-    """Heads, queries, keys and mask of each call of a kernel, and with ``needs_slopes`` its bias and dm/dz.
+    """Heads, queries, keys and mask of each call of a kernel; then its bias and dm/dz, None without ``needs_slopes``.
 
     Calls of equal shape share one mask."""
     bias = table = inputs.bias  # table [H, n] is added to the scores of columns

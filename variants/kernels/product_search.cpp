@@ -1,8 +1,8 @@
 // The exact top k sums of two lists of scores, for each query and head of a product-key memory (1907.05242, 3.1).
 //
 // Scores become integers of the same order. Bisection finds the k-th largest integer, by counting without branches that
-// depend on a score. The k largest of each half are sorted by counting larger ones. Then only pairs of ranks with i * j
-// <= k can be in the top k. Of equal scores those of lower index are selected, of equal sums those of lower slot.
+// depend on a score. The k largest of each half are sorted by counting larger ones. Only pairs with ranks i, j >= 1
+// and i * j <= k can be in the top k. Of equal scores, lower indices are selected; of equal sums, lower slots.
 
 #include <algorithm>
 #include <cstdint>
@@ -23,7 +23,7 @@ constexpr int BYTES = 16;
 
 template <class T> struct Order;
 template <> struct Order<float> {
-  typedef int32_t Key;
+  typedef int32_t Key;  // a score as an integer of the same order
   typedef uint32_t Unsigned;
   typedef int32_t Keys __attribute__((vector_size(BYTES), aligned(4), may_alias));
 };
@@ -50,7 +50,7 @@ template <class T> struct Finder {
   std::vector<Key> keys, selected;
   std::vector<int64_t> indices, sorted, tied;
 
-  int64_t padded_size = 0;  // of keys, padded with the lowest integer
+  int64_t padded_size = 0;  // of ``keys``, which are padded with the lowest integer
 
   int64_t count_at_least(const std::vector<Key>& among, Key bound, int64_t size) const {
     Keys count = {};
@@ -60,14 +60,14 @@ template <class T> struct Finder {
     return sum;
   }
 
-  // Set ``indices`` to those of the k largest of ``size`` scores, lowest index first, and ``selected`` to their keys.
+  // Set ``indices`` to the ascending indices of the k largest of ``size`` scores, and ``selected`` to their keys.
   // Of scores equal to the k-th largest, those with the lowest ``priority`` are selected.
   void find(const T* scores, const int64_t* priority, int64_t size, int64_t k) {
     padded_size = (size + LANES - 1) / LANES * LANES;
     keys.assign(padded_size, std::numeric_limits<Key>::min());
     for (int64_t i = 0; i < size; ++i) keys[i] = ordered(scores[i]);
     Key low = *std::min_element(keys.begin(), keys.begin() + size), high = *std::max_element(keys.begin(), keys.begin() + size);
-    int64_t count = size;  // number of keys from low on; at least k
+    int64_t count = size;  // number of keys >= low; at least k
     while (count > k && low < high) {
       const Key middle = Key(Unsigned(low) + (Unsigned(high) - Unsigned(low)) / 2 + 1);
       const int64_t upper_count = count_at_least(keys, middle, padded_size);

@@ -1,6 +1,6 @@
 """A weighted sum of a few rows of a table for each byte, with gradients for the table and the weights.
 
-    y_n = sum_r w_nr v_(s_nr)        dw_nr = g_n . v_(s_nr)        dv_m = sum over reads (n, r) of m of w_nr g_n
+    y_n = sum_r w_nr v_(s_nr)        dw_nr = g_n . v_(s_nr)        dv_m = sum over (n, r) with s_nr = m of w_nr g_n
 
 with s the rows that byte n reads and g the gradient of y. The backward pass sorts the pairs (n, r) by row instead of by
 byte. Then the table's gradient is itself a weighted sum of rows of g. Each of its rows is written once, g stays in the

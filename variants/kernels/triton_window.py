@@ -1,15 +1,15 @@
-"""The kernel backend of ``window.attend`` on CUDA, in Triton: no score matrix in memory, and the cost follows spans.
+"""The kernel backend of ``window.attend`` on CUDA, in Triton. It stores no scores, and skips blocks of hidden keys.
 
-It uses the three facts of ``fused.py``. The soft mask is an additive bias, log m, and keys beyond it are skipped. Parts
-of one softmax are merged by their log-sum-exps. The gradient of a span is a sum over its ramp (1905.07799, 2.2).
+It uses the three facts of ``fused.py``. The soft mask m is an additive bias, log m. The window, persistent vectors and
+sink are parts of one softmax, merged by their log-sum-exps. The gradient of a span is a sum over its ramp. With g_t the
+gradient of y_t, and without dropout:
 
-    lse_t = log sum_x m_x exp(s_tx),   y_t = sum_x exp(s_tx + log m_x - lse_t) v_x
-    dL/ds_tx = a_tx d_tx,   dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) d_tx / R,   d_tx = g_t . (v_x - y_t)
+    lse_t = log sum_x m_x exp(s_tx),   a_tx = m_x exp(s_tx - lse_t),   y_t = sum_x a_tx v_x,   d_tx = g_t . (v_x - y_t)
+    dL/ds_tx = a_tx d_tx,   dL/dz = sum over t and z <= x <= z + R of exp(s_tx - lse_t) d_tx / R
 
-A program reads only the keys within its head's z + R. It reads z + R on the device, so that new spans neither
-recompile a kernel nor wait for the host. For q_t . p_x, with a vector p per distance, a block of queries is multiplied
-with the vectors of all 2 BLOCK distances to a block of keys, and the diagonals are read. Every sum has a fixed order,
-so that repeated runs give equal numbers."""
+Kernels load z + R from device memory, so that new spans need neither a compilation nor a copy to the host. To add
+q_t . p_x, with p_x the vector of distance x, a block of queries is multiplied with the vectors of the 2 BLOCK distances
+to a block of keys, and the diagonals are read. Every sum has a fixed order, so repeated runs give equal numbers."""
 
 import importlib.util
 import math
@@ -28,8 +28,8 @@ WIDTH_STEP, MAX_WIDTH = 8, 128
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STREAM_GROUPS = 8
-"""Most partial sums ``[H, n, K]``, in float32, of the gradient of ``Inputs.vectors``. With more of them, more programs
-run in parallel."""
+"""Largest number of groups of streams. Each has its own sum ``[H, n, K]``, in float32, for the gradient of
+``Inputs.vectors``. More groups run in more parallel programs, and take more memory."""
 
 
 def obstacle(device: torch.device, width: int) -> str | None:
@@ -59,10 +59,10 @@ def precision() -> str:
 def launch_options(
     width: int, dtype: torch.dtype, *, precision: str, vectors: bool, architecture: int = 90
 ) -> dict[str, int]:
-    """Rows of a block, equal for queries, keys and distances, and the compiler's options.
+    """BLOCK, the number of queries, keys or distances in a block, and the compiler's options.
 
-    Blocks are the largest that fit both limits: nothing spills, on the architectures of ``tests/triton_spills.py``, and
-    no two warps hold the same elements. They are not selected by timing."""
+    Blocks are the largest with which no register spills (checked for the architectures of ``tests/triton_spills.py``)
+    and no two warps hold the same elements. They are not selected by timing."""
     columns = padded_width(width)
     if dtype != torch.float32:
         block, warps = 16 if vectors and columns == 32 else 64 >> ((columns > 64) + vectors), 4
@@ -77,21 +77,21 @@ def launch_options(
 
 
 def key_gradient_options(options: dict) -> dict:
-    """The options of ``key_gradient`` that differ from ``options``, which are those of the other kernels."""
+    """Options of ``key_gradient`` that replace entries of ``options``, with which the other kernels are compiled."""
     return {"num_stages": 2, "maxnreg": 255} if options["BLOCK"] == 64 else {}
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]`` and, for ``backward``, the log-sum-exp of the whole softmax in base 2, ``[B, H, T]``.
 
-    Each head has one span. Vectors or a constant bias are allowed, but not both, with
-    ``max(window.max_keys)`` or more distances."""
+    Each head has one span for all queries. ``inputs`` may have vectors or a constant bias, but not both, for n >=
+    ``max(window.max_keys)`` distances."""
     q, z, n_distances = inputs.q, inputs.z, _n_distances(inputs)
     assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), f"{q.dtype} or z {z} is not supported"
     assert inputs.vectors is None or inputs.bias is None, "vectors and a bias: only one of them is allowed"
     assert not n_distances or n_distances >= max(window.max_keys), f"{n_distances} distances for {window.max_keys}"
     prior = (None, None)
-    if inputs.sink is not None:  # a sink is a part with output 0
+    if inputs.sink is not None:  # a part of the softmax whose output is 0
         lse = (inputs.sink.float() * LOG2E).clamp(min=-1e30)[:, None].expand(q.shape[:3]).contiguous()
         prior = torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse
     if inputs.extra_q is not None:
@@ -104,7 +104,7 @@ def backward(
     segment_only: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of ``fields`` of ``inputs``. ``g`` is the output's gradient; ``y`` and ``lse`` are from ``forward``.
-    With ``segment_only``, only the segment's keys and values get gradients, ``[B, H, T, K]``."""
+    With ``segment_only``, gradients of keys and values are ``[B, H, T, K]``, for the segment only."""
     common = {"g": g.to(y.dtype).contiguous(), "lse": lse, "delta": torch.empty_like(lse)}
     arguments, streams = _window_arguments(inputs, window), y.shape[0]
     gradients = _query_gradient(arguments, y, common, span="z" in fields, bias="query_bias" in fields)
@@ -127,9 +127,9 @@ def backward(
 def executed_flops(
     inputs: Inputs, window: Window, fields: frozenset[str], *, segment_only: bool = False
 ) -> tuple[int, int]:
-    """FLOPs of the products that ``forward`` and ``backward`` compute, in whole tiles, with padding.
+    """FLOPs of the products in ``forward``, and of those in ``backward``, counted in whole tiles with padding.
 
-    If spans are fake tensors, which have no values, the largest number of visible keys counts for each head."""
+    If spans are fake tensors, which have no values, every head is taken to see ``max_keys`` keys."""
     (streams, _, rows, width), ramp_end = inputs.q.shape, None
     vectors = inputs.vectors is not None
     block = launch_options(width, inputs.q.dtype, precision=precision(), vectors=vectors)["BLOCK"]
@@ -150,7 +150,7 @@ def executed_flops(
         for x0 in range(0, visible, block):  # as in vector_gradient
             by_distances += max(0, len(starts) - max(x0 - offset, 0) // block)
     by_persistent = len(window.max_keys) * len(starts) * -(-persistent // block)
-    diagonals = 2 * vectors  # q . p of 2 BLOCK distances: as much as two tiles
+    diagonals = 2 * vectors  # the product with vectors of 2 BLOCK distances is as large as two tiles
     forward = by_queries * (2 + diagonals) + by_persistent * 2
     backward = by_queries * (3 + 2 * diagonals) + by_keys * (4 + diagonals) + by_distances * 6 * vectors
     backward += by_persistent * 7
@@ -160,7 +160,7 @@ def executed_flops(
 
 @lru_cache(maxsize=256)
 def _heads(max_keys: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """``heads`` of the kernels: keys, order, lengths and first keys of heads. Cached to copy equal ones only once."""
+    """The kernels' argument ``heads``. Cached, so that each combination is copied to the device once."""
     order = sorted(range(len(max_keys)), key=lambda h: -max_keys[h])
     first = [0, *accumulate(lengths)][:-1]
     return torch.tensor((max_keys, order, lengths, first), dtype=torch.int32, device=device)
@@ -176,7 +176,7 @@ def _n_distances(inputs: Inputs) -> int:
 def _window_arguments(inputs: Inputs, window: Window) -> dict:
     """Arguments that all kernels share for the part of the softmax over visible keys."""
     lengths = inputs.key_counts()
-    # z + R is rounded as in soft_mask, so that kernels put a key on the same side of a kink as it.
+    # z + R is rounded as in soft_mask, so that both put a key on the same side of a kink of m.
     ramp_end = None if inputs.z is None else (inputs.z + window.ramp).float()
     return _arguments(inputs, inputs.q, inputs.k, inputs.v) | {
         "ramp_end": ramp_end,
@@ -204,7 +204,7 @@ def _persistent_arguments(inputs: Inputs) -> dict:
 def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
     """Arguments of kernels for a part of the softmax; by default every query sees every key."""
     width, rate = q.shape[-1], inputs.dropout
-    capability = 90 if q.device.type != "cuda" else 10 * torch.cuda.get_device_capability(q.device)[0]
+    architecture = 90 if q.device.type != "cuda" else 10 * torch.cuda.get_device_capability(q.device)[0]
     return {
         "q": q.contiguous(),
         "k": k.to(q.dtype).contiguous(),
@@ -220,7 +220,7 @@ def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
         "ALL": True,
         "PRECISION": precision(),
     } | launch_options(
-        width, q.dtype, precision=precision(), vectors=inputs.vectors is not None, architecture=capability
+        width, q.dtype, precision=precision(), vectors=inputs.vectors is not None, architecture=architecture
     )
 
 
@@ -231,7 +231,7 @@ def padded_width(width: int) -> int:
 def _forward(
     arguments: dict, prior: Tensor | None, prior_lse: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Output of one part, merged with ``prior``, and log-sum-exp in base 2: +inf, not -inf, if no key is seen."""
+    """Output of one part, merged with ``prior``, and log-sum-exp in base 2, +inf (not -inf) if a query sees no key."""
     q = arguments["q"]
     y, lse = torch.empty_like(q, dtype=dtype), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     grid = _grid(arguments, q.shape[2])
@@ -242,7 +242,7 @@ def _forward(
 def _query_gradient(
     arguments: dict, y: Tensor, common: dict, *, span: bool = False, bias: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients of queries, spans ``[H]`` and biases. Writes ``common["delta"]``, which the other gradients need."""
+    """Gradients of queries, spans ``[H]`` and query biases. Writes ``common["delta"]``, which other kernels read."""
     q, grid = arguments["q"], _grid(arguments, arguments["T"])
     dq = torch.empty_like(q)
     dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if span else None
@@ -255,7 +255,7 @@ def _key_gradient(
     arguments: dict, shape: Sequence[int], common: dict, *, longest: int, segment_only: bool = False,
     dtype: torch.dtype | None = None, bias: bool = False,
 ) -> dict[str, Tensor | None]:  # fmt: skip
-    """Gradients of keys, values and biases: of all keys, or with ``segment_only`` of the last T of each head."""
+    """Gradients of keys, values and key biases, for all keys or, with ``segment_only``, for the last T of each head."""
     k = arguments["k"]
     dk, dv = (torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
     dbias = torch.empty(shape[:-1], dtype=torch.float32, device=k.device) if bias else None

@@ -1,14 +1,14 @@
 """Attention over a window of the past: what it computes, as pure functions, and the plain backend.
 
-Query t of a segment of T bytes attends to keys of the past and of the segment, L in all. Column x counts visible keys
-from the nearest, x = 0: it is key j = L - T + t - shift - x, with shift 1 if a query does not see itself. Tables of
-terms that depend on the distance have an entry for each column; ``skew`` moves the entries to keys by a pad and a view.
+Query t of a segment of T bytes attends to keys of the past and of the segment, L in all. Column x is a query's x-th
+visible key, counted from the nearest, x = 0: key j = L - T + t - shift - x, with shift 1 if a query does not see
+itself. Tables of terms that depend on the distance have an entry for each column; ``skew`` moves the entries to keys.
 
-    a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(p_tn)),   y_t = sum_x a_tx v_x + sum_n a_tn u_n
+    a_tx = m_x exp(s_tx) / Z_t,   a_tn = exp(p_tn) / Z_t,   y_t = sum_x a_tx v_x + sum_n a_tn u_n
 
 with a soft mask m in [0, 1] (1905.07799, 2.2), and scores p and values u of persistent vectors in the same softmax
-(1907.01470, 3.1). The softmax has no epsilon: the output of a query that sees no key is 0. At kinks of m the gradient
-is that of torch.clamp.
+(1907.01470, 3.1). Z_t is the sum of the numerators, without an epsilon: the output of a query that sees no key is 0. At
+kinks of m the gradient is that of torch.clamp.
 
 The other backends compute the same in less memory."""
 
@@ -28,11 +28,11 @@ class Window(NamedTuple):
 
     max_keys: tuple[int, ...]  # the largest number of keys that each head may see; other past keys are never read
     shift: int = 0  # 0 if a query sees itself, else 1
-    z: Tensor | None = None  # spans in keys, [H] or [B, H, T]; None for a hard window of equal ``max_keys``
+    z: Tensor | None = None  # spans in keys, [H] or [B, H, T]; None for a hard window, then all ``max_keys`` are equal
     ramp: int = 0  # R, keys over which the soft mask falls from 1 to 0
     max_keys_tensor: Tensor | None = None
-    """int64 ``[H]`` on the CPU, at most ``max_keys``, which it replaces in a compiled graph, so that new spans do not
-    recompile the graph."""
+    """In a compiled graph the present ``max_keys``, int64 ``[H]`` on the CPU. The field ``max_keys`` is then a constant
+    upper bound, so that new spans do not recompile the graph."""
 
     def past(self) -> int:
         """The number of keys before the segment that its first query may see."""
@@ -48,7 +48,7 @@ class Persistent(NamedTuple):
 
 
 class PastKV(NamedTuple):
-    """Keys and values before the segment, of n heads."""
+    """Keys and values of n heads: of P bytes before the segment, of the segment, or of both."""
 
     heads: tuple[int, ...]  # indices of the n heads, in ascending order
     k: Tensor  # [B, n, P, K]
@@ -59,7 +59,7 @@ class PastKV(NamedTuple):
         return [x for x in self[1:] if x is not None]
 
     def of_heads(self, first: int, n_heads: int) -> "PastKV | None":
-        """The part of ``n_heads`` heads from head ``first`` on, renumbered from 0; None if it has none of them."""
+        """The part of ``n_heads`` heads from head ``first`` on, renumbered from 0; None if it would be empty."""
         indices = [index for index, h in enumerate(self.heads) if first <= h < first + n_heads]
         if not indices:
             return None
@@ -72,7 +72,7 @@ class PastKV(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Inputs of a backend that computes its own gradients; L keys, N persistent vectors, n distances.
+    """Inputs of a backend for L keys, N persistent vectors and n distances.
 
     Attributes:
         q: scaled queries ``[B, H, T, K]``.
@@ -164,7 +164,7 @@ def visible_mask(rows: int, keys: int, max_keys: int, *, shift: int, device: tor
 
 
 def count_pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
-    """Count the visible pairs of a head's queries and keys, with keys of the segment and with keys of the past."""
+    """Count one head's visible pairs of a query and a key: those with a key of the segment, and with a past key."""
 
     def count(last: int) -> int:  # pairs of ``last`` queries; query i = 1 .. ``last`` has min(i, max_keys) keys
         growing = max(0, min(last, max_keys))
@@ -241,8 +241,8 @@ def attend(
     weights = weights / total.masked_fill(total == 0, 1)
     if dropout and seed is not None:
         n_persistent = weights.shape[-1] - n_keys
-        mask = _dropout_mask(seed, q, n_keys, shift=window.shift, n_persistent=n_persistent, rate=dropout)
-        weights = weights * (mask / (1 - dropout))
+        keep = _keep_mask(seed, q, n_keys, shift=window.shift, n_persistent=n_persistent, rate=dropout)
+        weights = weights * (keep / (1 - dropout))
     else:
         weights = F.dropout(weights, dropout)
     weights = weights.to(v.dtype)
@@ -250,7 +250,7 @@ def attend(
     return y if persistent is None else y + weights[..., n_keys:] @ persistent.v
 
 
-def _dropout_mask(seed: Tensor, q: Tensor, n_keys: int, *, shift: int, n_persistent: int, rate: float) -> Tensor:
+def _keep_mask(seed: Tensor, q: Tensor, n_keys: int, *, shift: int, n_persistent: int, rate: float) -> Tensor:
     """Boolean ``[B, H, T, n_keys + n_persistent]``, false for a dropped weight."""
     streams, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
     row = seed if seed.dim() else dropout_counters.row_numbers(seed, streams=streams, heads=heads, queries=queries)
@@ -262,7 +262,7 @@ def _dropout_mask(seed: Tensor, q: Tensor, n_keys: int, *, shift: int, n_persist
 def merge_parts(y: Tensor, lse: Tensor, extra_y: Tensor | None, extra_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two parts of one softmax.
 
-    With the merged output and log-sum-exp, the backward pass of each part computes its gradients in the whole softmax.
+    Given the merged output and log-sum-exp, the backward pass of a part computes the gradients of the whole softmax.
 
     Args:
         y, extra_y: outputs ``[B, H, T, K]``; None for zeros.
@@ -291,5 +291,5 @@ def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def max_exponent(dtype: torch.dtype) -> float:
-    """The largest exponent used: its exp times e^18, about 7e7, is at most the largest number of ``dtype``."""
+    """The bound of exponents: its exp is at most the largest number of ``dtype`` divided by e^18, about 7e7."""
     return math.floor(math.log(torch.finfo(dtype).max)) - 18.0

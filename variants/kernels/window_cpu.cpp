@@ -1,18 +1,18 @@
 // Attention over a window of the past for CPUs, without a score matrix in memory.
 //
 //   s_tx = q_t . (k_x + p_x) + b_x + c_x - d_t
-//   a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(r_t . e_n))
+//   a_tx = m_x exp(s_tx) / Z_t,  a_tn = exp(r_t . e_n) / Z_t,  Z_t = sum_x m_x exp(s_tx) + sum_n exp(r_t . e_n)
 //   y_t  = sum_x a_tx v_x + sum_n a_tn u_n
 //
-// with p, b and m the vectors, bias and soft mask of a distance, and c and d the biases of each stream's keys and queries.
-// Column x is the x-th key from the nearest that row t may see (window.py). A task is one stream and head. It computes
-// ROWS rows at a time, in chunks of the keys that these rows see, so that its cost follows the window of its head. The
-// softmax is computed online (2205.14135, algorithm 1). The backward pass computes scores again and normalises them by
-// the log-sum-exp. Keys of the past get a gradient only if the caller passes pointers for it. Persistent vectors e, u
-// with their query r are another part of the softmax.
+// with p, b and m the vector, bias and soft mask of a distance, c and d the biases of each stream's keys and queries.
+// Column x is the x-th visible key of row t, counted from the nearest (window.py). Persistent keys e and values u, with
+// their query r, are another part of the softmax. A task is one stream and head. It computes ROWS rows at a time, in
+// chunks of the keys that these rows see, so that its cost grows with the window of its head. The softmax is computed
+// online (2205.14135, algorithm 1). The backward pass computes scores again and normalises them by the log-sum-exp.
+// Keys of the past get a gradient only if the caller passes pointers for it.
 //
 // Terms of the distance are in tables whose index rises with the keys: column x has index n - 1 - x + PAD, with PAD
-// entries on both sides for keys that no row of a block sees.
+// entries on both sides for keys of a chunk that some row does not see.
 
 #include <algorithm>
 #include <cmath>
@@ -30,7 +30,7 @@ constexpr int BYTES = 32, ROWS = 4;
 #else
 constexpr int BYTES = 16, ROWS = 4;
 #endif
-constexpr long CHUNK = 256;
+constexpr long CHUNK = 256;  // most keys of a chunk
 constexpr long PAD = 64;  // at least twice ROWS, and at least a vector
 
 template <class T> struct Simd;
@@ -90,7 +90,7 @@ template <class T> inline T total(Vector<T> x) {
   return sum;
 }
 
-// out[i, v] (+)= sum over k of a[i * row + k * step] * b[k * ldb + v * next], v over N vectors
+// out[i, v] (+)= sum over k of a[i * row + k * step] * b[k * ldb + v * next], for ROWS rows i and N vectors v
 template <class T, int N, bool ADD>
 inline void tile(const T* a, long row, long step, const T* b, long ldb, long next, T* out, long ldo, long depth) {
   Vector<T> sum[ROWS][N];
@@ -132,7 +132,7 @@ struct Call {
   const void *q, *k, *v, *extra_q, *g;
   void *y, *dq, *dk, *dv, *dextra_q;
   Strides q_, k_, v_, extra_q_, g_, y_, dq_, dk_, dv_, dextra_q_;
-  // [H]: number of keys of each head before the segment, and rows of keys, values and their gradients.
+  // [H]: number of past keys of each head, and rows of past keys and values and of their gradients.
   const int64_t* past;
   const Rows *k_old, *v_old, *dk_old, *dv_old;
   // The tensors below are contiguous. Persistent keys and values [H, N, K], log-sum-exp [B, H, T].
@@ -145,7 +145,7 @@ struct Call {
   // p [n + 2 PAD, Kp], padded with zeros; and the same in panels.
   const void *vectors, *vector_panels;
   int64_t* flops;  // FLOPs of the executed products are added to it
-  // [H, N, K], [H, N, K], [n, K], [H].
+  // Gradients [H, N, K], [H, N, K], [n, K], [H].
   void *dextra_k, *dextra_v, *dvectors, *dz;
   // c [B, H, biases], for the longest past and the segment, and d [B, H, T].
   const void *key_bias, *query_bias;
@@ -154,7 +154,7 @@ struct Call {
 
 namespace {
 
-template <class T> struct At {
+template <class T> struct At {  // rows of one stream and head
   T* start;
   long row;
   T* operator[](long t) const { return start + t * row; }
@@ -166,7 +166,7 @@ template <class T> At<T> at(const Rows* heads, long b, long h) {
   return heads ? At<T>{(T*)heads[h].start + b * heads[h].stream, heads[h].row} : At<T>{nullptr, 0};
 }
 
-// Memory that tasks and calls use again, because the allocation of pages is slow.
+// Memory that is reused by later tasks and calls, because the allocation of pages is slow.
 template <class T> struct Buffer {
   std::vector<T> memory;
   T* sized(long size) {
@@ -179,7 +179,7 @@ template <class T> struct Buffer {
   }
 };
 
-// Buffers of one thread, for the two parts of the softmax; ``sums`` over tasks are those of the calling thread.
+// Buffers of one thread. Index 0 is the window and 1 the persistent part; only the calling thread's ``sums`` are used.
 template <class T> struct Buffers {
   Buffer<T> k[2], v[2], k_panels[2], v_panels[2], dk[2], dv[2], sums[3], key_bias;
   static Buffers& of_thread() {
@@ -188,7 +188,7 @@ template <class T> struct Buffers {
   }
 };
 
-// One part of the softmax: keys that row t sees from max(0, last(t) - columns + 1) to last(t).
+// One part of the softmax. Row t sees its keys from max(0, last(t) - columns + 1) to last(t), or all.
 template <class T> struct Part {
   long keys = 0, columns = 0, base = 0, flat = 0;  // base: last(0); columns, flat: as in Call, for this head
   bool all = false;                // whether every row sees every key
@@ -263,7 +263,7 @@ template <class T> struct Worker {
         q(ROWS * Kp), extra_q(ROWS * Kp), g(ROWS * Kp), dq(ROWS * Kp), dextra_q(ROWS * Kp), y(ROWS * Kp),
         scores(ROWS * LD), dscores(ROWS * LD), by_distance(ROWS * (LD + PAD)) {}
 
-  // ROWS rows of a matrix product with b, by rows or in panels; width is a multiple of a vector.
+  // ROWS rows of a matrix product with b, which is stored by rows or in panels; ``width`` is a multiple of LANES.
   template <bool ADD>
   void product(const T* a, long row, long step, const T* b, long ldb, long next, T* out, long ldo, long width, long depth) {
     constexpr long SIZE = LANES<T>;
@@ -276,7 +276,7 @@ template <class T> struct Worker {
   template <bool ADD> void product(const T* a, long row, long step, const T* b, T* out, long ldo, long depth) {
     product<ADD>(a, row, step, b, Kp, LANES<T>, out, ldo, Kp, depth);
   }
-  // Products of [ROWS, K] with keys in panels, from key ``begin`` on, which is a multiple of a vector.
+  // Products of [ROWS, K] with keys in panels, from key ``begin`` on, a multiple of LANES.
   void multiply_panels(const std::vector<T>& query, const T* panels, long begin, T* out, long ldo, long width) {
     product<false>(query.data(), Kp, 1, panels + begin * Kp, LANES<T>, Kp * LANES<T>, out, ldo, width, K);
   }
@@ -285,7 +285,7 @@ template <class T> struct Worker {
   void pack(At<T> from, long begin, long end, T* to) const {
     for (long j = begin; j < end; ++j, to += Kp) std::memcpy(to, from[j], K * sizeof(T));
   }
-  // Copy them to panels [.., K, LANES], from key ``at`` on.
+  // Copy rows ``begin`` to ``end`` to panels [.., Kp, LANES], which have LANES keys each, from key ``at`` on.
   void pack_panels(At<T> from, long begin, long end, T* panels, long at) const {
     for (long j = begin; j < end; ++j, ++at) {
       const T* row = from[j];
@@ -392,41 +392,42 @@ template <class T> struct Worker {
     }
   }
 
-  void score(const Part<T>& part, const std::vector<T>& query, const Chunk& at) {
-    multiply_panels(query, part.k_panels, at.begin, scores.data(), LD, at.width);
+  void score(const Part<T>& part, const std::vector<T>& query, const Chunk& chunk) {
+    multiply_panels(query, part.k_panels, chunk.begin, scores.data(), LD, chunk.width);
     if (part.all) {
-      for (long i = 0; i < ROWS && !at.unmasked; ++i)
-        std::fill(&scores[i * LD + at.n_keys], &scores[i * LD + at.width], -std::numeric_limits<T>::infinity());
+      for (long i = 0; i < ROWS && !chunk.unmasked; ++i)
+        std::fill(&scores[i * LD + chunk.n_keys], &scores[i * LD + chunk.width], -std::numeric_limits<T>::infinity());
       return;
     }
     if (part.vectors) {
-      const long begin = round_down(at.index - (ROWS - 1), LANES<T>), stride = LD + PAD;
-      const long width = round_up(at.index + at.width - begin, LANES<T>);
+      const long begin = round_down(chunk.index - (ROWS - 1), LANES<T>), stride = LD + PAD;
+      const long width = round_up(chunk.index + chunk.width - begin, LANES<T>);
       multiply_panels(query, (const T*)c.vector_panels, begin, by_distance.data(), stride, width);
-      for (long i = 0; i < ROWS; ++i) add(&scores[i * LD], &by_distance[i * stride + at.index - i - begin], at.width);
+      for (long i = 0; i < ROWS; ++i)
+        add(&scores[i * LD], &by_distance[i * stride + chunk.index - i - begin], chunk.width);
     }
-    for (long i = 0; i < ROWS && !at.unmasked; ++i) add(&scores[i * LD], part.table + at.index - i, at.width);
-    for (long i = 0; i < at.rows && part.key_bias; ++i)
-      add(&scores[i * LD], part.key_bias + at.begin, at.width, part.query_bias[at.row + i]);
+    for (long i = 0; i < ROWS && !chunk.unmasked; ++i) add(&scores[i * LD], part.table + chunk.index - i, chunk.width);
+    for (long i = 0; i < chunk.rows && part.key_bias; ++i)
+      add(&scores[i * LD], part.key_bias + chunk.begin, chunk.width, part.query_bias[chunk.row + i]);
   }
   static void add(T* to, const T* from, long width, T subtracted = 0) {
     for (long j = 0; j < width; j += LANES<T>) store(to + j, load(to + j) + (load(from + j) - subtracted));
   }
 
   void forward_part(const Part<T>& part, const std::vector<T>& query, long t0, long rows, T* row_max, T* sum) {
-    chunks(part, t0, rows, [&](const Chunk& at) {
-      score(part, query, at);
+    chunks(part, t0, rows, [&](const Chunk& chunk) {
+      score(part, query, chunk);
       for (long i = 0; i < ROWS; ++i) {
         T* s = &scores[i * LD];
         Vector<T> lane_max = load(s);
-        for (long j = LANES<T>; j < at.width; j += LANES<T>) {
+        for (long j = LANES<T>; j < chunk.width; j += LANES<T>) {
           const Vector<T> next = load(s + j);
           lane_max = lane_max > next ? lane_max : next;
         }
         const T chunk_max = largest<T>(lane_max);
         const T new_max = chunk_max > row_max[i] || std::isnan(chunk_max) ? chunk_max : row_max[i];
         if (new_max == -std::numeric_limits<T>::infinity()) {
-          std::fill(s, s + at.width, T(0));
+          std::fill(s, s + chunk.width, T(0));
           continue;
         }
         if (new_max != row_max[i]) {
@@ -436,14 +437,14 @@ template <class T> struct Worker {
           row_max[i] = new_max;
         }
         Vector<T> lane_sums = {};
-        for (long j = 0; j < at.width; j += LANES<T>) {
+        for (long j = 0; j < chunk.width; j += LANES<T>) {
           const Vector<T> weight = exponential<T>(load(s + j) - new_max);
           lane_sums += weight;
           store(s + j, weight);
         }
         sum[i] += total<T>(lane_sums);
       }
-      product<true>(scores.data(), LD, 1, part.v + at.begin * Kp, y.data(), Kp, at.n_keys);
+      product<true>(scores.data(), LD, 1, part.v + chunk.begin * Kp, y.data(), Kp, chunk.n_keys);
     });
   }
 
@@ -474,11 +475,11 @@ template <class T> struct Worker {
   }
 
   // Replace scores by weights, and products of g and values in ``dscores`` by gradients of scores.
-  void differentiate(const Part<T>& part, const Chunk& at, const T* lse, const T* delta) {
+  void differentiate(const Part<T>& part, const Chunk& chunk, const T* lse, const T* delta) {
     for (long i = 0; i < ROWS; ++i) {
       T *s = &scores[i * LD], *r = &dscores[i * LD];
-      if (at.unmasked || !part.mask) {
-        for (long j = 0; j < at.width; j += LANES<T>) {
+      if (chunk.unmasked || !part.mask) {
+        for (long j = 0; j < chunk.width; j += LANES<T>) {
           const Vector<T> weight = exponential<T>(load(s + j) - lse[i]);
           store(s + j, weight);
           store(r + j, weight * (load(r + j) - delta[i]));
@@ -486,8 +487,8 @@ template <class T> struct Worker {
         continue;
       }
       Vector<T> on_ramp = {};
-      const T *mask = part.mask + at.index - i, *slope = part.slope + at.index - i;
-      for (long j = 0; j < at.width; j += LANES<T>) {
+      const T *mask = part.mask + chunk.index - i, *slope = part.slope + chunk.index - i;
+      for (long j = 0; j < chunk.width; j += LANES<T>) {
         const Vector<T> unmasked = exponential<T>(load(s + j) - lse[i]);
         const Vector<T> dscore = unmasked * (load(r + j) - delta[i]);
         on_ramp += dscore * load(slope + j);
@@ -502,22 +503,22 @@ template <class T> struct Worker {
   void backward_part(
       const Part<T>& part, const std::vector<T>& query, std::vector<T>& dquery, long t0, long rows, const T* lse,
       const T* delta) {
-    chunks(part, t0, rows, [&](const Chunk& at) {
-      score(part, query, at);
-      multiply_panels(g, part.v_panels, at.begin, dscores.data(), LD, at.width);
-      differentiate(part, at, lse, delta);
-      product<true>(dscores.data(), LD, 1, part.k + at.begin * Kp, dquery.data(), Kp, at.n_keys);
-      if (part.vectors) differentiate_vectors(at, query, dquery);
+    chunks(part, t0, rows, [&](const Chunk& chunk) {
+      score(part, query, chunk);
+      multiply_panels(g, part.v_panels, chunk.begin, dscores.data(), LD, chunk.width);
+      differentiate(part, chunk, lse, delta);
+      product<true>(dscores.data(), LD, 1, part.k + chunk.begin * Kp, dquery.data(), Kp, chunk.n_keys);
+      if (part.vectors) differentiate_vectors(chunk, query, dquery);
       for (long i = 0; i < rows && part.key_bias; ++i)
-        for (long j = 0; j < at.n_keys; ++j) {
+        for (long j = 0; j < chunk.n_keys; ++j) {
           const T dscore = dscores[i * LD + j];
-          if (part.dkey_bias) part.dkey_bias[at.begin + j] += dscore;
+          if (part.dkey_bias) part.dkey_bias[chunk.begin + j] += dscore;
           if (part.dquery_bias) part.dquery_bias[t0 + i] -= dscore;
         }
       if (!part.dk) return;
-      const long first = std::max(part.first_gradient - at.begin, 0L);
-      for (long j = round_down(first, ROWS); j < at.width; j += ROWS) {
-        T *dk = part.dk + (at.begin + j) * Kp, *dv = part.dv + (at.begin + j) * Kp;
+      const long first = std::max(part.first_gradient - chunk.begin, 0L);
+      for (long j = round_down(first, ROWS); j < chunk.width; j += ROWS) {
+        T *dk = part.dk + (chunk.begin + j) * Kp, *dv = part.dv + (chunk.begin + j) * Kp;
         product<true>(&dscores[j], 1, LD, query.data(), dk, Kp, ROWS);
         product<true>(&scores[j], 1, LD, g.data(), dv, Kp, ROWS);
       }
@@ -525,13 +526,13 @@ template <class T> struct Worker {
   }
 
   // Gradients through the vectors: row i is moved by i entries, so that equal distances are in one column.
-  void differentiate_vectors(const Chunk& at, const std::vector<T>& query, std::vector<T>& dquery) {
-    const long width = round_up(at.width + ROWS - 1, ROWS), stride = LD + PAD;
-    const long index = at.index - (ROWS - 1);
+  void differentiate_vectors(const Chunk& chunk, const std::vector<T>& query, std::vector<T>& dquery) {
+    const long width = round_up(chunk.width + ROWS - 1, ROWS), stride = LD + PAD;
+    const long index = chunk.index - (ROWS - 1);
     for (long i = 0; i < ROWS; ++i) {
       T* to = &by_distance[i * stride];
       std::fill(to, to + width, T(0));
-      std::memcpy(to + ROWS - 1 - i, &dscores[i * LD], at.width * sizeof(T));
+      std::memcpy(to + ROWS - 1 - i, &dscores[i * LD], chunk.width * sizeof(T));
     }
     product<true>(by_distance.data(), stride, 1, (const T*)c.vectors + index * Kp, dquery.data(), Kp, width);
     for (long u = 0; dvectors && u < width; u += ROWS)
@@ -580,7 +581,7 @@ template <class T> struct Worker {
     write_padded(window.dv, low, window.keys, past, past + c.rows, at<T>(c.dv, c.dv_, b, h));
   }
 
-  // Write the gradients of keys ``begin`` to ``end``; they are 0 except for the ``keys`` keys from ``low`` on.
+  // Write the gradients of keys ``begin`` to ``end``. ``from`` has those of keys ``low`` to low + keys; others are 0.
   void write_padded(const T* from, long low, long keys, long begin, long end, At<T> to) const {
     for (long j = begin; j < end; ++j) {
       if (j >= low && j < low + keys)

@@ -20,14 +20,14 @@ from variants.kernels.window import Inputs, PastKV, Window, merge_sink, ramp_slo
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 DIFFERENTIABLE = (*Inputs._fields[:8], "key_bias", "query_bias")  # from q to vectors, and biases
-"""Fields of ``Inputs`` that may have a gradient. Part i of the past is ``k_old{i}`` and ``v_old{i}``."""
+"""Fields of ``Inputs`` that the kernel differentiates. Part i of the past is named ``k_old{i}`` and ``v_old{i}``."""
 CHUNK_NAMES = ("chunk_k", "chunk_v", "chunk_bias")
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
     "extra_k extra_v lse columns flat order table mask slope vectors vector_panels flops dextra_k dextra_v dvectors "
     "dz key_bias query_bias dkey_bias dquery_bias"
 )
-SIZES = "streams heads rows width persistent distances shift threads biases"  # as STRIDED and DENSE, fields of Call
+SIZES = "streams heads rows width persistent distances shift threads biases"  # also fields of Call
 
 
 def obstacle() -> str | None:
@@ -54,9 +54,9 @@ def attend(
     """Compute ``window.attend`` without dropout; ``z`` is ``[H]``, and the bias is a constant ``[H, n]``.
 
     Args:
-        k, v: keys and values of the segment ``[B, H, T, K]``; ``key_bias`` is that of the segment, too.
-        past: keys and values before the segment: parts of unequal length for different heads, with every head in one
-            part; or empty. Their gradients are computed only if they are needed.
+        k, v: keys and values of the segment ``[B, H, T, K]``; ``key_bias`` is also the segment's.
+        past: keys and values before the segment, in parts for heads with pasts of equal length; every head is in one
+            part. Empty without a past. Their gradients are computed only if they are needed.
         chunk_keys: keys and values for each chunk of queries, in the same softmax."""
     inputs, n_distances = Inputs.from_call(q, k, v, window, **options), max(window.max_keys)
     for name, x in (("vectors", inputs.vectors), ("bias", None if inputs.bias is None else inputs.bias.mT)):
@@ -81,7 +81,7 @@ def attend(
 
 
 def _past_biases(past: Sequence[PastKV]) -> Tensor:
-    """Key biases of the past, ``[B, H, P]``, with heads in ascending order. Parts are padded in front to equal P."""
+    """Key biases of the past, ``[B, H, P]``, with heads in ascending order. Shorter parts are padded in front."""
     longest = max(part.key_bias.shape[2] for part in past)
     padded = torch.cat([F.pad(part.key_bias, (longest - part.key_bias.shape[2], 0)) for part in past], dim=1)
     heads = [h for part in past for h in part.heads]
@@ -129,7 +129,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _kernel_inputs(named: dict[str, Tensor]) -> tuple[str, list[Tensor]]:
-    """Names of the kernel's inputs, and their tensors in the same order."""
+    """Names of the kernel's inputs, separated by spaces, and their tensors in the same order."""
     names = [name for name in named if name not in ("sink", *CHUNK_NAMES)]
     return " ".join(names), [named[name] for name in names]
 
@@ -138,7 +138,7 @@ def _kernel_inputs(named: dict[str, Tensor]) -> tuple[str, list[Tensor]]:
 def _forward(
     names: str, tensors: list[Tensor], part_of_head: list[int], max_keys: list[int], shift: int, ramp: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]``, inf for a query that sees no key, and executed FLOPs.
+    """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]`` (inf for a query that sees no key), and executed FLOPs.
 
     The first tensor is q; ``part_of_head`` has the index of each head's part of the past."""
     call = _call(dict(zip(names.split(), tensors, strict=True)), part_of_head, max_keys, shift, ramp, backward=False)
@@ -183,7 +183,7 @@ def _executed_flops(*_, out_val) -> int:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """An empty tensor like ``x``. If ``[B, H, T, K]``, it is ``[B, T, H, K]`` in memory: heads join without a copy."""
+    """An empty tensor like ``x``. With four dimensions it is ``[B, T, H, K]`` in memory: heads join without a copy."""
     if x.dim() < 4:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
@@ -256,7 +256,7 @@ def _call(
     if part_of_head:
         call.set_past(part_of_head, named)
     visible_keys = list(max_keys)
-    if z is not None:  # to the end of the closed ramp; rounded as in soft_mask, so that both agree at kinks
+    if z is not None:  # to the end of the closed ramp; rounded as in soft_mask, to agree with it at kinks
         ramp_ends = (z.detach() + ramp).floor().tolist()
         visible_keys = [min(n, int(ramp_end) + 1) for n, ramp_end in zip(max_keys, ramp_ends, strict=True)]
     order = sorted(range(len(visible_keys)), key=lambda h: -visible_keys[h])
@@ -273,8 +273,8 @@ def _tables(
     dtype: torch.dtype, z: Tensor | None, bias: Tensor | None, visible_keys: list[int], n_distances: int, ramp: int,
     *, backward: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Tables by head and reversed distance ``[H, n + 2 PAD]``; and ``flat [H]``, the number of nearest columns without
-    bias and with m = 1."""
+    """Tables by head and reversed distance ``[H, n + 2 PAD]``; and ``flat [H]``, how many of the nearest columns have
+    no bias, m = 1 and, for the backward pass, dm/dz = 0."""
     flat, pad = torch.tensor(visible_keys), _library().window_pad()
     shape = len(visible_keys), n_distances
     terms = torch.zeros(shape, dtype=dtype) if bias is None else bias[:, :n_distances].to(dtype)
