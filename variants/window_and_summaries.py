@@ -127,7 +127,7 @@ def _softmax(
 
 
 def _weights(q: Tensor, k: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
-    """Return attention weights ``[B, n, H, Q, m]``, in float32 or wider; equal ones if a query sees nothing."""
+    """Return attention weights ``[B, n, H, Q, m]``, in float32 or wider; equal weights if a query sees nothing."""
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
     scores = scores if bias is None else scores + bias
     return scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(dim=-1)
