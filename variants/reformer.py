@@ -19,7 +19,7 @@ Departures from the paper:
   changes by more than rounding.
 - Keys have length sqrt(K) before the division by sqrt(K), as in published code: scores of unit keys are too small.
 - There are no reversible layers or chunked feed-forwards, which save memory and change no output. Vectors per distance
-  and biases that depend on the query are refused, because they need a term for each of the T S pairs."""
+  and biases that depend on the query are refused, because they need a term for each of T * S pairs."""
 
 import math
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Window and summaries: one softmax over the nearest keys and over summaries of earlier blocks (``linformer.py``).
 
-- ``by_kernel`` computes windows by the CPU's kernel, whose cost follows the window, and summaries by matrix products.
+- ``by_kernel`` computes windows by the CPU's kernel, whose cost is proportional to w, and summaries by matrix products.
 - ``by_bands`` is plain PyTorch. It multiplies a chunk of queries with all keys of their windows, and with summaries."""
 
 from typing import NamedTuple
