@@ -13,7 +13,7 @@ from torch import Tensor
 
 BITS = 24
 TOTAL = 1 << BITS  # the sum of all symbols' frequencies
-ESCAPE = 1 << 12  # frequency of the symbol before a byte that the vocabulary lacks: 12 bits
+ESCAPE = 1 << 12  # frequency of the escape symbol, which precedes a byte that the vocabulary lacks: 12 bits
 _WORD = 64  # bits of the interval's start
 _MIN_WIDTH = 1 << 48  # a narrower interval is widened by 8 bits, and its start's highest byte is written
 
@@ -46,7 +46,7 @@ class Encoder:
         return symbol
 
     def finish(self) -> bytes:
-        """The code, cut after the fewest bytes that lie in the interval if zeros follow, which the decoder assumes."""
+        """The shortest code that, followed by the zeros that the decoder reads beyond its end, lies in the interval."""
         for size in range(_WORD // 8 + 1):
             unit = 1 << (_WORD - 8 * size)
             rounded = -(-self._low // unit) * unit

@@ -171,13 +171,13 @@ def device_agrees() -> bool:
     plan = _training_plan("model.dropout=0.0")  # because the device draws other dropout masks
     names = {name for layer in plan.layers for name in layer}
     small = reduce_depth(plan, sublayers=names, max_span=sum(SEGMENTS) // 2)
-    small, device = replace(small, runtime=plan.runtime), runtime.start(plan.runtime)
+    small, device_runtime = replace(small, runtime=plan.runtime), runtime.start(plan.runtime)
     with torch.random.fork_rng(devices=[]):
         sublayers = [sublayer for _, sublayer in small.make_model().sublayers()]
-    backends = {sublayer.backend(device.device, training=True) for sublayer in sublayers}
-    may_read_other_rows = any(sublayer.tables for sublayer in sublayers) and device.precision == "bfloat16"
-    passed, detail = agreement(small, device, tolerance=math.inf if may_read_other_rows else TOLERANCE)
-    label = f"{device.device}, {'+'.join(sorted(backends))}, {device.precision}"
+    backends = {sublayer.backend(device_runtime.device, training=True) for sublayer in sublayers}
+    may_read_other_rows = any(sublayer.tables for sublayer in sublayers) and device_runtime.precision == "bfloat16"
+    passed, detail = agreement(small, device_runtime, tolerance=math.inf if may_read_other_rows else TOLERANCE)
+    label = f"{device_runtime.device}, {'+'.join(sorted(backends))}, {device_runtime.precision}"
     print(f"{'pass' if passed else 'FAIL'}  agrees with float64 on {label}: {detail}", flush=True)
     return passed
 

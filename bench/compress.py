@@ -47,7 +47,7 @@ DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of
 
 
 @torch.no_grad()
-def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, device) -> tuple[bytes, dict]:
+def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, runtime) -> tuple[bytes, dict]:
     """Encode ``content``, or decode ``len(content)`` bytes, one byte of each stream at a time. ``symbols`` has the byte
     of each token id. Return the content and counts: ``predicted`` bytes, which are all but each stream's first;
     ``bits``, their total cost; and ``escaped`` bytes, which the vocabulary lacks and which cost 20 bits each."""
@@ -67,8 +67,8 @@ def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, devic
         else:
             inputs = id_of_byte[columns[position - 1]]
             inputs[inputs == unknown] = 0  # the model has no input for the escape symbol and reads id 0
-            with device.autocast():
-                out = model(torch.from_numpy(inputs)[:, None].to(device.device), state)
+            with runtime.autocast():
+                out = model(torch.from_numpy(inputs)[:, None].to(runtime.device), state)
             state, log_probabilities = out.state, out.logits[:, 0].cpu().double().log_softmax(dim=1)
             if not log_probabilities.isfinite().all():
                 raise ValueError("run: its weights give logits that are not finite, so there are no probabilities")
@@ -122,14 +122,15 @@ def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
     plan, model, symbols = run.plan, run.model(), run.symbols()
     if not plan.runtime.deterministic:
         raise ValueError("runtime.deterministic=false: allowed is true, because decoding needs the same probabilities")
-    device = runtime.start(plan.runtime)
-    backends = {part.backend(device.device, training=False) for _, part in model.to(device.device).sublayers()}
+    device_runtime = runtime.start(plan.runtime)
+    device = device_runtime.device
+    backends = {part.backend(device, training=False) for _, part in model.to(device).sublayers()}
     network = json.dumps([plan.config[key] for key in ("variant", "model", "position")] + [list(symbols)], default=str)
     weights = (Path(cfg.run) / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + network.encode()
-    facts = device.describe() | {"weights": digest(weights)[:16], "backend": "+".join(sorted(backends))}
+    facts = device_runtime.describe() | {"weights": digest(weights)[:16], "backend": "+".join(sorted(backends))}
     facts |= {"source": source.digest(plan.config, trust=plan.trust)[:16], "torch": facts["versions"]["torch"]}
     conditions = {name: facts.get(name) for name in CONDITIONS}
-    return run, {"model": model, "symbols": symbols, "device": device}, conditions
+    return run, {"model": model, "symbols": symbols, "runtime": device_runtime}, conditions
 
 
 def read_input(file: str | None, *, out: str) -> bytes:

@@ -47,7 +47,7 @@ def findings(plan: Plan) -> list[Finding]:
 
 def fast_backend(plan: Plan) -> str | None:
     """The backend other than ``plain`` that a CPU uses in evaluation or training (several joined by ``+``), or None.
-    ValueError if the mechanism refuses the plan or the backend. After another error None: ``findings`` reports it."""
+    ValueError if the mechanism refuses the plan or the backend. None after other errors, which ``findings`` reports."""
     try:
         with torch.random.fork_rng(devices=[]):
             sublayers = [sublayer for _, sublayer in plan.make_model().sublayers()]
@@ -139,7 +139,7 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, dict[object, Plan]]]:
 
 
 def _build(plan: Plan) -> LanguageModel | None:
-    """The plan's model in float64, as ``Subject`` builds it; None if the mechanism refuses the plan."""
+    """The plan's model in float64, in evaluation mode; None if the mechanism refuses the plan."""
     torch.manual_seed(0)
     try:
         return plan.make_model().double().eval()

@@ -57,7 +57,7 @@ class Task:
 
 class CostWorker:
     """Makes one measurement per method, called in this order: ``identity``, ``build``, the methods named by ``memory``,
-    and the others, whose freed blocks would raise a peak. ``timed`` names the quantities of ``times``, in order."""
+    and last those whose freed blocks would raise a peak. ``timed`` has the quantities of ``times``, in order."""
 
     kind = "cost"  # of its rows
     memory = ("inference_memory", "train_memory")

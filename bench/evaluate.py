@@ -35,15 +35,15 @@ def main(cfg: DictConfig) -> None:
     changes = {key: parse_setting(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
     limit = parse_setting(cfg.eval.bytes, Annotated[int, Ge(2)] | None, key="eval.bytes")
     protocol = plan.protocol() | {key: size for key, size in changes.items() if size is not None}
-    corpus, (model, device) = run.corpus(), run.on_device(span=protocol["span"])
+    corpus, (model, runtime) = run.corpus(), run.on_device(span=protocol["span"])
     split = corpus.scored_part(cfg.split, selection_bytes=protocol["selection_bytes"])
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None
     if changes["context"] is None:
         protocol["context"] = streamed_context(protocol["span"], plan.model.layers)
     split, seed = split[:limit], provenance["seed"]
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
-    score = score_stream(model, split, runtime=device, collect_stats=True, future_seed=seed, **cut)
-    windows = score_windows(model, split, runtime=device, future_seed=seed)
+    score = score_stream(model, split, runtime=runtime, collect_stats=True, future_seed=seed, **cut)
+    windows = score_windows(model, split, runtime=runtime, future_seed=seed)
     sizes = {"longest": 2 * protocol["span"], "segment": protocol["segment"]}
     future_nats, causal = check_causality([score, windows], floor=(floor := corpus.floor_bits(split)))
     row = {
@@ -55,7 +55,7 @@ def main(cfg: DictConfig) -> None:
         "windows_bits_per_byte": windows.bits_per_byte,
         "floor_bits_per_byte": floor,
         "future_nats": future_nats,
-        "context_curve": score_context(model, split, runtime=device, **sizes),
+        "context_curve": score_context(model, split, runtime=runtime, **sizes),
         "bytes": len(score.nats),
         "metrics": model.metrics(score.stats),
         "check": provenance.get("check") if causal else NOT_CAUSAL,
@@ -64,9 +64,9 @@ def main(cfg: DictConfig) -> None:
         "commit": source.commit(),
         "source": source.digest(plan.config, trust=plan.trust),
         "measuring_source": source.digest(plan.config, trust=plan.trust, measuring=True),
-        "evaluation_backend": backend_of(model, device, training=False),
+        "evaluation_backend": backend_of(model, runtime, training=False),
         "weights_bytes_seen": run.best["bytes"],
-        **device.describe(),
+        **runtime.describe(),
     }
     append_row(folder / EVALUATIONS, row)
     print_row(row, folder)

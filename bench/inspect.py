@@ -37,7 +37,7 @@ def main(cfg: DictConfig) -> None:
     folder, text = Path(cfg.run), parse_setting(cfg.text, str | None, key="text")
     length = parse_setting(cfg.bytes, Annotated[int, Ge(2)], key="bytes")
     run = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
-    model, device = run.on_device()
+    model, runtime = run.on_device()
     if text is None:
         corpus = run.corpus()
         name, symbols = f"valid of {corpus.name}", corpus.symbols
@@ -50,13 +50,13 @@ def main(cfg: DictConfig) -> None:
     if len(tokens) < 2:
         raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
     tokens = tokens[:length]
-    _, inspections = model.eval().inspect(tokens[None].long().to(device.device))
-    maps = {layer: i.weights[0].float().cpu().numpy() for layer, i in inspections.items() if i.weights is not None}
+    _, inspections = model.eval().inspect(tokens[None].long().to(runtime.device))
+    maps = {name: i.weights[0].float().cpu().numpy() for name, i in inspections.items() if i.weights is not None}
     if (n_weights := sum(weights.size for weights in maps.values())) > MAX_CELLS:
         max_length = math.isqrt(MAX_CELLS * len(tokens) ** 2 // n_weights)
         raise ValueError(f"bytes={length}: allowed is {max_length} or less for this number of heads")
-    for layer in [layer for layer, part in model.sublayers() if part.honours is not None and layer not in maps]:
-        print(f"{layer} is not drawn: its mechanism has no attention weights to show")
+    for sublayer in [name for name, part in model.sublayers() if part.honours is not None and name not in maps]:
+        print(f"{sublayer} is not drawn: its mechanism has no attention weights to show")
     if not maps:
         return
     title, about = f"{run.provenance['variant']}, seed {run.provenance['seed']}", f"{name}, {len(tokens)} bytes"
@@ -126,7 +126,7 @@ def layer_names(names: Iterable[str]) -> list[str]:
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """Bytes back ``[H]`` within which a ``share`` of the weights ``[H, T, T]`` of the later half of queries lies."""
+    """Bytes back ``[H]`` that cover a ``share`` of the weights ``[H, T, T]``, over the later half of the queries."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
     mass = np.stack([np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps])

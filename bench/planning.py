@@ -118,9 +118,9 @@ class TrainedRun(NamedTuple):
 
     def on_device(self, *, span: int | None = None) -> tuple[LanguageModel, Runtime]:
         """The model on the plan's device, with the backend selected there, and the device's runtime."""
-        device = runtime.start(self.plan.runtime)
-        model = self._replace(plan=with_backend(self.plan, device)).model(span=span)
-        return model.to(device.device), device
+        device_runtime = runtime.start(self.plan.runtime)
+        model = self._replace(plan=with_backend(self.plan, device_runtime)).model(span=span)
+        return model.to(device_runtime.device), device_runtime
 
     def corpus(self) -> Corpus:
         """The run's corpus; ValueError if it differs from the one that the run read."""

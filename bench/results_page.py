@@ -65,8 +65,8 @@ def _conditions(summary: dict) -> str:
 
 
 def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The finished runs of each variant, the best on test first. So that only common seeds are compared, a variant's
-    score is the reference's mean plus ``reference_difference``, or its own mean where there is no such difference."""
+    """The finished runs of each variant, the best on test first. So that only common seeds are compared, variants are
+    sorted by the reference's mean plus ``reference_difference``, or by their mean where there is no difference."""
     finished = runs[runs["status"] == "finished"]
     reference_mean = finished.loc[finished["variant"] == REFERENCE, "test"].mean()
 
@@ -88,7 +88,7 @@ def _estimate_text(estimate: Estimate, *, form: str) -> str:
 
 
 def reference_difference(runs: pd.DataFrame, variant: str) -> Estimate | None:
-    """The mean difference from the reference on test over common seeds; None without such seeds, or of itself."""
+    """The mean difference from the reference on test over common seeds; None without these, or for the reference."""
     finished = runs[runs["status"] == "finished"].pivot_table(index="seed", columns="variant", values="test")
     if variant == REFERENCE or not {variant, REFERENCE} <= set(finished.columns):
         return None
@@ -159,7 +159,7 @@ def insert_compressors(rows: list[list], runs: pd.DataFrame, *, names: Iterable[
 
 
 def bits_table(runs: pd.DataFrame) -> str:
-    """Scores and costs of mechanisms, and scores of compressors, followed by runs without a score and machines."""
+    """Scores and costs of mechanisms, and scores of compressors, then a list of unscored runs and of machines."""
     headings = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "LR factor", "MFLOP/byte", "ideal"]
     headings += ["state, KiB", "peak, MiB", "parameters"]
     rows = []

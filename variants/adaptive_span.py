@@ -1,13 +1,13 @@
 """Adaptive attention span: every head learns the number of past keys that it sees (1905.07799).
 
     m_z(x) = clamp((R + z - x) / R, 0, 1),   a_tx = m_z(x) exp(s_tx) / sum_y m_z(y) exp(s_ty)          (section 2.2)
-    loss = NLL + lambda / H * sum over all heads of all layers of z     (m: ``soft_mask`` in ``kernels/window.py``)
+    loss = NLL + lambda / H * sum of z over all heads of all layers     (m: ``soft_mask`` in ``kernels/window.py``)
 
 z = S * fraction: each head learns a fraction in [0, 1], clamped after every optimizer step. x counts visible keys from
 the nearest, x = 0. Keys beyond a head's z + R, rounded up (``bucket``), are not read.
 
 In the dynamic span (end of section 2.2) z depends on the input: z_t = S * sigmoid(v . x_t + b) per head. Attention
-still computes the whole window; ``ideal_flops`` counts the keys for a zero input, within S * sigmoid(b) + R."""
+still computes the whole window; ``ideal_flops`` counts only the S * sigmoid(b) + R keys that a zero input sees."""
 
 import math
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from variants.contract import LayerContext, set_shapes, wide
 
 
 def bucket(max_keys: int) -> int:
-    """Round up to a multiple of a step, so that learned spans have few shapes. Below 256 keys the step is 64; for more
-    keys it is 1/4 to 1/2 of ``max_keys``."""
+    """Round up to a multiple of a step, so that learned spans have few shapes. The step is 64 below 256 keys, and 1/4
+    to 1/2 of ``max_keys`` from 256 on."""
     step = max(64, 2 ** (max_keys.bit_length() - 2))
     return -(-max_keys // step) * step
 
@@ -71,7 +71,7 @@ class AdaptiveSpan(SoftSpan):
         self.fraction.clamp_(0, 1)
 
     def lengths(self) -> Tensor:
-        """Return each ramp's end, z + R keys ``[H]``, rounded as in ``soft_mask`` of ``kernels/window.py``."""
+        """Return the end of each head's ramp, z + R keys ``[H]``, with the rounding errors of ``window.soft_mask``."""
         return self.fraction * self.span + self.ramp
 
     def set_lengths(self, lengths: Sequence[float]) -> None:

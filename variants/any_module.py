@@ -25,8 +25,8 @@ class AnyModule(Sublayer):
         context: the run's choices.
         module: factory of the module: ``_target_``, of a package that the command line trusts, and its keywords.
         honours: for each of ``CHOICES`` that the module supports, the name of its keyword, as in ``{span: window}``;
-            the choice replaces the keyword's value in the YAML. ``{}`` for a module that sees itself and any past; None
-            for a module in which each byte sees only itself.
+            the choice replaces the keyword's value in the YAML. ``{}`` if it supports neither and each byte sees itself
+            and any past; None if each byte sees only itself.
         limits: promises of ``LIMITS`` that the module does not fulfil; ``segments`` is required if it sees a past.
         reach: largest distance in bytes at which an input moves an output; None for the whole segment.
         period: bytes after which the computation repeats, such as a block."""

@@ -1,12 +1,13 @@
 """Differential attention: the difference of two attention maps, in which common noise cancels.
 
-    y = W_o concat_p((1 - s) c * rms((A_1 - lambda A_2) v)),    A_i = softmax(q_i k_i^T / sqrt(K)),
+    y = W_o concat_p((1 - s) norm((A_1 - lambda A_2) v)),    A_i = softmax(q_i k_i^T / sqrt(K)),
     lambda = exp(l_q1 . l_k1) - exp(l_q2 . l_k2) + s,           s = 0.8 - 0.6 exp(-0.3 layer)
 
 (2410.05258, 2.1 and 2.2). Heads 2 p and 2 p + 1 are a pair: each has a query and a key of width K, and the values v of
-the pair have width 2 K. Each layer has one lambda; layers are counted from 0. The gain c has width 2 K. A layer has 6 K
-parameters more than in ``mhsa``. One call of a backend computes one map for all heads; head h reads K columns of the
-pair's values. So both heads of a pair compute equal scores, and a quarter of the executed FLOPs is redundant.
+the pair have width 2 K. Each layer has one lambda; layers are counted from 0. norm is an RMS norm with a gain of width
+2 K. A layer has 6 K parameters more than in ``mhsa``. One call of a backend computes one map for all heads; head h
+reads K columns of the pair's values. So both heads of a pair compute equal scores, and a quarter of the executed FLOPs
+of attention is redundant.
 
 Departures: exponents in lambda are clamped at 20. 1e-6 is added to the mean square, as elsewhere in this package, not
 1e-5. The two maps draw dropout independently. ALiBi's slopes are those of H heads, so a pair's two maps decay at

@@ -1,20 +1,19 @@
 """Gated delta rule: carried sums with an input-dependent decay, in which a key's new value replaces its earlier value.
 
-    S_t = D_t S_{t-1} + b_t k_t (v_t - (D_t S_{t-1})^T k_t)^T,    o_t = S_t^T q_t,    b_t = sigmoid(w_h . x_t),
-    y_t = W_o concat_h(rms(o_t) c * sigmoid(W_g x_t)),            D_t = diag(a_t)
+    P_t = diag(a_t) S_{t-1},   S_t = P_t + b_t k_t (v_t - P_t^T k_t)^T,   o_t = S_t^T q_t,   b_t = sigmoid(w_h . x_t),
+    y_t = W_o concat_h(c * o_t / rms(o_t) * sigmoid(W_g x_t))    with a learned gain c per channel
 
-One decay a_t per head is Gated DeltaNet (2412.06464, 3.1), one per channel Kimi Delta Attention (2510.26692, 3).
+One decay a_t per head is Gated DeltaNet (2412.06464, 3.1); one per channel is Kimi Delta Attention (2510.26692, 3).
 Queries, keys and values pass a causal filter of a few bytes per channel, then SiLU. Queries and keys are scaled to
-length 1, so that no step amplifies S_{t-1}. The state is S, in float32 or wider, and the filters' last
-inputs. ``decay: channel`` with equal channels is ``decay: head``.
+length 1, so that no step amplifies S_{t-1}. The state is S, in float32 or wider, and the filters' last inputs. With
+equal decays in all channels, ``decay: channel`` computes the same as ``decay: head``.
 
 Departures from the papers:
 - Decays are those of ``gated_linear.py``: sigmoid(W x + b), which starts at ALiBi's slopes. The papers have
-  exp(-A softplus(W x + b)), with random initial A and b. ``decay: channel`` has W of rank K, as 2510.26692; its
-  channels start equal.
+  exp(-A softplus(W x + b)), with random initial A and b. ``decay: channel`` has W of rank K, as in 2510.26692;
+  its channels start equal.
 - The output gate is a sigmoid of a full matrix; 2412.06464 has SiLU, 2510.26692 a matrix of rank K.
-- Values are as wide as keys, K = D / H; 2412.06464 has values of twice this width and fewer heads. The harness
-  normalises the input.
+- Values are as wide as keys, K = D / H; 2412.06464 has values of twice this width and fewer heads.
 - Without ``attend_self`` a query reads S_{t-1}, but its filters still see its own byte.
 - Decays replace a position scheme: rotary and ALiBi are refused. Without weights to drop, dropout has no effect."""
 

@@ -4,7 +4,7 @@
     a_t = sigmoid(w_h . x_t + b_h)
 
 One decay per head is the scalar form of gated linear attention (2312.06635, 4) and state space duality (2405.21060, 2).
-Initially w is 0 and b such that a is ALiBi's decay; with these, this is ``linear`` with ALiBi (``linear_decay``).
+Initially w is 0, and b is such that a is ALiBi's decay, so it starts as ``linear`` with ALiBi (``linear_decay``).
 
 Departures from the papers:
 - It has phi = elu + 1 and a denominator, as in ``linear.py``. The papers have neither; they have a norm of each head's

@@ -1,11 +1,11 @@
 """Latent attention: the state has one short vector per byte, from which keys and values of all heads are projected.
 
-    c = c_norm * rms(W_c x),    k_h = [W_k c; rotate(r)],    v_h = W_v c,    r = W_r x,    q_h = [W_q x; rotate(W_p x)],
+    c = norm(W_c x),    k_h = [W_k c; rotate(r)],    v_h = W_v c,    r = W_r x,    q_h = [W_q x; rotate(W_p x)],
     y = W_o concat_h(softmax(q_h . k_h / sqrt(K + R)) v_h)
 
-(2405.04434, 2.1.2 and 2.1.3). All heads share c and r, so the state of a byte is ``latent`` + R numbers in place of 2 H
-K. Only r and W_p x are rotated. Each segment projects past keys and values again from carried c and r, with the present
-weights. The weights get gradients from past bytes; past c and r are constants.
+(2405.04434, 2.1.2 and 2.1.3). norm is an RMS norm with a gain. All heads share c and r, so the state of a byte is
+``latent`` + R numbers in place of 2 H K. Only r and W_p x are rotated. Each segment projects past keys and values again
+from carried c and r, with the present weights. The weights get gradients from past bytes; past c and r are constants.
 
 Departures from the paper:
 - Queries are not compressed, as in the paper's small model. c has a norm with a gain, as in the paper's code.

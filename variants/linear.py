@@ -49,7 +49,7 @@ class SumsKeywords(HeadKeywords, total=False):
 
 
 class CarriedSums(MultiHead):
-    """Attention by weights that are products of features, read from carried sums; subclasses define the features.
+    """Attention whose weights are products of features, computed from carried sums; subclasses define the features.
 
     Args:
         chunk: C, bytes of a chunk, within which all pairs of queries and keys are multiplied; it changes only the cost.

@@ -1,20 +1,20 @@
 """Causal Linformer: learned projections summarise finished blocks of the past.
 
     s_j = sum_i E_i k_{jr+i},   u_j = sum_i F_i v_{jr+i}                 over bytes i = 0 .. r-1 of block j
-    y_t = W_o concat_h(softmax([q_t . k_i ; q_t . s_j] / sqrt(K)) [v_i ; u_j])
+    y_t = W_o concat_h(softmax([q_t . k_m ; q_t . s_j] / sqrt(K)) [v_m ; u_j])
 
-One softmax has the w nearest keys i, and summaries of blocks j: at most w + S/r keys per query, not S. In the paper
-(2006.04768, 4) E and F are k x n and mix a whole sequence, so every row depends on future bytes, which no mask hides.
-Here a row covers one block, with the same weights in every block. The paper has no window; without it, queries would
-not see the open block, which is not finished.
+One softmax has the w nearest keys k_m and the summaries s_j of blocks: at most w + S/r keys per query, not S. In the
+paper (2006.04768, 4) a summary mixes the whole sequence, so it depends on future bytes, which no mask hides. Here a
+summary covers one block, with the same weights in every block. The paper has no window; without it, queries would not
+see the open block, which is not finished.
 
-- A query sees the summary of a finished block if the block's first byte is outside the window, and all its bytes are
-  among the S bytes that it may see. Keys are summarised unrotated; a summary has the position of its block's last byte.
+- A query sees the summary of a finished block if the block's first byte is outside the window, and all of its bytes
+  are among the query's S positions. Keys are summarised unrotated; a summary has the position of its block's last byte.
 - With ``top_k`` a query reads only the summaries of largest index score (A x_t) . (C mean_i k_i) / sqrt(I), the same
   for all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only a loss trains the index: KL(p_t || softmax of index scores)
   over all visible summaries. p_t is the mean over heads of the attention weights among these summaries. p_t and the
-  inputs of the index are detached. The loss has no coefficient, because nothing else trains the index. Two things
-  differ from the paper: its index score sums ReLUs over index heads, and its sparse stage of training takes the KL over
+  inputs of the index are detached. The loss has no coefficient, because nothing else trains the index. DeepSeek-V3.2
+  differs in two things: its index score sums ReLUs over index heads, and its sparse stage of training takes the KL over
   the selected keys only.
 - A block is summarised when its first byte is about to leave the window, from keys and values in the window, so the
   compressor gets a gradient.
@@ -47,7 +47,7 @@ class Carried(NamedTuple):
     summaries: Tensor  # keys after position encoding, values and index keys, [B, N, 2 H K (+ I)]
     phase: Tensor  # bytes of the open block, int64 [B]
     past_bytes: Tensor  # bytes of the past that are not padding, int64 [B]
-    finished: Tensor  # number of finished blocks, capped at N + lag, int64 [B]
+    finished: Tensor  # number of finished blocks, capped at N + lag (blocks.py), int64 [B]
 
 
 class Linformer(MultiHead, OnKernels):
@@ -125,14 +125,14 @@ class Linformer(MultiHead, OnKernels):
     def _summarise(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Tensor:
         """Return s_j and u_j, ``[B, N + M, 2 H K (+ I)]``: the carried ones, padded to N, then those of M = ceil(T / r)
         blocks. The first of the M blocks is ``lag`` blocks before the open one, and the last may be unfinished."""
-        ratio, phase, blocks = self.blocks.ratio, carried.phase, -(-segment.shape[1] // self.blocks.ratio)
+        ratio, phase, count = self.blocks.ratio, carried.phase, -(-segment.shape[1] // self.blocks.ratio)
         rows = torch.cat([_last_rows(past, self.blocks.unsummarised), segment], dim=1)
-        rows = _rows_from(rows, (ratio - 1 - phase).expand(len(rows)), blocks * ratio).unflatten(1, (blocks, ratio))
+        rows = _rows_from(rows, (ratio - 1 - phase).expand(len(rows)), count * ratio).unflatten(1, (count, ratio))
         s, u = self.compressor(rows).chunk(2, dim=-1)
-        after = torch.arange(1, blocks + 1, device=segment.device) - self.blocks.lag
+        after = torch.arange(1, count + 1, device=segment.device) - self.blocks.lag
         last = (start - phase)[:, None] + ratio * after - 1  # position of a block's last byte, [B, M]
         s = rearrange(s, "B M (H K) -> (B M) H 1 K", H=self.heads)
-        s = rearrange(self.position.rotate(s, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
+        s = rearrange(self.position.rotate(s, last.flatten()), "(B M) H 1 K -> B M (H K)", M=count)
         index_keys = [self.index_key(rows[..., : self.inner].mean(dim=2).detach())] if self.d_index else []
         new = torch.cat([s, u, *index_keys], dim=-1)
         return torch.cat([_last_rows(carried.summaries.to(new.dtype), self.blocks.max_visible), new], dim=1)
@@ -230,7 +230,7 @@ class Linformer(MultiHead, OnKernels):
         return round(self._forward_flops(self.blocks.window_keys, *self.blocks.mean_visible()))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Count pairs of a query and a key or summary that it reads; after a full past, their mean over phases.
+        """Count the keys and summaries that queries read; after a full past, count their mean over phases.
 
         With ``cache: kv`` the past has no gradient. Carried summaries have no gradient; summaries of the segment have
         one if it reaches a parameter. With ``top_k``, queries are assumed to read summaries of the segment first. The
@@ -264,7 +264,7 @@ class Linformer(MultiHead, OnKernels):
         return NeededFlops(needed.forward + reprojection, needed.backward + reprojection - constant / segment)
 
     def _forward_flops(self, window_keys: float, visible: float, read: float) -> float:
-        """Return FLOPs per byte for ``window_keys`` keys, ``visible`` ranked summaries and ``read`` read summaries."""
+        """Return FLOPs per byte if a query sees ``window_keys`` keys and reads ``read`` of ``visible`` summaries."""
         per_head = 4 * (window_keys + read) * self.d_head + self.position.ideal_flops(window_keys + read)
         matrices = self.matrix_sizes() + self._index_sizes()
         return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * visible * self.d_index

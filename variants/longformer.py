@@ -3,13 +3,13 @@
     y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax over j of (q_t . k_j + position) / sqrt(K),
     j = t - shift - n x,   x = 0 .. w - 1     (shift 0, or 1 without ``attend_self``)
 
-Each head sees w keys, few in the bottom layer and many in the top. ``dilated_heads`` heads see every n-th visible key,
+Each head sees w keys, few in the bottom layer and many in the top. ``dilated_heads`` heads see only every n-th key,
 counted from the nearest. They see fewer than w keys if n (w - 1) exceeds S - 1.
 
-A dilated head is a window without dilation in each of the n classes of positions that are equal modulo n, so every
-backend can compute it. Positions count from the segment's first byte, so that no phase is carried. Default windows,
-which grow from S/16 to S/2 in equal ratios, are not the paper's. There is no global attention, as in the paper's
-language models."""
+Positions that are equal modulo n form a class. Within a class, a dilated window is a window of successive keys, which
+every backend can compute. Positions count from the segment's first byte, so that no phase is carried. Default windows,
+which grow from S/16 to S/2 in equal ratios, are not the paper's. Like the paper's language models, this class has no
+global attention."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -131,8 +131,8 @@ class Longformer(Attention):
         bias: Tensor | None,
         vectors: Tensor | None,
     ) -> Tensor:
-        """Return head outputs ``[B, H, T, K]`` with dilation n: queries r, r + n, .. see only keys r - shift,
-        r - shift + n, .."""
+        """Return head outputs ``[B, H, T, K]`` with dilation n: queries of class r, at positions equal to r modulo n,
+        see only keys of class r - shift."""
         if n == 1:
             return self.attend(backend, q, keys, Window(max_keys, self.shift), bias=bias, vectors=vectors)
         length, outputs = q.shape[2], []
@@ -141,13 +141,13 @@ class Longformer(Attention):
             return F.pad(x, (0, 0, 0, -length % n))[:, :, r::n]
 
         for r in range(min(n, length)):
-            c, past = (r - self.shift) % n, []  # class of the keys, and its past keys
+            c, past = (r - self.shift) % n, []  # class of the keys, and past keys of this class
             for part in keys.past:
                 rows = slice((part.k.shape[2] + c) % n, None, n)
                 past.append(PastKV(part.heads, part.k[:, :, rows], part.v[:, :, rows]))
             class_keys = VisibleKeys(select(keys.k, c), select(keys.v, c), past)
             class_bias = select(bias, r) if bias is not None and bias.dim() > 2 else bias
-            visible = Window(max_keys, int(r < self.shift))  # with a shift, queries of class 0 see the previous row
+            visible = Window(max_keys, int(r < self.shift))  # the nearest key of class 0 is in the previous row
             outputs.append(self.attend(backend, select(q, r), class_keys, visible, bias=class_bias, vectors=vectors))
         return rearrange(outputs, "r B H m K -> B H (m r) K")[:, :, :length]
 

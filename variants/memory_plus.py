@@ -55,8 +55,8 @@ class MemoryPlus(ProductKeyMemory):
 
 
 class Experts(ProductKeyMemory):
-    """A product-key memory of experts with one hidden unit; each byte uses ``heads * top_k``. Keywords are those
-    of ``ProductKeyMemory`` except ``share`` and ``sparse``. Processes do not divide the table of input vectors."""
+    """A product-key memory of one-unit experts, of which a byte uses ``heads * top_k``. Keywords are those of
+    ``ProductKeyMemory`` except ``share`` and ``sparse``. Processes do not divide the table of input vectors."""
 
     def __init__(self, context: LayerContext, **search: Unpack[SearchKeywords]):
         super().__init__(context, **search)

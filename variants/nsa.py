@@ -9,13 +9,13 @@
   weights in the compressed branch, summed over the query heads of a key-value head. The selection has no gradient;
 - window: the w nearest keys, by any backend of attention.
 
-All bytes of a block must be among a query's S keys. Branches share queries. The window has separate keys and values;
-the other two branches share keys and values, which are carried unrotated. Each segment computes summaries again, so
-that the compressor gets a gradient.
+A query sees a finished block only if all of its bytes are among the query's S keys. Branches share queries. The window
+has separate keys and values; the other two branches share keys and values, which are carried unrotated. Each segment
+computes summaries again, so that the compressor gets a gradient.
 
 Departures from the paper: in the paper each branch has separate keys. Its summarised blocks overlap and are shorter
-than the selected ones, an MLP computes summaries and gates, and the first block and the two nearest are always selected. ALiBi,
-relative positions and ``cache: hidden`` are refused here."""
+than the selected ones, an MLP computes summaries and gates, and the first block and the two nearest are always
+selected. ALiBi, relative positions and ``cache: hidden`` are refused here."""
 
 from dataclasses import replace
 from functools import partial
@@ -120,15 +120,15 @@ class NativeSparse(Attention):
             newest = torch.arange(begin, end, device=q.device) - self.shift
             low = max(0, (begin - self.shift - self.max_keys + 1) // size + past_blocks)  # visible blocks: low to high
             high = max(1, (end - self.shift + size - 2) // size + past_blocks + 1)
-            firsts = size * (torch.arange(low, high, device=q.device) - past_blocks) - phase[:, None]
-            visible = (part[:, :, low:high] for part in (k, v, blocks))
+            starts = size * (torch.arange(low, high, device=q.device) - past_blocks) - phase[:, None]
+            slices = (part[:, :, low:high] for part in (k, v, blocks))
             # Each query reads a copy of its blocks. This needs much memory, so the backward pass copies them again.
             attend = recomputed if torch.is_grad_enabled() else self._attend
-            outputs.append(attend(q[:, :, begin:end], *visible, newest=newest, firsts=firsts, oldest=-past))
+            outputs.append(attend(q[:, :, begin:end], *slices, newest=newest, starts=starts, oldest=-past))
         return tuple(torch.cat(parts, dim=2) for parts in zip(*outputs, strict=True))
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, newest: Tensor, firsts: Tensor, oldest: int
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, newest: Tensor, starts: Tensor, oldest: int
     ) -> tuple[Tensor, Tensor]:
         """Return outputs ``[B, H, Q, K]`` of both branches for Q queries and n blocks.
 
@@ -137,26 +137,26 @@ class NativeSparse(Attention):
             k, v: summaries, ``[B, G, n, K]``.
             blocks: concatenated keys and values, ``[B, G, n, l, 2 K]``.
             newest: positions of the nearest keys ``[Q]``.
-            firsts: positions of the blocks' first bytes ``[B, n]``.
+            starts: positions of the blocks' first bytes ``[B, n]``.
             oldest: position of the earliest byte of the state. All positions count from the segment's first byte."""
         drop = partial(F.dropout, p=self.dropout, training=self.training)
         size, q = self.block, rearrange(q, "B (G h) Q K -> B G h Q K", G=k.shape[1])
-        distance = newest[:, None] - firsts[:, None]  # from the nearest key to the block's first byte, [B, Q, n]
-        finished = (distance >= size - 1) & (distance < self.max_keys) & (firsts >= oldest)[:, None]
+        distance = newest[:, None] - starts[:, None]  # from the nearest key to the block's first byte, [B, Q, n]
+        finished = (distance >= size - 1) & (distance < self.max_keys) & (starts >= oldest)[:, None]
         weights = _softmax(einsum(q, k, "B G h Q K, B G n K -> B G h Q n"), finished[:, None, None])
         compressed = einsum(drop(weights), v, "B G h Q n, B G n K -> B G h Q K")
         importance = weights.detach().sum(2).masked_fill(~finished[:, None], -1)
         has_nearest = (distance >= 0) & (distance < size)
         importance = importance.masked_fill(has_nearest[:, None], torch.inf)
-        importance, indices = importance.sort(dim=-1, descending=True, stable=True)  # of equal blocks the earlier first
+        importance, indices = importance.sort(dim=-1, descending=True, stable=True)  # ties: earlier blocks first
         importance, indices = importance[..., : self.selected], indices[..., : self.selected]  # [B, G, Q, s]
         first_of_head = torch.arange(k.shape[0] * k.shape[1], device=q.device).view(*k.shape[:2], 1, 1)
         first_of_head = blocks.shape[2] * first_of_head
         kv = F.embedding(indices + first_of_head, blocks.flatten(0, 2).flatten(1)).unflatten(-1, (size, -1))
-        position = firsts[:, None, None].expand(*indices.shape[:3], -1).gather(-1, indices)
-        position = position[..., None] + torch.arange(size, device=q.device)  # [B, G, Q, s, l]
+        positions = starts[:, None, None].expand(*indices.shape[:3], -1).gather(-1, indices)
+        positions = positions[..., None] + torch.arange(size, device=q.device)  # [B, G, Q, s, l]
         newest = newest[:, None, None]
-        visible = (position <= newest) & (position > newest - self.max_keys) & (position >= oldest)
+        visible = (positions <= newest) & (positions > newest - self.max_keys) & (positions >= oldest)
         visible = visible & (importance >= 0)[..., None]
         k, v = kv.flatten(3, 4).chunk(2, dim=-1)  # [B, G, Q, s l, K]
         weights = _softmax(einsum(q, k, "B G h Q K, B G Q j K -> B G h Q j"), visible.flatten(3)[:, :, None])

@@ -10,8 +10,7 @@ later layers.
   other latents.
 - Keys and values of earlier segments get no gradient. If training carries no state, gradients are still complete.
 - Queries and keys of the cross-attention share one norm: two norms would differ only in gains, which W_k and W_v can
-  represent.
-"""
+  represent."""
 
 from typing import Unpack
 

@@ -9,7 +9,7 @@ Departures from the paper, in addition to those of ``linear.py``:
 - W is never drawn again, because carried sums depend on it, and a model must score the same bytes equally each time.
 - The authors' code subtracts a maximum over all keys, also future ones, and adds an epsilon. Here a key's features are
   divided by a scale, so that the largest is e^h (``relative_exponentials``). The sums are divided by the largest scale
-  of the past, and rescaled when that grows. A query's scale, its |x'|^2 / 2 and both 1 / sqrt(m) are omitted,
+  of the past, and rescaled when it grows. A query's scale, its |x'|^2 / 2 and both 1 / sqrt(m) are omitted,
   because they cancel in the ratio. Features below e^-59 (float32) of the largest are raised to this bound.
 - Rotary is refused: with a fixed W the estimate for rotated queries and keys depends on their positions in the stream.
 """

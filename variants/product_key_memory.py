@@ -5,18 +5,17 @@ half-key from each of two sets of C. Its score is c_i.q1 + c'_j.q2, and
 
     y = sum over heads, and the top k slots (i, j) of each, of w_ij v_ij,    w = softmax over the k scores.
 
-The search is exact and computes few of the M sums. With both halves sorted, i*j - 1 pairs with ranks of at most i and j
-(counted from 1) have sums at least as large as pair (i, j). So only pairs with i*j <= k can be in the top k (119 of
-1024 at k = 32).
+The search is exact and computes few of the M sums. Let the scores of each half be sorted, with ranks from 1. All of
+the i*j - 1 other pairs with ranks up to i and j have sums at least as large as the pair (i, j). So only pairs with
+i*j <= k can be in the top k (119 of 1024 at k = 32).
 
 Lample et al. 2019, arXiv 1907.05242, section 3. Departures from the paper:
 - The default is LayerNorm over a whole query, with weights shared by the heads. The paper's BatchNorm computes
   statistics over future bytes and other streams; it is an option that declares these limits, and Wq then has no bias.
 - Initial half-keys are uniform in +-1/sqrt(d_query/2), as in the authors' code, but from the run's generator. There is
   no temperature and no 1/sqrt(d_query): initial scores have variance 2/3, and the gain of LayerNorm can scale them.
-- ``activation: relu`` has weights max(0, score) of the k slots. 2310.10837 reports better results with it on bytes, but
-  reads all slots.
-"""
+- ``activation: relu`` weights the k slots by max(0, score). 2310.10837 reports better results with it on bytes, but
+  reads all slots."""
 
 import math
 from typing import NotRequired, TypedDict
@@ -46,14 +45,14 @@ takes a larger share of the time."""
 
 
 def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
-    """Return the pairs of ranks that can be in the ``top_k`` sums of two sorted lists, int64 ``[2, P]`` from 0."""
+    """Return the pairs of ranks, from 0, whose sums can be in the top k of two sorted lists, int64 ``[2, P]``."""
     ranks = range(1, min(top_k, half_keys) + 1)
     return torch.tensor([(i - 1, j - 1) for i in ranks for j in ranks if i * j <= top_k]).T.contiguous()
 
 
 def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ``top_k`` largest of all sums ``scores[0, ..., i] + scores[1, ..., j]``, exactly. Of equal sums, those
-    of lower slots are returned, unless sums are infinite or equal only after rounding.
+    """Return the ``top_k`` largest of all sums ``scores[0, ..., i] + scores[1, ..., j]``, exactly. Of equal sums, the
+    sums of lower slots are returned, unless sums are infinite or equal only after rounding.
 
     Args:
         scores: ``[2, ..., C]``.
@@ -118,7 +117,7 @@ def select_slots(
     or wider. Scores give gradients to ``query`` and ``keys``.
 
     Args:
-        query: ``[n, 2 H, d]``, with the two halves of a head next to each other.
+        query: half-queries of n bytes, ``[n, 2 H, d]``; the two halves of a head are neighbours.
         keys: ``[2 H, C, d]``, the half-keys for each half.
         pairs: ``candidate_pairs`` for these sizes.
         kernel: whether to search by ``product_search``, on a CPU only."""
@@ -155,8 +154,8 @@ class ProductKeyMemory(Sublayer):
             one score is constant and gives no gradient to keys and queries.
         heads: heads of the memory, which need not equal the attention heads.
         d_query: width of a head's query, even.
-        query_norm: ``layer``, ``batch`` or ``none``. ``batch`` declares all ``LIMITS`` except ``ideal_flops`` and
-            ``likelihood``, because training does not fulfil these promises.
+        query_norm: ``layer``, ``batch`` or ``none``. ``batch`` declares four ``limits``, because the statistics of a
+            batch in training include future bytes and other streams.
         activation: ``softmax`` or ``relu``.
         share: ``layer`` for a table per layer, ``network`` for one table for all layers with the same number of slots.
         sparse: whether the gradient of the table is a sparse tensor."""
@@ -246,8 +245,8 @@ class ProductKeyMemory(Sublayer):
         }
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return the percentage of slots with a positive weight, the number of bytes, and the divergence from uniform,
-        ln M + sum p ln p, of slots' shares p of the reads and, unless all are 0 (relu), of the weights."""
+        """Return the percentage of slots with a positive weight, the number of bytes, and two divergences from uniform,
+        ln M + sum p ln p. p is a slot's share of the reads, or of the weights unless all are 0 (relu)."""
         if not stats:
             return {}
         percent = 100 * (stats["usage_weight"] > 0).float().mean().item()

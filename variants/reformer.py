@@ -14,12 +14,12 @@ output is its own value with ``attend_self``, and 0 without it; otherwise it doe
 Departures from the paper:
 - The paper's chunks leak the future: a later byte shifts ranks in the sorted order, and so the boundaries of chunks.
   Here each query sees the last w keys of its bucket, so outputs do not depend on later bytes or segment boundaries.
-- Rotations are drawn per model, not per batch, because a carried key's hash must not change. Vectors are hashed before
-  rotary positions and multiplied after them. If rounding changes a hash, the byte's output changes by more than
-  rounding.
+- Rotations are drawn per model, not per batch, because a carried key's hash must not change. With rotary
+  positions, hashes come from unrotated vectors, scores from rotated ones. If rounding changes a hash, the byte's output
+  changes by more than rounding.
 - Keys have length sqrt(K) before the division by sqrt(K), as in published code: scores of unit keys are too small.
 - There are no reversible layers or chunked feed-forwards, which save memory and change no output. Vectors per distance
-  and biases that depend on the query are refused, because they need a term for each of the T S pairs."""
+  and biases that depend on the query are refused, because they need a term for each of T * S pairs."""
 
 import math
 from dataclasses import replace
@@ -49,9 +49,9 @@ class Reformer(MultiHead):
     """Causal attention by locality-sensitive hashing, over the last S positions.
 
     Args:
-        buckets: 2b, even; None for 2 round(S / (2 w)), at least 2: on average a bucket then
-            has w keys of a window. ``set_span`` does not change it.
-        rounds: number of hashing rounds.
+        buckets: 2b, even; None for 2 round(S / (2 w)), at least 2, so that on average a bucket has w of a window's S
+            keys. ``set_span`` does not change it.
+        rounds: number of hashing rounds, R in shapes.
         bucket_keys: w, the largest number of keys of its bucket that a query sees in a round.
         heads: keywords of ``MultiHead``."""
 
@@ -190,7 +190,7 @@ def lsh_attention(
         max_distance: keys at a larger distance are hidden.
         bias: added to scores, ``[H, S]``; column x is for distance x + ``shift``.
         shift: 0 if the output of a query that sees no key is its own value, 1 if it is 0.
-        dropout: dropout rate of normalised weights, from counters, because the order of the rows depends on later
+        dropout: dropout rate of normalised weights. Counters give the mask, because the order of rows depends on later
             bytes.
 
     Returns: outputs ``[B, H, T, K]``, and the number of keys that each query sees, ``[B, H, T]``."""
@@ -238,7 +238,7 @@ def lsh_attention(
         return (difference > 0) & (difference <= bucket_keys)
 
     if torch.is_grad_enabled():
-        # Each round copies each key for two chunks and masks all pairs. The backward pass computes both again.
+        # Each round has two copies of each key and a mask of all pairs. The backward pass computes both again.
         attend_round = partial(checkpoint.checkpoint, attend_round, use_reentrant=False, preserve_rng_state=False)
     rounds = torch.stack([attend_round(r, kv, factors) for r in range(hashes.shape[2])])
     values, mass, max_score, n_keys = rounds.split([width, 1, 1, 1], dim=-1)
@@ -251,8 +251,8 @@ def lsh_attention(
 
 
 def _chunks(order: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Cut sorted positions ``[B, H, L]`` into n chunks of ``width``, ``[B, H, n, w]``; also return each chunk after the
-    previous one, ``[B, H, n, 2w]``. Position L means no key."""
+    """Cut sorted positions ``[B, H, L]`` into n chunks of ``width``, ``[B, H, n, w]``; also return each chunk with the
+    previous one before it, ``[B, H, n, 2w]``. Position L means no key."""
     padded = F.pad(order, (width, -order.shape[-1] % width), value=order.shape[-1]).unflatten(2, (-1, width))
     return padded[:, :, 1:], torch.cat([padded[:, :, :-1], padded[:, :, 1:]], dim=3)
 

@@ -1,6 +1,6 @@
 """Window and summaries: one softmax over the nearest keys and over summaries of earlier blocks (``linformer.py``).
 
-- ``by_kernel`` computes windows by the CPU's kernel, whose cost follows the window, and summaries by matrix products.
+- ``by_kernel`` computes windows by the CPU's kernel, whose cost is proportional to w, and summaries by matrix products.
 - ``by_bands`` is plain PyTorch. It multiplies a chunk of queries with all keys of their windows, and with summaries."""
 
 from typing import NamedTuple
@@ -127,7 +127,7 @@ def _softmax(
 
 
 def _weights(q: Tensor, k: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
-    """Return attention weights ``[B, n, H, Q, m]``, in float32 or wider; equal ones if a query sees nothing."""
+    """Return attention weights ``[B, n, H, Q, m]``, in float32 or wider; equal weights if a query sees nothing."""
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
     scores = scores if bias is None else scores + bias
     return scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(dim=-1)

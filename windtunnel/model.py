@@ -18,7 +18,7 @@ from harness.model import LanguageModel
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A trained network, the byte of each token id, and its run's variant, data, scores, source and protocol."""
+    """A trained network, the byte of each token id, and ``about``: its run's provenance and scoring protocol."""
 
     network: LanguageModel
     symbols: bytes

@@ -27,7 +27,7 @@ ADDED_KEYS = {"check": True}  # values of keys that older configurations lack
 ARM_KEYS = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"
-MAX_KEYS = 8  # that a caption names
+MAX_KEYS = 8  # most keys that a caption names
 KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
 
 

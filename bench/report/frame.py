@@ -86,7 +86,7 @@ def copies(row: dict) -> dict[int, float]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files of rows: one of each run folder, and others in ``.jsonl``. Links to folders (``latest``) are ignored."""
+    """Files of rows: one of each run folder, and other ``.jsonl`` files. Links to folders (``latest``) are ignored."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
         if RECORD in names or SUMMARY in names:

@@ -2,7 +2,7 @@
 
 For n differences with mean m and standard deviation s (n - 1 in the denominator), the interval is m +- t s / sqrt(n).
 Here t is the 0.975 quantile of Student's distribution for n - 1 degrees of freedom. The interval contains the true mean
-in 95 of 100 repetitions. A true difference smaller than t s / sqrt(n) could not have been detected. With Holm's
+in 95 of 100 repetitions. A mean between -t s / sqrt(n) and t s / sqrt(n) is not separated from 0. With Holm's
 procedure, the probability of any false "better" or "worse" in a table is at most 0.05, for dependent differences, too.
 Student (W. S. Gosset), Biometrika 6 (1908); Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand. J. Statist. 6 (1979).
 """
