@@ -84,7 +84,9 @@ def make_row(entry: Entry, reference: Entry) -> dict:
     row |= {"backend": "plain", "parameters": None} | entry.facts
     if entry.status:
         return row | dict.fromkeys(("memory", "time", "bytes_per_second", "relative_to_reference", "relative_range"))
-    step, ratios = entry.percentiles("train"), speed_ratios(entry, reference)
+    step = entry.percentiles("train")
+    rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # an entry that failed has fewer
+    ratios = [median(reference_ms) / median(entry_ms) for entry_ms, reference_ms in rounds]  # of speeds, by round
     return row | {
         "memory": entry.facts["memory"],
         "time": {"train_ms": step},
@@ -92,12 +94,6 @@ def make_row(entry: Entry, reference: Entry) -> dict:
         "relative_to_reference": median(ratios) if ratios else None,
         "relative_range": [min(ratios), max(ratios)] if ratios else None,
     }
-
-
-def speed_ratios(entry: Entry, reference: Entry) -> list[float]:
-    """The entry's speed divided by the reference's, in each round. Both train on equally many bytes a step."""
-    rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # an entry that failed has fewer
-    return [median(reference_ms) / median(entry_ms) for entry_ms, reference_ms in rounds]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "d
 
 
 def read_runs(path: Path) -> pd.DataFrame:
-    """A row with ``COLUMNS`` for each run in a file of ``bench.evidence``. Only finished runs have scores and costs."""
+    """A row with ``COLUMNS`` for each run in a file of ``bench.evidence``. Only finished runs have scores and costs.
+    ValueError if two rows are of one run, or runs on the same data differ in ``_conditions``."""
     runs = []
     for row in read_rows(path):
         cell, summary = cell_keys(row), row["summary"]
@@ -54,7 +55,12 @@ def read_runs(path: Path) -> pd.DataFrame:
         run["lr_factor"] = (row["record"][0]["config"]["variant"].get("lr_scale") or {}).get("muon", 1)
         run["machine"] = f"{summary['device']}, {summary['threads']} thread, {summary['precision']}"
         runs.append(run)
-    return pd.DataFrame(runs, columns=COLUMNS)
+    frame = pd.DataFrame(runs, columns=COLUMNS)
+    for _, group in frame.groupby("data", dropna=False):
+        if group["conditions"].nunique() > 1 or group.duplicated(["variant", "seed", "lr_factor"]).any():
+            conditions = "\n".join(sorted(group["conditions"].dropna().unique()))
+            raise ValueError(f"{path}: rows repeat a run, or differ in protocol, budget or numerics:\n{conditions}")
+    return frame
 
 
 def _conditions(summary: dict) -> str:
@@ -196,9 +202,7 @@ def _context_text(entry: dict) -> str:
 
 def claims_table(runs: pd.DataFrame) -> str:
     """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds has Student's 95%
-    interval, which is not corrected for the number of claims. ValueError if the runs differ in ``_conditions``."""
-    if len(conditions := sorted(runs["conditions"].dropna().unique())) > 1:
-        raise ValueError("rows differ in data, protocol, budget, precision or numerics:\n" + "\n".join(conditions))
+    interval, which is not corrected for the number of claims."""
     rows = []
     for claim in read_yaml("claims.yaml"):
         verdicts, parts = [], []

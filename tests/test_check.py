@@ -31,6 +31,11 @@ class OverstatesFlops(Gate):
         return NeededFlops(1e9, 2e9)
 
 
+class NeedsNothing(Gate):
+    def needed_flops(self, segment, *, carried):
+        return NeededFlops(0.0, 0.0)
+
+
 class UnderstatesFlops(Gate):
     def ideal_flops(self):
         return 1
@@ -61,6 +66,10 @@ def test_ideal_and_needed_flops_above_the_executed_ones_are_caught():
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
     breaks, compared = collect_breaks(needed_at_most_executed(shrink(toy(Gate))))
     assert (breaks, compared) == ([], "not declared by layers.0.toy, layers.1.toy")
+
+
+def test_needed_flops_below_the_ideal_ones_are_caught_before_training():
+    assert "layers.0.toy: NeededFlops(forward=0.0" in compare_flops(shrink(toy(NeedsNothing))).detail
 
 
 def test_ideal_flops_far_below_the_executed_ones_are_caught_or_excused_by_a_limit():

@@ -46,7 +46,9 @@ def folder(tmp_path):
     skills = [line("mhsa", 0, 2.0, copies={"16": 0.9, "2": 0.01}), line("mhsa", 0, 2.0, copies={"all": 0.25})]
     skills.append(line("linear", 0, 1.0, copies={"all": 0.01}, check="not causal"))
     skills[0]["cell"].append("data=state_tracking"), skills[1]["cell"].append("data=selective_copying")
-    write("combinations", [line("mhsa", 0, 2.75), line("mhsa", 0, 2.625)])
+    worse = line("mhsa", 0, 2.75)
+    worse["record"][0]["config"]["variant"]["lr_scale"]["muon"] = 1
+    write("combinations", [worse, line("mhsa", 0, 2.625)])
     write("skills", skills)
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
                     "flops": {"executed_per_byte": 1.0e7}, "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
@@ -98,6 +100,16 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         assert words in text, words
     assert "2.7500" not in text, "of two learning rates only the better on valid is shown"
     assert "## A span of 4,096" not in text, "a table without rows must be left out"
+
+
+@pytest.mark.parametrize(("seed", "budget"), [(0, 9), (1, 10)])
+def test_a_repeated_run_and_a_run_with_another_budget_are_refused(folder, seed, budget):
+    row = line("mhsa", seed, 2.5)
+    row["summary"]["budget"] = {"bytes": budget}
+    with (folder / "recall.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="recall.jsonl: rows repeat a run, or differ in protocol"):
+        results_page.sections(folder)
 
 
 def test_the_picture_is_drawn_and_a_page_without_markers_is_refused(folder, tmp_path, monkeypatch):

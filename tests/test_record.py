@@ -106,6 +106,9 @@ OTHER_CODE = {"source": "bb", "tree": "other"}
     ("changes", "expected"),
     [
         (OTHER_CODE | {"device": "Another CPU"}, True),
+        (OTHER_CODE | {"check": "passed"}, False),  # edited code of a shipped variant
+        ({"config": {"init_from": {"run": "outputs/earlier"}}}, False),
+        ({"config": {"eval": {"every": 0.01}}}, False),  # more weights to select from
         (OTHER_CODE | {"numerics": {"variant": 2, "shared": 1}}, False),
         (OTHER_CODE | {"numerics": {"variant": None, "shared": 1}}, False),
         (OTHER_CODE | {"variant": "mhsa", "numerics": {"variant": 7, "shared": 1}}, True),

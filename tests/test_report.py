@@ -67,6 +67,24 @@ def test_incomparable_runs_are_in_different_tables(tmp_path, changes):
     assert "minus the reference, bits" not in headings(by_name["runs-1"]), "there is no reference to compare with"
 
 
+def test_only_runs_of_recall_have_a_reach(tmp_path):
+    for name in ("recall", "state_tracking"):  # labels of the latter are numbers of swaps
+        run = write_run(tmp_path / name, variant="mhsa", valid_bits_per_copy={"2": 0.6})
+        change(run, data={"name": name, "bytes": 4_000_000, "sha256": name[:2] * 32})
+    assert [any("reach" in heading for heading in headings(table)) for table in tables(tmp_path).values()] == [
+        True,
+        False,
+    ]
+
+
+def test_a_budget_of_seconds_is_not_compared_after_a_resumption_elsewhere(tmp_path):
+    run = write_run(tmp_path, variant="mhsa")
+    change(run, budget={"seconds": 60})
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"threads": 7}))
+    assert any("resumed in another environment" in reason for reason in read_folders([tmp_path]).refused)
+
+
 NUMERICS = {"variant": 1, "shared": 1}
 
 

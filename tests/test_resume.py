@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from harness.count.memory import Peak
 from harness.loop.run import Run
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
@@ -55,6 +56,13 @@ def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, 
         assert torch.equal(tensor, last[1]["model"][key]), key
     if words[: len(SPANS)] == SPANS:
         assert len(set(spans(resumed))) > 1, "training must have moved the spans, which begin equal"
+
+
+def test_the_peak_of_training_covers_the_commands_before_a_resumption():
+    run = make_run("budget.steps=6")
+    run._training_peak = Peak(2**50, approximate=True)
+    stop(run, step=3)
+    assert run_to_end(make_run("budget.steps=6"))["memory"]["peak_bytes"] == 2**50
 
 
 def test_a_crashed_run_resumes_from_its_last_checkpoint(cwd, monkeypatch):

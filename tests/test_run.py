@@ -2,10 +2,12 @@
 
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from harness.count.memory import Peak
 from harness.loop import summary as summary_module
 from harness.loop.scoring import NOT_CAUSAL, score_stream
 from harness.loop.trainer import Trainer
@@ -162,6 +164,14 @@ def test_the_summary_and_the_closing_table_are_complete(variant, monkeypatch, ca
     assert (spans is None) == (variant != "adaptive_span")
     if spans is not None:
         assert spans["min"] <= spans["mean"] <= spans["max"]
+
+
+def test_the_peak_of_scoring_is_read_before_compressors_use_memory(monkeypatch):
+    run, calls = make_run("budget.steps=2"), []
+    run._peak_meter = Mock(read=lambda: calls.append("read") or Peak(2**20, approximate=True))
+    monkeypatch.setattr("harness.loop.summary.compressed_bits", lambda *_, train: calls.append(len(train)) or {})
+    run_to_end(run)
+    assert calls[-3:] == ["read", 128, 128], "two steps read 128 bytes, and byte counts as many"
 
 
 @pytest.mark.cpu_kernel

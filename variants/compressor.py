@@ -32,14 +32,11 @@ class Compressor(nn.Module):
             raise ValueError(f"share={share} with compressor={kind}: allowed are {', '.join(SHARES[kind])}")
         self.kind, self.heads, self.d_head = kind, heads, d_head
 
-        def equal_weights(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.full((*shape, ratio), 1 / ratio))
-
         if kind == "linear":  # [2 or 1, H or 1, r]: 2 for keys and values
             sizes = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1), "layers": (1, 1)}[share]
             scope = "network" if share == "layers" else "layer"
-            # E and F
-            self.places = context.shared(Compressor, ratio, lambda: equal_weights(*sizes), share=scope)
+            weights = torch.full((*sizes, ratio), 1 / ratio)
+            self.places = context.shared(Compressor, ratio, lambda: nn.Parameter(weights), share=scope)  # E and F
         if kind == "softmax":
             self.content = nn.Parameter(torch.zeros(heads, d_head))  # c
             self.places = nn.Parameter(torch.zeros(heads, ratio))  # b

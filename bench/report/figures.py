@@ -16,7 +16,7 @@ from harness.record.comparison import code_digest, cost_conditions
 from harness.record.table import Drawing
 
 RUN_COSTS = {
-    "ideal FLOPs per byte (forward)": "flops_per_byte.ideal",
+    "executed FLOPs per byte (forward)": "flops_per_byte.executed",
     "peak memory of training [MiB]": "memory.peak_bytes",
     "time of training [s]": "seconds",
 }

@@ -13,7 +13,7 @@ import pandas as pd
 from bench.report.compare import optimizer_words
 from bench.rows import ROWS, refusal
 from harness.record.cells import interval
-from harness.record.comparison import INCOMPARABLE_CHECKS
+from harness.record.comparison import INCOMPARABLE_CHECKS, cost_conditions
 from harness.record.rows import EVALUATIONS, FAILED, RECORD, SUMMARY, read_accepted_rows, try_read_object
 from harness.record.schema import BENCH_COMMANDS, flatten, is_number, schema_of_run_row, shorten, violation
 
@@ -81,7 +81,7 @@ def read_folders(folders: Sequence[Path]) -> Rows:
 
 def copies(row: dict) -> dict[int, float]:
     """Mean bits of a copied byte, by the distance in bytes from the byte to its original."""
-    bits = row.get("valid_bits_per_copy") or {}
+    bits = (row.get("valid_bits_per_copy") or {}) if row["data"].get("name", "").startswith("recall") else {}
     return {int(key): value for key, value in bits.items() if key.isdecimal() and is_number(value)}
 
 
@@ -145,6 +145,8 @@ def _summary_error(summary: object, provenance: dict | None) -> str | None:
         differing = [key for key in keys if summary[key] != provenance.get(key)]
         if differing:
             return f"not of the run in {RECORD}: {', '.join(differing)} differ"
+        if not failed and "seconds" in summary["budget"] and cost_conditions(provenance) != cost_conditions(summary):
+            return "resumed in another environment, so a budget of seconds is not comparable"
     return f"{summary['check']}: not compared" if summary.get("check") in INCOMPARABLE_CHECKS else None
 
 

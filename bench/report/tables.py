@@ -68,7 +68,8 @@ def mean_rows(arms: pd.DataFrame) -> list[dict]:
             row.pop("compile_seconds", None)
         texts = ("backend", "other_evaluation_backend", "optimizers")
         row |= {key: last[key] for key in texts if isinstance(last[key], str)}
-        rows.append(row | {"arm": arm, "label": arm, "variant": last["variant"], "n": len(runs), "runs": runs})
+        row |= {"arm": arm, "label": arm, "variant": last["variant"]}
+        rows.append(row | {"n": max(map(len, scores.values())), "runs": runs})
     return sorted(rows, key=lambda row: row.get("valid_bits_per_byte", math.inf))
 
 

@@ -43,6 +43,9 @@ def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, st
             yield f"{line}; must be at least {MIN_RATIO}, or the sublayer must declare the limit {LIMIT}"
         elif ratio < MIN_RATIO:
             comparison.append(line)
+        needed = sublayer.needed_flops(sublayer.period, carried=segment)
+        if needed and (needed.forward < sublayer.ideal_flops() - 1 or needed.backward < MIN_RATIO * needed.forward):
+            yield f"{name}: {needed}; must be at least the ideal FLOPs forward, and half of that backward"
     return "; ".join(comparison)
 
 

@@ -43,13 +43,8 @@ def full_tensors(tree: object, *, keep: bool = True) -> object:
     def full(leaf: object) -> object:
         if not is_dtensor(leaf):
             return leaf
-        tensor = _full_tensor(leaf)
-        return tensor if keep else None
+        parts = leaf.split(ROWS_PER_GATHER) if leaf.placements[0].is_shard(1) else [leaf]
+        tensors = [part.full_tensor().cpu() for part in parts]
+        return (torch.cat(tensors) if len(tensors) > 1 else tensors[0]) if keep else None
 
     return tree_map(full, tree)
-
-
-def _full_tensor(dtensor: Tensor) -> Tensor:
-    if dtensor.placements[0].is_shard(1):
-        return torch.cat([rows.full_tensor().cpu() for rows in dtensor.split(ROWS_PER_GATHER)])
-    return dtensor.full_tensor().cpu()

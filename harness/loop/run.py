@@ -130,6 +130,7 @@ class Run:
         with self._processes.fail_together():
             self.trainer.restore(content)
         self.best_bits, self.last_validation = content["best_bits"], content["validated"]
+        self._training_peak = Peak(*content.get("peak", self._training_peak))
         return content
 
     def _read_checkpoint(self) -> dict:
@@ -222,6 +223,7 @@ class Run:
                 if self._processes.is_main:
                     content |= {"rows": self._record.rows, "sha256": self._record.sha256}
                     content |= {"best_bits": self.best_bits, "validated": self.last_validation}
+                    content["peak"] = tuple(self._training_peak)
                     content |= {"wandb_id": self._wandb.id, "identity": vars(self.folder.identity)}
                     step, keep = self.trainer.spent.steps, self.plan.checkpoint.keep
                     checkpoint.save(self.folder.path, content, step=step, keep=keep)
@@ -257,6 +259,7 @@ class Run:
         row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}
         row["status"] = "finished"
         if processes.is_main:
+            row["compressors"] = summary.compressors(trainer)  # after the peak is read, because they use memory
             write_summary(self.folder.path, summary=row)
             self._wandb.log_end(summary=row)
         return row

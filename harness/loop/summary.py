@@ -89,14 +89,17 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
     n_bytes = len(corpus.scored_part(name, selection_bytes=plan.eval.selection_bytes))
     capped_bytes = len(split) if len(split) < n_bytes else None
     summary["capped"] |= {name: capped_bytes} if capped_bytes else {}
-    is_main = trainer.runtime.processes.is_main  # compression takes a second for each MB
-    counted = corpus.splits["train"][: trainer.spent.bytes]  # as many bytes as the model read
-    summary["compressors"][name] = compressed_bits(split, train=counted) if is_main else {}
     metrics = trainer.model.metrics(score.stats)
     summary |= {f"{name}_{key}": number for key, number in bits.items()} | {f"{name}_metrics": metrics}
     row = {"kind": name, **trainer.progress(), "final": True, **bits, "capped_bytes": capped_bytes}
     row |= {"check": summary["check"], "future_nats": future_nats, "protocol": plan.protocol()}
     return row | {"metrics": metrics}
+
+
+def compressors(trainer: Trainer) -> dict[str, dict[str, float]]:
+    """Return bits per byte of each final split under compressors, and by counts of as many bytes as the model read."""
+    counted = trainer.corpus.splits["train"][: trainer.spent.bytes]
+    return {name: compressed_bits(trainer.reported_split(name), train=counted) for name in trainer.splits}
 
 
 def parameters(model: LanguageModel) -> dict:

@@ -20,14 +20,18 @@ def _mapping(row: Mapping, key: str) -> Mapping:
 
 
 def score_conditions(row: Mapping) -> str:
-    """Return a text that is equal for rows with comparable bits per byte. Tuning runs are a group of their own. Budgets
-    of seconds need equal environments. A protocol's span and context do not count if the span is the model's."""
+    """Return a text that is equal for rows with comparable bits per byte. Tuning runs are a group of their own, also
+    runs that continue others. Budgets of seconds need equal environments. A protocol's span and context do not count if
+    the span is the model's."""
     config, budget, protocol = (_mapping(row, key) for key in ("config", "budget", "protocol"))
     protocol = {"split": _mapping(config, "data").get("split", OLD_ROW_SPLIT)} | protocol
     if protocol.get("span") is not None and _mapping(config, "model").get("span") == protocol["span"]:
         protocol |= {"span": None, "context": None}
     conditions = {"data": _mapping(row, "data").get("sha256"), "budget": budget, "protocol": protocol}
-    conditions |= {"tuning": row.get("purpose") == "tune"}
+    conditions |= {"tuning": row.get("purpose") == "tune", "every": _mapping(config, "eval").get("every")}
+    conditions |= {
+        "continued": _mapping(config, "init_from").get("run") is not None
+    }  # the budget lacks the earlier run
     conditions |= {"capped": _mapping(row, "capped").get("valid")}  # test has the same cap, but is not always scored
     return json.dumps([conditions, cost_conditions(row) if "seconds" in budget else None], sort_keys=True)
 
@@ -47,7 +51,9 @@ def code_version(row: Mapping) -> dict[str, object]:
     """Return the key and the value that must be equal in runs whose bits per byte are averaged: ``numerics``, if
     golden numbers pin the variant and the shared code. Otherwise, and for a budget of seconds, it is ``source``."""
     numerics, timed = _mapping(row, "numerics"), "seconds" in _mapping(row, "budget")
-    return {"source": row.get("source")} if timed or numerics.get("variant") is None else {"numerics": numerics}
+    edited = row.get("check") not in (None, "shipped")
+    by_source = timed or edited or numerics.get("variant") is None
+    return {"source": row.get("source")} if by_source else {"numerics": numerics}
 
 
 def shared_code_version(row: Mapping) -> str:
