@@ -45,7 +45,8 @@ def main(cfg: DictConfig) -> None:
     score = score_stream(model, split, runtime=runtime, collect_stats=True, future_seed=seed, **cut)
     windows = score_windows(model, split, runtime=runtime, future_seed=seed)
     sizes = {"longest": 2 * protocol["span"], "segment": protocol["segment"]}
-    future_nats, causal = check_causality([score, windows], floor=(floor := corpus.floor_bits(split)))
+    floor, scores = corpus.floor_bits(split), [score, windows]
+    future_nats, causal = check_causality(scores, floor=floor, precision=runtime.precision)
     row = {
         "kind": "evaluation",
         "format": FORMAT,

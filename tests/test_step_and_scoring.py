@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.data.recall import recall_floor
 from harness.data.streams import round_context, score_ranges
 from harness.device.runtime import Runtime
-from harness.loop.scoring import score_context, score_stream, score_windows
+from harness.loop.scoring import check_causality, score_context, score_stream, score_windows
 from harness.loop.summary import final_score
 from harness.loop.update import Update
 from harness.optim.budget import Schedule
@@ -188,10 +188,11 @@ def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_the_f
     assert score_windows(trainer.model, trainer.corpus.splits["valid"], runtime=CPU).bits_per_byte > floor
     summary = {"check": "passed", "capped": {}, "compressors": {}}
     row = final_score(trainer, "test", summary)
-    assert (row["check"], row["floor_bits_per_byte"]) == (
-        "passed",
-        trainer.corpus.floor_bits(trainer.reported_split("test")),
-    )
+    floor = trainer.corpus.floor_bits(trainer.reported_split("test"))
+    assert (row["check"], row["floor_bits_per_byte"]) == ("passed", floor)
+    for precision, causal in (("float32", False), ("bfloat16", True)):
+        scores = [score._replace(future_nats=1e-3), score]
+        assert check_causality(scores, floor=None, precision=precision) == (1e-3, causal)
     assert row["bits_per_copy"]["3"] == summary["test_bits_per_copy"]["3"] < 4
     trainer.corpus = replace(trainer.corpus, floor=lambda values: row["bits_per_byte"] + 41 / (len(values) - 1))
     assert final_score(trainer, "test", summary)["check"] == summary["check"] == "not causal"

@@ -20,8 +20,8 @@ from harness.model import LanguageModel, ModelOut, add_stats
 WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score without state
 CHECKED_POSITIONS = 64  # in each score, by CausalityCheck
 NOT_CAUSAL = "not causal"
-MAX_FUTURE_NATS = 0.02
-"""A row is not causal if replacing later bytes changes nats by more than this on average. Rounding changes less."""
+MAX_FUTURE_NATS = {"float32": 1e-4, "bfloat16": 0.02}
+"""Largest mean absolute change of a pair's nats by later bytes in a causal row. Rounding in float32: at most 4e-7."""
 MAX_BITS_BELOW_FLOOR = 40
 """Most bits by which a causal row's total may be below the corpus's floor. More has a probability of at most 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
@@ -43,12 +43,12 @@ class Score(NamedTuple):
         return self.nats[mask].double().mean().item() / math.log(2) if mask.any() else None
 
 
-def check_causality(scores: Sequence[Score], *, floor: float | None) -> tuple[float, bool]:
+def check_causality(scores: Sequence[Score], *, floor: float | None, precision: str) -> tuple[float, bool]:
     """Return the largest ``future_nats`` of scores, NaN if one is NaN, and whether all scores are possible for a causal
     model on a corpus whose lowest expected bits per byte are ``floor``."""
     future_nats = max((score.future_nats for score in scores), key=lambda nats: (nats != nats, nats))
     below = max(((floor or 0.0) - score.bits_per_byte) * len(score.nats) for score in scores)
-    return future_nats, future_nats <= MAX_FUTURE_NATS and not below > MAX_BITS_BELOW_FLOOR
+    return future_nats, future_nats <= MAX_FUTURE_NATS[precision] and not below > MAX_BITS_BELOW_FLOOR
 
 
 def score_stream(

@@ -83,7 +83,7 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
         bits["bits_per_copy"] = {label: score.bits_of(mask) for label, mask in answers.items()}
     if floor := corpus.floor_bits(split):
         bits["floor_bits_per_byte"] = floor
-    future_nats, causal = check_causality(scores, floor=floor)
+    future_nats, causal = check_causality(scores, floor=floor, precision=trainer.runtime.precision)
     if not causal:
         summary["check"] = NOT_CAUSAL
     n_bytes = len(corpus.scored_part(name, selection_bytes=plan.eval.selection_bytes))

@@ -14,8 +14,7 @@ c_k, q becomes c_q * q / sqrt(mean(q^2) + 1e-6), and k likewise. A gate multipli
 No query sees a hidden byte.
 
 Without mask and persistent vectors this is 1706.03762, sections 3.2.1 and 3.2.2. The mask m is that of 1905.07799,
-section 2 (adaptive_span.py), the persistent vectors are those of 1907.01470 (all_attention.py). A query that sees no
-key has o_h = 0."""
+2 (adaptive_span.py), persistent vectors are those of 1907.01470 (all_attention.py). A query without keys has o = 0."""
 
 import math
 from collections.abc import Callable
