@@ -141,9 +141,9 @@ def read_input(file: str | None, *, out: str) -> bytes:
     except OSError as error:
         raise ValueError(f"file={file}: cannot be read ({error.strerror})") from error
     if path.is_dir():
-        raise ValueError(f"out={out}: is a folder; allowed is a new file")
+        raise ValueError(f"out={out}: is a folder; allowed is another file")
     if file is not None and path.exists() and path.samefile(file):
-        raise ValueError(f"out={out}: is the file that is read; allowed is a new file")
+        raise ValueError(f"out={out}: is the file that is read; allowed is another file")
     if not next(parent for parent in path.absolute().parents if parent.exists()).is_dir():
         raise ValueError(f"out={out}: cannot be written, because a parent of it is a file")
     return content

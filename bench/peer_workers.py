@@ -71,7 +71,7 @@ def build_peer(name: str, plan: Plan) -> nn.Module:
         return library.TransformerWrapper(num_tokens=vocabulary, max_seq_len=max_length, attn_layers=decoder)
     except ImportError as error:
         raise RuntimeError(f"{PACKAGES[name]}: {INSTALL} ({error})") from error
-    except Exception as error:  # whatever a package raises: the user made no mistake
+    except Exception as error:  # a package's ValueError is no mistake of the user
         raise RuntimeError(f"{name} cannot be built: {type(error).__name__}: {error}") from error
 
 
@@ -104,7 +104,7 @@ class PeerWorker(CostWorker):
         return super().build()
 
     def facts(self) -> dict:
-        """The row's backend and numbers of parameters: all (``total``), and those that one byte uses (``touched``)."""
+        """The row's backend and numbers of parameters: all (``total``), and, of ours, those of a byte (``touched``)."""
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
         if self.task.peer:
             return {"parameters": parameters, "backend": "fused" + ", compiled" * self.runtime.compile}
@@ -120,7 +120,7 @@ class PeerWorker(CostWorker):
         return {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
 
     def times(self, quantity: str, *, seconds: float) -> list[float]:
-        """Milliseconds of each training step. Steps are made for ``seconds``, at least two, after an untimed one."""
+        """Milliseconds of training steps, made for ``seconds`` but two or more, after an untimed one."""
         limits = {"max_seconds": seconds, "min_calls": 2, "warmup_calls": 1}
         return time_calls(self._train, synchronise=self.runtime.synchronise, **limits)
 

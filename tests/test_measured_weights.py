@@ -1,4 +1,4 @@
-"""Weights of models that bench commands measure: noise makes gradients nonzero, and spans have fixed lengths."""
+"""Weights of models that bench commands measure: noise makes gradients nonzero; spans are of a trained run."""
 
 import pytest
 import torch

@@ -11,13 +11,13 @@ see the open block, which is not finished.
 - A query sees the summary of a finished block if the block's first byte is outside the window, and all of its bytes
   are among the query's S positions. Keys are summarised unrotated; a summary has the position of its block's last byte.
 - With ``top_k`` a query reads only the summaries of largest index score (A x_t) . (C mean_i k_i) / sqrt(I), the same
-  for all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only a loss trains the index: KL(p_t || softmax of index scores)
-  over all visible summaries. p_t is the mean over heads of the attention weights among these summaries. p_t and the
+  for all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only KL(p_t || softmax of index scores) over all visible
+  summaries trains the index. p_t is the mean over heads of the attention weights among these summaries. p_t and the
   inputs of the index are detached. The loss has no coefficient, because nothing else trains the index. DeepSeek-V3.2
   differs in two things: its index score sums ReLUs over index heads, and its sparse stage of training takes the KL over
   the selected keys only.
-- A block is summarised when its first byte is about to leave the window, from keys and values in the window, so the
-  compressor gets a gradient.
+- A block is summarised when its first byte is about to leave the window, not earlier: a carried summary gives the
+  compressor no gradient.
 - ``compressor: softmax`` with ``top_k`` is a small version of compressed attention of 2025-26 (2502.11089, 3.3,
   DeepSeek-V4)."""
 
@@ -129,8 +129,8 @@ class Linformer(MultiHead, OnKernels):
         rows = torch.cat([_last_rows(past, self.blocks.unsummarised), segment], dim=1)
         rows = _rows_from(rows, (ratio - 1 - phase).expand(len(rows)), count * ratio).unflatten(1, (count, ratio))
         s, u = self.compressor(rows).chunk(2, dim=-1)
-        after = torch.arange(1, count + 1, device=segment.device) - self.blocks.lag
-        last = (start - phase)[:, None] + ratio * after - 1  # position of a block's last byte, [B, M]
+        ends = torch.arange(1, count + 1, device=segment.device) - self.blocks.lag  # of blocks, from the open one
+        last = (start - phase)[:, None] + ratio * ends - 1  # position of a block's last byte, [B, M]
         s = rearrange(s, "B M (H K) -> (B M) H 1 K", H=self.heads)
         s = rearrange(self.position.rotate(s, last.flatten()), "(B M) H 1 K -> B M (H K)", M=count)
         index_keys = [self.index_key(rows[..., : self.inner].mean(dim=2).detach())] if self.d_index else []
@@ -147,7 +147,7 @@ class Linformer(MultiHead, OnKernels):
         return WindowKeys(*tensors, carried.past_bytes)
 
     def _chunk_summaries(self, length: int, summaries: Tensor, carried: Carried) -> tuple[Summaries, Tensor]:
-        """Return the summaries that chunks of queries may see, and their index keys ``[B, n, G, I]``."""
+        """Return G summaries for each of n chunks of Q queries, and their index keys ``[B, n, G, I]``."""
         blocks, (chunks, size), device = self.blocks, self.blocks.chunks(length), summaries.device
         first = size * torch.arange(chunks, device=device)[:, None]  # [n, 1]
         j = first // blocks.ratio + blocks.visible_indices(size, device)  # [n, G]; 0 is the first carried summary
@@ -184,7 +184,7 @@ class Linformer(MultiHead, OnKernels):
             return by_kernel(q, keys, summaries, **options)
         options |= {"dropout": self.dropout if self.training else 0.0}
         if self.d_index and torch.is_grad_enabled():
-            # With ``top_k`` blocks are short and summaries many, so the backward pass computes scores again.
+            # With ``top_k`` blocks may be short and summaries many, so the backward pass computes scores again.
             return checkpoint.checkpoint(by_bands, q, keys, summaries, use_reentrant=False, **options)
         return by_bands(q, keys, summaries, **options)
 
@@ -232,8 +232,8 @@ class Linformer(MultiHead, OnKernels):
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """Count the keys and summaries that queries read; after a full past, count their mean over phases.
 
-        With ``cache: kv`` the past has no gradient. Carried summaries have no gradient; summaries of the segment have
-        one if it reaches a parameter. With ``top_k``, queries are assumed to read summaries of the segment first. The
+        With ``cache: kv`` the past has no gradient. Carried summaries have no gradient; new ones have one where
+        they depend on a parameter. With ``top_k``, queries are assumed to read summaries of the segment first. The
         loss of the index adds the attention scores of unread summaries to the forward pass. In the backward pass, the
         inputs of the index have no gradient."""
         ratio = self.blocks.ratio
@@ -243,25 +243,25 @@ class Linformer(MultiHead, OnKernels):
             visible, read = sum(counts), sum(map(self.blocks.n_read, counts))
         else:
             visible, read = (segment * mean for mean in self.blocks.mean_visible())
-        compressor_learns = self.cache == "hidden" or any(True for _ in self.compressor.parameters())
+        learns_from_past = self.cache == "hidden" or any(True for _ in self.compressor.parameters())
         lag_bytes = self.blocks.lag * ratio
-        # Bytes before the segment that are in blocks whose summaries the segment computes.
+        # Past bytes in blocks summarised now, whose index keys or values get a gradient.
         index_past = min(carried, carried % ratio + lag_bytes)
-        value_past = min(carried, carried % ratio + compressor_learns * lag_bytes)
+        value_past = min(carried, carried % ratio + learns_from_past * lag_bytes)
         index_pairs = sum(self.blocks.visible_at(index_past + t) for t in range(segment))
         value_pairs = sum(self.blocks.n_read(self.blocks.visible_at(value_past + t)) for t in range(segment))
         forward = self._forward_flops((in_segment + past) / segment, visible / segment, read / segment)
         unread = (visible - read) / segment
         target_flops = self.heads * (2 * unread * self.d_head + self.position.ideal_flops(unread))
         needed = NeededFlops(forward + target_flops, 2 * forward - 2 * self._index_sizes())
-        constant = self.heads * 4 * self.d_head * max(0, read - value_pairs)
-        constant += 2 * self.d_index * max(0, visible - index_pairs)
+        unneeded = self.heads * 4 * self.d_head * max(0, read - value_pairs)
+        unneeded += 2 * self.d_index * max(0, visible - index_pairs)
         if self.cache == "kv":
-            constant += self.heads * 4 * self.d_head * past
-            return needed._replace(backward=needed.backward - constant / segment)
-        inputs = min(carried, self.blocks.window_past)
+            unneeded += self.heads * 4 * self.d_head * past
+            return needed._replace(backward=needed.backward - unneeded / segment)
+        inputs = max(min(carried, self.blocks.window_past), index_past)
         reprojection = 2 * inputs * (self.key.weight.numel() + self.value.weight.numel()) / segment
-        return NeededFlops(needed.forward + reprojection, needed.backward + reprojection - constant / segment)
+        return NeededFlops(needed.forward + reprojection, needed.backward + reprojection - unneeded / segment)
 
     def _forward_flops(self, window_keys: float, visible: float, read: float) -> float:
         """Return FLOPs per byte if a query sees ``window_keys`` keys and reads ``read`` of ``visible`` summaries."""

@@ -91,15 +91,15 @@ TRIES = [("run", signal.SIGKILL, 1, 12), ("run", signal.SIGTERM, 1, 4), ("run", 
 TRIES += [("run", signal.SIGINT, 2, 4), ("sweep", signal.SIGKILL, 1, 3), ("sweep", signal.SIGINT, 1, 2)]
 
 
-@pytest.mark.parametrize(("command", "signal_number", "times", "tries"), TRIES)
+@pytest.mark.parametrize(("command", "signal_number", "sent", "tries"), TRIES)
 def test_the_same_command_resumes_after_a_signal(
-    undisturbed, tmp_path, monkeypatch, command, signal_number, times, tries
+    undisturbed, tmp_path, monkeypatch, command, signal_number, sent, tries
 ):
-    (n_moments, rows), draw = undisturbed[command], random.Random(f"{command} {signal_number} {times}")
+    (n_moments, rows), draw = undisturbed[command], random.Random(f"{command} {signal_number} {sent}")
     for at in draw.sample(range(1, n_moments + 1), tries):
         (tmp_path / str(at)).mkdir()
         monkeypatch.chdir(tmp_path / str(at))
-        moments = tuple(range(at, at + times))
+        moments = tuple(range(at, at + sent))
         code, printed = run_program(*COMMANDS[command], moments=moments, signal_number=signal_number)
         summaries = [path / SUMMARY for path in run_folders(Path("outputs")) if (path / SUMMARY).exists()]
         finished = [json.loads(path.read_text())["status"] for path in summaries]
