@@ -165,13 +165,14 @@ def device_agrees() -> bool:
     import torch
 
     from harness.device import runtime
-    from harness.loop.select_backend import SEGMENTS, TOLERANCE, agreement
+    from harness.loop.select_backend import SEGMENTS, TOLERANCE, agreement, with_backend
     from harness.plan.small import reduce_depth
 
     plan = _training_plan("model.dropout=0.0")  # because the device draws other dropout masks
     names = {name for layer in plan.layers for name in layer}
     small = reduce_depth(plan, sublayers=names, max_span=sum(SEGMENTS) // 2)
-    small, device_runtime = replace(small, runtime=plan.runtime), runtime.start(plan.runtime)
+    device_runtime = runtime.start(plan.runtime)
+    small = with_backend(replace(small, runtime=plan.runtime), device_runtime)
     with torch.random.fork_rng(devices=[]):
         sublayers = [sublayer for _, sublayer in small.make_model().sublayers()]
     backends = {sublayer.backend(device_runtime.device, training=True) for sublayer in sublayers}

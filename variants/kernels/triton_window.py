@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from variants.kernels.dropout import threshold
 from variants.kernels.window import Inputs, Window, sink_gradient
 
+INSTALLED = importlib.util.find_spec("triton") is not None  # a compiled forward pass reads it, and cannot search
 WIDTH_STEP, MAX_WIDTH = 8, 128
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,19 +37,13 @@ def obstacle(device: torch.device, width: int) -> str | None:
     """The reason why ``forward`` cannot run on this device for heads of this width; None if it can.
 
     On a CPU it can run if triton interprets kernels (TRITON_INTERPRET=1), for tests without a GPU."""
-    if not _installed():
+    if not INSTALLED:
         return "triton is not installed"
     if device.type != "cuda" and not _kernels().INTERPRETED:
         return f"runtime.device={device.type}: the kernel needs cuda"
     if width % WIDTH_STEP or width > MAX_WIDTH:
         return f"head width {width}: the kernel takes multiples of {WIDTH_STEP} up to {MAX_WIDTH}"
     return None
-
-
-@lru_cache
-def _installed() -> bool:
-    """Whether triton is installed. Cached, because every forward pass calls ``obstacle``."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def precision() -> str:
