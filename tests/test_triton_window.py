@@ -223,6 +223,15 @@ def test_obstacle_returns_why_the_kernels_cannot_run(interpreted, monkeypatch):
     assert "runtime.device=cpu" in triton_window.obstacle(torch.device("cpu"), 64)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_compiled_forward_pass_can_ask_whether_the_kernels_run():
+    torch.compiler.reset()
+    ask = torch.compile(
+        lambda x: x + 1 if triton_window.obstacle(torch.device("cuda"), 64) else x, fullgraph=True, backend="eager"
+    )
+    assert ask(torch.ones(1)) == 1 + (not triton_window.INSTALLED)
+
+
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
