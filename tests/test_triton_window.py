@@ -225,11 +225,8 @@ def test_obstacle_returns_why_the_kernels_cannot_run(interpreted, monkeypatch):
 
 @pytest.mark.filterwarnings("error")
 def test_a_compiled_forward_pass_can_ask_whether_the_kernels_run():
-    torch.compiler.reset()
-    ask = torch.compile(
-        lambda x: x + 1 if triton_window.obstacle(torch.device("cuda"), 64) else x, fullgraph=True, backend="eager"
-    )
-    assert ask(torch.ones(1)) == 1 + (not triton_window.INSTALLED)
+    obstacle = torch.compile(lambda x: (x + 1, triton_window.obstacle(x.device, 64)), fullgraph=True, backend="eager")
+    assert (obstacle(torch.ones(1))[1] != "triton is not installed") == triton_window.INSTALLED
 
 
 @needs_triton
