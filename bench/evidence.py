@@ -169,7 +169,7 @@ class Runner:
             raise ValueError(f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command tries again")
         with file_lock(self.outputs / cell.file.name):
             if not cell.find_row(cell.words):
-                text = json.dumps(to_json(row), allow_nan=False).replace(str(folder), "outputs")
+                text = json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).replace(str(folder), "outputs")
                 if self.path:  # a row has no path of this machine
                     text = text.replace(self.path, Path(self.path).name)
                 append_atomically(cell.file, text.encode() + b"\n")
