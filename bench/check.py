@@ -15,13 +15,14 @@ If the configuration or the model cannot be built, the mechanism refuses the com
 If it refuses all combinations, the exit code is 2.
 
 With a ``runtime.device`` that names a GPU, or ``agree=true``, one more line compares the device with plain PyTorch in
-float64 on a CPU: logits and gradients of a model with few layers, computed as ``train.py`` would. If a GPU is named,
-the contract is checked in plain PyTorch on the CPU, because the CPU's kernels are not the GPU's. ``-m`` checks several
-settings: ``-m runtime.backend=plain,kernel runtime.precision=float32,bfloat16``."""
+float64 on a CPU: logits and gradients of a model with few layers, by the backend that ``train.py`` would select. If a
+GPU is named, the contract is checked in plain PyTorch on the CPU, because the CPU's kernels are not the GPU's. ``-m``
+checks several settings: ``-m runtime.backend=plain,kernel``."""
 
 import copy
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -158,9 +159,9 @@ def _training_plan(*words: str):
 
 
 def device_agrees() -> bool:
-    """Print and return whether the device agrees with plain PyTorch in float64 on a CPU. The allowed error is
-    ``select_backend.TOLERANCE``. The device computes in float32, because in bfloat16 some activations change sign and
-    some scores their order; ``with_backend`` has compared the attention backend in the run's precision."""
+    """Print and return whether the device, in float32, agrees with plain PyTorch in float64 on a CPU. In bfloat16 some
+    activations change sign and some scores their order, so numbers only have to be finite; but ``with_backend``
+    compares a GPU's attention backend, uncompiled, in the run's precision."""
     import torch
 
     from harness.device import runtime
@@ -171,13 +172,19 @@ def device_agrees() -> bool:
     names = {name for layer in plan.layers for name in layer}
     small = reduce_depth(plan, sublayers=names, max_span=sum(SEGMENTS) // 2)
     device_runtime = runtime.start(plan.runtime)
-    small = with_backend(replace(small, runtime=plan.runtime), device_runtime)
-    device_runtime = replace(device_runtime, precision="float32")
+    try:
+        small = with_backend(replace(small, runtime=plan.runtime), device_runtime)
+    except ValueError as error:
+        print(f"FAIL  agrees with float64: {error}", flush=True)
+        return False
     with torch.random.fork_rng(devices=[]):
         sublayers = [sublayer for _, sublayer in small.make_model().sublayers()]
     backends = {sublayer.backend(device_runtime.device, training=True) for sublayer in sublayers}
-    passed, detail = agreement(small, device_runtime, tolerance=TOLERANCE)
-    label = f"{device_runtime.device}, {'+'.join(sorted(backends))}, {device_runtime.precision}"
+    passed, detail = agreement(small, replace(device_runtime, precision="float32"), tolerance=TOLERANCE)
+    if passed and device_runtime.precision != "float32":
+        passed, finite = agreement(small, device_runtime, tolerance=math.inf)
+        detail += f", {device_runtime.precision} is {'finite' if passed else finite}"
+    label = f"{device_runtime.device}, {'+'.join(sorted(backends))}, float32"
     print(f"{'pass' if passed else 'FAIL'}  agrees with float64 on {label}: {detail}", flush=True)
     return passed
 

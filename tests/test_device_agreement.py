@@ -90,3 +90,7 @@ def test_cost_and_peers_measure_the_selected_backend_and_refuse_one_that_fails(m
     for worker in (CostWorker, PeerWorker):
         with pytest.raises(ValueError, match="kernel failed"):
             worker(Task(config=named))
+    assert (
+        "FAIL  agrees with float64: runtime.backend=kernel"
+        in check("agree=true", "variant=mhsa", "runtime.backend=kernel").out
+    )
