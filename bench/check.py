@@ -170,16 +170,17 @@ def device_agrees() -> bool:
 
     plan = _training_plan("model.dropout=0.0")  # because the device draws other dropout masks
     names = {name for layer in plan.layers for name in layer}
-    small = reduce_depth(plan, sublayers=names, max_span=sum(SEGMENTS) // 2)
-    device_runtime = runtime.start(plan.runtime)
+    small, device_runtime = (
+        reduce_depth(plan, sublayers=names, max_span=sum(SEGMENTS) // 2),
+        runtime.start(plan.runtime),
+    )
     try:
         small = with_backend(replace(small, runtime=plan.runtime), device_runtime)
     except ValueError as error:
         print(f"FAIL  agrees with float64: {error}", flush=True)
         return False
     with torch.random.fork_rng(devices=[]):
-        sublayers = [sublayer for _, sublayer in small.make_model().sublayers()]
-    backends = {sublayer.backend(device_runtime.device, training=True) for sublayer in sublayers}
+        backends = {s.backend(device_runtime.device, training=True) for _, s in small.make_model().sublayers()}
     passed, detail = agreement(small, replace(device_runtime, precision="float32"), tolerance=TOLERANCE)
     if passed and device_runtime.precision != "float32":
         passed, finite = agreement(small, device_runtime, tolerance=math.inf)
