@@ -69,8 +69,7 @@ def normalize(sums: Tensor, state: State) -> tuple[Tensor, State]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """A context without autocast on the device, because bfloat16 is too coarse for sums over a long past."""
-    # is_autocast_available would break a compiled graph in torch 2.11
+    """Disable autocast: bfloat16 is too coarse for long sums. ``is_autocast_available`` breaks graphs (torch 2.11)."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
