@@ -43,6 +43,8 @@ def folder(tmp_path):
     write("front_page", [*runs, line("linear", 2, 9.0, status="diverged")])
     copied = {"mhsa": {"31": 0.01, "447": 0.2}, "linear": {"31": 0.5, "447": 4.0}}
     write("recall", [line(name, 0, 2.0, copies=bits) for name, bits in copied.items()])
+    seeds = [line("seeds", seed, 2.0, copies={"31": 0.01, "447": bits}) for seed, bits in enumerate((0.1, 0.1, 4.0))]
+    write("abrupt", seeds)
     skills = [line("mhsa", 0, 2.0, copies={"16": 0.9, "2": 0.01}), line("mhsa", 0, 2.0, copies={"all": 0.25})]
     skills.append(line("linear", 0, 1.0, copies={"all": 0.01}, check="not causal"))
     skills[0]["cell"].append("data=state_tracking"), skills[1]["cell"].append("data=selective_copying")
@@ -51,7 +53,7 @@ def folder(tmp_path):
     write("combinations", [worse, line("mhsa", 0, 2.625)])
     write("skills", skills)
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
-                    "flops": {"executed_per_byte": 1.0e7}, "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
+                    "spans_from": None, "flops": {"executed_per_byte": 1.0e7}, "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
                     "time": {"train_ms": {"p50": 51.2}}},
                    {"variant": "linear", "status": "failed", "mode": "stream", "length": 4096, "segment": 512}])  # fmt: skip
     return tmp_path
@@ -79,6 +81,12 @@ def test_the_table_has_intervals_reach_costs_and_compressors_in_order_of_score(f
     assert cells[:4] == ["`mhsa`", "2.3100 ± 0.0248", "", "447"]  # t = 4.30, s = 0.01, n = 3
     assert cells[4:] == ["2.70", "10.00", "2,044", "855,680"]
     assert "| -0.0090 ± 0.0025 |" in rows[0]
+    abrupt = results_page.read_runs(folder / "abrupt.jsonl")
+    assert results_page.recall_reach(abrupt) == {"seeds": "447 (2 of 3)"}, "the mean of 4 bits and 0.1 is above 1 bit"
+    assert results_page.recall_reach(abrupt[:0]) == {}
+    cost = json.loads((folder / "cost.jsonl").read_text().splitlines()[0]) | {"spans_from": "learned"}
+    (folder / "cost.jsonl").write_text(json.dumps(cost) + "\n" + json.dumps(cost | {"variant": "adaptive_span"}) + "\n")
+    assert results_page.flops_at(folder / "cost.jsonl", 4096) == {"adaptive_span": 1e7}, "others have not learned these"
     assert "| 2.4500 (n=1) | +0.1500 (n=1) | 31 |" in rows[3], "leaked and diverged runs have no score"
 
 

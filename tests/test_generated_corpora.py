@@ -24,9 +24,9 @@ def test_the_integer_hash_is_splitmix64():
 
 
 SKILL_DIGESTS = {
-    "multi_query_recall": "953a71434b312928",
+    "multi_query_recall": "d990fb13917be39d",
     "selective_copying": "e29fdb1a497ea6d9",
-    "state_tracking": "07c2cb685e5ca205",
+    "state_tracking": "a3c007f118e4018f",
 }
 PINNED = {
     "recall": ("528bc5b25622b5e520139597bb3f302ddff5128d7f4a56e3220671a15f75e1ea", b"PpMkNbJoHnPdGhDoJmKgJoHh"),
@@ -87,16 +87,17 @@ def test_an_oracle_scores_the_floor_of_recall(n_bytes):
 
 def oracle(name: str, stream: bytes) -> list[float]:
     """Bits of each byte for a predictor that knows the skill's rules and has read the stream from its beginning."""
-    bits, memory, body, order, remaining_swaps = [], {}, "", [], 0
+    bits, memory, body, order, remaining_steps = [], {}, "", [], 0
     for at, character in enumerate(map(chr, stream)):
         before = chr(stream[at - 1]) if at else ""
         if name == "multi_query_recall" and character.isdigit():
-            written = before.islower() and before in memory
-            assert not written or memory[before] == character
-            bits.append(0.0 if written else 3.0)
-            memory[before.lower()] = character
-        elif name == "multi_query_recall":  # random capitals and small letters
-            bits.append(math.log2(52))
+            assert memory.get(before, character) == character
+            bits.append(0.0 if before in memory else 3.0)
+            memory[before] = character
+        elif name == "multi_query_recall":  # of 128 pairs one begins a line
+            ends = character == "\n"
+            bits.append(7.0 if ends else 3.0 + math.log2(128 / 127) * before.isdigit())
+            memory = {} if ends else memory
         elif name == "selective_copying":
             copies = body[64:].replace(">", "")
             answers = body[:64].replace(".", "").lower()
@@ -107,15 +108,16 @@ def oracle(name: str, stream: bytes) -> list[float]:
                 assert character == (">" if len(body) == 64 else answers[len(copies)])
             bits.append(0.0 if certain else 6.0 if character.isupper() else math.log2(4 / 3))
             body += character
-        elif character.isupper():  # from here on state_tracking: a capital stands for the number of swaps
-            order, remaining_swaps = list("abcde"), 2 ** (1 + ord(character) - ord("A"))
+        elif character.isupper():  # from here on state_tracking: a capital stands for the number of steps
+            order, remaining_steps = list("abcde"), 2 ** (1 + ord(character) - ord("A"))
             bits.append(2.0)
         elif character.isdigit():
-            swap, remaining_swaps = int(character), remaining_swaps - 1
-            order[swap - 1 : swap + 1] = order[swap], order[swap - 1]
-            bits.append(2.0)
+            swap, remaining_steps = int(character), remaining_steps - 1
+            if swap:
+                order[swap - 1 : swap + 1] = order[swap], order[swap - 1]
+            bits.append(math.log2(5))
         else:
-            assert remaining_swaps == 0 and character == ("=" if before.isdigit() else order.pop(0))
+            assert remaining_steps == 0 and character == ("=" if before.isdigit() else order.pop(0))
             bits.append(0.0)
     return bits
 
@@ -131,17 +133,17 @@ def test_answers_of_skills_are_predictable_and_the_floor_is_the_score_of_an_orac
     for split, begin in (("train", 0), ("test", 19_000)):
         part = corpus.splits[split]
         mean, answers = bits[begin + 1 : begin + len(part)].mean(), corpus.answer_masks(part)
-        assert 0 <= mean - corpus.floor_bits(part) <= 3 * 26 / (len(part) - 1)  # 3 bits for each of 26 unknown keys
+        assert abs(mean - corpus.floor_bits(part)) <= 3 * 8 / (len(part) - 1)  # the oracle has also read earlier bytes
         for label, mask in answers.items():
             assert mask.sum() > 5 and (bits[begin + 1 : begin + len(part)][mask] == 0).all(), label
         marked = sum(mask.numpy() for mask in answers.values())
-        assert marked.max() == 1 and 0.1 < marked.mean() < 0.4, "answers must not overlap"
+        assert marked.max() == 1 and 0.1 < marked.mean() < 0.5, "answers must not overlap"
 
 
 def test_answers_are_grouped_by_distance_or_length():
-    queries = np.frombuffer(b"A1B2a1C3b2", np.uint8)
-    first = next(iter(SKILLS["multi_query_recall"].answers(queries).values()))
-    assert np.flatnonzero(first).tolist() == [5, 9]
+    queries = np.frombuffer(b"1A1B2A1\nB3C3D4E5F6B3", np.uint8)
+    at = {label: np.flatnonzero(mask).tolist() for label, mask in SKILLS["multi_query_recall"].answers(queries).items()}
+    assert at == {"1 to 8": [6], "9 to 32": [19], "33 to 128": []}
     words = np.frombuffer(b"de=A12=bcadeB1", np.uint8)
     at = {label: np.flatnonzero(mask).tolist() for label, mask in SKILLS["state_tracking"].answers(words).items()}
     assert at == {"2": [7, 8, 9, 10, 11], "4": [], "8": [], "16": []}

@@ -1,13 +1,14 @@
 """Skills: generated streams of text, each of which requires one ability, with a known best possible score.
 
-    multi_query_recall  B3 stores 3 under the key B, and b3 recalls it; 26 keys, 8 digits (2312.04927, section 4)
+    multi_query_recall  pairs of a key and its digit, B3A7B3: from the second time on, the digit of B is known; 8 keys, 8
+                        digits; each line draws new digits for its keys (2312.04927, section 4)
     selective_copying   64 bytes of dots and capitals, then ``>``, then the capitals in lower case (2312.00752, 3.1)
-    state_tracking      B1432= is followed by the order of abcde after four swaps: B stands for their number, and digit
-                        i swaps the i-th and the next letter of the order; words of the group S5 (2404.08819)
+    state_tracking      B1402= is followed by the order of abcde after four steps: B stands for their number, digit i
+                        swaps the i-th and the next letter of the order, 0 none; words of the group S5 (2404.08819)
 
 Random choices are independent. Answers are bytes that earlier bytes determine, so that they cost a model with the
 skill 0 bits. The entropy of every byte is known. The floor of a part is therefore exact, except that it counts 0 bits
-also for answers that depend on bytes before the part, and for the first recall of a key without a stored digit."""
+also for answers of copying and tracking that depend on bytes before the part."""
 
 from collections.abc import Callable
 from math import log2
@@ -17,13 +18,14 @@ import numpy as np
 
 from harness.hashing import integer_hash
 
-KEYS, DIGITS = 26, 8
-DISTANCES = (32, 128, 512)
+KEYS, DIGITS, PAIRS = 8, 8, 128
+"""Numbers of different keys and digits of multi_query_recall, and mean number of pairs in a line."""
+DISTANCES = (8, 32, 128)
 """Answers of multi_query_recall are grouped by the bytes since their key last occurred, up to each of these bounds."""
 BODY, SYMBOLS, BYTES_PER_CAPITAL = 64, 16, 4
 """Sizes of selective_copying: bytes before the copy, number of different capitals, mean number of bytes per capital."""
 WORD_LENGTHS = (2, 4, 8, 16)
-"""Numbers of swaps in a word of state_tracking. The word's first byte, A to D, stands for one of them."""
+"""Numbers of steps in a word of state_tracking. The word's first byte, A to D, stands for one of them."""
 
 
 def draw(seed: int, n: int, choices: int) -> np.ndarray:
@@ -33,13 +35,10 @@ def draw(seed: int, n: int, choices: int) -> np.ndarray:
 
 def multi_query_recall(n_bytes: int, seed: int) -> bytes:
     pairs = -(-n_bytes // 2)
-    letters, digits = draw(2 * seed, pairs, 2 * KEYS), draw(2 * seed + 1, pairs, DIGITS)
-    stream, memory = bytearray(2 * pairs), {}
-    for pair, (letter, digit) in enumerate(zip(letters.tolist(), digits.tolist(), strict=True)):
-        key, is_recall = letter % KEYS, letter >= KEYS
-        memory[key] = memory.get(key, digit) if is_recall else digit
-        stream[2 * pair : 2 * pair + 2] = (ord("a" if is_recall else "A") + key, ord("0") + memory[key])
-    return bytes(stream)
+    letters, is_new = draw(3 * seed, pairs, KEYS), draw(3 * seed + 1, pairs, PAIRS) == 0
+    digits = draw(3 * seed + 2, (is_new.sum() + 1) * KEYS, DIGITS)[np.cumsum(is_new) * KEYS + letters]
+    triples = np.stack([np.full(pairs, ord("\n")), letters + ord("A"), digits + ord("0")], axis=1).astype(np.uint8)
+    return triples[np.stack([is_new, is_new | True, is_new | True], axis=1)].tobytes()
 
 
 def selective_copying(n_bytes: int, seed: int) -> bytes:
@@ -53,14 +52,15 @@ def selective_copying(n_bytes: int, seed: int) -> bytes:
 def state_tracking(n_bytes: int, seed: int) -> bytes:
     words = -(-n_bytes // (min(WORD_LENGTHS) + 7))
     length_indices = draw(2 * seed, words, len(WORD_LENGTHS))
-    swaps = draw(2 * seed + 1, words * max(WORD_LENGTHS), 4).tolist()
+    steps = draw(2 * seed + 1, words * max(WORD_LENGTHS), 5).tolist()
     stream = bytearray()
     for word, length_index in enumerate(length_indices.tolist()):
         order, start = bytearray(b"abcde"), word * max(WORD_LENGTHS)
         stream.append(ord("A") + length_index)
-        for swap in swaps[start : start + WORD_LENGTHS[length_index]]:
-            order[swap], order[swap + 1] = order[swap + 1], order[swap]
-            stream.append(ord("1") + swap)
+        for step in steps[start : start + WORD_LENGTHS[length_index]]:
+            if step:
+                order[step - 1], order[step] = order[step], order[step - 1]
+            stream.append(ord("0") + step)
         stream += b"=" + order
         if len(stream) >= n_bytes:
             break
@@ -73,19 +73,23 @@ def _between(part: np.ndarray, first: str, last: str) -> np.ndarray:
 
 
 def recall_answers(part: np.ndarray) -> dict[str, np.ndarray]:
-    """Which digits are recalled, grouped by the bytes since their key last occurred."""
-    key_positions = np.flatnonzero(_between(part[:-1] | 32, "a", "z"))  # | 32 gives the lower-case letter
-    distance = np.zeros(len(part), int)
-    for key in range(KEYS):
-        positions = key_positions[part[key_positions] | 32 == ord("a") + key]
-        distance[positions[1:] + 1] = np.diff(positions)
-    distance *= np.append(False, _between(part[:-1], "a", "z"))
+    """Which digits are recalled, grouped by the bytes since their key last occurred in the line."""
+    distance = _distance_of_keys(part)
     bounds = zip((0, *DISTANCES), DISTANCES, strict=False)
-    return {str(upper): (distance > lower) & (distance <= upper) for lower, upper in bounds}
+    return {f"{lower + 1} to {upper}": (distance > lower) & (distance <= upper) for lower, upper in bounds}
+
+
+def _distance_of_keys(part: np.ndarray) -> np.ndarray:
+    """For each digit the bytes since its key last occurred in the line, or 0: int ``[n]``; 0 for other bytes."""
+    distance, line = np.zeros(len(part), int), np.cumsum(part == ord("\n"))
+    for key in range(KEYS):
+        positions = np.flatnonzero(part[:-1] == ord("A") + key)
+        distance[positions[1:] + 1] = np.diff(positions) * (np.diff(line[positions]) == 0)
+    return distance
 
 
 def tracking_answers(part: np.ndarray) -> dict[str, np.ndarray]:
-    """Which bytes are the order after the swaps, grouped by the number of swaps."""
+    """Which bytes are the order after the swaps, grouped by the number of steps."""
     capitals = np.where(_between(part, "A", "Z"), np.arange(len(part)), -1)
     word_start = np.maximum.accumulate(capitals)
     length_index = np.where(word_start >= 0, part[word_start] - ord("A"), len(WORD_LENGTHS))
@@ -93,8 +97,10 @@ def tracking_answers(part: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def recall_costs(part: np.ndarray) -> np.ndarray:
-    is_stored = np.append(False, _between(part[:-1], "A", "Z"))
-    return np.where(_between(part, "0", "9"), log2(DIGITS) * is_stored, log2(2 * KEYS))
+    is_digit = _between(part, "0", "9")
+    pair_bits = np.where(is_digit, log2(DIGITS) * (_distance_of_keys(part) == 0), log2(KEYS))
+    same_line_bits = log2(PAIRS / (PAIRS - 1)) * (~is_digit & np.append(False, is_digit[:-1]))
+    return np.where(part == ord("\n"), log2(PAIRS), pair_bits + same_line_bits)
 
 
 def copying_costs(part: np.ndarray) -> np.ndarray:
@@ -103,7 +109,7 @@ def copying_costs(part: np.ndarray) -> np.ndarray:
 
 
 def tracking_costs(part: np.ndarray) -> np.ndarray:
-    return log2(len(WORD_LENGTHS)) * _between(part, "A", "Z") + 2.0 * _between(part, "1", "4")
+    return log2(len(WORD_LENGTHS)) * _between(part, "A", "Z") + log2(5) * _between(part, "0", "4")
 
 
 class GeneratedCorpus(NamedTuple):
