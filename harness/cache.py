@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import IO
@@ -24,21 +24,20 @@ def cache_folder() -> Path:
 
 def try_lock(file: IO) -> bool:
     """Lock an open file against other processes until it is closed. Returns False if another process has locked it."""
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 @contextmanager
-def file_lock(path: Path, *, waiting: str = "data: waiting for another process that downloads") -> Iterator[None]:
-    """Context that locks the file ``<path>.lock`` against other processes. If it has to wait, it prints the message
-    ``waiting`` and ``path``. OSError if the lock file cannot be opened."""
+def file_lock(path: Path) -> Iterator[None]:
+    """Context that locks the file ``<path>.lock`` against other processes. If it has to wait, it prints a line. OSError
+    if the lock file cannot be opened."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         if not try_lock(lock):
-            print(f"{waiting} {path}", file=sys.stderr)
+            print(f"waiting for another process that writes {path}", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -66,6 +66,11 @@ def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (Valu
     return MISTAKE if isinstance(error, mistakes) else BUG
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().partition("\n")[0]
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether memory was insufficient. torch raises an error of its own class on a GPU, and a RuntimeError on a CPU."""
     classes = (OutOfMemory, MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))

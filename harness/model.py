@@ -4,6 +4,7 @@ input's positions. The model's state is passed in and returned, as a tuple ``(st
 number of bytes that each stream has read, and ``states`` has one state per sublayer."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -172,12 +173,10 @@ class LanguageModel(nn.Module):
         def inspect_input(name: str, module: Sublayer, inputs: tuple) -> None:
             inspections[name] = module.inspect(inputs[0])
 
-        hooks = [s.register_forward_pre_hook(partial(inspect_input, name)) for name, s in self.sublayers()]
-        try:
+        with ExitStack() as hooks:
+            for name, sublayer in self.sublayers():
+                hooks.enter_context(sublayer.register_forward_pre_hook(partial(inspect_input, name)))
             logits = self(tokens).logits
-        finally:
-            for hook in hooks:
-                hook.remove()
         return logits, {name: inspection for name, inspection in inspections.items() if inspection is not None}
 
     def trim(self, state: State) -> State:

@@ -3,6 +3,7 @@ not change the modules that it has loaded."""
 
 import functools
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -45,7 +46,7 @@ def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
     ``mine.cpp`` for ``mine.py``. ValueError for a module without a source file."""
     user_files = tuple(file for module in trust for file in _module_files(module))
     user_code = tuple(path for _, path in user_files if path.suffix == ".py")
-    targets = frozenset(name for name in _targets(config) if name.startswith("variants."))
+    targets = frozenset(re.findall(r'"_target_": "(variants\.[^"]+)"', json.dumps(config)))  # at any depth
     imported = _imported_files(targets, user_code, ROOT)
     named = sorted((p.relative_to(ROOT).as_posix(), p) for p in imported if p.is_relative_to(ROOT / "variants"))
     return (*(file for file in named if not EXCLUDED.match(file[0])), *user_files)
@@ -79,16 +80,6 @@ def _module_files(module: str) -> Files:
     else:
         files = _imported_files(frozenset(), (origin,), folder)
     return tuple((f"{module}/{path.relative_to(folder).as_posix()}", path) for path in sorted(files))
-
-
-def _targets(node: object) -> Iterator[str]:
-    """Every ``_target_`` in a configuration, at any depth."""
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            yield str(node["_target_"])
-        node = list(node.values())
-    for child in node if isinstance(node, list | tuple) else ():
-        yield from _targets(child)
 
 
 def _project_files(*roots: str) -> Files:

@@ -88,7 +88,6 @@ def test_on_a_gpu_reserved_and_allocated_memory_are_both_measured(monkeypatch):
     first, second = Peak(5, False, 7), Peak(3, False, 9)
     assert first.maximum(second) == second.maximum(first) == Peak(5, False, 9)
     assert Peak(None, False).maximum(Peak(4, True)) == Peak(4, True)
-    assert Peak(4, True).over_processes(lambda number: number + 1) == Peak(5, True)
 
 
 class Clock:

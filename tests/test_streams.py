@@ -31,7 +31,7 @@ def test_targets_are_the_next_bytes_of_the_split_read_as_a_ring(n_bytes, streams
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
         for row, last in zip(inputs.tolist(), targets[:, -1].tolist(), strict=True):
             assert (*row, last) in pieces
-        if not stream.resets_state(position):
+        if stream.carried_bytes(position):
             assert torch.equal(inputs[:, 0], before[:, -1])
         before = targets
 
@@ -46,10 +46,11 @@ def test_an_epoch_reads_every_byte_at_most_once_and_several_epochs_read_all_byte
     assert epochs[0][:, 0].sort().values.diff().tolist() == [60, 60, 60]
     stream = Streams(torch.arange(203, dtype=torch.uint8), streams=2, segment=30, seed=0)  # 101 bytes have 3 segments
     read = {byte for position in range(3 * 30) for byte in stream.batch(position)[0].flatten().tolist()}
-    assert read == set(range(203)) and [p for p in range(9) if stream.resets_state(p)] == [0, 3, 6]
+    assert read == set(range(203)) and [p for p in range(9) if not stream.carried_bytes(p)] == [0, 3, 6]
     windowed = Streams(torch.arange(12, dtype=torch.uint8), streams=8, segment=4, seed=0, carry=False)
     begins = {row[0] for position in range(60) for row in windowed.batch(position)[0].tolist()}
-    assert begins == set(range(8)) and all(windowed.resets_state(p) for p in range(9)), "windows must reach both ends"
+    assert begins == set(range(8)), "windows must reach both ends"
+    assert not any(windowed.carried_bytes(p) for p in range(9))
 
 
 def test_the_order_is_pinned_and_does_not_depend_on_earlier_batches():

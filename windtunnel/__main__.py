@@ -4,8 +4,7 @@ from any folder, and ``windtunnel report`` runs ``python -m bench.report``."""
 import runpy
 import sys
 
-BENCH = ("check", "compress", "cost", "dashboard", "decompress", "evaluate")
-BENCH += ("fit", "inspect", "peers", "report")
+BENCH = ("check", "compress", "cost", "dashboard", "decompress", "evaluate", "fit", "inspect", "peers", "report")
 USAGE = f"""usage: windtunnel COMMAND [KEY=VALUE ...], or COMMAND --help
 
 COMMAND is train (a run, or with -m a sweep), or one of

@@ -25,6 +25,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from harness import failures, source
 from harness.compose.untrusted_config import CONF, FileConfigSource
 from harness.device.torchrun import check_launch, is_secondary, read_launch
+from harness.failures import first_line
 
 TRACE_VARIABLE = "WINDTUNNEL_TRACE"
 """Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it overwrites it."""
@@ -87,7 +88,7 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
 def to_job_failed(error: Exception) -> JobFailed:
     """The ``JobFailed`` for the error of a sweep's job."""
     code, name = exit_code([error]), type(error).__name__
-    message = f"{name}: {_first_line(error)}" if code == failures.BUG else explain(error) or name
+    message = f"{name}: {first_line(error)}" if code == failures.BUG else explain(error) or name
     failed = JobFailed(message)
     failed.code, failed.already_printed = code, getattr(error, "already_printed", None)
     return failed
@@ -122,7 +123,7 @@ def _explain(error: Exception) -> str:
         hint = "; pip install -e '.[sweep]' installs more" if group == "hydra/launcher" else ""
         return f"{group}={name}: no such choice; allowed are {', '.join(error.options)}{hint}"
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r}: must be KEY=VALUE, as in model.heads=4 or trust=[mine] ({_first_line(error)})"
+        return f"{error.override!r}: must be KEY=VALUE, as in model.heads=4 or trust=[mine] ({first_line(error)})"
     if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
         override = str(error).partition("use +")[2] or cause.full_key
         names = [str(name) for name in cause.parent_node or ()] if isinstance(cause.parent_node, DictConfig) else []
@@ -131,16 +132,12 @@ def _explain(error: Exception) -> str:
         allowed = ", ".join(name for name in dict.fromkeys(names) if name != "hydra")
         return f"{override}: no such key; allowed are {allowed or f'none; +{override} adds a new key'}"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"{error.full_key}: {_first_line(error)}"
+        return f"{error.full_key}: {first_line(error)}"
     if str(error).startswith("Config group override must be"):  # Hydra's message does not name the group
         groups = [word for word in sys.argv[1:] if (CONF / word.partition("=")[0]).is_dir()]
         invalid = [word for word in groups if re.search(r"=(.*,)?(null|true|false|[-+.\d]+)(,|$)", word)]
         return f"{' '.join(invalid)}: must be the name of a file in this group"
     lines = [line.strip() for line in str(error).splitlines()]
     if isinstance(error, HydraException) and cause is not None:
-        lines.append(_first_line(cause))
+        lines.append(first_line(cause))
     return " ".join(line for line in lines if line and not line.startswith("To append"))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

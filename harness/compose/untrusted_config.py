@@ -61,14 +61,10 @@ def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
 
 def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
     """The dotted key and the content of each entry, at any depth, that is neither a section nor a list."""
-    if isinstance(node, dict):
-        children = node.items()
-    elif isinstance(node, list):
-        children = enumerate(node)
-    else:
-        children = ()
+    if not isinstance(node, dict | list):
         yield key, node
-    for name, child in children:
+        return
+    for name, child in node.items() if isinstance(node, dict) else enumerate(node):
         yield from _leaves(child, f"{key}.{name}".lstrip("."))
 
 

@@ -138,19 +138,16 @@ class _Counter(TorchDispatchMode):
         return output
 
 
-def causal_pairs(queries: int, keys: int) -> int:
-    """Number of pairs of a query t and a key j <= t."""
-    triangle = min(queries, keys)  # the first queries, of which query t sees t + 1 keys; later ones see all keys
-    return triangle * (triangle + 1) // 2 + (queries - triangle) * keys
-
-
 def _attention(a: Arguments, *, products: tuple[int, int] = (1, 1)) -> int:
     """Scores and weighted values: 2 (K + K') for each pair of a query and a key, of width K, with values of width K'.
     ``products`` has the numbers of matrix products over K and over K'."""
     streams, heads, queries, width = a["query"].shape
     keys = a["key"].shape[2]
-    pairs = streams * heads * (causal_pairs(queries, keys) if a.get("is_causal") else queries * keys)
-    return 2 * pairs * (products[0] * width + products[1] * a["value"].shape[3])
+    pairs = queries * keys
+    if a.get("is_causal"):
+        triangle = min(queries, keys)  # the first queries, of which query t sees t + 1 keys; later ones see all keys
+        pairs = triangle * (triangle + 1) // 2 + (queries - triangle) * keys
+    return 2 * streams * heads * pairs * (products[0] * width + products[1] * a["value"].shape[3])
 
 
 def _embedding_bag(a: Arguments) -> int:

@@ -4,6 +4,7 @@ the executed ones. Those of each sublayer must be at least half of the executed 
 
 from collections import deque
 from collections.abc import Generator
+from contextlib import ExitStack
 from functools import partial
 
 from harness.count.flops import count_flops, forward_flops_per_byte
@@ -25,12 +26,10 @@ def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, st
     def record_call(name: str, module: Sublayer, args: tuple, keywords: dict) -> None:
         calls[name].append(partial(module, *args, **keywords))
 
-    hooks = [s.register_forward_pre_hook(partial(record_call, name), with_kwargs=True) for name, s in sublayers.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, sublayer in sublayers.items():
+            hooks.enter_context(sublayer.register_forward_pre_hook(partial(record_call, name), with_kwargs=True))
         executed = forward_flops_per_byte(model, segment=segment, max_bytes=16 * span).per_byte
-    finally:
-        for hook in hooks:
-            hook.remove()
     ideal = model.ideal_flops()
     comparison = [f"eval, {segment} bytes after a full past: {ideal:,} ideal, {executed:,.0f} executed per byte"]
     if ideal > executed:

@@ -7,7 +7,7 @@ import ctypes
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -67,11 +67,6 @@ class Peak(NamedTuple):
 
         reserved_bytes = larger(self.reserved_bytes, new.reserved_bytes)
         return Peak(larger(self.bytes, new.bytes), new.approximate, reserved_bytes)
-
-    def over_processes(self, largest: Callable[[int], int]) -> "Peak":
-        """The maximum over all processes; ``largest`` computes it for one figure."""
-        peak, reserved = (None if figure is None else largest(figure) for figure in (self.bytes, self.reserved_bytes))
-        return Peak(peak, self.approximate, reserved)
 
 
 class PeakMemory:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.data.recall import copies, recall_floor, recall_stream
 from harness.data.skills import SKILLS, GeneratedCorpus
-from harness.data.sources import PUBLISHED, digest, distinct_values, read_path, read_published, read_stdlib
+from harness.data.sources import PUBLISHED, digest, read_path, read_published, read_stdlib
 from harness.data.synthetic_text import synthetic_text
 
 SPLITS = ("train", "valid", "test")
@@ -186,7 +186,7 @@ def _to_token_ids(
     with a smaller one, token ids number the different bytes of the corpus in order."""
     symbols, dropped = bytes(range(256)), b"\n" if drop_newlines else b""
     if vocabulary < 256:
-        symbols = bytes(byte for byte in distinct_values(content) if byte not in dropped)
+        symbols = bytes(byte for byte in np.unique(content).tolist() if byte not in dropped)
         if len(symbols) > vocabulary:
             raise ValueError(
                 f"data.vocabulary={vocabulary}: the corpus has {len(symbols)} different bytes; "

@@ -51,12 +51,8 @@ class Streams:
             )
 
     def carried_bytes(self, step: int) -> int:
-        """Bytes of each stream that its carried state has read before this step."""
+        """Bytes of each stream that its carried state has read before this step; 0 if it starts without state."""
         return step % self.steps_per_epoch * self.segment if self.carry else 0
-
-    def resets_state(self, step: int) -> bool:
-        """Whether the streams of this step start without state."""
-        return self.carried_bytes(step) == 0
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, counted from 0, for the streams of ``shard``: int64 ``[B, T]`` each."""

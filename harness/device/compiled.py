@@ -15,7 +15,6 @@ class Compiled:
 
     def __init__(self, model: nn.Module):
         self.model, self.graphs, self.fully_compiled = model, torch.compile(model), True
-        self.trim = getattr(model, "trim", lambda state: state)
 
     def __call__(self, tokens: Tensor, state: object = None, *, collect_stats: bool = False):
         scoring = not torch.is_grad_enabled()
@@ -24,7 +23,7 @@ class Compiled:
             tokens = tokens.expand(2, -1).contiguous()
             state = tree_map_only(Tensor, lambda s: torch.cat([s, s]), state)
         out = self._forward(tokens, state, scoring=scoring, collect_stats=collect_stats)
-        state = tree_map_only(Tensor, _contiguous_copy, self.trim(out.state))
+        state = tree_map_only(Tensor, _contiguous_copy, self.model.trim(out.state))
         if not duplicated:
             return out._replace(state=state)
         stats = {name: {key: x / 2 for key, x in sums.items()} for name, sums in out.stats.items()}

@@ -13,6 +13,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+import numpy
 import torch
 
 RECORDED_VARIABLES = re.compile(
@@ -48,8 +49,6 @@ def cpu_name() -> str:
 
 def versions(**more: object) -> dict[str, str]:
     """Return versions of Python, of the libraries that times depend on, and those of ``more`` that are not None."""
-    import numpy  # late: a trained model can be used without it
-
     libraries = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
     with contextlib.suppress(metadata.PackageNotFoundError):
         libraries["triton"] = metadata.version("triton")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.device.torchrun import Launch, read_launch
-from harness.failures import ERROR_CLASSES, ProcessLost, exit_code
+from harness.failures import ERROR_CLASSES, ProcessLost, exit_code, first_line
 
 TIMEOUT = timedelta(minutes=1)
 """How long a collective operation waits for a process that does not answer. The end of a process is noticed at once."""
@@ -56,13 +56,13 @@ class ProcessGroup(Launch):
             address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
             raise ProcessLost(
                 f"MASTER_ADDR:MASTER_PORT={address}: process {self.rank} of {self.world_size} could not connect to the "
-                f"others ({_first_line(error)}); allowed are an address and a free port of the first machine that all "
-                "can reach; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one of several networks"
+                f"others ({first_line(error)[:200]}); allowed are an address and a free port of the first machine that "
+                "all can reach; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one of several networks"
             ) from error
 
     def process_lost(self, error: Exception) -> ProcessLost:
         """Return the exception to raise in place of an ``error`` that another process has caused."""
-        reason = f"another process has ended or does not answer ({_first_line(error)})"
+        reason = f"another process has ended or does not answer ({first_line(error)[:200]})"
         return ProcessLost(f"process {self.rank} of {self.world_size}: {reason}; the same command resumes the run")
 
     def all_gather(self, local: T, *, long_wait: bool = False) -> list[T]:
@@ -72,10 +72,6 @@ class ProcessGroup(Launch):
         if self.world_size > 1:
             self._call(dist.all_gather_object, gathered, local, group=self._long_wait_group if long_wait else None)
         return gathered
-
-    def maximum(self, number: int) -> int:
-        """Return the largest of all processes' numbers."""
-        return max(self.all_gather(number, long_wait=True))
 
     def concatenate(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
         """Return all processes' tensors, concatenated by rank; ``lengths`` are their numbers of rows, if known."""
@@ -206,7 +202,3 @@ def _gradient_layout(parameter: nn.Parameter) -> int:
     if parameter.grad is None:
         return NO_GRADIENT
     return SPARSE if parameter.grad.is_sparse else DENSE
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]

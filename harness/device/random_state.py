@@ -2,6 +2,7 @@
 
 import random
 
+import numpy
 import torch
 
 from harness.hashing import integer_hash
@@ -11,7 +12,7 @@ def seed(number: int) -> None:
     """Seed all generators of this process."""
     torch.manual_seed(number)
     random.seed(number)
-    _numpy().seed(number % 2**32)
+    numpy.random.seed(number % 2**32)
 
 
 def seed_rank(number: int, *, step: int, rank: int) -> None:
@@ -21,7 +22,7 @@ def seed_rank(number: int, *, step: int, rank: int) -> None:
 
 def random_state() -> dict[str, object]:
     """Return every generator's state; None for an unused GPU, where reading the state would allocate memory."""
-    name, keys, *rest = _numpy().get_state()
+    name, keys, *rest = numpy.random.get_state()
     accelerator = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     state = {"torch": torch.get_rng_state(), "accelerator": accelerator, "python": random.getstate()}
     return state | {"numpy": (name, keys.tolist(), *rest)}
@@ -33,10 +34,4 @@ def set_random_state(state: dict[str, object]) -> None:
     if torch.cuda.is_available() and state.get("accelerator") is not None:
         torch.cuda.set_rng_state(state["accelerator"])
     random.setstate(state["python"])
-    _numpy().set_state(tuple(state["numpy"]))
-
-
-def _numpy():
-    import numpy  # late: a trained model can be used without it
-
-    return numpy.random
+    numpy.random.set_state(tuple(state["numpy"]))

@@ -64,9 +64,6 @@ class Runtime:
     processes: ProcessGroup = SINGLE
     compiled: dict[nn.Module, Compiled] = field(default_factory=dict, repr=False, compare=False)
 
-    def __post_init__(self):
-        assert self.precision in ("float32", "bfloat16"), f"runtime.precision={self.precision} is unresolved"
-
     def autocast(self) -> contextlib.AbstractContextManager:
         """Context for a forward pass in this precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
@@ -140,12 +137,10 @@ def device_of(name: str) -> torch.device:
                 "runtime.device=cpu"
             )
         return torch.device("cuda" if count else "cpu")
-    try:
+    with contextlib.suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is not None and (device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)):
-        return device
+        if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):
+            return device
     raise ValueError(
         f"runtime.device={name}: torch {torch.__version__} sees {count} CUDA devices; allowed are auto, cpu"
         + ", cuda, cuda:N" * bool(count)

@@ -9,12 +9,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Self
 
-from harness.failures import OutOfMemory, is_out_of_memory
+from harness.failures import OutOfMemory, first_line, is_out_of_memory
 
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.flop_counter", "harness.loop.prepare"]
 OUT_OF_MEMORY, FAILED = OutOfMemory.status, "failed"
@@ -31,7 +30,7 @@ class WorkerError(Exception):
         return self.args[1]
 
 
-class WorkerProcess:
+class WorkerProcess(AbstractContextManager):
     """A process that makes one object by ``make(*arguments)``, which are pickled, and calls its methods on request. Its
     allocations fail once its memory has grown by ``memory_limit_bytes`` since the start."""
 
@@ -78,9 +77,6 @@ class WorkerProcess:
             self._process.kill()
             self._process.join()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
 
@@ -108,7 +104,7 @@ def _serve(connection: Connection, folder: str, limit: int | None, make: Callabl
 
 def _error_for_parent(error: Exception) -> Exception:
     """Return the exception that the parent raises: a ValueError for a ValueError, else a WorkerError."""
-    reason = str(error).strip().partition("\n")[0]
+    reason = first_line(error)
     if is_out_of_memory(error):
         return WorkerError(OUT_OF_MEMORY, reason)
     if isinstance(error, ValueError):

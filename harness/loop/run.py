@@ -1,7 +1,7 @@
 """Run: the work of one command in a run folder. It holds the folder's lock, the record and the signal handlers, decides
 when to validate and to save, and at the end writes the scores of the best weights and the summary."""
 
-import json
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from harness.count.memory import Peak, PeakMemory
 from harness.device.model_parameters import full_tensors
 from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.stop_signal import StopSignal
-from harness.failures import OutOfMemory, is_out_of_memory
+from harness.failures import OutOfMemory, first_line, is_out_of_memory
 from harness.loop import summary
 from harness.loop.scoring import NOT_CAUSAL
 from harness.loop.trainer import Trainer
@@ -23,7 +23,7 @@ from harness.plan.build import Plan
 from harness.record import checkpoint
 from harness.record.closing_table import bits, data_label, print_closing_table, scored_splits
 from harness.record.folder import RunFolder
-from harness.record.rows import CONFIG, Record, write_summary
+from harness.record.rows import CONFIG, Record, to_json, write_summary
 from harness.record.wandb_run import WandbRun
 
 WARM_UP_STEPS = 2  # steps before peak memory is measured; they compile and allocate the optimizers' state
@@ -42,7 +42,7 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
                 raise processes.process_lost(error) from error
             if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
-            b, reason = plan.batch, str(error).partition("\n")[0][:200] or type(error).__name__
+            b, reason = plan.batch, first_line(error)[:200] or type(error).__name__
             out_of_memory = OutOfMemory(
                 f"out of memory ({reason}). Lower batch.streams={b.streams}, batch.segment={b.segment} or model.span="
                 f"{plan.model.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
@@ -102,15 +102,13 @@ class Run:
             device = f"{provenance['device']}, {trainer.backend}, {trainer.runtime.precision}"
             device += ", compiled" if trainer.runtime.compile else ""
             print(f"{task}: {self.folder.path}  |  {data_label(provenance['data'])}  |  {device}")
-            with self._processes.fail_together():
-                if self._processes.is_main:
-                    self._open_files(stack, provenance, saved)
+            self._processes.on_main(lambda: self._open_files(stack, provenance, saved))
             yield
 
     def _open_files(self, stack: ExitStack, provenance: dict, saved: dict) -> None:
         """Write the configuration, and open record and W&B run; ``saved`` is the restored checkpoint, or empty."""
         plan, path = self.plan, self.folder.path
-        config = json.loads(json.dumps(plan.config))  # JSON turns integer keys, which are layers, into text
+        config = to_json(plan.config)  # turns integer keys, which are layers, into text
         write_atomically(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
         self._record = stack.enter_context(Record(path, rows=saved.get("rows", 0), sha256=saved.get("sha256")))
         tags = (*plan.record.wandb.tags, plan.variant, self.trainer.corpus.name)
@@ -200,9 +198,7 @@ class Run:
     def _save_best(self) -> None:
         weights = full_tensors(self.trainer.model.state_dict(), keep=self._processes.is_main)
         content = {"model": weights, "bytes": self.trainer.spent.bytes, "identity": vars(self.folder.identity)}
-        with self._processes.fail_together():
-            if self._processes.is_main:
-                checkpoint.save_best(self.folder.path, content)
+        self._processes.on_main(lambda: checkpoint.save_best(self.folder.path, content))
 
     @contextmanager
     def _outside_training_peak(self) -> Iterator[None]:
@@ -210,6 +206,10 @@ class Run:
         self._training_peak = self._training_peak.maximum(self._peak_meter.read())
         yield
         self._peak_meter.reset()
+
+    def _over_processes(self, peak: Peak) -> Peak:
+        """Return the maximum of all processes' peaks."""
+        return functools.reduce(Peak.maximum, self._processes.all_gather(peak, long_wait=True))
 
     def checkpoint_due(self) -> bool:
         """Whether ``checkpoint.every_steps`` or ``checkpoint.every_seconds`` asks for a checkpoint."""
@@ -242,7 +242,7 @@ class Run:
         self.validate()
         best = processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.load_weights(best["model"])  # before the costs, because FLOPs depend on the weights
-        row |= summary.costs(trainer, peak=self._training_peak.over_processes(processes.maximum))
+        row |= summary.costs(trainer, peak=self._over_processes(self._training_peak))
         row |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(trainer.model.metrics({}))}
         row |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in trainer.splits:
@@ -253,7 +253,7 @@ class Run:
                 if floor := split_row.get("floor_bits_per_byte"):
                     change += f"; the data's floor is {floor:.4f}"
                 self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
-        row["memory"]["inference_peak_bytes"] = self._peak_meter.read().over_processes(processes.maximum).bytes
+        row["memory"]["inference_peak_bytes"] = self._over_processes(self._peak_meter.read()).bytes
         row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
         # Read again, because the run may have continued uncompiled since.
         row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}

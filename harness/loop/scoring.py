@@ -118,7 +118,7 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
     stats = functools.reduce(add_stats, processes.all_gather(stats))
-    changes = processes.concatenate(options["check"].changes)
+    changes = processes.concatenate(torch.cat(options["check"].changes))
     return Score(processes.concatenate(scored), stats, changes.mean().item() if len(changes) else 0.0)
 
 
@@ -132,7 +132,8 @@ class CausalityCheck:
         first: index of the first batch in which all streams are scored."""
 
     def __init__(self, seed: int | None, batches: Sized, *, rows: int, vocabulary: int, first: int = 0):
-        self.seed, self.vocabulary, self._changes = seed, vocabulary, [torch.empty(0)]
+        self.seed, self.vocabulary = seed, vocabulary
+        self.changes = [torch.empty(0)]  # absolute changes of the nats at checked positions
         scored = range(len(batches))[first:] or range(len(batches))
         repeats = range(-(-CHECKED_POSITIONS // rows))
         draws = integer_hash(_BATCH_KEY, seed, repeats) if scored and seed is not None else ()
@@ -150,12 +151,7 @@ class CausalityCheck:
             replaced = torch.where(later, (inputs + self.vocabulary // 2) % self.vocabulary, inputs)
             change = (predict(replaced)[0] - nats).abs()
             changes = [change[row, position] for row, position in enumerate(positions) if position >= 0]
-            self._changes.append(torch.tensor(changes))
-
-    @property
-    def changes(self) -> Tensor:
-        """Absolute change of the nats at each checked position, ``[n]``."""
-        return torch.cat(self._changes)
+            self.changes.append(torch.tensor(changes))
 
 
 @torch.no_grad()

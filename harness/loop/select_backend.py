@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from harness.device.runtime import Runtime, start
 from harness.device.worker_process import WorkerError, WorkerProcess
+from harness.failures import first_line
 from harness.plan.build import Plan, plan_run, replan
 from harness.plan.settings import RuntimeSettings
 from harness.plan.small import ON_CPU, reduce_depth
@@ -57,7 +58,7 @@ def select(plan: Plan, runtime: Runtime) -> dict | None:
         try:
             passed, errors[backend] = _compare_in_worker(backend, small, runtime)
         except (WorkerError, ValueError) as error:
-            passed, errors[backend] = False, str(error).strip().partition("\n")[0][:300]
+            passed, errors[backend] = False, first_line(error)[:300]
         if passed:
             return {"backend": backend, "errors": errors}
         if requested != "auto":

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,7 @@ class Trainer:
             score_ranges(len(self.reported_split(split)) - 1, plan.eval.streams)
         self.selection_split()
         if processes.world_size > 1:
-            if reason := next(self._multiprocess_errors(), None):
-                raise ValueError(reason)
+            self._check_division()
             random_state.seed_rank(plan.seed, step=0, rank=processes.rank)  # from here on only dropout draws numbers
 
     @property
@@ -82,7 +81,7 @@ class Trainer:
         began, index, flops = time.perf_counter(), self.spent.steps, self._step_flops()
         inputs, targets = self._batches_on_device.get(index) or self._send(index)
         self._batches_on_device = {index + 1: self._send(index + 1)}
-        state = None if self.stream.resets_state(index) else self.state
+        state = self.state if self.stream.carried_bytes(index) else None
         # The learning rate is that of the middle of the step, so that neither the first nor the last is 0.
         middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last_step)) / 2
         with compile_clock(compiled=self.runtime.compile) as compiling:
@@ -204,17 +203,18 @@ class Trainer:
             )
         return split
 
-    def _multiprocess_errors(self) -> Iterator[str]:
-        """Yield an error message for each reason why several processes cannot divide the work."""
+    def _check_division(self) -> None:
+        """ValueError if several processes cannot divide the work."""
         b, n_processes = self.plan.batch, self.runtime.processes.world_size
         if b.streams % n_processes:
-            yield f"batch.streams={b.streams}: with {n_processes} processes, allowed are multiples of {n_processes}"
+            allowed = f"allowed are multiples of {n_processes}"
+            raise ValueError(f"batch.streams={b.streams}: with {n_processes} processes, {allowed}")
         if b.accumulate > b.streams // n_processes:
             share = f"each of {n_processes} processes has {b.streams // n_processes} of batch.streams={b.streams}"
-            yield f"batch.accumulate={b.accumulate}: {share}; allowed is at most {b.streams // n_processes}"
+            raise ValueError(f"batch.accumulate={b.accumulate}: {share}; allowed is at most {b.streams // n_processes}")
         for name, optimizer in self.optimizers.optimizers.items():
             if self.plan.runtime.shard == "full" and not isinstance(optimizer, SHARDABLE):
-                yield (
+                raise ValueError(
                     f"runtime.shard=full: {type(optimizer).__name__}, the optimizer of {name}, may need unsharded "
                     "parameters; allowed is runtime.shard=none, or an optimizer of "
                     f"{', '.join(optimizer_class.__name__ for optimizer_class in SHARDABLE)}"
@@ -223,7 +223,7 @@ class Trainer:
             norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
             if norms or "streams_apart" in sublayer.limits:
                 cause = type(norms[0]).__name__ if norms else "streams that influence each other"
-                yield (
+                raise ValueError(
                     f"variant={self.plan.variant}: {name} has {cause}, and each of {n_processes} processes sees only a "
                     "part of the batch; allowed are one process, or a norm of each byte, such as LayerNorm"
                 )

@@ -16,15 +16,17 @@ from harness.model import LanguageModel, Layers
 from harness.optim.budget import UNITS
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
-from harness.plan.network import make_network, plan_layers
+from harness.plan.network import plan_layers
 from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, parse_section, parse_setting
 from harness.plan.space import apply_trial
 from harness.plan.targets import resolve
-from variants.contract import Position
+from variants.contract import LayerContext, Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
 GROUP_HINTS = {name: _HINTS[name] for name in ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")}
 """Keys of a variant's parameter group, and their types."""
+CONTEXT_KEYS = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
+"""Keys of ``model`` for ``LayerContext``. ``LanguageModel`` gets the rest without ``layers`` and ``default_bytes``."""
 MAX_CONTEXT = 16_384  # most unscored bytes that a stream of an evaluation reads before its first scored byte
 
 
@@ -47,9 +49,21 @@ class Plan(RunSettings):
     admission: str | None = None  # what ``admission`` of ``loop/admission.py`` has returned
 
     def make_model(self) -> LanguageModel:
-        """The model, initialised by torch's default generator; ValueError for incompatible sizes."""
-        settings = {"backend": self.runtime.backend, "checkpoint": self.runtime.checkpoint}
-        return make_network(self.layers, self.scheme, self.model, vocabulary=self.data["vocabulary"], **settings)
+        """The model, initialised by torch's default generator. ValueError for sizes or settings that a sublayer does
+        not support."""
+        pool: dict = {}
+        shared = {"n_layers": self.model.layers, "pool": pool, "backend": self.runtime.backend, "scheme": self.scheme}
+        shared |= {name: getattr(self.model, name) for name in CONTEXT_KEYS}
+        excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
+        model = LanguageModel(
+            self.layers,
+            lambda layer: LayerContext(layer=layer, **shared),
+            vocabulary=self.data["vocabulary"],
+            checkpoint=self.runtime.checkpoint,
+            **{name: setting for name, setting in vars(self.model).items() if name not in excluded},
+        )
+        pool.clear()  # the pool is only for objects that layers share while the model is built
+        return model
 
     def make_optimizers(self, model: LanguageModel) -> Optimizers:
         """The optimizers of a model built by ``make_model``."""

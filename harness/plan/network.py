@@ -1,4 +1,4 @@
-"""Network: the layers and the language model that a configuration describes."""
+"""Network: the layers that a configuration describes."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -7,15 +7,13 @@ from typing import Annotated
 from annotated_types import Ge
 from torch import nn
 
-from harness.model import LanguageModel, Layers
-from harness.plan.settings import ModelSettings, parse_setting
+from harness.model import Layers
+from harness.plan.settings import parse_setting
 from harness.plan.targets import resolve
-from variants.contract import WAYS, LayerContext, Position, Sublayer
+from variants.contract import WAYS, LayerContext, Sublayer
 
 VARIANT_KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
 """Keys of a variant besides its sublayers. ``numerics`` is the version of its golden numbers, null if it has none."""
-CONTEXT_KEYS = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
-"""Keys of ``model`` for ``LayerContext``. ``LanguageModel`` gets the rest without ``layers`` and ``default_bytes``."""
 
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
@@ -58,36 +56,8 @@ def _resolve_sublayer(name: object, node: object, trust: tuple[str, ...]) -> Cal
             f"variant.{name}: {name} cannot be a sublayer's name; allowed are identifiers, such as attention, "
             "feed_forward or memory, that torch.nn.ModuleDict does not use as attributes"
         )
-    return resolve(node, key=f"variant.{name}", base=Sublayer, trust=trust)
-
-
-def make_network(
-    layers: Layers,
-    scheme: Callable[..., Position],
-    sizes: ModelSettings,
-    *,
-    vocabulary: int,
-    backend: str,
-    checkpoint: str = "none",
-) -> LanguageModel:
-    """The model, initialised by torch's default generator. ``sizes`` is the section ``model``; other arguments are as
-    for ``LanguageModel`` and ``LayerContext``. ValueError for sizes or settings that a sublayer does not support."""
-    pool: dict = {}
-    context_settings = {name: getattr(sizes, name) for name in CONTEXT_KEYS}
-    context_settings |= {"n_layers": sizes.layers, "pool": pool, "backend": backend, "scheme": scheme}
-    excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
-    model = LanguageModel(
-        [
-            {name: functools.partial(_make_sublayer, factory, f"variant.{name}") for name, factory in layer.items()}
-            for layer in layers
-        ],
-        lambda layer: LayerContext(layer=layer, **context_settings),
-        vocabulary=vocabulary,
-        checkpoint=checkpoint,
-        **{name: setting for name, setting in vars(sizes).items() if name not in excluded},
-    )
-    pool.clear()  # the pool is only for objects that layers share while the model is built
-    return model
+    key = f"variant.{name}"
+    return functools.partial(_make_sublayer, resolve(node, key=key, base=Sublayer, trust=trust), key)
 
 
 def _make_sublayer(factory: functools.partial, key: str, context: LayerContext) -> Sublayer:

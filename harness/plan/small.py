@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from omegaconf import OmegaConf
+from torch.utils._pytree import tree_leaves_with_path
 
 from harness.plan.build import Plan, replan
 from harness.plan.network import VARIANT_KEYS
@@ -26,7 +27,8 @@ def apply_small(plan: Plan, *, command_line_keys: Collection[str] = ()) -> Plan:
     if not small:
         return plan
     config = OmegaConf.create({"variant": variant, "model": plan.config["model"]})
-    for key, size in _leaves(small):
+    for path, size in tree_leaves_with_path(small, is_leaf=lambda node: not isinstance(node, dict)):
+        key = ".".join(str(entry.key) for entry in path)
         config_key = key if key.startswith("model.") else f"variant.{key}"
         if config_key not in command_line_keys:
             OmegaConf.update(config, config_key, size, force_add=True)
@@ -34,15 +36,6 @@ def apply_small(plan: Plan, *, command_line_keys: Collection[str] = ()) -> Plan:
         return replan(plan, **OmegaConf.to_container(config))
     except ValueError as error:
         raise ValueError(f"variant.small: {error}") from error
-
-
-def _leaves(node: Mapping, key: str = "") -> list[tuple[str, object]]:
-    """The dotted key and the content of each entry, at any depth, that is no mapping."""
-    leaves = []
-    for name, child in node.items():
-        child_key = f"{key}.{name}".lstrip(".")
-        leaves += _leaves(child, child_key) if isinstance(child, Mapping) else [(child_key, child)]
-    return leaves
 
 
 def shrink(plan: Plan) -> Plan:

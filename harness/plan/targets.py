@@ -72,13 +72,12 @@ def constructor_schema(cls: type, *, key: str) -> dict[str, tuple[object, bool]]
         hints = {}
     schema = {}
     for parameter in parameters[1 if base else 0 :]:
+        hint = hints.get(parameter.name, typing.Any)
         is_keyword = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if is_keyword and parameter.name != RESERVED_KEYWORDS.get(base):
-            hint = hints.get(parameter.name, typing.Any)
             schema[parameter.name] = (hint, parameter.default is parameter.empty)
-    for parameter in parameters:
-        if parameter.kind is parameter.VAR_KEYWORD and typing.get_origin(hints.get(parameter.name)) is typing.Unpack:
-            (keywords,) = typing.get_args(hints[parameter.name])  # a TypedDict with the keywords of a base class
+        if parameter.kind is parameter.VAR_KEYWORD and typing.get_origin(hint) is typing.Unpack:
+            (keywords,) = typing.get_args(hint)  # a TypedDict with the keywords of a base class
             for name, hint in typing.get_type_hints(keywords).items():
                 schema[name] = (hint, name in keywords.__required_keys__)
     return schema

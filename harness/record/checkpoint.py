@@ -76,8 +76,11 @@ def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
         file = read_file(path, max_bytes=path.stat().st_size)
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror})") from error
-    if damage := _damage(file):
-        raise Damaged(f"{path} {damage}")
+    archive, ending = file[:-_ENDING_BYTES], file[-_ENDING_BYTES:]
+    if _COMMENT_PREFIX not in ending:
+        raise Damaged(f"{path} is damaged or cut off: it has no digest")
+    if ending != _ending(archive + _NO_COMMENT):
+        raise Damaged(f"{path} is damaged: its bytes do not match its digest")
     try:
         content = torch.load(io.BytesIO(file), map_location="cpu", weights_only=True)
         saved_identity = dict(content.get("identity") or {})
@@ -115,11 +118,3 @@ def _ending(archive: bytes | memoryview) -> bytes:
     """Return the last bytes of a file with this archive: the length of the comment, and the comment with its digest."""
     comment = _COMMENT_PREFIX + hashlib.sha256(archive).hexdigest().encode()
     return len(comment).to_bytes(len(_NO_COMMENT), "little") + comment
-
-
-def _damage(file: bytes) -> str | None:
-    """Return how a file differs from what was written, or None."""
-    archive, ending = file[:-_ENDING_BYTES], file[-_ENDING_BYTES:]
-    if _COMMENT_PREFIX not in ending:
-        return "is damaged or cut off: it has no digest"
-    return None if ending == _ending(archive + _NO_COMMENT) else "is damaged: its bytes do not match its digest"

@@ -29,9 +29,9 @@ def print_closing_table(summary: dict) -> None:
 
 def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float | None]]]:
     """Return label and bits per byte on each split, of the run and of compressors."""
-    rows = [("this run", [summary.get(f"{split}_bits_per_byte") for split in splits])]
-    rows += [(WINDOWS_LABEL, [summary.get(f"{split}_windows_bits_per_byte") for split in splits])]
-    rows += [("floor of the data", [summary.get(f"{split}_floor_bits_per_byte") for split in splits])]
+    scores = {"this run": "bits_per_byte", WINDOWS_LABEL: "windows_bits_per_byte"}
+    scores["floor of the data"] = "floor_bits_per_byte"
+    rows = [(label, [summary.get(f"{split}_{key}") for split in splits]) for label, key in scores.items()]
     answers = [summary.get(f"{split}_bits_per_copy") or {} for split in splits]
     rows += [(f"answers, {label}", [bits_by_label.get(label) for bits_by_label in answers]) for label in answers[0]]
     rows = [(label, numbers) for label, numbers in rows if any(number is not None for number in numbers)]

@@ -29,9 +29,7 @@ def score_conditions(row: Mapping) -> str:
         protocol |= {"span": None, "context": None}
     conditions = {"data": _mapping(row, "data").get("sha256"), "budget": budget, "protocol": protocol}
     conditions |= {"tuning": row.get("purpose") == "tune", "every": _mapping(config, "eval").get("every")}
-    conditions |= {
-        "continued": _mapping(config, "init_from").get("run") is not None
-    }  # the budget lacks the earlier run
+    conditions["continued"] = _mapping(config, "init_from").get("run") is not None  # the budget lacks the earlier run
     conditions |= {"capped": _mapping(row, "capped").get("valid")}  # test has the same cap, but is not always scored
     return json.dumps([conditions, cost_conditions(row) if "seconds" in budget else None], sort_keys=True)
 

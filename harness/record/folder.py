@@ -127,8 +127,7 @@ class RunFolder:
             return
         if not is_locked:
             self.lock()
-        lock_exists = os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno()))
-        if lock_exists:  # otherwise a user has removed the folder
+        if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):  # else a user has removed it
             status = kind.status if (kind := failure_class(error)) else "failed"
             message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
             write_summary(self.path, summary=provenance | {"status": status, "error": message})

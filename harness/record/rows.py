@@ -8,12 +8,11 @@ row, written completely or not at all."""
 import errno
 import hashlib
 import json
-import math
 import os
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
 
 from harness.cache import append_atomically, raise_storage_failure, write_all, write_atomically
 from harness.failures import Damaged, Failure
@@ -32,7 +31,7 @@ FAILED = ("failed", *(failure.status for failure in Failure.__subclasses__()))
 """Values of ``status`` in the summary of a run that ended with an error."""
 
 
-class Record:
+class Record(AbstractContextManager):
     """Appends rows to ``record.jsonl`` of a run folder, truncated to its first ``rows``, those of a checkpoint. Raises
     Damaged if it has fewer complete rows, or if their digest is not ``sha256``."""
 
@@ -64,9 +63,6 @@ class Record:
         self._rows += 1
         self._sha256.update(line)
         return row
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind, error, trace) -> None:
         self._file.close()
@@ -110,18 +106,9 @@ def _line(row: dict) -> bytes:
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
-def to_json(node: object) -> Any:
-    """Return ``node`` with None for numbers that are not finite, lists for tuples, and texts for paths."""
-    match node:
-        case float():
-            return node if math.isfinite(node) else None
-        case dict():
-            return {key: to_json(child) for key, child in node.items()}
-        case list() | tuple():
-            return [to_json(child) for child in node]
-        case Path():
-            return str(node)
-    return node
+def to_json(row: Mapping) -> dict:
+    """Return a row with None for numbers that are not finite, lists for tuples, and texts for paths and all keys."""
+    return json.loads(json.dumps(row, default=os.fspath), parse_constant=lambda constant: None)
 
 
 def read_rows(path: Path) -> list[dict]:

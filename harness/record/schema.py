@@ -1,12 +1,12 @@
 """Schemas of rows: ``rows.yaml`` as pydantic types. Rows that are read are validated, as files may be edited."""
 
-import math
 import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from annotated_types import Interval, MaxLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
@@ -30,8 +30,6 @@ LEAF_TYPES = {
 @cache
 def schemas() -> Mapping[str, TypeAdapter]:
     """Return the schemas of ``rows.yaml`` by name."""
-    import yaml  # late: slow to import
-
     content = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
     return {name: TypeAdapter(_type(node)) for name, node in content.items() if name != "parts"}
 
@@ -96,5 +94,4 @@ def flatten(node: Mapping, *, separator: str = ".", prefix: str = "") -> dict[st
 
 def is_number(node: object) -> bool:
     """Whether ``node`` is a number, finite and below ``MAX_NUMBER``. True and False are not numbers."""
-    numeric = isinstance(node, int | float) and not isinstance(node, bool)
-    return numeric and -MAX_NUMBER < node < MAX_NUMBER and math.isfinite(node)
+    return isinstance(node, int | float) and not isinstance(node, bool) and -MAX_NUMBER < node < MAX_NUMBER

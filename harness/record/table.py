@@ -58,9 +58,9 @@ class Drawing:
     png: bytes
 
 
-def print_table(table: Table, *, console: Console | None = None) -> None:
-    """Print title, caption, table and notes, by default to standard output."""
-    console = console or Console(highlight=False)
+def print_table(table: Table) -> None:
+    """Print title, caption, table and notes."""
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, DEFAULT_WIDTH)
     rich_table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)

@@ -13,10 +13,9 @@ import secrets
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 from harness.record.schema import flatten, is_number
 
@@ -24,7 +23,7 @@ PROGRESS_KEYS = ("bytes_seen", "step", "epochs", "fraction", "training_flops", "
 INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0  # longest waits: for the server at the start, and for uploads at the end
 
 
-class WandbRun:
+class WandbRun(AbstractContextManager):
     """The W&B run of a job, a context that finishes it. ``hint`` is a line with the URL of the W&B run, or with the
     command that uploads it; it is empty if W&B is disabled.
 
@@ -74,9 +73,6 @@ class WandbRun:
                     run.finish(exit_code=1)
                 with suppress(Exception, SystemExit):
                     sys.modules["wandb"].teardown()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, error_type, error, trace) -> None:
         """Finish the W&B run, and wait at most ``FINISH_SECONDS`` for uploads."""
