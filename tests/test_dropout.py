@@ -9,20 +9,14 @@ from variants.kernels.window import Persistent, Window
 PINNED = [4062030576, 2427499623, 1513036796, 93295047, 2092645796, 1060211399, 2759667482, 2839109181]
 
 
-def rows_of(seed: int | Tensor, *, streams, heads, queries) -> Tensor:
-    indices = {"streams": streams, "heads": heads, "queries": queries}
-    indices = {name: torch.tensor(list(numbers)) for name, numbers in indices.items()}
-    return dropout.row_numbers(torch.as_tensor(seed), **indices)
-
-
 def keep_mask(seed: int, *, streams=2, heads=3, size=128, rate=0.3) -> Tensor:
     """A mask ``[streams, heads, size, size]`` of the weights that dropout keeps."""
-    rows = rows_of(seed, streams=range(streams), heads=range(heads), queries=range(size))
+    rows = dropout.row_numbers(torch.tensor(seed), streams, heads, size)
     return dropout.keep_mask(rows, torch.arange(size), rate)
 
 
 def test_numbers_are_pinned_for_implementations_in_other_languages():
-    rows = rows_of(0x0123456789ABCDEF, streams=[0, 7], heads=[0, 3], queries=[0, 511])
+    rows = dropout.row_numbers(torch.tensor(0x0123456789ABCDEF), 8, 4, 512)[[0, 7]][:, [0, 3]][..., [0, 511]]
     assert dropout.mix(torch.tensor([0, 1, dropout.MASK_32])).tolist() == [0, 1753845952, 1734902346]
     assert rows.flatten().tolist() == PINNED
 
@@ -52,7 +46,7 @@ def test_plain_attention_applies_the_mask_and_divides_by_one_minus_the_rate():
     inputs = (q, k, torch.eye(keys, keys + n).double().expand(2, 2, -1, -1), Window((4, 6), shift))
     without_dropout, seed = window.attend(*inputs, persistent=persistent), torch.tensor(77)
     y = window.attend(*inputs, persistent=persistent, dropout=rate, seed=seed)
-    drawn_rows = rows_of(seed, streams=range(2), heads=range(2), queries=range(rows))
+    drawn_rows = dropout.row_numbers(seed, 2, 2, rows)
     for t in range(rows):
         columns = [keys - rows + t - shift - j for j in range(keys)] + [dropout.PERSISTENT + i for i in range(n)]
         mask = dropout.keep_mask(drawn_rows[:, :, t : t + 1], torch.tensor(columns), rate)[:, :, 0]

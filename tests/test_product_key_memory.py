@@ -14,7 +14,7 @@ from tests.reference.product_key_memory import product_key_memory as reference
 from tests.reference_case import normal
 from variants.contract import LayerContext
 from variants.kernels import product_search
-from variants.product_key_memory import ProductKeyMemory, candidate_pairs, search, select_slots
+from variants.product_key_memory import ProductKeyMemory, SelectSlots, candidate_pairs, search
 
 pytestmark = pytest.mark.numeric
 
@@ -97,7 +97,7 @@ def test_under_bfloat16_autocast_the_slots_are_those_of_float32():
     outcomes = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            slots, sums = select_slots(query, keys, top_k=4, pairs=candidate_pairs(top_k=4, half_keys=30))
+            slots, sums = SelectSlots.apply(query, keys, candidate_pairs(top_k=4, half_keys=30), 4, False)
         outcomes.append([slots, sums, *torch.autograd.grad(sums.square().sum(), (query, keys))])
     assert all(map(torch.equal, *outcomes))
     first = torch.tensor([128.0, 127.5], dtype=torch.bfloat16)

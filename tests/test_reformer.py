@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.attention_case import DOUBLE, B, Case, assert_near, assert_same
 from variants.kernels import window
 from variants.kernels.window import Window
-from variants.reformer import Reformer, lsh_attention
+from variants.reformer import Reformer
 
 pytestmark = pytest.mark.numeric
 
@@ -35,7 +35,7 @@ def test_with_a_single_bucket_it_equals_windowed_attention_for_any_number_of_rou
     queries = kv[:, :, -length:, :K] * factors[..., None]
     expected = window.attend(queries, kv[..., :K], kv[..., K:], Window((5,) * H, 1))
     hashes = torch.zeros(B, H, rounds, 12, dtype=torch.int32)
-    y, n_visible = lsh_attention(kv, factors, hashes, bucket_keys=20, max_distance=5, shift=1)
+    y, n_visible = build(bucket_keys=20, span=5, attend_self=False).attend(kv, factors, hashes)
     assert_same(y, expected, named={"kv": kv, "factors": factors})
     assert n_visible[0, 0].tolist() == [min(5, at) for at in range(12 - length, 12)]
 

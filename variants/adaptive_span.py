@@ -136,6 +136,3 @@ class DynamicSpan(SoftSpan):
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         return self.span_metrics(stats["span_sum"] / stats["bytes"]) if "span_sum" in stats else {}
-
-    def ideal_flops(self) -> int:
-        return 2 * self.gate.weight.numel()

@@ -22,7 +22,7 @@ the state grows with the mean span; on the plain backend, all heads carry the lo
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from variants.context import VisibleKeys, before, last, last_keys, weights_of
 from variants.contract import WAYS, Honours, Inspection, LayerContext, NeededFlops, Part, Spans, State, SublayerOutput
 from variants.kernels import fused
 from variants.kernels.window import PastKV, Persistent, Window, count_pairs, soft_mask
-from variants.multi_head import MultiHead, head_means, head_stats, start_of
+from variants.multi_head import EPSILON, HeadKeywords, MultiHead, head_means, head_stats, start_of
 
 
 class AttentionSpan(Spans):
@@ -92,14 +92,6 @@ class AttentionSpan(Spans):
         self.span = span
         self.set_keys((span,) * self.heads)
 
-    def ideal_flops(self) -> int:
-        """Return forward FLOPs per byte for computing the spans."""
-        return 0
-
-
-EPSILON = 1e-6
-"""Added to the mean square of a query or key before the square root."""
-
 
 class Segment(NamedTuple):
     """A projected segment."""
@@ -118,21 +110,20 @@ class Attention(MultiHead, OnKernels):
     """Causal multi-head attention over a window of the past.
 
     Args:
-        context, d_head, bias, zero_init, kv_heads: see ``MultiHead``.
+        context, kv_heads, and keywords ``heads``: see ``MultiHead``.
         span: factory of the ``AttentionSpan``; None for a fixed span.
         persistent: factory of the ``PersistentKV``, or None.
         qk_norm, gate, sink: whether to use each option.
         key_bias: factory of a ``Part`` that maps ``[B, T, D]`` to key and query biases ``[B, H, T]``, or None."""
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    extra_columns: int = 0
+    """Columns beyond K of a head's queries and keys, or of its values; FLOPs count them."""
 
     def __init__(
         self,
         context: LayerContext,
         *,
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
         span: Callable[[LayerContext], AttentionSpan] | None = None,
         persistent: Callable[..., PersistentKV] | None = None,
         kv_heads: int | None = None,
@@ -140,10 +131,12 @@ class Attention(MultiHead, OnKernels):
         gate: bool = False,
         sink: bool = False,
         key_bias: Callable[[LayerContext], Part] | None = None,
+        **heads: Unpack[HeadKeywords],
     ):
         self.maps = (*self.maps, "gate") if gate else self.maps
         self.scaled = not qk_norm
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, kv_heads=kv_heads)
+        super().__init__(context, kv_heads=kv_heads, **heads)
+        self.carried_width = context.d_model  # of inputs, with ``cache: hidden``
         self.position = context.position(self.d_head)
         self.span = (span or AttentionSpan)(context)
         self.honours = replace(self.honours, span=self.span.follows_model_span)
@@ -357,8 +350,9 @@ class Attention(MultiHead, OnKernels):
         in_segment, past, inputs = self._pairs(segment, carried)
         needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
         if self.cache == "kv":
-            return needed._replace(backward=needed.backward - 4 * self.d_head * past / segment)
-        reprojection = 4 * self.d_head * self.key.in_features * inputs / segment
+            of_columns = 2 * self.extra_columns * past / segment
+            return needed._replace(backward=needed.backward - 4 * self.d_head * past / segment - of_columns)
+        reprojection = 4 * self.d_head * self.carried_width * inputs / segment
         if self.key_bias is not None:  # per key-value head
             reprojection += self.key_bias.ideal_flops() * inputs / segment / self.kv_heads
         return NeededFlops(needed.forward + reprojection, needed.backward + reprojection)
@@ -377,7 +371,7 @@ class Attention(MultiHead, OnKernels):
         if self.persistent is not None:
             per_head += 4 * self.persistent.number * self.d_head
         parts = self.span.ideal_flops() + (0 if self.key_bias is None else self.key_bias.ideal_flops())
-        return 2 * self.matrix_sizes() + self.heads * per_head + parts
+        return 2 * self.matrix_sizes() + self.heads * per_head + parts + self.heads * 2 * keys * self.extra_columns
 
 
 def carried_dtype(x: Tensor) -> torch.dtype:

@@ -207,6 +207,8 @@ class Sublayer(nn.Module):
 class Part(nn.Module):
     """A component of a sublayer. Each ``_target_`` in a sublayer's keywords is one, except in ``any_module.py``."""
 
+    ideal_flops = Sublayer.ideal_flops
+
 
 class Spans(Part):
     """Spans of a sublayer's heads. If they are learned, their parameters change the cost of a step."""

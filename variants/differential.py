@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from variants.attention import Attention
 from variants.context import VisibleKeys
-from variants.contract import LayerContext, NeededFlops
+from variants.contract import LayerContext
 from variants.kernels.window import Window
 from variants.multi_head import HeadKeywords
 
@@ -42,6 +42,7 @@ class Differential(Attention):
         self.initial = 0.8 - 0.6 * math.exp(-0.3 * context.layer)
         self.factors = nn.ParameterList(0.1 * torch.randn(self.d_head) for _ in range(4))  # l_q1, l_k1, l_q2, l_k2
         self.gain = nn.Parameter(torch.ones(2 * self.d_head))
+        self.extra_columns = self.d_head  # a head reads both halves of the pair's values
 
     def attend(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, *, bias: Tensor | None = None, **options
@@ -63,17 +64,6 @@ class Differential(Attention):
 
     def inspect(self, x: Tensor) -> None:
         """Return None, because the weights of a difference of maps may be negative."""
-
-    def _forward_flops(self, keys: float) -> float:
-        """Count for each head its scores, and both halves of the pair's values."""
-        return super()._forward_flops(keys) + self.heads * 2 * keys * self.d_head
-
-    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        needed = super().needed_flops(segment, carried=carried)
-        if self.cache == "hidden":
-            return needed
-        past = self._pairs(segment, carried)[1]
-        return needed._replace(backward=needed.backward - 2 * self.d_head * past / segment)
 
 
 def _repeat_member(x: Tensor, member: int, *, dim: int = 1) -> Tensor:

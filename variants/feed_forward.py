@@ -15,17 +15,13 @@ from torch import Tensor, nn
 from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput, check_choice, check_numbers
 
 
-def squared_relu(h: Tensor) -> Tensor:
-    return F.relu(h).square()
-
-
 def swiglu(h: Tensor) -> Tensor:
     """Map ``h [..., 2*hidden]``, gates first, to ``[..., hidden]``."""
     gate, linear = h.chunk(2, dim=-1)
     return F.silu(gate) * linear
 
 
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "relu2": squared_relu, "swiglu": swiglu}
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "relu2": lambda h: F.relu(h).square(), "swiglu": swiglu}
 
 
 class FeedForward(Sublayer):

@@ -34,7 +34,3 @@ class ForgetGate(Part):
             logits = self.gate(x.to(torch.promote_types(x.dtype, torch.float32)))
             b = -F.logsigmoid(logits).cumsum(dim=1).mT
         return b, b
-
-    def ideal_flops(self) -> int:
-        """Return forward FLOPs per byte."""
-        return 2 * self.gate.weight.numel()

@@ -24,29 +24,24 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants.contract import Honours, LayerContext, NeededFlops, State, SublayerOutput, check_choice, check_numbers
+from variants.contract import Honours, LayerContext, State, Sublayer, SublayerOutput, check_choice, check_numbers
 from variants.gated_linear import InputDecay
 from variants.kernels import decayed_sums
 from variants.kernels.carried_sums import without_autocast
-from variants.multi_head import HeadKeywords, MultiHead
-
-EPSILON = 1e-6
-"""Added to a sum of squares before the square root."""
+from variants.linear import CarriedSums, SumsKeywords
+from variants.multi_head import EPSILON
 
 
-class GatedDelta(MultiHead):
+class GatedDelta(CarriedSums):
     """Attention by carried sums with the gated delta rule.
 
     Args:
-        context, d_head, bias, zero_init: see ``MultiHead``.
         decay: ``head`` for one decay per head (Gated DeltaNet), ``channel`` for one per channel (Kimi Delta Attention).
         filter_bytes: length in bytes of the filters of queries, keys and values.
-        chunk: C, bytes of a chunk, within which all pairs of queries and keys are multiplied; it changes only the cost.
-    """
+        sums: keywords of ``CarriedSums``."""
 
     honours = Honours(attend_self={True, False})
     maps = ("query", "key", "value", "gate")
-    scaled = False
 
     def __init__(
         self,
@@ -54,19 +49,17 @@ class GatedDelta(MultiHead):
         *,
         decay: str = "head",
         filter_bytes: int = 4,
-        chunk: int = 32,
-        **heads: Unpack[HeadKeywords],
+        **sums: Unpack[SumsKeywords],
     ):
-        check_numbers(1, chunk=chunk, filter_bytes=filter_bytes)
+        check_numbers(1, filter_bytes=filter_bytes)
         check_choice(("head", "channel"), decay=decay)
-        super().__init__(context, **heads)
+        super().__init__(context, **sums)
         channels, rank = (1, None) if decay == "head" else (self.d_head, self.d_head)
         self.decay = InputDecay(context, channels=channels, rank=rank)
         self.strength = nn.Linear(context.d_model, self.heads, bias=False)
         filters = torch.empty(filter_bytes, 3 * self.heads * self.d_head)  # the last tap is the byte itself
         self.filters = nn.Parameter(filters.uniform_(-1, 1) * filter_bytes**-0.5)
         self.gain = nn.Parameter(torch.ones(self.d_head))
-        self.chunk = self.period = chunk
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -93,20 +86,13 @@ class GatedDelta(MultiHead):
         taps = (inputs[:, i : i + length] * weight for i, weight in enumerate(self.filters.to(x.dtype)))
         return F.silu(sum(taps)), inputs[:, length:].detach().clone()
 
-    def reach(self) -> None:
-        """Return None, unbounded, because a decaying sum includes all of the past."""
-
-    def matrix_sizes(self) -> int:
-        return super().matrix_sizes() + self.decay.matrix_sizes() + self.strength.weight.numel()
+    def inspect(self, x: Tensor) -> None:
+        """Return None, because the weights of the delta rule may be negative."""
 
     def ideal_flops(self) -> int:
         """Count projections, and for each head 2 K^2 for each of three products with S: a key's read and write, and a
         query's read."""
-        return 2 * self.matrix_sizes() + 6 * self.heads * self.d_head**2
-
-    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """All bytes have equal FLOPs; the backward pass has two products for each product of the forward pass."""
-        return NeededFlops.of_products(self.ideal_flops())
+        return Sublayer.ideal_flops(self) + 6 * self.heads * self.d_head**2
 
 
 def _unit_length(x: Tensor) -> Tensor:

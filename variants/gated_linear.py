@@ -33,7 +33,7 @@ class InputDecay(nn.Module):
 
     def __init__(self, context: LayerContext, *, channels: int = 1, rank: int | None = None):
         super().__init__()
-        self.heads, self.rank = context.heads, rank
+        self.heads = context.heads
         self.down = None if rank is None else nn.Linear(context.d_model, rank, bias=False)
         self.up = nn.Linear(rank or context.d_model, context.heads * channels)
         nn.init.zeros_(self.up.weight)
@@ -47,10 +47,6 @@ class InputDecay(nn.Module):
         x = F.linear(x, self.up.weight.to(x.dtype), self.up.bias.to(x.dtype))
         return F.logsigmoid(x.unflatten(-1, (self.heads, -1)).transpose(1, 2))
 
-    def matrix_sizes(self) -> int:
-        """Return multiply-adds per byte."""
-        return self.up.weight.numel() + (0 if self.down is None else self.down.weight.numel())
-
 
 class GatedLinear(LinearAttention):
     """Linear attention with an input-dependent decay; keywords as in ``CarriedSums``."""
@@ -63,6 +59,3 @@ class GatedLinear(LinearAttention):
 
     def log_decay(self, x: Tensor) -> Tensor:
         return self.decay(x)
-
-    def matrix_sizes(self) -> int:
-        return super().matrix_sizes() + self.decay.matrix_sizes()

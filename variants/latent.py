@@ -53,7 +53,7 @@ class Latent(Attention):
         check_numbers(1, null="null for half of d_head", d_position=d_position)
         super().__init__(context, **heads)
         self.latent = latent or 2 * self.d_head
-        self.d_position = d_position or max(2, self.d_head // 4 * 2)
+        self.d_position = self.extra_columns = d_position or max(2, self.d_head // 4 * 2)
         self.position = context.position(self.d_position)
         width, bias = context.d_model, heads.get("bias", False)
         self.query = nn.Linear(width, self.heads * self.kernel_width, bias=bias)  # [W_q; W_p] of each head
@@ -61,7 +61,7 @@ class Latent(Attention):
         self.up = nn.Linear(self.latent, 2 * self.heads * self.d_head, bias=bias)  # [W_k; W_v]
         self.gain = nn.Parameter(torch.ones(self.latent))
         self.maps = ("query", "down", "up")
-        self.cache = "hidden"  # c and r are carried like inputs, and projected again to keys and values
+        self.cache, self.carried_width = "hidden", self.latent  # c is carried like inputs, with r, and projected again
 
     @property
     def kernel_width(self) -> int:
@@ -90,14 +90,7 @@ class Latent(Attention):
     def join(self, y: Tensor) -> Tensor:
         return super().join(y[..., : self.d_head])
 
-    def _forward_flops(self, keys: float) -> float:
-        """Add products with the R columns by which queries and keys are wider than values."""
-        return super()._forward_flops(keys) + self.heads * 2 * keys * self.d_position
-
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Count as in ``Attention``. Carried latents give gradients to W_k and W_v, but get none."""
-        in_segment, past, latents = self._pairs(segment, carried)
-        needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
-        reprojection = 4 * self.d_head * self.latent * latents / segment
-        constant = 2 * self.d_position * past / segment
-        return NeededFlops(needed.forward + reprojection, needed.backward + reprojection - constant)
+        """Count as in ``Attention``, but the r of past keys needs no gradient."""
+        needed, past = super().needed_flops(segment, carried=carried), self._pairs(segment, carried)[1]
+        return needed._replace(backward=needed.backward - 2 * self.d_position * past / segment)

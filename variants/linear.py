@@ -49,7 +49,7 @@ class SumsKeywords(HeadKeywords, total=False):
 
 
 class CarriedSums(MultiHead):
-    """Attention whose weights are products of features, computed from carried sums; subclasses define the features.
+    """Attention by carried sums. Subclasses define what is summed; here it is products of features and values.
 
     Args:
         chunk: C, bytes of a chunk, within which all pairs of queries and keys are multiplied; it changes only the cost.
@@ -63,7 +63,6 @@ class CarriedSums(MultiHead):
     def __init__(self, context: LayerContext, *, chunk: int = 32, **heads: Unpack[HeadKeywords]):
         check_numbers(1, chunk=chunk)
         super().__init__(context, **heads)
-        self.position = context.position(self.d_head)
         self.chunk = self.period = chunk
 
     def forward(
@@ -88,7 +87,7 @@ class CarriedSums(MultiHead):
     def ideal_flops(self) -> int:
         """Count projections, and for each head 2 F K to add a key's value to S, and 2 F (K + 1) to read S and z. Pairs
         within a chunk are not counted, because they replace these products."""
-        return 2 * self.matrix_sizes() + 2 * self.heads * self.features * (2 * self.d_head + 1)
+        return super().ideal_flops() + 2 * self.heads * self.features * (2 * self.d_head + 1)
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """All bytes have equal FLOPs; the backward pass has two products for each product of the forward pass."""
@@ -105,6 +104,7 @@ class LinearAttention(CarriedSums):
 
     def __init__(self, context: LayerContext, *, feature_map: str = "elu", **sums: Unpack[SumsKeywords]):
         super().__init__(context, **sums)
+        self.position = context.position(self.d_head)
         check_choice(FEATURE_MAPS, feature_map=feature_map)
         self.map, self.features = FEATURE_MAPS[feature_map], self.d_head
 

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from variants.contract import LayerContext, Sublayer, check_numbers, wide
 
+EPSILON = 1e-6
+"""Added to a mean square before the square root."""
+
 
 class HeadKeywords(TypedDict, total=False):
     """Keywords that a mechanism passes to ``MultiHead``."""

@@ -19,6 +19,7 @@ selected. ALiBi, relative positions and ``cache: hidden`` are refused here."""
 
 from dataclasses import replace
 from functools import partial
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ from variants.attention import Attention, AttentionSpan
 from variants.compressor import Compressor
 from variants.context import last
 from variants.contract import Honours, LayerContext, State, SublayerOutput, check_numbers
-from variants.multi_head import head_means, head_stats, start_of
+from variants.multi_head import HeadKeywords, head_means, head_stats, start_of
 
 BRANCHES = "compressed", "selected", "window"
 QUERIES_AT_ONCE = 128
@@ -45,7 +46,7 @@ class NativeSparse(Attention):
         selected: blocks whose bytes a query reads, from 1.
         window: w, keys of the window branch, from 1; None for S / 4.
         compressor: see ``Compressor``.
-        context, d_head, bias, zero_init, kv_heads: see ``MultiHead``."""
+        context, kv_heads, and keywords ``heads``: see ``MultiHead``."""
 
     honours = Honours(position={"rotate"}, attend_self={True, False}, span=True)
 
@@ -57,20 +58,18 @@ class NativeSparse(Attention):
         selected: int = 4,
         window: int | None = None,
         compressor: str = "softmax",
-        d_head: int | None = None,
-        bias: bool = False,
-        zero_init: bool = False,
         kv_heads: int | None = None,
+        **heads: Unpack[HeadKeywords],
     ):
         check_numbers(1, block=block, selected=selected, window=window)
         if block > context.span:
             raise ValueError(f"block={block}: allowed are integers from 1 to model.span={context.span}")
         self.window = max(1, context.span // 4) if window is None else window
         span = AttentionSpan(replace(context, span=min(self.window, context.span)))
-        sizes = {"d_head": d_head, "bias": bias, "zero_init": zero_init, "kv_heads": kv_heads}
-        super().__init__(context, **sizes, span=lambda _: span)
+        super().__init__(context, kv_heads=kv_heads, **heads, span=lambda _: span)
         self.block = self.period = block
         self.selected, self.max_keys = selected, context.span
+        bias = heads.get("bias", False)
         self.far = nn.Linear(context.d_model, 2 * self.kv_heads * self.d_head, bias=bias)  # keys and values of blocks
         self.branch_gates = nn.Linear(context.d_model, len(BRANCHES) * self.heads)
         sizes = {"ratio": block, "heads": self.kv_heads, "d_head": self.d_head}

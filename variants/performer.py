@@ -19,7 +19,7 @@ from typing import Unpack
 
 import torch
 from einops import einsum
-from torch import Tensor
+from torch import Tensor, nn
 
 from variants.contract import LayerContext, NeededFlops, State, check_numbers
 from variants.kernels.carried_sums import attend, without_autocast
@@ -28,10 +28,7 @@ from variants.linear import CarriedSums, SumsKeywords
 
 def orthogonal_rows(n: int, width: int) -> Tensor:
     """Return normal vectors ``[n, width]``; each block of ``width`` vectors is orthogonal."""
-    blocks = []
-    for _ in range(math.ceil(n / width)):
-        q, r = torch.linalg.qr(torch.randn(width, width))
-        blocks.append(q * r.diagonal().sign())  # the signs make the distribution uniform
+    blocks = [nn.init.orthogonal_(torch.empty(width, width)) for _ in range(math.ceil(n / width))]
     lengths = torch.randn(n, width).norm(dim=1)
     return torch.cat([block.T for block in blocks])[:n] * lengths[:, None]
 
@@ -54,6 +51,7 @@ class Performer(CarriedSums):
 
     def __init__(self, context: LayerContext, *, features: int | None = None, **sums: Unpack[SumsKeywords]):
         super().__init__(context, **sums)
+        self.position = context.position(self.d_head)
         check_numbers(1, features=features, null="null for K ln K")
         self.features = features or max(1, round(self.d_head * math.log(self.d_head)))
         rows = [orthogonal_rows(self.features, self.d_head) for _ in range(self.heads)]

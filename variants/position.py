@@ -14,9 +14,9 @@ HALF_BITS = 30
 WHOLE_TURN = 2 ** (2 * HALF_BITS)
 
 
-def rotary_frequencies(d_head: int, base: float) -> Tensor:
-    """Return radians per position for each of the ``d_head / 2`` planes, float64 ``[d_head / 2]``."""
-    return base ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+def rotary_frequencies(width: int, base: float = 10000.0) -> Tensor:
+    """Return radians per position for each of the ``width / 2`` planes, rounded up, float64 ``[width / 2]``."""
+    return base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
 def turns(frequencies: Tensor) -> Tensor:
@@ -31,10 +31,6 @@ def angles(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
     upper, lower = (position[..., None] * half for half in turns)
     units = ((upper % 2**HALF_BITS) << HALF_BITS) + lower + WHOLE_TURN // 2
     return (units % WHOLE_TURN - WHOLE_TURN // 2).to(dtype) * (2 * math.pi / WHOLE_TURN)
-
-
-def sinusoid_turns(d_model: int) -> Tensor:
-    return turns(rotary_frequencies(d_model, 10000.0))
 
 
 def sinusoids(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
@@ -179,7 +175,7 @@ class Sinusoidal(Position):
 
     def __init__(self, context: LayerContext, *, d_head: int):
         super().__init__(context, d_head=d_head)
-        self.register_buffer("turns", sinusoid_turns(context.d_model), persistent=False)
+        self.register_buffer("turns", turns(rotary_frequencies(context.d_model)), persistent=False)
 
     def embed(self, x: Tensor, start: Tensor) -> Tensor:
         positions = start[:, None] + torch.arange(x.shape[1], device=x.device)

@@ -72,11 +72,19 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
     return halves.gather(-1, top.expand(2, *top.shape)), sums
 
 
-class _SelectSlots(torch.autograd.Function):
-    """Compute ``select_slots`` for a block of bytes at a time. The backward pass needs slots, not scores."""
+class SelectSlots(torch.autograd.Function):
+    """Selection of the ``top_k`` slots of largest score, a block of bytes at a time. The backward pass needs slots, not
+    scores."""
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:
+        """Return slots, int64 ``[n, H, top_k]``, and their scores in float32 or wider.
+
+        Args:
+            query: half-queries of n bytes, ``[n, 2 H, d]``; the two halves of a head are neighbours.
+            keys: ``[2 H, C, d]``, the half-keys for each half.
+            pairs: ``candidate_pairs`` for these sizes.
+            kernel: whether to search by ``product_search``, on a CPU only."""
         shape, half_keys = (len(query), keys.shape[0] // 2, top_k), keys.shape[1]
         exact_query, exact_keys = at_least_float32(query), at_least_float32(keys)
         slots, sums = pairs.new_empty(shape), exact_query.new_empty(shape)
@@ -108,20 +116,6 @@ class _SelectSlots(torch.autograd.Function):
             d_query[part] = (d_scores @ exact_keys).transpose(0, 1)
             d_keys += d_scores.mT @ exact_query[part].transpose(0, 1)
         return d_query, d_keys, None, None, None
-
-
-def select_slots(
-    query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor, kernel: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the ``top_k`` slots of largest score for each query, int64 ``[n, H, top_k]``, and their scores in float32
-    or wider. Scores give gradients to ``query`` and ``keys``.
-
-    Args:
-        query: half-queries of n bytes, ``[n, 2 H, d]``; the two halves of a head are neighbours.
-        keys: ``[2 H, C, d]``, the half-keys for each half.
-        pairs: ``candidate_pairs`` for these sizes.
-        kernel: whether to search by ``product_search``, on a CPU only."""
-    return _SelectSlots.apply(query, keys, pairs, top_k, kernel)
 
 
 def _blocks(query: Tensor, keys: Tensor) -> list[slice]:
@@ -220,7 +214,7 @@ class ProductKeyMemory(Sublayer):
         query = self.norm(self.query(x).reshape(-1, self.norm_width))
         query = query.reshape(-1, 2 * self.heads, self.d_query // 2)
         kernel = self.backend(x.device, training=self.training) == "kernel"
-        slots, sums = select_slots(query, self.keys.flatten(0, 1), top_k=self.top_k, pairs=self.pairs, kernel=kernel)
+        slots, sums = SelectSlots.apply(query, self.keys.flatten(0, 1), self.pairs, self.top_k, kernel)
         return slots, sums.softmax(-1) if self.activation == "softmax" else sums.relu()
 
     @torch.no_grad()

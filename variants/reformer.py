@@ -36,10 +36,8 @@ from variants.context import last, weights_of
 from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
 from variants.kernels import dropout as dropout_counters
 from variants.kernels.window import count_pairs
-from variants.multi_head import HeadKeywords, MultiHead, head_means, head_stats, start_of
+from variants.multi_head import EPSILON, HeadKeywords, MultiHead, head_means, head_stats, start_of
 
-EPSILON = 1e-6
-"""Added to the mean square of a query before the square root."""
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30
 """Takes the place of -inf as the largest score of a query that sees no key: finite, and below any score."""
@@ -93,20 +91,79 @@ class Reformer(MultiHead):
             if state is not None:
                 kv, hashes = torch.cat([state[0].to(kv.dtype), kv], 2), torch.cat([state[1], hashes], 3)
             state = kv.detach(), hashes
-        y, n_keys = self._attend(kv, factors, hashes)
+        y, n_keys = self.attend(kv, factors, hashes)
         stats = head_stats(y, keys=n_keys, alone=n_keys == 0) if collect_stats else None
         return SublayerOutput(self.join(y), self.trim(state), stats=stats)
 
-    def _attend(self, kv: Tensor, factors: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, kv: Tensor, factors: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs ``[B, H, T, K]`` of the last T of L positions, and the number of keys that each query sees,
+        ``[B, H, T]``. Counters give the dropout mask, because the order of rows depends on later bytes.
+
+        Args:
+            kv: concatenated keys and values ``[B, H, L, 2K]``.
+            factors: ``[B, H, T]``; the last T keys times these are scaled queries.
+            hashes: the bucket of each key in each round, integers ``[B, H, R, L]``."""
         bias, dropout = self.position.bias(kv, self.span), self.dropout if self.training else 0.0
-        window = {"bucket_keys": self.bucket_keys, "max_distance": self.reach(), "shift": self.shift}
-        return lsh_attention(kv, factors, hashes, bias=bias, dropout=dropout, **window)
+        bucket_keys, reach, shift = self.bucket_keys, self.reach(), self.shift
+        total, width, length = kv.shape[2], kv.shape[3] // 2, factors.shape[2]
+        dtype = torch.promote_types(kv.dtype, torch.float32)
+        order = hashes.argsort(dim=-1, stable=True)  # [B, H, R, L]: positions, sorted by bucket, then position
+        rank = order.argsort(dim=-1)
+        # Labels in a bucket are consecutive, and those of two buckets differ by more than w. So query i sees key j if
+        # 0 < labels[i] - labels[j] <= w.
+        labels = (rank + hashes * bucket_keys).int()
+        factors = F.pad(factors * LOG2_E, (total - length, 0))  # scores are in base 2: exp2 of -inf is faster than exp
+        if dropout:
+            seed = dropout_counters.draw_seed(kv.device)
+            rows = dropout_counters.row_numbers(seed, *kv.shape[:2], total)
+
+        def attend_round(r: int, kv: Tensor, factors: Tensor) -> Tensor:
+            """Return for P_i of round r: sum_j 2^(s_ij - max_i) [v_j, 1], max_i, number of j: ``[B, H, T, K + 3]``."""
+            i, j = _chunks(order[:, :, r].int(), bucket_keys)  # positions [B, H, n, w] and [B, H, n, 2w]
+            distance = i[..., :, None] - j[..., None, :]  # [B, H, n, w, 2w]
+            visible = (j < total)[..., None, :] & (distance <= reach) & in_bucket(r, i, j)
+            for earlier in range(r):  # a key counts only in the first of its rounds
+                visible &= ~in_bucket(earlier, i, j)
+            k, v = _take(kv, j).split(width, dim=-1)
+            q = _take(kv, i)[..., :width] * _take(factors, i)[..., None].to(kv.dtype)
+            scores = (q @ k.mT).to(dtype)
+            if bias is not None:
+                column = (distance - shift).clamp_(0, bias.shape[1] - 1).flatten(2).long()
+                by_head = repeat(bias.to(dtype) * LOG2_E, "H S -> B H S", B=len(column))
+                scores = scores + by_head.gather(2, column).view_as(scores)
+            scores.masked_fill_(~visible, -torch.inf)
+            max_score = scores.detach().amax(-1, keepdim=True).clamp_(min=LOWEST)
+            weights = (scores - max_score).exp2_()
+            mass = weights.sum(-1, keepdim=True)
+            if dropout:
+                mask = dropout_counters.keep_mask(_take(rows, i), distance.long(), dropout)
+                weights = weights * mask / (1 - dropout)
+            sums = (weights.to(kv.dtype) @ v).to(dtype), mass, max_score, visible.sum(-1, keepdim=True)
+            return _take(torch.cat(sums, dim=-1).flatten(2, 3), rank[:, :, r, total - length :])
+
+        def in_bucket(r: int, i: Tensor, j: Tensor) -> Tensor:
+            """Whether j is one of the last w keys before i in its bucket of round r, ``[B, H, n, w, 2w]``."""
+            label = labels[:, :, r]
+            difference = _take(label, i)[..., :, None] - _take(label, j)[..., None, :]
+            return (difference > 0) & (difference <= bucket_keys)
+
+        if torch.is_grad_enabled():
+            # Each round has two copies of each key and a mask of all pairs. The backward pass computes both again.
+            attend_round = partial(checkpoint.checkpoint, attend_round, use_reentrant=False, preserve_rng_state=False)
+        rounds = torch.stack([attend_round(r, kv, factors) for r in range(hashes.shape[2])])
+        values, mass, max_score, n_keys = rounds.split([width, 1, 1, 1], dim=-1)
+        scale = torch.exp2(max_score.detach() - max_score.detach().amax(0))
+        n_keys = n_keys.detach().sum(0)
+        y = (values * scale).sum(0) / (mass * scale).sum(0).masked_fill(n_keys == 0, 1)
+        if not shift:
+            y = y + F.dropout((n_keys == 0).to(dtype), dropout) * kv[:, :, total - length :, width:]
+        return y.to(kv.dtype), n_keys.squeeze(-1)
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
         kv, *others = self._encode(x, start_of(x, None))
         k, v = kv.chunk(2, dim=-1)
-        return Inspection(weights_of(lambda values: self._attend(torch.cat([k, values], dim=-1), *others)[0], v))
+        return Inspection(weights_of(lambda values: self.attend(torch.cat([k, values], dim=-1), *others)[0], v))
 
     def _encode(self, x: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys and values ``[B, H, n, 2K]``, factors from keys to scaled queries ``[B, H, n]``, and hashes ``[B,
@@ -167,87 +224,6 @@ class Reformer(MultiHead):
 
     def _forward_flops(self, keys: float) -> float:
         return 2 * (self.matrix_sizes() + self.rotations.numel()) + 4 * self.heads * self.d_head * keys
-
-
-def lsh_attention(
-    kv: Tensor,
-    factors: Tensor,
-    hashes: Tensor,
-    *,
-    bucket_keys: int,
-    max_distance: int,
-    bias: Tensor | None = None,
-    shift: int = 0,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Attention of the last T of L positions to earlier keys of their buckets.
-
-    Args:
-        kv: concatenated keys and values ``[B, H, L, 2K]``.
-        factors: ``[B, H, T]``; the last T keys times these are scaled queries.
-        hashes: the bucket of each key in each round, integers ``[B, H, R, L]``.
-        bucket_keys: w, the number of nearest earlier keys of its bucket that a query sees in a round.
-        max_distance: keys at a larger distance are hidden.
-        bias: added to scores, ``[H, S]``; column x is for distance x + ``shift``.
-        shift: 0 if the output of a query that sees no key is its own value, 1 if it is 0.
-        dropout: dropout rate of normalised weights. Counters give the mask, because the order of rows depends on later
-            bytes.
-
-    Returns: outputs ``[B, H, T, K]``, and the number of keys that each query sees, ``[B, H, T]``."""
-    total, width, length = kv.shape[2], kv.shape[3] // 2, factors.shape[2]
-    dtype = torch.promote_types(kv.dtype, torch.float32)
-    order = hashes.argsort(dim=-1, stable=True)  # [B, H, R, L]: positions, sorted by bucket, then position
-    rank = order.argsort(dim=-1)
-    # Labels in a bucket are consecutive, and those of two buckets differ by more than w. So query i sees key j if
-    # 0 < labels[i] - labels[j] <= w.
-    labels = (rank + hashes * bucket_keys).int()
-    factors = F.pad(factors * LOG2_E, (total - length, 0))  # scores are in base 2: exp2 of -inf is faster than exp
-    if dropout:
-        streams, heads, queries = (torch.arange(n, device=kv.device) for n in (*kv.shape[:2], total))
-        seed = dropout_counters.draw_seed(kv.device)
-        rows = dropout_counters.row_numbers(seed, streams=streams, heads=heads, queries=queries)
-
-    def attend_round(r: int, kv: Tensor, factors: Tensor) -> Tensor:
-        """Return for P_i of round r: sum_j 2^(s_ij - max_i) [v_j, 1], max_i, number of j: ``[B, H, T, K + 3]``."""
-        i, j = _chunks(order[:, :, r].int(), bucket_keys)  # positions [B, H, n, w] and [B, H, n, 2w]
-        distance = i[..., :, None] - j[..., None, :]  # [B, H, n, w, 2w]
-        visible = (j < total)[..., None, :] & (distance <= max_distance) & in_bucket(r, i, j)
-        for earlier in range(r):  # a key counts only in the first of its rounds
-            visible &= ~in_bucket(earlier, i, j)
-        k, v = _take(kv, j).split(width, dim=-1)
-        q = _take(kv, i)[..., :width] * _take(factors, i)[..., None].to(kv.dtype)
-        scores = (q @ k.mT).to(dtype)
-        if bias is not None:
-            column = (distance - shift).clamp_(0, bias.shape[1] - 1).flatten(2).long()
-            by_head = repeat(bias.to(dtype) * LOG2_E, "H S -> B H S", B=len(column))
-            scores = scores + by_head.gather(2, column).view_as(scores)
-        scores.masked_fill_(~visible, -torch.inf)
-        max_score = scores.detach().amax(-1, keepdim=True).clamp_(min=LOWEST)
-        weights = (scores - max_score).exp2_()
-        mass = weights.sum(-1, keepdim=True)
-        if dropout:
-            mask = dropout_counters.keep_mask(_take(rows, i), distance.long(), dropout)
-            weights = weights * mask / (1 - dropout)
-        sums = (weights.to(kv.dtype) @ v).to(dtype), mass, max_score, visible.sum(-1, keepdim=True)
-        return _take(torch.cat(sums, dim=-1).flatten(2, 3), rank[:, :, r, total - length :])
-
-    def in_bucket(r: int, i: Tensor, j: Tensor) -> Tensor:
-        """Whether j is one of the last w keys before i in its bucket of round r, ``[B, H, n, w, 2w]``."""
-        label = labels[:, :, r]
-        difference = _take(label, i)[..., :, None] - _take(label, j)[..., None, :]
-        return (difference > 0) & (difference <= bucket_keys)
-
-    if torch.is_grad_enabled():
-        # Each round has two copies of each key and a mask of all pairs. The backward pass computes both again.
-        attend_round = partial(checkpoint.checkpoint, attend_round, use_reentrant=False, preserve_rng_state=False)
-    rounds = torch.stack([attend_round(r, kv, factors) for r in range(hashes.shape[2])])
-    values, mass, max_score, n_keys = rounds.split([width, 1, 1, 1], dim=-1)
-    scale = torch.exp2(max_score.detach() - max_score.detach().amax(0))
-    n_keys = n_keys.detach().sum(0)
-    y = (values * scale).sum(0) / (mass * scale).sum(0).masked_fill(n_keys == 0, 1)
-    if not shift:
-        y = y + F.dropout((n_keys == 0).to(dtype), dropout) * kv[:, :, total - length :, width:]
-    return y.to(kv.dtype), n_keys.squeeze(-1)
 
 
 def _chunks(order: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from variants.attention import Attention
 from variants.context import VisibleKeys
 from variants.contract import Honours, LayerContext, Position, check_choice
 from variants.kernels.window import PastKV, Persistent, Window
-from variants.position import sinusoid_turns, sinusoids
+from variants.position import rotary_frequencies, sinusoids, turns
 
 
 class Distances(Position):
@@ -44,7 +44,7 @@ class Distances(Position):
         self.heads, self.d_head = context.heads, d_head
         self.project = nn.Linear(context.d_model, context.heads * d_head, bias=False)
         self.to_keys, self.to_distances = shared_vector("keys"), shared_vector("distances")  # u, v: [H, K]
-        self.register_buffer("turns", sinusoid_turns(context.d_model), persistent=False)
+        self.register_buffer("turns", turns(rotary_frequencies(context.d_model)), persistent=False)
 
     def sinusoids(self, max_keys: int, dtype: torch.dtype) -> Tensor:
         """Return r ``[max_keys, D]``, in float32 or wider."""

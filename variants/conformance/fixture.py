@@ -73,10 +73,6 @@ class Subject:
         """Replace every byte by another one."""
         return (tokens + self.vocabulary // 2) % self.vocabulary
 
-    def change_byte(self, tokens: Tensor, index: int) -> Tensor:
-        """Replace byte ``index`` of every stream by another one."""
-        return torch.where(torch.arange(tokens.shape[1]) == index, self.change_all(tokens), tokens)
-
     def deterministic_models(self) -> Iterator[tuple[str, nn.Module, Callable[[], AbstractContextManager]]]:
         """Each mode, a model in it, and a context in which the model draws no random number."""
         return ((mode, self.build(mode=mode), context) for mode, context in self.deterministic_contexts.items())
@@ -193,16 +189,6 @@ def projected_parameters(model: nn.Module) -> list[nn.Parameter]:
     """All parameters of the sublayers that define ``project_``, each once."""
     sublayers = (s for _, s in model.sublayers() if type(s).project_ is not Sublayer.project_)
     return list(dict.fromkeys(p for sublayer in sublayers for p in sublayer.parameters()))
-
-
-@torch.no_grad()
-def push_projected(model: nn.Module, size: float) -> nn.Module:
-    """Add ``size`` times normal noise to the ``projected_parameters``, project them, and return the model."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in projected_parameters(model):
-        parameter.add_(size * torch.randn(parameter.shape, generator=generator))
-    model.project_()
-    return model
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from variants.conformance.fixture import (
     gradients_of,
     non_finite,
     position_of_largest,
-    push_projected,
+    projected_parameters,
     run,
     state_tensors,
 )
@@ -47,7 +47,8 @@ def check_influence(subject: Subject) -> Verdict:
     """Check that a byte moves its own logits, and later ones if state is carried. A model that ignores its input would
     fulfil most of the other promises."""
     model, tokens, position = subject.build(), subject.random_bytes(), 2
-    (before, state), (after, _) = run(model, tokens), run(model, subject.change_byte(tokens, position))
+    changed = torch.where(torch.arange(tokens.shape[1]) == position, subject.change_all(tokens), tokens)
+    (before, state), (after, _) = run(model, tokens), run(model, changed)
     effects = (before["logits"] - after["logits"]).abs().amax((0, 2))  # [T]
     if not effects[position] > 1e-6:
         yield f"eval, byte {position} changed: its own logits did not"
@@ -136,7 +137,11 @@ def check_projection(subject: Subject) -> Verdict:
     for sign in (1, -1):
         model, case = subject.build(), f"eval, parameters moved by {sign} * 1000 * normal"
         states = [run(model, tokens[:, :length])[1] for length in lengths]
-        push_projected(model, sign * 1e3)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in projected_parameters(model):
+                parameter.add_(sign * 1e3 * torch.randn(parameter.shape, generator=generator))
+        model.project_()
         outputs, before = run(model, tokens)[0], _snapshot(model)
         model.project_()
         yield from non_finite(case, outputs)

@@ -6,7 +6,7 @@ That shows errors that occur only in whole blocks of 64, or beyond 300 bytes. Ea
 its own, so that one forward pass checks one position per stream."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from variants.conformance.fixture import MODES, NoDropout, Outputs, Subject, Verdict, differences, run
-from variants.contract import State, Sublayer, map_state
+from variants.contract import State, map_state
 
 MAX_PAIRS = 2**23
 """Largest number of query-key pairs of a head in one forward pass; a batch gets fewer streams if it would have more."""
@@ -88,7 +88,10 @@ def check_causality(subject: Subject, *, mode: str) -> Verdict:
 
 def check_reach(subject: Subject) -> Verdict:
     """Change all bytes up to a position, also those before the segment. No output beyond the reach may move."""
-    reaches = total_reaches(subject.sublayers)
+    # A byte moves an output at most at the sum of the reaches of its sublayer and of those before.
+    distances = (sublayer.reach() for sublayer in subject.sublayers.values())
+    totals = [*accumulate(math.inf if distance is None else distance for distance in distances)]
+    reaches = dict(zip([*subject.sublayers, "logits"], [*totals, *totals[-1:]], strict=True))
     for size in _sizes(subject, "eval"):
         length = size.segment
         if size.carry:
@@ -120,13 +123,6 @@ def check_segments(subject: Subject) -> Verdict:
             if lines := differences(case, expected, streams.run(streams.tokens, cuts=cuts)):
                 yield from lines
                 return
-
-
-def total_reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
-    """Largest distance of a byte that may move each output: the sum of the reaches of its sublayer and those before."""
-    reaches = (sublayer.reach() for sublayer in sublayers.values())
-    totals = list(accumulate(math.inf if reach is None else reach for reach in reaches))
-    return dict(zip([*sublayers, "logits"], [*totals, *totals[-1:]], strict=True))
 
 
 class _Streams:
@@ -178,20 +174,16 @@ class _Streams:
                     return name, line
             return None
 
-        for at in self._batches(self.positions if reaches is None else [-1, *self.positions]):
+        positions, streams = self.positions if reaches is None else [-1, *self.positions], len(self.tokens)
+        for begin in range(0, len(positions), streams):
+            batch = positions[begin : begin + streams]
+            at = torch.tensor([batch[i % len(batch)] for i in range(streams)])[:, None]
             if compare(at):
                 # Another stream's change may have caused the difference, which is not what this check is about.
                 for position in at.unique().tolist():
                     if difference := compare(torch.full_like(at, position)):
                         return difference
         return None
-
-    def _batches(self, positions: list[int]) -> Iterator[Tensor]:
-        """Tensors ``[B, 1]`` with a position for each stream, which together have all ``positions``."""
-        streams = len(self.tokens)
-        for begin in range(0, len(positions), streams):
-            batch = positions[begin : begin + streams]
-            yield torch.tensor([batch[i % len(batch)] for i in range(streams)])[:, None]
 
 
 SIZED = (

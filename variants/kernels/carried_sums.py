@@ -15,7 +15,7 @@ sees. Both scales depend only on the past and cancel in the ratio. With them, no
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,9 +53,9 @@ def attend(
     slope = v.new_zeros(1) if slopes is None else slopes.to(v.dtype)
 
     def step(state: State, q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> tuple[Tensor, State]:
-        factors, max_scale = _decay_factors(scale, slope, state[1], attend_self=attend_self)
-        before, sums = carry_sums(state[0], (k * factors.write).mT @ v, factors.carry)
-        return (q @ k.mT * factors.pairs) @ v + (q * factors.read) @ before, (sums, max_scale)
+        (pairs, read, write, carry), max_scale = _decay_factors(scale, slope, state[1], attend_self=attend_self)
+        before, sums = carry_sums(state[0], (k * write).mT @ v, carry)
+        return (q @ k.mT * pairs) @ v + (q * read) @ before, (sums, max_scale)
 
     state = tuple(x.to(v.dtype) for x in state)
     out, (sums, max_scale) = map_pieces(step, state, q, k, v, log_scale.detach(), chunk=chunk)
@@ -100,18 +100,13 @@ def carry_sums(sums: Tensor, terms: Tensor, factors: Tensor) -> tuple[Tensor, Te
     return torch.stack(before, dim=2), sums
 
 
-class _Factors(NamedTuple):
-    """Factors of the chunks of a piece."""
-
-    pairs: Tensor  # of a query and a key in the same chunk, [B, H, n, C, C]; 0 for a hidden key
-    read: Tensor  # of a query that reads the sums before its chunk, [B, H, n, C, 1]
-    write: Tensor  # of a key in the sums after its chunk, [B, H, n, C, 1]
-    carry: Tensor  # of the sums before a chunk in the sums after it, [B, H, n, 1, 1]
-
-
-def _decay_factors(scale: Tensor, slope: Tensor, max_scale: Tensor, *, attend_self: bool) -> tuple[_Factors, Tensor]:
+def _decay_factors(
+    scale: Tensor, slope: Tensor, max_scale: Tensor, *, attend_self: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Factors for chunks of keys with scales l ``[B, H, n, C]``, and M after the last chunk. ``max_scale`` is M before
-    the first chunk."""
+    the first chunk. The factors are those of a query and a key in the same chunk ``[B, H, n, C, C]``, 0 for a hidden
+    key; of a query that reads the sums before its chunk, and of a key in the sums after its chunk, ``[B, H, n, C, 1]``;
+    and of the sums before a chunk in the sums after it, ``[B, H, n, 1, 1]``."""
     shape, slope = scale.shape[2:], slope[:, None]  # [H, 1]
     size, scale = shape[1], scale.flatten(2)
     t = torch.arange(-1, scale.shape[2], dtype=scale.dtype, device=scale.device)
@@ -129,4 +124,4 @@ def _decay_factors(scale: Tensor, slope: Tensor, max_scale: Tensor, *, attend_se
     read = before - slope * (offset + 1) - query_scale
     write = scale - slope * (size - 1 - offset) - after
     carry = before - slope * size - after
-    return _Factors(pairs.exp(), *(x.exp()[..., None] for x in (read, write, carry))), largest[..., -1]
+    return (pairs.exp(), *(x.exp()[..., None] for x in (read, write, carry))), largest[..., -1]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from variants.kernels import dropout as dropout_counters
 from variants.kernels import window as plain
 from variants.kernels.fused import group_heads, query_chunks
-from variants.kernels.window import Inputs, Persistent, Window
+from variants.kernels.window import Inputs, Window
 
 KEY_FIELDS = ("k", "v", "key_bias")
 SHARED_FIELDS = ("k", "v", "extra_k", "extra_v", "vectors")
@@ -26,8 +26,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor
     dtype, seed = torch.promote_types(q.dtype, torch.float32), None
     shared = {name: x.to(dtype) for name in SHARED_FIELDS if (x := getattr(inputs, name)) is not None}
     if inputs.dropout:
-        streams, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
-        seed = dropout_counters.row_numbers(inputs.seed, streams=streams, heads=heads, queries=queries)
+        seed = dropout_counters.row_numbers(inputs.seed, *q.shape[:3])
     inputs = inputs._replace(**shared, seed=seed)
     parts = []
     for (max_keys, keys), heads in group_heads(zip(window.max_keys, inputs.key_counts(), strict=True)):
@@ -63,7 +62,4 @@ def _cut(inputs: Inputs, heads: slice, t: slice, j: slice, columns: slice) -> In
 
 def _attend_chunk(chunk: Inputs, window: Window) -> Tensor:
     shared = {name: x.to(chunk.q.dtype) for name in SHARED_FIELDS if (x := getattr(chunk, name)) is not None}
-    q, k, v, z, *extra = chunk._replace(**shared)
-    options = dict(zip(Inputs._fields[7:-1], extra[3:-1], strict=True))  # from vectors to dropout
-    persistent = None if extra[0] is None else Persistent(*extra[:3])
-    return plain.attend(q, k, v, window._replace(z=z), persistent=persistent, **options)
+    return plain.attend_inputs(chunk._replace(**shared), window)

@@ -35,12 +35,10 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def row_numbers(seed: Tensor, *, streams: Tensor, heads: Tensor, queries: Tensor) -> Tensor:
-    """A random number for each row of weights, int64 ``[B, H, T]`` below 2^32.
-
-    Args:
-        seed: from ``draw_seed``.
-        streams, heads, queries: indices, int64 ``[B]``, ``[H]`` and ``[T]``."""
+def row_numbers(seed: Tensor, *sizes: int) -> Tensor:
+    """A random number for each row of weights, int64 below 2^32; ``sizes`` are B, H and T. ``seed`` is from
+    ``draw_seed``."""
+    streams, heads, queries = (torch.arange(size, device=seed.device) for size in sizes)
     seeds = seed + heads
     x = mix((seeds & MASK_32) ^ (streams[:, None] * FACTORS["stream"] & MASK_32)) ^ (seeds >> 32)
     return mix(mix(x)[..., None] ^ (queries * FACTORS["query"] & MASK_32))

@@ -50,8 +50,6 @@ template <class T> struct Finder {
   std::vector<Key> keys, selected;
   std::vector<int64_t> indices, sorted, tied;
 
-  int64_t padded_size = 0;  // of ``keys``, which are padded with the lowest integer
-
   int64_t count_at_least(const std::vector<Key>& among, Key bound, int64_t size) const {
     Keys count = {};
     for (int64_t i = 0; i < size; i += LANES) count -= *(const Keys*)&among[i] >= bound;
@@ -63,7 +61,7 @@ template <class T> struct Finder {
   // Set ``indices`` to the ascending indices of the k largest of ``size`` scores, and ``selected`` to their keys.
   // Of scores equal to the k-th largest, those with the lowest ``priority`` are selected.
   void find(const T* scores, const int64_t* priority, int64_t size, int64_t k) {
-    padded_size = (size + LANES - 1) / LANES * LANES;
+    const int64_t padded_size = (size + LANES - 1) / LANES * LANES;  // keys are padded with the lowest integer
     keys.assign(padded_size, std::numeric_limits<Key>::min());
     for (int64_t i = 0; i < size; ++i) keys[i] = ordered(scores[i]);
     Key low = *std::min_element(keys.begin(), keys.begin() + size), high = *std::max_element(keys.begin(), keys.begin() + size);

@@ -2,7 +2,7 @@
 
 Query t of a segment of T bytes attends to keys of the past and of the segment, L in all. Column x is a query's x-th
 visible key, counted from the nearest, x = 0: key j = L - T + t - shift - x, with shift 1 if a query does not see
-itself. Tables of terms that depend on the distance have an entry for each column; ``skew`` moves the entries to keys.
+itself. Tables of terms that depend on the distance have an entry for each column; ``skew_table`` moves them to keys.
 
     a_tx = m_x exp(s_tx) / Z_t,   a_tn = exp(p_tn) / Z_t,   y_t = sum_x a_tx v_x + sum_n a_tn u_n
 
@@ -139,21 +139,17 @@ def ramp_slope(z: Tensor, ramp: int, max_keys: int) -> Tensor:
     return ((x >= ramp_end.ceil() - ramp) & (x <= ramp_end)).to(z.dtype) / ramp
 
 
-def skew(band: Tensor, keys: int, *, shift: int) -> Tensor:
-    """Move columns to keys: ``[..., T, n]`` over x to ``[..., T, keys]`` over j, with zeros for keys without a column.
+def skew_table(table: Tensor, rows: int, keys: int, *, shift: int = 0) -> Tensor:
+    """Move a table with entries per column x, ``[H, n]`` or ``[B, H, rows, n]``, to keys j: ``[.., H, rows, keys]``.
 
-    Row t, column x goes to key keys - T + t - shift - x. Columns that fall before the first key are dropped."""
-    rows, n = band.shape[-2:]
-    width = n + rows - 1 + shift
+    Row t, column x goes to key keys - rows + t - shift - x. Keys without a column get zeros; columns that fall before
+    the first key are dropped."""
+    band = table if table.dim() == 4 else table[:, None].expand(-1, rows, -1)
+    width = band.shape[-1] + rows - 1 + shift
     # Padded rows have width + 1 entries, so reading them as rows of ``width`` entries moves row t by t entries.
     padded = F.pad(band.flip(-1), (0, rows + shift))
     view = padded.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
     return view[..., width - keys :] if width >= keys else F.pad(view, (keys - width, 0))
-
-
-def skew_table(table: Tensor, rows: int, keys: int, *, shift: int = 0) -> Tensor:
-    """Move a table with entries per column, ``[H, n]`` or ``[B, H, rows, n]``, to keys: ``[.., H, rows, keys]``."""
-    return skew(table if table.dim() == 4 else table[:, None].expand(-1, rows, -1), keys, shift=shift)
 
 
 def visible_mask(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.device) -> Tensor:
@@ -174,56 +170,47 @@ def count_pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int
     return in_segment, count(past + rows - shift) - count(past - shift) - in_segment
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: Window,
-    *,
-    bias: Tensor | None = None,
-    vectors: Tensor | None = None,
-    persistent: Persistent | None = None,
-    sink: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    query_bias: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor:
     """The plain backend: all scores in memory, every gradient by autograd. Other backends have the same arguments.
 
     Args:
-        q, k, v, sink, key_bias, query_bias, dropout: see ``Inputs``; ``k`` and ``v`` are not packed.
-        window: which keys a query may see.
-        bias, vectors: see ``Inputs``; at most one of them. n is the largest of ``window.max_keys``.
-        persistent: key-value vectors in the same softmax, never masked.
-        seed: seed of the dropout, which is then drawn from counters (``dropout.py``); or the row numbers ``[B, H, T]``
-            that ``dropout.row_numbers`` computes from a seed; None for torch's generator.
+        q, k, v: see ``Inputs``; ``k`` and ``v`` are not packed.
+        window: which keys a query may see; n is the largest of ``window.max_keys``.
+        options: ``persistent``, and other fields of ``Inputs``, with at most one of ``bias`` and ``vectors``. Without
+            a ``seed``, torch's generator draws the dropout.
 
     Returns: ``[B, H, T, K]``."""
+    return attend_inputs(Inputs.from_call(q, k, v, window, **options), window)
+
+
+def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
+    """Compute ``attend``. ``inputs.seed`` may also be the row numbers ``[B, H, T]`` that belong to a seed."""
+    (q, k, v, z, extra_q, extra_k, extra_v), sink, dropout = inputs[:7], inputs.sink, inputs.dropout
     rows, max_keys = q.shape[2], max(window.max_keys)
     n_keys = min(k.shape[2], rows + window.past())
     k, v = k[:, :, k.shape[2] - n_keys :], v[:, :, v.shape[2] - n_keys :]
 
     over_keys = partial(skew_table, rows=rows, keys=n_keys, shift=window.shift)
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
-    bias = bias if vectors is None else q @ vectors.T.to(q.dtype)
+    bias = inputs.bias if inputs.vectors is None else q @ inputs.vectors.T.to(q.dtype)
     if bias is not None:
         scores = scores + over_keys(bias.to(scores.dtype))
-    if key_bias is not None:
-        scores = scores + (key_bias[:, :, None, key_bias.shape[2] - n_keys :] - query_bias[..., None]).to(scores.dtype)
+    if inputs.key_bias is not None:
+        key_bias = inputs.key_bias[:, :, None, inputs.key_bias.shape[2] - n_keys :]
+        scores = scores + (key_bias - inputs.query_bias[..., None]).to(scores.dtype)
     hidden = ~visible_mask(rows, n_keys, max_keys, shift=window.shift, device=q.device)
     scores = scores.masked_fill(hidden, -torch.inf)
-    if window.z is not None:
+    if z is not None:
         # Beyond the closed ramp a key is hidden; at the ramp's end m is 0 but still has a gradient.
-        within = torch.arange(max_keys, device=q.device) <= (window.z.detach()[..., None] + window.ramp)
+        within = torch.arange(max_keys, device=q.device) <= (z.detach()[..., None] + window.ramp)
         scores = scores.masked_fill(~(over_keys(within.to(scores.dtype)) > 0), -torch.inf)
-    if persistent is not None:
-        extra = (persistent.q @ persistent.k.mT).to(scores.dtype)  # [B, H, T, N]
+    if extra_q is not None:
+        extra = (extra_q @ extra_k.mT).to(scores.dtype)  # [B, H, T, N]
         scores = torch.cat([scores, extra], dim=-1)
     mask, weighted_scores = None, scores.detach()
-    if window.z is not None:
-        mask = over_keys(soft_mask(window.z, window.ramp, max_keys).to(scores.dtype))
-        mask = mask if persistent is None else F.pad(mask, (0, extra.shape[-1]), value=1.0)
+    if z is not None:
+        mask = over_keys(soft_mask(z, window.ramp, max_keys).to(scores.dtype))
+        mask = mask if extra_q is None else F.pad(mask, (0, extra.shape[-1]), value=1.0)
         weighted_scores = weighted_scores.masked_fill(mask.detach() == 0, -torch.inf)
     max_score = weighted_scores.amax(dim=-1, keepdim=True)
     if sink is not None:
@@ -239,22 +226,22 @@ def attend(
     total = weights.sum(dim=-1, keepdim=True)
     total = total if sink is None else total + torch.exp(sink - max_score)
     weights = weights / total.masked_fill(total == 0, 1)
-    if dropout and seed is not None:
+    if dropout and inputs.seed is not None:
         n_persistent = weights.shape[-1] - n_keys
-        keep = _keep_mask(seed, q, n_keys, shift=window.shift, n_persistent=n_persistent, rate=dropout)
+        keep = _keep_mask(inputs.seed, q, n_keys, shift=window.shift, n_persistent=n_persistent, rate=dropout)
         weights = weights * (keep / (1 - dropout))
     else:
         weights = F.dropout(weights, dropout)
     weights = weights.to(v.dtype)
     y = weights[..., :n_keys] @ v
-    return y if persistent is None else y + weights[..., n_keys:] @ persistent.v
+    return y if extra_q is None else y + weights[..., n_keys:] @ extra_v
 
 
 def _keep_mask(seed: Tensor, q: Tensor, n_keys: int, *, shift: int, n_persistent: int, rate: float) -> Tensor:
     """Boolean ``[B, H, T, n_keys + n_persistent]``, false for a dropped weight."""
-    streams, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
-    row = seed if seed.dim() else dropout_counters.row_numbers(seed, streams=streams, heads=heads, queries=queries)
-    x = queries[:, None] + (n_keys - q.shape[2] - shift) - torch.arange(n_keys, device=q.device)
+    row = seed if seed.dim() else dropout_counters.row_numbers(seed, *q.shape[:3])
+    t = torch.arange(q.shape[2], device=q.device)[:, None]
+    x = t + (n_keys - q.shape[2] - shift) - torch.arange(n_keys, device=q.device)
     extra = dropout_counters.PERSISTENT + torch.arange(n_persistent, device=q.device)
     return dropout_counters.keep_mask(row, torch.cat([x, extra.expand(len(x), -1)], dim=1), rate)
 
