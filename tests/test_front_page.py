@@ -53,7 +53,8 @@ def folder(tmp_path):
     write("combinations", [worse, line("mhsa", 0, 2.625)])
     write("skills", skills)
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
-                    "spans_from": None, "flops": {"executed_per_byte": 1.0e7}, "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
+                    "spans_from": None, "flops": {"executed_per_byte": 1.0e7},
+                    "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
                     "time": {"train_ms": {"p50": 51.2}}},
                    {"variant": "linear", "status": "failed", "mode": "stream", "length": 4096, "segment": 512}])  # fmt: skip
     return tmp_path

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from variants.contract import LayerContext, Sublayer, check_numbers, wide
 
 EPSILON = 1e-6
-"""Added to a mean square before the square root."""
+"""Added to a mean or a sum of squares before the square root."""
 
 
 class HeadKeywords(TypedDict, total=False):
