@@ -31,8 +31,7 @@ def main() -> None:
     for name, block in {README: readme_table(folder), PAGE: results_page.sections(folder)}.items():
         path = ROOT / name
         write_atomically(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
-    if (folder / "front_page.jsonl").exists():
-        write_atomically(ROOT / FIGURE, figure_png(folder))
+    write_atomically(ROOT / FIGURE, figure_png(folder))
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:
@@ -68,13 +67,10 @@ def figure_png(folder: Path) -> bytes:
     names = [name for name, _ in by_variant(runs) if results_page.reference_difference(runs, name)]
     copy_bits = results_page.copy_bits(recall)
     with drawing.styled():
-        n_panels = bool(names) + bool(len(copy_bits)) or 1
         height = 1.4 + 0.27 * max(len(names), len(copy_bits), 8)
-        figure, axes = drawing.panels(1, n_panels, title="", width=5.6 * n_panels, height=height)
-        if names:
-            _draw_differences(axes[0], runs, names[::-1])
-        if len(copy_bits):
-            _draw_recall(axes[-1], copy_bits)
+        figure, axes = drawing.panels(1, 2, title="", width=11.2, height=height)
+        _draw_differences(axes[0], runs, names[::-1])
+        _draw_recall(axes[1], copy_bits)
         return drawing.png_of(figure)
 
 

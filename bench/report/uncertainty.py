@@ -50,7 +50,6 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 def t_quantile(probability: float, *, freedom: int) -> float:
     """The t with ``t_below(t) == probability``, for a ``probability`` of at least 0.5 and below 1."""
-    assert 0.5 <= probability < 1 and freedom >= 1
     low, high = 0.0, 1.0
     while t_below(high, freedom=freedom) < probability:
         low, high = high, 2 * high
