@@ -19,7 +19,8 @@ from omegaconf import DictConfig
 
 from bench import CONF
 from bench.planning import open_trained
-from bench.report.drawing import GREY, INK, panels, save, styled
+from bench.report.drawing import GREY, INK, panels, png_of, styled
+from harness.cache import write_atomically
 from harness.compose.cli import run_command
 from harness.loop.sampling import token_ids
 from harness.plan.settings import parse_setting
@@ -87,7 +88,7 @@ def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, su
     shrink = min(1.0, 4 / size["height"])
     figure.colorbar(image, ax=axes, shrink=shrink, label="weight, on a square-root scale", extend="max")
     figure.supxlabel("key: index of the byte that is attended to; rows are queries", fontsize=9, color=INK)
-    save(figure, path)
+    write_atomically(path, png_of(figure))
 
 
 def draw_reach(
@@ -113,7 +114,7 @@ def draw_reach(
     ax.set_xticks(range(len(maps)), layer_names(maps))
     ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    save(figure, path)
+    write_atomically(path, png_of(figure))
 
 
 def layer_names(names: Iterable[str]) -> list[str]:

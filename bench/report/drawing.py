@@ -6,7 +6,6 @@ and no date. Figures use matplotlib's object interface, which needs no window sy
 
 import io
 from collections.abc import Iterable
-from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -15,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
 from bench.report.compare import VARIANTS
-from harness.cache import write_atomically
 from harness.record.table import Drawing
 
 GREY, FAINT, INK, BLUE = "#7F7F7F", "0.9", "0.15", "#0072B2"
@@ -96,9 +94,3 @@ def png_of(figure: Figure) -> bytes:
     png = io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
     return png.getvalue()
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG; an interrupted write leaves no file. Return the path."""
-    write_atomically(path, png_of(figure))
-    return path
