@@ -63,13 +63,12 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
         out.mkdir(parents=True, exist_ok=True)  # before drawing, so that an error takes no seconds
         tables, drawings = all_tables(rows), draw_all(rows)
         commands = [*dict.fromkeys(row["command"] for row in rows.frame["row"]), command]
-        parts = {"tables": tables, "drawings": drawings, "notes": _notes(rows), "commands": commands}
         files = {f"{table.name}.csv": to_csv(table) for table in tables}
         if len(rows.of("run")):
             files["runs.csv"] = runs_csv(rows.of("run"))
         files |= {f"figures/{drawing.name}.png": drawing.png for drawing in drawings}
         files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
-        files["index.html"] = page_of(TITLE, **parts)
+        files["index.html"] = page_of(TITLE, tables=tables, drawings=drawings, notes=_notes(rows), commands=commands)
         for table in tables:
             if table.name.startswith("runs-"):
                 print_table(replace(for_terminal(table), notes=()))
