@@ -5,7 +5,6 @@ Each symbol narrows an interval to a part in proportion to the symbol's frequenc
 2^48, so that rounding costs less than 2^-23 bits a symbol."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch.nn.functional as F
@@ -18,14 +17,6 @@ _WORD = 64  # bits of the interval's start
 _MIN_WIDTH = 1 << 48  # a narrower interval is widened by 8 bits, and its start's highest byte is written
 
 
-class Coder(Protocol):
-    """The interface of encoder and decoder, so that one loop can use either."""
-
-    def code(self, ends: Sequence[int], symbol: int) -> int:
-        """An encoder writes ``symbol``; a decoder ignores it and reads one. Both return the symbol. ``ends`` are the
-        cumulative frequencies, int64: entry i is the sum for symbols 0 to i, and the last entry is ``TOTAL``."""
-
-
 class Encoder:
     """Encodes symbols as bytes."""
 
@@ -34,6 +25,8 @@ class Encoder:
         self._settled = bytearray()  # bytes that only a carry can still change
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
+        """Write a symbol, and return it. ``ends`` are the cumulative frequencies, int64: entry i is the sum for symbols
+        0 to i, and the last entry is ``TOTAL``."""
         start = int(ends[symbol - 1]) if symbol else 0
         unit = self._width >> BITS
         self._low += unit * start
@@ -77,6 +70,7 @@ class Decoder:
             self._read()
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
+        """Read a symbol, and return it. The argument ``symbol`` is ignored, so that one loop can use either coder."""
         unit = self._width >> BITS
         target = min(self._offset // unit, TOTAL - 1)  # the quotient is larger only for bytes that no encoder wrote
         symbol = int(np.searchsorted(ends, target, side="right"))

@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 
 from bench import CONF
-from bench.arithmetic import BITS, ESCAPE, Coder, Decoder, Encoder, frequencies
+from bench.arithmetic import BITS, ESCAPE, Decoder, Encoder, frequencies
 from bench.planning import TrainedRun, open_trained
 from harness import source
 from harness.cache import write_atomically
@@ -47,7 +47,7 @@ DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of
 
 
 @torch.no_grad()
-def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, runtime) -> tuple[bytes, dict]:
+def code_streams(coder: Encoder | Decoder, content: bytes, *, streams, model, symbols, runtime) -> tuple[bytes, dict]:
     """Encode ``content``, or decode ``len(content)`` bytes, one byte of each stream at a time. ``symbols`` has the byte
     of each token id. Return the content and counts: ``predicted`` bytes, which are all but each stream's first;
     ``bits``, their total cost; and ``escaped`` bytes, which the vocabulary lacks and which cost 20 bits each."""

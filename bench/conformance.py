@@ -7,6 +7,7 @@ choices would mean nothing. Models that differ in one choice get equal weights, 
 
 import math
 from collections.abc import Collection, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -100,7 +101,7 @@ def check_choices(plan: Plan) -> Verdict:
     if not honours:
         return "no sublayer with a past declares what it honours"
     x = torch.randn(2, subject.length, plan.model.d_model, dtype=torch.float64)
-    weights = [_copy_weights(model), _copy_weights(perturb(model))]
+    weights = [deepcopy(dict(model.named_parameters())), deepcopy(dict(perturb(model).named_parameters()))]
     baseline = _outputs(model, weights, x, honours)
     for key, choice, alternatives in _choices(plan):
         choices, changed = [str(choice).lower()], set()
@@ -145,10 +146,6 @@ def _build(plan: Plan) -> LanguageModel | None:
         return plan.make_model().double().eval()
     except ValueError:
         return None
-
-
-def _copy_weights(model: LanguageModel) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()

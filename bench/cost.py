@@ -21,8 +21,17 @@ from annotated_types import Gt, MinLen
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
+from bench.cost_worker import CostWorker, Task
+from bench.planning import pop_keys, recompose, typed_command
+from bench.rows import RowFile
+from bench.turns import Entry, measure, show_progress
 from harness.compose.cli import run_command
+from harness.device.worker_process import OUT_OF_MEMORY
+from harness.loop.admission import admission
+from harness.loop.prepare import make_plan
 from harness.plan.settings import RuntimeSettings, parse_section
+from harness.record.rows import read_rows
+from harness.record.table import print_table
 
 Backend = RuntimeSettings.__annotations__["backend"]
 
@@ -48,15 +57,8 @@ COMMAND_KEYS = tuple(CostSettings.__dataclass_fields__)
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
 def main(cfg: DictConfig) -> None:
-    from bench.planning import pop_keys, recompose  # slow imports come after the command line has been parsed
-    from bench.report.columns import for_terminal
+    from bench.report.columns import for_terminal  # not in the processes that measure, which import this module
     from bench.report.tables_costs import cost_tables
-    from bench.rows import RowFile
-    from bench.turns import show_progress
-    from harness.loop.admission import admission
-    from harness.loop.prepare import make_plan
-    from harness.record.rows import read_rows
-    from harness.record.table import print_table
 
     settings = parse_section(CostSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
     configs = [recompose("cost", f"variant={name}", pop=COMMAND_KEYS) for name in settings.variants or ()] or [cfg]
@@ -79,13 +81,8 @@ def main(cfg: DictConfig) -> None:
     print(f"rows: {file.path}")
 
 
-def make_entry(config: DictConfig, backend: str, length: int, *, settings: CostSettings):
-    """The ``turns.Entry`` that measures a variant's configuration with a backend at a length in bytes."""
-    from bench.cost_worker import Task
-    from bench.planning import typed_command
-    from bench.turns import Entry
-    from harness.loop.prepare import make_plan
-
+def make_entry(config: DictConfig, backend: str, length: int, *, settings: CostSettings) -> Entry:
+    """The entry that measures a variant's configuration with a backend at a length in bytes."""
     carry = settings.mode == "stream"
     config = copy.deepcopy(config)
     config.batch.update({"streams": settings.streams, "carry": carry, "accumulate": 1})
@@ -95,13 +92,9 @@ def make_entry(config: DictConfig, backend: str, length: int, *, settings: CostS
     return Entry(name=f"length {length}: {config.variant.name}, {backend}", task=task)
 
 
-def measure_group(entries: list, *, settings: CostSettings) -> list[dict]:
+def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[dict]:
     """Measure the entries of one length in turn, and return their rows. An entry that runs out of memory is measured
     again alone, because the processes of the others also use memory."""
-    from bench.cost_worker import CostWorker
-    from bench.turns import Entry, measure
-    from harness.device.worker_process import OUT_OF_MEMORY
-
     limit = None if settings.memory_limit_gib is None else int(settings.memory_limit_gib * 2**30)
     options = {"worker": CostWorker, "rounds": settings.rounds, "seconds": settings.seconds, "limit_bytes": limit}
     measured, rows = measure(entries, **options), []
@@ -116,7 +109,7 @@ def measure_group(entries: list, *, settings: CostSettings) -> list[dict]:
     return rows
 
 
-def make_row(entry, *, settings: CostSettings, interleaved: bool) -> dict:
+def make_row(entry: Entry, *, settings: CostSettings, interleaved: bool) -> dict:
     """The row of an entry. Quantities that were not measured because the entry failed are None."""
     config = entry.task.config
     batch, length = config["batch"], config["model"]["span"]

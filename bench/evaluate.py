@@ -12,6 +12,7 @@ from annotated_types import Ge
 from omegaconf import DictConfig
 
 from bench import CONF
+from harness.cache import write_atomically
 from harness.compose.cli import run_command
 
 
@@ -89,13 +90,14 @@ def print_row(row: dict, folder: Path) -> None:
         print(f"  NOT CAUSAL: bytes after a position change its prediction by {row['future_nats']:.2g} nats{floor}")
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
-    print(f"by context: {draw_context(row['context_curve'], folder / 'context.png', title=run, subtitle=split)}")
+    draw_context(row["context_curve"], folder / "context.png", title=run, subtitle=split)
+    print(f"by context: {folder / 'context.png'}")
     print(f"appended to {folder / 'evaluations.jsonl'}")
 
 
-def draw_context(curve: list[dict], path: Path, **titles: str) -> Path:
-    """Draw bits per byte by bytes of context, with a horizontal line for each range of context. Return the path."""
-    from bench.report.drawing import BLUE, panels, save, styled
+def draw_context(curve: list[dict], path: Path, **titles: str) -> None:
+    """Draw bits per byte by bytes of context, with a horizontal line for each range of context."""
+    from bench.report.drawing import BLUE, panels, png_of, styled
 
     with styled():
         figure, (ax,) = panels(1, 1, width=7.0, height=4.2, **titles)
@@ -104,7 +106,7 @@ def draw_context(curve: list[dict], path: Path, **titles: str) -> Path:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.set(xlabel="bytes of context", ylabel="bits per byte")
-        return save(figure, path)
+        write_atomically(path, png_of(figure))
 
 
 if __name__ == "__main__":

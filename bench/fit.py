@@ -19,7 +19,6 @@ import torch
 from annotated_types import Ge
 from omegaconf import DictConfig
 from pydantic import ByteSize
-from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -106,8 +105,10 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
         for name, sublayer in model.sublayers():
             sublayer.backend = lambda device, *, training, name=name: backends[name]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            make_fake_(model)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+            for module in model.modules():
+                for tensors in (module._parameters, module._buffers):
+                    tensors |= {name: fake_mode.from_tensor(t) for name, t in tensors.items() if t is not None}
             by_cause = _peak_by_cause(plan, model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         reason = f"its memory depends on values of tensors ({error.func})"
@@ -129,21 +130,6 @@ def eager_plan(plan: Plan) -> Plan:
     elif runtime.precision == "auto":
         runtime = dataclasses.replace(runtime, precision="bfloat16")
     return dataclasses.replace(plan, runtime=dataclasses.replace(runtime, device="cpu", compile=False))
-
-
-def make_fake_(model: nn.Module) -> None:
-    """Replace parameters and buffers by fake tensors, under a ``FakeTensorMode``. Shared ones stay shared."""
-    fakes: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in fakes:
-            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-        return fakes[id(tensor)]
-
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            tensors |= {name: fake(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
 def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:

@@ -10,7 +10,9 @@ import numpy as np
 import pandas as pd
 
 from bench import results_page
+from bench.report import drawing
 from bench.report.compare import VARIANTS
+from bench.report.drawing import FONT_POINTS, INK
 from bench.results_page import REFERENCE, by_variant, markdown_table, read_runs
 from harness.cache import write_atomically
 from harness.compose.cli import run_command
@@ -29,8 +31,7 @@ def main() -> None:
     for name, block in {README: readme_table(folder), PAGE: results_page.sections(folder)}.items():
         path = ROOT / name
         write_atomically(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
-    if (folder / "front_page.jsonl").exists():
-        write_atomically(ROOT / FIGURE, figure_png(folder))
+    write_atomically(ROOT / FIGURE, figure_png(folder))
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:
@@ -44,47 +45,37 @@ def between_markers(page: str, block: str, *, name: str) -> str:
 
 def readme_table(folder: Path) -> str:
     """The Markdown of README's table: a row for each mechanism in ``readme`` of ``variants.yaml`` and each compressor,
-    the best on test first. Columns without any number yet are left out."""
+    the best on test first."""
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
-    if not len(runs):
-        return "No run has finished yet; [learning rates](docs/results.md#learning-rates) have been selected."
     long_flops, reach = results_page.flops_at(folder / "cost.jsonl", LONG_SPAN), results_page.recall_reach(recall)
     rows = []
     for name, group in by_variant(runs[runs["variant"].isin(VARIANTS["readme"])]):
-        difference = results_page.reference_difference_text(runs, name)
+        difference = results_page.estimate_text(results_page.reference_difference(runs, name))
         row = [f"`{name}`", results_page.mean_text(group["test"]), difference, reach.get(name, "")]
         flops = (group["flops"].mean(), long_flops.get(name))
         row += ["" if n is None else f"{n / 1e6:.2f}" for n in flops]
         row += [f"{group['state'].mean() / results_page.KIB:,.0f}", f"{group['parameters'].iloc[0]:,.0f}"]
         rows.append(row)
     results_page.insert_compressors(rows, runs, names=("bzip2", "xz", "order-5"), column=1)
-    columns = [n for n in range(len(HEADINGS)) if any(row[n] for row in rows)]
-    return markdown_table([HEADINGS[n] for n in columns], [[row[n] for n in columns] for row in rows])
+    return markdown_table(HEADINGS, rows)
 
 
 def figure_png(folder: Path) -> bytes:
     """README's figure as PNG: differences from the reference, and bits of a copied byte by distance."""
-    from bench.report import drawing  # matplotlib is slow to import
-
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
     runs, recall = (frame[frame["variant"].isin(VARIANTS["readme"])] for frame in (runs, recall))
     names = [name for name, _ in by_variant(runs) if results_page.reference_difference(runs, name)]
     copy_bits = results_page.copy_bits(recall)
     with drawing.styled():
-        n_panels = bool(names) + bool(len(copy_bits)) or 1
         height = 1.4 + 0.27 * max(len(names), len(copy_bits), 8)
-        figure, axes = drawing.panels(1, n_panels, title="", width=5.6 * n_panels, height=height)
-        if names:
-            _draw_differences(axes[0], runs, names[::-1])
-        if len(copy_bits):
-            _draw_recall(axes[-1], copy_bits)
+        figure, axes = drawing.panels(1, 2, title="", width=11.2, height=height)
+        _draw_differences(axes[0], runs, names[::-1])
+        _draw_recall(axes[1], copy_bits)
         return drawing.png_of(figure)
 
 
 def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
     """Draw a point with an error bar for each mechanism, from the bottom to the top."""
-    from bench.report.drawing import FONT_POINTS, INK
-
     text_style = {"textcoords": "offset points", "va": "center", "fontsize": FONT_POINTS}
     text_style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # so that no line at 0 crosses a name
     style = {"fmt": "o", "color": INK, "markersize": 4.5, "capsize": 2, "linewidth": 1.2}
@@ -104,8 +95,6 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
 
 def _draw_recall(ax, copy_bits: pd.DataFrame) -> None:
     """Draw bits of a copied byte as a heat map: a row per mechanism, a column per distance in bytes."""
-    from bench.report.drawing import FONT_POINTS, INK
-
     ax.imshow(copy_bits.to_numpy(), cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")
     for (y, x), bits in np.ndenumerate(copy_bits.to_numpy()):
         if np.isfinite(bits):

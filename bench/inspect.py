@@ -12,13 +12,18 @@ from typing import Annotated
 
 import hydra
 import numpy as np
+import torch
 from annotated_types import Ge
 from matplotlib.colors import PowerNorm
 from omegaconf import DictConfig
 
 from bench import CONF
-from bench.report.drawing import GREY, INK, panels, save, styled
+from bench.planning import open_trained
+from bench.report.drawing import GREY, INK, panels, png_of, styled
+from harness.cache import write_atomically
 from harness.compose.cli import run_command
+from harness.loop.sampling import token_ids
+from harness.plan.settings import parse_setting
 from variants.contract import Inspection
 
 MAX_CELLS = 12 * 16 * 256**2  # most attention weights in a figure: 12 layers of 16 heads, 256 bytes
@@ -28,12 +33,6 @@ SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="inspect")
 def main(cfg: DictConfig) -> None:
-    import torch  # slow imports come after the command line has been parsed
-
-    from bench.planning import open_trained
-    from harness.loop.sampling import token_ids
-    from harness.plan.settings import parse_setting
-
     folder, text = Path(cfg.run), parse_setting(cfg.text, str | None, key="text")
     length = parse_setting(cfg.bytes, Annotated[int, Ge(2)], key="bytes")
     run = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
@@ -89,7 +88,7 @@ def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, su
     shrink = min(1.0, 4 / size["height"])
     figure.colorbar(image, ax=axes, shrink=shrink, label="weight, on a square-root scale", extend="max")
     figure.supxlabel("key: index of the byte that is attended to; rows are queries", fontsize=9, color=INK)
-    save(figure, path)
+    write_atomically(path, png_of(figure))
 
 
 def draw_reach(
@@ -115,7 +114,7 @@ def draw_reach(
     ax.set_xticks(range(len(maps)), layer_names(maps))
     ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    save(figure, path)
+    write_atomically(path, png_of(figure))
 
 
 def layer_names(names: Iterable[str]) -> list[str]:

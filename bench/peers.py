@@ -18,8 +18,6 @@ from bench import CONF
 from bench.turns import Entry, measure
 from harness.compose.cli import run_command
 
-JOB = "language model"  # what all entries train: the value of ``job`` in every row
-
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings:
@@ -78,7 +76,7 @@ def make_row(entry: Entry, reference: Entry) -> dict:
     from bench.peer_workers import REFERENCE
 
     batch = entry.facts["config"]["batch"]
-    row = {"name": entry.name, "job": JOB, "streams": batch["streams"], "segment": batch["segment"]}
+    row = {"name": entry.name, "job": "language model", "streams": batch["streams"], "segment": batch["segment"]}
     row["relative_to"] = REFERENCE
     row |= {"status": entry.status or "measured", "reason": entry.reason, "rounds": len(entry.rounds["train"])}
     row |= {"backend": "plain", "parameters": None} | entry.facts

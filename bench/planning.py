@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from bench import CONF
@@ -51,9 +53,6 @@ def recompose(command: str, *overrides: str, pop: tuple[str, ...], drop: tuple[s
 
 def compose_typed(command: str, *overrides: str, drop: tuple[str, ...] = ()) -> DictConfig:
     """The configuration of ``recompose`` before its values are resolved and the command's keys are removed."""
-    from hydra import compose
-    from hydra.core.hydra_config import HydraConfig
-
     typed = HydraConfig.get().overrides
     for word in overrides:
         if re.search(COMMAND_LINE_ONLY, word.partition("=")[0]):  # because an override may come from a file

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 
 import pandas as pd
@@ -14,17 +13,18 @@ from bench.report.frame import REACHED_BITS
 from bench.report.uncertainty import Estimate, estimate_mean
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
+from harness.record.schema import flatten
 
 REFERENCE = VARIANTS["reference"]
 KIB, MIB = 2**10, 2**20
 COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)}
 COST_TABLES = {
-    "MFLOP per byte": (1e6, ("flops", "executed_per_byte")),
-    "Carried state, KiB": (KIB, ("memory", "state_bytes")),
-    "Peak memory, MiB": (MIB, ("memory", "train_peak_bytes")),
-    "Training time, ms per byte": (1, ("time", "train_ms", "p50")),
+    "MFLOP per byte": (1e6, "flops.executed_per_byte"),
+    "Carried state, KiB": (KIB, "memory.state_bytes"),
+    "Peak memory, MiB": (MIB, "memory.train_peak_bytes"),
+    "Training time, ms per byte": (1, "time.train_ms.p50"),
 }
-"""For each title of a table, the divisor of its numbers and their path of keys in a row of ``bench.cost``."""
+"""For each title of a table, the divisor of its numbers and their dotted key in a row of ``bench.cost``."""
 COLUMNS = ("variant", "seed", "data", "status", "valid", "test", "parameters", "flops", "ideal", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
 MIN_SEEDS = 3  # fewest common seeds for a verdict
@@ -85,10 +85,13 @@ def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def mean_text(numbers: pd.Series) -> str:
     """``2.2960 ± 0.0123``: the mean and half of its 95% interval; ``2.2960 (n=1)`` for one number."""
-    return _estimate_text(estimate_mean(numbers.tolist()), form=".4f")
+    return estimate_text(estimate_mean(numbers.tolist()), form=".4f")
 
 
-def _estimate_text(estimate: Estimate, *, form: str) -> str:
+def estimate_text(estimate: Estimate | None, *, form: str = "+.4f") -> str:
+    """``-0.0070 ± 0.0031``; ``-0.0070 (n=1)`` for one number; empty for None."""
+    if estimate is None:
+        return ""
     interval = "(n=1)" if estimate.half_width is None else f"± {estimate.half_width:.4f}"
     return f"{estimate.mean:{form}} {interval}"
 
@@ -100,12 +103,6 @@ def reference_difference(runs: pd.DataFrame, variant: str) -> Estimate | None:
         return None
     differences = (finished[variant] - finished[REFERENCE]).dropna().tolist()
     return estimate_mean(differences) if differences else None
-
-
-def reference_difference_text(runs: pd.DataFrame, variant: str) -> str:
-    """``-0.0070 ± 0.0031``; ``-0.0070 (n=1)`` for one seed; empty where ``reference_difference`` is None."""
-    difference = reference_difference(runs, variant)
-    return "" if difference is None else _estimate_text(difference, form="+.4f")
 
 
 def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
@@ -180,7 +177,8 @@ def bits_table(runs: pd.DataFrame) -> str:
     headings += ["state, KiB", "peak, MiB", "parameters"]
     rows = []
     for name, group in by_variant(runs):
-        scores = [mean_text(group["test"]), reference_difference_text(runs, name), mean_text(group["valid"])]
+        difference = estimate_text(reference_difference(runs, name))
+        scores = [mean_text(group["test"]), difference, mean_text(group["valid"])]
         costs = [f"{group[name].mean() / 1e6:.2f}" for name in ("flops", "ideal")]
         costs += [f"{group['state'].mean() / KIB:,.0f}", f"{group['peak'].mean() / MIB:,.0f}"]
         costs.append(f"{group['parameters'].iloc[0]:,.0f}")
@@ -196,18 +194,13 @@ def bits_table(runs: pd.DataFrame) -> str:
 
 def context_table(runs: pd.DataFrame) -> str:
     """A table of bits per byte on test by bytes of context, means over seeds."""
-    means = {}
+    cells, ranges = {}, []
     for name, group in by_variant(runs):
-        curves = [{_context_text(x): x["bits_per_byte"] for x in curve} for curve in group["context"].dropna()]
-        if curves:
-            means[f"`{name}`"] = pd.DataFrame(curves).mean()
-    ranges = list(next(iter(means.values())).index) if means else []
-    return mechanism_table({name: mean.reindex(ranges).map("{:.3f}".format) for name, mean in means.items()}, ranges)
-
-
-def _context_text(entry: dict) -> str:
-    low, high = entry["from_bytes"], entry["to_bytes"]
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        if entries := [entry for curve in group["context"].dropna() for entry in curve]:
+            means = pd.DataFrame(entries).groupby(["from_bytes", "to_bytes"])["bits_per_byte"].mean()
+            ranges = [f"{low:,}" if low == high else f"{low:,} to {high:,}" for low, high in means.index]
+            cells[f"`{name}`"] = dict(zip(ranges, means.map("{:.3f}".format), strict=True))
+    return mechanism_table(cells, ranges)
 
 
 def claims_table(runs: pd.DataFrame) -> str:
@@ -250,7 +243,7 @@ def judge(differences: list[float], *, expected: str, margin: float) -> tuple[st
     verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
     if min_expected < low and high < margin:
         verdict = HOLDS
-    return verdict if estimate.n >= MIN_SEEDS else TOO_FEW, _estimate_text(estimate, form="+.4f")
+    return verdict if estimate.n >= MIN_SEEDS else TOO_FEW, estimate_text(estimate)
 
 
 def recall_table(runs: pd.DataFrame) -> str:
@@ -276,10 +269,10 @@ def cost_tables(path: Path) -> str:
     """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span."""
     rows = [row for row in read_rows(path) if row["mode"] == "stream"]
     spans, tables = [f"{span:,}" for span in sorted({row["length"] for row in rows})], []
-    for title, (divisor, keys) in COST_TABLES.items():
+    for title, (divisor, key) in COST_TABLES.items():
         cells: dict[str, dict[str, str]] = {}
         for row in rows:
-            cost = reduce(lambda inner, key: (inner or {}).get(key), keys, row)
+            cost = flatten(row).get(key)
             number = (cost or 0) / divisor / (row["segment"] if "ms" in title else 1)
             text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
             cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = row["status"] if cost is None else text

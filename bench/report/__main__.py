@@ -22,6 +22,7 @@ from bench.report.tuning import tuning_tables
 from harness.cache import write_atomically
 from harness.failures import StorageFailure, exit_code
 from harness.record.cells import pluralize
+from harness.record.schema import BENCH_COMMANDS
 from harness.record.table import Table, escape_formula, one_line, print_table, to_csv
 
 TITLE = "attention-windtunnel report"
@@ -31,8 +32,6 @@ LIMITATIONS = (
     "Times on a CPU depend on other programs of the machine. docs/metrics.md and docs/statistics.md have more."
 )
 CONTENTS = "contents.txt"  # lists the files of a report, so that a later report in the same folder can remove them
-COMMAND_TABLES = {"cost": cost_tables, "peers": peer_tables}
-"""The function that makes the tables of a command's rows."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -64,13 +63,12 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
         out.mkdir(parents=True, exist_ok=True)  # before drawing, so that an error takes no seconds
         tables, drawings = all_tables(rows), draw_all(rows)
         commands = [*dict.fromkeys(row["command"] for row in rows.frame["row"]), command]
-        parts = {"tables": tables, "drawings": drawings, "notes": _notes(rows), "commands": commands}
         files = {f"{table.name}.csv": to_csv(table) for table in tables}
         if len(rows.of("run")):
             files["runs.csv"] = runs_csv(rows.of("run"))
         files |= {f"figures/{drawing.name}.png": drawing.png for drawing in drawings}
         files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
-        files["index.html"] = page_of(TITLE, **parts)
+        files["index.html"] = page_of(TITLE, tables=tables, drawings=drawings, notes=_notes(rows), commands=commands)
         for table in tables:
             if table.name.startswith("runs-"):
                 print_table(replace(for_terminal(table), notes=()))
@@ -87,8 +85,8 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 def all_tables(rows: Rows) -> list[Table]:
     """Tables of runs, tuning, costs and peers."""
-    costs, peers = (make([*rows.of(kind).get("row", ())]) for kind, make in COMMAND_TABLES.items())
-    return [*run_tables(rows), *tuning_tables(rows.frame), *costs, *peers]
+    costs, peers = (rows.of(kind)["row"].tolist() for kind in ("cost", "peers"))
+    return [*run_tables(rows), *tuning_tables(rows.frame), *cost_tables(costs), *peer_tables(peers)]
 
 
 def runs_csv(runs: pd.DataFrame) -> str:
@@ -102,7 +100,7 @@ def _notes(rows: Rows) -> list[str]:
     """What was read, what was omitted, and limitations."""
     kinds = rows.frame["kind"].value_counts()
     counts = [pluralize(kinds["run"], "finished run")] if "run" in kinds else []
-    counts += [f"{pluralize(kinds[kind], 'row')} of bench.{kind}" for kind in COMMAND_TABLES if kind in kinds]
+    counts += [f"{pluralize(kinds[kind], 'row')} of bench.{kind}" for kind in BENCH_COMMANDS if kind in kinds]
     notes = [f"Read from {pluralize(rows.files, 'file')}: {', '.join(counts)}."]
     return [*notes, *(f"{line[0].upper()}{line[1:]}" for line in _omitted(rows)), LIMITATIONS]
 

@@ -3,7 +3,7 @@ row and a key. A row is a dictionary by dotted key; keys that were not measured 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -12,6 +12,7 @@ from harness.record import cells
 from harness.record.table import Cell, Column, Table
 
 Form = Callable[[Mapping, str], Cell]
+COLUMNS = yaml.safe_load(Path(__file__).with_name("columns.yaml").read_text(encoding="utf-8"))
 
 
 def _number(form: Callable[[float | None], Cell], *, approximate: str | None = None) -> Form:
@@ -69,15 +70,10 @@ FORMS: dict[str, Form] = {name: _number(form) for name, form in NUMBERS.items()}
 TEXT_FORMS = ("text", "spread")
 
 
-@cache
-def _file() -> dict[str, list]:
-    return yaml.safe_load(Path(__file__).with_name("columns.yaml").read_text(encoding="utf-8"))
-
-
 def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
     """The columns of a section of ``columns.yaml``; the form ``copies`` stands for a column per distance."""
     section_columns = []
-    for heading, form, key, explained in _file()[section]:
+    for heading, form, key, explained in COLUMNS[section]:
         specs = [(heading, form, key)]
         if form == "copies":
             specs = [(f"{heading} from {distance}, bits", "fixed4", f"{key}.{distance}") for distance in distances]
@@ -89,7 +85,7 @@ def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
 
 def for_terminal(table: Table) -> Table:
     """The table with only the columns that the section ``terminal`` of ``columns.yaml`` lists, explained in notes."""
-    shown = [index for index, column in enumerate(table.columns) if column.heading in _file()["terminal"]]
+    shown = [index for index, column in enumerate(table.columns) if column.heading in COLUMNS["terminal"]]
     columns = tuple(table.columns[index] for index in shown)
     rows = tuple(tuple(row[index] for index in shown) for row in table.rows)
     explained = [f"{column.heading}: {column.explanation}" for column in columns if column.explanation]

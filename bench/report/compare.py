@@ -6,6 +6,7 @@ and memory are comparable if code and environment are equal: device, threads and
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,7 +28,6 @@ ADDED_KEYS = {"check": True}  # values of keys that older configurations lack
 ARM_KEYS = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"
-MAX_KEYS = 8  # most keys that a caption names
 KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
 
 
@@ -91,7 +91,7 @@ def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
     names = ["variant" if key.startswith("variant.") else key for key in settings if settings[key].nunique() > 1]
     names += [KEY_NAMES.get(key, key) for key in columns if key in arms and arms[key].nunique(dropna=False) > 1]
-    return join_words(dict.fromkeys(names), limit=MAX_KEYS)
+    return join_words(dict.fromkeys(names))
 
 
 def commit_notes(frame: pd.DataFrame) -> list[str]:
@@ -163,8 +163,7 @@ def environment_differences(rows: Sequence[dict]) -> str:
 
 def optimizer_words(optimizers: Sequence[dict] | None) -> str | None:
     """``Muon 92%, AdamW 8%``: the share of the parameters that each optimizer updates; None without optimizers."""
-    shares: dict[str, float] = {}
+    shares = Counter()
     for group in optimizers or []:
-        shares[group["optimizer"]] = shares.get(group["optimizer"], 0.0) + group["share"]
-    ordered = sorted(shares.items(), key=lambda pair: -pair[1])
-    return ", ".join(f"{name} {100 * share:.0f}%" for name, share in ordered) or None
+        shares[group["optimizer"]] += group["share"]
+    return ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares.most_common()) or None

@@ -6,7 +6,7 @@ and no date. Figures use matplotlib's object interface, which needs no window sy
 
 import io
 from collections.abc import Iterable
-from pathlib import Path
+from functools import partial
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -15,23 +15,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
 from bench.report.compare import VARIANTS
-from harness.cache import write_atomically
 from harness.record.table import Drawing
 
 GREY, FAINT, INK, BLUE = "#7F7F7F", "0.9", "0.15", "#0072B2"
 STYLE = {"font.family": "DejaVu Sans", "font.size": 10.0, "axes.titlesize": 10.5, "svg.fonttype": "path"}
 STYLE |= {"svg.hashsalt": "attention-windtunnel", "text.parse_math": False}  # a $ in a name starts no formula
+styled = partial(rc_context, STYLE)
+"""Context in which figures are made and saved in this style."""
 LINE_STYLES = ("-", "--", ":", "-.")
 SPARE_COLOURS = ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")
 SPARE_STYLES = [(colour, marker) for marker in "Xp*h>d" for colour in SPARE_COLOURS]
 """Colour and marker of variants that ``variants.yaml`` does not name."""
 FONT_POINTS = 8.5
 LOG_RATIO = 8  # an axis is logarithmic if its largest number is more than 8 times its smallest
-
-
-def styled():
-    """A context manager under which figures are made and saved in this style."""
-    return rc_context(STYLE)
 
 
 def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
@@ -96,9 +92,3 @@ def png_of(figure: Figure) -> bytes:
     png = io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
     return png.getvalue()
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG; an interrupted write leaves no file. Return the path."""
-    write_atomically(path, png_of(figure))
-    return path

@@ -21,7 +21,7 @@ SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
 MAX_REASONS, MAX_ERROR_LENGTH = 5, 300  # reasons shown for one file; characters shown of a failed run's error
 SAME_RUN_KEYS = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
 """Keys in which the record and the summary of a run must be equal."""
-TEXT_KEYS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
+TEXT_KEYS = ("variant", "backend", "source", "status", "reason", "spans_from", "name")
 """Keys whose texts become columns of the frame. Numbers become columns under every key except ``config``."""
 REACHED_BITS = 1.0  # bits below which a copied byte counts as recalled; a model without recall needs 4
 
@@ -96,16 +96,14 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _tidy(row: dict, kind: str, **columns) -> dict:
     """A row of the frame: numbers by dotted key, ``TEXT_KEYS``, numbers and texts computed from these, ``columns``."""
-    tidy = {"kind": kind, "row": row, "read_from": row.get("read_from")}
+    tidy = {"kind": kind, "row": row}
     for key, value in flatten({key: value for key, value in row.items() if key != "config"}).items():
         if is_number(value) or isinstance(value, bool | list):
             tidy[key] = float(len(value) if isinstance(value, list) else value)
     tidy |= {key: row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)}
     evaluation_backend, step_ms = row.get("evaluation_backend"), tidy.get("time.train_ms.p50")
     tidy["other_evaluation_backend"] = None if evaluation_backend == row["backend"] else evaluation_backend
-    if kind in ("cost", "peers") and row["status"] != "measured":
-        tidy.pop("bytes_per_second", None)
-    elif kind == "cost" and step_ms:
+    if kind == "cost" and row["status"] == "measured" and step_ms:
         tidy["bytes_per_second"] = row["streams"] * row["segment"] / step_ms * 1000
     if "utilisation.share" in tidy:
         tidy["share_percent"] = 100 * tidy["utilisation.share"]
@@ -125,7 +123,7 @@ def _command_row_error(row: dict, line_number: int) -> str | None:
     if reason := refusal(row):
         return reason
     kind = row["kind"]
-    if not (isinstance(kind, str) and kind in BENCH_COMMANDS):
+    if kind not in BENCH_COMMANDS:
         return f"kind is {shorten(kind)}; allowed are {', '.join(BENCH_COMMANDS)}"
     return violation(row, schema=kind)
 
@@ -156,18 +154,18 @@ def _read_run(folder: Path, rows: Rows) -> list[tuple]:
     path = folder / RECORD
     record, reasons = read_accepted_rows(path, check=_run_row_error) if path.exists() else ([], [])
     first_refused = bool(reasons) and reasons[0].startswith("line 1:")
-    has_provenance = bool(record) and record[0].get("kind") == "provenance" and not first_refused
-    if not has_provenance:  # then no row of the record is accepted
+    if first_refused or not record or record[0].get("kind") != "provenance":  # then no row of the record is accepted
         record, reasons = [], reasons[:1]
     summary, reason = try_read_object(folder / SUMMARY)
-    if not has_provenance and not (summary and summary.get("status") in FAILED):
+    status = (summary or {}).get("status")
+    if not record and status not in FAILED:
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
     if summary is not None:
-        reason = _summary_error(summary, record[0] if has_provenance else None)
+        reason = _summary_error(summary, record[0] if record else None)
     rows.refuse(path, *reasons)
     rows.refuse(folder / SUMMARY, *filter(None, [reason]))
     time = (folder / SUMMARY).stat().st_mtime if summary is not None else 0.0
-    if has_provenance:
+    if record:
         n_scores = sum(row["kind"] == "test" for row in record)
         if (folder / EVALUATIONS).exists():
             evaluations, _ = read_accepted_rows(folder / EVALUATIONS, check=lambda row, line_number: None)
@@ -175,12 +173,12 @@ def _read_run(folder: Path, rows: Rows) -> list[tuple]:
         rows.test_scores[record[0]["data"]["sha256"]] += n_scores
     if reason:
         return []
-    status, columns = (summary or {}).get("status"), {"record": record, "folder": folder, "run": folder.name}
+    columns = {"record": record, "folder": folder, "run": folder.name}
     if status in FAILED:
         words = str(summary.get("error") or "no error was written down")
         error = textwrap.shorten(words, MAX_ERROR_LENGTH, placeholder="...")
         rows.failed.append(f"{folder}: {error}")
-        return [(time, _tidy(record[0] | {"error": error}, "failed", **columns))] if has_provenance else []
-    if has_provenance and status != "finished":
+        return [(time, _tidy(record[0] | {"error": error}, "failed", **columns))] if record else []
+    if record and status != "finished":
         rows.unfinished.append(f"{folder}: {status or 'no summary yet'}")
-    return [(time, _tidy(record[0] | summary, "run", **columns))] if has_provenance and status == "finished" else []
+    return [(time, _tidy(record[0] | summary, "run", **columns))] if record and status == "finished" else []

@@ -68,7 +68,7 @@ def mean_rows(arms: pd.DataFrame) -> list[dict]:
             row.pop("compile_seconds", None)
         texts = ("backend", "other_evaluation_backend", "optimizers")
         row |= {key: last[key] for key in texts if isinstance(last[key], str)}
-        row |= {"arm": arm, "label": arm, "variant": last["variant"]}
+        row |= {"arm": arm, "variant": last["variant"]}
         rows.append(row | {"n": max(map(len, scores.values())), "runs": runs})
     return sorted(rows, key=lambda row: row.get("valid_bits_per_byte", math.inf))
 
@@ -110,7 +110,7 @@ def _compressors(row: dict) -> list[dict]:
     capped = {f"capped.{split}": n_bytes for split, n_bytes in (row.get("capped") or {}).items()}
     for split in SPLITS:
         for name, bits in ((row.get("compressors") or {}).get(split) or {}).items():
-            scores = rows.setdefault(name, {"label": name} | capped)
+            scores = rows.setdefault(name, {"arm": name} | capped)
             scores |= {f"{split}_bits_per_byte": float(bits)} if is_number(bits) else {}
     return sorted(rows.values(), key=lambda row: row.get("valid_bits_per_byte") or row.get("test_bits_per_byte") or 0.0)
 

@@ -34,8 +34,8 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
 
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, table_key), start=1):
-        arms, labelled, notes = _newest(frame)
-        labelled.sort(key=lambda row: (row["length"], *_name(row)))
+        arms, shown, notes = _newest(frame)
+        shown.sort(key=lambda row: (row["length"], *_name(row)))
         segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
         streams = pluralize(row["streams"], "stream")
         about = (
@@ -44,12 +44,12 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
             f"Data: {data_words([row])}.",
             "Held equal at each length: streams, segment, span, data and environment. Parameters and FLOPs are not.",
         )
-        unknown = [(row["label"], (row["row"].get("flops") or {}).get("unknown")) for row in labelled]
-        notes += [*_cost_notes(labelled), *filter(None, [missing_formulas_note(unknown)])]
+        unknown = [(row["arm"], (row["row"].get("flops") or {}).get("unknown")) for row in shown]
+        notes += [*_cost_notes(shown), *filter(None, [missing_formulas_note(unknown)])]
         caption = f"The rows differ in: {differing_keys(arms, 'length', 'backend', 'spans_from')}."
         titles = {"title": f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}", "caption": caption}
         more = {"name": f"cost-{index}", "details": about, "notes": tuple(notes)}
-        tables.append(make_table(labelled, columns("cost"), **titles, **more))
+        tables.append(make_table(shown, columns("cost"), **titles, **more))
     return tables
 
 
@@ -63,8 +63,6 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, table_key), start=1):
         shown = [entry.dropna().to_dict() for _, entry in frame.iterrows()]
-        for entry in shown:
-            entry["label"] = entry["name"]
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
             f"{environment_words(row)}. Data: {data_words([row])}.",
@@ -95,22 +93,20 @@ def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[t
 
 
 def _newest(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
-    """The newest rows (``REPEAT_KEYS``), as a frame with arms and as dictionaries with a ``label``; and notes."""
+    """The newest rows (``REPEAT_KEYS``), as a frame with arms and as dictionaries; and notes."""
     keys = [json.dumps([row.get(key) for key in REPEAT_KEYS], sort_keys=True) for row in frame["row"]]
     newest = frame[~pd.Series(keys, index=frame.index).duplicated(keep="last")]
     arms = with_arms(newest, without=COLUMN_KEYS)
-    labelled = [row.dropna().to_dict() for _, row in arms.iterrows()]
-    for row in labelled:
-        row["label"] = row["arm"]
+    shown = [row.dropna().to_dict() for _, row in arms.iterrows()]
     notes = commit_notes(newest)
     if n_older := len(frame) - len(newest):
         notes.append(f"{pluralize(n_older, 'older row')} left out: newer ones have equal settings, backend and length.")
-    return arms, labelled, notes
+    return arms, shown, notes
 
 
 def _name(row: dict) -> list[str]:
     """The words that name a row of a cost table, without its length."""
-    return [row["label"], row["backend"], *filter(None, [row.get("spans_from")])]
+    return [row["arm"], row["backend"], *filter(None, [row.get("spans_from")])]
 
 
 def _cost_notes(rows: Sequence[dict]) -> list[str]:

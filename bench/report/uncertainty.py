@@ -24,7 +24,7 @@ class Estimate:
     p: float | None  # probability of a mean at least as far from 0, on either side, if the true mean is 0
 
 
-def estimate_mean(numbers: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate:
+def estimate_mean(numbers: Sequence[float]) -> Estimate:
     """The mean of one or more numbers, such as paired differences, with its interval."""
     n = len(numbers)
     mean = math.fsum(numbers) / n
@@ -35,7 +35,7 @@ def estimate_mean(numbers: Sequence[float], *, confidence: float = CONFIDENCE) -
     if standard_error:
         t = abs(mean) / standard_error
     p = 2 * (1 - t_below(t, freedom=n - 1))
-    return Estimate(n=n, mean=mean, half_width=t_quantile((1 + confidence) / 2, freedom=n - 1) * standard_error, p=p)
+    return Estimate(n=n, mean=mean, half_width=t_quantile((1 + CONFIDENCE) / 2, freedom=n - 1) * standard_error, p=p)
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
@@ -50,7 +50,6 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 def t_quantile(probability: float, *, freedom: int) -> float:
     """The t with ``t_below(t) == probability``, for a ``probability`` of at least 0.5 and below 1."""
-    assert 0.5 <= probability < 1 and freedom >= 1
     low, high = 0.0, 1.0
     while t_below(high, freedom=freedom) < probability:
         low, high = high, 2 * high
