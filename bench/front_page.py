@@ -3,6 +3,7 @@
 
 It replaces the text between two markers in each page. ``tests/test_front_page.py`` compares the text with the rows."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from harness.cache import write_atomically
 from harness.compose.cli import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, README, PAGE, FIGURE = "bench/results", "README.md", "docs/results.md", "docs/front_page.png"
+RESULTS, README, PAGE = "bench/results", "README.md", "docs/results.md"
+FIGURE, SKILLS_FIGURE = "docs/front_page.png", "docs/skills.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 LONG_SPAN = 4096
 HEADINGS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE} (sorted)", "recall reach, bytes"]
@@ -32,6 +34,7 @@ def main() -> None:
         path = ROOT / name
         write_atomically(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
     write_atomically(ROOT / FIGURE, figure_png(folder))
+    write_atomically(ROOT / SKILLS_FIGURE, skills_png(folder))
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:
@@ -70,7 +73,16 @@ def figure_png(folder: Path) -> bytes:
         height = 1.4 + 0.27 * max(len(names), len(copy_bits), 8)
         figure, axes = drawing.panels(1, 2, title="", width=11.2, height=height)
         _draw_differences(axes[0], runs, names[::-1])
-        _draw_recall(axes[1], copy_bits)
+        _draw_heat_map(axes[1], copy_bits, label="bits of a copied byte, by the distance it is copied from in bytes")
+        return drawing.png_of(figure)
+
+
+def skills_png(folder: Path) -> bytes:
+    """The figure of ``docs/results.md`` as PNG: bits of an answer by skill."""
+    bits = results_page.skill_bits(read_runs(folder / "skills.jsonl"))
+    with drawing.styled():
+        figure, (ax,) = drawing.panels(1, 1, title="", width=9.6, height=1.4 + 0.27 * len(bits))
+        _draw_heat_map(ax, bits, label="bits of an answer; a column is shaded from 0 to its largest number, at least 1")
         return drawing.png_of(figure)
 
 
@@ -93,16 +105,17 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
     ax.grid(axis="y", visible=False)
 
 
-def _draw_recall(ax, copy_bits: pd.DataFrame) -> None:
-    """Draw bits of a copied byte as a heat map: a row per mechanism, a column per distance in bytes."""
-    ax.imshow(copy_bits.to_numpy(), cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")
-    for (y, x), bits in np.ndenumerate(copy_bits.to_numpy()):
-        if np.isfinite(bits):
-            colour = "white" if bits > 2.5 else INK
-            ax.text(x, y, f"{bits:.1f}", ha="center", va="center", fontsize=FONT_POINTS, color=colour)
-    ax.set_xticks(range(copy_bits.shape[1]), [f"{distance:,}" for distance in copy_bits.columns])
-    ax.set_yticks(range(len(copy_bits)), list(copy_bits.index))
-    ax.set_xlabel("bits of a copied byte, by the distance it is copied from in bytes")
+def _draw_heat_map(ax, bits: pd.DataFrame, *, label: str) -> None:
+    """Draw bits as a heat map: a row per mechanism, and a column per column, shaded in proportion to its maximum."""
+    shades = (bits / bits.max().clip(lower=1)).to_numpy()
+    ax.imshow(shades, cmap="Greys", vmin=0, vmax=1.25, aspect="auto", interpolation="nearest")
+    for (y, x), shade in np.ndenumerate(shades):
+        if np.isfinite(shade):
+            style = {"fontsize": FONT_POINTS, "color": "white" if shade > 0.6 else INK}
+            ax.text(x, y, f"{bits.iat[y, x]:.1f}", ha="center", va="center", **style)
+    ax.set_xticks(range(bits.shape[1]), [re.sub(r"_|(?<=,) ", "\n", str(column)) for column in bits.columns])
+    ax.set_yticks(range(len(bits)), list(bits.index))
+    ax.set_xlabel(label)
     ax.grid(visible=False)
 
 

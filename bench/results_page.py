@@ -255,14 +255,22 @@ def recall_table(runs: pd.DataFrame) -> str:
     return mechanism_table({f"`{name}`": row for name, row in texts.iterrows()}, columns)
 
 
+def skill_bits(runs: pd.DataFrame) -> pd.DataFrame:
+    """Mean bits of an answer: a row per mechanism, the best mean first, and a column per skill and its answers."""
+    rows: dict[str, dict[str, float]] = {}
+    for (name, skill), group in runs[runs["status"] == "finished"].groupby(["variant", "data"]):
+        bits = pd.DataFrame([*group["copies"]]).mean()
+        rows.setdefault(name, {}).update({f"{skill}, {label}": number for label, number in bits.items()})
+    frame = pd.DataFrame(rows).T
+    frame = frame[sorted(frame, key=lambda column: (column.split()[0], len(column), column))]
+    return frame.loc[frame.mean(axis=1).sort_values(kind="stable").index]
+
+
 def skills_table(runs: pd.DataFrame) -> str:
-    """A table of bits of answers: a row per mechanism, a column per skill and label of its answers."""
-    cells: dict[str, dict[str, str]] = {}
-    for run in runs[runs["status"] == "finished"].itertuples():
-        texts = {f"{run.data}, {label}": f"{bits:.3f}" for label, bits in run.copies.items() if bits is not None}
-        cells.setdefault(f"`{run.variant}`", {}).update(texts)
-    columns = {column for row in cells.values() for column in row}
-    return mechanism_table(cells, sorted(columns, key=lambda column: (column.split()[0], len(column), column)))
+    """A table of ``skill_bits``."""
+    bits = skill_bits(runs)
+    cells = {f"`{name}`": row.dropna().map("{:.3f}".format) for name, row in bits.iterrows()}
+    return mechanism_table(cells, list(bits.columns))
 
 
 def cost_tables(path: Path) -> str:

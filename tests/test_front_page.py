@@ -122,7 +122,8 @@ def test_a_repeated_run_and_a_run_with_another_budget_are_refused(folder, seed, 
 
 
 def test_the_picture_is_drawn_and_a_page_without_markers_is_refused(folder, tmp_path, monkeypatch):
-    assert front_page.figure_png(folder).startswith(b"\x89PNG")
+    for figure in (front_page.figure_png, front_page.skills_png):
+        assert figure(folder).startswith(b"\x89PNG")
     monkeypatch.setattr(front_page, "ROOT", tmp_path)
     (tmp_path / README).write_text("no markers")
     with pytest.raises(ValueError, match=f"{README}: must have the lines {BEGIN} and {END}"):
