@@ -1,5 +1,5 @@
-"""Writes README's table and figure, and ``docs/results.md``, from the rows in ``bench/results``:
-``python -m bench.front_page``.
+"""Writes README's table and figure, ``docs/results.md`` and the table of ``docs/gpu.md`` from the rows in
+``bench/results``: ``python -m bench.front_page``.
 
 It replaces the text between two markers in each page. ``tests/test_front_page.py`` compares the text with the rows."""
 
@@ -19,7 +19,7 @@ from harness.cache import write_atomically
 from harness.compose.cli import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, README, PAGE = "bench/results", "README.md", "docs/results.md"
+RESULTS, README, PAGE, GPU_PAGE = "bench/results", "README.md", "docs/results.md", "docs/gpu.md"
 FIGURE, SKILLS_FIGURE = "docs/front_page.png", "docs/skills.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 LONG_SPAN = 4096
@@ -28,13 +28,19 @@ HEADINGS += ["MFLOP/byte, span 512", f"span {LONG_SPAN:,}", "state at 512, KiB",
 
 
 def main() -> None:
-    """Write both pages and the figure; ValueError for a page without markers."""
+    """Write the pages and figures; ValueError for a page without markers."""
     folder = ROOT / RESULTS
-    for name, block in {README: readme_table(folder), PAGE: results_page.sections(folder)}.items():
+    for name, block in blocks(folder).items():
         path = ROOT / name
         write_atomically(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
     write_atomically(ROOT / FIGURE, figure_png(folder))
     write_atomically(ROOT / SKILLS_FIGURE, skills_png(folder))
+
+
+def blocks(folder: Path) -> dict[str, str]:
+    """The generated text of each page."""
+    pages = {README: readme_table(folder), PAGE: results_page.sections(folder)}
+    return pages | {GPU_PAGE: results_page.gpu_table(folder / "gpu.jsonl")}
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:

@@ -27,6 +27,7 @@ COST_TABLES = {
 """For each title of a table, the divisor of its numbers and their dotted key in a row of ``bench.cost``."""
 COLUMNS = ("variant", "seed", "data", "status", "valid", "test", "parameters", "flops", "ideal", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
+GPU_PEAK = 989e12  # FLOP/s of an H200 for dense bfloat16
 MIN_SEEDS = 3  # fewest common seeds for a verdict
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
 """The column of ``read_runs`` for each measure in ``claims.yaml``."""
@@ -296,6 +297,21 @@ def speed_table(path: Path) -> str:
         speeds = [f"{row['bytes_per_second']:,.0f}", f"{row['relative_to_reference']:.2f}"]
         sizes = [f"{row['memory']['train_peak_bytes'] / MIB:,.0f}", f"{row['parameters']['total']:,}"]
         rows.append([f"`{row['name']}`", *speeds, "{:.2f} to {:.2f}".format(*row["relative_range"]), *sizes])
+    return markdown_table(headings, rows)
+
+
+def gpu_table(path: Path) -> str:
+    """A table of runs that trained for equal seconds on a GPU, the best on valid first, with bzip2 as the last row."""
+    headings = ["mechanism", "bits per byte", "trained, MB", "bytes per second", "allocated, MiB", "MFLOP/byte"]
+    headings += ["state, MiB", "utilisation", "parameters"]
+    rows = []
+    for run in sorted((row["summary"] for row in read_rows(path)), key=lambda run: run["valid_bits_per_byte"]):
+        speeds = [f"{run['bytes_seen'] / 1e6:.1f}", f"{run['bytes_per_second']:,.0f}"]
+        memory, flops = run["memory"], run["flops_per_byte"]["executed"]
+        costs = [f"{memory['peak_bytes'] / MIB:,.0f}", f"{flops / 1e6:.1f}", f"{memory['state_bytes'] / MIB:.1f}"]
+        costs += [f"{run['training_flops'] / run['seconds'] / GPU_PEAK:.1%}", f"{run['parameters']['total']:,}"]
+        rows.append([f"`{run['variant']}`", f"{run['valid_bits_per_byte']:.4f}", *speeds, *costs])
+    rows.append(["bzip2 -9", f"{run['compressors']['valid']['bzip2']:.4f}", *[""] * 7])
     return markdown_table(headings, rows)
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from bench import front_page, results_page
-from bench.front_page import BEGIN, END, PAGE, README, RESULTS, between_markers
+from bench.front_page import BEGIN, END, README, RESULTS, between_markers
 
 ROOT = front_page.ROOT
 CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
@@ -61,10 +61,7 @@ def folder(tmp_path):
 
 
 def test_committed_pages_are_up_to_date_rows_are_small_and_readme_claims_no_speed():
-    for name, block in (
-        (README, front_page.readme_table(ROOT / RESULTS)),
-        (PAGE, results_page.sections(ROOT / RESULTS)),
-    ):
+    for name, block in front_page.blocks(ROOT / RESULTS).items():
         page = (ROOT / name).read_text(encoding="utf-8")
         assert between_markers(page, block, name=name) == page, f"{name} is outdated: run python -m bench.front_page"
     files = [path for path in (ROOT / RESULTS).iterdir() if path.suffix == ".jsonl"]
