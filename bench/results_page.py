@@ -311,7 +311,8 @@ def gpu_table(path: Path) -> str:
         costs = [f"{memory['peak_bytes'] / MIB:,.0f}", f"{flops / 1e6:.1f}", f"{memory['state_bytes'] / MIB:.1f}"]
         costs += [f"{run['training_flops'] / run['seconds'] / GPU_PEAK:.1%}", f"{run['parameters']['total']:,}"]
         rows.append([f"`{run['variant']}`", f"{run['valid_bits_per_byte']:.4f}", *speeds, *costs])
-    rows.append(["bzip2 -9", f"{run['compressors']['valid']['bzip2']:.4f}", *[""] * 7])
+    if rows:
+        rows.append(["bzip2 -9", f"{run['compressors']['valid']['bzip2']:.4f}", *[""] * 7])
     return markdown_table(headings, rows)
 
 
