@@ -105,7 +105,7 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
         for name, sublayer in model.sublayers():
             sublayer.backend = lambda device, *, training, name=name: backends[name]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:  # ``from_tensor`` keeps shared tensors shared
             for module in model.modules():
                 for tensors in (module._parameters, module._buffers):
                     tensors |= {name: fake_mode.from_tensor(t) for name, t in tensors.items() if t is not None}

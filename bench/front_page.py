@@ -34,7 +34,8 @@ def main() -> None:
         path = ROOT / name
         write_atomically(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
     write_atomically(ROOT / FIGURE, figure_png(folder))
-    write_atomically(ROOT / SKILLS_FIGURE, skills_png(folder))
+    if (folder / "skills.jsonl").exists():
+        write_atomically(ROOT / SKILLS_FIGURE, skills_png(folder))
 
 
 def blocks(folder: Path) -> dict[str, str]:
@@ -79,7 +80,8 @@ def figure_png(folder: Path) -> bytes:
         height = 1.4 + 0.27 * max(len(names), len(copy_bits), 8)
         figure, axes = drawing.panels(1, 2, title="", width=11.2, height=height)
         _draw_differences(axes[0], runs, names[::-1])
-        _draw_heat_map(axes[1], copy_bits, label="bits of a copied byte, by the distance it is copied from in bytes")
+        label = "bits of a copied byte, by the distance it is copied from in bytes"
+        _draw_heat_map(axes[1], copy_bits.rename(columns="{:,}".format), darkest=4, label=label)
         return drawing.png_of(figure)
 
 
@@ -88,7 +90,8 @@ def skills_png(folder: Path) -> bytes:
     bits = results_page.skill_bits(read_runs(folder / "skills.jsonl"))
     with drawing.styled():
         figure, (ax,) = drawing.panels(1, 1, title="", width=9.6, height=1.4 + 0.27 * len(bits))
-        _draw_heat_map(ax, bits, label="bits of an answer; a column is shaded from 0 to its largest number, at least 1")
+        label = "bits of an answer; a column is shaded from 0 to its largest number, at least 1"
+        _draw_heat_map(ax, bits, darkest=bits.max().clip(lower=1), label=label)
         return drawing.png_of(figure)
 
 
@@ -111,15 +114,15 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
     ax.grid(axis="y", visible=False)
 
 
-def _draw_heat_map(ax, bits: pd.DataFrame, *, label: str) -> None:
-    """Draw bits as a heat map: a row per mechanism, and a column per column, shaded in proportion to its maximum."""
-    shades = (bits / bits.max().clip(lower=1)).to_numpy()
+def _draw_heat_map(ax, bits: pd.DataFrame, *, darkest: float | pd.Series, label: str) -> None:
+    """Draw bits as a heat map, a row per mechanism. ``darkest`` has the bits of the darkest shade, also by column."""
+    shades = (bits / darkest).to_numpy()
     ax.imshow(shades, cmap="Greys", vmin=0, vmax=1.25, aspect="auto", interpolation="nearest")
     for (y, x), shade in np.ndenumerate(shades):
         if np.isfinite(shade):
             style = {"fontsize": FONT_POINTS, "color": "white" if shade > 0.6 else INK}
             ax.text(x, y, f"{bits.iat[y, x]:.1f}", ha="center", va="center", **style)
-    ax.set_xticks(range(bits.shape[1]), [re.sub(r"_|(?<=,) ", "\n", str(column)) for column in bits.columns])
+    ax.set_xticks(range(bits.shape[1]), [re.sub(r"_|(?<=,) ", "\n", column) for column in bits.columns])
     ax.set_yticks(range(len(bits)), list(bits.index))
     ax.set_xlabel(label)
     ax.grid(visible=False)

@@ -101,7 +101,10 @@ class PeerWorker(CostWorker):
         """Make the model; return ``facts``."""
         if self.task.peer:
             build_peer(self.task.peer, self.plan)  # imports the package, so that no peak contains the package itself
-        return super().build()
+        facts = super().build()
+        if self.task.peer:
+            self.forward = torch.compile(self.model) if self.runtime.compile else self.model
+        return facts
 
     def facts(self) -> dict:
         """The row's backend and numbers of parameters: all (``total``), and, of ours, those of a byte (``touched``)."""

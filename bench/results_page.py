@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
+from bench.cost import dense_peak_flops
 from bench.evidence import cell_keys, scores_by_factor
 from bench.report.compare import VARIANTS
 from bench.report.frame import REACHED_BITS
@@ -27,7 +28,6 @@ COST_TABLES = {
 """For each title of a table, the divisor of its numbers and their dotted key in a row of ``bench.cost``."""
 COLUMNS = ("variant", "seed", "data", "status", "valid", "test", "parameters", "flops", "ideal", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
-GPU_PEAK = 989e12  # FLOP/s of an H200 for dense bfloat16
 MIN_SEEDS = 3  # fewest common seeds for a verdict
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
 """The column of ``read_runs`` for each measure in ``claims.yaml``."""
@@ -127,11 +127,13 @@ def recall_reach(runs: pd.DataFrame) -> dict[str, str]:
 
 
 def flops_at(path: Path, length: int) -> dict[str, float]:
-    """Executed FLOPs per byte by mechanism, from the rows of ``mode=stream`` with the span ``length``, except rows with
-    the learned spans of another mechanism."""
+    """Executed FLOPs per byte by mechanism, from the rows of ``mode=stream`` with the span ``length``, except of
+    mechanisms that were measured with spans that another has learned."""
     source = read_yaml("learned_spans.yaml")["run"]["variant"]
     rows = (row for row in read_rows(path) if row["status"] == "measured" and row["mode"] == "stream")
-    rows = (row for row in rows if row["length"] == length and (row["spans_from"] is None or row["variant"] == source))
+    rows = (
+        row for row in rows if row["length"] == length and (row.get("spans_from") is None or row["variant"] == source)
+    )
     return {row["variant"]: row["flops"]["executed_per_byte"] for row in rows}
 
 
@@ -308,8 +310,9 @@ def gpu_table(path: Path) -> str:
     for run in sorted((row["summary"] for row in read_rows(path)), key=lambda run: run["valid_bits_per_byte"]):
         speeds = [f"{run['bytes_seen'] / 1e6:.1f}", f"{run['bytes_per_second']:,.0f}"]
         memory, flops = run["memory"], run["flops_per_byte"]["executed"]
+        peak = dense_peak_flops(run["device"], run["precision"])
         costs = [f"{memory['peak_bytes'] / MIB:,.0f}", f"{flops / 1e6:.1f}", f"{memory['state_bytes'] / MIB:.1f}"]
-        costs += [f"{run['training_flops'] / run['seconds'] / GPU_PEAK:.1%}", f"{run['parameters']['total']:,}"]
+        costs += [f"{run['training_flops'] / run['seconds'] / peak:.1%}", f"{run['parameters']['total']:,}"]
         rows.append([f"`{run['variant']}`", f"{run['valid_bits_per_byte']:.4f}", *speeds, *costs])
     if rows:
         rows.append(["bzip2 -9", f"{run['compressors']['valid']['bzip2']:.4f}", *[""] * 7])

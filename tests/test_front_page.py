@@ -64,6 +64,7 @@ def test_committed_pages_are_up_to_date_rows_are_small_and_readme_claims_no_spee
     for name, block in front_page.blocks(ROOT / RESULTS).items():
         page = (ROOT / name).read_text(encoding="utf-8")
         assert between_markers(page, block, name=name) == page, f"{name} is outdated: run python -m bench.front_page"
+        assert all((ROOT / name).with_name(picture).exists() for picture in re.findall(r"\]\((\w+\.png)\)", page))
     files = [path for path in (ROOT / RESULTS).iterdir() if path.suffix == ".jsonl"]
     assert len(files) <= 12 and sum(path.stat().st_size for path in files) < 3e6
     assert not CLAIM.findall((ROOT / README).read_text(encoding="utf-8")), "a claim of speed needs its row"

@@ -1,5 +1,6 @@
 """The meters of memory and time, compared with closed forms, allocations of chosen sizes and a simulated clock."""
 
+import functools
 from functools import partial
 
 import pytest
@@ -87,6 +88,7 @@ def test_on_a_gpu_reserved_and_allocated_memory_are_both_measured(monkeypatch):
     assert meter.read() == Peak(250, False, 400)
     first, second = Peak(5, False, 7), Peak(3, False, 9)
     assert first.maximum(second) == second.maximum(first) == Peak(5, False, 9)
+    assert functools.reduce(Peak.maximum, [first, second, first]) == Peak(5, False, 9), "of several processes"
     assert Peak(None, False).maximum(Peak(4, True)) == Peak(4, True)
 
 

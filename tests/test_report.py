@@ -68,7 +68,7 @@ def test_incomparable_runs_are_in_different_tables(tmp_path, changes):
 
 
 def test_only_runs_of_recall_have_a_reach(tmp_path):
-    for name in ("recall", "state_tracking"):  # labels of the latter are numbers of swaps
+    for name in ("recall", "state_tracking"):  # labels of the latter are numbers of steps
         run = write_run(tmp_path / name, variant="mhsa", valid_bits_per_copy={"2": 0.6})
         change(run, data={"name": name, "bytes": 4_000_000, "sha256": name[:2] * 32})
     assert [any("reach" in heading for heading in headings(table)) for table in tables(tmp_path).values()] == [

@@ -350,8 +350,8 @@ class Attention(MultiHead, OnKernels):
         in_segment, past, inputs = self._pairs(segment, carried)
         needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
         if self.cache == "kv":
-            of_columns = 2 * self.extra_columns * past / segment
-            return needed._replace(backward=needed.backward - 4 * self.d_head * past / segment - of_columns)
+            unneeded = (4 * self.d_head + 2 * self.extra_columns) * past / segment  # gradients of past keys and values
+            return needed._replace(backward=needed.backward - unneeded)
         reprojection = 4 * self.d_head * self.carried_width * inputs / segment
         if self.key_bias is not None:  # per key-value head
             reprojection += self.key_bias.ideal_flops() * inputs / segment / self.kv_heads

@@ -205,7 +205,8 @@ class Sublayer(nn.Module):
 
 
 class Part(nn.Module):
-    """A component of a sublayer. Each ``_target_`` in a sublayer's keywords is one, except in ``any_module.py``."""
+    """A component of a sublayer. Each ``_target_`` in a sublayer's keywords is one, except in ``any_module.py``.
+    Its ``ideal_flops()`` counts ``nn.Linear`` by default."""
 
     ideal_flops = Sublayer.ideal_flops
 

@@ -49,7 +49,8 @@ class SumsKeywords(HeadKeywords, total=False):
 
 
 class CarriedSums(MultiHead):
-    """Attention by carried sums. Subclasses define what is summed; here it is products of features and values.
+    """Attention by carried sums. ``forward`` and ``ideal_flops`` are those of products of features and values, and
+    subclasses define the features; ``GatedDelta`` replaces all of them.
 
     Args:
         chunk: C, bytes of a chunk, within which all pairs of queries and keys are multiplied; it changes only the cost.

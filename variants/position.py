@@ -15,7 +15,7 @@ WHOLE_TURN = 2 ** (2 * HALF_BITS)
 
 
 def rotary_frequencies(width: int, base: float = 10000.0) -> Tensor:
-    """Return radians per position for each of the ``width / 2`` planes, rounded up, float64 ``[width / 2]``."""
+    """Return radians per position for each of the ``ceil(width / 2)`` planes, float64."""
     return base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 

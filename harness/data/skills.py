@@ -89,7 +89,7 @@ def _distance_of_keys(part: np.ndarray) -> np.ndarray:
 
 
 def tracking_answers(part: np.ndarray) -> dict[str, np.ndarray]:
-    """Which bytes are the order after the swaps, grouped by the number of steps."""
+    """Which bytes are the order after the steps, grouped by the number of steps."""
     capitals = np.where(_between(part, "A", "Z"), np.arange(len(part)), -1)
     word_start = np.maximum.accumulate(capitals)
     length_index = np.where(word_start >= 0, part[word_start] - ord("A"), len(WORD_LENGTHS))

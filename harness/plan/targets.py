@@ -79,7 +79,8 @@ def constructor_schema(cls: type, *, key: str) -> dict[str, tuple[object, bool]]
         if parameter.kind is parameter.VAR_KEYWORD and typing.get_origin(hint) is typing.Unpack:
             (keywords,) = typing.get_args(hint)  # a TypedDict with the keywords of a base class
             for name, hint in typing.get_type_hints(keywords).items():
-                schema[name] = (hint, name in keywords.__required_keys__)
+                if name != RESERVED_KEYWORDS.get(base):
+                    schema[name] = (hint, name in keywords.__required_keys__)
     return schema
 
 

@@ -176,7 +176,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor
     Args:
         q, k, v: see ``Inputs``; ``k`` and ``v`` are not packed.
         window: which keys a query may see; n is the largest of ``window.max_keys``.
-        options: ``persistent``, and other fields of ``Inputs``, with at most one of ``bias`` and ``vectors``. Without
+        options: ``persistent``, and other fields of ``Inputs`` except ``lengths``, with at most one of ``bias`` and ``vectors``. Without
             a ``seed``, torch's generator draws the dropout.
 
     Returns: ``[B, H, T, K]``."""
