@@ -176,8 +176,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor
     Args:
         q, k, v: see ``Inputs``; ``k`` and ``v`` are not packed.
         window: which keys a query may see; n is the largest of ``window.max_keys``.
-        options: ``persistent``, and other fields of ``Inputs`` except ``lengths``, with at most one of ``bias`` and ``vectors``. Without
-            a ``seed``, torch's generator draws the dropout.
+        options: ``persistent``, and other fields of ``Inputs`` except ``lengths``, with at most one of ``bias`` and
+            ``vectors``. Without a ``seed``, torch's generator draws the dropout.
 
     Returns: ``[B, H, T, K]``."""
     return attend_inputs(Inputs.from_call(q, k, v, window, **options), window)
