@@ -37,8 +37,7 @@ class Case:
     """The choices of a sublayer, and the lengths of its input: ``past`` bytes, then ``length`` bytes.
 
     ``spans`` is "fixed", "dynamic", or a key of ``FRACTIONS`` for adaptive spans with these initial values.
-    ``parts`` has the names of optional parts, separated by spaces: qk_norm, gate, sink and key_bias.
-    """
+    ``parts`` has the names of optional parts, separated by spaces: qk_norm, gate, sink and key_bias."""
 
     length: int = 5
     past: int = 0

@@ -123,8 +123,7 @@ def write_trial(
 ) -> Path:
     """The folder of a trial of a search of learning rates or, if ``trial`` is None, of a run with purpose=result.
 
-    ``changes`` are keys of the summary, or ``point``, the coordinates of the trial by key of the search space.
-    """
+    ``changes`` are keys of the summary, or ``point``, the coordinates of the trial by key of the search space."""
     point = changes.pop("point", {"optim.lr": 0.5})
     scores = {"valid_bits_per_byte": bits, "purpose": "result" if trial is None else "tune"}
     without_test = {"point": point, "test_bits_per_byte": None, "test_windows_bits_per_byte": None}

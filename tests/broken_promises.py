@@ -1,8 +1,7 @@
 """Mechanisms that break promises of the contract.
 
 ``BROKEN`` maps a name to a class, the promises that it breaks (None if the test does not compare them), and a regular
-expression for the detail of at least one broken promise.
-"""
+expression for the detail of at least one broken promise."""
 
 import torch
 

@@ -13,8 +13,7 @@ class CandidateAttention(Attention):
     """Multi-head attention. Backend ``fused`` is correct, ``kernel`` has a wrong gradient, ``chunked`` crashes.
 
     Args:
-        offered: names of backends, in order of preference.
-    """
+        offered: names of backends, in order of preference."""
 
     def __init__(self, context: LayerContext, *, offered: list):
         super().__init__(context)

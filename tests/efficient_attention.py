@@ -8,8 +8,7 @@ The emulation also checks what the CUDA kernels assume without checking, accordi
 - The log-sum-exp is float32 and padded with inf to a multiple of 32 queries.
 - The backward assumes that the outputs of all heads of a query are contiguous, whatever the strides say.
 
-Unlike the CUDA kernels, the emulation accepts float64, so that gradients can be compared exactly.
-"""
+Unlike the CUDA kernels, the emulation accepts float64, so that gradients can be compared exactly."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

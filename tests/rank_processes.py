@@ -60,8 +60,7 @@ def launch(function: Callable, *arguments, world_size: int = 2) -> list:
     """Call ``function(*arguments)`` in processes with the environment variables of torchrun.
 
     Returns: for each rank, what the function returns, or ``ExitedWithoutAnswer``. An exception in a rank raises
-    AssertionError with its traceback.
-    """
+    AssertionError with its traceback."""
     window_cpu.obstacle(), product_search.obstacle()  # compile once, before the processes start
     context, children = multiprocessing.get_context("forkserver"), []
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}

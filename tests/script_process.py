@@ -26,8 +26,7 @@ def started(
 ) -> Iterator[BaseProcess]:
     """Run ``python SCRIPT WORDS`` as the leader of a session, which is killed at the end of the block.
 
-    ``out`` and ``err`` are the files of its output. Folder and environment are by default those of this process.
-    """
+    ``out`` and ``err`` are the files of its output. Folder and environment are by default those of this process."""
     context = multiprocessing.get_context("forkserver")
     surroundings = {"folder": folder or Path.cwd(), "environment": environment or dict(os.environ)}
     process = context.Process(target=_run, args=(ROOT / script, words, out, err or out), kwargs=surroundings)

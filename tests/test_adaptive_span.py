@@ -26,8 +26,7 @@ def test_bucket_rounds_up_to_the_listed_sizes():
 def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
     """The ramps end just before, on and just after distance 64, the first that a bucket of 64 columns lacks.
 
-    The key at distance z + R has weight 0 but a gradient, so the bucket must include it.
-    """
+    The key at distance z + R has weight 0 but a gradient, so the bucket must include it."""
     case = Case(length=3, past=75, span=200, ramp=16, spans="zero", position=position, backend=backend, persistent=2)
     attention, (past, x) = case.build(), case.stream()
     set_fractions(attention, [47.5 / 200, 48 / 200, 48.5 / 200])

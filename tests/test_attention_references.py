@@ -60,8 +60,7 @@ class Mechanism(NamedTuple):
         factors: values of choices; every pair of values of two choices is tested.
         more: further combinations of choices to test.
         backends: compared backends, which must refuse choices that they do not support (``must_refuse``).
-        noise: scale of the noise added to initial parameters.
-    """
+        noise: scale of the noise added to initial parameters."""
 
     make: Callable[..., Sublayer] | None
     expected: Callable[..., Tensor]

@@ -113,8 +113,7 @@ def test_sorts_and_cumulative_sums_are_counted():
 def test_the_cpu_kernel_executes_little_more_than_the_visible_pairs(past_gradients):
     """A block of 8 rows computes up to 7 keys more than a row sees, and vectors of 16 keys are computed completely.
 
-    ``key_counts`` are the keys of each head with a weight or a gradient, z + R + 1.
-    """
+    ``key_counts`` are the keys of each head with a weight or a gradient, z + R + 1."""
     rows, past, width, key_counts = 128, 600, 16, (37, 517)
     q, k, v = (torch.randn(2, 2, rows, width, requires_grad=True) for _ in range(3))
     before = [torch.randn(2, 2, past, width, requires_grad=past_gradients) for _ in range(2)]

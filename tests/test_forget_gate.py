@@ -33,8 +33,7 @@ def test_open_gates_give_plain_attention(backend):
 def test_at_position_a_million_it_equals_the_reference_over_its_reach(backend):
     """Key biases of a state are relative to its last byte, so a state after 700 bytes equals one after the last 256.
 
-    The reference therefore gets only the 256 bytes before position 10^6.
-    """
+    The reference therefore gets only the 256 bytes before position 10^6."""
     case = Case(length=5, past=256, span=257, position="rotary", backend=backend)
     attention, (past, x) = case.build(partial(Attention, key_bias=ForgetGate)), case.stream()
     exact = reference_output(attention, x=x, past=past, position="rotary").detach()

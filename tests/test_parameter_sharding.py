@@ -47,8 +47,7 @@ class OneProcessSublayer(Sublayer):
     """A sublayer written for one process, with a parameter of each type that FSDP cannot shard.
 
     ``inspected`` is read outside of the forward pass, ``shared`` belongs to all layers, the output does not depend on
-    ``unused``, and ``table`` has sparse gradients.
-    """
+    ``unused``, and ``table`` has sparse gradients."""
 
     def __init__(self, context: LayerContext):
         super().__init__()

@@ -33,8 +33,7 @@ def by_torch(bias: Tensor, *, more_keys: Tensor | None = None, more_values: Tens
     """The attention of ``ARGUMENTS`` by torch, with ``bias [.., T, keys]`` added to the scores.
 
     Args:
-        more_keys, more_values: ``[H, N, K]``, appended to keys and values.
-    """
+        more_keys, more_values: ``[H, N, K]``, appended to keys and values."""
     q, k, v = projected("wq", "wk", "wv")
     if more_keys is not None:
         k, v = (torch.cat([x, more.expand(B, *more.shape)], 2) for x, more in ((k, more_keys), (v, more_values)))

@@ -34,8 +34,7 @@ REFUSED = {
 def commands(ports: list[int]) -> list[command_line.CommandOutcome]:
     """Run the commands one after the other, each on a port of its own.
 
-    For ``data=file`` rank 1 has another current folder, in which the file does not exist, as on another machine.
-    """
+    For ``data=file`` rank 1 has another current folder, in which the file does not exist, as on another machine."""
     outcomes, cwd = [], Path.cwd()
     for port, words in zip(ports, [*REFUSED, command_line.GENERATED, command_line.GENERATED], strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -96,8 +95,7 @@ def test_a_process_that_cannot_connect_to_the_others_prints_the_address_in_one_l
 def lose_rank_1(how: str) -> tuple[int, int, str]:
     """Train until rank 1, after its third step, ends (``how="ended"``) or stops with open connections ("silent").
 
-    Returns: exit code, number of steps and error of rank 0.
-    """
+    Returns: exit code, number of steps and error of rank 0."""
     processes.TIMEOUT = timedelta(seconds=6)
 
     def stand_still() -> None:

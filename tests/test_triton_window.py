@@ -67,8 +67,7 @@ def test_kernels_are_not_specialised_on_lengths():
 def small_blocks(interpreted, monkeypatch):
     """Set blocks of 16, so that a few dozen bytes fill several, and patch the interpreter for NumPy 2.4.
 
-    The interpreter stores scalars as arrays of one element, which NumPy 2.4 refuses as indices.
-    """
+    The interpreter stores scalars as arrays of one element, which NumPy 2.4 refuses as indices."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

@@ -4,8 +4,7 @@
 
 Each line has a kernel's registers, the bytes that it spills, and its shared memory. With words, only configurations
 whose line contains all of them are compiled. The exit code is 1 if a kernel spills or needs more shared memory than
-a block of threads may have. TRITON_INTERPRET must not be set.
-"""
+a block of threads may have. TRITON_INTERPRET must not be set."""
 
 import contextlib
 import io

@@ -53,8 +53,7 @@ class Case:
         z: span of each head, "query" for a random span for each head and query, or None for a hard window.
         bias: "column" for ALiBi's bias for each head and column, "query" for a random one for each query as well.
         persistent: N, the number of persistent vectors.
-        key_bias: whether keys and queries have biases; every fifth key is then hidden.
-    """
+        key_bias: whether keys and queries have biases; every fifth key is then hidden."""
 
     T: int = 37
     past: int = 0

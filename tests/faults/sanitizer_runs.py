@@ -2,8 +2,7 @@
 
 Each run is a process that preloads the library of the sanitizers. Memory that kernels normally reuse between calls is
 allocated anew at each call and filled with NaN, so that reads beyond its end or before a write are detected.
-Outputs and gradients are compared with those of plain PyTorch. ``test_kernel_sanitizers.py`` starts the processes.
-"""
+Outputs and gradients are compared with those of plain PyTorch. ``test_kernel_sanitizers.py`` starts the processes."""
 
 import os
 import random

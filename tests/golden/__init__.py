@@ -109,8 +109,7 @@ def fill_(model: LanguageModel, *, like: LanguageModel) -> None:
     """Fill all parameters, and the buffers drawn at random, with float64 numbers from hashes.
 
     Args:
-        like: the same model from another seed. A buffer that differs between both models was drawn at random.
-    """
+        like: the same model from another seed. A buffer that differs between both models was drawn at random."""
     model.double()
     drawn = [a for a, b in zip(model.buffers(), like.buffers(), strict=True) if not torch.equal(a.float(), b.float())]
     for index, tensor in enumerate([*model.parameters(), *drawn]):

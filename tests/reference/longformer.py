@@ -4,8 +4,7 @@ A head of window w and dilation n sees, from the query at stream position t, the
 
     t - c - n x,   x = 0 .. w - 1,        c = 0, or 1 where a position does not attend to itself,
 
-scored as keys at distance n x. Not in the paper: with c = 1 the nearest key is the one before the query, for any n.
-"""
+scored as keys at distance n x. Not in the paper: with c = 1 the nearest key is the one before the query, for any n."""
 
 from torch import Tensor
 
