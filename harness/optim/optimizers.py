@@ -113,7 +113,10 @@ class Optimizers:
         return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore ``state_dict``."""
+        """Restore ``state_dict``; ValueError if its groups have other names."""
+        if set(state["groups"]) != set(self.optimizers):
+            saved, current = sorted(state["groups"]), sorted(self.optimizers)
+            raise ValueError(f"the checkpoint has optimizer groups {saved}, but this run has {current}")
         self.steps = state["steps"]
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(self._convert(name, state["groups"][name], saving=False))

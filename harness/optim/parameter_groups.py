@@ -33,6 +33,8 @@ class Group:
 
     def build(self, *, lr: float) -> Optimizer:
         """The optimizer at peak learning rate ``lr``. Decayed and ``undecayed`` parameters are two ``param_groups``."""
+        if "lr" in getattr(self.optimizer, "keywords", {}):
+            raise ValueError(f"{self.key}: the optimizer must have no lr; set optim.lr and the group's lr_scale")
         decayed = [p for name, p in self.parameters.items() if name not in self.undecayed]
         undecayed = [p for name, p in self.parameters.items() if name in self.undecayed]
         try:
