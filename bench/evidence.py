@@ -2,7 +2,7 @@
 
 ``conf/evidence.yaml`` defines stages. A stage is a list of grids, and each point of a grid is a cell: one training run.
 A cell may also have a learning rate beyond the tested ones, or replay the spans that a run of the same seed learned.
-Each run has a core of its own and adds a row to ``<rows>/<table>.jsonl``: cell, summary, configuration and scores. A
+Each run has a core of its own and adds a row to ``<rows>/<table>.jsonl``: cell, summary, variant and scores. A
 cell that has a row is skipped, also on other machines. An interrupted run continues in its run folder."""
 
 import json
@@ -120,9 +120,10 @@ def _points(params: dict[str, object]) -> Iterator[list[str]]:
 
 
 def compact(row: dict) -> dict:
-    """What the tables need of a row of ``record.jsonl`` (configuration or score) or ``evaluations.jsonl``."""
-    names = ("kind", "config", "bytes_seen", "bits_per_byte", "final", "windows_bits_per_byte", "context_curve")
-    return {name: row[name] for name in names if name in row}
+    """What the tables need of a row of ``record.jsonl`` (the variant or a score) or ``evaluations.jsonl``."""
+    names = ("kind", "bytes_seen", "bits_per_byte", "final", "windows_bits_per_byte", "context_curve")
+    variant = {"config": {"variant": row["config"]["variant"]}} if "config" in row else {}
+    return {name: row[name] for name in names if name in row} | variant
 
 
 def span_word(row: dict | None, *, mean: bool) -> str:
