@@ -69,9 +69,10 @@ def test_entries_take_turns_and_a_failed_entry_is_not_measured_again(monkeypatch
     assert entries[2].reason == "x: not installed" and calls.count(("train_memory", "lost")) == 0
 
 
-def test_the_command_measures_all_installed_peers_and_prints_a_table(cwd):  # noqa: F811
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.faults)])
+def test_the_command_measures_all_installed_peers_and_prints_a_table(cwd, compiled):  # noqa: F811
     words = ("context=16", "variants=[adaptive_span]", *QUICK, "batch.streams=2", "rows=rows.jsonl")
-    outcome = call("bench/peers.py", *words)
+    outcome = call("bench/peers.py", *words, f"runtime.compile={compiled}")
     assert outcome.code == 0, outcome
     rows = [json.loads(line) for line in (cwd / "rows.jsonl").read_text().splitlines()]
     names = [REFERENCE, TRANSFORMERS, "adaptive_span"]
