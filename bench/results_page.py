@@ -131,10 +131,9 @@ def flops_at(path: Path, length: int) -> dict[str, float]:
     mechanisms that were measured with spans that another has learned."""
     source = read_yaml("learned_spans.yaml")["run"]["variant"]
     rows = (row for row in read_rows(path) if row["status"] == "measured" and row["mode"] == "stream")
-    rows = (
-        row for row in rows if row["length"] == length and (row.get("spans_from") is None or row["variant"] == source)
-    )
-    return {row["variant"]: row["flops"]["executed_per_byte"] for row in rows}
+    flops = {row["variant"]: row["flops"]["executed_per_byte"] for row in rows if row["length"] == length}
+    borrowed = {row["variant"] for row in read_rows(path) if row.get("spans_from")} - {source}
+    return {name: number for name, number in flops.items() if name not in borrowed}
 
 
 def sections(folder: Path) -> str:

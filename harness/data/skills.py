@@ -38,7 +38,8 @@ def multi_query_recall(n_bytes: int, seed: int) -> bytes:
     letters, is_new = draw(3 * seed, pairs, KEYS), draw(3 * seed + 1, pairs, PAIRS) == 0
     digits = draw(3 * seed + 2, (is_new.sum() + 1) * KEYS, DIGITS)[np.cumsum(is_new) * KEYS + letters]
     triples = np.stack([np.full(pairs, ord("\n")), letters + ord("A"), digits + ord("0")], axis=1).astype(np.uint8)
-    return triples[np.stack([is_new, is_new | True, is_new | True], axis=1)].tobytes()
+    is_written = np.stack([is_new, *np.ones((2, pairs), bool)], axis=1)  # only new lines begin with a newline
+    return triples[is_written].tobytes()
 
 
 def selective_copying(n_bytes: int, seed: int) -> bytes:
