@@ -24,7 +24,6 @@ from harness.cache import write_atomically
 from harness.compose.cli import run_command
 from harness.data.sources import digest
 from harness.data.streams import score_ranges
-from harness.device import runtime
 from harness.plan.settings import Positive, parse_setting
 from harness.record import checkpoint
 from harness.record.cells import pluralize
@@ -119,12 +118,11 @@ def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
 def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
     """The run in the folder ``cfg.run``, keyword arguments for ``code_streams``, and the values of ``CONDITIONS``."""
     run = open_trained(Path(cfg.run), key="run", runtime=cfg.runtime, trust=cfg.trust)
-    plan, model, symbols = run.plan, run.model(), run.symbols()
+    plan, symbols = run.plan, run.symbols()
     if not plan.runtime.deterministic:
         raise ValueError("runtime.deterministic=false: allowed is true, because decoding needs the same probabilities")
-    device_runtime = runtime.start(plan.runtime)
-    device = device_runtime.device
-    backends = {part.backend(device, training=False) for _, part in model.to(device).sublayers()}
+    model, device_runtime = run.on_device()
+    backends = {part.backend(device_runtime.device, training=False) for _, part in model.sublayers()}
     network = json.dumps([plan.config[key] for key in ("variant", "model", "position")] + [list(symbols)], default=str)
     weights = (Path(cfg.run) / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + network.encode()
     facts = device_runtime.describe() | {"weights": digest(weights)[:16], "backend": "+".join(sorted(backends))}
