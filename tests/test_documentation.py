@@ -70,12 +70,24 @@ def test_every_link_has_a_target(page):
             assert anchor in slugs, f"{page}: {target}#{anchor}"
 
 
+def write_yaml_of(page: str) -> None:
+    """Write the first YAML block of a page, unchanged, to the file that the sentence before it names."""
+    name, text = re.search(r"`(my_conf/\S+)`:\n\n```yaml\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL).groups()
+    Path(name).parent.mkdir(parents=True)
+    Path(name).write_text(text)
+
+
 def test_the_yaml_of_readme_is_a_variant_and_readme_has_at_most_180_lines(cwd):
-    block = "".join(re.findall(r"^```yaml\n(.*?)^```$", TEXTS["README.md"], re.MULTILINE | re.DOTALL))
-    for name, text in re.findall(r"^# (my_conf/\S+)\n(.*?)(?=^# my_conf/|\Z)", block, re.MULTILINE | re.DOTALL):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(text)
+    write_yaml_of("README.md")
     outcome = call("train.py", "-cd", "my_conf", "trust=[performer_pytorch]", "variant=their_performer", "--cfg", "job")
     config = yaml.safe_load(outcome.out)
     assert config["variant"]["attention"]["module"]["causal"] is True and config["variant"]["name"] == "their_performer"
     assert len(TEXTS["README.md"].splitlines()) <= 180
+
+
+def test_the_attention_of_x_transformers_keeps_the_contract(cwd):
+    write_yaml_of("docs/any_module.md")
+    options = ("position=none", "model.cache=kv", "model.attend_self=true")
+    outcome = call("bench/check.py", "-cd", "my_conf", "trust=[x_transformers]", "variant=xattn", *options)
+    assert "attend_self=true, plain: 27 promises\n" in outcome.out, outcome
+    assert "xattn: keeps the contract in 1 combination\n" in outcome.out and outcome.code == 0
