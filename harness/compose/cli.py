@@ -19,7 +19,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import env_override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from harness import failures, source
@@ -127,10 +127,13 @@ def _explain(error: Exception) -> str:
     if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
         override = str(error).partition("use +")[2] or cause.full_key
         names = [str(name) for name in cause.parent_node or ()] if isinstance(cause.parent_node, DictConfig) else []
+        hint = ""
         if cause.full_key == cause.key:  # at the top, add the groups: those that are null by default are no keys
             names += sorted(path.name for path in CONF.iterdir() if path.is_dir())
+            if paths := _paths(OmegaConf.to_container(cause.parent_node), str(cause.key)):
+                hint = f" (did you mean {' or '.join(paths)}?)"
         allowed = ", ".join(name for name in dict.fromkeys(names) if name != "hydra")
-        return f"{override}: no such key; allowed are {allowed or f'none; +{override} adds a new key'}"
+        return f"{override}: no such key{hint}; allowed are {allowed or f'none; +{override} adds a new key'}"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {first_line(error)}"
     if str(error).startswith("Config group override must be"):  # Hydra's message does not name the group
@@ -141,3 +144,10 @@ def _explain(error: Exception) -> str:
     if isinstance(error, HydraException) and cause is not None:
         lines.append(first_line(cause))
     return " ".join(line for line in lines if line and not line.startswith("To append"))
+
+
+def _paths(section: dict, key: str) -> list[str]:
+    """The dotted paths at which a nested section has ``key``."""
+    paths = [key] if key in section else []
+    nested = ((name, node) for name, node in section.items() if isinstance(node, dict) and name != "hydra")
+    return paths + [f"{name}.{path}" for name, node in nested for path in _paths(node, key)]
