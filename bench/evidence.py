@@ -43,12 +43,16 @@ def cell_keys(row: dict) -> dict[str, str]:
 
 
 def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
-    """Bits per byte on valid by mechanism and learning rate factor: infinite for a failed run, empty without a file."""
+    """Bits per byte on valid by mechanism and learning rate factor: infinite for a failed run, empty without a file.
+    ValueError if two rows have the same mechanism and factor."""
     scores: dict[str, dict[float, float]] = {}
     for row in read_rows(file):
         cell, summary = cell_keys(row), row["summary"]
         bits = summary["valid_bits_per_byte"] if summary["status"] == "finished" else math.inf
-        scores.setdefault(cell["variant"], {})[float(cell[LR_FACTOR])] = bits
+        factor, variant_scores = float(cell[LR_FACTOR]), scores.setdefault(cell["variant"], {})
+        if factor in variant_scores:
+            raise ValueError(f"{file}: two rows of {cell['variant']} have {LR_FACTOR}={factor:g}")
+        variant_scores[factor] = bits
     return scores
 
 

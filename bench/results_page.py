@@ -8,7 +8,7 @@ import pandas as pd
 import yaml
 
 from bench.cost import dense_peak_flops
-from bench.evidence import cell_keys, scores_by_factor
+from bench.evidence import LR_FACTOR, cell_keys, scores_by_factor
 from bench.report.compare import VARIANTS
 from bench.report.frame import REACHED_BITS
 from bench.report.uncertainty import Estimate, estimate_mean
@@ -26,6 +26,7 @@ COST_TABLES = {
     "Training time, ms per byte": (1, "time.train_ms.p50"),
 }
 """For each title of a table, the divisor of its numbers and their dotted key in a row of ``bench.cost``."""
+COST_CONDITIONS = ("device", "threads", "precision", "streams", "segment")
 COLUMNS = ("variant", "seed", "data", "status", "valid", "test", "parameters", "flops", "ideal", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
 MIN_SEEDS = 3  # fewest common seeds for a verdict
@@ -41,7 +42,7 @@ def read_runs(path: Path) -> pd.DataFrame:
     runs = []
     for row in read_rows(path):
         cell, summary = cell_keys(row), row["summary"]
-        run = {"variant": cell["variant"], "seed": int(cell["seed"]), "data": cell.get("data")}
+        run = {"variant": cell["variant"], "seed": summary["seed"], "data": cell.get("data")}
         run["status"] = summary["status"]
         if summary.get("check") in INCOMPARABLE_CHECKS:
             run["status"] = summary["check"]
@@ -50,7 +51,7 @@ def read_runs(path: Path) -> pd.DataFrame:
             run |= {"parameters": summary["parameters"]["total"], "ideal": summary["flops_per_byte"]["ideal"]}
             run["flops"] = summary["flops_per_byte"]["executed"]
             run |= {"state": summary["memory"]["state_bytes"], "peak": summary["memory"]["peak_bytes"]}
-            run |= {"copies": summary.get("test_bits_per_copy"), "conditions": _conditions(summary)}
+            run |= {"copies": summary.get("test_bits_per_copy"), "conditions": _conditions(cell, summary)}
             run["compressors"] = summary["compressors"].get("test") or {}
             run["context"] = (row.get("evaluation") or {}).get("context_curve")
         run["lr_factor"] = (row["record"][0]["config"]["variant"].get("lr_scale") or {}).get("muon", 1)
@@ -64,17 +65,30 @@ def read_runs(path: Path) -> pd.DataFrame:
     return frame
 
 
-def _conditions(summary: dict) -> str:
+def _conditions(cell: dict[str, str], summary: dict) -> str:
     """Conditions that must be equal in all runs of a table, as text, without context and span, which models set."""
+    words = {key: value for key, value in cell.items() if key not in ("variant", "seed", "data", LR_FACTOR)}
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
-    common = [summary["data"]["sha256"], protocol, summary["budget"], summary["precision"]]
+    common = [
+        words,
+        summary["data"]["sha256"],
+        protocol,
+        summary["budget"],
+        summary.get("capped"),
+        summary["precision"],
+    ]
     return json.dumps([*common, summary["numerics"]["shared"]], sort_keys=True)
 
 
 def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The finished runs of each variant, the best on test first. So that only common seeds are compared, variants are
-    sorted by the reference's mean plus ``reference_difference``, or by their mean where there is no difference."""
+    sorted by the reference's mean plus ``reference_difference``, or by their mean where there is no difference.
+    ValueError if runs differ in ``_conditions``, or those of a variant in learning rate, or if they repeat a seed."""
     finished = runs[runs["status"] == "finished"]
+    rates = finished.groupby("variant")["lr_factor"].nunique()
+    if finished["conditions"].nunique() > 1 or (rates > 1).any() or finished.duplicated(["variant", "seed"]).any():
+        reason = "differ in data or conditions, have two learning rates of one variant, or repeat a seed"
+        raise ValueError(f"the runs of a table {reason}: {', '.join(finished['variant'].unique())}")
     reference_mean = finished.loc[finished["variant"] == REFERENCE, "test"].mean()
 
     def score(group: tuple[str, pd.DataFrame]) -> float:
@@ -126,13 +140,22 @@ def recall_reach(runs: pd.DataFrame) -> dict[str, str]:
     return texts
 
 
+def read_costs(path: Path) -> list[dict]:
+    """The rows of ``bench.cost mode=stream``; ValueError if they repeat a cell or differ in ``COST_CONDITIONS``."""
+    rows = [row for row in read_rows(path) if row["mode"] == "stream"]
+    conditions = {tuple(row.get(key) for key in COST_CONDITIONS) for row in rows}
+    if len(conditions) > 1 or len({(row["variant"], row["length"]) for row in rows}) < len(rows):
+        raise ValueError(f"{path}: rows repeat a variant and length, or differ in {', '.join(COST_CONDITIONS)}")
+    return rows
+
+
 def flops_at(path: Path, length: int) -> dict[str, float]:
     """Executed FLOPs per byte by mechanism, from the rows of ``mode=stream`` with the span ``length``, except of
     mechanisms that were measured with spans that another has learned."""
-    source = read_yaml("learned_spans.yaml")["run"]["variant"]
-    rows = (row for row in read_rows(path) if row["status"] == "measured" and row["mode"] == "stream")
-    flops = {row["variant"]: row["flops"]["executed_per_byte"] for row in rows if row["length"] == length}
-    borrowed = {row["variant"] for row in read_rows(path) if row.get("spans_from")} - {source}
+    source, rows = read_yaml("learned_spans.yaml")["run"]["variant"], read_costs(path)
+    measured = (row for row in rows if row["status"] == "measured" and row["length"] == length)
+    flops = {row["variant"]: row["flops"]["executed_per_byte"] for row in measured}
+    borrowed = {row["variant"] for row in rows if row.get("spans_from")} - {source}
     return {name: number for name, number in flops.items() if name not in borrowed}
 
 
@@ -258,26 +281,31 @@ def recall_table(runs: pd.DataFrame) -> str:
 
 
 def skill_bits(runs: pd.DataFrame) -> pd.DataFrame:
-    """Mean bits of an answer: a row per mechanism, the best mean first, and a column per skill and its answers."""
-    rows: dict[str, dict[str, float]] = {}
-    for (name, skill), group in runs[runs["status"] == "finished"].groupby(["variant", "data"]):
-        bits = pd.DataFrame([*group["copies"]]).mean()
-        rows.setdefault(name, {}).update({f"{skill}, {label}": number for label, number in bits.items()})
-    frame = pd.DataFrame(rows).T
-    frame = frame[sorted(frame, key=lambda column: (column.split()[0], len(column), column))]
-    return frame.loc[frame.mean(axis=1).sort_values(kind="stable").index]
+    """Mean bits of an answer: a row per mechanism or predictor of ``skill_baselines.yaml``, and a column per skill and
+    its answers. The best mean of the skills' means is first; rows that lack a skill are last."""
+    rows = {name: flatten(bits, separator=", ") for name, bits in read_yaml("skill_baselines.yaml").items()}
+    columns: dict[str, None] = {}
+    for skill, runs_of_skill in runs.groupby("data"):
+        for name, group in by_variant(runs_of_skill):
+            bits = pd.DataFrame([*group["copies"]]).mean().rename(lambda label, skill=skill: f"{skill}, {label}")
+            rows.setdefault(name, {}).update(bits)
+            columns |= dict.fromkeys(bits.index)
+    frame = pd.DataFrame(rows).T[sorted(columns, key=lambda column: (column.split()[0], len(column), column))]
+    means = frame.T.groupby(lambda column: column.partition(",")[0]).mean().mean(skipna=False)
+    return frame.loc[means.sort_values(kind="stable").index]
 
 
 def skills_table(runs: pd.DataFrame) -> str:
-    """A table of ``skill_bits``."""
-    bits = skill_bits(runs)
-    cells = {f"`{name}`": row.dropna().map("{:.3f}".format) for name, row in bits.iterrows()}
-    return mechanism_table(cells, list(bits.columns))
+    """A table of ``skill_bits``; empty without runs."""
+    bits, mechanisms = skill_bits(runs), {*runs["variant"]}
+    texts = bits.map("{:.3f}".format, na_action="ignore").fillna("")
+    cells = {f"`{name}`" if name in mechanisms else name: row for name, row in texts.iterrows()}
+    return mechanism_table(cells, list(bits.columns)) if mechanisms else ""
 
 
 def cost_tables(path: Path) -> str:
     """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span."""
-    rows = [row for row in read_rows(path) if row["mode"] == "stream"]
+    rows = read_costs(path)
     spans, tables = [f"{span:,}" for span in sorted({row["length"] for row in rows})], []
     for title, (divisor, key) in COST_TABLES.items():
         cells: dict[str, dict[str, str]] = {}
@@ -302,11 +330,16 @@ def speed_table(path: Path) -> str:
 
 
 def gpu_table(path: Path) -> str:
-    """A table of runs that trained for equal seconds on a GPU, the best on valid first, with bzip2 as the last row."""
+    """A table of runs that trained for equal seconds on a GPU, the best on valid first, with bzip2 as the last row.
+    ValueError if rows repeat a variant, differ in conditions, or are of a run without a score."""
     headings = ["mechanism", "bits per byte", "trained, MB", "bytes per second", "allocated, MiB", "MFLOP/byte"]
     headings += ["state, MiB", "utilisation", "parameters"]
-    rows = []
-    for run in sorted((row["summary"] for row in read_rows(path)), key=lambda run: run["valid_bits_per_byte"]):
+    runs, rows = {row["summary"]["variant"]: (cell_keys(row), row["summary"]) for row in read_rows(path)}, []
+    conditions = {(run["device"], run["seed"], _conditions(cell, run)) for cell, run in runs.values()}
+    unscored = any(run["status"] != "finished" or run["check"] in INCOMPARABLE_CHECKS for _, run in runs.values())
+    if len(conditions) > 1 or unscored or len(runs) < len([*read_rows(path)]):
+        raise ValueError(f"{path}: rows repeat a variant, differ in device, seed or conditions, or have no score")
+    for _, run in sorted(runs.values(), key=lambda cell_and_run: cell_and_run[1]["valid_bits_per_byte"]):
         speeds = [f"{run['bytes_seen'] / 1e6:.1f}", f"{run['bytes_per_second']:,.0f}"]
         memory, flops = run["memory"], run["flops_per_byte"]["executed"]
         peak = dense_peak_flops(run["device"], run["precision"])

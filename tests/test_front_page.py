@@ -93,7 +93,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
     text = results_page.sections(folder)
     for words in (
         "selective_copying, all | state_tracking, 2 | state_tracking, 16 |",
-        "| `mhsa` | 0.250 | 0.010 | 0.900 |\n\n",
+        "| `mhsa` | 0.250 | 0.010 | 0.900 |\n| (counts only) | 2.369 | 0.048 | 0.874 |\n| (no memory) | 4.087 |",
         "| `mhsa` | 1 | 2.6250 (n=1) |  | 2.7250 (n=1) | 2 | 2.70 | 2.60 |",
         "- `linear`, seed 1: not causal\n- `linear`, seed 2: diverged",
         "| `adaptive_span` | 3 | 2.3010",
@@ -109,14 +109,37 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
     assert "## A span of 4,096" not in text, "a table without rows must be left out"
 
 
-@pytest.mark.parametrize(("seed", "budget"), [(0, 9), (1, 10)])
-def test_a_repeated_run_and_a_run_with_another_budget_are_refused(folder, seed, budget):
+@pytest.mark.parametrize(
+    ("seed", "word", "sha256", "factor", "message"),
+    [
+        (0, "", "ab", 2, "rows repeat a run"),
+        (3, "model.layers=8", "ab", 2, "rows repeat a run, or differ in protocol"),
+        (3, "", "cd", 2, "rows repeat a run, or differ in protocol"),
+        (3, "data=recall", "cd", 2, "the runs of a table differ in data or conditions"),
+        (0, "", "ab", 1, "two learning rates of one variant, or repeat a seed"),
+        (3, "", "ab", 1, "two learning rates of one variant"),
+    ],
+)
+def test_a_row_that_repeats_a_run_or_does_not_compare_is_refused(folder, seed, word, sha256, factor, message):
     row = line("mhsa", seed, 2.5)
-    row["summary"]["budget"] = {"bytes": budget}
-    with (folder / "recall.jsonl").open("a") as file:
+    row["cell"] += [word] if word else []
+    row["summary"]["data"]["sha256"] = sha256
+    row["record"][0]["config"]["variant"]["lr_scale"]["muon"] = factor
+    with (folder / "front_page.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match="recall.jsonl: rows repeat a run, or differ in protocol"):
+    with pytest.raises(ValueError, match=message):
         results_page.sections(folder)
+
+
+def test_costs_and_runs_on_a_gpu_of_other_conditions_are_refused(folder):
+    cost = json.loads((folder / "cost.jsonl").read_text().splitlines()[0])
+    gpu = json.loads((ROOT / RESULTS / "gpu.jsonl").read_text().splitlines()[0])
+    changes = [("device", "Another"), ("seed", 7), ("check", "not causal"), ("budget", {"seconds": 600.0})]
+    wrong = [(gpu, gpu | {"summary": gpu["summary"] | {"variant": "linear", key: changed}}) for key, changed in changes]
+    for rows in [(gpu, gpu), *wrong, (cost, cost), (cost, cost | {"variant": "linear", "threads": 2})]:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(ValueError, match=r"rows.jsonl: rows repeat a variant"):
+            (results_page.gpu_table if rows[0] is gpu else results_page.cost_tables)(folder / "rows.jsonl")
 
 
 def test_the_picture_is_drawn_and_a_page_without_markers_is_refused(folder, tmp_path, monkeypatch):
