@@ -8,7 +8,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from bench.evidence import LR_FACTOR, Runner, span_word, stage_cells, sweep_grid
+from bench.evidence import LR_FACTOR, Runner, scores_by_factor, span_word, stage_cells, sweep_grid
 from tests.small_configs import compose_config, plan
 
 EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
@@ -75,6 +75,9 @@ def test_a_best_rate_at_an_end_of_the_range_extends_the_range_by_a_step(tmp_path
     rates_file(tmp_path, scores)
     (extension,) = stage_cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
     assert extension.words == (*first, "variant=local", f"{LR_FACTOR}=0.125")
+    rates_file(tmp_path, {"mhsa": {"1": 2.9, "1.0": 2.8}})
+    with pytest.raises(ValueError, match="rates.jsonl: two rows of mhsa have .*=1$"):
+        scores_by_factor(tmp_path / "rates.jsonl")
 
 
 def test_spans_are_replayed_for_each_layer_or_as_their_mean():
