@@ -1,14 +1,11 @@
-"""The references of feed-forward, product-key memory and the whole model, compared with torch's layers."""
+"""The references of feed-forward and product-key memory, compared with torch's layers. ``test_model.py`` has the model."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.reference.attention import attention
 from tests.reference.feed_forward import feed_forward
-from tests.reference.language_model import language_model
-from tests.reference.positions import sinusoid
 from tests.reference.product_key_memory import product_key_memory, queries
 from tests.reference_case import B, D, H, T, assert_same, normal, stream  # noqa: F401 - a fixture
 
@@ -69,35 +66,3 @@ def test_layer_norm_is_over_each_head_and_batch_norm_over_all_bytes(x, memory):
     actual = queries(x, weight=weight, bias=bias, norm=("batch", scale, shift, 1e-5), heads=H)
     expected = F.batch_norm(F.linear(x, weight, bias).flatten(0, 1), None, None, scale, shift, training=True)
     assert_same(actual, expected.reshape(B, T, H, DQ), inputs=[x, weight, scale, shift])
-
-
-@pytest.mark.parametrize("placement", ["pre", "post"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_language_model_equals_torchs_encoder_layers(placement, tied):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(
-        D, H, 12, dropout=0.0, batch_first=True, norm_first=placement == "pre", bias=False, dtype=torch.float64
-    )
-    up, down = layer.linear1.weight, layer.linear2.weight
-    wq, wk, wv = layer.self_attn.in_proj_weight.chunk(3)
-    projections = {"wq": wq, "wk": wk, "wv": wv, "wo": layer.self_attn.out_proj.weight}
-    embedding, output, final = normal(5, D), normal(5, D, seed=1), normal(D)
-    inputs = torch.tensor([[0, 1, 2, 3, 4, 0], [4, 4, 3, 2, 2, 1]])
-    actual = language_model(
-        inputs,
-        embedding=embedding,
-        sublayers=[
-            lambda x: attention(x, **projections, heads=H, span=T, attend_self=True, position="none"),
-            lambda x: feed_forward(x, up=up, down=down, activation="relu"),
-        ],
-        norms=[(layer.norm1.weight, None), (layer.norm2.weight, None)],
-        placement=placement,
-        final_norm=(final, None),
-        output=None if tied else output,
-        sinusoidal=True,
-        start=3,
-    )
-    x = embedding[inputs] + torch.stack([sinusoid(3 + t, d_model=D) for t in range(T)])
-    x = layer(x, src_mask=torch.ones(T, T, dtype=torch.bool).triu(1))
-    expected = F.linear(F.layer_norm(x, (D,), final), embedding if tied else output)
-    assert_same(actual, expected, inputs=[embedding, final, *layer.parameters(), *([] if tied else [output])])
