@@ -9,6 +9,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
@@ -68,6 +69,11 @@ def _chooses_a_file(override: Override) -> bool:
     """Whether the override selects a file, so that Hydra needs it before it reads files."""
     group = override.key_or_group
     return group in GROUPS or group.startswith("hydra") or override.package is not None or override.is_sweep_override()
+
+
+def jobs(words: list[str]) -> list[list[str]]:
+    """The words of each job of a sweep with these words."""
+    return [list(job) for job in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]]
 
 
 def variant_file(variant: str) -> dict:

@@ -8,7 +8,7 @@ import pytest
 from bench.shipped import listing
 from harness.loop import admission
 from harness.loop.admission import SHIPPED
-from tests.command_line import GENERATED, TINY, CommandOutcome, call, run_folders, train
+from tests.command_line import GENERATED, TINY, call, run_folders, train
 from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.small_configs import plan
 from variants.conformance import Finding
@@ -23,10 +23,6 @@ def toy(cwd: Path, cls: str) -> tuple[str, ...]:  # noqa: F811
     (cwd / "my_conf" / "variant").mkdir(parents=True, exist_ok=True)
     (cwd / "my_conf" / "variant" / "mine.yaml").write_text(YAML.format(cls=cls), encoding="utf-8")
     return (*WORDS, *TINY, *GENERATED, *SIZES)
-
-
-def check(*words: str) -> CommandOutcome:
-    return call("bench/check.py", *words, "model.cache=kv", "model.attend_self=true")
 
 
 REFUSED = {
@@ -46,7 +42,7 @@ def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(cwd, monk
     if cls != "ShortWindow":  # one case suffices for bench.check
         return
     monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
-    outcome = check(*words)
+    outcome = call("bench/check.py", *words, "model.cache=kv", "model.attend_self=true")
     assert outcome.code == 1 and f"\n  FAIL  {REFUSED[cls]}" in outcome.out, outcome
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from harness.record import checkpoint
+from harness.record.rows import FORMAT
 from tests.small_runs import make_trainer
 
 
@@ -57,6 +58,13 @@ def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch, broke
     monkeypatch.undo()
     assert checkpoint.newest(tmp_path) == older and checkpoint.load(older) == {"step": 1}
     assert checkpoint.load(tmp_path / checkpoint.FOLDER / checkpoint.BEST) == {"bytes": 1}
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", FORMAT - 1)
+    path = checkpoint.save(tmp_path, {}, step=1, keep=1)
+    with pytest.raises(ValueError, match=f"it is of format {FORMAT - 1}, and this code reads format {FORMAT}"):
+        checkpoint.load(path)
 
 
 def test_a_checkpoint_has_plain_values_only_and_restores_a_run_exactly(tmp_path):

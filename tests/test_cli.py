@@ -84,7 +84,7 @@ def test_a_bug_has_a_traceback_and_a_mistake_has_one_only_on_request(cwd, monkey
 def test_without_network_the_fallback_corpus_is_read_and_labelled(cwd):
     outcome = train()
     (warning,) = [line for line in outcome.err.splitlines() if "ENWIK8 CANNOT BE DOWNLOADED" in line]
-    assert "READING STDLIB INSTEAD" in warning and "data.path=FILE" in warning
+    assert all(text in warning for text in ("READING STDLIB INSTEAD", "data.path=FILE", "data.fallback=null"))
     (run,) = run_folders(cwd / "outputs")
     corpus = json.loads((run / "summary.json").read_text())["data"]
     assert (corpus["name"], corpus["fallback_for"]) == ("stdlib", "enwik8")

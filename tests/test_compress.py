@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -132,11 +133,7 @@ def test_decoding_with_other_settings_is_refused(run, packed, words, message):
 
 def test_decoding_with_other_weights_is_refused(run, byte_run, packed, tmp_path):
     assert_refused(r"differ from the encoder's: weights \(", byte_run, packed)
-    copied = tmp_path / "copied"
-    copied.mkdir()
-    for path in (p for p in run.rglob("*") if p.is_file()):
-        (copied / path.relative_to(run)).parent.mkdir(parents=True, exist_ok=True)
-        (copied / path.relative_to(run)).write_bytes(path.read_bytes())
+    copied = shutil.copytree(run, tmp_path / "copied")
     assert decode(copied, packed) == TEXT
     packed.with_name("back").unlink()
     best = checkpoint.load_best(copied)

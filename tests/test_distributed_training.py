@@ -161,7 +161,6 @@ def test_one_process_reads_the_checkpoint_of_two(ranks, shared_folder):
 def test_batches_and_norms_that_cannot_be_divided_among_processes_are_refused():
     refused = {
         ("batch.streams=4", "batch.accumulate=3"): "batch.accumulate=3: each of 2 processes has 2 of batch.streams=4",
-        ("batch.streams=5",): "batch.streams=5: with 2 processes, allowed are multiples of 2",
         (*VARIANTS["product_key_memory"], "variant.memory.query_norm=batch"): "layers.0.memory has BatchNorm1d",
     }
     for words, message in refused.items():

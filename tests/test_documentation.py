@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.plan.build import plan_run
 from tests.command_line import ROOT, call, empty_folder  # noqa: F401 - a fixture
-from tests.small_configs import CONF, compose_config
+from tests.small_configs import CONF, compose_config, jobs
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
@@ -31,10 +29,6 @@ def commands() -> dict[tuple[str, ...], str]:
             if words and words[0] in PROGRAMS and "..." not in words[-1]:
                 pages[tuple(words[1:])] = page
     return pages
-
-
-def jobs(words: list[str]) -> list[list[str]]:
-    return [list(job) for job in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]]
 
 
 def test_commands_on_the_pages_compose_unless_they_need_files_of_the_user():

@@ -147,9 +147,10 @@ def test_parallel_jobs_download_once(server, capsys):
     assert server.requested_ranges == [None] and "waiting" in capsys.readouterr().err
 
 
-def test_the_fallback_corpus_is_announced_and_labelled_and_without_it_a_failed_download_is_an_error(
+def test_an_unwritable_cache_gives_the_fallback_corpus_and_a_failed_download_a_message(
     server, monkeypatch, tmp_path, capsys
 ):
+    """``test_cli.py`` has the fallback corpus of a failed download."""
     (tmp_path / "a_file").write_bytes(b"")
     with monkeypatch.context() as unwritable:
         unwritable.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
@@ -160,13 +161,6 @@ def test_the_fallback_corpus_is_announced_and_labelled_and_without_it_a_failed_d
     monkeypatch.setitem(
         PUBLISHED, "enwik8", PublishedCorpus(url=f"http://127.0.0.1:{port}/enwik8.zip", n_bytes=len(TEXT))
     )
-    capsys.readouterr()
-    corpus = corpora.load("enwik8", fallback="stdlib")
-    assert (corpus.name, corpus.fallback_for) == ("stdlib", "enwik8")
-    assert corpus.provenance()["name"] == "stdlib" and corpus.provenance()["fallback_for"] == "enwik8"
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "INSTEAD" in line]
-    assert all(word in line for word in ("ENWIK8", "refused", "STDLIB", corpus.sha256, "data.fallback=null"))
-    with pytest.raises(ValueError, match="refused") as error:
-        corpora.load("enwik8")
-    assert all(word in str(error.value) for word in WORDS)
-    assert main([]) == 2 and "data.path" in capsys.readouterr().err
+    assert main([]) == 2
+    message = capsys.readouterr().err
+    assert "refused" in message and all(word in message for word in WORDS)

@@ -4,12 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from bench.evidence import LR_FACTOR, Runner, scores_by_factor, span_word, stage_cells, sweep_grid
-from tests.small_configs import compose_config, plan
+from tests.small_configs import compose_config, jobs, plan
 
 EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
 STAGES, REPLAYS = EVIDENCE["stages"], EVIDENCE["replays"]
@@ -37,13 +35,12 @@ def test_every_stage_has_the_cells_of_its_grids(tmp_path):
 
 @pytest.mark.parametrize("name", ["rates", "front_page", "recall", "long"])
 def test_a_sweep_has_the_protocol_precision_and_cells_of_its_stage(name, tmp_path):
-    words = [f"{key}={value}" for key, value in sweep_grid(name).items()]
-    jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
-    sweep_jobs = {frozenset(job) for job in jobs}
+    all_jobs = jobs([f"{key}={value}" for key, value in sweep_grid(name).items()])
+    sweep_jobs = {frozenset(job) for job in all_jobs}
     all_grids = [grid for grids in STAGES.values() for grid in grids]
     staged = {frozenset(cell.words[1:]) for cell in stage_cells(all_grids, words=[], rows=tmp_path, replays=REPLAYS)}
     assert sweep_jobs <= staged, "the driver must run every job of the sweep"
-    run_plan = plan(f"sweep={name}", *jobs[-1])
+    run_plan = plan(f"sweep={name}", *all_jobs[-1])
     assert (run_plan.runtime.precision, run_plan.runtime.threads, run_plan.eval.bytes) == ("float32", 1, None)
     assert run_plan.config["optim"]["matrices"]["optimizer"]["precision"] == "float32"
     assert (run_plan.purpose, run_plan.eval.test) == (("tune", False) if name == "rates" else ("result", True))

@@ -118,7 +118,7 @@ def test_device_memory_is_parsed_or_refused():
     sizes = {"24GiB": 24 * 2**30, "80GB": 80 * 10**9, "1.5 gib": 3 * 2**29, 4096: 4096}
     assert {text: fit.parse_memory(text) for text in sizes} == sizes
     for text in ("24GX", "-1GB", True, "1e400"):
-        with pytest.raises(ValueError, match="device_memory=.*allowed are"):
+        with pytest.raises(ValueError, match="device_memory=.*allowed are bytes above 0"):
             fit.parse_memory(text)
 
 
@@ -134,6 +134,4 @@ def test_the_command_prints_the_parts_of_the_peak(cwd):
     assert sum(parts) == pytest.approx(float(table["peak, MiB"]), rel=0.01) and table["fits"] == "yes"
     assert "within 10%" in outcome.out and int(table["most streams"]) > 2
     assert "not verified" in run_fit("runtime.device=cuda").out
-    outcome = run_fit("device_memory=24GX")
-    assert outcome.code == 2 and "device_memory=24GX: allowed are bytes above 0" in outcome.err
     assert not list(cwd.iterdir())

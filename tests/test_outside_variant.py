@@ -83,15 +83,6 @@ def test_a_users_file_with_the_name_of_one_of_ours_is_refused(cwd, name):
     assert train("-cd", str(ROOT / "conf"), *GENERATED, "--cfg", "job").code == 0  # our own folder is allowed
 
 
-def test_a_module_without_trust_is_not_imported(cwd, imports):
-    write(cwd, module="my_mixer", conf="my_conf")
-    (cwd / "my_mixer.py").write_text("raise SystemExit('it was imported')\n", encoding="utf-8")
-    before = sorted(cwd.rglob("*"))
-    outcome = train("-cd", "my_conf", *GENERATED, "variant=mine")
-    assert outcome.code == 2 and "my_mixer.Mixer" in outcome.err and "trust=[" in outcome.err
-    assert len(outcome.err.splitlines()) == 1 and sorted(cwd.rglob("*")) == before
-
-
 def test_a_package_on_the_search_path_needs_trust(cwd, imports):
     write(cwd, module="my_pkg.mixer", conf="my_pkg/conf")
     for package in ("my_pkg", "my_pkg/conf"):

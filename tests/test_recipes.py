@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from harness.model import LanguageModel
 from harness.plan import settings
+from harness.record.schema import flatten
 from tests.small_configs import CONF, TINY, compose_config, plan
 from variants.adaptive_span import AdaptiveSpan
 from variants.position import Relative
@@ -129,17 +130,10 @@ def test_a_recipe_sets_all_keys_of_model_and_batch_and_reads_enwik8(name):
     assert required <= keys_set_by(name)
 
 
-def flattened(node: dict, prefix: str = "") -> dict[str, object]:
-    leaves = {}
-    for key, value in node.items():
-        leaves |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-    return leaves
-
-
 @pytest.mark.parametrize(("name", "steps"), list(zip(FINETUNES, (20_000, 30_000, 10_000), strict=True)))
 def test_a_finetune_recipe_adds_steps_at_a_tenth_of_the_learning_rate(name, steps):
     recipes = (name.removesuffix("_finetune"), name)
-    before, after = (flattened(OmegaConf.to_container(compose_config(f"recipe={recipe}"))) for recipe in recipes)
+    before, after = (flatten(OmegaConf.to_container(compose_config(f"recipe={recipe}"))) for recipe in recipes)
     assert {key: value for key, value in after.items() if before[key] != value} == {
         "init_from.restore": "everything",
         "optim.lr": pytest.approx(before["optim.lr"] / 10),

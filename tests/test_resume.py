@@ -1,4 +1,4 @@
-"""A run that was stopped or crashed is resumed by the same command."""
+"""A run that was stopped is resumed by the same command. ``faults/test_damaged_checkpoints.py`` has crashed runs."""
 
 import pytest
 import torch
@@ -6,14 +6,12 @@ import torch
 from harness.count.memory import Peak
 from harness.loop.run import Run
 from harness.record import checkpoint
-from harness.record.rows import RECORD, read_rows
 from tests.small_runs import (
     CARRY,
     DROPOUT,
     SPANS,
     VARIANTS,
     change_folder,
-    crash,
     make_run,
     rows_of,
     run_to_end,
@@ -49,7 +47,9 @@ def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, 
     assert not list(cwd.glob("other/outputs/*/summary.json"))
     resumed = make_run(*words)
     assert resumed.folder.checkpoint is not None and resumed.trainer.spent.steps == 0
-    assert run_to_end(resumed)["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
+    resumed_summary = run_to_end(resumed)
+    differ = {key for key in summary if summary[key] != resumed_summary[key]}
+    assert differ <= {"seconds", "bytes_per_second", "memory"}
     assert rows_of(resumed) == rows_of(undisturbed)
     last = [checkpoint.load(checkpoint.newest(run.folder.path)) for run in (undisturbed, resumed)]
     for key, tensor in last[0]["model"].items():
@@ -63,21 +63,3 @@ def test_the_peak_of_training_covers_the_commands_before_a_resumption():
     run._training_peak = Peak(2**50, approximate=True)
     stop(run, step=3)
     assert run_to_end(make_run("budget.steps=6"))["memory"]["peak_bytes"] == 2**50
-
-
-def test_a_crashed_run_resumes_from_its_last_checkpoint(cwd, monkeypatch):
-    words = (*SPANS, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
-    undisturbed, _ = whole_run(*words)
-    change_folder(cwd, monkeypatch)
-    crash(make_run(*words), step=11)
-    folder = make_run(*words).folder.path / checkpoint.FOLDER
-    assert sorted(path.name for path in folder.iterdir()) == ["best.pt", "step-000000006.pt", "step-000000009.pt"]
-    written = len(read_rows(folder.parent / RECORD))
-    (folder / "step-000000099.part").write_bytes(b"the beginning of a checkpoint")
-    with (folder.parent / RECORD).open("ab") as record:
-        record.write(b'{"kind": "tra')
-    resumed = make_run(*words)
-    assert checkpoint.load(resumed.folder.checkpoint)["rows"] < written
-    run_to_end(resumed)
-    assert rows_of(resumed) == rows_of(undisturbed)
-    assert len(list(folder.glob("step-*.pt"))) == 2

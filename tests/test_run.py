@@ -1,4 +1,4 @@
-"""Complete runs: reproducibility, carried state, budgets, the best weights and the summary."""
+"""Complete runs: carried state, budgets, the best weights and the summary. ``test_resume.py`` repeats runs."""
 
 import math
 from pathlib import Path
@@ -10,17 +10,14 @@ import torch
 from harness.count.memory import Peak
 from harness.loop import summary as summary_module
 from harness.loop.scoring import NOT_CAUSAL, score_stream
-from harness.loop.trainer import Trainer
 from harness.loop.update import Update
 from harness.record import checkpoint
 from harness.record.schema import violation
 from tests.small_configs import plan
 from tests.small_runs import (
-    DROPOUT,
     SPANS,
     VARIANTS,
     after_step,
-    change_folder,
     make_run,
     make_trainer,
     rows_of,
@@ -28,19 +25,6 @@ from tests.small_runs import (
     temporary_cwd,  # noqa: F401 - a fixture
     whole_run,
 )
-
-
-def test_the_same_configuration_gives_the_same_record(cwd, monkeypatch):
-    words = (*VARIANTS["product_key_memory"], *DROPOUT, "budget.steps=8")
-    first, first_summary = whole_run(*words)
-    change_folder(cwd, monkeypatch)
-    second, second_summary = whole_run(*words)
-    assert first.folder.path.resolve() != second.folder.path.resolve() and rows_of(first) == rows_of(second)
-    assert [row["kind"] for row in rows_of(first)][-3:] == ["valid", "valid", "test"]
-    differ = {key for key in first_summary if first_summary[key] != second_summary[key]}
-    assert differ <= {"seconds", "bytes_per_second", "memory"}
-    weights = [checkpoint.load(checkpoint.newest(run.folder.path))["model"] for run in (first, second)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize(("carry", "cold"), [("true", [0, 8, 16]), ("false", list(range(18)))])
@@ -93,19 +77,13 @@ def test_final_scores_costs_and_spans_are_those_of_the_weights_with_the_best_val
 # Budgets
 
 
-def steps_of(*overrides: str) -> tuple[Trainer, list[float]]:
-    """Train to the end of the budget. Returns the trainer, and the learning rate of each step relative to the peak."""
-    words = ("optim=adamw", "optim.schedule.warmup_fraction=0.25", "optim.schedule.floor=0.0")
-    trainer, rates = make_trainer(*words, *overrides), []
+@pytest.mark.parametrize("budget", ["budget.steps=16", "budget.bytes=1000", "model.default_bytes=1000"])
+def test_budgets_of_steps_and_bytes_determine_steps_and_schedule(budget):
+    schedule = ("optim.schedule.warmup_fraction=0.25", "optim.schedule.floor=0.0")
+    trainer, rates = make_trainer("optim=adamw", *schedule, budget), []  # rates relative to the highest
     while not trainer.finished:
         trainer.step()
         rates.append(trainer.optimizers.optimizers["default"].param_groups[0]["lr"] / trainer.optimizers.lr)
-    return trainer, rates
-
-
-@pytest.mark.parametrize("budget", ["budget.steps=16", "budget.bytes=1000", "model.default_bytes=1000"])
-def test_budgets_of_steps_and_bytes_determine_steps_and_schedule(budget):
-    trainer, rates = steps_of(budget)
     assert trainer.spent.steps == 16 and trainer.spent.bytes == 16 * 64
     amount = 16.0 if "steps" in budget else 1000 / 64
     middles = [(step + min(step + 1, amount)) / 2 / amount for step in range(16)]

@@ -1,41 +1,22 @@
-"""Sweeps: failed, killed and finished jobs of a repeated command, planned jobs, and the independence of jobs."""
+"""Sweeps: failed and finished jobs of a repeated command, planned jobs, and the independence of jobs."""
 
 import json
 import os
-import signal
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.device import runtime
 from harness.loop.trainer import Trainer
-from harness.record.rows import read_rows
-from tests.command_line import GENERATED, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.script_process import exit_code, started
-from tests.small_configs import plan
-from tests.small_runs import repeatable
-
-LONGER = ("budget.steps=12", "checkpoint.every_steps=2", "record.every_steps=2")
-"""Words of a run with checkpoints before its end."""
+from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.small_configs import jobs, plan
 
 
 def summaries(outputs: Path) -> dict[str, dict]:
     return {run.name: json.loads((run / "summary.json").read_text()) for run in run_folders(outputs)}
-
-
-def records(outputs: Path) -> dict[str, list[dict]]:
-    """The rows of each run folder without the keys that may differ."""
-    rows_of = {run.name: [repeatable(row) for row in read_rows(run / "record.jsonl")] for run in run_folders(outputs)}
-    for rows in rows_of.values():
-        assert rows[0].pop("command").startswith("python train.py ")
-        for row in rows:
-            row.pop("commit", None)
-    return rows_of
 
 
 def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(cwd, monkeypatch):
@@ -79,45 +60,8 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
 def test_the_last_job_of_each_sweep_can_be_planned(name):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         hydra = compose("train", overrides=[f"sweep={name}"], return_hydra_config=True).hydra
-    words = [f"{key}={value}" for key, value in hydra.sweeper.params.items()]
-    jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
-    assert hydra.mode.name == "MULTIRUN" and jobs[0] != jobs[-1] and plan(f"sweep={name}", *jobs[-1])
-
-
-KILLED_PROGRAM = """
-import os, runpy, signal, sys
-from harness.loop.trainer import Trainer
-
-step = Trainer.step
-
-def dying(self):
-    if self.plan.seed == 1 and self.spent.steps == 6:
-        os.killpg(0, signal.SIGKILL)
-    return step(self)
-
-Trainer.step, sys.argv[0] = dying, SCRIPT
-runpy.run_path(SCRIPT, run_name="__main__")
-"""
-"""A sweep that kills itself in its second job, because a signal from the test could come too late."""
-
-
-def test_a_killed_sweep_is_resumed_with_the_record_of_an_undisturbed_run(cwd):
-    words = ("-m", *TINY, *GENERATED, *LONGER, "variant=adaptive_span", "seed=0,1")
-    words += ("hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
-    (cwd / "dying.py").write_text(KILLED_PROGRAM.replace("SCRIPT", repr(str(ROOT / "train.py"))))
-    with started(cwd / "dying.py", *words, out=cwd / "printed") as process:
-        assert exit_code(process) == -signal.SIGKILL, (cwd / "printed").read_text()
-    killed = run_folders(cwd / "outputs")
-    assert [(run / "summary.json").exists() for run in killed] == [True, False]
-    assert list(killed[1].glob("checkpoints/step-*.pt"))
-    outcome = call("train.py", *words)
-    assert outcome.code == 0, outcome
-    assert outcome.out.count("resuming at ") == outcome.out.count("finished before: ") == 1, outcome
-    disturbed = records(cwd / "outputs")
-    (cwd / "outputs").rename(cwd / "first")
-    assert call("train.py", *words[:-2], "seed=1").code == 0
-    undisturbed = records(cwd / "outputs")
-    assert len(undisturbed) == 1 and undisturbed.items() <= disturbed.items()
+    first, *_, last = jobs([f"{key}={value}" for key, value in hydra.sweeper.params.items()])
+    assert hydra.mode.name == "MULTIRUN" and first != last and plan(f"sweep={name}", *last)
 
 
 def test_threads_and_random_numbers_of_a_job_do_not_depend_on_earlier_jobs(cwd, monkeypatch):

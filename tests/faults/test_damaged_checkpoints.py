@@ -171,12 +171,14 @@ def test_a_damaged_record_is_refused_before_training(crashed, damage):
     assert record.read_bytes() == b"".join(lines), "the refused record must stay as it is"
 
 
-def test_temporary_files_of_a_killed_process_are_removed(crashed, cwd):
+def test_a_crashed_run_resumes_after_a_torn_line_and_temporary_files_are_removed(crashed, undisturbed_rows, cwd):
+    with (crashed / RECORD).open("ab") as record:
+        record.write(b'{"kind": "tra')
     leftovers = [crashed / f"{name}.4711.tmp" for name in ("summary.json", NEWEST, BEST)] + [crashed / "latest.tmp"]
     for path in leftovers[:-1]:
         path.write_bytes(b"a part")
     leftovers[-1].symlink_to("gone")
-    whole_run(*WORDS)
+    assert rows_of(whole_run(*WORDS)[0])[1:] == undisturbed_rows
     assert not any(path.is_symlink() or path.exists() for path in leftovers)
     assert (cwd / "outputs" / "latest").resolve() == crashed
     assert sorted(path.name for path in Path("outputs").iterdir()) == sorted(["latest", crashed.name])

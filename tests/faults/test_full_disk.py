@@ -44,11 +44,6 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.fixture(name="disk")
-def failing_disk(monkeypatch) -> Disk:
-    return Disk(monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def undisturbed_rows(tmp_path_factory) -> list[dict]:
     with pytest.MonkeyPatch.context() as patched:
@@ -57,8 +52,8 @@ def undisturbed_rows(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(name, disk, undisturbed_rows, capsys):
-    run = make_run(*WORDS)
+def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(name, undisturbed_rows, monkeypatch):
+    run, disk = make_run(*WORDS), Disk(monkeypatch)
     disk.fill(name, after=10)
     with pytest.raises(
         StorageFailure, match=r"No space left on device\): [\d,]+ bytes are needed, [\d,]+ are free on its disk"

@@ -13,8 +13,6 @@ from tests.command_line import ROOT, run_folders
 from tests.script_process import exit_code, started
 from tests.small_runs import SMALL, temporary_cwd  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.faults
-
 WORDS = ("variant=mhsa", "budget.steps=8", "record.every_steps=2", "checkpoint.every_steps=3", "eval.every=0.5")
 WORDS += ("eval.test=false", "model.dropout=0.1", "batch.carry=true")
 KILLED_PROGRAM = """
@@ -91,6 +89,27 @@ TRIES = [("run", signal.SIGKILL, 1, 12), ("run", signal.SIGTERM, 1, 4), ("run", 
 TRIES += [("run", signal.SIGINT, 2, 4), ("sweep", signal.SIGKILL, 1, 3), ("sweep", signal.SIGINT, 1, 2)]
 
 
+def kill_and_resume(words: tuple[str, ...], rows: dict, moments: tuple[int, ...], signal_number: int) -> list[str]:
+    """Send a command the signals, repeat it and compare its rows. Returns the status of each run that had ended."""
+    code, printed = run_program(*words, moments=moments, signal_number=signal_number)
+    summaries = [path / SUMMARY for path in run_folders(Path("outputs")) if (path / SUMMARY).exists()]
+    finished = [json.loads(path.read_text())["status"] for path in summaries]
+    assert code in EXIT_CODES[signal_number] or (code == 0 and finished), (moments, code, printed)
+    assert "Traceback" not in printed and set(finished) <= {"finished"}, (moments, printed)
+    code, printed = run_program(*words)
+    assert code == 0 and rows_in(Path("outputs")) == rows, (moments, printed)
+    leftovers = [path.name for path in Path("outputs").rglob("*") if path.name.endswith((".tmp", ".part"))]
+    assert not leftovers and Path("outputs/latest").exists(), (moments, leftovers)
+    return finished
+
+
+def test_a_sweep_that_is_killed_in_its_second_job_is_resumed(undisturbed, cwd):
+    n_moments, rows = undisturbed["sweep"]
+    words = (*COMMANDS["sweep"], "hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
+    assert kill_and_resume(words, rows, (n_moments * 3 // 4,), signal.SIGKILL) == ["finished"]
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize(("command", "signal_number", "sent", "tries"), TRIES)
 def test_the_same_command_resumes_after_a_signal(
     undisturbed, tmp_path, monkeypatch, command, signal_number, sent, tries
@@ -99,13 +118,4 @@ def test_the_same_command_resumes_after_a_signal(
     for at in draw.sample(range(1, n_moments + 1), tries):
         (tmp_path / str(at)).mkdir()
         monkeypatch.chdir(tmp_path / str(at))
-        moments = tuple(range(at, at + sent))
-        code, printed = run_program(*COMMANDS[command], moments=moments, signal_number=signal_number)
-        summaries = [path / SUMMARY for path in run_folders(Path("outputs")) if (path / SUMMARY).exists()]
-        finished = [json.loads(path.read_text())["status"] for path in summaries]
-        assert code in EXIT_CODES[signal_number] or (code == 0 and finished), (at, code, printed)
-        assert "Traceback" not in printed and set(finished) <= {"finished"}, (at, printed)
-        code, printed = run_program(*COMMANDS[command])
-        assert code == 0 and rows_in(Path("outputs")) == rows, (at, printed)
-        leftovers = [path.name for path in Path("outputs").rglob("*") if path.name.endswith((".tmp", ".part"))]
-        assert not leftovers and Path("outputs/latest").exists(), (at, leftovers)
+        kill_and_resume(COMMANDS[command], rows, tuple(range(at, at + sent)), signal_number)

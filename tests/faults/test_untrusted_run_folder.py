@@ -117,7 +117,7 @@ RECORDS = {
     "another format": b'{"kind": "provenance", "format": [1]}\n',
     "long": b'{"kind": "' + b"x" * (5 << 20) + b'"}\n',
 }
-WRONG_KEYS = {"config.model": "tiny", "data": None, "optimizers": {}}
+WRONG_KEYS = {"config.model": "tiny", "data": None, "optimizers": {}, "format": FORMAT - 1}
 
 
 @pytest.mark.parametrize("attack", [*RECORDS, *WRONG_KEYS])
