@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import wandb_workspaces.workspaces as ws
@@ -47,56 +47,28 @@ def offline_runs(tmp_path_factory) -> list[tuple[Path, dict]]:
     return [(run, read(run)) for run in run_folders(folder / "outputs")]
 
 
-class FakeWandb:
-    """The part of module wandb that the product uses. ``fails`` maps calls, or "reach" for going online, to errors."""
-
-    def __init__(self, *, has_key=False, wandb_offline=False, fails=None):
-        self.fails, self.has_key, self.calls = fails or {}, has_key, []
-        self.errors = SimpleNamespace(CommError=ConnectionError)
-        self.settings = SimpleNamespace(mode="offline" if wandb_offline else "online")
-        self.run = SimpleNamespace(
-            **{"dir": "/nowhere/wandb/offline-run-1-x/files", "id": "x", "url": "https://example.org/x"},
-            **{"offline": False, "disabled": False, "summary": {}},
-            log=lambda row: self.called("log", row),
-            finish=lambda exit_code: self.called("finish", exit_code),
-            define_metric=lambda *name, **keywords: None,
-        )
-
-    def called(self, name, argument):
-        self.calls.append((name, argument))
-        if name in self.fails:
-            raise self.fails[name]
-
-    def arguments(self, name):
-        return [argument for call, argument in self.calls if call == name]
-
-    def setup(self, *, settings=None):
-        return SimpleNamespace(settings=self.settings)
-
-    def Settings(self, **settings):
-        return settings
-
-    def login(self, *, prompt, verify):
-        assert not prompt and not verify
-        return self.has_key
-
-    def init(self, *, mode, **keywords):
-        self.run.offline, self.run.disabled = mode == "offline", mode == "disabled"
-        self.called("init", {"mode": mode} | keywords)
-        if mode == "online" and "reach" in self.fails:
-            raise self.fails["reach"]
-        return self.run
-
-    def teardown(self):
-        self.calls.append(("teardown", None))
-
-
 @pytest.fixture
 def fake(monkeypatch):
+    """A function that replaces module wandb by the part of it that the product uses.
+
+    ``fails`` maps calls, or "reach" for going online, to errors."""
     monkeypatch.delenv("WANDB_MODE")
 
-    def install(**keywords):
-        module = FakeWandb(**keywords)
+    def install(*, has_key=False, wandb_offline=False, fails=None) -> Mock:
+        fails = fails or {}
+        run = Mock(id="x", dir="/nowhere/wandb/offline-run-1-x/files", url="https://example.org/x", summary={})
+        run.log.side_effect, run.finish.side_effect = fails.get("log"), fails.get("finish")
+
+        def init(*, mode, **_):
+            run.offline, run.disabled = mode == "offline", mode == "disabled"
+            if error := fails.get("init", fails.get("reach") if mode == "online" else None):
+                raise error
+            return run
+
+        module = Mock(run=run, init=Mock(side_effect=init))
+        module.login = lambda *, prompt, verify: has_key and not prompt and not verify
+        module.setup.return_value.settings.mode = "offline" if wandb_offline else "online"
+        module.errors.CommError = ConnectionError
         monkeypatch.setitem(sys.modules, "wandb", module)
         return module
 
@@ -121,7 +93,7 @@ def test_a_failure_of_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, 
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and type(failure).__name__ in err
     assert hint.startswith("wandb sync ") == (call != "init")
-    assert bool(module.arguments("finish")) == (call != "init"), "a started run must be finished"
+    assert module.run.finish.called == (call != "init"), "a started run must be finished"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +114,7 @@ def test_the_mode_follows_the_configuration_the_variable_and_the_login(
     if variable:
         monkeypatch.setenv("WANDB_MODE", variable)
     hint = run_job(tmp_path, mode=configured).hint
-    assert [keywords["mode"] for keywords in module.arguments("init")] == started
+    assert [call.kwargs["mode"] for call in module.init.call_args_list] == started
     assert len(capsys.readouterr().err.splitlines()) == lines
     prefixes = {"online": "wandb: https://", "offline": "wandb sync "}
     assert bool(hint) == bool(started)
@@ -156,7 +128,8 @@ def test_environment_variables_of_wandb_override_the_configuration(fake, monkeyp
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
     ours = {"project": "ours", "group": "sweep", "tags": ("mine", "", "x" * 70, "mine")}
     assert run_job(tmp_path, **ours, id="ours").id == "theirs"
-    (keywords,) = module.arguments("init")
+    module.init.assert_called_once()
+    keywords = module.init.call_args.kwargs
     assert not {"project", "dir"} & keywords.keys()
     assert (keywords["id"], keywords["group"], keywords["resume"]) == ("theirs", "sweep", "allow")
     assert keywords["reinit"] == "finish_previous"

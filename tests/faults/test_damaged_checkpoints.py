@@ -48,19 +48,6 @@ def crashed(crashed_outputs, cwd) -> Path:
     return folder.absolute()
 
 
-@pytest.fixture(scope="module")
-def checkpoint_bytes(tmp_path_factory) -> bytes:
-    """The bytes of a small checkpoint whose values have the types of those in a run's checkpoint."""
-    weights = {f"layers.{i}.weight": torch.randn(16, 32) for i in range(8)}
-    rest = {
-        "state": (torch.zeros(2, 3), None),
-        "rows": 7,
-        "best_bits": 2.5,
-        "random": {"python": random.Random(0).getstate()},
-    }
-    return checkpoint.save(tmp_path_factory.mktemp("raw"), {"model": weights} | rest, step=9, keep=1).read_bytes()
-
-
 def flip_middle_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -82,10 +69,11 @@ def cut_off(content: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize(("damage", "tries"), [(flip_one_bit, 60), (cut_off, 20)])
-def test_a_file_with_changed_or_missing_bytes_is_refused(checkpoint_bytes, tmp_path, damage, tries):
-    path, draw = tmp_path / "step-000000009.pt", random.Random(0)
+def test_a_file_with_changed_or_missing_bytes_is_refused(crashed, damage, tries):
+    path, draw = crashed / NEWEST, random.Random(0)
+    intact = path.read_bytes()
     for _ in range(tries):
-        path.write_bytes(damage(checkpoint_bytes, draw))
+        path.write_bytes(damage(intact, draw))
         with pytest.raises(checkpoint.Damaged, match=r"step-000000009\.pt is damaged"):
             checkpoint.load(path)
 

@@ -73,26 +73,25 @@ def test_trust_in_the_configuration_of_a_run_folder_is_ignored(run):
     assert f"{RUN}: {CONFIG}: variant.attention._target_={RUN}.evil.Evil: allowed are classes of" in message
 
 
-def hostile_configurations() -> dict[str, object]:
-    """By name of the attack, the content of a ``config.yaml`` or the sections to change in a valid one."""
-    return {
-        "a list in itself": "variant: &a [*a]\n",
-        "deep": f"variant: {'[' * 1000}\n",
-        "long": f"# {'x' * 300_000}\n",
-        "a list": "[variant]\n",
-        "a tag": "variant: !!python/object/apply:os.system ['touch PWNED']\n",
-        "not UTF-8": b"\xff\xfe\x00",
-        "a variable, escaped": 'data: {path: "\\x24{oc.env:HOME}"}\n',
-        "trust, tuned": {"trial": 0, "purpose": "tune", "space": {"trust": {"choices": [["evil"], ["evil"]]}}},
-        "layers": {"model": {"layers": 10**12}},
-        "a seed of text": {"seed": "zero"},
-        "a key too many": {"callbacks": {"x": {"_target_": "torch.utils.collect_env.run"}}},
-    }
+HOSTILE_CONFIGURATIONS = {
+    "a list in itself": "variant: &a [*a]\n",
+    "deep": f"variant: {'[' * 1000}\n",
+    "long": f"# {'x' * 300_000}\n",
+    "a list": "[variant]\n",
+    "a tag": "variant: !!python/object/apply:os.system ['touch PWNED']\n",
+    "not UTF-8": b"\xff\xfe\x00",
+    "a variable, escaped": 'data: {path: "\\x24{oc.env:HOME}"}\n',
+    "trust, tuned": {"trial": 0, "purpose": "tune", "space": {"trust": {"choices": [["evil"], ["evil"]]}}},
+    "layers": {"model": {"layers": 10**12}},
+    "a seed of text": {"seed": "zero"},
+    "a key too many": {"callbacks": {"x": {"_target_": "torch.utils.collect_env.run"}}},
+}
+"""By name of the attack, the content of a ``config.yaml`` or the sections to change in a valid one."""
 
 
-@pytest.mark.parametrize("attack", hostile_configurations())
+@pytest.mark.parametrize("attack", HOSTILE_CONFIGURATIONS)
 def test_a_hostile_configuration_is_one_error_message(run, attack):
-    hostile = hostile_configurations()[attack]
+    hostile = HOSTILE_CONFIGURATIONS[attack]
     if isinstance(hostile, dict):
         configure(run, **hostile)
     else:
@@ -117,7 +116,7 @@ RECORDS = {
     "another format": b'{"kind": "provenance", "format": [1]}\n',
     "long": b'{"kind": "' + b"x" * (5 << 20) + b'"}\n',
 }
-WRONG_KEYS = {"config.model": "tiny", "data": None, "optimizers": {}, "format": FORMAT - 1}
+WRONG_KEYS = {"config.model": "tiny", "data": None, "optimizers": {}, "format": FORMAT + 1}
 
 
 @pytest.mark.parametrize("attack", [*RECORDS, *WRONG_KEYS])
