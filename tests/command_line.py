@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import runpy
 import sys
 from dataclasses import dataclass
@@ -68,6 +69,11 @@ def train(*words: str) -> CommandOutcome:
 
 def run_folders(outputs: Path) -> list[Path]:
     return sorted(path for path in outputs.glob("*-s*-*") if not path.is_symlink())
+
+
+def summaries(outputs: Path) -> list[dict]:
+    """The summaries of all runs, in the order of ``run_folders``."""
+    return [json.loads((run / "summary.json").read_text()) for run in run_folders(outputs)]
 
 
 @pytest.fixture(name="cwd")

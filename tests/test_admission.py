@@ -8,7 +8,7 @@ import pytest
 from bench.shipped import listing
 from harness.loop import admission
 from harness.loop.admission import SHIPPED
-from tests.command_line import GENERATED, TINY, call, run_folders, train
+from tests.command_line import GENERATED, TINY, call, run_folders, summaries, train
 from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.small_configs import plan
 from variants.conformance import Finding
@@ -60,18 +60,14 @@ def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkey
         assert admission._identity(run_plan) != before
 
 
-def summaries(cwd: Path) -> list[dict]:  # noqa: F811
-    return [json.loads((run / "summary.json").read_text()) for run in run_folders(cwd / "outputs")]
-
-
 def test_an_unchecked_run_is_trained_marked_and_not_compared(cwd):  # noqa: F811
     outcome = train(*toy(cwd, "NextInWholeBlocks"), "check=false")
     assert outcome.code == 0 and "not checked" in outcome.out, outcome
-    (summary,) = summaries(cwd)
+    (summary,) = summaries(cwd / "outputs")
     assert summary["check"] == "not causal" and "NOT CAUSAL" in outcome.out
     words = toy(cwd, "LeaksInTwoHundred")
     train(*words, "check=false", "seed=1")
-    assert sorted(row["check"] for row in summaries(cwd)) == ["not causal", "unchecked"]
+    assert sorted(row["check"] for row in summaries(cwd / "outputs")) == ["not causal", "unchecked"]
     report = call("bench/report/__main__.py", "outputs")
     assert all(f"{check}: not compared" in report.out + report.err for check in ("unchecked", "not causal"))
 
@@ -80,7 +76,7 @@ def test_a_model_whose_final_score_is_not_causal_is_marked(cwd):  # noqa: F811
     wide = ("model.d_model=64", "eval.windows=true", "eval.test=true", "optim.lr=0.05")
     outcome = train(*toy(cwd, "LeaksWhenWide"), *wide)
     assert outcome.code == 0 and "final valid: NOT CAUSAL: bytes after a position change" in outcome.out, outcome
-    (summary,) = summaries(cwd)
+    (summary,) = summaries(cwd / "outputs")
     (run,) = run_folders(cwd / "outputs")
     rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
     assert summary["check"] == "not causal"

@@ -1,13 +1,12 @@
 """``python train.py`` at the command line: mistakes, the fallback corpus, and a repeated command."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, summaries, train  # noqa: F401 - a fixture
 from tests.small_configs import VARIANT_NAMES
 from tests.timeouts import TIMEOUT_SECONDS
 
@@ -85,8 +84,8 @@ def test_without_network_the_fallback_corpus_is_read_and_labelled(cwd):
     outcome = train()
     (warning,) = [line for line in outcome.err.splitlines() if "ENWIK8 CANNOT BE DOWNLOADED" in line]
     assert all(text in warning for text in ("READING STDLIB INSTEAD", "data.path=FILE", "data.fallback=null"))
-    (run,) = run_folders(cwd / "outputs")
-    corpus = json.loads((run / "summary.json").read_text())["data"]
+    (summary,) = summaries(cwd / "outputs")
+    corpus = summary["data"]
     assert (corpus["name"], corpus["fallback_for"]) == ("stdlib", "enwik8")
     assert f"{corpus['bytes']:,} bytes, sha256 {corpus['sha256']}" in warning
     label = f"stdlib (fallback for enwik8), {corpus['bytes']:,} bytes, sha256 {corpus['sha256'][:12]}"

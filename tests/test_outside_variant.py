@@ -1,6 +1,5 @@
 """A user's variant, a file or a package with a few lines of YAML, is checked, trained, or refused."""
 
-import json
 import re
 import shlex
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, summaries, train  # noqa: F401 - a fixture
 
 MIXER = """from torch import nn
 from variants.contract import Sublayer, SublayerOutput
@@ -68,8 +67,7 @@ def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(cwd
     assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
     outcome = train(*trains[1:], *GENERATED)
     assert outcome.code == 0, outcome
-    (run,) = run_folders(cwd / "outputs")
-    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["status"] == "finished"
+    assert [summary["status"] for summary in summaries(cwd / "outputs")] == ["finished"]
 
 
 @pytest.mark.parametrize("name", ["variant/mhsa", "train"])

@@ -1,9 +1,7 @@
 """Sweeps: failed and finished jobs of a repeated command, planned jobs, and the independence of jobs."""
 
-import json
 import os
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +9,8 @@ from hydra import compose, initialize_config_dir
 
 from harness.device import runtime
 from harness.loop.trainer import Trainer
-from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, ROOT, call, empty_folder, summaries, train  # noqa: F401 - a fixture
 from tests.small_configs import jobs, plan
-
-
-def summaries(outputs: Path) -> dict[str, dict]:
-    return {run.name: json.loads((run / "summary.json").read_text()) for run in run_folders(outputs)}
 
 
 def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(cwd, monkeypatch):
@@ -42,8 +36,7 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
     assert outcome.code == 1 and outcome.err.count("Traceback") == 1 and "in failing" in outcome.err
     assert outcome.err.count("error: model.heads=3 must divide") == 2
     assert outcome.out.splitlines()[-1].endswith(": 1 of 4 done") and groups[0].startswith("sweep-")
-    failed_run, finished_run = run_folders(cwd / "outputs")
-    row = summaries(cwd / "outputs")[failed_run.name]
+    row, _ = summaries(cwd / "outputs")
     assert (row["status"], row["seed"], row["error"]) == ("failed", 1, "RuntimeError: no such luck second line")
     assert row["command"].startswith("python train.py")
     assert [path.name for path in cwd.iterdir()] == ["outputs"]
@@ -51,8 +44,9 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
     repeated = train("-m", *words, "seed=1,2")
     assert repeated.code == 0 and repeated.out.count("resuming at ") == 1
     assert repeated.out.count("finished before: ") == 1 and repeated.out.splitlines()[-1].endswith("2 of 2 done")
-    assert [row["status"] for row in summaries(cwd / "outputs").values()] == ["finished"] * 2
-    recorded_words = summaries(cwd / "outputs")[finished_run.name]["command"].split()
+    rows = summaries(cwd / "outputs")
+    assert [row["status"] for row in rows] == ["finished"] * 2
+    recorded_words = rows[1]["command"].split()
     assert "finished before: " in call("train.py", *recorded_words[2:]).out, "the recorded command repeats a single job"
 
 

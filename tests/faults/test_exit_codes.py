@@ -1,20 +1,12 @@
 """How a failed run ends: exit code, one error message, and the status in the summary."""
 
-import json
-
 import pytest
 import torch
 
 from harness.compose import cli
 from harness.failures import Damaged, Diverged, OutOfMemory, ProcessLost, StorageFailure, failure_class
 from harness.loop.run import Run
-from tests.command_line import GENERATED, empty_folder, run_folders, train  # noqa: F401 - a fixture
-
-
-def summary_of(cwd) -> dict:
-    (run,) = run_folders(cwd / "outputs")
-    return json.loads((run / "summary.json").read_text())
-
+from tests.command_line import GENERATED, empty_folder, summaries, train  # noqa: F401 - a fixture
 
 ERRORS = [
     (ZeroDivisionError("a bug"), 1, "failed"),
@@ -42,7 +34,8 @@ def test_a_failed_run_ends_with_its_exit_code_its_status_and_one_message(error, 
 
     monkeypatch.setattr(Run, "step", fail)
     outcome = train(*GENERATED)
-    assert outcome.code == code and summary_of(cwd)["status"] == status
+    (summary,) = summaries(cwd / "outputs")
+    assert outcome.code == code and summary["status"] == status
     assert ("Traceback" in outcome.err) == (code == 1)
     if code != 1:
         assert outcome.err.count("error: ") == outcome.err.count("\n") == 1
