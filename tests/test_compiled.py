@@ -33,13 +33,13 @@ def test_a_compiled_variant_has_the_losses_gradients_states_and_scores_of_the_un
         torch.compiler.reset()
         trainer = make_trainer(f"variant={variant}", *SMALL, *VARIANTS[variant], f"runtime.compile={compiled}")
         trainer.optimizers.zero_grad = lambda: None
-        for _ in range(3):
+        for _ in range(2):
             trainer.step()
             bits.append(trainer.train_row()["bits_per_byte"])
         assert trainer.backend == trainer.evaluation_backend == backend + ", compiled" * compiled
         scores.append(trainer.evaluate(trainer.reported_split("valid")[:191]))
         trainers.append(trainer)
-    assert bits[3:] == pytest.approx(bits[:3], abs=1e-4)
+    assert bits[2:] == pytest.approx(bits[:2], abs=1e-4)
     uncompiled, compiled = trainers
     for (name, p), expected in zip(compiled.model.named_parameters(), uncompiled.model.parameters(), strict=True):
         assert p.grad is not None and torch.allclose(p.grad, expected.grad, rtol=1e-3, atol=1e-5), name

@@ -1,7 +1,5 @@
 """Properties of many mechanisms: one compiled graph, long streams, changing spans, dropout, memory, refused sizes."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -226,10 +224,10 @@ def test_layers_of_transformer_xl_share_u_and_v_by_default_and_carry_inputs():
 REFUSED = [
     (AdaptiveSpan, {"ramp": 0}, r"span\.ramp=0: must be at least 1"),
     (AdaptiveSpan, {"initial": 1.5}, r"span\.initial=1\.5: allowed are fractions .* 0 to 1"),
-    (partial(PersistentKV, d_head=2), {"number": 0}, r"persistent\.number=0: must be at least 1"),
-    (partial(PersistentKV, d_head=2), {"key_std": -1}, r"persistent\.key_std=-1: must be at least 0"),
-    (partial(Relative, d_head=2), {"share": "heads"}, r"position\.share=heads: allowed are network, layer"),
-    (partial(Attention, kv_heads=2), {}, "kv_heads=2: must divide model.heads=3"),
+    (PersistentKV, {"d_head": 2, "number": 0}, r"persistent\.number=0: must be at least 1"),
+    (PersistentKV, {"d_head": 2, "key_std": -1}, r"persistent\.key_std=-1: must be at least 0"),
+    (Relative, {"d_head": 2, "share": "heads"}, r"position\.share=heads: allowed are network, layer"),
+    (Attention, {"kv_heads": 2}, "kv_heads=2: must divide model.heads=3"),
     (LinearAttention, {"chunk": 0}, "chunk=0: allowed are numbers from 1"),
     (Differential, {}, "model.heads=3: must be even"),
     (Latent, {"latent": 0}, "latent=0: allowed are numbers from 1, or null for 2 d_head"),
@@ -247,9 +245,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "choices", "message"), REFUSED, ids=lambda value: str(value)[:40])
 def test_an_invalid_size_is_refused_by_name(make, choices, message):
-    case, keywords = Case.split(choices)
+    keywords = dict(choices)
+    context = Case(attend_self=keywords.pop("attend_self", True)).context(d_model=6)
     with pytest.raises(ValueError, match=message):
-        make(case.context(d_model=6), **keywords)
+        make(context, **keywords)
 
 
 @pytest.mark.parametrize(
