@@ -55,6 +55,12 @@ class Case:
     kv_heads: int | None = None
     parts: str = ""
 
+    @classmethod
+    def split(cls, choices: dict) -> tuple["Case", dict]:
+        """A case of those choices that are its fields, and the other choices, which are keywords of a sublayer."""
+        fields = {name: choice for name, choice in choices.items() if name in cls.__dataclass_fields__}
+        return cls(**fields), {name: choice for name, choice in choices.items() if name not in fields}
+
     def context(self, **changes) -> LayerContext:
         names = ("heads", "span", "attend_self", "cache", "backend", "dropout")
         keywords = {name: getattr(self, name) for name in names}

@@ -33,7 +33,7 @@ from variants.contract import Sublayer
 from variants.differential import Differential
 from variants.gated_delta import GatedDelta
 from variants.gated_linear import GatedLinear
-from variants.kernels import carried_sums, window_cpu
+from variants.kernels import window_cpu
 from variants.latent import Latent
 from variants.linear import LinearAttention
 from variants.linformer import Linformer
@@ -48,6 +48,8 @@ pytestmark = pytest.mark.numeric
 
 CACHES = {"cache": ["kv", "hidden"], "attend_self": [True, False]}
 LENGTHS = {"length": [1, 4, 7], "past": [0, 2, 9]}
+PIECES = {"kernels.carried_sums.CHUNKS_PER_PIECE": 2, "local.ROWS_AT_ONCE": 2, "nsa.QUERIES_AT_ONCE": 5}
+"""Sizes with which mechanisms compute a segment in several pieces."""
 INTEGER_SPANS = {"length": 5, "past": 4, "span": 8, "heads": 9, "spans": "zero"}
 
 
@@ -73,7 +75,8 @@ class Mechanism(NamedTuple):
 def common_arguments(sublayer: Sublayer, case: Case, past: Tensor) -> dict:
     """Keyword arguments that most references take."""
     choices = {"attend_self": case.attend_self, "position": case.position, "past": past}
-    return matrices(sublayer) | choices | {"past_is_constant": case.cache == "kv"}
+    choices |= {"past_is_constant": case.cache == "kv", "table": getattr(sublayer.position, "table", None)}
+    return matrices(sublayer) | choices
 
 
 def of_attention(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
@@ -97,8 +100,8 @@ def of_features(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
 
 def of_differential(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
     parameters = {name: getattr(sublayer, name) for name in ("gain", "initial", "heads")}
-    parameters |= {"factors": [*sublayer.factors], "table": getattr(sublayer.position, "table", None)}
-    return differential(x, **common_arguments(sublayer, case, past), **parameters, span=case.span)
+    common = common_arguments(sublayer, case, past) | {"factors": [*sublayer.factors], "span": case.span}
+    return differential(x, **common, **parameters)
 
 
 def of_latent(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
@@ -136,15 +139,13 @@ def of_native_sparse(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, p
 
 
 def of_local(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
-    table = getattr(sublayer.position, "table", None)
-    common = common_arguments(sublayer, case, past) | {"past": list(past), "table": table}
+    common = common_arguments(sublayer, case, past) | {"past": list(past)}
     return local_attention(x, **common, heads=case.heads, **choices)
 
 
 def of_longformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
     windows = {"windows": list(sublayer.span.visible_keys), "dilations": list(sublayer.span.steps)}
-    common = common_arguments(sublayer, case, past) | {"table": getattr(sublayer.position, "table", None)}
-    return longformer_attention(x, **common, **windows)
+    return longformer_attention(x, **common_arguments(sublayer, case, past), **windows)
 
 
 def of_reformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
@@ -165,6 +166,8 @@ BLOCKS |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 4)], "heads": [2], **
 BLOCKS |= {"compressor": ["mean", "linear", "softmax"], "top_k": [None, 1, 2]}
 CHUNKS = {"ratio": 4, "window": 6, "span": 21, "compressor": "linear", "top_k": None, "position": "rotary"}
 CHUNKS |= {"past": 10, "length": 37, "heads": 1}
+ALL_READ = {"ratio": 3, "window": 4, "span": 13, "compressor": "softmax", "top_k": 9, "position": "relative"}
+MORE_BLOCKS = [CHUNKS, ALL_READ | {"past": 19}, ALL_READ | {"length": 3}]  # queries of the last one see no summary
 SPARSE = {"block, selected, window, span": [(3, 2, 4, 13), (4, 1, 2, 11), (1, 3, 8, 9), (5, 3, 1, 12), (2, 9, 3, 8)]}
 SPARSE |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 5)], "heads": [4], "kv_heads": [1, 2, 4]}
 SPARSE |= {"attend_self": [True, False], "position": ["none", "rotary"], "d_head": [2]}
@@ -206,7 +209,7 @@ MECHANISMS = {
     "gated_linear": Mechanism(GatedLinear, of_gates, GATED, noise=1.0),
     "gated_delta": Mechanism(GatedDelta, of_gates, DELTA, noise=1.0),
     "performer": Mechanism(Performer, of_features, PERFORMER, noise=0.5),
-    "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel", "fused"), noise=0.3),
+    "linformer": Mechanism(Linformer, of_linformer, BLOCKS, MORE_BLOCKS, ("plain", "kernel", "fused"), noise=0.3),
     "nsa": Mechanism(NativeSparse, of_native_sparse, SPARSE, backends=("auto", "plain"), noise=0.5),
     "local": Mechanism(LocalAttention, of_local, LOCAL, backends=ALL),
     "longformer": Mechanism(Longformer, of_longformer, WINDOWS, backends=("plain", "auto", "chunked", "fused")),
@@ -237,10 +240,9 @@ CASES = [(name, row) for name, mechanism in MECHANISMS.items() for row in choice
 @pytest.mark.parametrize(("name", "row"), CASES, ids=["-".join(map(str, (name, *row.values()))) for name, row in CASES])
 def test_output_and_every_gradient_equal_those_of_the_reference(name, row, monkeypatch):
     """A backend that does not support the choices refuses them."""
-    monkeypatch.setattr(carried_sums, "CHUNKS_PER_PIECE", 2)  # segments then have several pieces of chunks
-    mechanism, fields = MECHANISMS[name], Case.__dataclass_fields__
-    case = Case(backend="auto", **{key: value for key, value in row.items() if key in fields})
-    choices = {key: value for key, value in row.items() if key not in fields}
+    for constant, size in PIECES.items():
+        monkeypatch.setattr(f"variants.{constant}", size)
+    mechanism, (case, choices) = MECHANISMS[name], Case.split({"backend": "auto"} | row)
     sublayer = case.build(mechanism.make, noise=mechanism.noise, **choices)
     if "ramp" in row:  # integer spans 0 to S put keys on both kinks of the mask
         set_fractions(sublayer, [n / 8 for n in range(9)])

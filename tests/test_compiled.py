@@ -12,50 +12,41 @@ from tests.attention_case import Case, starts
 from tests.small_runs import CARRY, MEMORY, make_run, make_trainer, run_to_end, temporary_cwd, tensors, whole_run  # noqa: F401
 from variants.attention import Attention, AttentionSpan
 
-VARIANTS = {
-    "adaptive_span": ("position=relative", "model.cache=hidden"),
-    "product_key_memory": ("position=rotary", "model.cache=kv", *MEMORY, "model.layers=2"),
-}
 SMALL = ("model.layers=1", *CARRY, "optim=adamw")
+PLAIN = ("runtime.backend=plain",)
+VARIANTS = {
+    "all_attention": ("position=rotary", "runtime.backend=fused"),
+    "adaptive_span": ("position=relative", "model.cache=hidden", *PLAIN),
+    "product_key_memory": ("position=rotary", "model.cache=kv", *MEMORY, "model.layers=2", *PLAIN),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.faults) for name in ("adaptive_span", "product_key_memory")]
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_compiled_variant_has_the_gradients_and_scores_of_the_uncompiled_one(variant, monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    words = (f"variant={variant}", *SMALL, *VARIANTS[variant], "runtime.backend=plain")
-    gradients, scores = {}, {}
+@pytest.mark.parametrize("variant", ["all_attention", *SLOW])
+def test_a_compiled_variant_has_the_losses_gradients_states_and_scores_of_the_uncompiled_one(variant, monkeypatch):
+    """The carried past grows from step to step. With the fused backend the whole model is one graph."""
+    backend = "fused" if variant == "all_attention" else "plain"
+    compiling = partial(torch.compile, backend="eager", fullgraph=backend == "fused")
+    monkeypatch.setattr(torch, "compile", compiling)
+    trainers, bits, scores = [], [], []
     for compiled in (False, True):
         torch.compiler.reset()
-        trainer = make_trainer(*words, f"runtime.compile={compiled}")
+        trainer = make_trainer(f"variant={variant}", *SMALL, *VARIANTS[variant], f"runtime.compile={compiled}")
         trainer.optimizers.zero_grad = lambda: None
         for _ in range(2):
             trainer.step()
-        gradients[compiled] = {name: p.grad for name, p in trainer.model.named_parameters()}
-        assert trainer.backend == trainer.evaluation_backend == ("plain, compiled" if compiled else "plain")
-        scores[compiled] = trainer.evaluate(trainer.reported_split("valid")[:191])
-    for name, expected in gradients[False].items():
-        actual = gradients[True][name]
-        assert actual is not None and torch.allclose(actual, expected, rtol=1e-3, atol=1e-5), name
-    torch.testing.assert_close(scores[True].nats, scores[False].nats, rtol=0, atol=1e-4)
-    assert scores[True].stats.keys() == scores[False].stats.keys()
-
-
-def test_with_the_fused_backend_the_whole_model_is_one_graph(monkeypatch):
-    """Losses and states equal those of uncompiled steps while the carried past grows."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
-    words = ("variant=all_attention", *SMALL, "position=rotary", "runtime.backend=fused")
-    bits, shapes = {}, {}
-    for compiled in (False, True):
-        torch.compiler.reset()
-        trainer = make_trainer(*words, f"runtime.compile={compiled}")
-        assert trainer.backend == ("fused, compiled" if compiled else "fused")
-        bits[compiled] = []
-        for _ in range(3):
-            trainer.step()
-            bits[compiled].append(trainer.train_row()["bits_per_byte"])
-        shapes[compiled] = [tuple(x.shape) for x in tensors(trainer.state)]
-    assert bits[True] == pytest.approx(bits[False], abs=1e-4) and shapes[True] == shapes[False]
+            bits.append(trainer.train_row()["bits_per_byte"])
+        assert trainer.backend == trainer.evaluation_backend == backend + ", compiled" * compiled
+        scores.append(trainer.evaluate(trainer.reported_split("valid")[:191]))
+        trainers.append(trainer)
+    assert bits[2:] == pytest.approx(bits[:2], abs=1e-4)
+    uncompiled, compiled = trainers
+    for (name, p), expected in zip(compiled.model.named_parameters(), uncompiled.model.parameters(), strict=True):
+        assert p.grad is not None and torch.allclose(p.grad, expected.grad, rtol=1e-3, atol=1e-5), name
+    shapes = [[tuple(x.shape) for x in tensors(trainer.state)] for trainer in trainers]
+    assert shapes[0] == shapes[1]
+    torch.testing.assert_close(scores[1].nats, scores[0].nats, rtol=0, atol=1e-4)
+    assert scores[1].stats.keys() == scores[0].stats.keys()
 
 
 THREE_LAYERS = pytest.param(("model.layers=3", "budget.steps=400"), marks=pytest.mark.faults)

@@ -28,8 +28,7 @@ pytestmark = pytest.mark.numeric
 adaptive = partial(AdaptiveSpan, ramp=3, initial=0.4)
 dynamic = partial(DynamicSpan, ramp=3, bias=0.0)
 vectors = partial(PersistentKV, number=5)
-shared_keys = partial(Attention, kv_heads=1, gate=True)
-normed = partial(Attention, qk_norm=True, sink=True)
+shared_keys = {"kv_heads": 1, "gate": True}
 
 
 def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8, broken: tuple[str, ...] = ()) -> list[Finding]:
@@ -42,33 +41,29 @@ def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8, broken: tuple[
 
 # All pairs of cache and attend_self, with varied other choices. ``test_variant_contract.py`` checks the variants.
 @pytest.mark.parametrize(
-    "scheme, cache, attend_self, spans, persistent, dropout, backend",
+    ("attention", "scheme", "choices"),
     [
-        (NoPosition, "hidden", False, adaptive, None, 0.1, "auto"),
-        (Rotary, "kv", True, adaptive, vectors, 0.0, "fused"),
-        (Relative, "kv", False, dynamic, None, 0.1, "auto"),
-        (partial(Relative, share="layer"), "hidden", True, None, vectors, 0.0, "plain"),
-        (Alibi, "kv", False, adaptive, vectors, 0.0, "auto"),
-        (Sinusoidal, "hidden", True, dynamic, None, 0.0, "plain"),
+        ({"span": adaptive}, NoPosition, {"cache": "hidden", "attend_self": False, "dropout": 0.1}),
+        ({"span": adaptive, "persistent": vectors}, Rotary, {"backend": "fused", "layers": 2}),
+        ({"span": dynamic}, Relative, {"attend_self": False, "dropout": 0.1}),
+        (
+            {"persistent": vectors},
+            partial(Relative, share="layer"),
+            {"cache": "hidden", "backend": "plain", "layers": 2},
+        ),
+        ({"span": adaptive, "persistent": vectors}, Alibi, {"attend_self": False, "layers": 2}),
+        ({"span": dynamic}, Sinusoidal, {"cache": "hidden", "backend": "plain"}),
+        ({"span": adaptive, "sink": True, **shared_keys}, Rotary, {"cache": "hidden", "dropout": 0.1}),
+        ({"qk_norm": True, "sink": True, "gate": True}, Rotary, {"cache": "hidden"}),
+        (
+            {"span": adaptive, "key_bias": ForgetGate, "persistent": vectors, **shared_keys},
+            Rotary,
+            {"cache": "hidden", "dropout": 0.1},
+        ),
     ],
 )
-def test_attention_keeps_all_promises(scheme, cache, attend_self, spans, persistent, dropout, backend):
-    attention = partial(Attention, span=spans, persistent=persistent)
-    common = {"cache": cache, "attend_self": attend_self, "dropout": dropout, "backend": backend}
-    assert_keeps(model_of(attention, scheme=scheme, layers=2 if persistent else 1, **common))
-
-
-@pytest.mark.parametrize(
-    ("attention", "scheme", "cache", "spans", "dropout"),
-    [
-        (partial(shared_keys, sink=True), Rotary, "hidden", adaptive, 0.1),
-        (partial(normed, gate=True), Rotary, "hidden", None, 0.0),
-        (partial(shared_keys, key_bias=ForgetGate, persistent=vectors), Rotary, "hidden", adaptive, 0.1),
-    ],
-)
-def test_optional_parts_of_attention_keep_all_promises(attention, scheme, cache, spans, dropout):
-    make = model_of(partial(attention, span=spans), scheme=scheme, cache=cache, dropout=dropout, layers=1)
-    assert_keeps(make)
+def test_attention_keeps_all_promises(attention, scheme, choices):
+    assert_keeps(model_of(partial(Attention, **attention), scheme=scheme, **{"layers": 1} | choices))
 
 
 @pytest.mark.parametrize("attend_self", [True, False])

@@ -15,7 +15,6 @@ from variants.contract import LayerContext, Sublayer, SublayerOutput
 from variants.feed_forward import FeedForward
 from variants.kernels import window_cpu
 from variants.kernels.window import PastKV, Window
-from variants.local import LocalAttention
 from variants.position import Rotary
 from variants.product_key_memory import ProductKeyMemory
 
@@ -173,12 +172,6 @@ def test_flops_of_attention_with_a_full_past(segment, shift):
     fused = build(Attention, span=40, backend="fused", shift=shift)
     expected = HEAD + PROJECTIONS + H * band(segment, 40, 40) / segment
     assert per_byte(fused, segment) == pytest.approx(expected, rel=1e-12)
-
-
-def test_local_attention_is_averaged_over_the_segments_of_a_block():
-    """A block has three segments of four queries, which compute scores with 4, 8 and 12 keys."""
-    model = build(partial(LocalAttention, block=12), span=12, backend="plain")
-    assert per_byte(model, 4) == HEAD + PROJECTIONS + 4 * D * 8 >= model.ideal_flops()
 
 
 def test_counting_changes_no_weight_mode_gradient_or_random_state():

@@ -1,9 +1,13 @@
-"""Linear attention and Performer: numeric range, causality, and random features."""
+"""Linear attention, Performer, and gated mechanisms: numeric range, causality, random features, and decays."""
 
 import pytest
 import torch
 
-from tests.attention_case import DOUBLE, Case, assert_near, gradients
+from tests.attention_case import DOUBLE, Case, assert_near, assert_same, gradients
+from variants.conformance.fixture import state_tensors
+from variants.gated_delta import GatedDelta
+from variants.gated_linear import GatedLinear
+from variants.kernels import decayed_sums
 from variants.linear import LinearAttention
 from variants.performer import Performer, orthogonal_rows
 
@@ -19,7 +23,7 @@ def performer_of(case: Case, *, scale: float = 1.0, **keywords) -> Performer:
     return performer
 
 
-def test_features_of_very_negative_inputs_do_not_round_to_zero_and_sums_are_float32_under_autocast():
+def test_features_of_very_negative_inputs_do_not_round_to_zero():
     """In float32, elu(x) + 1 computed as a sum is 0 for x below -17."""
     case = Case(length=40)
     attention = case.build(LinearAttention, bias=True, chunk=8)
@@ -29,9 +33,6 @@ def test_features_of_very_negative_inputs_do_not_round_to_zero_and_sums_are_floa
     x = case.stream()[1].detach()
     expected = attention(x).y
     assert_near(attention.float()(x.float()).y.double(), expected, tolerance=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attention(x.float())
-    assert out.state[0].dtype == torch.float32 and out.y.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("position", ["none", "alibi"])
@@ -87,3 +88,42 @@ def test_a_later_byte_changes_no_bit_of_earlier_outputs():
     changed[:, 5] *= 300
     before, after = performer(x).y, performer(changed).y
     assert torch.equal(before[:, :5], after[:, :5]) and not torch.equal(before[:, 5], after[:, 5])
+
+
+def test_initial_decays_are_those_of_alibi_and_equal_by_head_and_by_channel():
+    case = Case(length=21, past=9, position="alibi", heads=4)
+    linear, gated = case.build(LinearAttention, chunk=4), case.build(GatedLinear, chunk=5)
+    gated.load_state_dict(linear.state_dict() | gated.decay.state_dict(prefix="decay."))
+    past, x = case.stream()
+    outputs = [layer(x, layer(past).state).y for layer in (gated, linear)]
+    assert_near(*outputs, tolerance=1e-7)  # the decays' initial bias is computed in float32
+    delta = [case.build(GatedDelta, decay=decay) for decay in ("head", "channel")]
+    delta[1].load_state_dict({n: x for n, x in delta[0].state_dict().items() if "decay" not in n}, strict=False)
+    assert_near(delta[1](x).y, delta[0](x).y)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_decayed_sums_are_accurate_in_float32_for_decays_from_zero_to_one(channels, delta):
+    """Logarithms of decays are from 0, which forgets nothing, to -200, which forgets all earlier bytes."""
+    q, k, v, b = torch.randn(4, 2, 2, 40, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    rule = {"strength": b[..., :1].sigmoid()} if delta else {}
+    decay = torch.tensor([0.0, -1e-4, -3.0, -200.0], dtype=DOUBLE)
+    decay = decay[torch.randint(4, (2, 2, 40, channels), generator=torch.Generator().manual_seed(0))].requires_grad_()
+    expected, _ = decayed_sums.attend(q, k, v, decay, chunk=1, **rule)
+    actual, _ = decayed_sums.attend(q, k, v, decay, chunk=16, **rule)
+    assert_same(actual, expected, named={"decay": decay})
+    rule = {name: x.float() for name, x in rule.items()}
+    rounded, _ = decayed_sums.attend(*(x.float() for x in (q, k, v, decay)), chunk=16, **rule)
+    assert_near(rounded.double(), expected, tolerance=3e-4)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(rounded.sum(), [decay]))
+
+
+@pytest.mark.parametrize("make", [LinearAttention, GatedLinear, GatedDelta])
+def test_carried_sums_are_float32_under_autocast(make):
+    layer, x = Case(length=9).build(make).float(), Case(length=9).joined().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    *_, sums = state_tensors(out.state)
+    assert sums.dtype == torch.float32 and out.y.dtype == torch.bfloat16

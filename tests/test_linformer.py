@@ -1,53 +1,31 @@
 """Linformer: equality with windowed attention, changing spans, initial weights, selection of summaries and metrics."""
 
-from dataclasses import dataclass, replace
-
 import pytest
 import torch
 
-from tests.attention_case import Case, D, assert_near, assert_outcome, gradients, outcome, run, starts
+from tests.attention_case import Case, D, assert_near, starts
 from variants.blocks import top_mask
 from variants.linformer import Linformer
 
 BACKENDS = pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 numeric = pytest.mark.numeric
-# Number of summaries that query t sees, for the default sizes of ``LinformerCase``.
+# Number of summaries that query t sees, for the default sizes of ``build``.
 N_VISIBLE = [len([j for j in range(t // 3) if 4 <= t - 3 * j < 13]) for t in range(30)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinformerCase(Case):
-    """``Case`` with the choices of Linformer."""
-
-    ratio: int = 3
-    window: int = 4
-    span: int = 13
-    heads: int = 2
-    compressor: str = "linear"
-    share: str = "none"
-    top_k: int | None = None
-    d_index: int = 3
-
-    def build_linformer(self, *, noise: float = 0.3) -> Linformer:
-        names = ("ratio", "window", "compressor", "share", "top_k", "d_index")
-        return self.build(Linformer, noise=noise, **{name: getattr(self, name) for name in names})
-
-    def windowed_attention(self, like: Linformer, *, span: int):
-        """Attention over ``span`` keys with the matrices of ``like``."""
-        fields = {name: getattr(self, name) for name in Case.__dataclass_fields__} | {"span": span, "backend": "plain"}
-        attention = Case(**fields).build()
-        attention.load_state_dict(like.state_dict(), strict=False)
-        return attention
+def build(*, noise: float = 0.3, **choices) -> Linformer:
+    case, sizes = Case.split({"span": 13, "heads": 2, "ratio": 3, "window": 4} | choices)
+    return case.build(Linformer, noise=noise, **sizes)
 
 
 @numeric
 @BACKENDS
 def test_without_summaries_it_equals_windowed_attention_and_the_span_may_change_between_segments(backend):
-    case = LinformerCase(length=30, position="rotary", backend=backend)
-    sublayer, x = case.build_linformer(), case.joined()
+    sublayer, x = build(position="rotary", backend=backend), Case(length=30).joined()
+    attention = Case(heads=2, span=4, position="rotary").build()
+    attention.load_state_dict(sublayer.state_dict(), strict=False)
     wide = sublayer(x[:, :20], None, starts(0))
     sublayer.set_span(4)
-    attention = case.windowed_attention(sublayer, span=4)
     expected = attention(x, None, starts(0)).y
     assert_near(sublayer(x, None, starts(0)).y, expected)
     narrow = sublayer(x[:, 20:25], wide.state, starts(20))
@@ -65,30 +43,8 @@ def test_without_summaries_it_equals_windowed_attention_and_the_span_may_change_
         sublayer.set_span(0)
 
 
-@numeric
-@BACKENDS
-def test_an_index_that_selects_all_summaries_changes_no_output_and_only_its_loss_trains_it(backend):
-    case = LinformerCase(length=11, past=19, position="relative", top_k=9, compressor="softmax", backend=backend)
-    (past, x), sublayer = case.stream(), case.build_linformer()
-    without_index = replace(case, top_k=None).build_linformer()
-    without_index.load_state_dict(sublayer.state_dict(), strict=False)
-    expected = outcome(run(without_index, x, past), dict(without_index.named_parameters()) | {"x": x})
-    parameters = dict(sublayer.named_parameters())
-    index = [parameters.pop(f"index_{name}.weight") for name in ("query", "key")]
-    first = sublayer(past, None, starts(0))
-    out = sublayer(x, first.state, starts(19))
-    assert_outcome(outcome(out.y, parameters | {"x": x}), expected)
-    assert not any(g.any() for g in gradients(out.y, index))
-    for loss in (first.loss, out.loss):
-        assert all(g.any() for g in gradients(loss, index))
-        assert not any(g.any() for g in gradients(loss, [*parameters.values(), x]))
-    assert sublayer(past[:, :1]).loss == 0, "no query sees a summary"
-    assert sublayer.eval()(past).loss is None
-
-
 def test_needed_flops_exclude_gradients_of_the_inputs_of_the_index_and_of_unread_summaries():
-    case = LinformerCase(position="relative")
-    needed, dense = (replace(case, top_k=k).build_linformer().needed_flops(30, carried=0) for k in (2, None))
+    needed, dense = (build(position="relative", top_k=k, d_index=3).needed_flops(30, carried=0) for k in (2, None))
     projections, scores = 2 * 3 * (30 * D + 10 * 4), 2 * 3 * sum(N_VISIBLE)
     unread = 2 * 4 * sum(max(0, n - 2) for n in N_VISIBLE)  # one product for each unread summary
     # With an index, the forward needs no product with an unread value. The backward needs neither of the two gradients
@@ -99,15 +55,15 @@ def test_needed_flops_exclude_gradients_of_the_inputs_of_the_index_and_of_unread
 
 @numeric
 def test_every_compressor_starts_as_the_mean_and_its_weights_are_shared_as_configured():
-    case = LinformerCase(length=30, ratio=4, position="rotary")
-    mean = replace(case, compressor="mean").build_linformer(noise=0.0)
+    x, sizes = Case(length=30).joined(), {"ratio": 4, "position": "rotary", "noise": 0.0}
+    mean = build(compressor="mean", **sizes)
     shapes = {"none": (2, 2, 4), "heads": (2, 1, 4), "key_value": (1, 1, 4), "layers": (1, 1, 4)}
     for compressor, share in [("softmax", "none"), *(("linear", share) for share in shapes)]:
-        learned = replace(case, compressor=compressor, share=share).build_linformer(noise=0.0)
+        learned = build(compressor=compressor, share=share, **sizes)
         learned.load_state_dict(mean.state_dict(), strict=False)
-        assert_near(learned(case.joined()).y, mean(case.joined()).y)
+        assert_near(learned(x).y, mean(x).y)
         if compressor == "linear":
-            context = case.context(pool={})
+            context = Case(span=13, heads=2).context(pool={})
             first, second = (Linformer(context, ratio=4, window=4, share=share, d_head=2) for _ in range(2))
             assert first.compressor.places.shape == shapes[share]
             assert (first.compressor.places is second.compressor.places) == (share == "layers")
@@ -125,8 +81,7 @@ def test_of_summaries_with_equal_scores_the_first_are_selected(number):
 
 @BACKENDS
 def test_summary_mass_is_the_mean_attention_to_summaries(backend):
-    case = LinformerCase(length=30, backend=backend)
-    sublayer, x = case.build_linformer(), case.joined()
+    sublayer, x = build(backend=backend), Case(length=30).joined()
     torch.nn.init.zeros_(sublayer.query.weight)  # equal attention to all keys
     first = sublayer(x[:, :11], collect_stats=True)
     second = sublayer(x[:, 11:], first.state, collect_stats=True)
@@ -137,4 +92,4 @@ def test_summary_mass_is_the_mean_attention_to_summaries(backend):
 
 
 def test_on_a_gpu_the_plain_backend_is_the_only_one():
-    assert LinformerCase().build_linformer().backends(torch.device("cuda"), training=False) == ("plain",)
+    assert build().backends(torch.device("cuda"), training=False) == ("plain",)

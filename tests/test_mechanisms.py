@@ -1,4 +1,4 @@
-"""Properties of many mechanisms: one compiled graph, long streams, no host reads, dropout, memory, refused sizes."""
+"""Properties of many mechanisms: one compiled graph, long streams, changing spans, dropout, memory, refused sizes."""
 
 import pytest
 import torch
@@ -8,6 +8,8 @@ from torch._subclasses import FakeTensorMode
 from tests.attention_case import Case, LargestTensor, assert_near, assert_same
 from tests.reference_case import normal
 from tests.small_configs import TINY, plan, sized
+from variants.adaptive_span import AdaptiveSpan
+from variants.all_attention import PersistentKV
 from variants.attention import Attention
 from variants.conformance import perturb
 from variants.conformance.fixture import state_tensors
@@ -18,8 +20,9 @@ from variants.linear import LinearAttention
 from variants.linformer import Linformer
 from variants.local import LocalAttention
 from variants.longformer import Longformer
-from variants.nsa import NativeSparse
+from variants.nsa import BRANCHES, NativeSparse
 from variants.perceiver_ar import PerceiverAR
+from variants.position import Relative
 from variants.reformer import Reformer
 
 WIDTH, STREAMS = 32, 2
@@ -121,6 +124,20 @@ def test_streams_of_a_batch_may_be_at_any_phase_of_a_block(words, ages):
         assert_near(row, expected[0, age : age + 25], tolerance=1e-9)
 
 
+@pytest.mark.numeric
+@pytest.mark.parametrize(("words", "oldest"), [("nsa variant.attention.block=4", 20), ("reformer", 19)])
+def test_the_span_may_change_between_segments(words, oldest):
+    """After a span of 6, the state has the bytes from 19 on, and complete blocks of 4 bytes from 20 on."""
+    layer, x = mechanism(*words.split(), "model.span=13", "position=rotary"), inputs(25)
+    wide = layer(x[:, :20], None, starts(0))
+    layer.set_span(6)
+    narrow = layer(x[:, 20:24], wide.state, starts(20))
+    assert_near(narrow.y, layer(x, None, starts(0)).y[:, 20:24])
+    layer.set_span(13)
+    grown = layer(x[:, 24:], narrow.state, starts(24))
+    assert_near(grown.y, layer(x[:, oldest:], None, starts(oldest)).y[:, -1:])
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -186,7 +203,30 @@ def test_memory_grows_linearly_with_the_segment(variant):
     assert sizes[1] <= 2.1 * sizes[0]
 
 
+def test_native_sparse_attention_reports_the_mean_gate_of_each_branch():
+    layer = mechanism("nsa")
+    stats = layer(inputs(20), collect_stats=True).stats
+    assert all(layer.metrics(stats)[name].shape == (2,) for name in BRANCHES) and layer.metrics({}) == {}
+
+
+def test_layers_of_transformer_xl_share_u_and_v_by_default_and_carry_inputs():
+    run_plan = plan(*TINY, "variant=transformer_xl")
+    assert (run_plan.model.cache, run_plan.scheme.func.__name__) == ("hidden", "NoPosition")
+    mhsa_parameters, counts = sum(p.numel() for p in plan(*TINY, "variant=mhsa").make_model().parameters()), {}
+    for share in ("network", "layer"):
+        model = plan(*TINY, "variant=transformer_xl", f"variant.attention.share={share}").make_model()
+        first, second = (sublayer.position for _, sublayer in model.sublayers() if isinstance(sublayer, Attention))
+        assert (first.to_keys is second.to_keys) == (first.to_distances is second.to_distances) == (share == "network")
+        counts[share] = sum(p.numel() for p in model.parameters())
+    assert counts == {"network": mhsa_parameters + 2 * 32**2 + 2 * 32, "layer": mhsa_parameters + 2 * 32**2 + 4 * 32}
+
+
 REFUSED = [
+    (AdaptiveSpan, {"ramp": 0}, r"span\.ramp=0: must be at least 1"),
+    (AdaptiveSpan, {"initial": 1.5}, r"span\.initial=1\.5: allowed are fractions .* 0 to 1"),
+    (PersistentKV, {"d_head": 2, "number": 0}, r"persistent\.number=0: must be at least 1"),
+    (PersistentKV, {"d_head": 2, "key_std": -1}, r"persistent\.key_std=-1: must be at least 0"),
+    (Relative, {"d_head": 2, "share": "heads"}, r"position\.share=heads: allowed are network, layer"),
     (Attention, {"kv_heads": 2}, "kv_heads=2: must divide model.heads=3"),
     (LinearAttention, {"chunk": 0}, "chunk=0: allowed are numbers from 1"),
     (Differential, {}, "model.heads=3: must be even"),
@@ -205,8 +245,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "choices", "message"), REFUSED, ids=lambda value: str(value)[:40])
 def test_an_invalid_size_is_refused_by_name(make, choices, message):
-    keywords = {"d_head": 2} | choices
-    context = Case(attend_self=keywords.pop("attend_self", True)).context()
+    keywords = dict(choices)
+    context = Case(attend_self=keywords.pop("attend_self", True)).context(d_model=6)
     with pytest.raises(ValueError, match=message):
         make(context, **keywords)
 

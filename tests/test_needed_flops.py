@@ -11,7 +11,7 @@ from harness.model import LanguageModel
 from tests.attention_case import DOUBLE, B, Case, D, covering_array
 from tests.promises import Gate
 from tests.small_configs import TINY, plan
-from tests.small_runs import CARRY, make_trainer, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import make_trainer, temporary_cwd  # noqa: F401 - a fixture
 from variants.contract import LayerContext, NeededFlops, Sublayer
 from variants.feed_forward import FeedForward
 from variants.kernels.window import soft_mask
@@ -140,15 +140,3 @@ def test_segments_without_a_carried_state_are_charged_for_their_visible_keys():
     trainer = make_trainer("variant=mhsa", f"budget.flops={7.2 * step}")
     assert charged(trainer) == [step] * 8 and trainer.finished
     assert math.ceil(7.2 * step / (3 * 64 * trainer.model.ideal_flops())) == 7, "charged with a full past: 7 steps"
-
-
-def test_streams_are_charged_for_their_carried_keys():
-    trainer = make_trainer(
-        "variant=mhsa", *CARRY, "data.bytes=600", "eval.bytes=null", "model.span=40", "budget.steps=100"
-    )
-    needed = [trainer.model.needed_flops(16, carried=carried) for carried in (0, 16, 32, 48)]
-    cold, *growing, full = (round(64 * flops.training) for flops in needed)
-    assert charged(trainer) == [cold, *growing, *[full] * 5] and cold < growing[0] < growing[1] < full
-    assert trainer.stream.steps_per_epoch == 8
-    trainer.step()
-    assert trainer.spent.flops == cold + sum(growing) + 5 * full + cold, "a new epoch begins without a past"

@@ -60,11 +60,6 @@ def test_relative_tables_are_shared_as_configured_and_differ_by_model_and_width(
     assert not list(Relative(common, d_head=0).parameters())
 
 
-def test_invalid_values_are_refused_by_key():
-    with pytest.raises(ValueError, match=r"position\.share=heads: allowed are network, layer"):
-        Relative(context(), d_head=4, share="heads")
-
-
 class Calls(TorchDispatchMode):
     """Counts the calls of each operation and records the dtypes of their outputs."""
 

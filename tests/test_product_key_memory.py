@@ -1,4 +1,4 @@
-"""Product-key memory: the brute-force reference, the search, initial scales, sharing of values, and statistics."""
+"""Product-key memories: the brute-force references, the search, initial scales, sharing of values, and statistics."""
 
 import math
 
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from harness.model import unread_parameters
 from tests.attention_case import DOUBLE, Case, assert_near, gradients
-from tests.reference.product_key_memory import product_key_memory as reference
+from tests.reference.memory_plus import experts, gated
+from tests.reference.product_key_memory import product_key_memory
 from tests.reference_case import normal
 from variants.contract import LayerContext
 from variants.kernels import product_search
+from variants.memory_plus import Experts, MemoryPlus
 from variants.product_key_memory import ProductKeyMemory, SelectSlots, candidate_pairs, search
 
 pytestmark = pytest.mark.numeric
@@ -23,13 +25,33 @@ SIZES = {"half_keys": 7, "top_k": 5, "heads": 3, "d_query": 6}
 CHOICES = {"query_norm": "layer", "activation": "softmax", "share": "layer", "sparse": False}
 
 
+def with_noise(memory: ProductKeyMemory) -> ProductKeyMemory:
+    """The memory in float64 with a random norm, whose initial values 1 and 0 would hide mistakes."""
+    for parameter in memory.to(DOUBLE).norm.parameters():
+        torch.nn.init.normal_(parameter, mean=0.5)
+    return memory
+
+
 def build(context: LayerContext | None = None, seed: int | None = 0, **changes) -> ProductKeyMemory:
     if seed is not None:
         torch.manual_seed(seed)
-    memory = ProductKeyMemory(context or Case().context(), **SIZES | CHOICES | changes).to(DOUBLE)
-    for parameter in memory.norm.parameters():  # the initial values 1 and 0 would hide mistakes
-        torch.nn.init.normal_(parameter, mean=0.5)
-    return memory
+    return with_noise(ProductKeyMemory(context or Case().context(), **SIZES | CHOICES | changes))
+
+
+def weights_of(memory: ProductKeyMemory) -> dict:
+    """The reference's arguments."""
+    kind = {torch.nn.LayerNorm: "layer", torch.nn.BatchNorm1d: "batch"}.get(type(memory.norm))
+    weights = {"query_weight": memory.query.weight, "query_bias": memory.query.bias, "keys": memory.keys}
+    weights |= {"norm": kind and (kind, memory.norm.weight, memory.norm.bias, memory.norm.eps), "values": memory.values}
+    return weights | {"top_k": memory.top_k, "activation": memory.activation}
+
+
+def assert_equals_reference(memory: ProductKeyMemory, y: Tensor, expected: Tensor, *, x: Tensor) -> None:
+    assert_near(y, expected, tolerance=1e-12)
+    inputs = [x, *memory.parameters()]
+    for actual, reference_gradient in zip(gradients(y, inputs), gradients(expected, inputs), strict=True):
+        assert reference_gradient.abs().max() > 1e-6, "the gradient must be more than rounding"
+        assert_near(actual.to_dense(), reference_gradient, tolerance=1e-11)
 
 
 NORMS = [{"query_norm": n, "activation": a} for n in ("layer", "batch", "none") for a in ("softmax", "relu")]
@@ -40,19 +62,28 @@ NORMS = [{"query_norm": n, "activation": a} for n in ("layer", "batch", "none") 
 def test_output_and_every_gradient_equal_those_of_the_reference(monkeypatch, changes, scores_at_once):
     monkeypatch.setattr("variants.product_key_memory.SCORES_AT_ONCE", scores_at_once)
     memory, x = build(**changes), normal(B, T, D)
-    kind = {torch.nn.LayerNorm: "layer", torch.nn.BatchNorm1d: "batch"}.get(type(memory.norm))
-    weights = {"query_weight": memory.query.weight, "query_bias": memory.query.bias, "keys": memory.keys}
-    weights |= {"norm": kind and (kind, memory.norm.weight, memory.norm.bias, memory.norm.eps), "values": memory.values}
     out = memory(x, collect_stats=True)
-    expected = reference(x, **weights, top_k=memory.top_k, activation=memory.activation)
-    assert_near(out.y, expected, tolerance=1e-12)
-    inputs = [x, *memory.parameters()]
-    for actual, reference_gradient in zip(gradients(out.y, inputs), gradients(expected, inputs), strict=True):
-        assert reference_gradient.abs().max() > 1e-6, "the gradient must be more than rounding"
-        assert_near(actual.to_dense(), reference_gradient, tolerance=1e-11)
+    assert_equals_reference(memory, out.y, product_key_memory(x, **weights_of(memory)), x=x)
     (dvalues,) = gradients(out.y, [memory.values])
     unread = out.stats["usage_count"] == 0
     assert dvalues.is_sparse == memory.sparse and not dvalues.to_dense()[unread].any(), "an unread row has a gradient"
+
+
+@pytest.mark.parametrize("activation", ["softmax", "relu"])
+def test_output_and_every_gradient_of_its_successors_equal_those_of_the_references(activation):
+    torch.manual_seed(0)
+    plus, with_experts = (
+        with_noise(make(Case().context(), **SIZES, activation=activation)) for make in (MemoryPlus, Experts)
+    )
+    x = normal(B, T, D)
+    expected = gated(x, **weights_of(plus), w1=plus.gate.weight, w2=plus.output.weight)
+    assert_equals_reference(plus, plus(x).y, expected, x=x)
+    expected = experts(x, **weights_of(with_experts), inputs=with_experts.inputs)
+    out = with_experts(x, collect_stats=True)
+    assert_equals_reference(with_experts, out.y, expected, x=x)
+    metrics = with_experts.metrics(out.stats)  # weights may be negative, so their divergence is not reported
+    assert out.stats["usage_weight"].min() < 0 and with_experts.metrics({}) == {} and metrics["usage_percent"] > 0
+    assert metrics.keys() == {"usage_percent", "usage_bytes", "kl_count_nats"}
 
 
 def best_of_all(first: Tensor, second: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,6 +155,9 @@ def test_layers_share_values_only_where_it_is_configured():
     assert build(Case().context(pool={}), share="network").values is not first.values
     assert build(context, half_keys=6, share="network").values.shape == (36, D)
     assert build(context).values is not first.values
+    first, second = (MemoryPlus(context, **SIZES) for _ in range(2))  # shares values by default
+    assert first.values is second.values and first.keys is not second.keys
+    assert MemoryPlus(context, **SIZES, share="layer").values is not first.values
 
 
 def test_usage_and_divergence_equal_numbers_worked_out_by_hand():

@@ -1,43 +1,24 @@
-"""Reformer: equality with windowed attention, changing spans, and the tensors saved for the backward pass."""
+"""Reformer: queries without visible keys, sizes, and the tensors saved for the backward pass."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.attention_case import DOUBLE, B, Case, assert_near, assert_same
-from variants.kernels import window
-from variants.kernels.window import Window
+from tests.attention_case import Case, assert_near
 from variants.reformer import Reformer
 
 pytestmark = pytest.mark.numeric
 
-H, K = 2, 4
+H = 2
 
 
 def build(**choices) -> Reformer:
-    fields = Case.__dataclass_fields__
-    case = Case(heads=H, d_head=K, **{key: value for key, value in choices.items() if key in fields})
-    sizes = {"buckets": 4, "rounds": 3, "bucket_keys": 2} | {k: v for k, v in choices.items() if k not in fields}
-    return case.build(Reformer, **sizes)
+    case, sizes = Case.split({"heads": H, "d_head": 4} | choices)
+    return case.build(Reformer, **{"buckets": 4, "rounds": 3, "bucket_keys": 2} | sizes)
 
 
 def inputs(length: int) -> Tensor:
     return Case(length=length).joined()
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-@pytest.mark.parametrize("length", [1, 9])
-def test_with_a_single_bucket_it_equals_windowed_attention_for_any_number_of_rounds(length, rounds):
-    """The bucket has room for all keys, and a query does not see itself."""
-    torch.manual_seed(0)
-    kv = torch.randn(B, H, 12, 2 * K, dtype=DOUBLE, requires_grad=True)
-    factors = torch.rand(B, H, length, dtype=DOUBLE, requires_grad=True)
-    queries = kv[:, :, -length:, :K] * factors[..., None]
-    expected = window.attend(queries, kv[..., :K], kv[..., K:], Window((5,) * H, 1))
-    hashes = torch.zeros(B, H, rounds, 12, dtype=torch.int32)
-    y, n_visible = build(bucket_keys=20, span=5, attend_self=False).attend(kv, factors, hashes)
-    assert_same(y, expected, named={"kv": kv, "factors": factors})
-    assert n_visible[0, 0].tolist() == [min(5, at) for at in range(12 - length, 12)]
 
 
 def test_a_query_sees_itself_only_if_it_sees_no_other_key():
@@ -51,21 +32,13 @@ def test_a_query_sees_itself_only_if_it_sees_no_other_key():
     assert layer.metrics({}) == {}
 
 
-def test_the_span_may_grow_or_shrink_between_segments():
-    layer, x = build(span=6, bucket_keys=20), inputs(30)
-    layer.rotations.zero_()  # as above, every vector is in bucket 0
-    state = layer(x[:, :20]).state
-    assert [tensor.shape[dim] for tensor, dim in zip(state, (2, 3), strict=True)] == [5, 5]
-    layer.set_span(3)
-    assert_near(layer(x[:, 20:], state).y, layer(x).y[:, 20:])
-    layer.set_span(9)
-    assert_near(layer(x[:, 20:], state).y, layer(x[:, 15:]).y[:, 5:])  # the state holds only bytes 15 to 19
-    with pytest.raises(ValueError, match=r"eval\.span=0: allowed are 1 to"):
-        layer.set_span(0)
-    for span, buckets in ((512, 8), (16, 2), (447, 6)):  # the default number; set_span does not change it
+def test_the_default_number_of_buckets_follows_the_span_of_the_model_but_not_a_later_one():
+    for span, buckets in ((512, 8), (16, 2), (447, 6)):
         layer = build(span=span, buckets=None, bucket_keys=64)
         layer.set_span(span // 4)
         assert layer.buckets == 2 * layer.rotations.shape[-1] == buckets
+    with pytest.raises(ValueError, match=r"eval\.span=0: allowed are 1 to"):
+        layer.set_span(0)
 
 
 def test_scores_are_recomputed_for_the_backward_with_the_same_dropout(monkeypatch):

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tests.reference.feed_forward import activate
-from tests.reference.product_key_memory import Norm, best_slots, queries
+from tests.reference.product_key_memory import product_key_memory
 
 
-def gated(x: Tensor, read: Tensor, *, w1: Tensor, w2: Tensor) -> Tensor:
-    """Outputs ``[B, T, D]`` for inputs ``x [B, T, D]`` and the outputs ``read [B, T, D]`` of the memory for them."""
-    y = torch.zeros_like(x)
+def gated(x: Tensor, *, w1: Tensor, w2: Tensor, **memory) -> Tensor:
+    """Outputs ``[B, T, D]`` for inputs ``x [B, T, D]``. ``memory`` are the arguments of ``product_key_memory``."""
+    read, y = product_key_memory(x, **memory), torch.zeros_like(x)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
             gate = w1 @ x[b, t]
@@ -20,28 +20,7 @@ def gated(x: Tensor, read: Tensor, *, w1: Tensor, w2: Tensor) -> Tensor:
     return y
 
 
-def experts(
-    x: Tensor,
-    *,
-    query_weight: Tensor,
-    query_bias: Tensor | None,
-    norm: Norm | None,
-    keys: Tensor,
-    inputs: Tensor,
-    values: Tensor,
-    top_k: int,
-    activation: str,
-) -> Tensor:
+def experts(x: Tensor, *, inputs: Tensor, **memory) -> Tensor:
     """Outputs ``[B, T, D]`` for ``x [B, T, D]``, with ``inputs`` u and ``values`` v, both ``[C C, D]``."""
-    query = queries(x, weight=query_weight, bias=query_bias, norm=norm, heads=keys.shape[0])
-    y = torch.zeros_like(x)
-    for b in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            answer = torch.zeros(x.shape[2], dtype=torch.float64)
-            for h in range(keys.shape[0]):
-                slots, scores = best_slots(query[b, t, h], keys=keys[h], top_k=top_k)
-                for slot, weight in zip(slots, activate(scores, activation=activation), strict=True):
-                    hidden = activate(inputs[slot] @ x[b, t], activation="gelu")
-                    answer = answer + weight * hidden * values[slot]
-            y[b, t] = answer
-    return y
+    hidden = lambda slot, x_t: activate(inputs[slot] @ x_t, activation="gelu")  # noqa: E731
+    return product_key_memory(x, **memory, factor=hidden)

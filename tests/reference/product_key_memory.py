@@ -8,6 +8,8 @@
 The norm of the queries is the paper's BatchNorm over the H Dq features, with the statistics of all B T rows, or, as our
 default, LayerNorm over the query of each head, of width Dq, with a weight and a bias that all heads share."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,7 @@ def product_key_memory(
     values: Tensor,
     top_k: int,
     activation: str,
+    factor: Callable[[int, Tensor], Tensor] = lambda slot, x_t: 1.0,
 ) -> Tensor:
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]``.
 
@@ -67,7 +70,8 @@ def product_key_memory(
         keys: ``[H, 2, C, Dq/2]``, the two sets of half-keys of each head.
         values: ``[C C, D]``.
         top_k: number of slots that a head reads, 1 to C C.
-        activation: "softmax" over the slots read, or "relu" of their scores."""
+        activation: "softmax" over the slots read, or "relu" of their scores.
+        factor: (slot, input [D]) -> factor of the slot's value, a scalar."""
     heads = keys.shape[0]
     query = queries(x, weight=query_weight, bias=query_bias, norm=norm, heads=heads)
     y = torch.zeros_like(x)
@@ -77,6 +81,6 @@ def product_key_memory(
             for h in range(heads):
                 slots, scores = best_slots(query[b, t, h], keys=keys[h], top_k=top_k)
                 for slot, weight in zip(slots, activate(scores, activation=activation), strict=True):
-                    answer = answer + weight * values[slot]
+                    answer = answer + weight * factor(slot, x[b, t]) * values[slot]
             y[b, t] = answer
     return y
