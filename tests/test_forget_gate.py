@@ -1,11 +1,11 @@
-"""The forget gate (2503.02130): its initial bias, and positions far along a stream."""
+"""The forget gate (2503.02130): the limit of open gates, and positions far along a stream."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from tests.attention_case import Case, D, assert_near, reference_output
+from tests.attention_case import Case, D, assert_near, reference_output, run
 from variants.attention import Attention
 from variants.forget_gate import ForgetGate
 
@@ -14,14 +14,28 @@ pytestmark = pytest.mark.numeric
 
 
 @BACKENDS
+def test_open_gates_give_plain_attention(backend):
+    case = Case(past=6, position="rotary", backend=backend)
+    mhsa, (past, x) = case.build(), case.stream()
+    gated = case.build(partial(Attention, key_bias=partial(ForgetGate, initial=100.0)))
+    named = {"x": x} | {name: gated.get_parameter(name) for name, _ in mhsa.named_parameters()}
+    assert all(torch.equal(parameter, named[name]) for name, parameter in mhsa.named_parameters())
+    expected_y, gated.wanted_backend = run(mhsa, x, past), backend
+    expected = torch.autograd.grad(expected_y.square().sum(), [x, *mhsa.parameters()])
+    y = run(gated, x, past)
+    assert_near(y, expected_y, tolerance=1e-14)
+    gradients = torch.autograd.grad(y.square().sum(), list(named.values()))
+    for name, gradient, expected_gradient in zip(named, gradients, expected, strict=True):
+        assert_near(gradient, expected_gradient, tolerance=1e-12, what=name)
+
+
+@BACKENDS
 def test_at_position_a_million_it_equals_the_reference_over_its_reach(backend):
     """Key biases of a state are relative to its last byte, so a state after 700 bytes equals one after the last 256.
 
     The reference therefore gets only the 256 bytes before position 10^6."""
     case = Case(length=5, past=256, span=257, position="rotary", backend=backend)
-    gate = partial(ForgetGate, initial=0.5)
-    attention, (past, x) = case.build(partial(Attention, key_bias=gate)), case.stream()
-    assert attention.key_bias.gate.bias.tolist() == [0.5] * case.heads
+    attention, (past, x) = case.build(partial(Attention, key_bias=ForgetGate)), case.stream()
     exact = reference_output(attention, x=x, past=past, position="rotary").detach()
     attention, past, x, at = attention.float(), past.float(), x.detach().float(), torch.tensor([10**6] * 2)
     stream, state = torch.cat([torch.randn(2, 444, D), past], dim=1), None

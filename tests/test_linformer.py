@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention_case import Case, D, assert_near, starts
+from tests.attention_case import Case, D, assert_near, assert_outcome, gradients, outcome, run, starts
 from variants.blocks import top_mask
 from variants.linformer import Linformer
 
@@ -41,6 +41,27 @@ def test_without_summaries_it_equals_windowed_attention_and_the_span_may_change_
     assert_near(torch.cat([first.y, second.y], dim=1), attention(x[:, :2], None, starts(0)).y)
     with pytest.raises(ValueError, match=r"eval\.span=0: allowed are 1 to"):
         sublayer.set_span(0)
+
+
+@numeric
+@BACKENDS
+def test_an_index_that_selects_all_summaries_changes_no_output_and_only_its_loss_trains_it(backend):
+    sizes = {"position": "relative", "compressor": "softmax", "backend": backend, "d_index": 3}
+    sublayer, without_index = (build(top_k=top_k, **sizes) for top_k in (9, None))
+    without_index.load_state_dict(sublayer.state_dict(), strict=False)
+    past, x = Case(length=11, past=19).stream()
+    expected = outcome(run(without_index, x, past), dict(without_index.named_parameters()) | {"x": x})
+    parameters = dict(sublayer.named_parameters())
+    index = [parameters.pop(f"index_{name}.weight") for name in ("query", "key")]
+    first = sublayer(past, None, starts(0))
+    out = sublayer(x, first.state, starts(19))
+    assert_outcome(outcome(out.y, parameters | {"x": x}), expected)
+    assert not any(g.any() for g in gradients(out.y, index))
+    for loss in (first.loss, out.loss):
+        assert all(g.any() for g in gradients(loss, index))
+        assert not any(g.any() for g in gradients(loss, [*parameters.values(), x]))
+    assert sublayer(past[:, :1]).loss == 0, "no query sees a summary"
+    assert sublayer.eval()(past).loss is None
 
 
 def test_needed_flops_exclude_gradients_of_the_inputs_of_the_index_and_of_unread_summaries():

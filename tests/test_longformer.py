@@ -1,12 +1,34 @@
-"""Longformer: windows and dilations by depth."""
+"""Longformer: equality with plain attention if undilated, and windows and dilations by depth."""
 
 import pytest
 import torch
 
 from harness.plan.small import shrink
-from tests.attention_case import Case
+from tests.attention_case import Case, assert_same, run
 from tests.small_configs import plan
 from variants.longformer import Longformer, grown_dilation, grown_window
+
+
+def build(window: int = 4, step: int = 3, *, dilated: int = 2, **fields) -> Longformer:
+    """A layer of three heads, of which the last ``dilated`` have the dilation ``step``."""
+    sizes = {"windows": (window,), "dilation": (step,), "dilated_heads": dilated}
+    return Case(**{"heads": 3, "span": 12} | fields).build(Longformer, **sizes)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+def test_undilated_windows_of_the_whole_span_equal_plain_attention(cache):
+    case = Case(heads=3, span=12, position="rotary", cache=cache, past=15, length=13)
+    plain, layer = case.build(), build(12, 1, position="rotary", cache=cache)
+    plain.load_state_dict(layer.state_dict())
+    past, x = case.stream()
+    assert layer.ideal_flops() == plain.ideal_flops()
+    for carried in (0, 5, 40):
+        assert layer.needed_flops(7, carried=carried) == plain.needed_flops(7, carried=carried)
+    expected = run(plain, x, past)
+    for backend in ("plain", "auto"):
+        layer.wanted_backend = backend
+        assert_same(run(layer, x, past), expected, named={"x": x})
 
 
 @pytest.mark.numeric
@@ -22,7 +44,7 @@ def test_default_windows_and_dilations_grow_with_depth():
     assert [layer.period for layer in layers] == [1, 1, 2, 3]
     layers[3].set_span(64)
     assert layers[3].span.visible_keys == (32, 32, 22, 22)
-    fixed = Case(span=12).build(Longformer, windows=(10,), dilation=(2,), dilated_heads=1)
+    fixed = build(10, 2, dilated=1)
     for span, keys in ((7, (7, 7, 4)), (100, (10, 10, 10))):
         fixed.set_span(span)
         assert fixed.span.visible_keys == keys

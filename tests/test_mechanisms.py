@@ -20,7 +20,7 @@ from variants.linear import LinearAttention
 from variants.linformer import Linformer
 from variants.local import LocalAttention
 from variants.longformer import Longformer
-from variants.nsa import BRANCHES, NativeSparse
+from variants.nsa import NativeSparse
 from variants.perceiver_ar import PerceiverAR
 from variants.position import Relative
 from variants.reformer import Reformer
@@ -201,24 +201,6 @@ def test_memory_grows_linearly_with_the_segment(variant):
             layer(inputs(length)).y.sum().backward()
         sizes.append(largest.elements)
     assert sizes[1] <= 2.1 * sizes[0]
-
-
-def test_native_sparse_attention_reports_the_mean_gate_of_each_branch():
-    layer = mechanism("nsa")
-    stats = layer(inputs(20), collect_stats=True).stats
-    assert all(layer.metrics(stats)[name].shape == (2,) for name in BRANCHES) and layer.metrics({}) == {}
-
-
-def test_layers_of_transformer_xl_share_u_and_v_by_default_and_carry_inputs():
-    run_plan = plan(*TINY, "variant=transformer_xl")
-    assert (run_plan.model.cache, run_plan.scheme.func.__name__) == ("hidden", "NoPosition")
-    mhsa_parameters, counts = sum(p.numel() for p in plan(*TINY, "variant=mhsa").make_model().parameters()), {}
-    for share in ("network", "layer"):
-        model = plan(*TINY, "variant=transformer_xl", f"variant.attention.share={share}").make_model()
-        first, second = (sublayer.position for _, sublayer in model.sublayers() if isinstance(sublayer, Attention))
-        assert (first.to_keys is second.to_keys) == (first.to_distances is second.to_distances) == (share == "network")
-        counts[share] = sum(p.numel() for p in model.parameters())
-    assert counts == {"network": mhsa_parameters + 2 * 32**2 + 2 * 32, "layer": mhsa_parameters + 2 * 32**2 + 4 * 32}
 
 
 REFUSED = [

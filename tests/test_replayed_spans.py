@@ -39,6 +39,19 @@ def test_replayed_spans_equal_learned_spans_of_the_same_length_and_training_does
     assert lengths_of(fixed) == SPANS
 
 
+@pytest.mark.numeric
+def test_integer_spans_with_a_ramp_of_one_are_a_hard_window():
+    words = ("variant=replayed_spans", "variant.attention.span.ramp=1")
+    soft = plan(*TINY, *words, "variant.attention.span.spans=[[7,7],[7,7]]").make_model()
+    hard = plan(*TINY, "variant=mhsa", "model.span=8").make_model()
+    for model in (soft, hard):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    tokens = torch.randint(256, (2, 50), generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(soft.eval()(tokens).logits, hard.eval()(tokens).logits, atol=1e-5)
+
+
 def test_init_from_a_finished_run_takes_its_spans_unless_spans_are_configured(cwd):
     learning, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
     source = (f"init_from.run={learning.folder.path}", "budget.steps=2")
