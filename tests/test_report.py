@@ -194,7 +194,7 @@ def test_unfinished_corrupt_and_incomparable_runs_are_named_but_not_shown(tmp_pa
         change(write_run(tmp_path, variant=name), check=check)
     rows = read_folders([tmp_path])
     assert [line.rpartition(": ")[2] for line in rows.unfinished] == ["no summary yet"]
-    assert sorted(rows.of("run")["seed"]) == [0, 5] and len(rows.refused) == 6
+    assert sorted(rows.of("run")["seed"]) == [0, 5] and len(rows.refused) == 7
     reasons = "\n".join(rows.refused)
     differ = "not of the run in record.jsonl: seed, config_hash differ"
     assert all(words in reasons for words in ("summary.json: not JSON", differ, "line 4: not JSON"))
