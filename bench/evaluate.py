@@ -19,6 +19,7 @@ from harness.compose.cli import run_command
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained  # slow imports come after the command line has been parsed
+    from bench.turns import show_progress
     from harness import source
     from harness.loop.scoring import NOT_CAUSAL, check_causality, score_context, score_stream, score_windows
     from harness.loop.trainer import backend_of
@@ -43,6 +44,7 @@ def main(cfg: DictConfig) -> None:
         protocol["context"] = streamed_context(protocol["span"], plan.model.layers)
     split, seed = split[:limit], provenance["seed"]
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
+    show_progress(f"{plan.variant}: scoring {len(split):,} bytes of {cfg.split} three times")
     score = score_stream(model, split, runtime=runtime, collect_stats=True, future_seed=seed, **cut)
     windows = score_windows(model, split, runtime=runtime, future_seed=seed)
     sizes = {"longest": 2 * protocol["span"], "segment": protocol["segment"]}
@@ -70,6 +72,7 @@ def main(cfg: DictConfig) -> None:
         "weights_bytes_seen": run.best["bytes"],
         **runtime.describe(),
     }
+    show_progress("")
     append_row(folder / EVALUATIONS, row)
     print_row(row, folder)
 

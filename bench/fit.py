@@ -26,6 +26,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from bench import CONF
 from bench.cost_worker import full_state
 from bench.planning import pop_keys
+from bench.turns import show_progress
 from harness.compose.cli import run_command
 from harness.count.memory import tensors_of
 from harness.device.runtime import Runtime, resolve_auto
@@ -57,6 +58,7 @@ def main(cfg: DictConfig) -> None:
     limit_bytes = None if memory is None else parse_memory(memory)
     plan = plan_run(cfg, **hydra_arguments())
     kind = kind_of(plan)
+    show_progress(f"{plan.variant}: checking the contract")
     admission(contract_plan(plan, kind))
     prediction = predict(plan)
     peak, by_cause = prediction["predicted_peak_bytes"], prediction["by_cause"]
@@ -73,6 +75,7 @@ def main(cfg: DictConfig) -> None:
     title += "within 10% of the measured peak" if verified else "not verified"
     columns = (Column("", numeric=False), Column(""), Column("what it is", numeric=False))
     rows = tuple(tuple(map(cells.text, line)) for line in lines)
+    show_progress("")
     print_table(Table(name="fit", title=title, caption="", columns=columns, rows=rows))
 
 
@@ -95,6 +98,7 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
     """Predict the peak memory of a training step with a full carried state and initial parameters, for so many
     ``streams``, by default the plan's. Return ``backend``; ``by_cause``, the bytes of each of ``CAUSES``; and the sum
     of these, ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors lack."""
+    show_progress(f"{plan.variant}: predicting a step of {streams or plan.batch.streams:,} streams")
     batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
     device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager_plan(plan), batch=batch)
     with torch.random.fork_rng(devices=[]):

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bench.report.__main__ import all_tables, runs_csv
+from bench.report.columns import for_terminal
 from bench.report.frame import read_folders
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import FORMAT
-from harness.record.table import Cell, Column, Table, to_csv
+from harness.record.table import MAX_TEXT_WIDTH, Cell, Column, Table, print_table, to_csv
 from tests.bench_rows import cost_row, peer_row, write_rows, write_run, write_trial
 from tests.fixed_rows import change, text_of, write_fixed_rows
 
@@ -46,6 +47,17 @@ def test_tables_of_the_fixed_rows_equal_the_golden_tables(tmp_path):
     assert sorted(texts) == sorted(golden)
     for name, text in golden.items():
         assert texts[name] == text, name
+
+
+def test_in_a_narrow_terminal_no_name_and_no_number_is_cut(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    write_fixed_rows(tmp_path)
+    for table in map(for_terminal, tables(tmp_path).values()):
+        print_table(table)
+        lines = capsys.readouterr().out.splitlines()
+        for row in table.rows:
+            texts = [cell.text for cell in row if len(cell.text) <= MAX_TEXT_WIDTH]
+            assert any(all(text in line for text in texts) for line in lines), (table.name, texts)
 
 
 def test_only_runs_of_recall_have_a_reach(tmp_path):

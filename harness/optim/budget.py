@@ -37,7 +37,9 @@ class Budget:
     def __post_init__(self):
         amounts = [f"budget.{unit}={amount}" for unit in UNITS if (amount := getattr(self, unit)) is not None]
         if len(amounts) > 1:
-            raise ValueError(f"{', '.join(amounts)}: at most one of budget.{' | '.join(UNITS)} may be set")
+            raise ValueError(
+                f"{', '.join(amounts)}: at most one of budget.{' | '.join(UNITS)} may be set; set the others to null"
+            )
 
     @property
     def unit(self) -> str:

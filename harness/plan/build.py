@@ -157,8 +157,8 @@ def _import_trusted(names: object) -> tuple[str, ...]:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            message = f"trust={name}: cannot be imported ({error}); run the command in its folder, or set PYTHONPATH"
-            raise ValueError(message) from error
+            remedy = "install the package or, for a file, run the command in its folder or set PYTHONPATH"
+            raise ValueError(f"trust={name}: cannot be imported ({error}); {remedy}") from error
     return tuple(names)
 
 

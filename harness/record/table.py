@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-DEFAULT_WIDTH = 150  # characters in a line if the output is no terminal; no number is wrapped then
+MAX_TEXT_WIDTH = 48  # characters of a column of texts, after which they are folded
 
 _MARKED_NUMBER = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
 
@@ -59,16 +60,16 @@ class Drawing:
 
 
 def print_table(table: Table) -> None:
-    """Print title, caption, table and notes."""
+    """Print title, caption, table and notes. No name or number is cut: a table may be wider than the terminal."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, DEFAULT_WIDTH)
-    rich_table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    rich_table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for column in table.columns:
-        style = {"justify": "right", "no_wrap": True} if column.numeric else {"overflow": "fold"}
-        rich_table.add_column(Text(one_line(column.heading)), **style)
+        style = {"justify": "right"} if column.numeric else {"overflow": "fold", "max_width": MAX_TEXT_WIDTH}
+        rich_table.add_column(Text(one_line(column.heading).replace(" ", "\n")), **style)
     for row in table.rows:
         rich_table.add_row(*(Text(one_line(cell.text)) for cell in row))
+    unlimited = console.options.update(max_width=10_000)
+    console.width = max(console.width, Measurement.get(console, unlimited, rich_table).maximum)
     console.print(Text(f"\n{one_line(table.title)}", style="bold"), soft_wrap=True)
     if table.caption:
         console.print(Text(one_line(table.caption)), soft_wrap=True)
