@@ -23,6 +23,7 @@ RESULTS, README, PAGE, GPU_PAGE = "bench/results", "README.md", "docs/results.md
 FIGURE, SKILLS_FIGURE = "docs/front_page.png", "docs/skills.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 LONG_SPAN = 4096
+NO_MEMORY = "(no memory)"  # the predictor of skill_baselines.yaml that a mechanism without any skill equals
 HEADINGS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE} (sorted)", "recall reach, bytes"]
 HEADINGS += ["MFLOP/byte, span 512", f"span {LONG_SPAN:,}", "state at 512, KiB", "parameters"]
 
@@ -90,8 +91,8 @@ def skills_png(folder: Path) -> bytes:
     bits = results_page.skill_bits(read_runs(folder / "skills.jsonl"))
     with drawing.styled():
         figure, (ax,) = drawing.panels(1, 1, title="", width=9.6, height=1.4 + 0.27 * len(bits))
-        label = "bits of an answer; a column is shaded from 0 to its largest number, at least 1"
-        _draw_heat_map(ax, bits, darkest=bits.max().clip(lower=1), label=label)
+        label = f"bits of an answer; a column is shaded from 0 to its number of {NO_MEMORY}"
+        _draw_heat_map(ax, bits, darkest=bits.loc[NO_MEMORY], label=label)
         return drawing.png_of(figure)
 
 
