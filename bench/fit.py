@@ -58,7 +58,6 @@ def main(cfg: DictConfig) -> None:
     limit_bytes = None if memory is None else parse_memory(memory)
     plan = plan_run(cfg, **hydra_arguments())
     kind = kind_of(plan)
-    show_progress(f"{plan.variant}: checking the contract")
     admission(contract_plan(plan, kind))
     prediction = predict(plan)
     peak, by_cause = prediction["predicted_peak_bytes"], prediction["by_cause"]

@@ -23,7 +23,7 @@ RESULTS, README, PAGE, GPU_PAGE = "bench/results", "README.md", "docs/results.md
 FIGURE, SKILLS_FIGURE = "docs/front_page.png", "docs/skills.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 LONG_SPAN = 4096
-NO_MEMORY = "(no memory)"  # the predictor of skill_baselines.yaml that a mechanism without any skill equals
+NO_MEMORY = "(no memory)"  # the predictor of skill_baselines.yaml up to whose bits the figure is shaded
 HEADINGS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE} (sorted)", "recall reach, bytes"]
 HEADINGS += ["MFLOP/byte, span 512", f"span {LONG_SPAN:,}", "state at 512, KiB", "parameters"]
 
@@ -116,7 +116,7 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str]) -> None:
 
 
 def _draw_heat_map(ax, bits: pd.DataFrame, *, darkest: float | pd.Series, label: str) -> None:
-    """Draw bits as a heat map, a row per mechanism. ``darkest`` has the bits of the darkest shade, also by column."""
+    """Draw bits as a heat map, a row per mechanism or predictor. ``darkest``: bits of the darkest shade, or by column."""
     shades = (bits / darkest).to_numpy()
     ax.imshow(shades, cmap="Greys", vmin=0, vmax=1.25, aspect="auto", interpolation="nearest")
     for (y, x), shade in np.ndenumerate(shades):

@@ -26,7 +26,7 @@ COST_TABLES = {
     "Training time, ms per byte": (1, "time.train_ms.p50"),
 }
 """For each title of a table, the divisor of its numbers and their dotted key in a row of ``bench.cost``."""
-COST_CONDITIONS = ("device", "threads", "precision", "streams", "segment")
+COST_CONDITIONS = ("device", "threads", "precision", "compile", "allocator", "streams", "segment")
 COLUMNS = ("variant", "seed", "data", "status", "valid", "test", "parameters", "flops", "ideal", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
 MIN_SEEDS = 3  # fewest common seeds for a verdict
@@ -61,7 +61,9 @@ def read_runs(path: Path) -> pd.DataFrame:
     for _, group in frame.groupby("data", dropna=False):
         if group["conditions"].nunique() > 1 or group.duplicated(["variant", "seed", "lr_factor"]).any():
             conditions = "\n".join(sorted(group["conditions"].dropna().unique()))
-            raise ValueError(f"{path}: rows repeat a run, or differ in protocol, budget or numerics:\n{conditions}")
+            raise ValueError(
+                f"{path}: rows repeat a run, or differ in options, data, protocol, budget, precision or numerics:\n{conditions}"
+            )
     return frame
 
 
@@ -282,7 +284,7 @@ def recall_table(runs: pd.DataFrame) -> str:
 
 def skill_bits(runs: pd.DataFrame) -> pd.DataFrame:
     """Mean bits of an answer: a row per mechanism or predictor of ``skill_baselines.yaml``, and a column per skill and
-    its answers. The best mean of the skills' means is first; rows that lack a skill are last."""
+    its answers. Rows are sorted by the mean over skills of each skill's mean: the lowest first, incomplete rows last."""
     rows = {name: flatten(bits, separator=", ") for name, bits in read_yaml("skill_baselines.yaml").items()}
     columns: dict[str, None] = {}
     for skill, runs_of_skill in runs.groupby("data"):
@@ -319,10 +321,15 @@ def cost_tables(path: Path) -> str:
 
 
 def speed_table(path: Path) -> str:
-    """Training speed of each implementation, and its ratio to the reference model's: median and range over rounds."""
+    """Training speed of each implementation, and its ratio to the reference model's: median and range over rounds.
+    ValueError if rows repeat a name or differ in ``COST_CONDITIONS``."""
+    runs = [*read_rows(path)]
+    conditions = {tuple(run.get(key) for key in COST_CONDITIONS) for run in runs}
+    if len(conditions) > 1 or len({run["name"] for run in runs}) < len(runs):
+        raise ValueError(f"{path}: rows repeat a name, or differ in {', '.join(COST_CONDITIONS)}")
     headings = ["implementation", "bytes per second", "relative speed", "range", "peak, MiB", "parameters"]
     rows = []
-    for row in read_rows(path):
+    for row in runs:
         speeds = [f"{row['bytes_per_second']:,.0f}", f"{row['relative_to_reference']:.2f}"]
         sizes = [f"{row['memory']['train_peak_bytes'] / MIB:,.0f}", f"{row['parameters']['total']:,}"]
         rows.append([f"`{row['name']}`", *speeds, "{:.2f} to {:.2f}".format(*row["relative_range"]), *sizes])
@@ -352,7 +359,10 @@ def gpu_table(path: Path) -> str:
 
 
 def learning_rate_table(path: Path) -> str:
-    """A table of bits per byte on valid by learning rate factor; the best score of each mechanism is bold."""
+    """A table of bits per byte on valid by learning rate factor; the best score of each mechanism is bold. ValueError
+    if runs differ in seed or conditions, or repeat a factor."""
+    if len({(row["summary"]["seed"], _conditions(cell_keys(row), row["summary"])) for row in read_rows(path)}) > 1:
+        raise ValueError(f"{path}: rows differ in seed, options, data, protocol, budget, precision or numerics")
     scores, cells = scores_by_factor(path), {}
     for name, bits in scores.items():
         best = min(bits, key=bits.get)

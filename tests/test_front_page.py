@@ -7,6 +7,7 @@ import pytest
 
 from bench import front_page, results_page
 from bench.front_page import BEGIN, END, README, RESULTS, between_markers
+from tests.bench_rows import peer_row
 
 ROOT = front_page.ROOT
 CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
@@ -113,8 +114,8 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
     ("seed", "word", "sha256", "factor", "message"),
     [
         (0, "", "ab", 2, "rows repeat a run"),
-        (3, "model.layers=8", "ab", 2, "rows repeat a run, or differ in protocol"),
-        (3, "", "cd", 2, "rows repeat a run, or differ in protocol"),
+        (3, "model.layers=8", "ab", 2, "rows repeat a run, or differ in options"),
+        (3, "", "cd", 2, "rows repeat a run, or differ in options"),
         (3, "data=recall", "cd", 2, "the runs of a table differ in data or conditions"),
         (0, "", "ab", 1, "two learning rates of one variant, or repeat a seed"),
         (3, "", "ab", 1, "two learning rates of one variant"),
@@ -131,15 +132,22 @@ def test_a_row_that_repeats_a_run_or_does_not_compare_is_refused(folder, seed, w
         results_page.sections(folder)
 
 
-def test_costs_and_runs_on_a_gpu_of_other_conditions_are_refused(folder):
+def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(folder):
+    rates = [line("mhsa", seed, 2.5) for seed in (100, 101)]
+    for rate, row in enumerate(rates):
+        row["cell"].append(f"{results_page.LR_FACTOR}={rate}")
+    peer = peer_row()
     cost = json.loads((folder / "cost.jsonl").read_text().splitlines()[0])
     gpu = json.loads((ROOT / RESULTS / "gpu.jsonl").read_text().splitlines()[0])
     changes = [("device", "Another"), ("seed", 7), ("check", "not causal"), ("budget", {"seconds": 600.0})]
     wrong = [(gpu, gpu | {"summary": gpu["summary"] | {"variant": "linear", key: changed}}) for key, changed in changes]
-    for rows in [(gpu, gpu), *wrong, (cost, cost), (cost, cost | {"variant": "linear", "threads": 2})]:
+    cases = [(results_page.gpu_table, rows) for rows in [(gpu, gpu), *wrong]]
+    cases += [(results_page.cost_tables, (cost, cost | change)) for change in ({}, {"variant": "linear", "threads": 2})]
+    cases += [(results_page.speed_table, (peer, peer | change)) for change in ({}, {"name": "mhsa", "threads": 9})]
+    for table, rows in [*cases, (results_page.learning_rate_table, rates)]:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with pytest.raises(ValueError, match=r"rows.jsonl: rows repeat a variant"):
-            (results_page.gpu_table if rows[0] is gpu else results_page.cost_tables)(folder / "rows.jsonl")
+        with pytest.raises(ValueError, match=r"rows.jsonl: rows (repeat a|differ in)"):
+            table(folder / "rows.jsonl")
 
 
 def test_the_picture_is_drawn_and_a_page_without_markers_is_refused(folder, tmp_path, monkeypatch):

@@ -76,6 +76,8 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     if printed_by_main or getattr(error, "already_printed", None) in (True, stderr_file):
         return
     has_message = isinstance(error, (*MISTAKES, JobFailed)) or failures.failure_class(error)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)  # clears a line that shows progress
     if not has_message or os.environ.get(TRACE_VARIABLE) not in (None, "", "0"):
         traceback.print_exception(error)
     message = f": {explain(error) or type(error).__name__}" if has_message else ""
