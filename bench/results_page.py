@@ -71,15 +71,8 @@ def _conditions(cell: dict[str, str], summary: dict) -> str:
     """Conditions that must be equal in all runs of a table, as text, without context and span, which models set."""
     words = {key: value for key, value in cell.items() if key not in ("variant", "seed", "data", LR_FACTOR)}
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
-    common = [
-        words,
-        summary["data"]["sha256"],
-        protocol,
-        summary["budget"],
-        summary.get("capped"),
-        summary["precision"],
-    ]
-    return json.dumps([*common, summary["numerics"]["shared"]], sort_keys=True)
+    common = [words, protocol, *(summary.get(key) for key in ("budget", "capped", "precision"))]
+    return json.dumps([*common, summary["data"]["sha256"], summary["numerics"]["shared"]], sort_keys=True)
 
 
 def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -142,19 +135,20 @@ def recall_reach(runs: pd.DataFrame) -> dict[str, str]:
     return texts
 
 
-def read_costs(path: Path) -> list[dict]:
-    """The rows of ``bench.cost mode=stream``; ValueError if they repeat a cell or differ in ``COST_CONDITIONS``."""
-    rows = [row for row in read_rows(path) if row["mode"] == "stream"]
-    conditions = {tuple(row.get(key) for key in COST_CONDITIONS) for row in rows}
-    if len(conditions) > 1 or len({(row["variant"], row["length"]) for row in rows}) < len(rows):
-        raise ValueError(f"{path}: rows repeat a variant and length, or differ in {', '.join(COST_CONDITIONS)}")
+def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
+    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in ``COST_CONDITIONS``."""
+    rows = [row for row in read_rows(path) if chosen.items() <= row.items()]
+    names, conditions = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, COST_CONDITIONS))
+    if len(conditions) > 1 or len(names) < len(rows):
+        raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(COST_CONDITIONS)}")
     return rows
 
 
 def flops_at(path: Path, length: int) -> dict[str, float]:
     """Executed FLOPs per byte by mechanism, from the rows of ``mode=stream`` with the span ``length``, except of
     mechanisms that were measured with spans that another has learned."""
-    source, rows = read_yaml("learned_spans.yaml")["run"]["variant"], read_costs(path)
+    rows = read_costs(path, "variant", "length", mode="stream")
+    source = read_yaml("learned_spans.yaml")["run"]["variant"]
     measured = (row for row in rows if row["status"] == "measured" and row["length"] == length)
     flops = {row["variant"]: row["flops"]["executed_per_byte"] for row in measured}
     borrowed = {row["variant"] for row in rows if row.get("spans_from")} - {source}
@@ -307,7 +301,7 @@ def skills_table(runs: pd.DataFrame) -> str:
 
 def cost_tables(path: Path) -> str:
     """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span."""
-    rows = read_costs(path)
+    rows = read_costs(path, "variant", "length", mode="stream")
     spans, tables = [f"{span:,}" for span in sorted({row["length"] for row in rows})], []
     for title, (divisor, key) in COST_TABLES.items():
         cells: dict[str, dict[str, str]] = {}
@@ -323,13 +317,9 @@ def cost_tables(path: Path) -> str:
 def speed_table(path: Path) -> str:
     """Training speed of each implementation, and its ratio to the reference model's: median and range over rounds.
     ValueError if rows repeat a name or differ in ``COST_CONDITIONS``."""
-    runs = [*read_rows(path)]
-    conditions = {tuple(run.get(key) for key in COST_CONDITIONS) for run in runs}
-    if len(conditions) > 1 or len({run["name"] for run in runs}) < len(runs):
-        raise ValueError(f"{path}: rows repeat a name, or differ in {', '.join(COST_CONDITIONS)}")
     headings = ["implementation", "bytes per second", "relative speed", "range", "peak, MiB", "parameters"]
     rows = []
-    for row in runs:
+    for row in read_costs(path, "name"):
         speeds = [f"{row['bytes_per_second']:,.0f}", f"{row['relative_to_reference']:.2f}"]
         sizes = [f"{row['memory']['train_peak_bytes'] / MIB:,.0f}", f"{row['parameters']['total']:,}"]
         rows.append([f"`{row['name']}`", *speeds, "{:.2f} to {:.2f}".format(*row["relative_range"]), *sizes])
