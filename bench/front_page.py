@@ -24,7 +24,7 @@ FIGURE, SKILLS_FIGURE = "docs/front_page.png", "docs/skills.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 LONG_SPAN = 4096
 NO_MEMORY = "(no memory)"  # the predictor of skill_baselines.yaml up to whose bits the figure is shaded
-HEADINGS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE} (sorted)", "recall reach, bytes"]
+HEADINGS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE} (sorted)", "copy reach, bytes"]
 HEADINGS += ["MFLOP/byte, span 512", f"span {LONG_SPAN:,}", "state at 512, KiB", "parameters"]
 
 
@@ -57,8 +57,8 @@ def between_markers(page: str, block: str, *, name: str) -> str:
 def readme_table(folder: Path) -> str:
     """The Markdown of README's table: a row for each mechanism in ``readme`` of ``variants.yaml`` and each compressor,
     the best on test first."""
-    runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
-    long_flops, reach = results_page.flops_at(folder / "cost.jsonl", LONG_SPAN), results_page.recall_reach(recall)
+    runs, copies = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
+    long_flops, reach = results_page.flops_at(folder / "cost.jsonl", LONG_SPAN), results_page.copy_reach(copies)
     rows = []
     for name, group in by_variant(runs[runs["variant"].isin(VARIANTS["readme"])]):
         difference = results_page.estimate_text(results_page.reference_difference(runs, name))
@@ -73,10 +73,10 @@ def readme_table(folder: Path) -> str:
 
 def figure_png(folder: Path) -> bytes:
     """README's figure as PNG: differences from the reference, and bits of a copied byte by distance."""
-    runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
-    runs, recall = (frame[frame["variant"].isin(VARIANTS["readme"])] for frame in (runs, recall))
+    runs, copies = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
+    runs, copies = (frame[frame["variant"].isin(VARIANTS["readme"])] for frame in (runs, copies))
     names = [name for name, _ in by_variant(runs) if results_page.reference_difference(runs, name)]
-    copy_bits = results_page.copy_bits(recall)
+    copy_bits = results_page.copy_bits(copies)
     with drawing.styled():
         height = 1.4 + 0.27 * max(len(names), len(copy_bits), 8)
         figure, axes = drawing.panels(1, 2, title="", width=11.2, height=height)

@@ -116,13 +116,13 @@ def reference_difference(runs: pd.DataFrame, variant: str) -> Estimate | None:
 
 
 def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
-    """Mean bits of a copied byte: a row per mechanism, the best recall first, and a column per distance in bytes."""
+    """Mean bits of a copied byte: a row per mechanism, the largest distances first, and a column per distance in bytes."""
     rows = {name: pd.DataFrame([*filter(None, group["copies"])]).mean() for name, group in by_variant(runs)}
     frame = pd.DataFrame(rows).T.rename(columns=int).sort_index(axis=1)
     return frame.sort_values(by=[*frame.columns], key=lambda bits: bits >= REACHED_BITS, kind="stable")
 
 
-def recall_reach(runs: pd.DataFrame) -> dict[str, str]:
+def copy_reach(runs: pd.DataFrame) -> dict[str, str]:
     """The largest distance at which a copied byte costs less than ``REACHED_BITS`` in most seeds, as text, by
     mechanism. ``447 (2 of 3)`` also has the number of these seeds and of all."""
     texts = {}
@@ -165,8 +165,9 @@ def sections(folder: Path) -> str:
         ("Claims of the papers", claims_table(runs) if len(runs) else ""),
         ("Combinations", bits_table(combinations)),
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
-        ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
+        ("Copying from a distance", copy_table(read_runs(folder / "recall.jsonl"))),
         ("Skills", skills_table(read_runs(folder / "skills.jsonl"))),
+        ("Recall by key, 6 MB", skills_table(read_runs(folder / "skills_6mb.jsonl"))),
         ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
         ("Cost against context", cost_tables(folder / "cost.jsonl")),
         ("Training speed of other implementations", speed_table(folder / "peers.jsonl")),
@@ -267,12 +268,12 @@ def judge(differences: list[float], *, expected: str, margin: float) -> tuple[st
     return verdict if estimate.n >= MIN_SEEDS else TOO_FEW, estimate_text(estimate)
 
 
-def recall_table(runs: pd.DataFrame) -> str:
-    """A table of bits of a copied byte by distance, with the recall reach."""
+def copy_table(runs: pd.DataFrame) -> str:
+    """A table of bits of a copied byte by distance, with the copy reach."""
     bits, n_seeds = copy_bits(runs), runs[runs["status"] == "finished"].groupby("variant").size()
     texts = bits.map("{:.3f}".format).rename(columns="{:,}".format)
     columns = ["n", "reach", *texts.columns]
-    texts = texts.assign(n=n_seeds, reach=recall_reach(runs))
+    texts = texts.assign(n=n_seeds, reach=copy_reach(runs))
     return mechanism_table({f"`{name}`": row for name, row in texts.iterrows()}, columns)
 
 

@@ -82,8 +82,8 @@ def test_the_table_has_intervals_reach_costs_and_compressors_in_order_of_score(f
     assert cells[4:] == ["2.70", "10.00", "2,044", "855,680"]
     assert "| -0.0090 ± 0.0025 |" in rows[0]
     abrupt = results_page.read_runs(folder / "abrupt.jsonl")
-    assert results_page.recall_reach(abrupt) == {"seeds": "447 (2 of 3)"}, "the mean of 4 bits and 0.1 is above 1 bit"
-    assert results_page.recall_reach(abrupt[:0]) == {}
+    assert results_page.copy_reach(abrupt) == {"seeds": "447 (2 of 3)"}, "the mean of 4 bits and 0.1 is above 1 bit"
+    assert results_page.copy_reach(abrupt[:0]) == {}
     cost = json.loads((folder / "cost.jsonl").read_text().splitlines()[0]) | {"spans_from": "learned"}
     (folder / "cost.jsonl").write_text(json.dumps(cost) + "\n" + json.dumps(cost | {"variant": "adaptive_span"}) + "\n")
     assert results_page.flops_at(folder / "cost.jsonl", 4096) == {"adaptive_span": 1e7}, "others have not learned these"
