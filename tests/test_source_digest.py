@@ -1,6 +1,7 @@
 """The digest of the source: the harness, the modules that a variant's mechanisms can import, and trusted modules."""
 
 import inspect
+import shutil
 from pathlib import Path
 
 import pytest
@@ -135,16 +136,20 @@ def test_mechanisms_have_static_imports_only():
             assert "import_module" not in text and "__import__" not in text, path
 
 
-def test_new_result_rows_do_not_make_a_commit_dirty(tmp_path, monkeypatch):
+def test_new_result_rows_and_logs_of_a_sweep_do_not_make_a_commit_dirty(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "ROOT", tmp_path)
     (tmp_path / "bench" / "results").mkdir(parents=True)
     rows, code = tmp_path / "bench" / "results" / "rows.jsonl", tmp_path / "train.py"
     for path in (rows, code):
         path.write_text("")
+    shutil.copy(ROOT / ".gitignore", tmp_path)
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "a"]):
         git(tmp_path, *words)
     rows.write_text("{}")
+    log = tmp_path / ".submitit" / "1832" / "1832_0_log.out"  # hydra/launcher=submitit_local writes it
+    log.parent.mkdir(parents=True)
+    log.write_text("training")
     assert len(source.commit()) == 40
     code.write_text("pass")
     assert source.commit().endswith("-dirty")

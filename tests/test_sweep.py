@@ -50,6 +50,13 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
     assert "finished before: " in call("train.py", *recorded_words[2:]).out, "the recorded command repeats a single job"
 
 
+def test_slurm_is_refused_on_a_machine_without_it(cwd, monkeypatch):
+    monkeypatch.setenv("PATH", str(cwd))
+    outcome = train("-m", *GENERATED, "seed=1,2", "hydra/launcher=slurm", "hydra.launcher.partition=gpu")
+    assert outcome.code == 2 and outcome.err.startswith("error: hydra/launcher=slurm: must be run on a cluster")
+    assert "Traceback" not in outcome.err and not list(cwd.iterdir())
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf/sweep").glob("[!w]*.yaml")))
 def test_the_last_job_of_each_sweep_can_be_planned(name):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

@@ -70,7 +70,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
         files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
         files["index.html"] = page_of(TITLE, tables=tables, drawings=drawings, notes=_notes(rows), commands=commands)
         for table in tables:
-            if table.name.startswith("runs-"):
+            if table.name.startswith(("runs-", "picked-")):
                 print_table(replace(for_terminal(table), notes=()))
         for name, content in files.items():
             # Texts from JSON may have a lone surrogate, which UTF-8 cannot encode.

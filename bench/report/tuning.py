@@ -76,7 +76,7 @@ def _pick(trials: pd.DataFrame) -> dict:
         config, point = flatten(best["config"]), best["point"]
         values = {key: config[key] for key in sorted(point)}
         texts = {key: f"{value:.10g}" if isinstance(value, float) else value for key, value in values.items()}
-        row["picked"] = ", ".join(f"{key}={value}" for key, value in texts.items())
+        row["picked"] = " ".join(f"{key}={value}" for key, value in texts.items())
         row["valid_bits_per_byte"] = float(means.min())
         for key, share in point.items():  # of the key's range
             if not EDGE <= share <= 1 - EDGE:

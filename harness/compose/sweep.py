@@ -4,6 +4,7 @@ score, and a killed job resumes."""
 import hashlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -49,6 +50,9 @@ class JobCallback(Callback):
 
 def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
     """Run the jobs of the command line with the configured launcher, and append their errors to ``errors``."""
+    launcher_name = config.hydra.runtime.choices["hydra/launcher"]
+    if "slurm" in launcher_name and shutil.which("srun") is None:
+        raise ValueError(f"hydra/launcher={launcher_name}: must be run on a cluster with Slurm; srun is not on PATH")
     loader = GlobalHydra.instance().config_loader()
     context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
     launcher = Plugins.instance().instantiate_launcher(context, cli.task, config)
