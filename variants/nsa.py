@@ -13,9 +13,8 @@ A query sees a finished block only if all of its bytes are among the query's S k
 has separate keys and values; the other two branches share keys and values, which are carried unrotated. Each segment
 computes summaries again, so that the compressor gets a gradient.
 
-Departures from the paper: in the paper each branch has separate keys. Its summarised blocks overlap and are shorter
-than the selected ones, an MLP computes summaries and gates, and the first block and the two nearest are always
-selected. ALiBi, relative positions and ``cache: hidden`` are refused here."""
+Departures from the paper: there each branch has its own keys, summarised blocks overlap and are shorter than selected
+ones, an MLP computes summaries and gates, and the first block and the two nearest are always selected."""
 
 from dataclasses import replace
 from functools import partial
