@@ -23,7 +23,7 @@ SAME_RUN_KEYS = ("variant", "seed", "config_hash", "source", "data", "protocol",
 """Keys in which the record and the summary of a run must be equal."""
 TEXT_KEYS = ("variant", "backend", "source", "status", "reason", "spans_from", "name")
 """Keys whose texts become columns of the frame. Numbers become columns under every key except ``config``."""
-REACHED_BITS = 1.0  # bits below which a copied byte counts as copied; a model that does not copy needs 4
+REACHED_BITS = 1.0  # a byte that repeats an earlier one counts as copied below these bits; without copying it costs 4
 
 
 @dataclass(kw_only=True)
