@@ -1,7 +1,7 @@
 """Parameters of a model that several processes train; torch averages gradients during the backward pass.
 
 Each residual sublayer is one FSDP unit, and the rest of the model, such as embedding and head, is the last unit. With
-``runtime.shard=none`` each process has all parameters (torch's ``replicate``). With ``runtime.shard=full`` it has some
+``runtime.shard=none`` each process is a replica, with one shard. With ``runtime.shard=full`` it has some
 rows of each parameter, of its gradient and of its optimizer state (``fully_shard``), and some columns of each table.
 Parameters that FSDP cannot shard stay plain tensors; ``ProcessGroup.average_gradients_`` averages their gradients.
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.10 to 2.13
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial
@@ -44,12 +43,16 @@ class DistributedParameters(ModelParameters):
         processes.sharded_tables = ShardedTables(tables if shard == "full" else [], processes)
         if self.local_parameters[0].device.type != device.type:
             model.to(device)
-        self._mesh = init_device_mesh(self.local_parameters[0].device.type, (processes.world_size,))
+        if shard == "full":
+            sizes, dimensions, options = (processes.world_size,), None, {}
+        else:
+            sizes, dimensions = (processes.world_size, 1), ("replicas", "shards")
+            options = {"reshard_after_forward": False}
+        self._mesh = init_device_mesh(self.local_parameters[0].device.type, sizes, mesh_dim_names=dimensions)
         ignored = unshardable | {*processes.sharded_tables.tables}
         names = {parameter: name for name, parameter in model.named_parameters() if parameter not in ignored}
-        distribute = fully_shard if shard == "full" else replicate
         for unit in (*units, model):
-            distribute(unit, mesh=self._mesh, ignored_params=ignored)
+            fully_shard(unit, mesh=self._mesh, ignored_params=ignored, **options)
         self._reduce_unused_parameters()
         for parameter, name in names.items():
             dtensor = model.get_parameter(name)
