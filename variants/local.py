@@ -172,7 +172,7 @@ class LocalAttention(Attention):
         ``attend_self``."""
         return round(self._forward_flops((self.block + 1) / 2 - self.shift))
 
-    def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
+    def _pairs(self, segment: int, carried: int) -> tuple[int, int, int, int]:
         phase = carried % self.block
 
         def pairs(length: int) -> int:  # of the first ``length`` bytes of a stream
@@ -181,7 +181,8 @@ class LocalAttention(Attention):
 
         past = phase * min(segment, self.block - phase)
         in_segment = pairs(phase + segment) - pairs(phase) - past
-        return in_segment * self.heads, past * self.heads, phase * self.heads
+        counts = (in_segment, past, min(carried, phase + self.key_past), phase)
+        return tuple(self.heads * n for n in counts)
 
 
 def is_on_host(x: Tensor) -> bool:
