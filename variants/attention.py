@@ -13,6 +13,7 @@ output of head h, the other options are:
 - ``gate``: o_h sigmoid(W_g x), elementwise, before W_o (2505.06708, G1).
 - ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(l) / (exp(l) + exp(sink)) in place
   of o_h, l = log-sum-exp of the scores. The logit starts at 0, and dropout does not apply to it.
+- ``key_shift``: each key is mixed with the key before it, before ``qk_norm`` and positions (``key_shift.py``).
 - ``key_bias``: each head computes b from inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key
   j. Persistent vectors and sink have no b. The state has b of past keys minus b of the last byte, in float32 or wider.
 
@@ -29,68 +30,13 @@ from torch import Tensor, nn
 
 from variants import backends
 from variants.all_attention import PersistentKV
+from variants.attention_span import AttentionSpan
 from variants.backends import OnKernels
 from variants.context import VisibleKeys, before, last, last_keys, weights_of
-from variants.contract import WAYS, Honours, Inspection, LayerContext, NeededFlops, Part, Spans, State, SublayerOutput
+from variants.contract import WAYS, Honours, Inspection, LayerContext, NeededFlops, Part, State, SublayerOutput
 from variants.kernels import fused
 from variants.kernels.window import PastKV, Persistent, Window, count_pairs, soft_mask
 from variants.multi_head import EPSILON, HeadKeywords, MultiHead, head_means, head_stats, start_of
-
-
-class AttentionSpan(Spans):
-    """The span of each head; in the base class a fixed window of S keys. ``set_lengths`` sets shapes after an optimizer
-    step, so that a forward pass never waits for a parameter's value."""
-
-    ramp: int = 0
-    """R, keys over which the soft mask falls from 1 to 0; 0 for a hard window."""
-    constant_spans: bool = True
-    """Whether spans are equal for all queries."""
-    follows_model_span: bool | None = True
-    """Value of ``Honours.span``."""
-
-    def __init__(self, context: LayerContext):
-        super().__init__()
-        self.span, self.heads = context.span, context.heads
-        self.set_keys((context.span,) * context.heads)
-
-    def set_keys(self, max_keys: Sequence[int], visible_keys: Sequence[int] | None = None) -> None:
-        """Set for each head the length of its window in keys, and the number of these keys that a query sees after a
-        full past, by which FLOPs are counted; None if a query sees all of them."""
-        self.max_keys = tuple(max_keys)
-        self.visible_keys = self.max_keys if visible_keys is None else tuple(visible_keys)
-        self.max_keys_tensor = torch.tensor(self.max_keys)  # an input of compiled graphs, not a constant
-
-    def forward(self, x: Tensor) -> Tensor | None:
-        """Return spans z in keys for input ``x [B, T, D]``: ``[H]``, or ``[B, H, T]``, or None for a hard window."""
-        return None
-
-    def visible_window(self, z: Tensor | None, shift: int) -> Window:
-        """Return the window of visible keys. Spans are inputs of a compiled graph, so new spans do not recompile it."""
-        if torch.compiler.is_compiling() and self.ramp:
-            return Window((self.span,) * self.heads, shift, z, self.ramp, self.max_keys_tensor)
-        return Window(self.max_keys, shift, z, self.ramp)
-
-    def loss(self, z: Tensor | None) -> Tensor | None:
-        """Return the weighted loss of the spans, in nats per byte."""
-        return None
-
-    def project_(self) -> None:
-        """Clamp parameters to their range; see ``Sublayer.project_``."""
-
-    def stats(self, z: Tensor | None) -> dict[str, Tensor]:
-        """Return statistics of one segment, which are summed over segments."""
-        return {}
-
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        return {}
-
-    def keys_to_carry(self) -> tuple[int, ...]:
-        """Return for each head the number of keys to carry; a step may widen its span before the next segment."""
-        return self.max_keys
-
-    def set_span(self, span: int) -> None:
-        self.span = span
-        self.set_keys((span,) * self.heads)
 
 
 class Segment(NamedTuple):
@@ -291,9 +237,9 @@ class Attention(MultiHead, OnKernels):
         if self.cache == "hidden":
             return last(self.present_reach(), 1, None, state)
         # All heads keep the same length, because a state with one tensor per head would recompile the graph.
-        state, last_key = self.split_state(state)
+        kv, last_key = self.split_state(state)
         n_keys = self.present_reach() - self.key_past
-        return self.join_state(last_keys([], *before(state, None), n_keys), last_key)
+        return self.join_state(last_keys([], *before(kv, None), n_keys), last_key)
 
     def present_reach(self) -> int:
         """Return the largest distance in bytes at which an input can move an output, with the present spans."""

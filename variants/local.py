@@ -20,7 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from variants import backends
-from variants.attention import Attention, AttentionSpan, Segment
+from variants.attention import Attention, Segment
+from variants.attention_span import AttentionSpan
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
 from variants.kernels.window import PastKV, Window

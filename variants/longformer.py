@@ -22,7 +22,8 @@ from einops import rearrange
 from torch import Tensor
 
 from variants import backends
-from variants.attention import Attention, AttentionSpan
+from variants.attention import Attention
+from variants.attention_span import AttentionSpan
 from variants.context import VisibleKeys
 from variants.contract import LayerContext
 from variants.kernels.window import PastKV, Persistent, Window

@@ -26,7 +26,8 @@ from einops import einsum, rearrange
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from variants.attention import Attention, AttentionSpan
+from variants.attention import Attention
+from variants.attention_span import AttentionSpan
 from variants.compressor import Compressor
 from variants.context import last
 from variants.contract import Honours, LayerContext, State, SublayerOutput, check_numbers
@@ -96,7 +97,8 @@ class NativeSparse(Attention):
         y = sum(gate * branch for gate, branch in zip(gates, (*by_blocks, by_window), strict=True))
         stats = head_stats(y, **dict(zip(BRANCHES, gates[..., 0].detach(), strict=True))) if collect_stats else None
         window_state = self.join_state(window_state, segment.last_key)
-        state = (window_state, last(self.far_keys, 1, past, rows), (phase + x.shape[1]) % self.block)
+        rows = last(self.reach() - self.key_past, 1, past, rows)
+        state = (window_state, rows, (phase + x.shape[1]) % self.block)
         state = state if far_key is None else (*state, far_key)
         return SublayerOutput(self.join(y), state, stats=stats)
 
@@ -170,12 +172,7 @@ class NativeSparse(Attention):
         return compressed.flatten(1, 2), selected.flatten(1, 2)
 
     def reach(self) -> int:
-        return self.far_keys + self.key_past
-
-    @property
-    def far_keys(self) -> int:
-        """Past keys of blocks that a query may see."""
-        return self.max_keys - 1 + self.shift
+        return self.max_keys - 1 + self.shift + self.key_past
 
     def set_span(self, span: int) -> None:
         super().set_span(min(span, self.window))
@@ -184,7 +181,7 @@ class NativeSparse(Attention):
     def trim(self, state: State) -> State:
         if state is None:
             return None
-        return super().trim(state[0]), last(self.far_keys, 1, None, state[1]), *state[2:]
+        return super().trim(state[0]), last(self.reach() - self.key_past, 1, None, state[1]), *state[2:]
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Return the branches' mean gates: ``compressed``, ``selected`` and ``window``, ``[H]`` each."""
