@@ -4,7 +4,8 @@
 
 These are the smeared keys of "In-context Learning and Induction Heads" (Olsson et al., 2022), which have one m in (0, 1)
 per head; here m is not bounded. Token shift in RWKV (2305.13048, 3.1) mixes inputs in the same way. Keys are mixed after
-the projection and its bias, before norm and rotation. Values are not mixed.
+the projection and its bias, before norm, rotation, filter (``gated_delta.py``) and summaries (``linformer.py``,
+``nsa.py``). The first key of a block (``local.py``) is mixed with the last key of the block before. Values are not mixed.
 
 The next segment needs the last unmixed key. With ``cache: kv`` it is carried with the state; with ``cache: hidden`` one
 more input is carried and projected again. After a learned span has grown, the state with ``hidden`` lacks the input
