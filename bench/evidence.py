@@ -28,7 +28,7 @@ from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_rows, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
-GENERATED_DATA = {"sweep=recall", "sweep=skills"}
+GENERATED_DATA = {"sweep=recall", "sweep=skills", "sweep=recall_by_key"}
 """Sweeps whose corpora are generated, so that their runs have no ``data.path``."""
 LR_FACTOR = "++variant.lr_scale.muon"
 """The key that ``sweep=rates`` varies: the factor of ``optim.lr`` with ``optim=muon``."""
@@ -126,6 +126,7 @@ def _points(params: dict[str, object]) -> Iterator[list[str]]:
 def compact(row: dict) -> dict:
     """What the tables need of a row of ``record.jsonl`` (the variant or a score) or ``evaluations.jsonl``."""
     names = ("kind", "bytes_seen", "bits_per_byte", "final", "windows_bits_per_byte", "context_curve")
+    names += ("bits_per_copy", "answer_accuracy")
     variant = {"config": {"variant": row["config"]["variant"]}} if "config" in row else {}
     return {name: row[name] for name in names if name in row} | variant
 

@@ -76,7 +76,10 @@ class Plan(RunSettings):
         context = streamed_context(self.model.span, self.model.layers)
         protocol = {"streams": self.eval.streams, "segment": self.eval.segment, "span": self.model.span}
         protocol |= {"bytes": self.eval.bytes, "context": context, "selection_bytes": self.eval.selection_bytes}
-        return protocol | {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
+        protocol |= {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
+        if self.data["sequence"]:  # read one by one, from an empty state
+            protocol |= {"sequence": self.data["sequence"], "context": 0}
+        return protocol
 
 
 def streamed_context(span: int, layers: int) -> int:
@@ -121,7 +124,25 @@ def plan_run(
         raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the name of the run folder")
     if plan.batch.accumulate > plan.batch.streams:
         raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.streams={plan.batch.streams}")
+    _check_sequence(plan)
     return plan
+
+
+def _check_sequence(plan: Plan) -> None:
+    """ValueError for settings with which sequences would be cut, or read with state from before them."""
+    sequence, e = plan.data["sequence"], plan.eval
+    if sequence is None:
+        return
+    allowed = f"allowed with data.sequence={sequence} is"
+    if plan.batch.carry:
+        raise ValueError(f"batch.carry=true: {allowed} false, because sequences are independent")
+    if plan.batch.segment != sequence:
+        raise ValueError(
+            f"batch.segment={plan.batch.segment}: {allowed} {sequence}, because steps read whole sequences"
+        )
+    for key, n_bytes in (("bytes", e.bytes), ("selection_bytes", e.selection_bytes)):
+        if n_bytes is not None and n_bytes < sequence:
+            raise ValueError(f"eval.{key}={n_bytes}: {allowed} {sequence} or more, or null")
 
 
 def replan(plan: Plan, **sections: dict) -> Plan:
