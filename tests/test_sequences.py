@@ -14,6 +14,7 @@ from harness.data.associative_recall import answers, associative_recall, floor_b
 from harness.data.corpora import load
 from harness.data.sequences import Sequences, sample_sequences, scored_sequences
 from harness.loop.scoring import score_sequences
+from harness.record.folder import config_hash
 from tests.small_configs import compose_config, plan
 from tests.small_runs import make_trainer, rows_of, temporary_cwd, whole_run  # noqa: F401 - a fixture
 from tests.test_evaluate import evaluate_run
@@ -165,7 +166,10 @@ def test_rows_of_a_run_have_bits_and_accuracy_of_answers(cwd):
 
 def test_a_corpus_without_sequences_keeps_its_protocol_and_configuration():
     keys = {"streams", "segment", "span", "bytes", "context", "selection_bytes", "vocabulary", "drop_newlines", "split"}
-    assert set(plan().protocol()) == keys and "sequence" not in plan().config["data"]
+    config, data = plan().config, dict(plan().config["data"])
+    assert set(plan().protocol()) == keys and data.pop("sequence") is None
+    assert config_hash(config, pinned=()) == config_hash(config | {"data": data}, pinned=())
+    assert config_hash(config, pinned=()) != config_hash(config | {"data": data | {"sequence": 16}}, pinned=())
     assert plan().protocol()["context"] == 2048
 
 
@@ -194,6 +198,6 @@ def test_settings_that_would_cut_or_join_sequences_are_refused(words, message):
 
 
 def test_other_corpora_have_no_sequences():
-    cfg = compose_config("+data.sequence=16", "batch.segment=16", "data=recall")
+    cfg = compose_config("data.sequence=16", "batch.segment=16", "data=recall")
     with pytest.raises(ValueError, match=r"^data\.sequence=16: only allowed with data=associative_recall$"):
         load(**cfg.data)
