@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -38,9 +38,10 @@ class Score(NamedTuple):
     def bits_per_byte(self) -> float:
         return self.nats.double().sum().item() / math.log(2) / len(self.nats)
 
-    def bits_of(self, mask: Tensor) -> float | None:
-        """Return the mean bits of the pairs where ``mask``, bool ``[pairs]``, is true; None if it is true nowhere."""
-        return self.nats[mask].double().mean().item() / math.log(2) if mask.any() else None
+    def bits_by_label(self, masks: Mapping[str, Tensor]) -> dict[str, float | None]:
+        """Return the mean bits of the pairs where a mask, bool ``[pairs]``, is true; None if it is true nowhere."""
+        scored = {label: self.nats[mask].double() for label, mask in masks.items()}
+        return {label: nats.mean().item() / math.log(2) if len(nats) else None for label, nats in scored.items()}
 
 
 def check_causality(scores: Sequence[Score], *, floor: float | None, precision: str) -> tuple[float, bool]:

@@ -80,7 +80,9 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
         bits["windows_bits_per_byte"] = windows.bits_per_byte
         scores.append(windows)
     if answers := corpus.answer_masks(split):  # masks of the bytes that earlier bytes determine
-        bits["bits_per_copy"] = {label: score.bits_of(mask) for label, mask in answers.items()}
+        bits["bits_per_copy"] = score.bits_by_label(answers)
+    if repeats := corpus.repeat_masks(split):
+        bits["bits_per_repeat"] = score.bits_by_label(repeats)
     if floor := corpus.floor_bits(split):
         bits["floor_bits_per_byte"] = floor
     future_nats, causal = check_causality(scores, floor=floor, precision=trainer.runtime.precision)
