@@ -72,9 +72,7 @@ def test_the_order_is_pinned_and_does_not_depend_on_earlier_batches():
     n_shards=st.integers(1, 3),
 )
 @settings(max_examples=25, deadline=None)
-def test_a_permutation_reads_no_window_twice_before_all_once_also_in_shards(
-    n_bytes, streams, segment, seed, n_shards
-):
+def test_a_permutation_reads_no_window_twice_before_all_once_also_in_shards(n_bytes, streams, segment, seed, n_shards):
     order = {"seed": seed, "carry": False, "order": "permutation"}
     split = torch.arange(n_bytes, dtype=torch.uint8)  # each byte is its position
     stream = Streams(split, streams=streams, segment=segment, **order)
