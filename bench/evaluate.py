@@ -62,6 +62,7 @@ def main(cfg: DictConfig) -> None:
         "protocol": protocol,
         "bits_per_byte": score.bits_per_byte,
         "windows_bits_per_byte": windows.bits_per_byte,
+        "bits_per_repeat": score.bits_by_label(corpus.repeat_masks(split)),
         "floor_bits_per_byte": floor,
         "future_nats": future_nats,
         "context_curve": score_context(model, split, runtime=runtime, **sizes),

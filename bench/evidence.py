@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import product
@@ -32,6 +32,7 @@ GENERATED_DATA = {"sweep=recall", "sweep=skills", "sweep=recall_by_key"}
 """Sweeps whose corpora are generated, so that their runs have no ``data.path``."""
 LR_FACTOR = "++variant.lr_scale.muon"
 """The key that ``sweep=rates`` varies: the factor of ``optim.lr`` with ``optim=muon``."""
+LR_FACTORS = (LR_FACTOR, "++variant.lr_scale.adamw")
 MIN_FACTORS = 3  # a mechanism's grid is extended only after training with so many factors
 COUNTED_EXIT_CODES = (0, BUG, Diverged.exit_code)
 """A run that ends with one of these exit codes gets a row. After any other code its cell is trained again."""
@@ -49,20 +50,27 @@ def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
     for row in read_rows(file):
         cell, summary = cell_keys(row), row["summary"]
         bits = summary["valid_bits_per_byte"] if summary["status"] == "finished" else math.inf
-        factor, variant_scores = float(cell[LR_FACTOR]), scores.setdefault(cell["variant"], {})
+        key = next(key for key in LR_FACTORS if key in cell)
+        factor, variant_scores = float(cell[key]), scores.setdefault(cell["variant"], {})
         if factor in variant_scores:
-            raise ValueError(f"{file}: two rows of {cell['variant']} have {LR_FACTOR}={factor:g}")
+            raise ValueError(f"{file}: two rows of {cell['variant']} have {key}={factor:g}")
         variant_scores[factor] = bits
     return scores
 
 
-def next_factor(scores: dict[float, float]) -> float | None:
-    """The factor that extends a mechanism's grid: twice the largest if it scored best, half of the smallest if it did.
-    None if a factor between them scored best, or if there are fewer than ``MIN_FACTORS``."""
-    best = min(scores, key=scores.get)
-    if len(scores) < MIN_FACTORS or min(scores) < best < max(scores):
+def best_factor(scores: dict[float, float]) -> float | None:
+    """The factor with the best score, if it lies between others and there are at least ``MIN_FACTORS``; else None."""
+    best = min(scores, key=scores.get, default=math.nan)
+    return best if len(scores) >= MIN_FACTORS and min(scores) < best < max(scores) else None
+
+
+def next_factor(scores: dict[float, float], *, step: float = 2) -> float | None:
+    """The factor that extends a mechanism's grid: ``step`` times the largest if it scored best, the smallest divided by
+    ``step`` if it did. None if a factor between them scored best, or if there are fewer than ``MIN_FACTORS``."""
+    if len(scores) < MIN_FACTORS or best_factor(scores):
         return None
-    return best * 2 if best == max(scores) else best / 2
+    best = min(scores, key=scores.get)
+    return best * step if best == max(scores) else best / step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +99,26 @@ def sweep_grid(sweep: str) -> dict[str, object]:
     return grid | config["hydra"]["sweeper"]["params"]
 
 
-def stage_cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str]) -> list[Cell]:
+def stage_cells(
+    grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str], rates_of: dict[str, str] | None = None
+) -> list[Cell]:
     """All cells of a stage, ordered by seed within each of its ``grids``. ``words`` end the command of every cell.
     ``replays`` names three variants: the one that learns spans (``source``), the one that replays them (``spans``), and
-    the one that replays their mean (``mean``)."""
+    the one that replays their mean (``mean``). ``rates_of`` names, for variants whose learning rates were not searched,
+    the one whose best rate they have."""
     cells = []
     for grid in grids:
         file = rows / f"{grid.get('table', grid['sweep'])}.jsonl"
-        for extension in _extensions(file) if grid.get("further") else [{}]:
-            params = sweep_grid(grid["sweep"]) | grid.get("params", {}) | extension
-            for point in _points(params):
+        params = sweep_grid(grid["sweep"]) | (grid.get("params") or {})
+        params |= {"budget.bytes": grid["budget"]} if "budget" in grid else {}
+        changes: Iterable[dict[str, str]] = [{}]
+        if grid.get("further"):
+            key = next(key for key in LR_FACTORS if params.get(key))
+            changes = _extensions(file, key=key, step=grid.get("step", 2))
+        elif "rates" in grid:
+            changes = _at_best_rates(rows / f"{grid['rates']}.jsonl", params, rates_of or {})
+        for change in changes:
+            for point in _points(params | change):
                 cell_words = (f"sweep={grid['sweep']}", *point, *words)
                 replay = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in cell_words), None)
                 source_words = tuple(re.sub("^variant=.*", f"variant={replays['source']}", word) for word in cell_words)
@@ -109,16 +127,26 @@ def stage_cells(grids: list[dict], *, words: list[str], rows: Path, replays: dic
     return cells
 
 
-def _extensions(file: Path) -> Iterator[dict[str, str]]:
+def _extensions(file: Path, *, key: str, step: float) -> Iterator[dict[str, str]]:
     """Changes of a grid that train each mechanism with its next learning rate factor, if it has one."""
     for name, scores in scores_by_factor(file).items():
-        if factor := next_factor(scores):
-            yield {"variant": name, LR_FACTOR: f"{factor:g}"}
+        if factor := next_factor(scores, step=step):
+            yield {"variant": name, key: f"{factor:.4g}"}
+
+
+def _at_best_rates(file: Path, params: dict, rates_of: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Changes of a grid that train each seed of each of its mechanisms at the best learning rate factor in ``file``.
+    Mechanisms without one are left out. The seed varies slowest."""
+    scores = scores_by_factor(file)
+    for seed in str(params["seed"]).split(","):
+        for name in params["variant"].split(","):
+            if factor := best_factor(scores.get(rates_of.get(name, name), {})):
+                yield {"seed": seed, "variant": name, LR_FACTOR: f"{factor:.4g}"}
 
 
 def _points(params: dict[str, object]) -> Iterator[list[str]]:
-    """The points of a grid as words; the seed varies slowest."""
-    keys = sorted(params, key=lambda key: key != "seed")
+    """The points of a grid as words, without keys whose value is None; the seed varies slowest."""
+    keys = sorted((key for key in params if params[key] is not None), key=lambda key: key != "seed")
     for values in product(*(str(params[key]).split(",") for key in keys)):
         yield [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
 
@@ -206,7 +234,8 @@ def main(cfg: DictConfig) -> None:
     if cfg.stage not in cfg.stages:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)
-    cells = stage_cells(grids, words=list(cfg.words), rows=Path(cfg.rows).resolve(), replays=dict(cfg.replays))
+    tables = {"replays": dict(cfg.replays), "rates_of": dict(cfg.rates_of)}
+    cells = stage_cells(grids, words=list(cfg.words), rows=Path(cfg.rows).resolve(), **tables)
     remaining = [cell for cell in cells if not cell.find_row(cell.words)]
     print(f"stage {cfg.stage}: {len(cells)} cells, {len(cells) - len(remaining)} have a row", flush=True)
     if cfg.list:

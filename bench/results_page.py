@@ -167,7 +167,7 @@ def sections(folder: Path) -> str:
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Copying from a distance", copy_table(read_runs(folder / "recall.jsonl"))),
         ("Skills", skills_table(read_runs(folder / "skills.jsonl"))),
-        ("Recall by key, 6 MB", skills_table(read_runs(folder / "skills_6mb.jsonl"))),
+        ("Recall with overwriting, 6 MB", skills_table(read_runs(folder / "skills_6mb.jsonl"))),
         ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
         ("Cost against context", cost_tables(folder / "cost.jsonl")),
         ("Training speed of other implementations", speed_table(folder / "peers.jsonl")),

@@ -117,6 +117,8 @@ MISTAKES = [
     # sizes that do not fit together
     ("model.heads=3", "model.heads=3", "model.d_model=32", "divide"),
     ("batch.accumulate=3", "batch.accumulate=3", "batch.streams=2"),
+    ("batch.order=permuted", "batch.order=permuted: allowed are random, permutation"),
+    ("batch.order=permutation batch.carry=true", "batch.order=permutation: allowed with batch.carry=true is random"),
     ("variant=product_key_memory variant.memory.top_k=65", "top_k=65", "half_keys=64"),
     # layers of a variant
     ("+variant.at={2:[attention]}", "variant.at.2=", "-2 to 1", "model.layers=2"),
@@ -139,6 +141,11 @@ def test_a_mistake_is_refused_with_key_value_and_requirement(case):
         corpora.load(**run_plan.data)
     for fragment in fragments:
         assert fragment in explain(caught.value)
+
+
+def test_an_order_other_than_that_of_older_rows_is_part_of_the_protocol():
+    assert "order" not in plan(*TINY).protocol()
+    assert plan(*TINY, "batch.order=permutation").protocol()["order"] == "permutation"
 
 
 def test_the_factors_of_a_variant_multiply_the_learning_rates_of_the_named_optimizers():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from harness.data import associative_recall
 from harness.data.recall import copies, recall_floor, recall_stream
+from harness.data.repeats import repeat_masks
 from harness.data.skills import SKILLS, GeneratedCorpus
 from harness.data.sources import PUBLISHED, digest, read_path, read_published, read_stdlib
 from harness.data.synthetic_text import synthetic_text
@@ -68,6 +69,13 @@ class Corpus:
         ``[n]`` for whole sequences."""
         answers, first_target = self.answers(self._bytes(part)) if self.answers else {}, 0 if self.sequence else 1
         return {label: torch.from_numpy(mask[first_target:]) for label, mask in answers.items()}
+
+    def repeat_masks(self, part: Tensor) -> dict[str, Tensor]:
+        """``harness.data.repeats.repeat_masks`` of a part's targets; none for a corpus that has ``answers``."""
+        if self.answers:
+            return {}
+        masks = repeat_masks(part.numpy(), train=self.splits["train"].numpy())
+        return {label: torch.from_numpy(mask) for label, mask in masks.items()}
 
     def floor_bits(self, part: Tensor) -> float | None:
         """The lowest expected bits per byte of a causal model on the targets of a part; None if unknown."""

@@ -2,16 +2,11 @@
 ``data.sequence`` states. A model reads a newline and a sequence without its last byte, from an empty state. Its targets
 are all T bytes, so that a split of n bytes has n pairs. As in ``streams``, the order depends only on seed and step."""
 
-from functools import lru_cache
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from harness.data.streams import UNSHARDED, Batches, Segment, Shard, shard_slice
-from harness.hashing import integer_hash
+from harness.data.streams import UNSHARDED, Batches, Segment, Shard, permutation, shard_slice
 
-_ORDER = 6  # first key of the hash, other than those of streams.py and harness/loop/scoring.py
 NEWLINE = ord("\n")
 
 
@@ -32,14 +27,8 @@ class Sequences:
         n, rows = len(self.sequences), []
         for index in range(self.streams)[shard_slice(self.streams, shard)]:
             epoch, position = divmod(step * self.streams + index, n)
-            rows.append(int(_permutation(self.seed, epoch, n)[position]))
+            rows.append(int(permutation(self.seed, epoch, n)[position]))
         return _pairs(self.sequences[rows])
-
-
-@lru_cache(maxsize=2)  # a step may read the end of one epoch and the beginning of the next
-def _permutation(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The integers from 0 to n - 1 in random order: int64 ``[n]``."""
-    return np.argsort(integer_hash(_ORDER, seed, epoch, np.arange(n)), kind="stable")
 
 
 def scored_sequences(split: Tensor, *, sequence: int, batch: int, shard: Shard = UNSHARDED) -> Batches:

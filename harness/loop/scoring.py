@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -40,20 +40,18 @@ class Score(NamedTuple):
     def bits_per_byte(self) -> float:
         return self.nats.double().sum().item() / math.log(2) / len(self.nats)
 
-    def answers(self, masks: dict[str, Tensor]) -> dict[str, dict[str, float | None]]:
-        """Return the keys of a row for the pairs where a mask, bool ``[pairs]``, is true, by its label: mean bits and the
-        share whose target is the likeliest byte. None if a mask is true nowhere, and no key without masks."""
+    def bits_by_label(self, masks: Mapping[str, Tensor]) -> dict[str, float | None]:
+        """Return the mean bits of the pairs where a mask, bool ``[pairs]``, is true; None if it is true nowhere."""
+        scored = {label: self.nats[mask].double() for label, mask in masks.items()}
+        return {label: nats.mean().item() / math.log(2) if len(nats) else None for label, nats in scored.items()}
+
+    def answers(self, masks: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
+        """Return the keys of a row for answers, whose masks are those of ``bits_by_label``: mean bits, and the share of
+        answers that are the likeliest byte; no key without masks."""
         if not masks:
             return {}
-        bits = {label: _mean(self.nats[mask] / math.log(2)) for label, mask in masks.items()}
-        return {
-            "bits_per_copy": bits,
-            "answer_accuracy": {label: _mean(self.correct[mask]) for label, mask in masks.items()},
-        }
-
-
-def _mean(pairs: Tensor) -> float | None:
-    return pairs.double().mean().item() if len(pairs) else None
+        accuracy = {label: self.correct[mask].double().mean().item() for label, mask in masks.items() if mask.any()}
+        return {"bits_per_copy": self.bits_by_label(masks), "answer_accuracy": accuracy}
 
 
 def check_causality(scores: Sequence[Score], *, floor: float | None, precision: str) -> tuple[float, bool]:

@@ -80,6 +80,8 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
         bits["windows_bits_per_byte"] = windows.bits_per_byte
         scores.append(windows)
     bits |= score.answers(corpus.answer_masks(split))
+    if repeats := corpus.repeat_masks(split):
+        bits["bits_per_repeat"] = score.bits_by_label(repeats)
     if floor := corpus.floor_bits(split):
         bits["floor_bits_per_byte"] = floor
     future_nats, causal = check_causality(scores, floor=floor, precision=trainer.runtime.precision)

@@ -35,11 +35,11 @@ class Trainer:
         random_state.seed(plan.seed)
         b, processes = plan.batch, runtime.processes
         train = corpus.splits["train"]
-        self.sequence = corpus.sequence
+        self.sequence, sizes = corpus.sequence, {"streams": b.streams, "segment": b.segment}
         if self.sequence:
             self.stream = Sequences(train, seed=plan.seed, streams=b.streams, sequence=self.sequence)
         else:
-            self.stream = Streams(train, seed=plan.seed, streams=b.streams, segment=b.segment, carry=b.carry)
+            self.stream = Streams(train, seed=plan.seed, carry=b.carry, order=b.order, **sizes)
         self.model = plan.make_model()
         if processes.world_size == 1 or plan.runtime.shard == "none":  # a model to be sharded may not fit on one device
             self.model.to(runtime.device)

@@ -72,11 +72,14 @@ class Plan(RunSettings):
         return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
 
     def protocol(self) -> dict:
-        """The evaluation protocol, by which ``record/comparison.py`` decides whether bits per byte are comparable."""
+        """The evaluation protocol and the order of training bytes, by which ``record/comparison.py`` decides whether
+        bits per byte are comparable."""
         context = streamed_context(self.model.span, self.model.layers)
         protocol = {"streams": self.eval.streams, "segment": self.eval.segment, "span": self.model.span}
         protocol |= {"bytes": self.eval.bytes, "context": context, "selection_bytes": self.eval.selection_bytes}
         protocol |= {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
+        if self.batch.order != "random":  # the order of rows without the key
+            protocol["order"] = self.batch.order
         if self.data["sequence"]:  # read one by one, from an empty state
             protocol |= {"sequence": self.data["sequence"], "context": 0}
         return protocol
@@ -124,6 +127,11 @@ def plan_run(
         raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the name of the run folder")
     if plan.batch.accumulate > plan.batch.streams:
         raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.streams={plan.batch.streams}")
+    if plan.batch.carry and plan.batch.order != "random":
+        raise ValueError(
+            f"batch.order={plan.batch.order}: allowed with batch.carry=true is random; its streams read "
+            "each byte once in an epoch"
+        )
     _check_sequence(plan)
     return plan
 

@@ -52,6 +52,7 @@ class BatchSettings:
     segment: Positive
     carry: bool
     accumulate: Positive
+    order: Literal["random", "permutation"] = "random"  # older run folders lack the key
 
 
 @section
