@@ -33,7 +33,17 @@ from variants.all_attention import PersistentKV
 from variants.attention_span import AttentionSpan
 from variants.backends import OnKernels
 from variants.context import VisibleKeys, before, last, last_keys, weights_of
-from variants.contract import WAYS, Honours, Inspection, LayerContext, NeededFlops, Part, State, SublayerOutput
+from variants.contract import (
+    WAYS,
+    Honours,
+    Inspection,
+    LayerContext,
+    NeededFlops,
+    Part,
+    Position,
+    State,
+    SublayerOutput,
+)
 from variants.kernels import fused
 from variants.kernels.window import PastKV, Persistent, Window, count_pairs, replaced, soft_mask
 from variants.multi_head import EPSILON, HeadKeywords, MultiHead, head_means, head_stats, start_of
@@ -61,7 +71,8 @@ class Attention(MultiHead, OnKernels):
         span: factory of the ``AttentionSpan``; None for a fixed span.
         persistent: factory of the ``PersistentKV``, or None.
         qk_norm, gate, sink: whether to use each option.
-        key_bias: factory of a ``Part`` that maps ``[B, T, D]`` to key and query biases ``[B, H, T]``, or None."""
+        key_bias: factory of a ``Part`` that maps ``[B, T, D]`` to key and query biases ``[B, H, T]``, or None.
+        position: factory of a ``Position`` of this sublayer alone; None for the run's."""
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
     extra_columns: int = 0
@@ -78,13 +89,14 @@ class Attention(MultiHead, OnKernels):
         gate: bool = False,
         sink: bool = False,
         key_bias: Callable[[LayerContext], Part] | None = None,
+        position: Callable[..., Position] | None = None,
         **heads: Unpack[HeadKeywords],
     ):
         self.maps = (*self.maps, "gate") if gate else self.maps
         self.scaled = not qk_norm
         super().__init__(context, kv_heads=kv_heads, **heads)
         self.carried_width = context.d_model  # of inputs, with ``cache: hidden``
-        self.position = context.position(self.d_head)
+        self.position = (position or context.scheme)(context, d_head=self.d_head)
         self.span = (span or AttentionSpan)(context)
         self.honours = replace(self.honours, span=self.span.follows_model_span)
         self.spans_of_input = not self.span.constant_spans

@@ -59,7 +59,7 @@ SPANS = ("variant.attention.span.ramp=4", "variant.attention.span.loss_weight=0.
 MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
 PERSISTENT = ("variant.attention.persistent.number=5",)
 VARIANT_WORDS = {
-    "adaptive_span": SPANS,
+    **dict.fromkeys(("adaptive_span", "adaptive_span_alibi"), SPANS),
     "adaptive_span_memory": SPANS + MEMORY,
     **dict.fromkeys(("all_attention", "all_attention_6", "all_attention_10"), SPANS + PERSISTENT),
     "all_attention_fixed": PERSISTENT,
