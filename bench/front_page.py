@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 
 from bench import results_page
+from bench.published_runs import REFERENCE, by_variant, read_runs
 from bench.report import drawing
 from bench.report.compare import VARIANTS
 from bench.report.drawing import FONT_POINTS, INK
-from bench.results_page import REFERENCE, by_variant, read_runs
 from bench.text_figures import COSTS, draw_costs, draw_recall, draw_state, recall_curves
 from harness.cache import write_atomically
 from harness.compose.cli import run_command

@@ -1,24 +1,22 @@
 """Tables of ``docs/results.md`` from the rows in ``bench/results``, for ``bench.front_page``."""
 
-import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 import yaml
 
 from bench.cost import dense_peak_flops
-from bench.evidence import LR_FACTORS, cell_keys, missing_runs, scores_by_factor
-from bench.report.compare import VARIANTS
+from bench.evidence import cell_keys, missing_runs, scores_by_factor
+from bench.published_runs import baseline_of, by_variant, differences, read_runs, run_conditions, scores_by_seed
 from bench.report.frame import REACHED_BITS
-from bench.report.uncertainty import MIN_SEEDS, Estimate, Pooled, compare, estimate_mean, residual_mean_square
+from bench.report.uncertainty import MIN_SEEDS, Estimate, Pooled, estimate_mean, residual_mean_square
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.schema import flatten
 
-REFERENCE = VARIANTS["reference"]
 KIB, MIB = 2**10, 2**20
 COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)}
 COST_TABLES = {
@@ -32,91 +30,11 @@ COST_TABLES = {
 """For each title of a table, the mode of its rows of ``bench.cost``, the divisor of its numbers or the key of the row
 that has it, and their dotted key."""
 COST_CONDITIONS = ("device", "threads", "precision", "compile", "allocator", "streams", "segment")
-COLUMNS = ("variant", "seed", "data", "status", "valid", "test", "parameters", "flops", "ideal", "state", "peak")
-COLUMNS += ("copies", "repeats", "compressors", "context", "lr_factor", "machine", "conditions", "budget")
-COLUMNS += ("training_flops", "seconds", "epochs")
 REPEATS = ("32 to 512", "513 to 4096")  # distances of repeats, keys of a row
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
 """The column of ``read_runs`` for each measure in ``claims.yaml``."""
 HOLDS, FAILS, UNDECIDED, TOO_FEW = "holds", "does not hold", "not separated", "too few seeds"
 CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
-
-
-def read_runs(path: Path) -> pd.DataFrame:
-    """A row with ``COLUMNS`` for each run in a file of ``bench.evidence``. Only finished runs have scores and costs.
-    ValueError if two rows are of one run, or runs of equal data and budget differ in ``_conditions``."""
-    runs = []
-    for row in read_rows(path):
-        cell, summary = cell_keys(row), row["summary"]
-        run = {"variant": cell["variant"], "seed": summary["seed"], "data": cell.get("data")}
-        run["budget"] = cell.get("budget.bytes")
-        run["status"] = summary["status"]
-        if summary.get("check") in INCOMPARABLE_CHECKS:
-            run["status"] = summary["check"]
-        elif summary["status"] == "finished":
-            run |= {"valid": summary["valid_bits_per_byte"], "test": summary["test_bits_per_byte"]}
-            run |= {"parameters": summary["parameters"]["total"], "ideal": summary["flops_per_byte"]["ideal"]}
-            run["flops"] = summary["flops_per_byte"]["executed"]
-            run |= {"state": summary["memory"]["state_bytes"], "peak": summary["memory"]["peak_bytes"]}
-            run |= {"copies": summary.get("test_bits_per_copy"), "conditions": _conditions(cell, summary)}
-            run["repeats"] = summary.get("test_bits_per_repeat")
-            run |= {key: summary.get(key) for key in ("training_flops", "seconds", "epochs")}
-            run["compressors"] = summary["compressors"].get("test") or {}
-            run["context"] = (row.get("evaluation") or {}).get("context_curve")
-        run["lr_factor"] = (row["record"][0]["config"]["variant"].get("lr_scale") or {}).get("muon", 1)
-        run["machine"] = f"{summary['device']}, {summary['threads']} thread, {summary['precision']}"
-        runs.append(run)
-    frame = pd.DataFrame(runs, columns=COLUMNS)
-    for _, group in frame.groupby(["data", "budget"], dropna=False):
-        if group["conditions"].nunique() > 1 or group.duplicated(["variant", "seed", "lr_factor"]).any():
-            conditions = "\n".join(sorted(group["conditions"].dropna().unique()))
-            raise ValueError(
-                f"{path}: rows repeat a run, or differ in options, data, protocol, budget, precision or numerics:\n{conditions}"
-            )
-    return frame
-
-
-def _conditions(cell: dict[str, str], summary: dict) -> str:
-    """Conditions that must be equal in all runs of a table, as text, without context and span, which models set."""
-    words = {key: value for key, value in cell.items() if key not in ("variant", "seed", "data", *LR_FACTORS)}
-    protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
-    common = [words, protocol, *(summary.get(key) for key in ("budget", "capped", "precision"))]
-    return json.dumps([*common, summary["data"]["sha256"], summary["numerics"]["shared"]], sort_keys=True)
-
-
-def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The finished runs of each variant, the best on test first. So that only common seeds are compared, variants are
-    sorted by their mean difference from the reference where there is one. ValueError if runs differ in ``_conditions``,
-    or those of a variant in learning rate, or if they repeat a seed."""
-    finished = runs[runs["status"] == "finished"]
-    rates = finished.groupby("variant")["lr_factor"].nunique()
-    if finished["conditions"].nunique() > 1 or (rates > 1).any() or finished.duplicated(["variant", "seed"]).any():
-        reason = "differ in data or conditions, have two learning rates of one variant, or repeat a seed"
-        raise ValueError(f"the runs of a table {reason}: {', '.join(finished['variant'].unique())}")
-    scores = scores_by_seed(runs)
-    reference = scores.get(REFERENCE, pd.Series(dtype=float))
-
-    def score(group: tuple[str, pd.DataFrame]) -> float:
-        difference = (scores[group[0]] - reference).mean()
-        return group[1]["test"].mean() if pd.isna(difference) else reference.mean() + difference
-
-    yield from sorted(finished.groupby("variant"), key=score)
-
-
-def scores_by_seed(runs: pd.DataFrame) -> pd.DataFrame:
-    """Bits per byte on test of finished runs: a row per seed, a column per variant."""
-    return runs[runs["status"] == "finished"].pivot_table(index="seed", columns="variant", values="test")
-
-
-def baseline_of(variant: str) -> str:
-    """The variant with the same positions that a variant is compared with."""
-    return VARIANTS["baselines"].get(variant, REFERENCE)
-
-
-def differences(runs: pd.DataFrame) -> dict[str, Estimate]:
-    """The difference of each variant from its baseline on test, where both have runs of common seeds."""
-    scores = scores_by_seed(runs)
-    return compare(scores, {name: baseline_of(name) for name in scores})
 
 
 def estimate_text(estimate: Estimate | None) -> str:
@@ -409,7 +327,7 @@ def gpu_table(path: Path) -> str:
     headings = ["mechanism", "bits per byte", "trained, MB", "bytes per second", "allocated, MiB", "MFLOP/byte"]
     headings += ["state, MiB", "utilisation", "parameters"]
     runs, rows = {row["summary"]["variant"]: (cell_keys(row), row["summary"]) for row in read_rows(path)}, []
-    conditions = {(run["device"], run["seed"], _conditions(cell, run)) for cell, run in runs.values()}
+    conditions = {(run["device"], run["seed"], run_conditions(cell, run)) for cell, run in runs.values()}
     unscored = any(run["status"] != "finished" or run["check"] in INCOMPARABLE_CHECKS for _, run in runs.values())
     if len(conditions) > 1 or unscored or len(runs) < len([*read_rows(path)]):
         raise ValueError(f"{path}: rows repeat a variant, differ in device, seed or conditions, or have no score")
@@ -428,7 +346,7 @@ def gpu_table(path: Path) -> str:
 def learning_rate_table(path: Path) -> str:
     """A table of bits per byte on valid by learning rate factor; the best score of each mechanism is bold. ValueError
     if runs differ in seed or conditions, or repeat a factor."""
-    if len({(row["summary"]["seed"], _conditions(cell_keys(row), row["summary"])) for row in read_rows(path)}) > 1:
+    if len({(row["summary"]["seed"], run_conditions(cell_keys(row), row["summary"])) for row in read_rows(path)}) > 1:
         raise ValueError(f"{path}: rows differ in seed, options, data, protocol, budget, precision or numerics")
     scores, cells = scores_by_factor(path), {}
     for name, bits in scores.items():

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pandas as pd
 
+from bench.published_runs import baseline_of, by_variant, differences, scores_by_seed
+from bench.report.compare import VARIANTS
 from bench.report.drawing import FONT_POINTS, INK, SPARE_COLOURS, add_legend, scale_axis, variant_styles
 from bench.report.uncertainty import BETTER, MIN_SEEDS, TIE, WORSE, estimate_mean, residual_mean_square
-from bench.results_page import KIB, baseline_of, by_variant, differences, scores_by_seed
+from bench.results_page import KIB
 from harness.record.rows import read_rows
 
 COSTS = {"training FLOPs": "training_flops", "seconds of training": "seconds", "carried state, KiB": "state"}
 """The column of ``read_runs`` for each panel of bits against bytes."""
-CURVES = ("mhsa", "mhsa, key_shift", "gated_delta", "gated_delta, filter_bytes=1")
+CURVES = VARIANTS["recall"]
 RECALL_SEQUENCE, LEARNED = 64, 0.9  # bytes of a sequence with 8 keys; accuracy from which recall counts as learned
 VERBS = {BETTER: "beats", WORSE: "is worse than", TIE: "ties with"}
 TITLE_WIDTH = 48  # characters
@@ -98,7 +100,7 @@ def draw_recall(ax, curves: dict[str, dict[int, pd.Series]]) -> None:
 
 
 def recall_finding(curves: dict[str, dict[int, pd.Series]]) -> str:
-    """After how many bytes ``mhsa`` recalls, with and without the shift."""
+    """After how many bytes plain attention recalls, with and without shifted keys: the first two of ``CURVES``."""
     texts = []
     for name in CURVES[1::-1]:
         if name not in curves:

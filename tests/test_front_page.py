@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from bench import front_page, results_page
+from bench import front_page, published_runs, results_page
+from bench.evidence import LR_FACTORS
 from bench.front_page import BEGIN, END, README, RESULTS, between_markers
 from bench.text_figures import recall_curves, recall_finding, state_finding
 from tests.bench_rows import peer_row
@@ -101,7 +102,7 @@ def test_rows_with_windows_in_a_permutation_replace_the_older_ones(folder):
 
 
 def test_the_copy_reach_is_that_of_most_seeds_and_flops_are_at_spans_of_their_own(folder):
-    abrupt = results_page.read_runs(folder / "abrupt.jsonl")
+    abrupt = published_runs.read_runs(folder / "abrupt.jsonl")
     assert results_page.copy_reach(abrupt) == {"seeds": "447 (2 of 3)"}, "the mean of 4 bits and 0.1 is above 1 bit"
     assert results_page.copy_reach(abrupt[:0]) == {}
     cost = json.loads((folder / "cost.jsonl").read_text().splitlines()[0]) | {"spans_from": "learned"}
@@ -158,7 +159,7 @@ def test_a_row_that_repeats_a_run_or_does_not_compare_is_refused(folder, seed, w
 def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(folder):
     rates = [line("mhsa", seed, 2.5) for seed in (100, 101)]
     for rate, row in enumerate(rates):
-        row["cell"].append(f"{results_page.LR_FACTORS[0]}={rate}")
+        row["cell"].append(f"{LR_FACTORS[0]}={rate}")
     peer = peer_row()
     cost = json.loads((folder / "cost.jsonl").read_text().splitlines()[0])
     gpu = json.loads((ROOT / RESULTS / "gpu.jsonl").read_text().splitlines()[0])
@@ -207,7 +208,7 @@ def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):
 
 
 def test_the_title_of_the_state_panel_says_how_the_least_state_scores(folder):
-    runs = results_page.read_runs(folder / "front_page.jsonl")
+    runs = published_runs.read_runs(folder / "front_page.jsonl")
     runs.loc[runs["variant"] == "adaptive_span", "state"] /= 4
     names = ["mhsa", "adaptive_span"]
     assert state_finding(runs, names) == "With 25% of its state, adaptive_span beats mhsa"
