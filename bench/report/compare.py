@@ -25,11 +25,11 @@ NOT_ARM_KEYS += ("purpose", "trial", "space")
 IGNORED_KEYS = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
 """Keys that change no number. ``numerics`` is compared as a key of the row; ``global_bytes`` is 0 in older rows."""
 ADDED_KEYS = {"check": True}  # values of keys that older configurations lack
+ADDED_OPTIONS = re.compile(r"variant\.\w+\.key_shift$")  # false where older configurations lack them
 ARM_KEYS = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"
 KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
-ADDED_OPTIONS = re.compile(r"variant\.\w+\.key_shift$")  # false where older configurations lack them
 
 
 def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
