@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +12,7 @@ from bench.cost import dense_peak_flops
 from bench.evidence import cell_keys, missing_runs, scores_by_factor
 from bench.published_runs import baseline_of, by_variant, differences, read_runs, run_conditions, scores_by_seed
 from bench.report.frame import REACHED_BITS
-from bench.report.uncertainty import MIN_SEEDS, Estimate, Pooled, estimate_mean, residual_mean_square
+from bench.report.uncertainty import MIN_SEEDS, Estimate, Pooled, estimate_mean, pooled_variance
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.schema import flatten
@@ -57,19 +57,6 @@ def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
     return frame.sort_values(by=[*frame.columns], key=lambda bits: bits >= REACHED_BITS, kind="stable")
 
 
-def copy_reach(runs: pd.DataFrame) -> dict[str, str]:
-    """The largest distance at which a copied byte costs less than ``REACHED_BITS`` in most seeds, as text, by
-    mechanism. ``447 (2 of 3)`` also has the number of these seeds and of all."""
-    texts = {}
-    for name, group in by_variant(runs):
-        reached = pd.DataFrame([*filter(None, group["copies"])]).rename(columns=int) < REACHED_BITS
-        seeds, n_seeds = reached.sum(), len(reached)
-        distance = max(seeds.index[seeds > n_seeds / 2], default=None)
-        count = f" ({seeds[distance]} of {n_seeds})" if distance and seeds[distance] < n_seeds else ""
-        texts[name] = f"{distance:,}{count}" if distance else "none"
-    return texts
-
-
 def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
     """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in other ``COST_CONDITIONS``."""
     rows, common = [row for row in read_rows(path) if chosen.items() <= row.items()], {*COST_CONDITIONS} - {*keys}
@@ -77,17 +64,6 @@ def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
     if len(conditions) > 1 or len(names) < len(rows):
         raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(COST_CONDITIONS)}")
     return rows
-
-
-def flops_at(path: Path, length: int) -> dict[str, float]:
-    """Executed FLOPs per byte by mechanism, from the rows of ``mode=stream`` with the span ``length``, except of
-    mechanisms that were measured with spans that another has learned."""
-    rows = read_costs(path, "variant", "length", mode="stream")
-    source = read_yaml("learned_spans.yaml")["run"]["variant"]
-    measured = (row for row in rows if row["status"] == "measured" and row["length"] == length)
-    flops = {row["variant"]: row["flops"]["executed_per_byte"] for row in measured}
-    borrowed = {row["variant"] for row in rows if row.get("spans_from")} - {source}
-    return {name: number for name, number in flops.items() if name not in borrowed}
 
 
 def sections(folder: Path) -> str:
@@ -105,7 +81,6 @@ def sections(folder: Path) -> str:
         ("What context is worth", context_table(runs)),
         ("Claims of the papers", claims_table(runs) if len(runs) else ""),
         ("Combinations", bits_table(combinations)),
-        ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Copying from a distance", copy_table(read_runs(folder / "recall.jsonl"))),
         ("Skills", skills_table(read_runs(folder / "skills.jsonl"))),
         ("Recall with overwriting, 6 MB", skills_table(read_runs(folder / "skills_6mb.jsonl"))),
@@ -122,15 +97,6 @@ def sections(folder: Path) -> str:
 def read_yaml(name: str) -> dict | list:
     """The content of a YAML file of ``bench``."""
     return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
-def insert_compressors(rows: list[list], runs: pd.DataFrame, *, names: Iterable[str], column: int) -> None:
-    """Insert rows of compressors among ``rows``, whose ``column`` has scores on test as text, the best first."""
-    compressors = next(iter(runs["compressors"].dropna()), {})
-    for bits, name in sorted((compressors[name], name) for name in names if name in compressors):
-        index = sum(float(row[column].split()[0]) < bits for row in rows)
-        rows.insert(index, [COMPRESSORS[name], *[""] * (len(rows[0]) - 1)])
-        rows[index][column] = f"{bits:.4f}"
 
 
 def comparison_cells(runs: pd.DataFrame) -> dict[str, list[str]]:
@@ -151,7 +117,6 @@ def comparison_cells(runs: pd.DataFrame) -> dict[str, list[str]]:
 
 COMPARISON_HEADINGS = ["n", "test, bits per byte", "baseline", "Δ, 95% interval", "verdict"]
 COMPARISON_HEADINGS += [f"repeats, {distance}" for distance in REPEATS] + ["Δ parameters, %"]
-TEST_COLUMN = 2
 
 
 def bits_table(runs: pd.DataFrame) -> str:
@@ -168,17 +133,19 @@ def bits_table(runs: pd.DataFrame) -> str:
         rows.append([f"`{name}`", *cells[name], f"{group['valid'].mean():.4f}", factor, *costs])
     if not rows:
         return ""
-    insert_compressors(rows, runs, names=COMPRESSORS, column=TEST_COLUMN)
     return "\n".join([without_empty_columns(headings, rows), "", *table_notes(runs)])
 
 
 def table_notes(runs: pd.DataFrame) -> list[str]:
-    """Lines below a table: the pooled variance, runs without a score, machines."""
-    square = residual_mean_square(scores_by_seed(runs))
+    """Lines below a table: scores of compressors, the pooled variance, runs without a score, machines."""
+    compressors = next(iter(runs["compressors"].dropna()), {})
+    scores = ", ".join(f"{COMPRESSORS[name]} {bits:.4f}" for name, bits in compressors.items() if name in COMPRESSORS)
+    pooled = pooled_variance(scores_by_seed(runs))
+    notes = [f"- Test: {scores}"]
+    if pooled.freedom:
+        deviation = f"{math.sqrt(pooled.variance):.4f}, {pooled.freedom} degrees of freedom"
+        notes.append(f"- Standard deviation of a difference between two runs of one seed: {deviation}")
     unscored = runs[runs["status"] != "finished"]
-    deviation = f"standard deviation of a run {math.sqrt(square.variance):.4f}"
-    notes = [f"- Pooled variance of mechanism x seed: {deviation}, {square.freedom} degrees of freedom"]
-    notes = notes if square.freedom else []
     notes += [f"- `{run.variant}`, seed {run.seed}: {run.status}" for run in unscored.itertuples()]
     return notes + [f"- Machine: {machine}" for machine in sorted(set(runs["machine"]))]
 
@@ -200,7 +167,8 @@ def bytes_table(runs: pd.DataFrame) -> str:
         columns.append(column)
         for name, seeds in by_variant(group):
             cells.setdefault(f"`{name}`", {})[column] = f"{seeds['test'].mean():.4f} (n={len(seeds)})"
-    return mechanism_table(cells, columns)
+    figure = "![Bits per byte on test against training FLOPs, seconds and carried state](text_bytes.png)\n\n"
+    return figure + mechanism_table(cells, columns) if cells else ""
 
 
 def context_table(runs: pd.DataFrame) -> str:
@@ -217,8 +185,7 @@ def context_table(runs: pd.DataFrame) -> str:
 def claims_table(runs: pd.DataFrame) -> str:
     """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds has a 95% interval,
     of bits by the pooled variance; it is not corrected for the number of claims."""
-    rows, square = [], residual_mean_square(scores_by_seed(runs))
-    bits = Pooled(2 * square.variance, square.freedom)
+    rows, bits = [], pooled_variance(scores_by_seed(runs))
     for claim in read_yaml("claims.yaml"):
         verdicts, parts = [], []
         for part in claim["parts"]:
@@ -260,11 +227,11 @@ def judge(differences: list[float], *, expected: str, margin: float, pooled: Poo
 
 
 def copy_table(runs: pd.DataFrame) -> str:
-    """A table of bits of a copied byte by distance, with the copy reach."""
+    """A table of bits of a copied byte by distance."""
     bits, n_seeds = copy_bits(runs), runs[runs["status"] == "finished"].groupby("variant").size()
     texts = bits.map("{:.3f}".format).rename(columns="{:,}".format)
-    columns = ["n", "reach", *texts.columns]
-    texts = texts.assign(n=n_seeds, reach=copy_reach(runs))
+    columns = ["n", *texts.columns]
+    texts = texts.assign(n=n_seeds)
     return mechanism_table({f"`{name}`": row for name, row in texts.iterrows()}, columns)
 
 

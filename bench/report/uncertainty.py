@@ -71,22 +71,22 @@ def estimate_mean(numbers: Sequence[float], pooled: Pooled | None = None) -> Est
     return Estimate(n=n, mean=mean, half_width=half_width, p=p, freedom=freedom)
 
 
-def residual_mean_square(scores: pd.DataFrame) -> Pooled:
-    """The residual mean square of ``scores [seed, mechanism]``, NaN where a run is missing, and its degrees of freedom."""
+def pooled_variance(scores: pd.DataFrame) -> Pooled:
+    """The variance of a difference between two runs of one seed, which is 2 s^2, and its degrees of freedom f, from
+    ``scores [seed, mechanism]``, NaN where a run is missing."""
     cells = scores.stack().dropna()
     effects = [pd.get_dummies(cells.index.get_level_values(level), dtype=float) for level in (0, 1)]
     design = np.concatenate(effects, axis=1)
     fitted, _, rank, _ = np.linalg.lstsq(design, cells.to_numpy(), rcond=None)
     freedom = len(cells) - int(rank)
     residuals = cells.to_numpy() - design @ fitted
-    return Pooled(float(residuals @ residuals) / freedom if freedom else 0.0, freedom)
+    return Pooled(2 * float(residuals @ residuals) / max(freedom, 1), freedom)
 
 
 def compare(scores: pd.DataFrame, baselines: Mapping[str, str]) -> dict[str, Estimate]:
     """The differences of mechanisms from their ``baselines`` over the seeds that both have, by mechanism, with p after
-    Holm's correction over those that get a verdict. ``scores`` as in ``residual_mean_square``."""
-    square = residual_mean_square(scores)
-    pooled, estimates = Pooled(2 * square.variance, square.freedom), {}
+    Holm's correction over those that get a verdict. ``scores`` as in ``pooled_variance``."""
+    pooled, estimates = pooled_variance(scores), {}
     for name, baseline in baselines.items():
         if {name, baseline} <= {*scores} and name != baseline:
             differences = (scores[name] - scores[baseline]).dropna().tolist()
