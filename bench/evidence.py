@@ -27,12 +27,13 @@ from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_rows, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
-GENERATED_DATA = {"sweep=recall", "sweep=skills"}
+GENERATED_DATA = {"sweep=recall", "sweep=skills", "sweep=recall_by_key"}
 """Sweeps whose corpora are generated, so that their runs have no ``data.path``."""
 LR_FACTOR = "++variant.lr_scale.muon"
 """The key that ``sweep=rates`` varies: the factor of ``optim.lr`` with ``optim=muon``."""
 LR_FACTORS = (LR_FACTOR, "++variant.lr_scale.adamw")
 MIN_FACTORS = 3  # a mechanism's grid is extended only after training with so many factors
+LEARNED_BITS = 0.01  # a score so close to the corpus's floor needs no better factor
 COUNTED_EXIT_CODES = (0, BUG, Diverged.exit_code)
 """A run that ends with one of these exit codes gets a row. After any other code its cell is trained again."""
 
@@ -42,30 +43,42 @@ def cell_keys(row: dict) -> dict[str, str]:
     return dict(word.split("=", 1) for word in row["cell"])
 
 
+def mechanism(words: Iterable[str]) -> str:
+    """The variant and its options among the words of a cell: ``mhsa ++variant.attention.key_shift=true``."""
+    words = [word for word in words if not word.startswith(LR_FACTORS)]
+    (variant,) = (word.removeprefix("variant=") for word in words if word.startswith("variant="))
+    return " ".join([variant, *(word for word in words if word.lstrip("+").startswith("variant."))])
+
+
 def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
-    """Bits per byte on valid by mechanism and learning rate factor: infinite for a failed run, empty without a file.
-    ValueError if two rows have the same mechanism and factor."""
+    """Bits per byte on valid, above the floor of a corpus that has one, by mechanism and learning rate factor: infinite
+    for a failed run, empty without a file. ValueError if two rows have the same mechanism and factor."""
     scores: dict[str, dict[float, float]] = {}
     for row in read_rows(file):
         cell, summary = cell_keys(row), row["summary"]
-        bits = summary["valid_bits_per_byte"] if summary["status"] == "finished" else math.inf
-        key = next(key for key in LR_FACTORS if key in cell)
-        factor, variant_scores = float(cell[key]), scores.setdefault(cell["variant"], {})
-        if factor in variant_scores:
-            raise ValueError(f"{file}: two rows of {cell['variant']} have {key}={factor:g}")
-        variant_scores[factor] = bits
+        bits = math.inf
+        if summary["status"] == "finished":
+            bits = summary["valid_bits_per_byte"] - summary.get("valid_floor_bits_per_byte", 0.0)
+        key, name = next(key for key in LR_FACTORS if key in cell), mechanism(row["cell"])
+        factor, mechanism_scores = float(cell[key]), scores.setdefault(name, {})
+        if factor in mechanism_scores:
+            raise ValueError(f"{file}: two rows of {name} have {key}={factor:g}")
+        mechanism_scores[factor] = bits
     return scores
 
 
 def best_factor(scores: dict[float, float]) -> float | None:
-    """The factor with the best score, if it lies between others and there are at least ``MIN_FACTORS``; else None."""
-    best = min(scores, key=scores.get, default=math.nan)
-    return best if len(scores) >= MIN_FACTORS and min(scores) < best < max(scores) else None
+    """The factor with the best score, if there are at least ``MIN_FACTORS`` and it lies between others or its score is
+    below ``LEARNED_BITS``; else None."""
+    if len(scores) < MIN_FACTORS:
+        return None
+    best = min(scores, key=scores.get)
+    return best if min(scores) < best < max(scores) or scores[best] < LEARNED_BITS else None
 
 
 def next_factor(scores: dict[float, float], *, step: float = 2) -> float | None:
     """The factor that extends a mechanism's grid: ``step`` times the largest if it scored best, the smallest divided by
-    ``step`` if it did. None if a factor between them scored best, or if there are fewer than ``MIN_FACTORS``."""
+    ``step`` if it did. None if there is a ``best_factor``, or if there are fewer than ``MIN_FACTORS``."""
     if len(scores) < MIN_FACTORS or best_factor(scores):
         return None
     best = min(scores, key=scores.get)
@@ -141,17 +154,20 @@ def _extensions(file: Path, *, key: str, step: float) -> Iterator[dict[str, str]
     """Changes of a grid that train each mechanism with its next learning rate factor, if it has one."""
     for name, scores in scores_by_factor(file).items():
         if factor := next_factor(scores, step=step):
-            yield {"variant": name, key: f"{factor:.4g}"}
+            yield cell_keys({"cell": f"variant={name}".split(" ")}) | {key: f"{factor:.4g}"}
 
 
 def _at_best_rates(file: Path, params: dict, rates_of: dict[str, str]) -> Iterator[dict[str, str]]:
     """Changes of a grid that train each seed of each of its mechanisms at the best learning rate factor in ``file``.
     Mechanisms without one are left out. The seed varies slowest."""
     scores = scores_by_factor(file)
+    options = [f"{key}={params[key]}" for key in params if key not in ("variant", "seed")]
+    key = next((key for key in LR_FACTORS if params.get(key)), LR_FACTOR)
     for seed in str(params["seed"]).split(","):
         for name in params["variant"].split(","):
-            if factor := best_factor(scores.get(rates_of.get(name, name), {})):
-                yield {"seed": seed, "variant": name, LR_FACTOR: f"{factor:.4g}"}
+            searched = mechanism([f"variant={rates_of.get(name, name)}", *options])
+            if factor := best_factor(scores.get(searched, {})):
+                yield {"seed": seed, "variant": name, key: f"{factor:.4g}"}
 
 
 def _points(params: dict[str, object]) -> Iterator[list[str]]:
@@ -164,6 +180,7 @@ def _points(params: dict[str, object]) -> Iterator[list[str]]:
 def compact(row: dict) -> dict:
     """What the tables need of a row of ``record.jsonl`` (the variant or a score) or ``evaluations.jsonl``."""
     names = ("kind", "bytes_seen", "bits_per_byte", "final", "windows_bits_per_byte", "context_curve")
+    names += ("bits_per_copy", "answer_accuracy")
     variant = {"config": {"variant": row["config"]["variant"]}} if "config" in row else {}
     return {name: row[name] for name in names if name in row} | variant
 

@@ -41,6 +41,8 @@ def test_every_file_is_planned_and_optimizers_and_recipes_take_a_step(file):
     tiny = [*TINY, "init_from.run=somewhere"] if file.endswith("_finetune") else list(TINY)
     if "product_key_memory_12" in file:
         tiny += ["variant.memory.half_keys=8", "variant.memory.top_k=4"]
+    if file == "data/associative_recall":
+        tiny.append("batch.segment=64")
     if file in SPACES:  # points of a search space may need a span of 256
         tiny += ["purpose=tune", "trial=1", "optim=adamw", "model.span=256"]
     group, _, name = file.partition("/")

@@ -17,6 +17,8 @@ def test_every_stage_has_the_cells_of_its_grids(tmp_path):
     stages = {name: stage_cells(grids, words=[], rows=tmp_path, rates_of=RATES_OF) for name, grids in STAGES.items()}
     sizes = {"a": 63, "a2": 0, "a3": 12, "b": 18, "c": 18, "recall": 54, "today": 32}
     sizes |= {"skills": 105, "skills_6mb": 4, "causes": 2, "combinations": 38, "best": 28}
+    sizes |= {"recall_by_key": 63, "copies": 6, "skills_rates": 36}
+    sizes |= dict.fromkeys(("recall_further", "recall_seeds", "recall_keys"), 0)
     sizes |= {"text_rates": 57} | dict.fromkeys(("text_further", "text_seeds", "text_positions", "text_bytes"), 0)
     assert {name: len(stage) for name, stage in stages.items()} == sizes
     assert all(len({cell.words for cell in stage}) == len(stage) for stage in stages.values())
@@ -102,6 +104,35 @@ def test_a_best_rate_at_an_end_of_the_range_extends_the_range_by_a_step(tmp_path
     rates_file(tmp_path, {"mhsa": {"1": 2.9, "1.0": 2.8}})
     with pytest.raises(ValueError, match="rates.jsonl: two rows of mhsa have .*=1$"):
         scores_by_factor(tmp_path / "rates.jsonl")
+
+
+def test_recall_by_key_has_the_rate_that_is_between_others_or_learns(tmp_path):
+    shift, unfiltered = "++variant.attention.key_shift=true", "variant.attention.filter_bytes=1"
+    bits = {
+        ("mhsa",): (2.0, 1.8, 2.1),
+        ("mhsa", shift): (1.76, 1.75, 1.741),
+        ("gated_delta", unfiltered): (2.1, 2.0, 1.9),
+    }
+    bits |= {("gated_delta",): (1.741, 1.742, 1.743), ("latent", shift): (2.3, 2.4, 2.5)}
+    lines = []
+    for (name, *options), scores in bits.items():
+        for factor, score in zip(("0.5", "1", "2"), scores, strict=True):
+            words = ["sweep=recall_by_key", "seed=0", f"variant={name}", f"{LR_FACTORS[1]}={factor}", *options]
+            summary = {"status": "finished", "valid_bits_per_byte": score, "valid_floor_bits_per_byte": 1.739}
+            lines.append(json.dumps({"cell": words, "summary": summary}) + "\n")
+    (tmp_path / "recall_by_key.jsonl").write_text("".join(lines))
+    further, seeds, keys = (text_stage(f"recall_{name}", tmp_path) for name in ("further", "seeds", "keys"))
+    start = ("sweep=recall_by_key", "seed=0")
+    unlearned = [("latent", "0.25", shift), ("gated_delta", "4", unfiltered)]
+    assert set(further) == {(*start, f"variant={v}", f"{LR_FACTORS[1]}={r}", option) for v, r, option in unlearned}
+    rates = [(words[2].removeprefix("variant="), *words[4:], words[3].partition("=")[2]) for words in seeds]
+    assert rates == [("mhsa", "1"), ("gated_delta", "0.5")] * 2 + [("mhsa", shift, "2")] * 2
+    rate = f"{LR_FACTORS[1]}=2"
+    assert keys[0] == (*start, "variant=mhsa", rate, shift, "data.sequence=32", "batch.streams=64") and len(keys) == 3
+    run_plan = plan(*(word for word in keys[-1] if word != shift))
+    assert (run_plan.batch.segment, run_plan.model.span, run_plan.batch.streams) == (256, 256, 8)
+    assert run_plan.optim["lr"] == 0.006 and run_plan.optim["schedule"].decay_fraction == 0.2
+    assert run_plan.budget.amount >= 6_100_000 and run_plan.eval.every == 0.02
 
 
 def test_a_completed_run_gets_a_line_without_paths_of_the_machine(tmp_path, monkeypatch):

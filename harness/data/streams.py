@@ -92,12 +92,12 @@ class Streams:
         """Where the window begins that follows ``read`` windows in the sequence of the epochs' permutations."""
         n_windows = len(self.split) // self.segment
         epoch, index = divmod(read, n_windows)
-        window = int(_permutation(self.seed, epoch, n_windows)[index])
+        window = int(permutation(self.seed, epoch, n_windows)[index])
         return self._ring_offset(epoch) + window * self.segment
 
 
 @lru_cache(maxsize=2)  # a step may read the end of one epoch and the beginning of the next
-def _permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """Return 0 to n - 1 in an order that depends on seed and epoch, int64 ``[n]``."""
     return np.argsort(integer_hash(_ORDER, seed, epoch, np.arange(n)), kind="stable")
 

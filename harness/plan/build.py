@@ -80,6 +80,8 @@ class Plan(RunSettings):
         protocol |= {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
         if self.batch.order != "random":  # the order of rows without the key
             protocol["order"] = self.batch.order
+        if self.data["sequence"]:  # read one by one, from an empty state
+            protocol |= {"sequence": self.data["sequence"], "context": 0}
         return protocol
 
 
@@ -130,7 +132,25 @@ def plan_run(
             f"batch.order={plan.batch.order}: allowed with batch.carry=true is random; its streams read "
             "each byte once in an epoch"
         )
+    _check_sequence(plan)
     return plan
+
+
+def _check_sequence(plan: Plan) -> None:
+    """ValueError for settings with which sequences would be cut, or read with state from before them."""
+    sequence, e = plan.data["sequence"], plan.eval
+    if sequence is None:
+        return
+    allowed = f"allowed with data.sequence={sequence} is"
+    if plan.batch.carry:
+        raise ValueError(f"batch.carry=true: {allowed} false, because sequences are independent")
+    if plan.batch.segment != sequence:
+        raise ValueError(
+            f"batch.segment={plan.batch.segment}: {allowed} {sequence}, because steps read whole sequences"
+        )
+    for key, n_bytes in (("bytes", e.bytes), ("selection_bytes", e.selection_bytes)):
+        if n_bytes is not None and n_bytes < sequence:
+            raise ValueError(f"eval.{key}={n_bytes}: {allowed} {sequence} or more, or null")
 
 
 def replan(plan: Plan, **sections: dict) -> Plan:

@@ -69,6 +69,7 @@ class DataSettings:
     first_bytes: Positive | None
     bytes: Positive | None
     distances: list | None
+    sequence: Positive | None = None
     seed: int | None
 
 
