@@ -11,7 +11,7 @@ from bench import results_page
 from bench.published_runs import REFERENCE, by_variant, read_runs
 from bench.report import drawing
 from bench.report.compare import VARIANTS
-from bench.text_figures import COSTS, draw_costs, draw_recall, draw_state, recall_curves
+from bench.text_figures import draw_costs, draw_recall, draw_state, recall_curves
 from harness.cache import write_atomically
 from harness.compose.cli import run_command
 
@@ -80,7 +80,7 @@ def figure_png(folder: Path) -> bytes:
 def bytes_png(folder: Path) -> bytes:
     """The figure of ``docs/results.md`` as PNG: bits per byte against training FLOPs, seconds and state."""
     with drawing.styled():
-        figure, axes = drawing.panels(1, len(COSTS), title="", width=11.2, height=4.2)
+        figure, axes = drawing.panels(1, 3, title="", width=11.2, height=4.2)
         draw_costs(axes, read_runs(folder / "text_bytes.jsonl"))
         return drawing.png_of(figure)
 

@@ -12,7 +12,7 @@ from bench.cost import dense_peak_flops
 from bench.evidence import cell_keys, missing_runs, scores_by_factor
 from bench.published_runs import baseline_of, by_variant, differences, read_runs, run_conditions, scores_by_seed
 from bench.report.frame import REACHED_BITS
-from bench.report.uncertainty import MIN_SEEDS, Estimate, Pooled, estimate_mean, pooled_variance
+from bench.report.uncertainty import MIN_SEEDS, TOO_FEW, Estimate, Pooled, estimate_mean, pooled_variance
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.schema import flatten
@@ -33,7 +33,7 @@ COST_CONDITIONS = ("device", "threads", "precision", "compile", "allocator", "st
 REPEATS = ("32 to 512", "513 to 4096")  # distances of repeats, keys of a row
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
 """The column of ``read_runs`` for each measure in ``claims.yaml``."""
-HOLDS, FAILS, UNDECIDED, TOO_FEW = "holds", "does not hold", "not separated", "too few seeds"
+HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not separated"
 CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
 
 
@@ -43,11 +43,6 @@ def estimate_text(estimate: Estimate | None) -> str:
         return ""
     interval = f"(n={estimate.n})" if estimate.half_width is None else f"± {estimate.half_width:.4f}"
     return f"{estimate.mean:+.4f} {interval}"
-
-
-def verdict_text(estimate: Estimate | None) -> str:
-    """The verdict of a difference, or ``n < 3``; empty for None."""
-    return "" if estimate is None else estimate.verdict or f"n < {MIN_SEEDS}"
 
 
 def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
@@ -106,11 +101,15 @@ def comparison_cells(runs: pd.DataFrame) -> dict[str, list[str]]:
     sizes = runs.groupby("variant")["parameters"].first()
     for name, group in by_variant(runs):
         baseline, estimate = baseline_of(name), estimates.get(name)
-        compared = ["" if baseline == name else f"`{baseline}`", estimate_text(estimate), verdict_text(estimate)]
-        repeats = pd.DataFrame([*group["repeats"].dropna()]).mean()
+        compared = [
+            "" if baseline == name else f"`{baseline}`",
+            estimate_text(estimate),
+            estimate.verdict if estimate else "",
+        ]
+        repeats = pd.DataFrame([*group["repeats"].dropna()], dtype=float).mean().dropna()
         bits = [f"{repeats[distance]:.3f}" if distance in repeats else "" for distance in REPEATS]
         growth = 100 * (sizes[name] / sizes.get(baseline, math.nan) - 1)
-        size = "" if baseline == name or math.isnan(growth) else f"{growth:+.1f}"
+        size = "" if math.isnan(growth) else f"{growth:+.1f}"
         cells[name] = [len(group), f"{group['test'].mean():.4f}", *compared, *bits, size]
     return cells
 
@@ -129,8 +128,8 @@ def bits_table(runs: pd.DataFrame) -> str:
         costs = [f"{group[column].mean() / 1e6:.2f}" for column in ("flops", "ideal")]
         costs += [f"{group['state'].mean() / KIB:,.0f}", f"{group['peak'].mean() / MIB:,.0f}"]
         costs.append(f"{group['parameters'].iloc[0]:,.0f}")
-        factor = f"{group['lr_factor'].iloc[0]:g}"
-        rows.append([f"`{name}`", *cells[name], f"{group['valid'].mean():.4f}", factor, *costs])
+        scores = [f"{group['valid'].mean():.4f}", f"{group['lr_factor'].iloc[0]:g}"]
+        rows.append([f"`{name}`", *cells[name], *scores, *costs])
     if not rows:
         return ""
     return "\n".join([without_empty_columns(headings, rows), "", *table_notes(runs)])

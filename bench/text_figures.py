@@ -10,7 +10,7 @@ import pandas as pd
 from bench.published_runs import baseline_of, by_variant, differences, scores_by_seed
 from bench.report.compare import VARIANTS
 from bench.report.drawing import FONT_POINTS, INK, SPARE_COLOURS, add_legend, scale_axis, variant_styles
-from bench.report.uncertainty import BETTER, MIN_SEEDS, TIE, WORSE, estimate_mean, pooled_variance
+from bench.report.uncertainty import BETTER, MIN_SEEDS, TIE, TOO_FEW, WORSE, estimate_mean, pooled_variance
 from bench.results_page import KIB
 from harness.record.rows import read_rows
 
@@ -18,7 +18,7 @@ COSTS = {"training FLOPs": "training_flops", "seconds of training": "seconds", "
 """The column of ``read_runs`` for each panel of bits against bytes."""
 CURVES = VARIANTS["recall"]
 RECALL_SEQUENCE, LEARNED = 64, 0.9  # bytes of a sequence with 8 keys; accuracy from which recall counts as learned
-VERBS = {BETTER: "beats", WORSE: "is worse than", TIE: "ties with", None: "has too few seeds to compare with"}
+VERBS = {BETTER: "beats", WORSE: "is worse than", TIE: "ties with", TOO_FEW: "has too few seeds to compare with"}
 TITLE_WIDTH = 56  # characters
 LABEL_GAP = 0.034  # smallest vertical distance of labels, as a share of the axis
 
@@ -64,8 +64,8 @@ def recall_curves(*paths: Path) -> dict[str, pd.DataFrame]:
         variant = first["config"]["variant"]
         shift, filter_bytes = (variant["attention"].get(key) for key in ("key_shift", "filter_bytes"))
         name = variant["name"].removesuffix("_shift") + ", key_shift" * bool(shift)
-        run = {"curve": name + ", filter_bytes=1" * (filter_bytes == 1), "rate": str(variant.get("lr_scale"))}
-        run["seed"] = summary["seed"]
+        name += ", filter_bytes=1" * (filter_bytes == 1)
+        run = {"curve": name, "rate": str(variant["lr_scale"]), "seed": summary["seed"]}
         for entry in record if summary["protocol"].get("sequence") == RECALL_SEQUENCE else ():
             if "answer_accuracy" in entry and not entry.get("final"):
                 score = {"accuracy": entry["answer_accuracy"]["all"], "megabytes": entry["bytes_seen"] / 1e6}

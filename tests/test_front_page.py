@@ -79,10 +79,14 @@ def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_sco
     headings, _, *rows = (line.split(" | ") for line in table.removesuffix(" |").split(" |\n"))
     assert [row[0] for row in rows] == ["| `adaptive_span`", "| `mhsa`", "| `linear`"]
     cells = [dict(zip(headings, row, strict=True)) for row in rows]
-    assert [*cells[1].values()] == ["| `mhsa`", "3", "2.3100", "", "", "", "", "2.70", "2,044"]
+    assert [*cells[1].values()] == ["| `mhsa`", "3", "2.3100", "", "", "", "+0.0", "2.70", "2,044"]
     # Both have three seeds; t = 4.30, and the deviation of their differences is 0.001.
     assert (cells[0]["baseline"], cells[0]["Δ, 95% interval"]) == ("`mhsa`", "-0.0090 ± 0.0025")
-    assert (cells[0]["verdict"], cells[2]["verdict"], cells[0]["Δ parameters, %"]) == ("better", "n < 3", "+0.0")
+    assert (cells[0]["verdict"], cells[2]["verdict"], cells[0]["Δ parameters, %"]) == (
+        "better",
+        "too few seeds",
+        "+0.0",
+    )
     assert (cells[2]["baseline"], cells[2]["Δ, 95% interval"]) == ("`adaptive_span`", "+0.1600 ± 0.0043")
     assert "repeats" not in table, "a column that is empty in all rows is left out"
     assert "`mhsa` (5)" in missing and "`linear`" not in missing, "the runs of the new table are missing"
@@ -95,7 +99,7 @@ def test_rows_with_windows_in_a_permutation_replace_the_older_ones(folder):
         row["summary"]["test_bits_per_repeat"] = {"32 to 512": 1.25, "513 to 4096": None}
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = front_page.readme_table(folder)
-    assert "| repeats, 32 to 512 |" in table and "| `mhsa` | 3 | 2.2100 | 1.250 |" in table
+    assert "| repeats, 32 to 512 |" in table and "| `mhsa` | 3 | 2.2100 | 1.250 | +0.0 |" in table
     assert "`mhsa` (2)" in table and "`adaptive_span` (5)" in table and "2.3100" not in table
 
 
@@ -104,7 +108,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
     for words in (
         "selective_copying, all | state_tracking, 2 | state_tracking, 16 |",
         "| `mhsa` | 0.250 | 0.010 | 0.900 |\n| (counts only) | 2.369 | 0.048 | 0.874 |\n| (no memory) | 4.087 |",
-        "| `mhsa` | 1 | 2.6250 | 2.7250 | 2 | 2.70 | 2.60 |",
+        "| `mhsa` | 1 | 2.6250 | +0.0 | 2.7250 | 2 | 2.70 | 2.60 |",
         "- `linear`, seed 1: not causal\n- `linear`, seed 2: diverged",
         "| `adaptive_span` | 3 | 2.3010 | `mhsa` | -0.0090 ± 0.0025 | better |",
         "- Test: bzip2 -9 2.4020, xz -9e 2.4990\n",

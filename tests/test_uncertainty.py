@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from bench.report.uncertainty import (
     BETTER,
     TIE,
+    TOO_FEW,
     Pooled,
     compare,
     estimate_mean,
@@ -77,7 +78,7 @@ def test_a_variance_over_twice_the_pooled_one_is_used_in_its_place():
     assert usual.half_width == pytest.approx(2.0555 * 0.01 / math.sqrt(3), rel=1e-4)
     assert wide.half_width == pytest.approx(4.3027 * 0.03 / math.sqrt(3), rel=1e-4)
     single = estimate_mean([0.1], pooled)
-    assert single.half_width == pytest.approx(2.0555 * 0.01, rel=1e-4) and single.verdict is None
+    assert single.half_width == pytest.approx(2.0555 * 0.01, rel=1e-4) and single.verdict == TOO_FEW
 
 
 def test_verdicts_need_three_common_seeds_and_are_ties_by_holms_p():
@@ -89,7 +90,7 @@ def test_verdicts_need_three_common_seeds_and_are_ties_by_holms_p():
     estimates = compare(frame, dict.fromkeys(scores, "base") | {"lost": "base"})
     assert {name: estimate.n for name, estimate in estimates.items()} == {"clear": 3, "near": 3, "noisy": 3, "few": 2}
     verdicts = {name: estimate.verdict for name, estimate in estimates.items()}
-    assert verdicts == {"clear": BETTER, "near": TIE, "noisy": TIE, "few": None}
+    assert verdicts == {"clear": BETTER, "near": TIE, "noisy": TIE, "few": TOO_FEW}
     near = estimates["near"]
     assert abs(near.mean) > near.half_width and near.p == pytest.approx(2 * p_of(near, frame), rel=1e-9)
 

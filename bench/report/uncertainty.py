@@ -21,7 +21,7 @@ import pandas as pd
 CONFIDENCE = 0.95
 MIN_SEEDS = 3  # fewest common seeds for a verdict
 OWN_VARIANCE_RATIO = 2  # a variance larger than the pooled one by more than this ratio is used in its place
-BETTER, WORSE, TIE = "better", "worse", "tie"
+BETTER, WORSE, TIE, TOO_FEW = "better", "worse", "tie", "too few seeds"
 
 
 class Pooled(NamedTuple):
@@ -43,10 +43,10 @@ class Estimate:
     freedom: int | None  # degrees of freedom of the variance
 
     @property
-    def verdict(self) -> str | None:
-        """``BETTER`` for a mean below 0, ``WORSE``, or ``TIE``; None for fewer than ``MIN_SEEDS``."""
+    def verdict(self) -> str:
+        """``BETTER`` for a mean below 0, ``WORSE``, or ``TIE``; ``TOO_FEW`` for fewer than ``MIN_SEEDS``."""
         if self.n < MIN_SEEDS or self.p is None:
-            return None
+            return TOO_FEW
         if self.p > 1 - CONFIDENCE:
             return TIE
         return BETTER if self.mean < 0 else WORSE
@@ -92,7 +92,7 @@ def compare(scores: pd.DataFrame, baselines: Mapping[str, str]) -> dict[str, Est
             differences = (scores[name] - scores[baseline]).dropna().tolist()
             if differences:
                 estimates[name] = estimate_mean(differences, pooled)
-    tested = [name for name, estimate in estimates.items() if estimate.verdict]
+    tested = [name for name, estimate in estimates.items() if estimate.verdict != TOO_FEW]
     for name, p in zip(tested, holm([estimates[name].p for name in tested]), strict=True):
         estimates[name] = replace(estimates[name], p=p)
     return estimates
