@@ -45,7 +45,7 @@ def cell_keys(row: dict) -> dict[str, str]:
 
 
 def mechanism(words: Iterable[str]) -> str:
-    """The variant and its options in the words of a cell: ``mhsa variant.attention.gate=true``."""
+    """The variant and its options in the words of a cell: ``NAME variant.attention.gate=true``."""
     words = [word for word in words if not word.startswith(LR_FACTORS)]
     (variant,) = (word.removeprefix("variant=") for word in words if word.startswith("variant="))
     return " ".join([variant, *(word for word in words if word.lstrip("+").startswith("variant."))])

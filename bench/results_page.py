@@ -7,20 +7,12 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
+from bench import recall_by_key
 from bench.cost import dense_peak_flops
-from bench.evidence import (
-    LR_FACTOR,
-    LR_FACTORS,
-    MIN_FACTORS,
-    best_factor,
-    cell_keys,
-    mechanism,
-    scores_by_factor,
-)
+from bench.evidence import LR_FACTOR, MIN_FACTORS, cell_keys, scores_by_factor
 from bench.report.compare import VARIANTS
 from bench.report.frame import REACHED_BITS
 from bench.report.uncertainty import Estimate, estimate_mean
-from harness.data.associative_recall import BYTES_PER_KEY
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.schema import flatten
@@ -41,8 +33,6 @@ COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditi
 MIN_SEEDS = 3  # fewest common seeds for a verdict
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
 """The column of ``read_runs`` for each measure in ``claims.yaml``."""
-RECALL_COLUMNS = ("8 keys", "0.99 from, MB", "LR factor", "state, KiB")
-RECALL_COLUMNS += ("4 keys", "16 keys", "32 keys")
 HOLDS, FAILS, UNDECIDED, TOO_FEW = "holds", "does not hold", "not separated", "too few seeds"
 CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
 
@@ -177,7 +167,7 @@ def sections(folder: Path) -> str:
         ("Combinations", bits_table(combinations)),
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Copying from a distance", copy_table(read_runs(folder / "recall.jsonl"))),
-        ("Recall by key", recall_table(folder)),
+        ("Recall by key", mechanism_table(recall_by_key.cells(folder), recall_by_key.COLUMNS)),
         ("Skills", skills_table(read_runs(folder / "skills.jsonl"))),
         ("Recall with overwriting, 6 MB", skills_table(read_runs(folder / "skills_6mb.jsonl"))),
         ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
@@ -287,30 +277,6 @@ def copy_table(runs: pd.DataFrame) -> str:
     columns = ["n", "reach", *texts.columns]
     texts = texts.assign(n=n_seeds, reach=copy_reach(runs))
     return mechanism_table({f"`{name}`": row for name, row in texts.iterrows()}, columns)
-
-
-def recall_table(folder: Path) -> str:
-    """A table of the accuracy of answers on test, by number of keys, at the learning rate that
-    scored best on valid. With 8 keys also the training bytes of the first validation at 0.99: "rate at an
-    end" without one, if the best rate does not lie between others."""
-    file, cells = folder / "recall_by_key.jsonl", {}
-    scores, rows = scores_by_factor(file), read_rows(file) + read_rows(folder / "recall_keys.jsonl")
-    scored = [row for row in rows if row["summary"].get("test_answer_accuracy")]
-    scored = [row for row in scored if row["summary"]["check"] not in INCOMPARABLE_CHECKS]
-    for row in sorted(scored, key=lambda row: -row["summary"]["valid_bits_per_byte"]):  # best last
-        name, summary = mechanism(row["cell"]), row["summary"]
-        columns = cells.setdefault(f"`{name}`", {})
-        keys = summary["protocol"]["sequence"] // BYTES_PER_KEY
-        columns[f"{keys} keys"] = f"{summary['test_answer_accuracy']['all']:.3f}"
-        if keys == 8:
-            columns["0.99 from, MB"] = "never" if best_factor(scores[name]) else "rate at an end"
-            for entry in reversed(row["record"]):
-                if entry.get("answer_accuracy", {}).get("all", 0) >= 0.99:
-                    columns["0.99 from, MB"] = f"{entry['bytes_seen'] / 1e6:.1f}"
-            columns["LR factor"] = cell_keys(row)[LR_FACTORS[1]]
-            columns["state, KiB"] = f"{summary['memory']['state_bytes'] / KIB:,.0f}"
-    ranked = sorted(cells.items(), key=lambda cell: cell[1].get("8 keys", ""), reverse=True)
-    return mechanism_table(dict(ranked), RECALL_COLUMNS)
 
 
 def best_rates(runs: pd.DataFrame) -> pd.DataFrame:

@@ -39,23 +39,18 @@ def pairs_of(stream: np.ndarray, sequence: int) -> list[list[str]]:
 def test_a_sequence_binds_every_key_once_and_then_asks_for_digits_of_its_own(keys):
     sequence = 8 * keys
     stream = associative_recall(sequence * 50, sequence=sequence)
-    assert stream.dtype == np.uint8 and len(stream) == 50 * sequence
-    orders, bindings, asked = set(), set(), Counter()
+    bindings, asked = set(), Counter()
     for pairs in pairs_of(stream, sequence):
         bound = dict(pairs[:keys])
         assert len(bound) == keys and all(bound[key] == digit for key, digit in pairs[keys:])
-        orders.add("".join(bound))
-        bindings.add(tuple(sorted(bound.items())))
+        bindings.add(tuple(bound.items()))
         asked.update(key for key, _ in pairs[keys:])
-    assert len(orders) > 1 and len(bindings) > 20
-    mean = 50 * 3
-    assert len(asked) == keys and max(abs(n - mean) for n in asked.values()) < 5 * mean**0.5
-    assert set(bytes(stream[1::2])) == set(b"01234567")
+    assert len(bindings) > 30 and len({tuple(dict(binding)) for binding in bindings}) > 1
+    assert len(asked) == keys and max(abs(n - 150) for n in asked.values()) < 5 * 150**0.5
 
 
 def test_the_bytes_are_pinned_and_a_shorter_stream_is_a_prefix():
     stream = associative_recall(64_000, sequence=64)
-    assert bytes(stream[:64]) == b"A7H7B4F2E4C2G7D6D6B4G7F2C2A7H7A7H7H7H7A7E4B4A7H7G7G7E4C2G7H7H7G7"
     assert hashlib.sha256(stream).hexdigest().startswith("3e441053c0174313")
     assert np.array_equal(associative_recall(640, sequence=64), stream[:640])
     assert (associative_recall(64_000, sequence=64, seed=1) != stream).mean() > 0.4
@@ -109,7 +104,7 @@ def test_every_sequence_is_read_once_before_any_is_read_twice():
         read += targets[:, -1].tolist()
     epochs = [read[begin : begin + 10] for begin in range(0, 60, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 6 and epochs[0] != sorted(epochs[0])
+    assert len({tuple(epoch) for epoch in epochs}) == 6
     reseeded = Sequences(table(10), streams=3, sequence=4, seed=1)
     assert not torch.equal(reseeded.batch(0)[1], stream.batch(0)[1])
     shards = [stream.batch(7, shard=(rank, 2))[1] for rank in range(2)]
@@ -128,8 +123,8 @@ def test_scores_read_every_sequence_once_in_order(n, batch):
 def test_a_sample_has_whole_sequences_spread_over_the_split():
     sampled = [number for number in range(0, 10, 2) for _ in range(4)]
     assert sample_sequences(table(10), sequence=4, n_bytes=23).tolist() == sampled
-    assert len(sample_sequences(table(10), sequence=4, n_bytes=1)) == 4
-    assert torch.equal(sample_sequences(table(10), sequence=4, n_bytes=99), table(10))
+    for n_bytes, size in ((1, 4), (99, 40)):
+        assert len(sample_sequences(table(10), sequence=4, n_bytes=n_bytes)) == size
 
 
 # Scores
@@ -151,7 +146,6 @@ def test_a_sequence_is_scored_without_state_from_before_it():
     assert score.answers(masks)["bits_per_copy"] == pytest.approx(expected, abs=1e-5)
     right = (logits.argmax(-1) == rows)[:, 5::2].double().mean().item()
     assert score.answers(masks)["answer_accuracy"] == {"all": right} and score.answers({}) == {}
-    assert score.future_nats < 1e-6
 
 
 def test_rows_of_a_run_have_bits_and_accuracy_of_answers(cwd):
@@ -179,7 +173,6 @@ def test_a_corpus_without_sequences_keeps_its_protocol_and_configuration():
     unchanged = config_hash(config, pinned=())
     assert config_hash(config | {"data": data}, pinned=()) == unchanged
     assert config_hash(config | {"data": data | {"sequence": 16}}, pinned=()) != unchanged
-    assert plan().protocol()["context"] == 2048
 
 
 # Mistakes
@@ -191,9 +184,7 @@ def test_a_corpus_without_sequences_keeps_its_protocol_and_configuration():
         (("batch.segment=32",), r"^batch\.segment=32: allowed with data\.sequence=16 is 16"),
         (("batch.carry=true",), r"^batch\.carry=true: allowed with data\.sequence=16 is false"),
         (("eval.bytes=15",), r"^eval\.bytes=15: allowed with data\.sequence=16 is 16 or more"),
-        (("eval.selection_bytes=15",), r"^eval\.selection_bytes=15: allowed with"),
         (("data.sequence=20", "batch.segment=20"), r"^data\.sequence=20: .* of 8 from 16 to 416$"),
-        (("data.sequence=8", "batch.segment=8"), r"^data\.sequence=8: allowed are multiples"),
         (("data.sequence=null",), r"^data\.sequence=None: allowed are multiples"),
         (("data.bytes=1000",), r"^data\.bytes=1000: allowed are multiples of data\.sequence=16$"),
         (("data.first_bytes=100",), r"^data\.first_bytes=100: allowed are multiples of data\.seq"),
