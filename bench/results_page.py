@@ -8,8 +8,9 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
+from bench import recall_by_key
 from bench.cost import dense_peak_flops
-from bench.evidence import cell_keys, missing_runs, scores_by_factor
+from bench.evidence import MIN_FACTORS, cell_keys, missing_runs, scores_by_factor
 from bench.published_runs import baseline_of, by_variant, differences, read_runs, run_conditions, scores_by_seed
 from bench.report.frame import REACHED_BITS
 from bench.report.uncertainty import MIN_SEEDS, TOO_FEW, Estimate, Pooled, estimate_mean, pooled_variance
@@ -77,6 +78,7 @@ def sections(folder: Path) -> str:
         ("Claims of the papers", claims_table(runs) if len(runs) else ""),
         ("Combinations", bits_table(combinations)),
         ("Copying from a distance", copy_table(read_runs(folder / "recall.jsonl"))),
+        ("Recall by key", mechanism_table(recall_by_key.cells(folder), recall_by_key.COLUMNS)),
         ("Skills", skills_table(read_runs(folder / "skills.jsonl"))),
         ("Recall with overwriting, 6 MB", skills_table(read_runs(folder / "skills_6mb.jsonl"))),
         ("Cost against context", cost_tables(folder / "cost.jsonl")),
@@ -234,12 +236,21 @@ def copy_table(runs: pd.DataFrame) -> str:
     return mechanism_table({f"`{name}`": row for name, row in texts.iterrows()}, columns)
 
 
+def best_rates(runs: pd.DataFrame) -> pd.DataFrame:
+    """The run of each mechanism, seed and corpus whose learning rate scored best on valid. If a
+    corpus has mechanisms with ``MIN_FACTORS`` rates, only these."""
+    rates = runs.groupby(["data", "variant"])["lr_factor"].transform("nunique")
+    most = rates.groupby(runs["data"]).transform("max")
+    kept = runs[(rates >= MIN_FACTORS) | (most < MIN_FACTORS)]
+    return kept.sort_values("valid").drop_duplicates(["data", "variant", "seed"])
+
+
 def skill_bits(runs: pd.DataFrame) -> pd.DataFrame:
     """Mean bits of an answer: a row per mechanism or predictor of ``skill_baselines.yaml``, and a column per skill and
     its answers. Rows are sorted by the mean over skills of each skill's mean: the lowest first, incomplete rows last."""
     rows = {name: flatten(bits, separator=", ") for name, bits in read_yaml("skill_baselines.yaml").items()}
     columns: dict[str, None] = {}
-    for skill, runs_of_skill in runs.groupby("data"):
+    for skill, runs_of_skill in best_rates(runs).groupby("data"):
         for name, group in by_variant(runs_of_skill):
             bits = pd.DataFrame([*group["copies"]]).mean().rename(lambda label, skill=skill: f"{skill}, {label}")
             rows.setdefault(name, {}).update(bits)

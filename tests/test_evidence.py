@@ -114,21 +114,26 @@ def test_recall_by_key_has_the_rate_that_is_between_others_or_learns(tmp_path):
         ("gated_delta", unfiltered): (2.1, 2.0, 1.9),
     }
     bits |= {("gated_delta",): (1.741, 1.742, 1.743), ("latent", shift): (2.3, 2.4, 2.5)}
-    lines = []
+    lines, start = [], ("sweep=recall_by_key", "seed=0")
     for (name, *options), scores in bits.items():
         for factor, score in zip(("0.5", "1", "2"), scores, strict=True):
-            words = ["sweep=recall_by_key", "seed=0", f"variant={name}", f"{LR_FACTORS[1]}={factor}", *options]
-            summary = {"status": "finished", "valid_bits_per_byte": score, "valid_floor_bits_per_byte": 1.739}
+            words = [*start, f"variant={name}", f"{LR_FACTORS[1]}={factor}", *options]
+            summary = {"valid_bits_per_byte": score, "valid_floor_bits_per_byte": 1.739}
+            summary["status"] = "finished"
             lines.append(json.dumps({"cell": words, "summary": summary}) + "\n")
     (tmp_path / "recall_by_key.jsonl").write_text("".join(lines))
-    further, seeds, keys = (text_stage(f"recall_{name}", tmp_path) for name in ("further", "seeds", "keys"))
-    start = ("sweep=recall_by_key", "seed=0")
-    unlearned = [("latent", "0.25", shift), ("gated_delta", "4", unfiltered)]
-    assert set(further) == {(*start, f"variant={v}", f"{LR_FACTORS[1]}={r}", option) for v, r, option in unlearned}
-    rates = [(words[2].removeprefix("variant="), *words[4:], words[3].partition("=")[2]) for words in seeds]
+    rate = LR_FACTORS[1]
+    assert set(text_stage("recall_further", tmp_path)) == {
+        (*start, "variant=latent", f"{rate}=0.25", shift),
+        (*start, "variant=gated_delta", f"{rate}=4", unfiltered),
+    }
+    rates = []
+    for _, _, variant, factor, *option in text_stage("recall_seeds", tmp_path):
+        rates.append((variant.partition("=")[2], *option, factor.partition("=")[2]))
     assert rates == [("mhsa", "1"), ("gated_delta", "0.5")] * 2 + [("mhsa", shift, "2")] * 2
-    rate = f"{LR_FACTORS[1]}=2"
-    assert keys[0] == (*start, "variant=mhsa", rate, shift, "data.sequence=32", "batch.streams=64") and len(keys) == 3
+    keys = text_stage("recall_keys", tmp_path)
+    sizes = ("data.sequence=32", "batch.streams=64")
+    assert keys[0] == (*start, "variant=mhsa", f"{rate}=2", shift, *sizes) and len(keys) == 3
     run_plan = plan(*(word for word in keys[-1] if word != shift))
     assert (run_plan.batch.segment, run_plan.model.span, run_plan.batch.streams) == (256, 256, 8)
     assert run_plan.optim["lr"] == 0.006 and run_plan.optim["schedule"].decay_fraction == 0.2

@@ -3,6 +3,7 @@
 import json
 import re
 
+import pandas as pd
 import pytest
 
 from bench import front_page, published_runs, results_page
@@ -53,6 +54,16 @@ def folder(tmp_path):
     worse["record"][0]["config"]["variant"]["lr_scale"]["muon"] = 1
     write("combinations", [worse, line("mhsa", 0, 2.625)])
     write("skills", skills)
+    summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped"}
+    curve = [{"answer_accuracy": {"all": a / 100}, "bytes_seen": a * 1e5} for a in (30, 99, 100)]
+    recall, cell = [], ["variant=mhsa", "++variant.lr_scale.adamw=1"]
+    for bits, accuracy, factor in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5")):
+        scores = {"valid_bits_per_byte": bits, "test_answer_accuracy": {"all": accuracy}}
+        words = [cell[0], f"++variant.lr_scale.adamw={factor}"]
+        summary |= scores | {"status": "finished"}
+        recall.append({"cell": words, "summary": dict(summary), "record": curve})
+    write("recall_by_key", recall)
+    write("recall_keys", [recall[0] | {"summary": summary | {"protocol": {"sequence": 32}}}])
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
                     "spans_from": None, "flops": {"executed_per_byte": 1.0e7},
                     "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
@@ -119,12 +130,21 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         "| mechanism | 1 | 2 to 512 |",
         "| `linear` | 1 | 0.500 | 4.000 |",
         "| `linear` | failed |",
+        "| `mhsa` | 0.995 | 9.9 | 1 | 2 | 0.200 |",
         "| `mhsa` | 0.1 |",
         "**Learned spans are better than a uniform span of the same mean**",
     ):
         assert words in text, words
     assert "2.7500" not in text, "of two learning rates only the better on valid is shown"
     assert "## Training speed" not in text, "a table without rows must be left out"
+
+
+def test_a_skill_with_searched_learning_rates_has_only_mechanisms_at_their_best_rate():
+    columns = ["data", "variant", "seed", "lr_factor", "valid"]
+    runs = [("copy", "mhsa", 0, factor, abs(factor - 2)) for factor in (1, 2, 4)]
+    runs += [("copy", "linear", 0, 1, 0.0), ("recall", "linear", 0, 1, 0.5)]
+    best = results_page.best_rates(pd.DataFrame(runs, columns=columns))
+    assert best.values.tolist() == [list(runs[1]), list(runs[-1])]
 
 
 @pytest.mark.parametrize(
