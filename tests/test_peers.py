@@ -2,6 +2,8 @@
 
 import json
 from collections import defaultdict
+from functools import partial
+from threading import Barrier
 from unittest.mock import MagicMock
 
 import pytest
@@ -63,10 +65,29 @@ def test_entries_take_turns_and_a_failed_entry_is_not_measured_again(monkeypatch
 
     monkeypatch.setattr("bench.turns.WorkerProcess", fake_worker)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
-    assert measure(entries, worker=PeerWorker, rounds=2, seconds=0.0) == entries
+    assert measure(entries, worker=PeerWorker, timed=("train",), rounds=2, seconds=0.0) == entries
     assert [name for method, name in calls if method == "times"] == ["a", "b", "b", "a"]
     assert entries[0].rounds["train"] == [[1.0], [2.0]]
     assert entries[2].reason == "x: not installed" and calls.count(("train_memory", "lost")) == 0
+
+
+def test_entries_are_prepared_at_the_same_time(monkeypatch):
+    together = Barrier(2, timeout=30)
+
+    def call_worker(name, method, *_, **__):
+        if method == "times":
+            return [1.0]
+        together.wait()
+        return identity("peers", variant=name) if method == "identity" else {}
+
+    def fake_worker(_, name, **__):
+        return MagicMock(call=partial(call_worker, name), __enter__=lambda self: self)
+
+    monkeypatch.setattr("bench.turns.WorkerProcess", fake_worker)
+    entries = [Entry(name=name, task=name) for name in ("a", "b")]
+    options = {"worker": PeerWorker, "timed": ("train",), "rounds": 1, "seconds": 0.0}
+    assert measure(entries, parallel=2, **options) == entries
+    assert [entry.rounds["train"] for entry in entries] == [[[1.0]], [[1.0]]]
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.faults)])
