@@ -42,7 +42,7 @@ def main() -> None:
 def blocks(folder: Path) -> dict[str, str]:
     """The generated text of each page."""
     pages = {README: readme_table(folder), PAGE: results_page.sections(folder)}
-    return pages | {GPU_PAGE: results_page.gpu_table(folder / "gpu.jsonl")}
+    return pages | {GPU_PAGE: results_page.gpu_sections(folder / "gpu.jsonl")}
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:

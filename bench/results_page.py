@@ -26,6 +26,15 @@ COST_TABLES = {
     "Training time, ms per byte": (1, "time.train_ms.p50"),
 }
 """For each title of a table, the divisor of its numbers and their dotted key in a row of ``bench.cost``."""
+GPU_COST_TABLES = {
+    "Training step, ms": (1, "time.train_ms.p50"),
+    "Forward pass of the whole context, ms": (1, "time.evaluate_ms.p50"),
+    "One byte of one stream, ms": (1, "time.generate_ms.p50"),
+    "One byte of each of 64 streams, ms": (1, "time.generate_64_ms.p50"),
+    "Peak memory of a training step, MiB": (MIB, "memory.train_peak_bytes"),
+    "Utilisation of a training step, %": (0.01, "utilisation.share"),
+}
+"""As ``COST_TABLES``, for rows of a GPU."""
 COST_CONDITIONS = ("device", "threads", "precision", "compile", "allocator", "streams", "segment")
 COLUMNS = ("variant", "seed", "data", "status", "valid", "test", "parameters", "flops", "ideal", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
@@ -135,12 +144,12 @@ def copy_reach(runs: pd.DataFrame) -> dict[str, str]:
     return texts
 
 
-def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
-    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in ``COST_CONDITIONS``."""
+def read_costs(path: Path, *keys: str, conditions: Sequence[str] = COST_CONDITIONS, **chosen: str) -> list[dict]:
+    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in ``conditions``."""
     rows = [row for row in read_rows(path) if chosen.items() <= row.items()]
-    names, conditions = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, COST_CONDITIONS))
-    if len(conditions) > 1 or len(names) < len(rows):
-        raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(COST_CONDITIONS)}")
+    names, measured = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, conditions))
+    if len(measured) > 1 or len(names) < len(rows):
+        raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(conditions)}")
     return rows
 
 
@@ -302,16 +311,23 @@ def skills_table(runs: pd.DataFrame) -> str:
 
 def cost_tables(path: Path) -> str:
     """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span."""
-    rows = read_costs(path, "variant", "length", mode="stream")
-    spans, tables = [f"{span:,}" for span in sorted({row["length"] for row in rows})], []
-    for title, (divisor, key) in COST_TABLES.items():
+    return quantity_tables(read_costs(path, "variant", "length", mode="stream"), COST_TABLES)
+
+
+def quantity_tables(rows: Sequence[dict], quantities: Mapping[str, tuple[float, str]]) -> str:
+    """A table for each quantity: a row per mechanism, a column per span, and another if compiled."""
+    spans = sorted({(row.get("compile", False), row["length"]) for row in rows})
+    headings = {span: f"{span[1]:,}{' compiled' if span[0] else ''}" for span in spans}
+    tables = []
+    for title, (divisor, key) in quantities.items():
         cells: dict[str, dict[str, str]] = {}
         for row in rows:
             cost = flatten(row).get(key)
-            number = (cost or 0) / divisor / (row["segment"] if "ms" in title else 1)
+            number = (cost or 0) / divisor / (row["segment"] if "ms per byte" in title else 1)
             text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-            cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = row["status"] if cost is None else text
-        tables.append(f"### {title}\n\n{mechanism_table(cells, spans)}")
+            heading = headings[row.get("compile", False), row["length"]]
+            cells.setdefault(f"`{row['variant']}`", {})[heading] = row["status"] if cost is None else text
+        tables.append(f"### {title}\n\n{mechanism_table(cells, list(headings.values()))}")
     return "\n\n".join(tables) if rows else ""
 
 
@@ -327,15 +343,40 @@ def speed_table(path: Path) -> str:
     return markdown_table(headings, rows)
 
 
-def gpu_table(path: Path) -> str:
-    """A table of runs that trained for equal seconds on a GPU, the best on valid first, with bzip2 as the last row.
+def gpu_sections(path: Path) -> str:
+    """The tables of a file of rows of GPUs: runs of equal seconds, runs of equal bytes, costs and profiles."""
+    costs = read_costs(path, "variant", "length", "compile", conditions=("device", "precision"), kind="cost")
+    profiles = [row for row in read_rows(path) if row.get("kind") == "profile"]
+    tables = [gpu_table(path, unit="seconds")]
+    if equal_bytes := gpu_table(path, unit="bytes"):
+        tables.append(f"### Equal bytes\n\n{equal_bytes}")
+    tables.append(quantity_tables(costs, GPU_COST_TABLES))
+    if profiles:
+        tables.append(f"### One training step\n\n{profile_table(profiles)}")
+    return "\n\n".join(filter(None, tables))
+
+
+def profile_table(profiles: Sequence[dict]) -> str:
+    """A table of the rows that ``tests/gpu_profile.py`` writes: launches, gaps and the longest kernels of a step."""
+    headings = ["mechanism", "compiled", "step, ms", "kernels, ms", "gaps, ms", "launches", "longest kernels, ms"]
+    rows = []
+    for row in profiles:
+        longest = ", ".join(f"`{kernel['name'][:40]}` {kernel['ms']:.2f}" for kernel in row["kernels"][:4])
+        times = [f"{row[key]:.2f}" for key in ("step_ms", "busy_ms", "gap_ms")]
+        rows.append([f"`{row['variant']}`", row["compile"], *times, f"{row['launches']:,.0f}", longest])
+    return markdown_table(headings, rows)
+
+
+def gpu_table(path: Path, *, unit: str) -> str:
+    """A table of runs on a GPU with a budget in ``unit``, the best on valid first, with bzip2 as the last row.
     ValueError if rows repeat a variant, differ in conditions, or are of a run without a score."""
     headings = ["mechanism", "bits per byte", "trained, MB", "bytes per second", "allocated, MiB", "MFLOP/byte"]
     headings += ["state, MiB", "utilisation", "parameters"]
-    runs, rows = {row["summary"]["variant"]: (cell_keys(row), row["summary"]) for row in read_rows(path)}, []
+    trained = [row for row in read_rows(path) if unit in row.get("summary", {}).get("budget", {})]
+    runs, rows = {row["summary"]["variant"]: (cell_keys(row), row["summary"]) for row in trained}, []
     conditions = {(run["device"], run["seed"], _conditions(cell, run)) for cell, run in runs.values()}
     unscored = any(run["status"] != "finished" or run["check"] in INCOMPARABLE_CHECKS for _, run in runs.values())
-    if len(conditions) > 1 or unscored or len(runs) < len([*read_rows(path)]):
+    if len(conditions) > 1 or unscored or len(runs) < len(trained):
         raise ValueError(f"{path}: rows repeat a variant, differ in device, seed or conditions, or have no score")
     for _, run in sorted(runs.values(), key=lambda cell_and_run: cell_and_run[1]["valid_bits_per_byte"]):
         speeds = [f"{run['bytes_seen'] / 1e6:.1f}", f"{run['bytes_per_second']:,.0f}"]

@@ -1,4 +1,5 @@
-"""Check the rows that ``tests/gpu_first_run.sh`` wrote: ``python -m tests.gpu_rows FOLDER DEVICE``."""
+"""Rows that ``tests/gpu_first_run.sh`` wrote: ``python -m tests.gpu_rows check RUNS DEVICE`` compares runs with each other,
+and ``python -m tests.gpu_rows publish ROWS`` puts rows among the committed ones, for ``python -m bench.front_page``."""
 
 import json
 import re
@@ -6,8 +7,36 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from harness.record.rows import read_rows
+from harness.record.rows import append_row, read_rows
 
+COMMITTED = Path(__file__).resolve().parents[1] / "bench" / "results" / "gpu.jsonl"
+SHOWN = (
+    "kind",
+    "variant",
+    "commit",
+    "device",
+    "precision",
+    "compile",
+    "mode",
+    "length",
+    "segment",
+    "streams",
+    "status",
+)
+SHOWN += (
+    "reason",
+    "backend",
+    "spans_from",
+    "memory",
+    "time",
+    "utilisation",
+    "step_ms",
+    "busy_ms",
+    "gap_ms",
+    "launches",
+)
+SHOWN += ("kernels",)
+"""The keys of costs and profiles that are committed."""
 RECOMPILE_LIMIT = 8
 """Recompilations of one function after which dynamo runs it eagerly."""
 
@@ -33,13 +62,24 @@ def check(folder: Path, *, device: str) -> None:
     if device == "cuda":
         assert speeds["compiled"] > speeds["eager"], "compilation does not pay: the eager run is at least as fast"
         assert 0.67 < measured / predicted < 1.5, "the prediction of bench.fit is far from the measured peak"
-    for row in read_rows(folder / "cost.jsonl"):
-        assert row["status"] == "measured", row["reason"]
-        share = (row["utilisation"] or {}).get("share")
-        print(f"utilisation: {share if share is not None else 'no peak is known for this device'}")
-        if share is not None:
-            assert 0 < share < 1, "utilisation must be between 0 and 1"
+
+
+def publish(folder: Path, *, file: Path = COMMITTED) -> None:
+    """Replace the rows of equal bytes, costs and profiles in ``file`` by those of a folder. AssertionError for a
+    utilisation that is not between 0 and 1."""
+    rows = [row for row in read_rows(file) if "seconds" in row.get("summary", {}).get("budget", {})]
+    rows += read_rows(folder / "training.jsonl")
+    for row in read_rows(folder / "cost.jsonl") + read_rows(folder / "profile.jsonl"):
+        share = (row.get("utilisation") or {}).get("share")
+        assert share is None or 0 < share < 1, f"{row['variant']}: utilisation must be between 0 and 1"
+        rows.append({key: row[key] for key in SHOWN if key in row})
+    file.unlink(missing_ok=True)
+    for row in rows:
+        append_row(file, row)
 
 
 if __name__ == "__main__":
-    check(Path(sys.argv[1]), device=sys.argv[2])
+    if sys.argv[1] == "check":
+        check(Path(sys.argv[2]), device=sys.argv[3])
+    else:
+        publish(Path(sys.argv[2]))
