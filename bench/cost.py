@@ -50,23 +50,12 @@ class CostSettings:
     streams: Annotated[int, Gt(0)]
     step_bytes: Annotated[int, Gt(0)] | None
     compile: Annotated[list[bool], MinLen(1)] | None
-    generate: list[Literal[1, 64]]
+    timed: list[Literal["train", "evaluate", "generate", "generate_64"]]
     parallel: Annotated[int, Gt(0)] | None
     rounds: Annotated[int, Gt(0)]
     seconds: Annotated[float, Gt(0)]
     memory_limit_gib: Annotated[float, Gt(0)] | None
     rows: str | None
-
-    @property
-    def quantities(self) -> list[str]:
-        """Names of the timed quantities, as ``CostWorker.times`` takes them."""
-        generations = ["generate" if n == 1 else f"generate_{n}" for n in self.generate]
-        return ["train", "evaluate", *generations]
-
-    def measured_by(self, row: dict) -> tuple:
-        """What tells the entries apart that a row has measured."""
-        compiled = row["compile"] if self.compile else None
-        return row["variant"], row["mode"], row["length"], compiled
 
 
 COMMAND_KEYS = tuple(CostSettings.__dataclass_fields__)
@@ -81,14 +70,14 @@ def main(cfg: DictConfig) -> None:
     configs = [recompose("cost", f"variant={name}", pop=COMMAND_KEYS) for name in settings.variants or ()] or [cfg]
     plans = [make_plan(config) for config in configs]
     file = RowFile(Path(cfg.outputs), command="cost", path=settings.rows)
-    measured = {settings.measured_by(row) for row in read_rows(file.path)}
+    keys = ("variant", "mode", "length", *["compile"] * bool(settings.compile))
+    measured = [[row[key] for key in keys] for row in read_rows(file.path)]
     groups = []
     for length in settings.lengths:
         entries = []
-        for config, backend, compiled in product(configs, settings.backends, settings.compile or [None]):
-            if (config.variant.name, settings.mode, length, compiled) not in measured:
-                words = {"compiled": compiled, "settings": settings}
-                entries.append(make_entry(config, backend, length, **words))
+        for config, backend, *compiled in product(configs, settings.backends, *filter(None, [settings.compile])):
+            if [config.variant.name, settings.mode, length, *compiled] not in measured:
+                entries.append(make_entry(config, backend, length, *compiled, settings=settings))
         size = settings.parallel or max(len(entries), 1)
         groups += [entries[first : first + size] for first in range(0, len(entries), size)]
     for plan in plans:
@@ -102,11 +91,9 @@ def main(cfg: DictConfig) -> None:
     print(f"rows: {file.path}")
 
 
-def make_entry(
-    config: DictConfig, backend: str, length: int, *, compiled: bool | None, settings: CostSettings
-) -> Entry:
-    """The entry that measures a variant's configuration with a backend at a length in bytes; ``compiled`` is the value
-    of ``runtime.compile``, or None for the configuration's."""
+def make_entry(config: DictConfig, backend: str, length: int, *compiled: bool, settings: CostSettings) -> Entry:
+    """The entry that measures a variant's configuration with a backend at a length in bytes. ``compiled``, if given, is
+    the value of ``runtime.compile``."""
     carry = settings.mode == "stream"
     config = copy.deepcopy(config)
     config.batch.update({"carry": carry, "accumulate": 1})
@@ -114,8 +101,8 @@ def make_entry(
     config.batch.streams = settings.streams
     if settings.step_bytes:
         config.batch.streams = max(1, settings.step_bytes // config.batch.segment)
-    if compiled is not None:
-        config.runtime.compile = compiled
+    if compiled:
+        (config.runtime.compile,) = compiled
     config.runtime.backend, config.model.span = backend, length
     task = Task(config=make_plan(config).config, spans=settings.spans, command=typed_command("cost"))
     return Entry(name=f"length {length}: {config.variant.name}, {backend}", task=task)
@@ -126,7 +113,7 @@ def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[dict]
     again alone, because the processes of the others also use memory."""
     limit = None if settings.memory_limit_gib is None else int(settings.memory_limit_gib * 2**30)
     options = {"worker": CostWorker, "rounds": settings.rounds, "seconds": settings.seconds, "limit_bytes": limit}
-    options["timed"] = settings.quantities
+    options["timed"] = settings.timed
     measured, rows = measure(entries, parallel=settings.parallel or 1, **options), []
     for entry in measured:
         repeat = entry.status == OUT_OF_MEMORY and len(measured) > 1
@@ -149,7 +136,7 @@ def make_row(entry: Entry, *, settings: CostSettings, interleaved: bool) -> dict
     row |= {"mode": settings.mode, "length": length, "segment": batch["segment"], "span": length}
     row |= {"streams": batch["streams"], "memory_limit_gib": settings.memory_limit_gib}
     row |= {"status": entry.status or "measured", "reason": entry.reason, "interleaved": interleaved}
-    row["time"] = {f"{quantity}_ms": entry.percentiles(quantity) for quantity in settings.quantities}
+    row["time"] = {f"{quantity}_ms": entry.percentiles(quantity) for quantity in settings.timed}
     return row | {"utilisation": utilisation(row)}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from bench import results_page
+from bench import gpu_page, results_page
 from bench.report import drawing
 from bench.report.compare import VARIANTS
 from bench.report.drawing import FONT_POINTS, INK
@@ -42,7 +42,7 @@ def main() -> None:
 def blocks(folder: Path) -> dict[str, str]:
     """The generated text of each page."""
     pages = {README: readme_table(folder), PAGE: results_page.sections(folder)}
-    return pages | {GPU_PAGE: results_page.gpu_sections(folder / "gpu.jsonl")}
+    return pages | {GPU_PAGE: gpu_page.gpu_sections(folder / "gpu.jsonl")}
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:

@@ -26,15 +26,6 @@ COST_TABLES = {
     "Training time, ms per byte": (1, "time.train_ms.p50"),
 }
 """For each title of a table, the divisor of its numbers and their dotted key in a row of ``bench.cost``."""
-GPU_COST_TABLES = {
-    "Training step, ms": (1, "time.train_ms.p50"),
-    "Forward pass of the whole context, ms": (1, "time.evaluate_ms.p50"),
-    "One byte of one stream, ms": (1, "time.generate_ms.p50"),
-    "One byte of each of 64 streams, ms": (1, "time.generate_64_ms.p50"),
-    "Peak memory of a training step, MiB": (MIB, "memory.train_peak_bytes"),
-    "Utilisation of a training step, %": (0.01, "utilisation.share"),
-}
-"""As ``COST_TABLES``, for rows of a GPU."""
 COST_CONDITIONS = ("device", "threads", "precision", "compile", "allocator", "streams", "segment")
 COLUMNS = ("variant", "seed", "data", "status", "valid", "test", "parameters", "flops", "ideal", "state", "peak")
 COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
@@ -340,30 +331,6 @@ def speed_table(path: Path) -> str:
         speeds = [f"{row['bytes_per_second']:,.0f}", f"{row['relative_to_reference']:.2f}"]
         sizes = [f"{row['memory']['train_peak_bytes'] / MIB:,.0f}", f"{row['parameters']['total']:,}"]
         rows.append([f"`{row['name']}`", *speeds, "{:.2f} to {:.2f}".format(*row["relative_range"]), *sizes])
-    return markdown_table(headings, rows)
-
-
-def gpu_sections(path: Path) -> str:
-    """The tables of a file of rows of GPUs: runs of equal seconds, runs of equal bytes, costs and profiles."""
-    costs = read_costs(path, "variant", "length", "compile", conditions=("device", "precision"), kind="cost")
-    profiles = [row for row in read_rows(path) if row.get("kind") == "profile"]
-    tables = [gpu_table(path, unit="seconds")]
-    if equal_bytes := gpu_table(path, unit="bytes"):
-        tables.append(f"### Equal bytes\n\n{equal_bytes}")
-    tables.append(quantity_tables(costs, GPU_COST_TABLES))
-    if profiles:
-        tables.append(f"### One training step\n\n{profile_table(profiles)}")
-    return "\n\n".join(filter(None, tables))
-
-
-def profile_table(profiles: Sequence[dict]) -> str:
-    """A table of the rows that ``tests/gpu_profile.py`` writes: launches, gaps and the longest kernels of a step."""
-    headings = ["mechanism", "compiled", "step, ms", "kernels, ms", "gaps, ms", "launches", "longest kernels, ms"]
-    rows = []
-    for row in profiles:
-        longest = ", ".join(f"`{kernel['name'][:40]}` {kernel['ms']:.2f}" for kernel in row["kernels"][:4])
-        times = [f"{row[key]:.2f}" for key in ("step_ms", "busy_ms", "gap_ms")]
-        rows.append([f"`{row['variant']}`", row["compile"], *times, f"{row['launches']:,.0f}", longest])
     return markdown_table(headings, rows)
 
 

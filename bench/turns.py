@@ -139,12 +139,11 @@ def measure(
 
 def _without_repeated_code(entries: Sequence[Entry]) -> list[Entry]:
     """The entries without those that run the same code as an earlier one, whose processes are closed."""
-    kept: list[Entry] = []
+    kept: dict[str | int, Entry] = {}
     for entry in entries:
-        code = [entry.facts.get(key) for key in CODE_KEYS]
-        was_built = entry.facts.get("backend") is not None
-        if was_built and any(code == [earlier.facts.get(key) for key in CODE_KEYS] for earlier in kept):
+        was_built = entry.facts.get("backend")
+        code = repr([entry.facts.get(key) for key in CODE_KEYS]) if was_built else id(entry)
+        if code in kept:
             entry.process.close()
-        else:
-            kept.append(entry)
-    return kept
+        kept.setdefault(code, entry)
+    return list(kept.values())

@@ -1,5 +1,5 @@
-"""Rows that ``tests/gpu_first_run.sh`` wrote: ``python -m tests.gpu_rows check RUNS DEVICE`` compares runs with each other,
-and ``python -m tests.gpu_rows publish ROWS`` puts rows among the committed ones, for ``python -m bench.front_page``."""
+"""What ``tests/gpu_first_run.sh`` does with its rows: ``python -m tests.gpu_rows check RUNS DEVICE`` compares runs with each
+other; ``python -m tests.gpu_rows publish ROWS`` puts rows among the committed ones, for ``python -m bench.front_page``."""
 
 import json
 import re
@@ -10,53 +10,34 @@ from pathlib import Path
 from harness.record.rows import append_row, read_rows
 
 COMMITTED = Path(__file__).resolve().parents[1] / "bench" / "results" / "gpu.jsonl"
-SHOWN = (
-    "kind",
-    "variant",
-    "commit",
-    "device",
-    "precision",
-    "compile",
-    "mode",
-    "length",
-    "segment",
-    "streams",
-    "status",
-)
-SHOWN += (
-    "reason",
-    "backend",
-    "spans_from",
-    "memory",
-    "time",
-    "utilisation",
-    "step_ms",
-    "busy_ms",
-    "gap_ms",
-    "launches",
-)
-SHOWN += ("kernels",)
-"""The keys of costs and profiles that are committed."""
+NESTED = ("memory", "time", "utilisation", "kernels")  # dictionaries of costs and profiles that are committed
+OMITTED = ("command", "source", "tree", "config_hash")
 RECOMPILE_LIMIT = 8
 """Recompilations of one function after which dynamo runs it eagerly."""
 
 
-def check(folder: Path, *, device: str) -> None:
-    """Print the compared numbers. AssertionError names the first comparison that fails."""
+def check_folder(folder: Path, *, device: str) -> None:
+    """Call ``check`` with the files of a folder."""
     runs = {}
     for name in ("compiled", "again", "eager"):
         runs[name] = json.loads((folder / name / "latest" / "summary.json").read_text())
+    mib = re.search(r"^peak, MiB +([\d.,]+)", (folder / "fit.txt").read_text(), re.MULTILINE)[1]
+    predicted = float(mib.replace(",", "")) * 2**20
+    check(runs, predicted=predicted, log=(folder / "compiled.log").read_text(), device=device)
+
+
+def check(runs: dict[str, dict], *, predicted: float, log: str, device: str) -> None:
+    """Print the numbers of three runs, the bytes that ``bench.fit`` predicted, and the recompilations in a log.
+    AssertionError names the first comparison that fails."""
     bits = {name: run["valid_bits_per_byte"] for name, run in runs.items()}
     print("bits per byte:", bits)
     assert bits["compiled"] == bits["again"], "two compiled runs of one seed differ: something is not deterministic"
     assert abs(bits["compiled"] - bits["eager"]) < 0.02, "compiled and eager runs differ by more than rounding"
     speeds = {name: run["bytes_per_second"] for name, run in runs.items()}
     print("bytes per second:", speeds)
-    recompiled = Counter(re.findall(r"Recompiling function (.*)", (folder / "compiled.log").read_text()))
+    recompiled = Counter(re.findall(r"Recompiling function (.*)", log))
     print("recompilations:", dict(recompiled))
     assert max(recompiled.values(), default=0) < RECOMPILE_LIMIT, "a function reached dynamo's limit and runs eagerly"
-    mib = re.search(r"^peak, MiB +([\d.,]+)", (folder / "fit.txt").read_text(), re.MULTILINE)[1]
-    predicted = float(mib.replace(",", "")) * 2**20
     measured = runs["eager"]["memory"]["peak_bytes"]
     print(f"peak memory: {measured:,} bytes, predicted {predicted:,.0f}")
     if device == "cuda":
@@ -70,16 +51,17 @@ def publish(folder: Path, *, file: Path = COMMITTED) -> None:
     rows = [row for row in read_rows(file) if "seconds" in row.get("summary", {}).get("budget", {})]
     rows += read_rows(folder / "training.jsonl")
     for row in read_rows(folder / "cost.jsonl") + read_rows(folder / "profile.jsonl"):
-        share = (row.get("utilisation") or {}).get("share")
-        assert share is None or 0 < share < 1, f"{row['variant']}: utilisation must be between 0 and 1"
-        rows.append({key: row[key] for key in SHOWN if key in row})
-    file.unlink(missing_ok=True)
+        share = (row.get("utilisation") or {}).get("share", 0.5)
+        assert 0 < share < 1, f"{row['variant']}: utilisation must be between 0 and 1"
+        shown = {key: value for key, value in row.items() if key in NESTED or not isinstance(value, dict)}
+        rows.append({key: value for key, value in shown.items() if key not in OMITTED})
+    file.unlink()
     for row in rows:
         append_row(file, row)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "check":
-        check(Path(sys.argv[2]), device=sys.argv[3])
+        check_folder(Path(sys.argv[2]), device=sys.argv[3])
     else:
         publish(Path(sys.argv[2]))

@@ -1,6 +1,5 @@
 """``tests/gpu_first_run.sh``: its commands compose for a GPU, none stops the others, and its rows become tables."""
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -8,13 +7,14 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from bench.results_page import gpu_sections
+from bench.gpu_page import gpu_sections
 from harness.plan.build import plan_run
+from harness.record.rows import append_row, read_rows
 from tests import gpu_rows
 from tests.bench_rows import cost_row
 from tests.command_line import ROOT
-from tests.gpu_profile import summarise
-from tests.small_configs import CONF, VARIANT_NAMES, compose_config
+from tests.gpu_profile import profile_step
+from tests.small_configs import CONF, TINY, VARIANT_NAMES, compose_config
 
 STUB = """#!/bin/sh
 case "$*" in -c*) echo 2; exit;; esac
@@ -72,68 +72,47 @@ def test_sweeps_for_a_gpu_leave_out_comparisons_combinations_and_variants_withou
     assert swept == {*VARIANT_NAMES} - comparisons - combinations - without_kernel
 
 
-@pytest.fixture
-def rows(tmp_path):
-    """A function that writes the files of a successful first run; its arguments change the file or row ``name``."""
-    summary = {"valid_bits_per_byte": 3.0, "bytes_per_second": 200.0, "memory": {"peak_bytes": 100 * 2**20}}
-
-    def write(name: str = "", **changes: object) -> Path:
-        for run in ("compiled", "again", "eager"):
-            folder = tmp_path / run / "latest"
-            folder.mkdir(parents=True, exist_ok=True)
-            speed = {"bytes_per_second": 100.0} if run == "eager" else {}
-            (folder / "summary.json").write_text(json.dumps(summary | speed | (changes if run == name else {})))
-        (tmp_path / "compiled.log").write_text("Recompiling function f\n" * (9 if name == "log" else 2))
-        (tmp_path / "fit.txt").write_text(f"peak, MiB  {changes['peak'] if name == 'fit' else 110}  of a step\n")
-        return tmp_path
-
-    return write
+RUN = {"valid_bits_per_byte": 3.0, "bytes_per_second": 200.0, "memory": {"peak_bytes": 100}}
+RUNS = {"compiled": RUN, "again": RUN, "eager": RUN | {"bytes_per_second": 100.0}}
 
 
-def test_rows_that_agree_pass(rows, capsys):
-    gpu_rows.check(rows(), device="cuda")
+def test_runs_that_agree_pass(capsys):
+    gpu_rows.check(RUNS, predicted=110, log="Recompiling function f\n" * 2, device="cuda")
     assert "recompilations: {'f': 2}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "predicted", "n_recompiled", "message"),
     [
-        ("again", {"valid_bits_per_byte": 3.0001}, "deterministic"),
-        ("eager", {"valid_bits_per_byte": 3.1}, "rounding"),
-        ("eager", {"bytes_per_second": 300.0}, "does not pay"),
-        ("log", {}, "dynamo's limit"),
-        ("fit", {"peak": 10}, "far from"),
+        ("again", {"valid_bits_per_byte": 3.0001}, 110, 2, "deterministic"),
+        ("eager", {"valid_bits_per_byte": 3.1}, 110, 2, "rounding"),
+        ("eager", {"bytes_per_second": 300.0}, 110, 2, "does not pay"),
+        ("eager", {}, 110, 9, "dynamo's limit"),
+        ("eager", {}, 10, 2, "far from"),
     ],
 )
-def test_rows_that_disagree_are_an_error(rows, name, changes, message):
+def test_runs_that_disagree_are_an_error(name, changes, predicted, n_recompiled, message):
+    runs = RUNS | {name: RUNS[name] | changes}
     with pytest.raises(AssertionError, match=message):
-        gpu_rows.check(rows(name, **changes), device="cuda")
+        gpu_rows.check(runs, predicted=predicted, log="Recompiling function f\n" * n_recompiled, device="cuda")
 
 
 def test_published_rows_become_tables(tmp_path):
-    committed = (ROOT / "bench" / "results" / "gpu.jsonl").read_text()
-    run = json.loads(committed.splitlines()[0])
-    run["summary"]["budget"] = {"bytes": 16e6}
-    kernels = summarise([(0, 4000, "gemm"), (3000, 6000, "softmax"), (7000, 10000, "gemm")], steps=2)
-    share = {"flops_per_s": 3e14, "peak_flops_per_s": 1e15, "share": 0.3}
-    costs = [cost_row(compile=compiled, utilisation=share) for compiled in (False, True)]
-    written = {
-        "training": [run],
-        "cost": costs,
-        "profile": [{"kind": "profile", "variant": "mhsa", "compile": True} | kernels],
-    }
-    for name, lines in written.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     file = tmp_path / "gpu.jsonl"
-    file.write_text(committed)
+    file.write_text((ROOT / "bench" / "results" / "gpu.jsonl").read_text())
+    run = read_rows(file)[0]
+    run["summary"]["budget"] = {"bytes": 16e6}
+    append_row(tmp_path / "training.jsonl", run)
+    append_row(tmp_path / "cost.jsonl", cost_row(compile=True, utilisation={"share": 0.3}))
+    profiled = profile_step("variant=mhsa", *TINY, "data=synthetic_text", "data.bytes=20000")
+    assert 0 < profiled["busy_ms"] < profiled["step_ms"]
+    append_row(tmp_path / "profile.jsonl", profiled | {"launches": 1234})
     for _ in range(2):  # rows of an earlier call are replaced
         gpu_rows.publish(tmp_path, file=file)
-        assert len(file.read_text().splitlines()) == len(committed.splitlines()) + 4
+        assert len(read_rows(file)) == 4 + 3
     tables = gpu_sections(file)
-    assert "### Equal bytes" in tables and "| `mhsa` | 30 | 30 |" in tables
-    assert "| mechanism | 512 | 512 compiled |" in tables
-    assert "| `mhsa` | True | 5.00 | 4.50 | 0.50 | 2 | `gemm` 3.50, `softmax` 1.50 |" in tables
-    costs[0]["utilisation"]["share"] = 1.2
-    (tmp_path / "cost.jsonl").write_text(json.dumps(costs[0]) + "\n")
+    assert "### Equal bytes" in tables and "| mechanism | 512 compiled |" in tables and "| `mhsa` | 30 |" in tables
+    assert "### Launches of kernels\n\n| mechanism | 16 |\n| --- | --: |\n| `mhsa` | 1,234 |" in tables
+    append_row(tmp_path / "cost.jsonl", cost_row(utilisation={"share": 1.2}))
     with pytest.raises(AssertionError, match="between 0 and 1"):
         gpu_rows.publish(tmp_path, file=file)
