@@ -6,6 +6,7 @@
 # off does not stop the others, and one that has succeeded is skipped by the next call. docs/gpu.md explains stages and
 # failures. Environment variables:
 #   PYTHON  the interpreter, by default python3     ROWS  folder of rows and log, by default outputs/gpu_first_run
+#   RUNS    folder of the run folders, by default outputs/gpu_first_run_folders
 #   CORPUS  a text to train on, also compressed, by default enwik8, which is downloaded
 set -u
 cd "$(dirname "$0")/.." || exit
@@ -18,8 +19,8 @@ esac
 stages=${*:-kernels costs training profile agreement}
 python=${PYTHON:-python3}
 rows=${ROWS:-outputs/gpu_first_run}
-runs=outputs/gpu_first_run_folders
-plain_corpus=outputs/gpu_first_run_corpus
+runs=${RUNS:-outputs/gpu_first_run_folders}
+plain_corpus=$runs/corpus
 first=mhsa,adaptive_span,all_attention,product_key_memory
 swept=$(sed -n 's/^ *variant: //p' conf/sweep/leaderboard.yaml)
 shipped=$(ls conf/variant | sed 's/.yaml$//' | grep -v '^mhsa_span_' | paste -sd,) # spans are set by the lengths
@@ -205,6 +206,8 @@ if stage agreement 480 "contract, predicted memory, and compiled runs against an
   compare again runtime.compile=true
   compare eager runtime.compile=false
   job agreement_rows 20 "$python" -m tests.gpu_rows check "$runs" "$device"
+  # At dynamo's limit of 8 recompilations, a function runs eagerly from then on.
+  job agreement_recompilations 10 sh -c "grep -o 'Recompiling function .*' '$runs/compiled.log' | sort | uniq -c | awk '\$1 >= 8 {exit 1} 1'"
   if [ "$mode" = plan ] || [ "$("$python" -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ]; then
     job agreement_processes 60 "$python" -m torch.distributed.run --nproc-per-node 2 train.py $ours data=stdlib budget.steps=20 eval.bytes=100000 outputs="$runs/two"
   fi

@@ -94,7 +94,6 @@ def test_rows_of_each_group_are_kept_and_what_they_measured_is_skipped(cwd, monk
     assert cost(*words, "compile=[false]").code
     rows = [json.loads(line) for line in (cwd / "r.jsonl").read_text().splitlines()]
     assert [(row["variant"], row["streams"]) for row in rows] == [("mhsa", 4), ("linear", 4)]
-    assert all(row["time"]["generate_64_ms"]["p50"] > 0 for row in rows)
     assert "one byte of 64 streams, ms" in headings(rows)
     assert cost(*words, "compile=[false,true]").code
     assert [entry.task.config["runtime"]["compile"] for entry in measure.call_args.args[0]] == [True, True]
