@@ -77,7 +77,7 @@ def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[boo
     """Return what ``agreement`` returns for a backend, computed in a worker process once for equal arguments. If it
     has passed, this holds for later processes, too."""
     settings = dataclasses.replace(small.runtime, backend=backend, device=str(runtime.device), compile=False)
-    conditions = [backend, runtime.describe() | {"compile": False}]
+    conditions = [backend, runtime.describe() | {"compile": False, "threads": None}]
     conditions += [small.config[name] for name in ("variant", "position", "model")]
     key = json.dumps([*conditions, source.digest(small.config, trust=small.trust)])
     marker = cache_folder() / "agreed" / hashlib.sha256(key.encode()).hexdigest()
