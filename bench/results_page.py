@@ -350,7 +350,8 @@ def gpu_table(path: Path, *, unit: str) -> str:
         memory, flops = run["memory"], run["flops_per_byte"]["executed"]
         peak = dense_peak_flops(run["device"], run["precision"])
         costs = [f"{memory['peak_bytes'] / MIB:,.0f}", f"{flops / 1e6:.1f}", f"{memory['state_bytes'] / MIB:.1f}"]
-        costs += [f"{run['training_flops'] / run['seconds'] / peak:.1%}", f"{run['parameters']['total']:,}"]
+        share = f"{run['training_flops'] / run['seconds'] / peak:.1%}" if peak else ""
+        costs += [share, f"{run['parameters']['total']:,}"]
         rows.append([f"`{run['variant']}`", f"{run['valid_bits_per_byte']:.4f}", *speeds, *costs])
     if rows:
         rows.append(["bzip2 -9", f"{run['compressors']['valid']['bzip2']:.4f}", *[""] * 7])
