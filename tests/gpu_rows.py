@@ -10,7 +10,16 @@ from harness.record.rows import append_row, read_rows
 
 COMMITTED = Path(__file__).resolve().parents[1] / "bench" / "results" / "gpu.jsonl"
 NESTED = ("memory", "time", "utilisation", "kernels")  # dictionaries of costs and profiles that are committed
-OMITTED = ("command", "source", "tree", "config_hash")
+OMITTED = (
+    "command",
+    "source",
+    "tree",
+    "config_hash",
+    "instruction_set",
+    "recomputation",
+    "allocator",
+    "memory_limit_gib",
+)
 
 
 def check_folder(folder: Path, *, device: str) -> None:
