@@ -45,7 +45,7 @@ def main(cfg: DictConfig) -> None:
     settings = parse_section(PeerSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
     file = RowFile(Path(cfg.outputs), command="peers", path=settings.rows)
     entries = make_entries(cfg, settings.variants)
-    measure(entries, worker=PeerWorker, rounds=settings.rounds, seconds=settings.seconds)
+    measure(entries, worker=PeerWorker, timed=("train",), rounds=settings.rounds, seconds=settings.seconds)
     reference = entries[0]
     rows = [file.append(make_row(entry, reference)) | {"read_from": str(file.path.parent)} for entry in entries]
     for table in peer_tables(rows):

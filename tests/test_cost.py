@@ -86,6 +86,19 @@ def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(
     assert "evaluation backend" in outcome.out and "evaluation backend" not in headings([plain])
 
 
+def test_rows_of_each_group_are_kept_and_what_they_measured_is_skipped(cwd, monkeypatch):
+    words = ("variants=[mhsa,linear]", "lengths=[32,64]", "backends=[auto]", "step_bytes=128", "rows=r.jsonl")
+    words += ("timed=[train,generate_64]", "parallel=3")
+    measure = Mock(side_effect=[turns.measure, RuntimeError, RuntimeError])
+    monkeypatch.setattr(turns, "measure", lambda *group, **options: measure(*group)(*group, **options))
+    assert cost(*words, "compile=[false]").code
+    rows = [json.loads(line) for line in (cwd / "r.jsonl").read_text().splitlines()]
+    assert [(row["variant"], row["streams"]) for row in rows] == [("mhsa", 4), ("linear", 4)]
+    assert "one byte of 64 streams, ms" in headings(rows)
+    assert cost(*words, "compile=[false,true]").code
+    assert [entry.task.config["runtime"]["compile"] for entry in measure.call_args.args[0]] == [True, True]
+
+
 def test_by_default_a_quantity_is_timed_in_twenty_calls_or_for_a_minute():
     """A round has at least one call in ``bench.cost`` and two in ``bench.peers``."""
     assert compose_config(name="cost").rounds >= MIN_CALLS

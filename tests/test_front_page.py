@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from bench import front_page, published_runs, results_page
+from bench import front_page, gpu_page, published_runs, results_page
 from bench.evidence import LR_FACTORS
 from bench.front_page import BEGIN, END, README, RESULTS, between_markers
 from bench.text_figures import recall_curves, recall_finding, state_finding
@@ -54,14 +54,15 @@ def folder(tmp_path):
     worse["record"][0]["config"]["variant"]["lr_scale"]["muon"] = 1
     write("combinations", [worse, line("mhsa", 0, 2.625)])
     write("skills", skills)
-    summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped"}
+    summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped", "seed": 0}
     curve = [{"answer_accuracy": {"all": a / 100}, "bytes_seen": a * 1e5} for a in (30, 99, 100)]
     recall, cell = [], ["variant=mhsa", "++variant.lr_scale.adamw=1"]
     for bits, accuracy, factor in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5")):
         scores = {"valid_bits_per_byte": bits, "test_answer_accuracy": {"all": accuracy}}
         words = [cell[0], f"++variant.lr_scale.adamw={factor}"]
+        options = {"config": {"variant": {"name": "mhsa", "attention": {}, "lr_scale": {"adamw": factor}}}}
         summary |= scores | {"status": "finished"}
-        recall.append({"cell": words, "summary": dict(summary), "record": curve})
+        recall.append({"cell": words, "summary": dict(summary), "record": [options, *curve]})
     write("recall_by_key", recall)
     write("recall_keys", [recall[0] | {"summary": summary | {"protocol": {"sequence": 32}}}])
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
@@ -178,7 +179,7 @@ def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(fo
     gpu = json.loads((ROOT / RESULTS / "gpu.jsonl").read_text().splitlines()[0])
     changes = [("device", "Another"), ("seed", 7), ("check", "not causal"), ("budget", {"seconds": 600.0})]
     wrong = [(gpu, gpu | {"summary": gpu["summary"] | {"variant": "linear", key: changed}}) for key, changed in changes]
-    cases = [(results_page.gpu_table, rows) for rows in [(gpu, gpu), *wrong]]
+    cases = [(gpu_page.gpu_sections, rows) for rows in [(gpu, gpu), *wrong]]
     cases += [(results_page.cost_tables, (cost, cost | change)) for change in ({}, {"variant": "linear", "threads": 2})]
     cases += [(results_page.speed_table, (peer, peer | change)) for change in ({}, {"name": "mhsa", "threads": 9})]
     for table, rows in [*cases, (results_page.learning_rate_table, rates)]:
