@@ -262,8 +262,11 @@ class Attention(MultiHead, OnKernels):
             return None
         if self.cache == "hidden":
             return last(self.present_reach(), 1, None, state)
+        parts = before(state, None)
+        if len(parts) > 1:  # made outside of a graph, which has cut the past of each head to its own length
+            return state
         # All heads keep the same length, because a state with one tensor per head would recompile the graph.
-        return last_keys([], *before(state, None), self.present_reach())
+        return last_keys([], *parts, self.present_reach())
 
     def present_reach(self) -> int:
         """Return the largest distance in bytes at which an input can move an output, with the present spans."""
