@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -35,8 +36,8 @@ def admission(plan: Plan) -> str:
     if not plan.check:
         print("check=false: the mechanism is not checked, and no table compares this run", flush=True)
         return "unchecked"
-    marker = cache_folder() / "checked" / _identity(plan)
-    if not marker.exists():
+    identity = _identity(plan)
+    if not _was_checked(identity):
         print("check: the mechanism is not a shipped one; it is checked once at the sizes of this run", flush=True)
         if broken := next((finding for finding in findings(plan) if not finding.passed), None):
             raise ValueError(
@@ -44,8 +45,20 @@ def admission(plan: Plan) -> str:
                 'check=false trains anyway and marks the row "unchecked"'
             )
         with suppress(StorageFailure):  # without the marker, the next run checks again
-            write_atomically(marker, b"")
+            write_atomically(_marker(identity), b"")
     return "passed"
+
+
+def _marker(identity: str) -> Path:
+    """Return the file that marks a passed check. StorageFailure without a cache folder."""
+    return cache_folder() / "checked" / identity
+
+
+def _was_checked(identity: str) -> bool:
+    try:
+        return _marker(identity).exists()
+    except StorageFailure:
+        return False
 
 
 def findings(plan: Plan) -> Iterator[Finding]:
