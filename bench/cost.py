@@ -25,6 +25,7 @@ from bench.cost_worker import CostWorker, Task
 from bench.planning import pop_keys, recompose, typed_command
 from bench.rows import RowFile
 from bench.turns import Entry, measure, show_progress
+from harness.cache import user_path
 from harness.compose.cli import run_command
 from harness.device.worker_process import OUT_OF_MEMORY
 from harness.loop.admission import admission
@@ -63,7 +64,7 @@ def main(cfg: DictConfig) -> None:
     settings = parse_section(CostSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
     configs = [recompose("cost", f"variant={name}", pop=COMMAND_KEYS) for name in settings.variants or ()] or [cfg]
     plans = [make_plan(config) for config in configs]
-    file = RowFile(Path(cfg.outputs), command="cost", path=settings.rows)
+    file = RowFile(user_path(cfg.outputs, key="outputs"), command="cost", path=settings.rows)
     measured = {(row["variant"], row["mode"], row["length"]) for row in read_rows(file.path)}
     groups = []
     for length in settings.lengths:

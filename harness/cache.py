@@ -27,6 +27,15 @@ def cache_folder() -> Path:
     return base / "attention-windtunnel"
 
 
+def user_path(text: str, *, key: str) -> Path:
+    """The path that a user has typed, in which ``~`` at the beginning is a home folder; ``./~`` is a file of this name.
+    ValueError naming ``key`` for a user without one."""
+    try:
+        return Path(text).expanduser() if text.startswith("~") else Path(text)
+    except RuntimeError as error:
+        raise ValueError(f"{key}={text!r}: cannot be read ({error})") from error
+
+
 def try_lock(file: IO) -> bool:
     """Lock an open file against other processes until it is closed. Returns False if another process has locked it."""
     with suppress(BlockingIOError):

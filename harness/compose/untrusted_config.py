@@ -1,7 +1,6 @@
 """Configuration from outside the project. Files of a user's folder (``-cd``) must not set ``hydra.*`` or ``trust``,
 which decide which code may run. The ``config.yaml`` of a run folder may come from anybody; only plain values pass."""
 
-import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import yaml
 from hydra._internal.core_plugins import file_config_source
 from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from harness.record.rows import read_file
 
@@ -68,17 +67,18 @@ def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
         yield from _leaves(child, f"{key}.{name}".lstrip("."))
 
 
-def read_config(path: Path, *, label: str) -> DictConfig:
+def read_config(path: Path, *, label: str) -> dict:
     """The sections of a run's ``config.yaml``, which must have plain values and stay within limits of size and depth.
-    ``label`` begins the message of a ValueError."""
+    They are read by the rules by which PyYAML writes them: OmegaConf takes the text ``1e5`` for a number. ``label``
+    begins the message of a ValueError."""
     try:
         text, depth = read_file(path, max_bytes=MAX_BYTES).decode("utf-8"), 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):
-                raise ValueError(f"must have plain values without ${{..}} or aliases, in at most {MAX_DEPTH} levels")
-        config = OmegaConf.load(io.StringIO(text))
-        if not isinstance(config, DictConfig):
+            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"must have plain values without aliases, in at most {MAX_DEPTH} levels")
+        config = yaml.safe_load(text)
+        if not isinstance(config, dict):
             raise ValueError("must have sections, such as variant and model")
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{label}: {path.name}: {' '.join(str(error).split())}") from error

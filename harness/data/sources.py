@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from harness.cache import cache_folder, file_lock, raise_storage_failure, write_atomically
+from harness.cache import cache_folder, file_lock, raise_storage_failure, user_path, write_atomically
 
 LARGE_BYTES = 2**26
 """A plain file of at least this size is memory-mapped. An archive may unpack to this size, or to ``MAX_EXPANSION``
@@ -114,7 +114,7 @@ def read_path(path: str) -> np.ndarray:
     order of their relative POSIX paths, without hidden ones; links to folders are followed. gzip, bzip2, xz and zip (of
     one file) are unpacked, whatever the file's name; other archives are refused. ValueError names ``data.path``."""
     try:
-        location = Path(path).expanduser()
+        location = user_path(path, key="data.path")
         if not location.exists():
             raise ValueError(f"data.path={path!r}: no such file or folder")
         content = _read_folder(location) if location.is_dir() else _read_file(location)

@@ -6,6 +6,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from harness import source
+from harness.cache import user_path
 from harness.count.memory import PeakMemory
 from harness.data import corpora
 from harness.data.sources import PINNED
@@ -71,7 +72,7 @@ def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
         device=runtime.device_kind(plan.runtime),
         precision=plan.runtime.precision,
     )
-    return folder.RunFolder(plan.outputs, identity, force=plan.force)
+    return folder.RunFolder(user_path(plan.outputs, key="outputs"), identity, force=plan.force)
 
 
 def _warm_up(plan: Plan, corpus: corpora.Corpus, device_runtime: runtime.Runtime) -> None:
@@ -85,7 +86,7 @@ def initialise(trainer: Trainer) -> None:
     """Restore the weights of ``init_from.run``, for a new schedule, or everything, to train longer. Learning rates,
     weight decays and clips are those of the present run. ValueError names the keys that differ."""
     path, processes = trainer.plan.init_from.run, trainer.runtime.processes
-    content, provenance = processes.on_main(lambda: _read_initial(Path(path)))
+    content, provenance = processes.on_main(lambda: _read_initial(user_path(path, key="init_from.run")))
     with processes.fail_together():
         try:
             _restore_initial(trainer, content, provenance)

@@ -35,7 +35,6 @@ class Plan(RunSettings):
     """A configured run: the sections of ``RunSettings``, some of them replaced by factories."""
 
     variant: str
-    outputs: Path
     data: dict  # keywords of ``harness.data.corpora.load``
     optim: dict
     trust: tuple[str, ...]
@@ -102,7 +101,6 @@ def plan_run(
     groups = parse_setting(variant.get("groups"), dict | None, key="variant.groups") or {}
     replacements = {
         "variant": parse_setting(variant.get("name"), str, key="variant.name"),
-        "outputs": Path(settings.outputs),
         "data": vars(settings.data),
         "optim": _resolve_optim(settings.optim, trust, lr_scale=variant.get("lr_scale")),
         "budget": replace(settings.budget, default_bytes=settings.model.default_bytes),
@@ -127,7 +125,20 @@ def plan_run(
 def replan(plan: Plan, **sections: dict) -> Plan:
     """The plan of the same configuration with some keys of some sections replaced."""
     config = plan.config | {name: plan.config[name] | changes for name, changes in sections.items()}
-    return plan_run(OmegaConf.create(config), trusted=plan.trust)
+    return plan_run(literal(config), trusted=plan.trust)
+
+
+def literal(config: dict) -> DictConfig:
+    """A configuration of plain values, in whose texts ``${`` begins no reference."""
+
+    def escape(node: object) -> object:
+        if isinstance(node, dict):
+            return {key: escape(child) for key, child in node.items()}
+        if isinstance(node, list):
+            return [escape(child) for child in node]
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", node) if isinstance(node, str) else node
+
+    return OmegaConf.create(escape(config))
 
 
 def _resolve_config(cfg: DictConfig, command_line_keys: Collection[str]) -> tuple[dict, dict | None]:
