@@ -81,6 +81,22 @@ def test_a_users_file_with_the_name_of_one_of_ours_is_refused(cwd, name):
     assert train("-cd", str(ROOT / "conf"), *GENERATED, "--cfg", "job").code == 0  # our own folder is allowed
 
 
+def test_the_names_of_shipped_variants_are_reserved(cwd, imports):
+    write(cwd, module="my_mixer", conf="my_conf")
+    words = ("-cd", "my_conf", *GENERATED, "trust=[my_mixer]")
+    refused = [("variant=mine", "variant.name=mhsa"), ("variant=adaptive_span", "variant.name=mhsa")]
+    refused.append(("variant=mhsa", "sublayer@variant.attention=my_mixer"))
+    (cwd / "my_conf/variant/named.yaml").write_text(VARIANT.replace("name: mine", "name: mhsa"))
+    (cwd / "my_conf/moved.yaml").write_text("# @package _global_\nvariant: {name: mhsa}\n")
+    refused += [("variant=named",), ("variant=mine", "+moved=moved")]
+    (cwd / "my_conf/moved").mkdir()
+    (cwd / "my_conf/moved.yaml").rename(cwd / "my_conf/moved/moved.yaml")
+    for choice in refused:
+        outcome = train(*words, *choice)
+        assert outcome.code == 2 and "name=mhsa: is the name of a shipped variant" in outcome.err, (choice, outcome)
+    assert train(*words, "variant=mhsa", "sublayer@variant.attention=my_mixer", "variant.name=mixed").code == 0
+
+
 def test_a_package_on_the_search_path_needs_trust(cwd, imports):
     write(cwd, module="my_pkg.mixer", conf="my_pkg/conf")
     for package in ("my_pkg", "my_pkg/conf"):

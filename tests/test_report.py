@@ -132,6 +132,16 @@ def test_scores_on_test_are_counted_with_those_of_failed_runs_and_later_evaluati
     assert "Test was scored 5 times in the folders that were read." in tables(tmp_path)["runs-1"].notes
 
 
+def test_the_reference_is_the_shipped_mechanism(tmp_path):
+    change(write_run(tmp_path, variant="mhsa", bits=1.0), check="passed", source="aa" * 32, numerics=NUMERICS)
+    change(write_run(tmp_path, variant="adaptive_span", bits=2.0), numerics=NUMERICS)
+    assert "Differences" not in tables(tmp_path)["runs-1"].caption
+    change(write_run(tmp_path / "shipped", variant="mhsa", bits=3.0), numerics=NUMERICS)
+    table = tables(tmp_path)["runs-1"]
+    assert "Differences are from mhsa, source=not set" in table.caption
+    assert column(table, "minus the reference, bits")[:3] == ["-2.0000", "-1.0000", ""]
+
+
 def test_differences_from_the_reference_are_paired_by_seed_and_corrected_by_holm(tmp_path):
     """The single t test of ``local`` has p = 0.0027, which Holm's method doubles."""
     for variant, shifts in (("mhsa", (0, 0, 0, 5)), ("local", (0.10, 0.11, 0.12)), ("linear", (-0.01, 0.02, 0.0))):

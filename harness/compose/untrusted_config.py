@@ -43,10 +43,15 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
-    """ValueError if the file's group, its package or a key sets ``hydra.*`` or ``trust``."""
-    packages = (name.rpartition("/")[0], loaded.header["package"] or "")
+    """ValueError if the file's group, its package or a key sets ``hydra.*`` or ``trust``, or if it gives the name of a
+    shipped variant to another."""
+    group = name.rpartition("/")[0]
+    packages = (group, loaded.header["package"] or "")
     violations = [package for package in packages if re.search(COMMAND_LINE_ONLY, package)]
     for key, leaf in _leaves(OmegaConf.to_container(loaded.config, resolve=False)):
+        is_name = key == "variant.name" or (key == "name" and group == "variant")
+        if is_name and Path(CONF, "variant", f"{leaf}.yaml").exists():
+            raise ValueError(f"{file}: {key}={leaf}: is the name of a shipped variant; allowed are other names")
         entry = re.fullmatch(r"defaults\.\d+\.?(.*)", key)
         if entry:  # a mapping {group: choice}, or a string
             is_allowed = re.fullmatch(DEFAULTS_ENTRY, "=".join(part for part in (entry[1], str(leaf)) if part))

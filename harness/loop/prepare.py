@@ -1,6 +1,8 @@
 """Preparation of a run: plan, corpus, model and initial weights. Into the run folder it writes only errors."""
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -56,10 +58,21 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
 def make_plan(cfg: DictConfig) -> Plan:
     """Return the plan of a configuration. ``auto`` is resolved in ``runtime.precision`` and ``runtime.compile``, and
     in ``Plan.config`` as well, which identifies the run. ValueError names key, value and what is allowed."""
-    plan = plan_run(cfg, **hydra_arguments())
+    arguments = hydra_arguments()
+    plan = plan_run(cfg, **arguments)
+    _check_name(plan, typed="variant.name" in arguments["command_line_keys"])
     resolved = runtime.resolve_auto(plan.runtime)
     section = plan.config["runtime"] | {"precision": resolved.precision, "compile": resolved.compile}
     return dataclasses.replace(plan, runtime=resolved, config=plan.config | {"runtime": section})
+
+
+def _check_name(plan: Plan, *, typed: bool) -> None:
+    """ValueError if a variant of the user has the name of a shipped one, with which tables would confuse it."""
+    targets = re.findall(r'"_target_": "([^"]*)"', json.dumps(plan.config["variant"]))
+    foreign = [target for target in targets if not target.startswith("variants.")]
+    if (foreign or typed) and (source.ROOT / "conf" / "variant" / f"{plan.variant}.yaml").exists():
+        of = f"; this one has {foreign[0]}" if foreign else ""
+        raise ValueError(f"variant.name={plan.variant}: is the name of a shipped variant{of}; allowed are other names")
 
 
 def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
