@@ -70,11 +70,16 @@ def typed_command(command: str) -> str:
 
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
     """The keys and values of a row that describe plan, code, data and machine."""
-    digests = {"config_hash": folder.config_hash(plan.config, pinned=PINNED)}
-    digests["source"] = source.digest(plan.config, trust=plan.trust, measuring=True)
+    digests = row_digests(plan.config, trust=plan.trust)
     config = json.loads(json.dumps(plan.config))  # JSON turns integer keys, such as layer indices, into text
     facts = {"corpus": corpus, "runtime": runtime, "command": command, "measuring": True}
     return {"kind": kind, "config": config, **summary.provenance(plan, **facts, **digests)}
+
+
+def row_digests(config: dict, *, trust: tuple[str, ...]) -> dict[str, str]:
+    """The digests by which a row names its configuration and the source that measured it."""
+    code = source.digest(config, trust=trust, measuring=True)
+    return {"config_hash": folder.config_hash(config, pinned=PINNED), "source": code}
 
 
 def read_run(path: Path, *, key: str) -> tuple[dict, dict]:

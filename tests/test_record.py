@@ -107,7 +107,6 @@ OTHER_CODE = {"source": "bb", "tree": "other"}
     [
         (OTHER_CODE | {"device": "Another CPU"}, True),
         (OTHER_CODE | {"check": "passed"}, False),  # edited code of a shipped variant
-        ({"commit": f"{'ab' * 20}-dirty"}, False),
         ({"config": {"init_from": {"run": "outputs/earlier"}}}, False),
         ({"config": {"eval": {"every": 0.01}}}, False),  # more weights to select from
         (OTHER_CODE | {"numerics": {"variant": 2, "shared": 1}}, False),
@@ -134,11 +133,6 @@ def test_rows_are_comparable_unless_numerics_data_budget_or_protocol_differ(chan
     a |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}  # seconds: in both rows
     b = a | changes
     assert comparable(a, b) == comparable(b, a) == expected
-
-
-def test_rows_of_edited_files_are_comparable_if_the_files_are_equal():
-    a, b, c = (make_summary(**PINNED | {"commit": "ab-dirty"}, source=source) for source in ("a", "a", "c"))
-    assert comparable(a, b) and not comparable(a, c)
 
 
 def test_rows_of_models_with_different_spans_are_comparable_if_each_is_scored_with_its_span():

@@ -31,6 +31,7 @@ from harness.failures import first_line
 TRACE_VARIABLE = "WINDTUNNEL_TRACE"
 """Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it overwrites it."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
+EXITING = ("harness", "bench", "hydra", "argparse", "__main__")  # packages whose SystemExit ends a command
 task: TaskFunction | None = None  # the function that the launcher of a sweep calls for each job
 
 
@@ -56,9 +57,20 @@ def run_command(command: Callable[[], object], *, multiprocess: bool = False) ->
         except KeyboardInterrupt:  # outside of a job: between two jobs, or while a launcher waits
             print("interrupted", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
+        except SystemExit as stop:
+            if (caller := _calling_module(stop)).partition(".")[0] in EXITING:
+                raise
+            print(f"error: the code of {caller} calls exit({stop.code})", file=sys.stderr)
+            sys.exit(failures.MISTAKE)
         except Exception as error:
             print_error(error)
             sys.exit(exit_code([error]))
+
+
+def _calling_module(stop: SystemExit) -> str:
+    """The module that has called ``sys.exit`` or ``exit``."""
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(stop.__traceback__)]
+    return next(name for name in reversed(modules) if name != "_sitebuiltins")
 
 
 def exit_code(errors: Sequence[Exception]) -> int:

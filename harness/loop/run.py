@@ -14,7 +14,7 @@ from harness.count.memory import Peak, PeakMemory
 from harness.device.model_parameters import full_tensors
 from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.stop_signal import StopSignal
-from harness.failures import OutOfMemory, first_line, is_out_of_memory
+from harness.failures import OutOfMemory, Stopped, first_line, is_out_of_memory, refuse_exit
 from harness.loop import summary
 from harness.loop.scoring import NOT_CAUSAL
 from harness.loop.trainer import Trainer
@@ -36,7 +36,8 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
     """Context that records errors in the run folder. An error for lack of memory names the keys to change."""
     with folder.record_failure(provenance) if processes.is_main else nullcontext():
         try:
-            yield
+            with refuse_exit(f"variant={plan.variant}"):
+                yield
         except Exception as error:
             if is_connection_failure(error):
                 raise processes.process_lost(error) from error
@@ -233,7 +234,7 @@ class Run:
         """Print the command that resumes the run, and exit with the signal's exit code."""
         command = "the same command without force=true" if self.plan.force else "the same command"
         self.print(f"stopped at {self.trainer.spent.bytes:,} bytes; {command} resumes the run: {self.command}")
-        raise SystemExit(128 + self.stop_signal.signal_number)
+        raise Stopped(128 + self.stop_signal.signal_number)
 
     def finish(self) -> dict:
         """Validate once more, score the best weights on all of the final splits, and write the summary."""
@@ -253,7 +254,10 @@ class Run:
                 if floor := split_row.get("floor_bits_per_byte"):
                     change += f"; the data's floor is {floor:.4f}"
                 self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
-        row["memory"]["inference_peak_bytes"] = self._over_processes(self._peak_meter.read()).bytes
+        inference = self._over_processes(self._peak_meter.read())
+        # What earlier jobs of this process have left would count in a process's memory.
+        unknown = inference.approximate and self.plan.sweeping
+        row["memory"]["inference_peak_bytes"] = None if unknown else inference.bytes
         row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
         # Read again, because the run may have continued uncompiled since.
         row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}

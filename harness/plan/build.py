@@ -19,7 +19,7 @@ from harness.optim.parameter_groups import Group, assign
 from harness.plan.network import plan_layers
 from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, parse_section, parse_setting
 from harness.plan.space import apply_trial
-from harness.plan.targets import resolve
+from harness.plan.targets import describe, resolve
 from variants.contract import LayerContext, Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
@@ -54,13 +54,16 @@ class Plan(RunSettings):
         shared = {"n_layers": self.model.layers, "pool": pool, "backend": self.runtime.backend, "scheme": self.scheme}
         shared |= {name: getattr(self.model, name) for name in CONTEXT_KEYS}
         excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
-        model = LanguageModel(
-            self.layers,
-            lambda layer: LayerContext(layer=layer, **shared),
-            vocabulary=self.data["vocabulary"],
-            checkpoint=self.runtime.checkpoint,
-            **{name: setting for name, setting in vars(self.model).items() if name not in excluded},
-        )
+        try:
+            model = LanguageModel(
+                self.layers,
+                lambda layer: LayerContext(layer=layer, **shared),
+                vocabulary=self.data["vocabulary"],
+                checkpoint=self.runtime.checkpoint,
+                **{name: setting for name, setting in vars(self.model).items() if name not in excluded},
+            )
+        except SystemExit as error:  # else the command would end as if it were done
+            raise ValueError(f"variant={self.variant}: cannot be built ({describe(error)})") from error
         pool.clear()  # the pool is only for objects that layers share while the model is built
         return model
 
@@ -167,9 +170,9 @@ def _import_trusted(names: object) -> tuple[str, ...]:
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError as error:
+        except (ImportError, SystemExit) as error:
             remedy = "install the package or, for a file, run the command in its folder or set PYTHONPATH"
-            raise ValueError(f"trust={name}: cannot be imported ({error}); {remedy}") from error
+            raise ValueError(f"trust={name}: cannot be imported ({describe(error)}); {remedy}") from error
     return tuple(names)
 
 

@@ -47,11 +47,9 @@ def cost_condition(row: Mapping, key: str) -> str:
 
 def code_version(row: Mapping) -> dict[str, object]:
     """Return the key and the value that must be equal in runs whose bits per byte are averaged: ``numerics``, if
-    golden numbers pin the variant and the shared code. Otherwise, for edited files and for a budget of seconds, it is
-    ``source``."""
+    golden numbers pin the variant and the shared code. Otherwise, and for a budget of seconds, it is ``source``."""
     numerics, timed = _mapping(row, "numerics"), "seconds" in _mapping(row, "budget")
-    edited = not is_shipped(row) or str(row.get("commit")).endswith("-dirty")
-    by_source = timed or edited or numerics.get("variant") is None
+    by_source = timed or not is_shipped(row) or numerics.get("variant") is None
     return {"source": row.get("source")} if by_source else {"numerics": numerics}
 
 
