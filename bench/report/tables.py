@@ -67,7 +67,7 @@ def mean_rows(arms: pd.DataFrame) -> list[dict]:
                 row[f"{split}_bits_per_byte.half_width"] = estimate_mean([*bits]).half_width
         if not row.get("compile_seconds"):
             row.pop("compile_seconds", None)
-        texts = ("backend", "other_evaluation_backend", "optimizers")
+        texts = ("backend", "other_evaluation_backend", "optimizers", "pretrained")
         row |= {key: last[key] for key in texts if isinstance(last[key], str)}
         row |= {"arm": arm, "variant": last["variant"]}
         rows.append(row | {"n": max(map(len, scores.values())), "runs": runs})

@@ -43,6 +43,7 @@ def run_provenance(trainer: Trainer, digests: Identity, *, command: str) -> dict
     row |= {"purpose": plan.purpose, "point": plan.point, "budget": {plan.budget.unit: plan.budget.amount}}
     row |= {"parameters": parameters(trainer.model), "optimizers": trainer.optimizers.describe()}
     row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}
+    row |= {"pretrained": plan.pretrained} if plan.pretrained else {}
     return row | {"backend_choice": plan.backend_choice, "check": plan.admission}
 
 

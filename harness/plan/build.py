@@ -45,6 +45,7 @@ class Plan(RunSettings):
     point: dict | None  # relative position of each searched hyperparameter between its bounds; None without a trial
     sweeping: bool
     backend_choice: dict | None = None  # what ``loop/select_backend.py`` has selected, and the errors of its candidates
+    pretrained: dict | None = None  # variant, data and bytes of the training before ``init_from.run``, as in rows
     admission: str | None = None  # what ``admission`` of ``loop/admission.py`` has returned
 
     def make_model(self) -> LanguageModel:
