@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from bench.report import drawing
 from bench.report.__main__ import all_tables, runs_csv
 from bench.report.columns import for_terminal
 from bench.report.frame import read_folders
@@ -286,6 +287,16 @@ def test_arbitrary_changes_of_rows_and_runs_cause_no_error(tmp_path_factory, see
 def table_of(*rows: tuple[Cell, Cell]) -> Table:
     columns = (Column("variant", numeric=False), Column("bits", "Bits per byte."))
     return Table(name="t-1", title="Title", caption="Caption.", columns=columns, rows=rows)
+
+
+@pytest.mark.parametrize("name", [r"a$\frac$b.bin", "a${x}$b_{.bin", "$", "$$", r"\$a$", "a$b $c$" * 30])
+def test_a_dollar_in_a_name_begins_no_formula(name):
+    with drawing.styled():
+        figure, (ax,) = drawing.panels(1, 1, width=4.0, height=3.0, title=name, subtitle=name)
+        ax.plot([1, 2], [1, 2], label=name)
+        ax.set_xlabel(name)
+        drawing.add_legend(ax)
+        assert drawing.drawing_of(figure, name="a", title=name, caption=name).svg
 
 
 def test_csv_has_unrounded_numbers_and_a_column_for_marks():

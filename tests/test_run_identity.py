@@ -1,6 +1,7 @@
 """The folder of a run: what identifies the run, finished and invalid folders, and locking."""
 
 import copy
+import errno
 import json
 import os
 from dataclasses import replace
@@ -110,3 +111,25 @@ def test_a_folder_is_locked_by_one_process_and_an_unwritable_folder_is_refused(t
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="outputs=.*file: cannot be written"):
         RunFolder(tmp_path / "file", IDENTITY).lock()
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_a_run_needs_no_links(tmp_path, monkeypatch, number):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    RunFolder(tmp_path, IDENTITY).lock()
+    assert [path.name for path in tmp_path.iterdir()] == [IDENTITY.name]
+
+
+def test_a_home_folder_in_a_path_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = make_run("budget.steps=2", "outputs='~/runs'")
+    run_to_end(run)
+    assert run.folder.path.parent == tmp_path / "runs"
+    continued = make_run("budget.steps=2", f"init_from.run='~/runs/{run.folder.path.name}'", "outputs='./~'")
+    continued.lock_folder()
+    assert continued.folder.path.parent == Path("~").absolute() and Path("~").is_dir()
+    with pytest.raises(ValueError, match="outputs='~nobody-at-all/x': cannot be read"):
+        make_run("outputs='~nobody-at-all/x'")
