@@ -86,8 +86,8 @@ def is_measured(entry: Entry, rows: list[dict], *, trust: tuple[str, ...], setti
     """Whether there is a row of the entry's configuration, source, mode and values of learned spans. Prints a line if
     so. ``trust`` has the modules of the user."""
     expected = row_digests(entry.task.config, trust=trust) | {"mode": settings.mode}
-    same = [row for row in rows if expected.items() <= row.items()]
-    found = any(row.get("spans_from") in (None, settings.spans) for row in same)
+    spans = (None, settings.spans)
+    found = any(expected.items() <= row.items() and row.get("spans_from") in spans for row in rows)
     if found:
         print(f"measured before: {entry.name}")
     return found

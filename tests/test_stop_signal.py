@@ -1,6 +1,5 @@
 """A session that ends, by a signal or because nobody reads its output, leaves a checkpoint and an unfinished run."""
 
-import contextlib
 import io
 import shlex
 import signal
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.device.output import Output
 from harness.device.stop_signal import StopSignal
 from harness.record import checkpoint
 from tests import command_line
@@ -74,14 +72,6 @@ def test_a_run_whose_output_is_closed_saves_a_checkpoint(cwd, monkeypatch, error
     monkeypatch.undo()
     monkeypatch.chdir(cwd)
     assert command_line.train(*GENERATED, "record.wandb.mode=disabled").code == 0  # resumes
-
-
-def test_a_command_whose_results_nobody_reads_ends_without_a_trace():
-    stream = Output(Closed("a line\n"))
-    with contextlib.redirect_stdout(stream):
-        print("lost")
-        print("lost", flush=True)
-    assert stream.lost and stream.getvalue() == "a line\n"
 
 
 @pytest.mark.faults

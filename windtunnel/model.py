@@ -63,7 +63,6 @@ class Model:
 def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) -> Model:
     """Load the best weights of a run folder onto a ``device`` of torch. No code in the folder is executed. ``trust``
     names further modules from which its mechanisms may be imported. ValueError if the folder has no readable run."""
-    folder = user_path(path, key="path") if isinstance(path, str) else path
-    opened = open_trained(folder, key="path", trust=list(trust))
+    opened = open_trained(user_path(str(path), key="path"), key="path", trust=list(trust))
     about = opened.provenance | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)

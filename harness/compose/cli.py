@@ -68,9 +68,9 @@ def run_command(command: Callable[[], object], *, multiprocess: bool = False) ->
 
 
 def _calling_module(stop: SystemExit) -> str:
-    """The module that has called ``sys.exit`` or ``exit``."""
+    """The module that has called ``sys.exit`` or ``exit``. W&B replaces ``sys.exit`` by a function of its own."""
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(stop.__traceback__)]
-    return next(name for name in reversed(modules) if name != "_sitebuiltins")
+    return next(name for name in reversed(modules) if name.partition(".")[0] not in ("_sitebuiltins", "wandb"))
 
 
 def exit_code(errors: Sequence[Exception]) -> int:

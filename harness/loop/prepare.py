@@ -74,10 +74,9 @@ def make_plan(cfg: DictConfig) -> Plan:
 def _check_name(plan: Plan, *, typed: bool) -> None:
     """ValueError if a variant of the user has the name of a shipped one, with which tables would confuse it."""
     targets = re.findall(r'"_target_": "([^"]*)"', json.dumps(plan.config["variant"]))
-    foreign = [target for target in targets if not target.startswith("variants.")]
+    foreign = any(not target.startswith("variants.") for target in targets)
     if (foreign or typed) and (source.ROOT / "conf" / "variant" / f"{plan.variant}.yaml").exists():
-        of = f"; this one has {foreign[0]}" if foreign else ""
-        raise ValueError(f"variant.name={plan.variant}: is the name of a shipped variant{of}; allowed are other names")
+        raise ValueError(f"variant.name={plan.variant}: is the name of a shipped variant; allowed are other names")
 
 
 def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:

@@ -3,6 +3,7 @@ when to validate and to save, and at the end writes the scores of the best weigh
 
 import functools
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -79,6 +80,9 @@ class Run:
     def return_finished(self) -> float | None:
         """Print the scores of the run that an earlier command has finished, and return its bits per byte on valid."""
         print(f"finished before: {self.folder.path} (force=true runs it again)")
+        if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # a trial of W&B's agent, which needs a score
+            with self._wandb_run(self.folder.summary["data"]["name"], id=None) as trial:
+                trial.log_end(summary=self.folder.summary)
         if not self.plan.sweeping:
             print_closing_table(self.folder.summary)
         return self.folder.summary["valid_bits_per_byte"]
@@ -112,12 +116,15 @@ class Run:
         config = to_json(plan.config)  # turns integer keys, which are layers, into text
         write_atomically(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
         self._record = stack.enter_context(Record(path, rows=saved.get("rows", 0), sha256=saved.get("sha256")))
-        tags = (*plan.record.wandb.tags, plan.variant, self.trainer.corpus.name)
-        settings = vars(plan.record.wandb) | {"name": path.name, "tags": tags}
-        settings |= {"job_type": plan.purpose, "config": config, "id": saved.get("wandb_id")}
-        self._wandb = stack.enter_context(WandbRun(path, **settings))
+        self._wandb = stack.enter_context(self._wandb_run(self.trainer.corpus.name, id=saved.get("wandb_id")))
         if not saved:
             self.append({"kind": "provenance", **provenance, "config": config})
+
+    def _wandb_run(self, corpus: str, *, id: str | None) -> WandbRun:
+        plan, name = self.plan, self.folder.path.name
+        settings = vars(plan.record.wandb) | {"name": name, "tags": (*plan.record.wandb.tags, plan.variant, corpus)}
+        settings |= {"job_type": plan.purpose, "config": to_json(plan.config), "id": id, "sweeping": plan.sweeping}
+        return WandbRun(self.folder.path, **settings)
 
     def _restore(self) -> dict:
         """Continue from the newest undamaged checkpoint. Returns its content, or an empty dictionary without one."""

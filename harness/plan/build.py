@@ -55,16 +55,13 @@ class Plan(RunSettings):
         shared = {"n_layers": self.model.layers, "pool": pool, "backend": self.runtime.backend, "scheme": self.scheme}
         shared |= {name: getattr(self.model, name) for name in CONTEXT_KEYS}
         excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
-        try:
-            model = LanguageModel(
-                self.layers,
-                lambda layer: LayerContext(layer=layer, **shared),
-                vocabulary=self.data["vocabulary"],
-                checkpoint=self.runtime.checkpoint,
-                **{name: setting for name, setting in vars(self.model).items() if name not in excluded},
-            )
-        except SystemExit as error:  # else the command would end as if it were done
-            raise ValueError(f"variant={self.variant}: cannot be built ({describe(error)})") from error
+        model = LanguageModel(
+            self.layers,
+            lambda layer: LayerContext(layer=layer, **shared),
+            vocabulary=self.data["vocabulary"],
+            checkpoint=self.runtime.checkpoint,
+            **{name: setting for name, setting in vars(self.model).items() if name not in excluded},
+        )
         pool.clear()  # the pool is only for objects that layers share while the model is built
         return model
 

@@ -87,7 +87,9 @@ class RunFolder:
             write_all(self._lock, owner)
             for file in (*self.path.glob("*.tmp"), *(self.path / checkpoint.FOLDER).glob("*.tmp")):
                 file.unlink()  # a process that was killed while writing has left it
-            self._point_latest(link)
+            with suppress(OSError):  # a file system without links
+                link.symlink_to(self.path.name)
+                link.replace(self.path.parent / "latest")
         except OSError as error:
             with suppress(OSError):  # the folder is not empty, or does not exist
                 link.unlink(missing_ok=True)
@@ -99,16 +101,6 @@ class RunFolder:
             file_name = f"{error.filename2}: " if error.filename2 else ""
             raise ValueError(f"outputs={self.path.parent}: cannot be written ({file_name}{error.strerror})") from error
         return self._read()
-
-    def _point_latest(self, link: Path) -> None:
-        """Point ``latest`` at this folder by way of ``link``, unless the file system has no links."""
-        try:
-            link.symlink_to(self.path.name)
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                raise
-            return
-        link.replace(self.path.parent / "latest")
 
     def remove_outdated(self) -> None:
         """Remove the summary of an earlier command and, if there is no checkpoint to resume from, its other files."""
