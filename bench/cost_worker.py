@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 import yaml
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from bench.planning import provenance
@@ -30,7 +29,7 @@ from harness.loop.select_backend import with_backend
 from harness.loop.trainer import backend_of
 from harness.loop.update import Update
 from harness.model import LanguageModel
-from harness.plan.build import Plan, plan_run
+from harness.plan.build import Plan, literal, plan_run
 from variants.contract import Spans, State, map_state
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 3  # training steps before and during the measurement of peak memory
@@ -62,7 +61,7 @@ class CostWorker:
     memory = ("inference_memory", "train_memory")
 
     def __init__(self, task: Task):
-        self.task, self.plan = task, plan_run(OmegaConf.create(task.config))
+        self.task, self.plan = task, plan_run(literal(task.config))
         self.runtime = runtime.start(self.plan.runtime)
         self.plan = with_backend(self.plan, self.runtime) if task.peer is None else self.plan
         self.device = self.runtime.device

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from bench import turns
+from bench import planning, turns
 from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
 from bench.turns import Entry, time_in_turn
@@ -71,7 +71,14 @@ def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(
     outcome = cost(*words)
     plain, auto = rows_of(outcome)
     monkeypatch.setattr(turns, "measure", lambda *_, **__: pytest.fail("measured again"))
-    assert rows_of(cost(*words)) == [plain, auto]
+    repeated = cost(*words)
+    assert rows_of(repeated) == [plain, auto] and repeated.out.count("measured before: length 128: mhsa, ") == 2
+    for changed in ("model.d_model=64", "mode=cold", "backends=[fused]"):
+        with pytest.raises(pytest.fail.Exception, match="measured again"):
+            cost(*words, changed)
+    with monkeypatch.context() as edited, pytest.raises(pytest.fail.Exception, match="measured again"):
+        edited.setattr(planning.source, "digest", lambda *_, **__: "of edited files")
+        cost(*words)
     for row in (plain, auto):
         assert (row["segment"], row["span"], row["streams"], row["mode"]) == (32, 128, 2, "stream")
         assert row["backend"] == "plain" and row["memory_limit_gib"] == 8.0

@@ -15,14 +15,13 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
-from omegaconf import OmegaConf
 
 from harness import source
 from harness.cache import cache_folder, write_atomically
 from harness.device.runtime import Runtime, start
 from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.failures import StorageFailure, first_line
-from harness.plan.build import Plan, plan_run, replan
+from harness.plan.build import Plan, literal, plan_run, replan
 from harness.plan.settings import RuntimeSettings
 from harness.plan.small import ON_CPU, reduce_depth
 from variants.conformance import perturb
@@ -113,7 +112,7 @@ def candidates(plan: Plan, runtime: Runtime) -> tuple[list[str], Plan]:
 
 def _comparison(config: dict, trust: Sequence[str], settings: RuntimeSettings) -> Callable[[], tuple[bool, str]]:
     """Return ``agreement`` with its arguments; a worker process makes and calls it."""
-    runtime, plan = start(settings), plan_run(OmegaConf.create(config), trusted=tuple(trust))
+    runtime, plan = start(settings), plan_run(literal(config), trusted=tuple(trust))
     return partial(agreement, dataclasses.replace(plan, runtime=settings), runtime)
 
 
