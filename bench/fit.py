@@ -33,7 +33,7 @@ from harness.device.runtime import Runtime, resolve_auto
 from harness.loop.admission import admission
 from harness.loop.update import Update
 from harness.model import LanguageModel
-from harness.plan.build import Plan, hydra_arguments, plan_run
+from harness.plan.build import Plan, is_sweep, plan_run
 from harness.plan.settings import parse_setting
 from harness.plan.small import contract_plan
 from harness.record import cells
@@ -56,7 +56,7 @@ CAUSES = {
 def main(cfg: DictConfig) -> None:
     memory = pop_keys(cfg, *COMMAND_KEYS)["device_memory"]
     limit_bytes = None if memory is None else parse_memory(memory)
-    plan = plan_run(cfg, **hydra_arguments())
+    plan = plan_run(cfg, sweeping=is_sweep())
     kind = kind_of(plan)
     admission(contract_plan(plan, kind))
     prediction = predict(plan)
