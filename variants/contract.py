@@ -39,6 +39,8 @@ class LayerContext:
         attend_self: whether a position attends to itself; in 1905.07799 it does not.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
         dropout: dropout rate on attention weights and inside feed-forward blocks.
+        dropout_seed: seed of the counters that drop attention weights (``kernels/dropout.py``), so that
+            backends can be compared; None draws one in each pass.
         backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` to select one for the device.
         scheme: factory of the run's position scheme for one sublayer.
         pool: objects that layers share; used only while the model is built."""
@@ -51,6 +53,7 @@ class LayerContext:
     attend_self: bool = True
     cache: str = "kv"
     dropout: float = 0.0
+    dropout_seed: int | None = None
     backend: str = "auto"
     scheme: Callable[..., "Position"]
     pool: dict = field(default_factory=dict, repr=False, compare=False)

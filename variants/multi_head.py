@@ -61,7 +61,10 @@ class MultiHead(Sublayer):
         if zero_init:
             nn.init.zeros_(self.output.weight)
         self.shift = 0 if context.attend_self else 1
-        self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
+        self.cache = context.cache
+        self.dropout = context.dropout
+        self.dropout_seed = context.dropout_seed
+        self.wanted_backend = context.backend
 
     def project(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> list[Tensor]:
         """Project ``x`` by each map to ``[B, H, T, K]``, for ``heads`` or all of them, with one matrix product."""

@@ -46,12 +46,12 @@ class Plan(RunSettings):
     backend_choice: dict | None = None  # what ``loop/select_backend.py`` has selected, and the errors of its candidates
     admission: str | None = None  # what ``admission`` of ``loop/admission.py`` has returned
 
-    def make_model(self) -> LanguageModel:
-        """The model, initialised by torch's default generator. ValueError for sizes or settings that a sublayer does
-        not support."""
+    def make_model(self, *, dropout_seed: int | None = None) -> LanguageModel:
+        """The model, initialised by torch's default generator. ``dropout_seed`` is that of ``LayerContext``. ValueError
+        for sizes or settings that a sublayer does not support."""
         pool: dict = {}
         shared = {"n_layers": self.model.layers, "pool": pool, "backend": self.runtime.backend, "scheme": self.scheme}
-        shared |= {name: getattr(self.model, name) for name in CONTEXT_KEYS}
+        shared |= {name: getattr(self.model, name) for name in CONTEXT_KEYS} | {"dropout_seed": dropout_seed}
         excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
         model = LanguageModel(
             self.layers,
