@@ -136,7 +136,7 @@ def test_a_hostile_record_is_one_error_message(run, attack):
         node[last] = WRONG_KEYS[attack]
         (run / RECORD).write_text(json.dumps(row) + "\n", encoding="utf-8")
     for key in ("run", "init_from.run"):
-        with pytest.raises(ValueError, match=f"{key}=.*{RUN}: {RECORD}.*{'' if attack in RECORDS else attack}"):
+        with pytest.raises(ValueError, match=f"{key}=.*{RUN}: {RECORD}"):
             read_provenance(run, key=key)
 
 
