@@ -33,7 +33,7 @@ from variants.backends import OnKernels
 from variants.context import VisibleKeys, before, last, last_keys, weights_of
 from variants.contract import WAYS, Honours, Inspection, LayerContext, NeededFlops, Part, Spans, State, SublayerOutput
 from variants.kernels import fused
-from variants.kernels.window import PastKV, Persistent, Window, count_pairs, soft_mask
+from variants.kernels.window import PastKV, Persistent, Window, count_pairs, replaced, soft_mask
 from variants.multi_head import EPSILON, HeadKeywords, MultiHead, head_means, head_stats, start_of
 
 
@@ -239,7 +239,7 @@ class Attention(MultiHead, OnKernels):
             return part
         key_bias, query_bias = self._biases(old)
         by_head = (key_bias - query_bias[..., -1:]).unflatten(1, (self.kv_heads, -1))
-        return part._replace(key_bias=by_head[:, list(heads)].flatten(1, 2))
+        return replaced(part, key_bias=by_head.narrow(1, heads[0], len(heads)).flatten(1, 2))
 
     def _next_state(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
         """Return the next state: the last ``past`` inputs, or the keys and values that the next segment may see; all of
@@ -324,8 +324,8 @@ class Attention(MultiHead, OnKernels):
         if vectors is None:
             return head_stats(segment.q) | stats
         # With values of 1 on persistent vectors and 0 on the context, the output is the mass on persistent vectors.
-        ones = vectors._replace(v=torch.ones_like(vectors.v))
-        zeros = keys.each(lambda part: part._replace(v=torch.zeros_like(part.v)))
+        ones = replaced(vectors, v=torch.ones_like(vectors.v))
+        zeros = keys.each(lambda part: replaced(part, v=torch.zeros_like(part.v)))
         mass = self._attend_with_positions(backend, segment.q, zeros, visible, ones)
         return head_stats(segment.q, persistent_mass=mass[..., 0]) | stats
 

@@ -34,7 +34,7 @@ from variants.backends import OnKernels
 from variants.blocks import Blocks, top_mask
 from variants.compressor import Compressor
 from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
-from variants.kernels.window import count_pairs
+from variants.kernels.window import count_pairs, replaced
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
 from variants.window_and_summaries import Summaries, WindowKeys, by_bands, by_kernel, summary_weights
 
@@ -151,7 +151,10 @@ class Linformer(MultiHead, OnKernels):
         blocks, (chunks, size), device = self.blocks, self.blocks.chunks(length), summaries.device
         first = size * torch.arange(chunks, device=device)[:, None]  # [n, 1]
         j = first // blocks.ratio + blocks.visible_indices(size, device)  # [n, G]; 0 is the first carried summary
-        rows = summaries[:, j.clamp(max=summaries.shape[1] - 1)]  # [B, n, G, 2 H K (+ I)]
+        # Not ``summaries[:, j]``: on a GPU, TorchInductor (2.11 and 2.13) never ends simplifying such an index.
+        step, n_visible = max(1, size // blocks.ratio), j.shape[1]
+        missing = step * (chunks - 1) + n_visible - summaries.shape[1]
+        rows = F.pad(summaries, (0, 0, 0, missing)).unfold(1, n_visible, step).mT  # [B, n, G, 2 H K (+ I)]
         s, u, index_keys = rows.split([self.inner, self.inner, self.d_index], dim=-1)
         k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (s, u))
         phase, finished = carried.phase[:, None, None, None], carried.finished[:, None, None, None]
@@ -165,7 +168,7 @@ class Linformer(MultiHead, OnKernels):
         """Hide the summaries that a query does not read, by index scores ``[B, n, Q, G]``."""
         visible = summaries.visible.expand_as(scores)
         top = top_mask(scores.masked_fill(~visible, -torch.inf), self.blocks.n_read(scores.shape[-1]))
-        return summaries._replace(visible=visible & top)
+        return replaced(summaries, visible=visible & top)
 
     def _index_loss(self, q: Tensor, summaries: Summaries, scores: Tensor) -> Tensor:
         """Return KL(p_t || softmax of index scores ``[B, n, Q, G]``), as a mean over bytes. The KL of a query that sees
@@ -194,8 +197,8 @@ class Linformer(MultiHead, OnKernels):
     @torch.no_grad()
     def _stats(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> dict[str, Tensor]:
         """Measure the attention mass on summaries, with values of 1 on summaries and of 0 in the window."""
-        keys = keys._replace(v=torch.zeros_like(keys.v), old_v=torch.zeros_like(keys.old_v))
-        summaries = summaries._replace(v=torch.ones_like(summaries.v))
+        keys = replaced(keys, v=torch.zeros_like(keys.v), old_v=torch.zeros_like(keys.old_v))
+        summaries = replaced(summaries, v=torch.ones_like(summaries.v))
         return head_stats(q, summary_mass=self._attend(q, keys, summaries)[..., 0])
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:

@@ -114,7 +114,8 @@ def start_of(x: Tensor, start: Tensor | None) -> Tensor:
 def head_stats(q: Tensor, **terms: Tensor) -> dict[str, Tensor]:
     """Return statistics: the number of bytes of ``q [B, H, T, K]``, and sums ``[H]`` of each of ``terms [B, H, T]``."""
     sums = {name: wide(x).sum(dim=(0, 2)) for name, x in terms.items()}
-    return {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | sums
+    n_bytes = torch.full((), q.shape[0] * q.shape[2], device=q.device)  # a scalar of the CPU would split a GPU's graph
+    return {"bytes": wide(n_bytes)} | sums
 
 
 def head_means(stats: dict[str, Tensor], *names: str) -> dict[str, float | Tensor]:
