@@ -140,9 +140,8 @@ class Sublayer(nn.Module):
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""
     tables: dict[str, int] = {}
-    """Names of parameters ``[M, D]`` of which each byte reads a few rows, and the number of these rows. ``forward`` may
-    use only their shape and ``self.sum_rows`` (``kernels/table.py``), because processes may divide their columns. Other
-    parameters of the sublayer with M rows count as read with the table, but are not divided."""
+    """Names of parameters ``[M, D]`` of which each byte reads a few rows, and the number of these rows. Other
+    parameters of the sublayer with M rows count as read with the table. Each process has the whole table."""
     period: int = 1
     """Bytes after which the computation repeats (block, chunk, dilated step). FLOPs are means over one period."""
 

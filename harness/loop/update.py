@@ -37,10 +37,8 @@ class Update:
             self.model,
             processes,
             self.model.residuals(),
-            unshardable=unsharded_parameters(self.model),
-            tables=[(sublayer, name) for _, sublayer in self.model.sublayers() for name in sublayer.tables],
+            ignored=unsharded_parameters(self.model),
             shard=shard,
-            device=self.runtime.device,
         )
         self.optimizers.sharded_parameters = self.parameters if self.parameters.dtensors else None
         self.forward = self.runtime.forward(self.model)
@@ -79,7 +77,7 @@ class Update:
 
 
 def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
-    """Return the parameters that FSDP cannot shard: vectors, and those that units share, that are not contiguous,
+    """Return the parameters that FSDP does not take: tables, vectors, and those that units share, that are not contiguous,
     that are read outside of forward, or that get no dense gradient."""
     units_of: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -93,6 +91,7 @@ def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
         model.needed_flops(PROBE_BYTES, carried=PROBE_BYTES)
     unsharded = {p for p in model.parameters() if p.untyped_storage().data_ptr() in reads.addresses}
     unsharded |= _without_dense_gradient(model)
+    unsharded |= {getattr(sublayer, name) for _, sublayer in model.sublayers() for name in sublayer.tables}
     unsharded |= {p for p, units in units_of.items() if p.ndim < 2 or len(units) > 1 or not p.is_contiguous()}
     return unsharded & units_of.keys()
 
