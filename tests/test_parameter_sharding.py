@@ -19,26 +19,13 @@ from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
 from tests.promises import model_of
 from tests.rank_processes import launch
-from tests.small_runs import CARRY, SPARSE, VARIANTS
-from tests.test_distributed_training import distributed_trainer, train_and_score
+from tests.small_runs import VARIANTS
+from tests.test_distributed_training import distributed_trainer
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 
 pytestmark = pytest.mark.numeric
 
 STEPS = 4
-TABLES = (*CARRY, "runtime.shard=full", "batch.streams=6", "model.head_zero_init=false", f"budget.steps={STEPS}")
-TABLES += ("eval.streams=2",)  # rank 2 has no stream to score
-TWO_LAYERS = ("variant.layers=[attention,memory]", "variant.at={}")
-CASES = {
-    "dense, relu": (
-        *(*VARIANTS["product_key_memory"], *TWO_LAYERS, "variant.memory.activation=relu"),
-        *("optim=adamw", "optim.clip=0.1"),
-    ),
-    "shared by two layers, accumulated": (
-        *(*SPARSE, *TWO_LAYERS, "variant.memory.share=network", "optim.clip=0.001"),
-        *("+variant.groups.values.clip=0.01", "batch.accumulate=2"),
-    ),
-}
 
 
 class OneProcessSublayer(Sublayer):
@@ -111,19 +98,6 @@ def sublayer_steps(processes: ProcessGroup, shard: str) -> dict:
     }
 
 
-def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
-    run = distributed_trainer(processes, *TABLES, *words, precision="float64")
-    results, parameters = train_and_score(run), run.update.parameters
-    named = zip((name for name, _ in run.model.named_parameters()), parameters.local_parameters, strict=True)
-    tables = [parameter for name, parameter in named if name.endswith("values")]
-    return results | {
-        "shapes": [tuple(table.shape) for table in tables],
-        "averaged": {*tables} <= {*parameters.averaged_parameters},
-        "state": full_tensors(run.optimizers.state_dict())["groups"],
-        "flops": run.model.ideal_flops(),
-    }
-
-
 def scores(processes: ProcessGroup) -> dict:
     """Scores of 1 stream, of 7 streams and of windows, and the random numbers and streams of each process."""
     run = distributed_trainer(processes, *VARIANTS["product_key_memory"], "batch.streams=6", precision="float64")
@@ -153,7 +127,6 @@ def averaged_gradients(processes: ProcessGroup) -> list[Tensor | None]:
 def all_steps() -> dict:
     with join_processes() as processes:
         results = {shard: sublayer_steps(processes, shard) for shard in ("none", "full")}
-        results |= {name: tables_steps(processes, words) for name, words in CASES.items()}
         return results | {"scores": scores(processes), "averaged": averaged_gradients(processes)}
 
 
@@ -181,16 +154,6 @@ def test_a_mechanism_written_for_one_process_trains_as_in_one_process(ranks, sha
     assert all(map(torch.equal, first["model"].values(), second["model"].values()))
     share = first["bytes"] / single["bytes"]
     assert share == 1 if shard == "none" else share < 0.7
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_tables_are_whole_in_each_process_and_train_as_in_one_process(ranks, name):
-    single = tables_steps(SINGLE, CASES[name])
-    for results in (rank[name] for rank in ranks):
-        assert results["averaged"] and results["shapes"] == single["shapes"]
-        assert results["bits"] == pytest.approx(single["bits"], abs=1e-12)
-        torch.testing.assert_close(results["nats"], single["nats"], rtol=0, atol=2e-6)  # nats are float32
-        assert_same_training(results, single, within=1e-9)
 
 
 def test_three_processes_score_as_one_and_have_different_random_numbers_and_streams(ranks):

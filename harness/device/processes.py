@@ -92,12 +92,6 @@ class ProcessGroup(Launch):
         return returned[0]
 
     @contextmanager
-    def uneven_forwards(self) -> Iterator[None]:
-        """Context in which processes may run different numbers of forwards; at its end they wait for each other."""
-        yield
-        self.all_gather(None, long_wait=True)
-
-    @contextmanager
     def fail_together(self) -> Iterator[None]:
         """Context that raises in all processes if its block raises in one. Of the failed processes, the one of lowest
         rank prints its error. The block must not call collective operations."""

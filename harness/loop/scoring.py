@@ -117,7 +117,7 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
     scored = torch.cat(nats, dim)[torch.cat(masks, dim)] if nats else torch.empty(0)
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
-    stats = functools.reduce(add_stats, processes.all_gather(stats))
+    stats = functools.reduce(add_stats, processes.all_gather(stats, long_wait=True))
     changes = processes.concatenate(torch.cat(options["check"].changes))
     return Score(processes.concatenate(scored), stats, changes.mean().item() if len(changes) else 0.0)
 
@@ -176,11 +176,10 @@ def _predictions(
         nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")
         return nats.float().cpu(), out
 
-    with runtime.processes.uneven_forwards():
-        for index, (inputs, targets, mask) in enumerate(batches):
-            predict_batch = partial(predict, targets, stats_from is not None and index >= stats_from)
-            nats, out = predict_batch(inputs)
-            if check is not None:
-                check.compare(index, inputs, mask, nats, predict_batch)
-            state = out.state
-            yield nats, mask, out.stats
+    for index, (inputs, targets, mask) in enumerate(batches):
+        predict_batch = partial(predict, targets, stats_from is not None and index >= stats_from)
+        nats, out = predict_batch(inputs)
+        if check is not None:
+            check.compare(index, inputs, mask, nats, predict_batch)
+        state = out.state
+        yield nats, mask, out.stats
