@@ -38,6 +38,11 @@ def main(cfg: DictConfig) -> None:
     limit = parse_setting(cfg.eval.bytes, Annotated[int, Ge(2)] | None, key="eval.bytes")
     protocol = plan.protocol() | {key: size for key, size in changes.items() if size is not None}
     corpus, (model, runtime) = run.corpus(), run.on_device(span=protocol["span"])
+    if corpus.sequence:
+        raise ValueError(
+            f"run={cfg.run}: its scores are of sequences that begin without state, data.sequence={corpus.sequence}; "
+            "allowed is a run with data.sequence=null"
+        )
     split = corpus.scored_part(cfg.split, selection_bytes=protocol["selection_bytes"])
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None
     if changes["context"] is None:
@@ -57,6 +62,7 @@ def main(cfg: DictConfig) -> None:
         "protocol": protocol,
         "bits_per_byte": score.bits_per_byte,
         "windows_bits_per_byte": windows.bits_per_byte,
+        "bits_per_repeat": score.bits_by_label(corpus.repeat_masks(split)),
         "floor_bits_per_byte": floor,
         "future_nats": future_nats,
         "context_curve": score_context(model, split, runtime=runtime, **sizes),

@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import product
@@ -28,11 +28,13 @@ from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_rows, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
-GENERATED_DATA = {"sweep=recall", "sweep=skills"}
+GENERATED_DATA = {"sweep=recall", "sweep=skills", "sweep=recall_by_key"}
 """Sweeps whose corpora are generated, so that their runs have no ``data.path``."""
 LR_FACTOR = "++variant.lr_scale.muon"
 """The key that ``sweep=rates`` varies: the factor of ``optim.lr`` with ``optim=muon``."""
+LR_FACTORS = (LR_FACTOR, "++variant.lr_scale.adamw")
 MIN_FACTORS = 3  # a mechanism's grid is extended only after training with so many factors
+LEARNED_BITS = 0.01  # a score so close to the corpus's floor needs no better factor
 COUNTED_EXIT_CODES = (0, BUG, Diverged.exit_code)
 """A run that ends with one of these exit codes gets a row. After any other code its cell is trained again."""
 
@@ -42,27 +44,46 @@ def cell_keys(row: dict) -> dict[str, str]:
     return dict(word.split("=", 1) for word in row["cell"])
 
 
+def mechanism(words: Iterable[str]) -> str:
+    """The variant and its options among the words of a cell: ``mhsa ++variant.attention.key_shift=true``."""
+    words = [word for word in words if not word.startswith(LR_FACTORS)]
+    (variant,) = (word.removeprefix("variant=") for word in words if word.startswith("variant="))
+    return " ".join([variant, *(word for word in words if word.lstrip("+").startswith("variant."))])
+
+
 def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
-    """Bits per byte on valid by mechanism and learning rate factor: infinite for a failed run, empty without a file.
-    ValueError if two rows have the same mechanism and factor."""
+    """Bits per byte on valid, above the floor of a corpus that has one, by mechanism and learning rate factor: infinite
+    for a failed run, empty without a file. ValueError if two rows have the same mechanism and factor."""
     scores: dict[str, dict[float, float]] = {}
     for row in read_rows(file):
         cell, summary = cell_keys(row), row["summary"]
-        bits = summary["valid_bits_per_byte"] if summary["status"] == "finished" else math.inf
-        factor, variant_scores = float(cell[LR_FACTOR]), scores.setdefault(cell["variant"], {})
-        if factor in variant_scores:
-            raise ValueError(f"{file}: two rows of {cell['variant']} have {LR_FACTOR}={factor:g}")
-        variant_scores[factor] = bits
+        bits = math.inf
+        if summary["status"] == "finished":
+            bits = summary["valid_bits_per_byte"] - summary.get("valid_floor_bits_per_byte", 0.0)
+        key, name = next(key for key in LR_FACTORS if key in cell), mechanism(row["cell"])
+        factor, mechanism_scores = float(cell[key]), scores.setdefault(name, {})
+        if factor in mechanism_scores:
+            raise ValueError(f"{file}: two rows of {name} have {key}={factor:g}")
+        mechanism_scores[factor] = bits
     return scores
 
 
-def next_factor(scores: dict[float, float]) -> float | None:
-    """The factor that extends a mechanism's grid: twice the largest if it scored best, half of the smallest if it did.
-    None if a factor between them scored best, or if there are fewer than ``MIN_FACTORS``."""
-    best = min(scores, key=scores.get)
-    if len(scores) < MIN_FACTORS or min(scores) < best < max(scores):
+def best_factor(scores: dict[float, float]) -> float | None:
+    """The factor with the best score, if there are at least ``MIN_FACTORS`` and it lies between others or its score is
+    below ``LEARNED_BITS``; else None."""
+    if len(scores) < MIN_FACTORS:
         return None
-    return best * 2 if best == max(scores) else best / 2
+    best = min(scores, key=scores.get)
+    return best if min(scores) < best < max(scores) or scores[best] < LEARNED_BITS else None
+
+
+def next_factor(scores: dict[float, float], *, step: float = 2) -> float | None:
+    """The factor that extends a mechanism's grid: ``step`` times the largest if it scored best, the smallest divided by
+    ``step`` if it did. None if there is a ``best_factor``, or if there are fewer than ``MIN_FACTORS``."""
+    if len(scores) < MIN_FACTORS or best_factor(scores):
+        return None
+    best = min(scores, key=scores.get)
+    return best * step if best == max(scores) else best / step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +112,42 @@ def sweep_grid(sweep: str) -> dict[str, object]:
     return grid | config["hydra"]["sweeper"]["params"]
 
 
-def stage_cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str]) -> list[Cell]:
+def grid_params(grid: dict) -> dict[str, object]:
+    """The keys and values of a stage's grid: those of its sweep, replaced and extended by its own."""
+    budget = {"budget.bytes": grid["budget"]} if "budget" in grid else {}
+    return sweep_grid(grid["sweep"]) | grid.get("params", {}) | budget
+
+
+def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
+    """The points of stages of ``conf/evidence.yaml``, at any learning rate, of which ``file`` has no row."""
+    config = OmegaConf.load(Path(CONF, "evidence.yaml"))
+    cells = [cell_keys(row).items() for row in read_rows(file)]
+    points = []
+    for stage in stages:
+        for grid in OmegaConf.to_container(config.stages[stage], resolve=True):
+            if file.stem == grid.get("table", grid["sweep"]):
+                points += [dict(word.split("=", 1) for word in point) for point in _points(grid_params(grid))]
+    return [point for point in points if not any(point.items() <= cell for cell in cells)]
+
+
+def stage_cells(
+    grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str], rates_of: dict[str, str] | None = None
+) -> list[Cell]:
     """All cells of a stage, ordered by seed within each of its ``grids``. ``words`` end the command of every cell.
     ``replays`` names three variants: the one that learns spans (``source``), the one that replays them (``spans``), and
-    the one that replays their mean (``mean``)."""
+    the one that replays their mean (``mean``). ``rates_of`` names, for variants whose learning rates were not searched,
+    the one whose best rate they have."""
     cells = []
     for grid in grids:
-        file = rows / f"{grid.get('table', grid['sweep'])}.jsonl"
-        for extension in _extensions(file) if grid.get("further") else [{}]:
-            params = sweep_grid(grid["sweep"]) | grid.get("params", {}) | extension
-            for point in _points(params):
+        file, params = rows / f"{grid.get('table', grid['sweep'])}.jsonl", grid_params(grid)
+        changes: Iterable[dict[str, str]] = [{}]
+        if grid.get("further"):
+            key = next(key for key in LR_FACTORS if params.get(key))
+            changes = _extensions(file, key=key, step=grid.get("step", 2))
+        elif "rates" in grid:
+            changes = _at_best_rates(rows / f"{grid['rates']}.jsonl", params, rates_of or {})
+        for change in changes:
+            for point in _points(params | change):
                 cell_words = (f"sweep={grid['sweep']}", *point, *words)
                 replay = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in cell_words), None)
                 source_words = tuple(re.sub("^variant=.*", f"variant={replays['source']}", word) for word in cell_words)
@@ -109,16 +156,31 @@ def stage_cells(grids: list[dict], *, words: list[str], rows: Path, replays: dic
     return cells
 
 
-def _extensions(file: Path) -> Iterator[dict[str, str]]:
+def _extensions(file: Path, *, key: str, step: float) -> Iterator[dict[str, str]]:
     """Changes of a grid that train each mechanism with its next learning rate factor, if it has one."""
     for name, scores in scores_by_factor(file).items():
-        if factor := next_factor(scores):
-            yield {"variant": name, LR_FACTOR: f"{factor:g}"}
+        if factor := next_factor(scores, step=step):
+            yield cell_keys({"cell": f"variant={name}".split(" ")}) | {key: f"{factor:.4g}"}
+
+
+def _at_best_rates(file: Path, params: dict, rates_of: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Changes of a grid that train each seed of each of its mechanisms at the best learning rate factor in ``file``.
+    Mechanisms without one are left out. The seed varies slowest."""
+    scores, options = (
+        scores_by_factor(file),
+        [f"{key}={params[key]}" for key in params if key not in ("variant", "seed")],
+    )
+    key = next((key for key in LR_FACTORS if params.get(key)), LR_FACTOR)
+    for seed in str(params["seed"]).split(","):
+        for name in params["variant"].split(","):
+            searched = mechanism([f"variant={rates_of.get(name, name)}", *options])
+            if factor := best_factor(scores.get(searched, {})):
+                yield {"seed": seed, "variant": name, key: f"{factor:.4g}"}
 
 
 def _points(params: dict[str, object]) -> Iterator[list[str]]:
-    """The points of a grid as words; the seed varies slowest."""
-    keys = sorted(params, key=lambda key: key != "seed")
+    """The points of a grid as words, without keys whose value is None; the seed varies slowest."""
+    keys = sorted((key for key in params if params[key] is not None), key=lambda key: key != "seed")
     for values in product(*(str(params[key]).split(",") for key in keys)):
         yield [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
 
@@ -126,6 +188,7 @@ def _points(params: dict[str, object]) -> Iterator[list[str]]:
 def compact(row: dict) -> dict:
     """What the tables need of a row of ``record.jsonl`` (the variant or a score) or ``evaluations.jsonl``."""
     names = ("kind", "bytes_seen", "bits_per_byte", "final", "windows_bits_per_byte", "context_curve")
+    names += ("bits_per_copy", "answer_accuracy")
     variant = {"config": {"variant": row["config"]["variant"]}} if "config" in row else {}
     return {name: row[name] for name in names if name in row} | variant
 
@@ -205,7 +268,8 @@ def main(cfg: DictConfig) -> None:
     if cfg.stage not in cfg.stages:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)
-    cells = stage_cells(grids, words=list(cfg.words), rows=Path(cfg.rows).resolve(), replays=dict(cfg.replays))
+    tables = {"replays": dict(cfg.replays), "rates_of": dict(cfg.rates_of)}
+    cells = stage_cells(grids, words=list(cfg.words), rows=Path(cfg.rows).resolve(), **tables)
     remaining = [cell for cell in cells if not cell.find_row(cell.words)]
     print(f"stage {cfg.stage}: {len(cells)} cells, {len(cells) - len(remaining)} have a row", flush=True)
     if cfg.list:

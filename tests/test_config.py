@@ -41,6 +41,8 @@ def test_every_file_is_planned_and_optimizers_and_recipes_take_a_step(file):
     tiny = [*TINY, "init_from.run=somewhere"] if file.endswith("_finetune") else list(TINY)
     if "product_key_memory_12" in file:
         tiny += ["variant.memory.half_keys=8", "variant.memory.top_k=4"]
+    if file == "data/associative_recall":
+        tiny.append("batch.segment=64")
     if file in SPACES:  # points of a search space may need a span of 256
         tiny += ["purpose=tune", "trial=1", "optim=adamw", "model.span=256"]
     group, _, name = file.partition("/")
@@ -115,6 +117,8 @@ MISTAKES = [
     # sizes that do not fit together
     ("model.heads=3", "model.heads=3", "model.d_model=32", "divide"),
     ("batch.accumulate=3", "batch.accumulate=3", "batch.streams=2"),
+    ("batch.order=permuted", "batch.order=permuted: allowed are random, permutation"),
+    ("batch.order=permutation batch.carry=true", "batch.order=permutation: allowed with batch.carry=true is random"),
     ("variant=product_key_memory variant.memory.top_k=65", "top_k=65", "half_keys=64"),
     # layers of a variant
     ("+variant.at={2:[attention]}", "variant.at.2=", "-2 to 1", "model.layers=2"),
@@ -137,6 +141,11 @@ def test_a_mistake_is_refused_with_key_value_and_requirement(case):
         corpora.load(**run_plan.data)
     for fragment in fragments:
         assert fragment in explain(caught.value)
+
+
+def test_an_order_other_than_that_of_older_rows_is_part_of_the_protocol():
+    assert "order" not in plan(*TINY).protocol()
+    assert plan(*TINY, "batch.order=permutation").protocol()["order"] == "permutation"
 
 
 def test_the_factors_of_a_variant_multiply_the_learning_rates_of_the_named_optimizers():

@@ -1,6 +1,7 @@
 """``python -m bench.evaluate``: the score of a run's best weights under the run's protocol and under others."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,31 @@ def test_the_protocol_of_the_run_reproduces_its_score(trained, split, capsys):
     row = evaluate_run(run, f"split={split}", "eval.bytes=400")
     assert row["bits_per_byte"] == summary[f"{split}_bits_per_byte"]
     assert row["windows_bits_per_byte"] == summary[f"{split}_windows_bits_per_byte"]
+    assert row["bits_per_repeat"] == {}, "a corpus with answers has these instead"
     copied_keys = ("variant", "seed", "data", "config_hash", "command", "source", "device", "precision")
     assert {key: row[key] for key in copied_keys} == {key: summary[key] for key in copied_keys}
     assert row["trained_source"] == summary["source"] != row["measuring_source"] and row["versions"]["torch"]
     assert f"{row['bits_per_byte']:.4f}* bits per byte" in capsys.readouterr().out
     context = [(point["from_bytes"], point["to_bytes"]) for point in row["context_curve"]]
     assert context == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32)] and (run / "context.png").exists()
+
+
+def test_repeats_of_real_text_have_the_same_bits_in_a_run_and_in_an_evaluation(tmp_path, capsys):
+    text = ("data=synthetic_text", "data.bytes=60000", "data.distances=null", "eval.bytes=2000")
+    job, summary = whole_run(
+        *text, "budget.steps=2", "model.head_zero_init=false", "batch.order=permutation", f"outputs={tmp_path}"
+    )
+    assert summary["protocol"]["order"] == job.trainer.stream.order == "permutation"
+    score = job.trainer.evaluate(job.trainer.reported_split("test"))
+    masks = job.trainer.corpus.repeat_masks(job.trainer.reported_split("test"))
+    near = masks["32 to 512"]
+    assert len(near) == len(score.nats) and near.any()
+    assert summary["test_bits_per_repeat"]["32 to 512"] == pytest.approx(score.nats[near].mean().item() / math.log(2))
+    assert (
+        evaluate_run(job.folder.path, "split=test", "eval.bytes=2000")["bits_per_repeat"]
+        == summary["test_bits_per_repeat"]
+    )
+    assert "repeats, 32 to 512 " in capsys.readouterr().out
 
 
 def test_windows_whose_causality_check_gives_nan_make_a_row_not_causal(trained, monkeypatch):

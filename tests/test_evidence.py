@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from bench.evidence import LR_FACTOR, Runner, scores_by_factor, span_word, stage_cells, sweep_grid
+from bench.evidence import LR_FACTOR, LR_FACTORS, Runner, scores_by_factor, span_word, stage_cells, sweep_grid
 from tests.small_configs import compose_config, jobs, plan
 
 EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
-STAGES, REPLAYS = EVIDENCE["stages"], EVIDENCE["replays"]
+STAGES, REPLAYS, RATES_OF = (EVIDENCE[key] for key in ("stages", "replays", "rates_of"))
 
 
 def line(words, spans, *, status="finished") -> dict:
@@ -22,18 +22,20 @@ def line(words, spans, *, status="finished") -> dict:
 
 def test_every_stage_has_the_cells_of_its_grids(tmp_path):
     stages = {name: stage_cells(grids, words=[], rows=tmp_path, replays=REPLAYS) for name, grids in STAGES.items()}
-    sizes = {"a": 63, "a2": 0, "a3": 12, "b": 24, "c": 18, "d": 52, "e": 24, "recall": 54, "today": 32, "long": 5}
-    sizes |= {"skills": 105, "skills_6mb": 4, "causes": 2, "combinations": 38, "best": 26}
+    sizes = {"a": 63, "a2": 0, "a3": 12, "b": 24, "c": 18, "e": 24, "recall": 54, "today": 32}
+    sizes |= {"skills": 105, "skills_6mb": 4, "causes": 2, "combinations": 38, "best": 28}
+    sizes |= {"recall_by_key": 63, "copies": 6, "skills_rates": 36}
+    sizes |= dict.fromkeys(("recall_further", "recall_seeds", "recall_keys"), 0)
+    sizes |= {"text_rates": 57} | dict.fromkeys(("text_further", "text_seeds", "text_positions", "text_bytes"), 0)
     assert {name: len(stage) for name, stage in stages.items()} == sizes
     assert all(len({cell.words for cell in stage}) == len(stage) for stage in stages.values())
-    assert not {cell.words for cell in stages["d"]} & {cell.words for cell in (*stages["b"], *stages["c"])}
     assert {cell.file.name for cell in stages["e"]} == {"front_page_10mb.jsonl"}
     for stage in stages.values():  # a run that replays spans comes after the run that learns them
         order = [cell.words for cell in stage]
         assert all(order.index(cell.span_words) < order.index(cell.words) for cell in stage if cell.span_words)
 
 
-@pytest.mark.parametrize("name", ["rates", "front_page", "recall", "long"])
+@pytest.mark.parametrize("name", ["rates", "front_page", "recall", "text_rates"])
 def test_a_sweep_has_the_protocol_precision_and_cells_of_its_stage(name, tmp_path):
     all_jobs = jobs([f"{key}={value}" for key, value in sweep_grid(name).items()])
     sweep_jobs = {frozenset(job) for job in all_jobs}
@@ -43,19 +45,57 @@ def test_a_sweep_has_the_protocol_precision_and_cells_of_its_stage(name, tmp_pat
     run_plan = plan(f"sweep={name}", *all_jobs[-1])
     assert (run_plan.runtime.precision, run_plan.runtime.threads, run_plan.eval.bytes) == ("float32", 1, None)
     assert run_plan.config["optim"]["matrices"]["optimizer"]["precision"] == "float32"
-    assert (run_plan.purpose, run_plan.eval.test) == (("tune", False) if name == "rates" else ("result", True))
+    assert (run_plan.purpose, run_plan.eval.test) == (("tune", False) if "rates" in name else ("result", True))
+    assert run_plan.batch.order == ("permutation" if name == "text_rates" else "random")
     assert run_plan.data["name"] == ("recall" if name == "recall" else "enwik8_4m")
 
 
-def rates_file(folder, scores: dict[str, dict[str, float | None]]) -> None:
-    """Write fictitious lines of the sweep of learning rates. A run without a score has diverged."""
+def rates_file(folder, scores: dict[str, dict[str, float | None]], *, table="rates", key=LR_FACTOR) -> None:
+    """Write fictitious lines of a sweep of learning rates. A run without a score has diverged."""
     lines = []
     for name, rates in scores.items():
         for rate, bits in rates.items():
-            cell = ["sweep=rates", "seed=100", f"variant={name}", f"{LR_FACTOR}={rate}"]
+            cell = ["sweep=rates", "seed=100", f"variant={name}", f"{key}={rate}"]
             summary = {"status": "finished" if bits else "diverged", "valid_bits_per_byte": bits}
             lines.append(json.dumps({"cell": cell, "summary": summary}) + "\n")
-    (folder / "rates.jsonl").write_text("".join(lines))
+    (folder / f"{table}.jsonl").write_text("".join(lines))
+
+
+def text_stage(name: str, folder) -> list[tuple[str, ...]]:
+    """The words of the cells of a stage of the text table."""
+    cells = stage_cells(STAGES[name], words=[], rows=folder, replays=REPLAYS, rates_of=RATES_OF)
+    return [cell.words for cell in cells]
+
+
+def test_text_is_trained_at_the_best_rate_as_soon_as_it_lies_between_tested_ones(tmp_path):
+    inside = {"0.5": 2.31, "0.7071": 2.3, "1": 2.32}
+    rates_file(tmp_path, {"mhsa": inside, "longformer": inside, "latent": inside | {"1": 2.2}}, table="text_rates")
+    seeds = text_stage("text_seeds", tmp_path)
+    rate = f"{LR_FACTOR}=0.7071"
+    runs = [("longformer", 0), ("mhsa", 0), ("longformer", 1), ("mhsa", 1), ("longformer", 2), ("mhsa", 2)]
+    runs += [("mhsa", 3), ("mhsa", 4)]
+    assert seeds == [("sweep=text", f"seed={seed}", f"variant={name}", rate) for name, seed in runs]
+    assert text_stage("text_positions", tmp_path)[0][2:] == ("variant=longformer_alibi", rate)
+    by_bytes = text_stage("text_bytes", tmp_path)
+    budgets = [850_000, 1_700_000, 3_400_000, 6_800_000]
+    assert [int(word.partition("=")[2]) for words in by_bytes for word in words if "bytes" in word] == [
+        budget for budget in budgets for _ in range(2)
+    ], "the shortest runs are first"
+    run_plan = plan(*by_bytes[-1])
+    assert (run_plan.budget.amount, run_plan.optim["schedule"].decay_fraction) == (6_800_000, 0.2)
+    assert run_plan.config["variant"]["lr_scale"] == {"muon": 0.7071} and run_plan.batch.order == "permutation"
+
+
+def test_rates_of_text_are_extended_by_the_square_root_of_2_for_both_optimizers(tmp_path):
+    edge = {"0.5": 2.3, "0.7071": 2.31, "1": 2.32}
+    rates_file(tmp_path, {"latent": edge}, table="text_rates")
+    edge = {"0.7071": 2.6, "1": 2.5, "1.414": 2.4}
+    rates_file(tmp_path, {"mhsa": edge}, table="text_rates_adamw", key=LR_FACTORS[1])
+    muon, adamw = text_stage("text_further", tmp_path)
+    assert muon == ("sweep=text_rates", "seed=100", "variant=latent", f"{LR_FACTOR}=0.3536")
+    assert {"variant=mhsa", "optim=adamw", f"{LR_FACTORS[1]}=2"} < set(adamw)
+    run_plan = plan(*adamw)
+    assert run_plan.optim["matrices"] is None and run_plan.optim["lr"] == pytest.approx(0.006)
 
 
 def test_a_best_rate_at_an_end_of_the_range_extends_the_range_by_a_step(tmp_path):
@@ -77,6 +117,35 @@ def test_a_best_rate_at_an_end_of_the_range_extends_the_range_by_a_step(tmp_path
         scores_by_factor(tmp_path / "rates.jsonl")
 
 
+def test_recall_by_key_has_the_rate_that_is_between_others_or_learns(tmp_path):
+    shift, unfiltered = "++variant.attention.key_shift=true", "variant.attention.filter_bytes=1"
+    bits = {
+        ("mhsa",): (2.0, 1.8, 2.1),
+        ("mhsa", shift): (1.76, 1.75, 1.741),
+        ("gated_delta", unfiltered): (2.1, 2.0, 1.9),
+    }
+    bits |= {("gated_delta",): (1.741, 1.742, 1.743), ("latent", shift): (2.3, 2.4, 2.5)}
+    lines = []
+    for (name, *options), scores in bits.items():
+        for factor, score in zip(("0.5", "1", "2"), scores, strict=True):
+            words = ["sweep=recall_by_key", "seed=0", f"variant={name}", f"{LR_FACTORS[1]}={factor}", *options]
+            summary = {"status": "finished", "valid_bits_per_byte": score, "valid_floor_bits_per_byte": 1.739}
+            lines.append(json.dumps({"cell": words, "summary": summary}) + "\n")
+    (tmp_path / "recall_by_key.jsonl").write_text("".join(lines))
+    further, seeds, keys = (text_stage(f"recall_{name}", tmp_path) for name in ("further", "seeds", "keys"))
+    start = ("sweep=recall_by_key", "seed=0")
+    unlearned = [("latent", "0.25", shift), ("gated_delta", "4", unfiltered)]
+    assert set(further) == {(*start, f"variant={v}", f"{LR_FACTORS[1]}={r}", option) for v, r, option in unlearned}
+    rates = [(words[2].removeprefix("variant="), *words[4:], words[3].partition("=")[2]) for words in seeds]
+    assert rates == [("mhsa", "1"), ("gated_delta", "0.5")] * 2 + [("mhsa", shift, "2")] * 2
+    rate = f"{LR_FACTORS[1]}=2"
+    assert keys[0] == (*start, "variant=mhsa", rate, shift, "data.sequence=32", "batch.streams=64") and len(keys) == 3
+    run_plan = plan(*(word for word in keys[-1] if word != shift))
+    assert (run_plan.batch.segment, run_plan.model.span, run_plan.batch.streams) == (256, 256, 8)
+    assert run_plan.optim["lr"] == 0.006 and run_plan.optim["schedule"].decay_fraction == 0.2
+    assert run_plan.budget.amount >= 6_100_000 and run_plan.eval.every == 0.02
+
+
 def test_spans_are_replayed_for_each_layer_or_as_their_mean():
     spans = [[0.0, 3.00004]] + [[4.0, 5.0]] * 10  # 11 layers, because in order of text layer 10 comes before layer 2
     word = span_word(line([], spans), mean=False)
@@ -88,16 +157,16 @@ def test_spans_are_replayed_for_each_layer_or_as_their_mean():
 
 
 def test_a_replay_uses_the_spans_of_its_seed_and_a_completed_run_gets_a_line(tmp_path, monkeypatch):
-    words = ("sweep=front_page", "seed=3", "variant=uniform_span")
-    cells = stage_cells(STAGES["d"], words=[], rows=tmp_path / "rows", replays=REPLAYS)
+    words = ("sweep=front_page", "seed=1", "variant=uniform_span")
+    cells = stage_cells(STAGES["b"], words=[], rows=tmp_path / "rows", replays=REPLAYS)
     (cell,) = [cell for cell in cells if cell.words[:3] == words]
-    assert cell.mean_span and cell.span_words == ("sweep=front_page", "seed=3", "variant=adaptive_span")
+    assert cell.mean_span and cell.span_words == ("sweep=front_page", "seed=1", "variant=adaptive_span")
     cell = replace(cell, score_context=False)
     runner, commands, code = Runner(outputs=tmp_path, path=f"{tmp_path}/corpus.xz"), [], 0
 
     def run_python(*words):
         commands.append(words)
-        (folder := tmp_path / "front_page-3-uniform_span" / "latest").mkdir(parents=True, exist_ok=True)
+        (folder := tmp_path / "front_page-1-uniform_span" / "latest").mkdir(parents=True, exist_ok=True)
         summary = {"status": "diverged" if code else "finished", "command": " ".join(words)}
         (folder / "summary.json").write_text(json.dumps(summary))
         (folder / "record.jsonl").write_text('{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid"}\n')
@@ -108,7 +177,7 @@ def test_a_replay_uses_the_spans_of_its_seed_and_a_completed_run_gets_a_line(tmp
         runner.run(cell)
     cell.file.parent.mkdir()
     source = ("sweep=front_page", "variant=adaptive_span")
-    lines = [json.dumps(line((source[0], f"seed={seed}", source[1]), [[float(seed)] * 2])) for seed in (2, 3)]
+    lines = [json.dumps(line((source[0], f"seed={seed}", source[1]), [[float(seed)] * 2])) for seed in (2, 1)]
     cell.file.write_text("\n".join(lines) + "\n")
     code = 4  # the exit code of a full disk
     with pytest.raises(ValueError, match="ended with 4"):
@@ -117,7 +186,7 @@ def test_a_replay_uses_the_spans_of_its_seed_and_a_completed_run_gets_a_line(tmp
     code = 3  # the exit code of divergence
     runner.run(cell)
     runner.run(cell)
-    assert {"variant.attention.span.spans=[[3.0,3.0]]", f"data.path={tmp_path}/corpus.xz"} <= {*commands[-1]}
+    assert {"variant.attention.span.spans=[[1.0,1.0]]", f"data.path={tmp_path}/corpus.xz"} <= {*commands[-1]}
     row = cell.find_row(words)["summary"]
     assert row["status"] == "diverged" and "outputs=outputs data.path=corpus.xz" in row["command"], "no machine's path"
     assert str(tmp_path) not in cell.file.read_text()

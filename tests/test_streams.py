@@ -64,6 +64,43 @@ def test_the_order_is_pinned_and_does_not_depend_on_earlier_batches():
         assert not torch.equal(stream.batch(9)[0], reseeded.batch(9)[0])
 
 
+@given(
+    n_bytes=st.integers(13, 120),
+    streams=st.integers(1, 6),
+    segment=st.integers(1, 12),
+    seed=st.integers(0, 9),
+    n_shards=st.integers(1, 3),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_permutation_reads_no_window_twice_before_all_once_also_in_shards(n_bytes, streams, segment, seed, n_shards):
+    order = {"seed": seed, "carry": False, "order": "permutation"}
+    split = torch.arange(n_bytes, dtype=torch.uint8)  # each byte is its position
+    stream = Streams(split, streams=streams, segment=segment, **order)
+    n_windows, read, epochs = n_bytes // segment, [], 3
+    for step in range(epochs * n_windows // streams + 1):
+        shards = [stream.batch(step, shard=(rank, n_shards)) for rank in range(n_shards)]
+        inputs, targets = (torch.cat(parts) for parts in zip(*shards, strict=True))
+        assert inputs.shape == (streams, segment)
+        assert torch.equal(targets, (inputs + 1) % n_bytes)
+        read += inputs.tolist()
+    for epoch in range(epochs):
+        windows_read = read[epoch * n_windows : (epoch + 1) * n_windows]
+        positions = [position for window in windows_read for position in window]
+        assert len(set(positions)) == n_windows * segment, "an epoch reads each byte at most once"
+    resumed = Streams(split, streams=1, segment=segment, **order)  # the sequence does not depend on streams
+    assert resumed.batch(len(read) - 1)[0].tolist() == read[-1:]
+
+
+def test_a_permutation_depends_on_seed_and_epoch():
+    split, sizes = torch.arange(240, dtype=torch.uint8), {"streams": 60, "segment": 4}
+    order = {"carry": False, "order": "permutation"}
+    streams = [Streams(split, seed=seed, **sizes, **order) for seed in (0, 1)]
+    first, second, reseeded = (streams[n].batch(step)[0][:, 0] for n, step in ((0, 0), (0, 1), (1, 0)))
+    steps = [tuple((begins.diff() % 240).tolist()) for begins in (first, second, reseeded)]  # no offset changes these
+    assert len(set(steps)) == 3
+    assert first[:8].tolist() == [154, 186, 198, 30, 38, 218, 214, 178]
+
+
 def test_a_split_that_is_too_short_for_its_streams_is_refused():
     for n_bytes, carry in ((31, True), (7, False)):
         with pytest.raises(ValueError, match=r"batch\.(streams|segment)=\d"):

@@ -2,11 +2,22 @@
 
 import math
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.report.uncertainty import estimate_mean, holm, t_below, t_quantile
+from bench.report.uncertainty import (
+    BETTER,
+    TIE,
+    Pooled,
+    compare,
+    estimate_mean,
+    holm,
+    residual_mean_square,
+    t_below,
+    t_quantile,
+)
 
 TABLE = [  # degrees of freedom, then the quantiles 0.90, 0.975 and 0.995 as printed in textbooks
     (1, 3.078, 12.706, 63.657),
@@ -43,8 +54,51 @@ def test_p_is_below_5_percent_exactly_where_the_interval_excludes_zero(differenc
 
 def test_one_pair_has_no_interval_and_equal_differences_have_p_of_0_or_1():
     pair = estimate_mean([0.5])
-    assert (pair.n, pair.mean, pair.half_width, pair.p) == (1, 0.5, None, None)
+    assert (pair.n, pair.mean, pair.half_width, pair.p, pair.freedom) == (1, 0.5, None, None, None)
     assert estimate_mean([0.0, 0.0, 0.0]).p == 1.0 and estimate_mean([0.5, 0.5, 0.5]).p == 0.0
+
+
+def test_the_residual_mean_square_equals_numbers_worked_out_by_hand():
+    """Deviations from the means of rows and columns of nine numbers; a seed or mechanism with one run has none."""
+    scores = {"a": [0.0, 1.0, 2.0], "b": [0.10, 1.11, 2.12], "c": [-0.01, 1.02, 2.0]}
+    square = residual_mean_square(pd.DataFrame(scores))
+    assert square == (pytest.approx(3.777778e-4 / 4, rel=1e-6), 4)
+    alone = pd.DataFrame({name: [*runs, None] for name, runs in scores.items()} | {"d": [None, 7.0, None, 8.0]})
+    assert residual_mean_square(alone) == (pytest.approx(square.variance), 4)
+    assert residual_mean_square(pd.DataFrame({"a": [1.0], "b": [2.0]})) == (0.0, 0)
+    two = residual_mean_square(pd.DataFrame({"a": scores["a"], "b": scores["b"]}))
+    assert two == (pytest.approx(0.01**2 / 2), 2), "half of the variance of their differences"
+
+
+def test_a_variance_over_twice_the_pooled_one_is_used_in_its_place():
+    pooled = Pooled(0.01**2, 26)
+    usual, wide = estimate_mean([0.1, 0.11, 0.12], pooled), estimate_mean([0.1, 0.13, 0.16], pooled)
+    assert (usual.freedom, wide.freedom) == (26, 2)
+    assert usual.half_width == pytest.approx(2.0555 * 0.01 / math.sqrt(3), rel=1e-4)
+    assert wide.half_width == pytest.approx(4.3027 * 0.03 / math.sqrt(3), rel=1e-4)
+    single = estimate_mean([0.1], pooled)
+    assert single.half_width == pytest.approx(2.0555 * 0.01, rel=1e-4) and single.verdict is None
+
+
+def test_verdicts_need_three_common_seeds_and_are_ties_by_holms_p():
+    """The interval of ``near`` excludes 0, but after Holm's correction its p is above 0.05."""
+    scores = {"base": [2.3, 2.4, 2.5, 2.6], "few": [2.0, 2.1]}
+    for name, shifts in (("clear", [-0.1] * 3), ("near", [-0.012] * 3), ("noisy", [0.015, -0.007, 0.004])):
+        scores[name] = [bits + shift for bits, shift in zip(scores["base"], shifts, strict=False)]
+    frame = pd.DataFrame({name: pd.Series(bits) for name, bits in scores.items()})
+    estimates = compare(frame, dict.fromkeys(scores, "base") | {"lost": "base"})
+    assert {name: estimate.n for name, estimate in estimates.items()} == {"clear": 3, "near": 3, "noisy": 3, "few": 2}
+    verdicts = {name: estimate.verdict for name, estimate in estimates.items()}
+    assert verdicts == {"clear": BETTER, "near": TIE, "noisy": TIE, "few": None}
+    near = estimates["near"]
+    assert abs(near.mean) > near.half_width and near.p == pytest.approx(2 * p_of(near, frame), rel=1e-9)
+
+
+def p_of(estimate, frame: pd.DataFrame) -> float:
+    """The p of an estimate by the pooled variance, before Holm's correction."""
+    square = residual_mean_square(frame)
+    t = abs(estimate.mean) / math.sqrt(2 * square.variance / estimate.n)
+    return 2 * (1 - t_below(t, freedom=square.freedom))
 
 
 def test_holms_correction_equals_numbers_worked_out_by_hand():

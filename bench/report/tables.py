@@ -8,7 +8,8 @@ import pandas as pd
 from bench.report import compare
 from bench.report.columns import columns
 from bench.report.frame import Rows, copies
-from bench.report.uncertainty import CONFIDENCE, estimate_mean, holm
+from bench.report.uncertainty import compare as compare_scores
+from bench.report.uncertainty import estimate_mean
 from harness.record.cells import CAPPED_MARK, join_words, make_table, missing_formulas_note, pluralize
 from harness.record.schema import is_number
 from harness.record.table import Table
@@ -75,26 +76,23 @@ def mean_rows(arms: pd.DataFrame) -> list[dict]:
 
 def add_differences(rows: Sequence[dict]) -> tuple[dict | None, str]:
     """Add to each row of ``mean_rows`` its difference from the reference over common seeds: ``pairs``, ``difference``
-    in bits per byte with ``half_width``, ``p`` with Holm's correction, and a ``verdict``. Return the reference, which
-    is the best row of the variant that ``variants.yaml`` names, or None if there is nothing to compare; and the split
-    that is compared: test if every scored row has such a score, else valid."""
+    in bits per byte with ``half_width`` and ``freedom``, ``p`` with Holm's correction, and a ``verdict``. Return the
+    reference, which is the best row of the variant that ``variants.yaml`` names, or None if there is nothing to
+    compare; and the split that is compared: test if every scored row has such a score, else valid."""
     scored = [row for row in rows if "valid_bits_per_byte" in row]
     reference = next((row for row in scored if row["variant"] == REFERENCE), None)
     split = "test" if scored and all("test_bits_per_byte" in row for row in scored) else "valid"
     if reference is None or len(scored) < 2:
         return None, split
-    tested = []
+    scores = pd.DataFrame({row["arm"]: bits_by_seed(row["runs"], split) for row in scored})
+    estimates = compare_scores(scores, dict.fromkeys(scores, reference["arm"]))
     for row in (row for row in scored if row is not reference):
-        differences = bits_by_seed(row["runs"], split).sub(bits_by_seed(reference["runs"], split)).dropna()
-        row["pairs"], row["verdict"] = len(differences), "n = 1" if len(differences) else "no common seeds"
-        if len(differences):
-            estimate = estimate_mean([*differences])
-            row |= {"difference": estimate.mean, "difference.half_width": estimate.half_width, "p": estimate.p}
-            if estimate.p is not None:
-                tested.append(row)
-    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
-        verdict = "better" if row["difference"] < 0 else "worse"
-        row |= {"p": p, "verdict": "not separated" if p > 1 - CONFIDENCE else verdict}
+        estimate = estimates.get(row["arm"])
+        row |= {"pairs": 0, "verdict": "no common seeds"}
+        if estimate:
+            row |= {"pairs": estimate.n, "difference": estimate.mean, "difference.half_width": estimate.half_width}
+            row |= {"verdict": estimate.verdict or f"n = {estimate.n}", "p": estimate.verdict and estimate.p}
+            row["freedom"] = estimate.freedom
     return reference, split
 
 

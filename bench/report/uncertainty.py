@@ -1,41 +1,101 @@
-"""Uncertainty of a mean of paired differences: Student's t interval and Holm's correction, in plain Python.
+"""Uncertainty of differences between mechanisms over common seeds: the only place in which intervals and verdicts are made.
 
-For n differences with mean m and standard deviation s (n - 1 in the denominator), the interval is m +- t s / sqrt(n).
-Here t is the 0.975 quantile of Student's distribution for n - 1 degrees of freedom. The interval contains the true mean
-in 95 of 100 repetitions. A mean between -t s / sqrt(n) and t s / sqrt(n) is not separated from 0. With Holm's
-procedure, the probability of any false "better" or "worse" in a table is at most 0.05, for dependent differences, too.
+Scores are fitted by least squares as the sum of a mechanism's mean, a seed's effect and a residual. The residual mean
+square s^2, with f degrees of freedom, is pooled over all mechanisms of a table. The mean m of n differences of paired
+seeds has the interval m +- t s sqrt(2 / n), where t is the 0.975 quantile of Student's distribution for f degrees of
+freedom. If the differences themselves have a variance of more than twice 2 s^2, they are not like the others: their own
+variance is used instead, with n - 1 degrees of freedom. The interval contains the true mean in 95 of 100 repetitions.
+With Holm's procedure, the probability of any false "better" or "worse" in a table is at most 0.05, for dependent
+differences, too. Fewer than ``MIN_SEEDS`` common seeds give no verdict.
 Student (W. S. Gosset), Biometrika 6 (1908); Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand. J. Statist. 6 (1979).
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
 
 CONFIDENCE = 0.95
+MIN_SEEDS = 3  # fewest common seeds for a verdict
+OWN_VARIANCE_RATIO = 2  # a variance larger than the pooled one by more than this ratio is used in its place
+BETTER, WORSE, TIE = "better", "worse", "tie"
+
+
+class Pooled(NamedTuple):
+    """A variance that is pooled over mechanisms."""
+
+    variance: float
+    freedom: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The mean of ``n`` numbers, such as paired differences. ``half_width`` and ``p`` are None for ``n`` = 1."""
+    """The mean of ``n`` numbers, such as paired differences. ``half_width``, ``p`` and ``freedom`` are None without a
+    variance."""
 
     n: int
     mean: float
     half_width: float | None  # half of the interval around the mean
     p: float | None  # probability of a mean at least as far from 0, on either side, if the true mean is 0
+    freedom: int | None  # degrees of freedom of the variance
+
+    @property
+    def verdict(self) -> str | None:
+        """``BETTER`` for a mean below 0, ``WORSE``, or ``TIE``; None for fewer than ``MIN_SEEDS``."""
+        if self.n < MIN_SEEDS or self.p is None:
+            return None
+        if self.p > 1 - CONFIDENCE:
+            return TIE
+        return BETTER if self.mean < 0 else WORSE
 
 
-def estimate_mean(numbers: Sequence[float]) -> Estimate:
-    """The mean of one or more numbers, such as paired differences, with its interval."""
+def estimate_mean(numbers: Sequence[float], pooled: Pooled | None = None) -> Estimate:
+    """The mean of one or more numbers, with an interval by their own variance or by the ``pooled`` one."""
     n = len(numbers)
     mean = math.fsum(numbers) / n
-    if n == 1:
-        return Estimate(n=1, mean=mean, half_width=None, p=None)
-    standard_error = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (n - 1) / n)
+    variance = math.fsum((number - mean) ** 2 for number in numbers) / (n - 1) if n > 1 else 0.0
+    freedom = n - 1
+    if pooled and pooled.freedom and variance <= OWN_VARIANCE_RATIO * pooled.variance:
+        variance, freedom = pooled
+    if not freedom:
+        return Estimate(n=n, mean=mean, half_width=None, p=None, freedom=None)
+    standard_error = math.sqrt(variance / n)
     t = math.inf if mean else 0.0
     if standard_error:
         t = abs(mean) / standard_error
-    p = 2 * (1 - t_below(t, freedom=n - 1))
-    return Estimate(n=n, mean=mean, half_width=t_quantile((1 + CONFIDENCE) / 2, freedom=n - 1) * standard_error, p=p)
+    p = 2 * (1 - t_below(t, freedom=freedom))
+    half_width = t_quantile((1 + CONFIDENCE) / 2, freedom=freedom) * standard_error
+    return Estimate(n=n, mean=mean, half_width=half_width, p=p, freedom=freedom)
+
+
+def residual_mean_square(scores: pd.DataFrame) -> Pooled:
+    """The residual mean square of ``scores [seed, mechanism]``, NaN where a run is missing, and its degrees of freedom."""
+    cells = scores.stack().dropna()
+    effects = [pd.get_dummies(cells.index.get_level_values(level), dtype=float) for level in (0, 1)]
+    design = np.concatenate(effects, axis=1)
+    fitted, _, rank, _ = np.linalg.lstsq(design, cells.to_numpy(), rcond=None)
+    freedom = len(cells) - int(rank)
+    residuals = cells.to_numpy() - design @ fitted
+    return Pooled(float(residuals @ residuals) / freedom if freedom else 0.0, freedom)
+
+
+def compare(scores: pd.DataFrame, baselines: Mapping[str, str]) -> dict[str, Estimate]:
+    """The differences of mechanisms from their ``baselines`` over the seeds that both have, by mechanism, with p after
+    Holm's correction over those that get a verdict. ``scores`` as in ``residual_mean_square``."""
+    square = residual_mean_square(scores)
+    pooled, estimates = Pooled(2 * square.variance, square.freedom), {}
+    for name, baseline in baselines.items():
+        if {name, baseline} <= {*scores} and name != baseline:
+            differences = (scores[name] - scores[baseline]).dropna().tolist()
+            if differences:
+                estimates[name] = estimate_mean(differences, pooled)
+    tested = [name for name, estimate in estimates.items() if estimate.verdict]
+    for name, p in zip(tested, holm([estimates[name].p for name in tested]), strict=True):
+        estimates[name] = replace(estimates[name], p=p)
+    return estimates
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:

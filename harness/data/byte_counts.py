@@ -45,10 +45,10 @@ def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
         return {}
     probability, bits = np.full(len(content), 1 / 256), {}
     for order in range(max(ORDERS) + 1):
-        keys, counts = np.unique(_grams(train, order + 1), return_counts=True)
+        keys, counts = np.unique(grams(train, order + 1), return_counts=True)
         contexts, first = np.unique(keys >> np.uint64(8), return_index=True)
         context_counts, followers = np.add.reduceat(counts, first), np.diff(first, append=len(keys))
-        scored = _grams(content, order + 1)
+        scored = grams(content, order + 1)
         scored_contexts = scored >> np.uint64(8)
         n_context = _look_up(scored_contexts, contexts, context_counts)
         n_followers = _look_up(scored_contexts, contexts, followers)
@@ -60,7 +60,7 @@ def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
     return bits
 
 
-def _grams(content: np.ndarray, length: int) -> np.ndarray:
+def grams(content: np.ndarray, length: int) -> np.ndarray:
     """Every sequence of ``length`` (at most 8) bytes as one big-endian integer: uint64 ``[n - length + 1]``."""
     n_grams = max(0, len(content) - length + 1)
     grams = np.zeros(n_grams, np.uint64)

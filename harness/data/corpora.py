@@ -11,18 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.data import associative_recall
 from harness.data.recall import copies, recall_floor, recall_stream
+from harness.data.repeats import repeat_masks
 from harness.data.skills import SKILLS, GeneratedCorpus
 from harness.data.sources import PUBLISHED, digest, read_path, read_published, read_stdlib
 from harness.data.synthetic_text import synthetic_text
 
 SPLITS = ("train", "valid", "test")
 GENERATED = {
-    "recall": GeneratedCorpus(recall_stream, lambda part: recall_floor(len(part)), copies),
+    "recall": GeneratedCorpus(recall_stream, lambda part, **_: recall_floor(len(part)), copies),
+    "associative_recall": GeneratedCorpus(
+        associative_recall.associative_recall, associative_recall.floor_bits, associative_recall.answers
+    ),
     "synthetic_text": GeneratedCorpus(synthetic_text),
     **SKILLS,
 }
 NAMES = (*PUBLISHED, "file", "stdlib", *GENERATED)
+ONLY_OF = {"distances": ("recall",), "sequence": ("associative_recall",)}
+"""The corpora that have an option which not all generated corpora have."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +44,7 @@ class Corpus:
     symbols: bytes  # the byte of each token id; fewer than V if the corpus has fewer different bytes
     floor: Callable[[np.ndarray], float] | None = None
     answers: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
+    sequence: int | None = None  # T, if every T bytes are an independent sequence, all of which are targets
     fallback_for: str | None = None  # the name of the configured corpus, if this one was read instead of it
 
     def scored_part(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
@@ -44,18 +52,30 @@ class Corpus:
         tokens = self.splits[split]
         if split == "valid":
             tokens = tokens[: len(tokens) - len(self.selection_part(selection_bytes))]
-        return tokens[:limit]
+        return tokens[:limit] if limit is None else tokens[: self._whole(limit)]
 
     def selection_part(self, selection_bytes: int | None) -> Tensor:
         """The last ``selection_bytes`` of valid, at most half of it (None: half), which select the best weights."""
         valid = self.splits["valid"]
         half = len(valid) // 2
-        return valid[len(valid) - (half if selection_bytes is None else min(selection_bytes, half)) :]
+        return valid[len(valid) - self._whole(half if selection_bytes is None else min(selection_bytes, half)) :]
+
+    def _whole(self, n_bytes: int) -> int:
+        """``n_bytes`` rounded down to whole sequences."""
+        return n_bytes - n_bytes % (self.sequence or 1)
 
     def answer_masks(self, part: Tensor) -> dict[str, Tensor]:
-        """For each label, which targets of a part, uint8 ``[n]``, are answers of this kind: bool ``[n - 1]``."""
-        answers = self.answers(self._bytes(part)) if self.answers else {}
-        return {label: torch.from_numpy(mask[1:]) for label, mask in answers.items()}
+        """For each label, which targets of a part, uint8 ``[n]``, are answers of this kind: bool ``[n - 1]``, or
+        ``[n]`` for whole sequences."""
+        answers, first_target = self.answers(self._bytes(part)) if self.answers else {}, 0 if self.sequence else 1
+        return {label: torch.from_numpy(mask[first_target:]) for label, mask in answers.items()}
+
+    def repeat_masks(self, part: Tensor) -> dict[str, Tensor]:
+        """``harness.data.repeats.repeat_masks`` of a part's targets; none for a corpus that has ``answers``."""
+        if self.answers:
+            return {}
+        masks = repeat_masks(part.numpy(), train=self.splits["train"].numpy())
+        return {label: torch.from_numpy(mask) for label, mask in masks.items()}
 
     def floor_bits(self, part: Tensor) -> float | None:
         """The lowest expected bits per byte of a causal model on the targets of a part; None if unknown."""
@@ -85,6 +105,7 @@ def load(
     first_bytes: int | None = None,
     bytes: int | None = None,
     distances: Sequence[int] | None = None,
+    sequence: int | None = None,
     seed: int | None = None,
 ) -> Corpus:
     """Read a corpus by the keys of ``conf/data/*.yaml``; ValueError names the key, its value and what is allowed."""
@@ -98,17 +119,20 @@ def load(
         raise ValueError(f"data.fallback={fallback!r}: allowed are null, and stdlib with data={', '.join(PUBLISHED)}")
     if not 1 <= vocabulary <= 256:
         raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
-    options = {"bytes": bytes, "distances": distances, "seed": seed}
+    options = {"bytes": bytes, "distances": distances, "sequence": sequence, "seed": seed}
     options = {key: option for key, option in options.items() if option is not None}
     for key, option in options.items():
-        supported = ("recall",) if key == "distances" else (*GENERATED,)
+        supported = ONLY_OF.get(key, tuple(GENERATED))
         if name not in supported:
             raise ValueError(f"data.{key}={option}: only allowed with data={', '.join(supported)}")
     if options.get("bytes", 2) < 2:
         raise ValueError(f"data.bytes={bytes}: allowed is an integer of at least 2")
+    if sequence is not None:
+        _check_sequence(sequence, vocabulary=vocabulary, bytes=bytes or 0, first_bytes=first_bytes or 0)
     configured_name, generated = name, GENERATED.get(name)
-    if distances is not None:
-        generated = generated._replace(answers=partial(generated.answers, distances=distances))
+    if own := {key: options[key] for key in ONLY_OF if key in options}:
+        floor, answers = (partial(function, **own) for function in (generated.floor_bits, generated.answers))
+        generated = generated._replace(floor_bits=floor, answers=answers)
     content, name, error = _read(name, path, fallback, options)
     if first_bytes is not None:
         if first_bytes > len(content):
@@ -126,7 +150,7 @@ def load(
         )
     if sha256 and sha256.lower() != content_sha256:
         raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {content_sha256}")
-    parts = _cut(content, split)
+    parts = _cut(content, split, sequence=sequence or 1)
     parts, symbols = _to_token_ids(content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines)
     return Corpus(
         name=name,
@@ -137,8 +161,18 @@ def load(
         symbols=symbols,
         floor=generated.floor_bits if generated else None,
         answers=generated.answers if generated else None,
+        sequence=sequence,
         fallback_for=configured_name if error else None,
     )
+
+
+def _check_sequence(sequence: int, *, vocabulary: int, **lengths: int) -> None:
+    """ValueError for a vocabulary without the newline before a sequence, and for lengths that would cut a sequence."""
+    if vocabulary < 256:
+        raise ValueError(f"data.vocabulary={vocabulary}: allowed with data.sequence={sequence} is 256")
+    for key, length in lengths.items():
+        if length % sequence:
+            raise ValueError(f"data.{key}={length}: allowed are multiples of data.sequence={sequence}")
 
 
 def _read(name: str, path: str | None, fallback: str | None, options: dict) -> tuple[np.ndarray, str, OSError | None]:
@@ -164,17 +198,17 @@ def _read(name: str, path: str | None, fallback: str | None, options: dict) -> t
         ) from error
 
 
-def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
-    """Train, valid and test as views of ``content``, in order, each of at least two bytes."""
+def _cut(content: np.ndarray, split: Sequence[float], *, sequence: int) -> list[np.ndarray]:
+    """Train, valid and test as views of ``content``, in order, each of at least two bytes or sequences."""
     shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
     if not len(shares) == len(split) == len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
         raise ValueError(f"data.split={split!r}: must be fractions above 0 for {', '.join(SPLITS)}, with a sum of 1")
-    valid, test = (round(len(content) * share) for share in shares[1:])
+    valid, test = (sequence * round(len(content) // sequence * share) for share in shares[1:])
     train = len(content) - valid - test
-    if min(train, valid, test) < 2:
+    if min(train, valid, test) < 2 * sequence:
         raise ValueError(
             f"data.split={shares}: cuts {len(content):,} bytes into {train}, {valid} and {test}, but each split needs "
-            "at least 2; use a longer corpus"
+            f"at least {2 * sequence}; use a longer corpus"
         )
     return np.split(content, [train, train + valid])
 

@@ -4,8 +4,10 @@ split, the sizes, the seed and the step. A run therefore resumes from one intege
 same bytes."""
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from harness.hashing import integer_hash
 Shard = tuple[int, int]  # the part of the streams that one process reads: (its rank, the number of processes)
 UNSHARDED: Shard = (0, 1)
 _RING, _WINDOW = 1, 2  # first key of the hash, so that offsets of rings and of windows are independent
+_ORDER = 5  # harness/loop/scoring.py has 3 and 4
 
 Segment = tuple[Tensor, Tensor, Tensor]
 """Inputs int64 ``[L, T]``, targets int64 ``[L, T]``, and mask bool ``[L, T]``: true for pairs to be scored."""
@@ -36,11 +39,23 @@ class Streams:
     """Training batches: each step reads T bytes (``segment``) of B ``streams`` of ``split``, uint8 ``[n]``. With
     ``carry`` the split is a ring, cut into B streams of n // B bytes. A step reads the next segment of each stream, and
     state is carried over. After ``steps_per_epoch`` steps a new epoch begins: the ring is shifted by an offset drawn
-    from seed and epoch, and state is dropped. Without ``carry`` a step reads B random windows. ValueError if a stream
-    (or without ``carry`` the split) has fewer than T + 1 bytes."""
+    from seed and epoch, and state is dropped. Without ``carry`` a step reads B windows: with ``order="random"`` each is
+    drawn for itself; with ``"permutation"`` the ring, shifted as above, is cut into n // T windows, and no window is
+    read twice before all have been read once. ValueError if a stream (or without ``carry`` the split) has fewer than
+    T + 1 bytes."""
 
-    def __init__(self, split: Tensor, *, streams: int, segment: int, seed: int, carry: bool = True):
+    def __init__(
+        self,
+        split: Tensor,
+        *,
+        streams: int,
+        segment: int,
+        seed: int,
+        carry: bool = True,
+        order: str = "random",
+    ):
         self.split, self.streams, self.segment, self.seed, self.carry = split, streams, segment, seed, carry
+        self.order = order
         self.stream_bytes = len(split) // streams if carry else len(split)
         self.steps_per_epoch, self.bytes_per_step = self.stream_bytes // segment, streams * segment
         if self.stream_bytes <= segment:
@@ -59,14 +74,32 @@ class Streams:
         indices = range(self.streams)[shard_slice(self.streams, shard)]
         if self.carry:
             epoch, epoch_step = divmod(step, self.steps_per_epoch)
-            offset = int(integer_hash(_RING, self.seed, epoch)[0]) % len(self.split)
+            offset = self._ring_offset(epoch)
             starts = [offset + index * self.stream_bytes + epoch_step * self.segment for index in indices]
+        elif self.order == "permutation":
+            starts = [self._window_start(step * self.streams + index) for index in indices]
         else:
             n_starts = len(self.split) - self.segment
             starts = [int(draw) % n_starts for draw in integer_hash(_WINDOW, self.seed, step, indices)]
         positions = torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
         tokens = self.split[positions % len(self.split)].long()
         return tokens[:, :-1], tokens[:, 1:]
+
+    def _ring_offset(self, epoch: int) -> int:
+        return int(integer_hash(_RING, self.seed, epoch)[0]) % len(self.split)
+
+    def _window_start(self, read: int) -> int:
+        """Where the window begins that follows ``read`` windows in the sequence of the epochs' permutations."""
+        n_windows = len(self.split) // self.segment
+        epoch, index = divmod(read, n_windows)
+        window = int(permutation(self.seed, epoch, n_windows)[index])
+        return self._ring_offset(epoch) + window * self.segment
+
+
+@lru_cache(maxsize=2)  # a step may read the end of one epoch and the beginning of the next
+def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    """Return 0 to n - 1 in an order that depends on seed and epoch, int64 ``[n]``."""
+    return np.argsort(integer_hash(_ORDER, seed, epoch, np.arange(n)), kind="stable")
 
 
 def shard_slice(n_streams: int, shard: Shard) -> slice:

@@ -134,6 +134,7 @@ def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
     compared |= {f"position.{key}": setting for key, setting in config["position"].items()}
     if everything:
         compared |= {f"batch.{key}": config["batch"][key] for key in ("streams", "segment", "carry")}
+        compared["batch.order"] = config["batch"].get("order", "random")  # older rows lack it
         compared |= {"seed": config["seed"], "data.sha256": row["data"]["sha256"]}
         for group in row["optimizers"]:
             compared[f"optim {group['name']}"] = (group["optimizer"], group["parameters"])

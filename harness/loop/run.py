@@ -184,9 +184,9 @@ class Run:
         trained_bytes = trainer.spent.bytes - last["bytes"]
         size = last["size"] or max(1, min(max_pairs, trained_bytes // TRAINED_BYTES_PER_SCORED_BYTE))
         with self._outside_training_peak():
-            score = trainer.evaluate(split, pairs=size)
+            score, answers = trainer.evaluate_sample(split, pairs=size)
             self.last_validation = {"bytes": trainer.spent.bytes, "fraction": trainer.fraction, "size": size}
-            row = {"kind": "valid", **trainer.progress(), "bits_per_byte": score.bits_per_byte}
+            row = {"kind": "valid", **trainer.progress(), "bits_per_byte": score.bits_per_byte, **answers}
             row |= {"capped_bytes": len(score.nats), "metrics": trainer.model.metrics(score.stats)}
             self.append(row)
             self.print(f" valid  {self._score_text(score.bits_per_byte, capped=True)}")

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.data.streams import round_context, samples, segments, shard_slice, windows
+from harness.data.sequences import scored_sequences
+from harness.data.streams import Batches, round_context, samples, segments, shard_slice, windows
 from harness.device.runtime import Runtime
 from harness.hashing import integer_hash
 from harness.model import LanguageModel, ModelOut, add_stats
@@ -31,6 +32,7 @@ class Score(NamedTuple):
     """The score of a split."""
 
     nats: Tensor  # cross-entropy of each scored (input, target) pair in the split's order, float32 [pairs]
+    correct: Tensor  # whether the target is the likeliest byte, bool [pairs]
     stats: dict[str, dict[str, Tensor]]  # the sublayers' summed statistics
     future_nats: float = 0.0  # mean absolute change of a pair's nats if later bytes are replaced, by CausalityCheck
 
@@ -38,9 +40,18 @@ class Score(NamedTuple):
     def bits_per_byte(self) -> float:
         return self.nats.double().sum().item() / math.log(2) / len(self.nats)
 
-    def bits_of(self, mask: Tensor) -> float | None:
-        """Return the mean bits of the pairs where ``mask``, bool ``[pairs]``, is true; None if it is true nowhere."""
-        return self.nats[mask].double().mean().item() / math.log(2) if mask.any() else None
+    def bits_by_label(self, masks: Mapping[str, Tensor]) -> dict[str, float | None]:
+        """Return the mean bits of the pairs where a mask, bool ``[pairs]``, is true; None if it is true nowhere."""
+        scored = {label: self.nats[mask].double() for label, mask in masks.items()}
+        return {label: nats.mean().item() / math.log(2) if len(nats) else None for label, nats in scored.items()}
+
+    def answers(self, masks: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
+        """Return the keys of a row for answers, whose masks are those of ``bits_by_label``: mean bits, and the share of
+        answers that are the likeliest byte; no key without masks."""
+        if not masks:
+            return {}
+        accuracy = {label: self.correct[mask].double().mean().item() for label, mask in masks.items() if mask.any()}
+        return {"bits_per_copy": self.bits_by_label(masks), "answer_accuracy": accuracy}
 
 
 def check_causality(scores: Sequence[Score], *, floor: float | None, precision: str) -> tuple[float, bool]:
@@ -79,9 +90,25 @@ def score_windows(
 ) -> Score:
     """Score each pair once in windows of 1024 bytes, stride 512. ``future_seed`` is that of ``score_stream``."""
     batches = windows(split, window=WINDOWS[1], batch=batch, shard=runtime.processes.shard)
+    return _score_rows(model, batches, runtime, batch=batch, future_seed=future_seed)
+
+
+def score_sequences(
+    model: LanguageModel, split: Tensor, *, sequence: int, runtime: Runtime, batch: int, future_seed: int | None = None
+) -> Score:
+    """Score all bytes of ``split``, whole sequences (uint8 ``[n T]``), ``batch`` of them in a forward pass. A sequence
+    is read without state from before it. ``future_seed`` is that of ``score_stream``."""
+    batches = scored_sequences(split, sequence=sequence, batch=batch, shard=runtime.processes.shard)
+    return _score_rows(model, batches, runtime, batch=batch, future_seed=future_seed, stats_from=0)
+
+
+def _score_rows(
+    model: LanguageModel, batches: Batches, runtime: Runtime, *, batch: int, future_seed: int | None, **options
+) -> Score:
+    """Return the score of batches of rows that are read without carried state."""
     rows = batch * runtime.processes.world_size
     check = CausalityCheck(future_seed, batches, rows=rows, vocabulary=model.head.out_features)
-    return _score(model, batches, runtime, carry=False, check=check)
+    return _score(model, batches, runtime, carry=False, check=check, **options)
 
 
 def score_context(
@@ -93,7 +120,7 @@ def score_context(
     nats_sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
     for inputs, targets, mask in windows(split, window=longest, stride=longest, batch=batch):
         pieces = zip(*(tensor.split(segment, dim=1) for tensor in (inputs, targets, mask)), strict=True)
-        nats = torch.cat([nats for nats, _, _ in _predictions(model, pieces, runtime)], dim=1)
+        nats = torch.cat([nats for nats, *_ in _predictions(model, pieces, runtime)], dim=1)
         nats_sums += (nats * mask).double().sum(0)
         counts += mask.sum(0)
     edges = [1, *(2**i + 1 for i in range((longest - 1).bit_length())), longest + 1]  # 1, 2, 3 to 4, 5 to 8, ...
@@ -108,18 +135,19 @@ def score_context(
 
 def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **options) -> Score:
     """Return the score of all processes' streams or windows, in order. ``options`` are those of ``_predictions``."""
-    nats, masks, stats, processes = [], [], {}, runtime.processes
-    for batch_nats, mask, batch_stats in _predictions(model, batches, runtime, carry=carry, **options):
-        nats.append(batch_nats)
+    predicted, masks, stats, processes = [], [], {}, runtime.processes
+    for nats, correct, mask, batch_stats in _predictions(model, batches, runtime, carry=carry, **options):
+        predicted.append(torch.stack([nats, correct], dim=-1))
         masks.append(mask)
         stats = add_stats(stats, batch_stats)
     dim = 1 if carry else 0  # batches continue the same streams, or have further windows
-    scored = torch.cat(nats, dim)[torch.cat(masks, dim)] if nats else torch.empty(0)
+    scored = torch.cat(predicted, dim)[torch.cat(masks, dim)] if predicted else torch.empty(0, 2)
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
     stats = functools.reduce(add_stats, processes.all_gather(stats))
     changes = processes.concatenate(torch.cat(options["check"].changes))
-    return Score(processes.concatenate(scored), stats, changes.mean().item() if len(changes) else 0.0)
+    nats, correct = processes.concatenate(scored).unbind(1)
+    return Score(nats, correct.bool(), stats, changes.mean().item() if len(changes) else 0.0)
 
 
 class CausalityCheck:
@@ -163,9 +191,9 @@ def _predictions(
     carry: bool = True,
     stats_from: int | None = None,
     check: CausalityCheck | None = None,
-) -> Iterator[tuple[Tensor, Tensor, dict]]:
-    """Yield nats ``[L, T]`` and mask on the CPU, and statistics, of each batch; statistics from batch ``stats_from``
-    on. ``carry`` carries state from one batch to the next."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor, dict]]:
+    """Yield nats ``[L, T]``, whether the target is the likeliest byte, and mask on the CPU, and statistics, of each
+    batch; statistics from batch ``stats_from`` on. ``carry`` carries state from one batch to the next."""
     model.eval()
     state, forward = None, runtime.forward(model)
 
@@ -180,7 +208,8 @@ def _predictions(
         for index, (inputs, targets, mask) in enumerate(batches):
             predict_batch = partial(predict, targets, stats_from is not None and index >= stats_from)
             nats, out = predict_batch(inputs)
+            correct = out.logits.argmax(-1).cpu() == targets
             if check is not None:
                 check.compare(index, inputs, mask, nats, predict_batch)
             state = out.state
-            yield nats, mask, out.stats
+            yield nats, correct, mask, out.stats

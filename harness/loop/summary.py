@@ -74,13 +74,14 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
     plan, corpus, split = trainer.plan, trainer.corpus, trainer.reported_split(name)
     score = trainer.evaluate(split, future_seed=plan.seed)
     bits, scores = {"bits_per_byte": score.bits_per_byte}, [score]
-    if plan.eval.windows:
+    if plan.eval.windows and not corpus.sequence:
         with trainer.update.parameters.unsharded():
             windows = score_windows(trainer.model, split, runtime=trainer.runtime, future_seed=plan.seed)
         bits["windows_bits_per_byte"] = windows.bits_per_byte
         scores.append(windows)
-    if answers := corpus.answer_masks(split):  # masks of the bytes that earlier bytes determine
-        bits["bits_per_copy"] = {label: score.bits_of(mask) for label, mask in answers.items()}
+    bits |= score.answers(corpus.answer_masks(split))
+    if repeats := corpus.repeat_masks(split):
+        bits["bits_per_repeat"] = score.bits_by_label(repeats)
     if floor := corpus.floor_bits(split):
         bits["floor_bits_per_byte"] = floor
     future_nats, causal = check_causality(scores, floor=floor, precision=trainer.runtime.precision)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from harness.data.corpora import Corpus
+from harness.data.sequences import Sequences, sample_sequences
 from harness.data.streams import Streams, sample_layout, score_ranges, shard_slice
 from harness.device import random_state
 from harness.device.model_parameters import is_dtensor
 from harness.device.runtime import Runtime, compile_clock
 from harness.failures import Diverged
-from harness.loop.scoring import Score, score_stream
+from harness.loop.scoring import Score, score_sequences, score_stream
 from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.optim.budget import Spent
@@ -34,7 +35,11 @@ class Trainer:
         random_state.seed(plan.seed)
         b, processes = plan.batch, runtime.processes
         train = corpus.splits["train"]
-        self.stream = Streams(train, seed=plan.seed, streams=b.streams, segment=b.segment, carry=b.carry)
+        self.sequence, sizes = corpus.sequence, {"streams": b.streams, "segment": b.segment}
+        if self.sequence:
+            self.stream = Sequences(train, seed=plan.seed, streams=b.streams, sequence=self.sequence)
+        else:
+            self.stream = Streams(train, seed=plan.seed, carry=b.carry, order=b.order, **sizes)
         self.model = plan.make_model()
         if processes.world_size == 1 or plan.runtime.shard == "none":  # a model to be sharded may not fit on one device
             self.model.to(runtime.device)
@@ -169,18 +174,30 @@ class Trainer:
         return row | {"metrics": self.model.metrics({})}
 
     def evaluate(self, split: Tensor, *, pairs: int | None = None, future_seed: int | None = None) -> Score:
-        """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the configuration's ``eval`` says.
-        ``pairs`` and ``future_seed`` are those of ``score_stream``."""
+        """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the configuration's ``eval`` says, or
+        whole sequences. ``pairs`` and ``future_seed`` are those of ``score_stream``."""
         self.wait()  # otherwise the seconds of scoring would include those of unfinished steps
         self._check_weights()
+        e, common = self.plan.eval, {"runtime": self.runtime, "future_seed": future_seed}
+        if self.sequence:
+            batch = max(1, e.streams * e.segment // self.sequence)
+            with self.update.parameters.unsharded():
+                return score_sequences(self.model, split, sequence=self.sequence, batch=batch, **common)
         layout = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         if pairs is not None:
             pairs = min(pairs, len(split) - 1)
             streams, context = sample_layout(pairs, **layout | {"context": self.plan.model.span})
             layout |= {"pairs": pairs, "streams": streams, "context": context}
-        layout |= {"runtime": self.runtime, "collect_stats": True, "future_seed": future_seed}
         with self.update.parameters.unsharded():
-            return score_stream(self.model, split, **layout)
+            return score_stream(self.model, split, collect_stats=True, **layout, **common)
+
+    def evaluate_sample(self, split: Tensor, *, pairs: int) -> tuple[Score, dict]:
+        """Score a sample of ``pairs`` pairs, or of whole sequences; returns also the scores of a sequence's answers."""
+        if not self.sequence:
+            return self.evaluate(split, pairs=pairs), {}
+        sample = sample_sequences(split, sequence=self.sequence, n_bytes=pairs)
+        score = self.evaluate(sample)
+        return score, score.answers(self.corpus.answer_masks(sample))
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -72,11 +72,17 @@ class Plan(RunSettings):
         return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
 
     def protocol(self) -> dict:
-        """The evaluation protocol, by which ``record/comparison.py`` decides whether bits per byte are comparable."""
+        """The evaluation protocol and the order of training bytes, by which ``record/comparison.py`` decides whether
+        bits per byte are comparable."""
         context = streamed_context(self.model.span, self.model.layers)
         protocol = {"streams": self.eval.streams, "segment": self.eval.segment, "span": self.model.span}
         protocol |= {"bytes": self.eval.bytes, "context": context, "selection_bytes": self.eval.selection_bytes}
-        return protocol | {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
+        protocol |= {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
+        if self.batch.order != "random":  # the order of rows without the key
+            protocol["order"] = self.batch.order
+        if self.data["sequence"]:  # read one by one, from an empty state
+            protocol |= {"sequence": self.data["sequence"], "context": 0}
+        return protocol
 
 
 def streamed_context(span: int, layers: int) -> int:
@@ -121,7 +127,30 @@ def plan_run(
         raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the name of the run folder")
     if plan.batch.accumulate > plan.batch.streams:
         raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.streams={plan.batch.streams}")
+    if plan.batch.carry and plan.batch.order != "random":
+        raise ValueError(
+            f"batch.order={plan.batch.order}: allowed with batch.carry=true is random; its streams read "
+            "each byte once in an epoch"
+        )
+    _check_sequence(plan)
     return plan
+
+
+def _check_sequence(plan: Plan) -> None:
+    """ValueError for settings with which sequences would be cut, or read with state from before them."""
+    sequence, e = plan.data["sequence"], plan.eval
+    if sequence is None:
+        return
+    allowed = f"allowed with data.sequence={sequence} is"
+    if plan.batch.carry:
+        raise ValueError(f"batch.carry=true: {allowed} false, because sequences are independent")
+    if plan.batch.segment != sequence:
+        raise ValueError(
+            f"batch.segment={plan.batch.segment}: {allowed} {sequence}, because steps read whole sequences"
+        )
+    for key, n_bytes in (("bytes", e.bytes), ("selection_bytes", e.selection_bytes)):
+        if n_bytes is not None and n_bytes < sequence:
+            raise ValueError(f"eval.{key}={n_bytes}: {allowed} {sequence} or more, or null")
 
 
 def replan(plan: Plan, **sections: dict) -> Plan:

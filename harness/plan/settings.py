@@ -52,6 +52,7 @@ class BatchSettings:
     segment: Positive
     carry: bool
     accumulate: Positive
+    order: Literal["random", "permutation"] = "random"  # older run folders lack the key
 
 
 @section
@@ -68,6 +69,7 @@ class DataSettings:
     first_bytes: Positive | None
     bytes: Positive | None
     distances: list | None
+    sequence: Positive | None = None
     seed: int | None
 
 

@@ -111,12 +111,13 @@ def _is_inside(module: str, packages: tuple[str, ...]) -> bool:
 
 def _resolve_argument(argument: object, hint: object, *, key: str, trust: tuple[str, ...]) -> object:
     """An argument parsed by its annotation ``hint``. A node for an annotation ``Callable[.., C]`` becomes a partial of
-    a subclass of C, where C is torch.nn.Module or a ``Part``."""
+    a subclass of C, where C is torch.nn.Module, a ``Part`` or a ``Position``."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     options = typing.get_args(hint) if is_union else (hint,)
     factories = [option for option in options if collections.abc.Callable in (option, typing.get_origin(option))]
     return_types = [cls for factory in factories for cls in typing.get_args(factory)[-1:] if inspect.isclass(cls)]
-    base = next((cls for cls in return_types if cls is nn.Module or issubclass(cls, Part)), Part)
+    allowed = (cls for cls in return_types if cls is nn.Module or issubclass(cls, (Part, Position)))
+    base = next(allowed, Part)
     if isinstance(argument, Mapping) and "_target_" in argument and (factories or hint is typing.Any):
         return resolve(argument, key=key, base=base, trust=trust)
     if factories and base is nn.Module:

@@ -32,8 +32,9 @@ def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float 
     scores = {"this run": "bits_per_byte", WINDOWS_LABEL: "windows_bits_per_byte"}
     scores["floor of the data"] = "floor_bits_per_byte"
     rows = [(label, [summary.get(f"{split}_{key}") for split in splits]) for label, key in scores.items()]
-    answers = [summary.get(f"{split}_bits_per_copy") or {} for split in splits]
-    rows += [(f"answers, {label}", [bits_by_label.get(label) for bits_by_label in answers]) for label in answers[0]]
+    for name, key in {"answers": "bits_per_copy", "repeats": "bits_per_repeat"}.items():
+        by_split = [summary.get(f"{split}_{key}") or {} for split in splits]
+        rows += [(f"{name}, {label}", [bits.get(label) for bits in by_split]) for label in by_split[0]]
     rows = [(label, numbers) for label, numbers in rows if any(number is not None for number in numbers)]
     for key, label in COMPRESSORS.items():
         rows.append((label, [(summary["compressors"].get(split) or {}).get(key) for split in splits]))

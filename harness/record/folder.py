@@ -28,6 +28,8 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
     hashed = {key: section for key, section in config.items() if key not in NOT_HASHED}
     # Jobs of a sweep have fallback=null, and share the folder with the same run outside of a sweep.
     hashed["data"] = {key: setting for key, setting in hashed["data"].items() if key != "fallback"}
+    if hashed["data"].get("sequence") is None:  # configurations of older rows lack the key
+        hashed["data"].pop("sequence", None)
     if hashed["data"]["name"] in pinned:
         hashed["data"]["path"] = None
     init_from = hashed["init_from"]

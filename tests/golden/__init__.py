@@ -43,6 +43,9 @@ CASES["mhsa_hidden"] = "mhsa", ("model.cache=hidden",)
 # Heads whose learned spans end in different buckets, so that they carry pasts of different lengths.
 FAR_SPANS = ("model.span=192", "batch.segment=61", "data.bytes=1900", "data.distances=[3,5,17,90]")
 CASES["adaptive_span_far"] = "adaptive_span", FAR_SPANS
+SHIFT = "variant.attention.key_shift=true"
+CASES |= {f"{name}_shift": (name, (SHIFT,)) for name in ("local", "nsa", "latent", "gated_delta", "compressed_top_k")}
+CASES |= {f"{name}_shift": (CASES[name][0], (*CASES[name][1], SHIFT)) for name in ("mhsa_hidden", "adaptive_span_far")}
 
 # 23 bytes are no multiple of a kernel's block. A stream has five segments, so streams restart in the sixth step.
 SIZES = (
@@ -56,7 +59,7 @@ SPANS = ("variant.attention.span.ramp=4", "variant.attention.span.loss_weight=0.
 MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
 PERSISTENT = ("variant.attention.persistent.number=5",)
 VARIANT_WORDS = {
-    "adaptive_span": SPANS,
+    **dict.fromkeys(("adaptive_span", "adaptive_span_alibi"), SPANS),
     "adaptive_span_memory": SPANS + MEMORY,
     **dict.fromkeys(("all_attention", "all_attention_6", "all_attention_10"), SPANS + PERSISTENT),
     "all_attention_fixed": PERSISTENT,

@@ -1,0 +1,50 @@
+"""`associative_recall`: sequences that bind each of N keys to a digit and then ask for digits, so that recall by key is
+measured without a binding that a later one replaces (after 2312.04927, section 4).
+
+A sequence has T = 8 N bytes. Its first 2 N bytes are N letters in random order, each followed by its digit, one of 8. A
+query follows, and 3 N in all: a random letter of the N, and its digit. This digit is the answer.
+
+    B3A7A7B3B3...
+
+Entropies are exact: log2(N!) bits for the order of the letters, 3 bits for each of N digits, log2(N) bits for the letter
+of each query, and 0 for answers, which earlier bytes determine."""
+
+from math import factorial, log2
+from string import ascii_letters
+
+import numpy as np
+
+from harness.hashing import integer_hash
+
+DIGITS, BYTES_PER_KEY = 8, 8
+LETTERS = np.frombuffer((ascii_letters[26:] + ascii_letters[:26]).encode(), np.uint8)
+"""The keys: A to Z, then a to z."""
+
+
+def associative_recall(n_bytes: int = 8_192_000, *, sequence: int | None = None, seed: int = 0) -> np.ndarray:
+    """Whole sequences of ``sequence`` bytes, ``n_bytes`` in all, uint8 ``[n_bytes]``. ValueError unless ``sequence`` is
+    8 times a number of keys from 2 to 52."""
+    keys = (sequence or 0) // BYTES_PER_KEY
+    if not 2 <= keys <= len(LETTERS) or sequence % BYTES_PER_KEY:
+        longest = BYTES_PER_KEY * len(LETTERS)
+        raise ValueError(f"data.sequence={sequence}: allowed are multiples of {BYTES_PER_KEY} from 16 to {longest}")
+    index = np.arange(n_bytes // sequence)[:, None]
+    draws = integer_hash(seed, index, np.arange(5 * keys))
+    ranks, digits, queries = np.split(draws, [keys, 2 * keys], axis=1)
+    order = np.argsort(ranks, axis=1, kind="stable")
+    letters = np.concatenate([order, queries % np.uint64(keys)], axis=1).astype(np.int64)
+    digit_of_letter = np.take_along_axis(digits % np.uint64(DIGITS), letters, axis=1)
+    pairs = np.stack([LETTERS[letters], digit_of_letter + np.uint64(ord("0"))], axis=2)
+    return pairs.astype(np.uint8).ravel()
+
+
+def answers(part: np.ndarray, *, sequence: int) -> dict[str, np.ndarray]:
+    """Which bytes of whole sequences, uint8 ``[n]``, are the digits of queries: bool ``[n]``."""
+    position = np.arange(len(part)) % sequence
+    return {"all": (position >= 2 * sequence // BYTES_PER_KEY) & (position % 2 == 1)}
+
+
+def floor_bits(part: np.ndarray, *, sequence: int) -> float:
+    """The entropy of whole sequences in bits per byte, which is equal for all of them."""
+    keys = sequence // BYTES_PER_KEY
+    return (log2(factorial(keys)) + keys * log2(DIGITS) + 3 * keys * log2(keys)) / sequence

@@ -1,0 +1,59 @@
+"""Sequences: the order in which training and evaluation read a corpus of independent sequences of T bytes, which
+``data.sequence`` states. A model reads a newline and a sequence without its last byte, from an empty state. Its targets
+are all T bytes, so that a split of n bytes has n pairs. As in ``streams``, the order depends only on seed and step."""
+
+import torch
+from torch import Tensor
+
+from harness.data.streams import UNSHARDED, Batches, Segment, Shard, permutation, shard_slice
+
+NEWLINE = ord("\n")
+
+
+class Sequences:
+    """Training batches: each step reads B (``streams``) whole sequences of T bytes (``segment``) of ``split``, uint8
+    ``[n T]``. In an epoch every sequence is read once, in an order drawn from seed and epoch."""
+
+    def __init__(self, split: Tensor, *, streams: int, sequence: int, seed: int):
+        self.sequences, self.streams, self.segment, self.seed = split.view(-1, sequence), streams, sequence, seed
+        self.bytes_per_step = streams * sequence
+
+    def carried_bytes(self, step: int) -> int:
+        """0, because every sequence starts without state."""
+        return 0
+
+    def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step, counted from 0, for the sequences of ``shard``: int64 ``[B, T]`` each."""
+        n, rows = len(self.sequences), []
+        for index in range(self.streams)[shard_slice(self.streams, shard)]:
+            epoch, position = divmod(step * self.streams + index, n)
+            rows.append(int(permutation(self.seed, epoch, n)[position]))
+        return _pairs(self.sequences[rows])
+
+
+def scored_sequences(split: Tensor, *, sequence: int, batch: int, shard: Shard = UNSHARDED) -> Batches:
+    """All sequences of ``split [n T]`` once, in order. At most ``batch`` of them form a batch, and a shard reads a
+    contiguous part of the batches. The mask is false for rows after the last sequence."""
+    sequences = split.view(-1, sequence)
+    batch = min(batch, len(sequences))
+    firsts = range(0, len(sequences), batch)
+
+    def read(first: int) -> Segment:
+        indices = torch.arange(first, first + batch)
+        inputs, targets = _pairs(sequences[indices.clamp(max=len(sequences) - 1)])
+        return inputs, targets, (indices < len(sequences))[:, None].expand_as(inputs)
+
+    return Batches(read, firsts[shard_slice(len(firsts), shard)])
+
+
+def sample_sequences(split: Tensor, *, sequence: int, n_bytes: int) -> Tensor:
+    """At most ``n_bytes`` of ``split [n T]``, but at least one sequence: whole sequences, spread evenly over it."""
+    sequences = split.view(-1, sequence)
+    n_sampled = max(1, min(n_bytes // sequence, len(sequences)))
+    return sequences[torch.arange(n_sampled) * len(sequences) // n_sampled].flatten()
+
+
+def _pairs(sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of sequences, uint8 ``[B, T]``: int64 ``[B, T]`` each."""
+    targets = sequences.long()
+    return torch.nn.functional.pad(targets[:, :-1], (1, 0), value=NEWLINE), targets

@@ -1,0 +1,203 @@
+"""Independent sequences: the corpus of recall by key, the order in which they are read, and scores without state."""
+
+import hashlib
+from collections import Counter
+from math import log, log2
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.evidence import compact
+from harness.data.associative_recall import answers, associative_recall, floor_bits
+from harness.data.corpora import load
+from harness.data.sequences import Sequences, sample_sequences, scored_sequences
+from harness.loop.scoring import NOT_CAUSAL, score_sequences
+from harness.record.folder import config_hash
+from tests.small_configs import compose_config, plan
+from tests.small_runs import make_trainer, rows_of, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.test_evaluate import evaluate_run
+
+NEWLINE = ord("\n")
+RECALL = ("data=associative_recall", "data.sequence=16", "batch.segment=16", "data.bytes=16000", "data.distances=null")
+
+
+# The corpus
+
+
+def pairs_of(stream: np.ndarray, sequence: int) -> list[list[str]]:
+    """The pairs of a key and its digit of each sequence."""
+    text = bytes(stream).decode()
+    starts = range(0, len(text), sequence)
+    return [[text[at : at + 2] for at in range(start, start + sequence, 2)] for start in starts]
+
+
+@pytest.mark.parametrize("keys", [2, 8, 32, 52])
+def test_a_sequence_binds_every_key_once_and_then_asks_for_digits_of_its_own(keys):
+    sequence = 8 * keys
+    stream = associative_recall(sequence * 50, sequence=sequence)
+    assert stream.dtype == np.uint8 and len(stream) == 50 * sequence
+    orders, bindings, asked = set(), set(), Counter()
+    for pairs in pairs_of(stream, sequence):
+        bound = dict(pairs[:keys])
+        assert len(bound) == keys and all(bound[key] == digit for key, digit in pairs[keys:])
+        orders.add("".join(bound))
+        bindings.add(tuple(sorted(bound.items())))
+        asked.update(key for key, _ in pairs[keys:])
+    assert len(orders) > 1 and len(bindings) > 20
+    mean = 50 * 3
+    assert len(asked) == keys and max(abs(n - mean) for n in asked.values()) < 5 * mean**0.5
+    assert set("".join(digit for order in pairs_of(stream, sequence) for _, digit in order)) == set("01234567")
+
+
+def test_the_bytes_are_pinned_and_a_shorter_stream_is_a_prefix():
+    stream = associative_recall(64_000, sequence=64)
+    assert bytes(stream[:64]) == b"A7H7B4F2E4C2G7D6D6B4G7F2C2A7H7A7H7H7H7A7E4B4A7H7G7G7E4C2G7H7H7G7"
+    assert hashlib.sha256(stream).hexdigest().startswith("3e441053c0174313")
+    assert np.array_equal(associative_recall(640, sequence=64), stream[:640])
+    assert (associative_recall(64_000, sequence=64, seed=1) != stream).mean() > 0.4
+
+
+@pytest.mark.parametrize("keys", [2, 5, 8])
+def test_an_oracle_scores_the_floor_of_every_sequence(keys):
+    sequence = 8 * keys
+    stream = associative_recall(30 * sequence, sequence=sequence)
+    marked = answers(stream, sequence=sequence)["all"].reshape(-1, sequence)
+    for row, pairs in enumerate(pairs_of(stream, sequence)):
+        bits, known = [], {}
+        for key, digit in pairs:
+            bits.append(log2(keys - len(known) if len(known) < keys else keys))
+            bits.append(0.0 if key in known else 3.0)
+            known.setdefault(key, digit)
+        assert sum(bits) / sequence == pytest.approx(floor_bits(stream, sequence=sequence))
+        assert marked[row][1::2].tolist() == [not cost for cost in bits[1::2]], "answers are the digits without entropy"
+        assert not marked[row][::2].any()
+
+
+def test_the_corpus_is_cut_between_sequences():
+    corpus = load("associative_recall", bytes=16 * 99, sequence=16)
+    assert [len(corpus.splits[name]) for name in ("train", "valid", "test")] == [16 * 89, 16 * 5, 16 * 5]
+    assert len(corpus.selection_part(None)) == len(corpus.selection_part(40)) == 32
+    assert len(corpus.scored_part("valid", selection_bytes=None)) == 48
+    assert len(corpus.scored_part("test", selection_bytes=None, limit=50)) == 48
+    part = corpus.splits["test"]
+    assert len(corpus.answer_masks(part)["all"]) == len(part) and corpus.floor_bits(part) == (1 + 6 + 6) / 16
+
+
+# The order of reading
+
+
+def table(n: int, sequence: int = 4) -> torch.Tensor:
+    """A split of ``n`` sequences whose bytes all have the sequence's number."""
+    return torch.arange(n, dtype=torch.uint8).repeat_interleave(sequence)
+
+
+def test_every_sequence_is_read_once_before_any_is_read_twice():
+    stream = Sequences(table(10), streams=3, sequence=4, seed=0)
+    assert (stream.segment, stream.bytes_per_step) == (4, 12)
+    read = []
+    for step in range(20):
+        inputs, targets = stream.batch(step)
+        assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (3, 4)
+        assert (inputs[:, 0] == NEWLINE).all() and torch.equal(inputs[:, 1:], targets[:, :-1])
+        assert stream.carried_bytes(step) == 0
+        read += targets[:, -1].tolist()
+    epochs = [read[begin : begin + 10] for begin in range(0, 60, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6 and epochs[0] != sorted(epochs[0])
+    assert Sequences(table(10), streams=3, sequence=4, seed=1).batch(0)[1].tolist() != stream.batch(0)[1].tolist()
+    shards = [stream.batch(7, shard=(rank, 2))[1] for rank in range(2)]
+    assert torch.equal(torch.cat(shards), stream.batch(7)[1]), "the order depends only on seed and step"
+
+
+@pytest.mark.parametrize(("n", "batch"), [(7, 3), (6, 3), (2, 5)])
+def test_scores_read_every_sequence_once_in_order(n, batch):
+    read = []
+    for inputs, targets, mask in scored_sequences(table(n), sequence=4, batch=batch):
+        assert inputs.shape == targets.shape == mask.shape and (inputs[:, 0] == NEWLINE).all()
+        read += targets[mask].tolist()
+    assert read == table(n).tolist()
+
+
+def test_a_sample_has_whole_sequences_spread_over_the_split():
+    sampled = [number for number in range(0, 10, 2) for _ in range(4)]
+    assert sample_sequences(table(10), sequence=4, n_bytes=23).tolist() == sampled
+    assert len(sample_sequences(table(10), sequence=4, n_bytes=1)) == 4
+    assert torch.equal(sample_sequences(table(10), sequence=4, n_bytes=99), table(10))
+
+
+# Scores
+
+
+@torch.no_grad()
+def test_a_sequence_is_scored_without_state_from_before_it():
+    trainer = make_trainer(*RECALL, "model.head_zero_init=false")
+    model, split = trainer.model.eval(), trainer.corpus.splits["test"][: 16 * 7]
+    rows = split.view(7, 16).long()
+    logits = torch.cat([model(F.pad(row[:-1], (1, 0), value=NEWLINE)[None]).logits for row in rows])
+    nats = F.cross_entropy(logits.transpose(1, 2), rows, reduction="none")
+    score = score_sequences(model, split, sequence=16, runtime=trainer.runtime, batch=3, future_seed=0)
+    torch.testing.assert_close(score.nats, nats.flatten(), rtol=0, atol=1e-5)
+    assert torch.equal(score.correct, logits.argmax(-1).flatten() == split.long())
+    masks = trainer.corpus.answer_masks(split)
+    expected = {"all": nats[:, 5::2].mean().item() / log(2)}
+    assert score.answers(masks)["bits_per_copy"] == pytest.approx(expected, abs=1e-5)
+    right = (logits.argmax(-1) == rows)[:, 5::2].double().mean().item()
+    assert score.answers(masks)["answer_accuracy"] == {"all": right} and score.answers({}) == {}
+    assert score.future_nats < 1e-6
+
+
+def test_rows_of_a_run_have_bits_and_accuracy_of_answers(cwd):
+    run, summary = whole_run(*RECALL, "budget.steps=40", "eval.every=0.05", "eval.windows=true", "eval.bytes=null")
+    valid = [row for row in rows_of(run) if row["kind"] == "valid" and not row.get("final")]
+    assert len(valid) == 20 and {row["capped_bytes"] for row in valid} == {16}
+    for row in valid:
+        assert 0 <= row["answer_accuracy"]["all"] <= 1 and row["bits_per_copy"]["all"] > 0
+        assert {"bits_per_copy", "answer_accuracy"} <= compact(row).keys()
+    final = rows_of(run)[-1]
+    assert final["kind"] == "test" and final["answer_accuracy"] == summary["test_answer_accuracy"]
+    assert summary["test_floor_bits_per_byte"] == (1 + 6 + 6) / 16 < summary["test_bits_per_byte"]
+    assert "test_windows_bits_per_byte" not in summary and summary["check"] != NOT_CAUSAL
+    assert summary["protocol"]["sequence"] == 16 and summary["protocol"]["context"] == 0
+    with pytest.raises(ValueError, match=r"run=.*data\.sequence=16; allowed is a run with data\.sequence=null"):
+        evaluate_run(run.folder.path)
+
+
+def test_a_corpus_without_sequences_keeps_its_protocol_and_configuration():
+    keys = {"streams", "segment", "span", "bytes", "context", "selection_bytes", "vocabulary", "drop_newlines", "split"}
+    config, data = plan().config, dict(plan().config["data"])
+    assert set(plan().protocol()) == keys and data.pop("sequence") is None
+    assert config_hash(config, pinned=()) == config_hash(config | {"data": data}, pinned=())
+    assert config_hash(config, pinned=()) != config_hash(config | {"data": data | {"sequence": 16}}, pinned=())
+    assert plan().protocol()["context"] == 2048
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("batch.segment=32",), r"^batch\.segment=32: allowed with data\.sequence=16 is 16"),
+        (("batch.carry=true",), r"^batch\.carry=true: allowed with data\.sequence=16 is false"),
+        (("eval.bytes=15",), r"^eval\.bytes=15: allowed with data\.sequence=16 is 16 or more"),
+        (("eval.selection_bytes=15",), r"^eval\.selection_bytes=15: allowed with"),
+        (("data.sequence=20", "batch.segment=20"), r"^data\.sequence=20: allowed are multiples of 8 from 16 to 416$"),
+        (("data.sequence=8", "batch.segment=8"), r"^data\.sequence=8: allowed are multiples"),
+        (("data.sequence=null",), r"^data\.sequence=None: allowed are multiples"),
+        (("data.bytes=1000",), r"^data\.bytes=1000: allowed are multiples of data\.sequence=16$"),
+        (("data.first_bytes=100",), r"^data\.first_bytes=100: allowed are multiples of data\.sequence=16$"),
+        (("data.vocabulary=64",), r"^data\.vocabulary=64: allowed with data\.sequence=16 is 256$"),
+        (("data.bytes=320",), r"^data\.split=.*cuts 320 bytes into 288, 16 and 16, but each split needs at least 32;"),
+    ],
+)
+def test_settings_that_would_cut_or_join_sequences_are_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(*RECALL, *words)
+
+
+def test_other_corpora_have_no_sequences():
+    cfg = compose_config("data.sequence=16", "batch.segment=16", "data=recall")
+    with pytest.raises(ValueError, match=r"^data\.sequence=16: only allowed with data=associative_recall$"):
+        load(**cfg.data)
