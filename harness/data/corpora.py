@@ -22,7 +22,9 @@ SPLITS = ("train", "valid", "test")
 GENERATED = {
     "recall": GeneratedCorpus(recall_stream, lambda part, **_: recall_floor(len(part)), copies),
     "associative_recall": GeneratedCorpus(
-        associative_recall.associative_recall, associative_recall.floor_bits, associative_recall.answers
+        stream=associative_recall.associative_recall,
+        floor_bits=associative_recall.floor_bits,
+        answers=associative_recall.answers,
     ),
     "synthetic_text": GeneratedCorpus(synthetic_text),
     **SKILLS,
@@ -44,7 +46,7 @@ class Corpus:
     symbols: bytes  # the byte of each token id; fewer than V if the corpus has fewer different bytes
     floor: Callable[[np.ndarray], float] | None = None
     answers: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
-    sequence: int | None = None  # T, if every T bytes are an independent sequence, all of which are targets
+    sequence: int | None = None  # T, if every T bytes are an independent sequence; all are targets
     fallback_for: str | None = None  # the name of the configured corpus, if this one was read instead of it
 
     def scored_part(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
@@ -58,16 +60,18 @@ class Corpus:
         """The last ``selection_bytes`` of valid, at most half of it (None: half), which select the best weights."""
         valid = self.splits["valid"]
         half = len(valid) // 2
-        return valid[len(valid) - self._whole(half if selection_bytes is None else min(selection_bytes, half)) :]
+        n_bytes = half if selection_bytes is None else min(selection_bytes, half)
+        return valid[len(valid) - self._whole(n_bytes) :]
 
     def _whole(self, n_bytes: int) -> int:
         """``n_bytes`` rounded down to whole sequences."""
         return n_bytes - n_bytes % (self.sequence or 1)
 
     def answer_masks(self, part: Tensor) -> dict[str, Tensor]:
-        """For each label, which targets of a part, uint8 ``[n]``, are answers of this kind: bool ``[n - 1]``, or
-        ``[n]`` for whole sequences."""
-        answers, first_target = self.answers(self._bytes(part)) if self.answers else {}, 0 if self.sequence else 1
+        """For each label, which targets of a part, uint8 ``[n]``, are answers of this kind: bool
+        ``[n - 1]``, or ``[n]`` for whole sequences."""
+        answers = self.answers(self._bytes(part)) if self.answers else {}
+        first_target = 0 if self.sequence else 1
         return {label: torch.from_numpy(mask[first_target:]) for label, mask in answers.items()}
 
     def repeat_masks(self, part: Tensor) -> dict[str, Tensor]:
@@ -128,11 +132,14 @@ def load(
     if options.get("bytes", 2) < 2:
         raise ValueError(f"data.bytes={bytes}: allowed is an integer of at least 2")
     if sequence is not None:
-        _check_sequence(sequence, vocabulary=vocabulary, bytes=bytes or 0, first_bytes=first_bytes or 0)
+        lengths = {"bytes": bytes or 0, "first_bytes": first_bytes or 0}
+        _check_sequence(sequence, vocabulary=vocabulary, lengths=lengths)
     configured_name, generated = name, GENERATED.get(name)
     if own := {key: options[key] for key in ONLY_OF if key in options}:
-        floor, answers = (partial(function, **own) for function in (generated.floor_bits, generated.answers))
-        generated = generated._replace(floor_bits=floor, answers=answers)
+        generated = generated._replace(
+            floor_bits=partial(generated.floor_bits, **own),
+            answers=partial(generated.answers, **own),
+        )
     content, name, error = _read(name, path, fallback, options)
     if first_bytes is not None:
         if first_bytes > len(content):
@@ -166,13 +173,16 @@ def load(
     )
 
 
-def _check_sequence(sequence: int, *, vocabulary: int, **lengths: int) -> None:
-    """ValueError for a vocabulary without the newline before a sequence, and for lengths that would cut a sequence."""
+def _check_sequence(sequence: int, *, vocabulary: int, lengths: dict[str, int]) -> None:
+    """ValueError for a vocabulary without the newline before a sequence, and for ``lengths``, by
+    their keys of ``data``, that would cut a sequence."""
     if vocabulary < 256:
-        raise ValueError(f"data.vocabulary={vocabulary}: allowed with data.sequence={sequence} is 256")
+        allowed = f"allowed with data.sequence={sequence} is 256"
+        raise ValueError(f"data.vocabulary={vocabulary}: {allowed}")
     for key, length in lengths.items():
         if length % sequence:
-            raise ValueError(f"data.{key}={length}: allowed are multiples of data.sequence={sequence}")
+            allowed = f"allowed are multiples of data.sequence={sequence}"
+            raise ValueError(f"data.{key}={length}: {allowed}")
 
 
 def _read(name: str, path: str | None, fallback: str | None, options: dict) -> tuple[np.ndarray, str, OSError | None]:
@@ -199,7 +209,8 @@ def _read(name: str, path: str | None, fallback: str | None, options: dict) -> t
 
 
 def _cut(content: np.ndarray, split: Sequence[float], *, sequence: int) -> list[np.ndarray]:
-    """Train, valid and test as views of ``content``, in order, each of at least two bytes or sequences."""
+    """Train, valid and test as views of ``content``, in order, each of at least two sequences, of
+    one byte or more."""
     shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
     if not len(shares) == len(split) == len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
         raise ValueError(f"data.split={split!r}: must be fractions above 0 for {', '.join(SPLITS)}, with a sum of 1")

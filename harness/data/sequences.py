@@ -1,6 +1,7 @@
-"""Sequences: the order in which training and evaluation read a corpus of independent sequences of T bytes, which
-``data.sequence`` states. A model reads a newline and a sequence without its last byte, from an empty state. Its targets
-are all T bytes, so that a split of n bytes has n pairs. As in ``streams``, the order depends only on seed and step."""
+"""Sequences: the order in which training and evaluation read a corpus of independent sequences of T
+bytes, which ``data.sequence`` states. A model reads a newline and a sequence without its last byte,
+from an empty state. Its targets are all T bytes, so that a split of n bytes has n pairs. As in
+``streams``, the order depends only on the split, the sizes, the seed and the step."""
 
 import torch
 from torch import Tensor
@@ -11,11 +12,13 @@ NEWLINE = ord("\n")
 
 
 class Sequences:
-    """Training batches: each step reads B (``streams``) whole sequences of T bytes (``segment``) of ``split``, uint8
-    ``[n T]``. In an epoch every sequence is read once, in an order drawn from seed and epoch."""
+    """Training batches: each step reads B (``streams``) whole sequences of T bytes (``segment``) of
+    ``split``, uint8 ``[n T]``. In an epoch every sequence is read once, in an order drawn from seed
+    and epoch."""
 
     def __init__(self, split: Tensor, *, streams: int, sequence: int, seed: int):
-        self.sequences, self.streams, self.segment, self.seed = split.view(-1, sequence), streams, sequence, seed
+        self.sequences, self.segment = split.view(-1, sequence), sequence
+        self.streams, self.seed = streams, seed
         self.bytes_per_step = streams * sequence
 
     def carried_bytes(self, step: int) -> int:
@@ -23,7 +26,8 @@ class Sequences:
         return 0
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, counted from 0, for the sequences of ``shard``: int64 ``[B, T]`` each."""
+        """Inputs and targets of a step, counted from 0, for a shard's sequences: int64 ``[B, T]``
+        each."""
         n, rows = len(self.sequences), []
         for index in range(self.streams)[shard_slice(self.streams, shard)]:
             epoch, position = divmod(step * self.streams + index, n)
@@ -31,9 +35,16 @@ class Sequences:
         return _pairs(self.sequences[rows])
 
 
-def scored_sequences(split: Tensor, *, sequence: int, batch: int, shard: Shard = UNSHARDED) -> Batches:
-    """All sequences of ``split [n T]`` once, in order. At most ``batch`` of them form a batch, and a shard reads a
-    contiguous part of the batches. The mask is false for rows after the last sequence."""
+def scored_sequences(
+    split: Tensor,
+    *,
+    sequence: int,
+    batch: int,
+    shard: Shard = UNSHARDED,
+) -> Batches:
+    """All sequences of ``split [n T]`` once, in order. At most ``batch`` of them form a batch, and
+    a shard reads a contiguous part of the batches. The mask is false for rows after the last
+    sequence."""
     sequences = split.view(-1, sequence)
     batch = min(batch, len(sequences))
     firsts = range(0, len(sequences), batch)
@@ -47,7 +58,8 @@ def scored_sequences(split: Tensor, *, sequence: int, batch: int, shard: Shard =
 
 
 def sample_sequences(split: Tensor, *, sequence: int, n_bytes: int) -> Tensor:
-    """At most ``n_bytes`` of ``split [n T]``, but at least one sequence: whole sequences, spread evenly over it."""
+    """Whole sequences, spread evenly over ``split [n T]``: at most ``n_bytes``, but at least
+    one."""
     sequences = split.view(-1, sequence)
     n_sampled = max(1, min(n_bytes // sequence, len(sequences)))
     return sequences[torch.arange(n_sampled) * len(sequences) // n_sampled].flatten()

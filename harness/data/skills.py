@@ -1,8 +1,8 @@
 """Skills: generated streams of text, each of which requires one ability, with a known best possible score.
 
-    multi_query_recall  recall with overwriting: pairs of a key and its digit, B3A7B3: from the second time
-                        on, the digit of B is known; 8 keys, 8 digits; each line draws new digits for its
-                        keys. 2312.04927, section 4, has no overwriting: ``data=associative_recall``
+    multi_query_recall  recall with overwriting: pairs of a key and its digit, B3A7B3: from the
+                        second time on, the digit of B is known; 8 keys, 8 digits; each line draws
+                        new digits (2312.04927, section 4, does not: ``data=associative_recall``)
     selective_copying   64 bytes of dots and capitals, then ``>``, then the capitals in lower case (2312.00752, 3.1)
     state_tracking      B1402= is followed by the order of abcde after four steps: B stands for their number, digit i
                         swaps the i-th and the next letter of the order, 0 none; words of the group S5 (2404.08819)

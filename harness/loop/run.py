@@ -186,8 +186,9 @@ class Run:
         with self._outside_training_peak():
             score, answers = trainer.evaluate_sample(split, pairs=size)
             self.last_validation = {"bytes": trainer.spent.bytes, "fraction": trainer.fraction, "size": size}
-            row = {"kind": "valid", **trainer.progress(), "bits_per_byte": score.bits_per_byte, **answers}
+            row = {"kind": "valid", **trainer.progress(), "bits_per_byte": score.bits_per_byte}
             row |= {"capped_bytes": len(score.nats), "metrics": trainer.model.metrics(score.stats)}
+            row |= answers
             self.append(row)
             self.print(f" valid  {self._score_text(score.bits_per_byte, capped=True)}")
             # The first weights are saved even with a score of NaN, because the final scores need weights.

@@ -42,15 +42,17 @@ class Score(NamedTuple):
 
     def bits_by_label(self, masks: Mapping[str, Tensor]) -> dict[str, float | None]:
         """Return the mean bits of the pairs where a mask, bool ``[pairs]``, is true; None if it is true nowhere."""
-        scored = {label: self.nats[mask].double() for label, mask in masks.items()}
-        return {label: nats.mean().item() / math.log(2) if len(nats) else None for label, nats in scored.items()}
+        scores = {label: self._replace(nats=self.nats[mask]) for label, mask in masks.items()}
+        return {label: score.bits_per_byte if len(score.nats) else None for label, score in scores.items()}
 
     def answers(self, masks: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
-        """Return the keys of a row for answers, whose masks are those of ``bits_by_label``: mean bits, and the share of
-        answers that are the likeliest byte; no key without masks."""
+        """Return the keys of a row for answers, whose masks are those of ``bits_by_label``: mean
+        bits, and the share of answers that are the likeliest byte; NaN if a mask is true nowhere,
+        and no key without masks."""
         if not masks:
             return {}
-        accuracy = {label: self.correct[mask].double().mean().item() for label, mask in masks.items() if mask.any()}
+        correct = {label: self.correct[mask].double() for label, mask in masks.items()}
+        accuracy = {label: answers.mean().item() for label, answers in correct.items()}
         return {"bits_per_copy": self.bits_by_label(masks), "answer_accuracy": accuracy}
 
 
@@ -94,16 +96,29 @@ def score_windows(
 
 
 def score_sequences(
-    model: LanguageModel, split: Tensor, *, sequence: int, runtime: Runtime, batch: int, future_seed: int | None = None
+    model: LanguageModel,
+    split: Tensor,
+    *,
+    sequence: int,
+    runtime: Runtime,
+    batch: int,
+    future_seed: int | None = None,
 ) -> Score:
-    """Score all bytes of ``split``, whole sequences (uint8 ``[n T]``), ``batch`` of them in a forward pass. A sequence
-    is read without state from before it. ``future_seed`` is that of ``score_stream``."""
+    """Score all bytes of ``split``, whole sequences (uint8 ``[n T]``), ``batch`` of them in a
+    forward pass. A sequence is read without state from before it. ``future_seed`` is that of
+    ``score_stream``."""
     batches = scored_sequences(split, sequence=sequence, batch=batch, shard=runtime.processes.shard)
     return _score_rows(model, batches, runtime, batch=batch, future_seed=future_seed, stats_from=0)
 
 
 def _score_rows(
-    model: LanguageModel, batches: Batches, runtime: Runtime, *, batch: int, future_seed: int | None, **options
+    model: LanguageModel,
+    batches: Batches,
+    runtime: Runtime,
+    *,
+    batch: int,
+    future_seed: int | None,
+    **options,
 ) -> Score:
     """Return the score of batches of rows that are read without carried state."""
     rows = batch * runtime.processes.world_size
@@ -136,7 +151,8 @@ def score_context(
 def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **options) -> Score:
     """Return the score of all processes' streams or windows, in order. ``options`` are those of ``_predictions``."""
     predicted, masks, stats, processes = [], [], {}, runtime.processes
-    for nats, correct, mask, batch_stats in _predictions(model, batches, runtime, carry=carry, **options):
+    predictions = _predictions(model, batches, runtime, carry=carry, **options)
+    for nats, correct, mask, batch_stats in predictions:
         predicted.append(torch.stack([nats, correct], dim=-1))
         masks.append(mask)
         stats = add_stats(stats, batch_stats)
@@ -192,8 +208,9 @@ def _predictions(
     stats_from: int | None = None,
     check: CausalityCheck | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, dict]]:
-    """Yield nats ``[L, T]``, whether the target is the likeliest byte, and mask on the CPU, and statistics, of each
-    batch; statistics from batch ``stats_from`` on. ``carry`` carries state from one batch to the next."""
+    """Yield nats ``[L, T]``, whether the target is the likeliest byte, and mask on the CPU, and
+    statistics, of each batch; statistics from batch ``stats_from`` on. ``carry`` carries state from
+    one batch to the next."""
     model.eval()
     state, forward = None, runtime.forward(model)
 

@@ -35,11 +35,11 @@ class Trainer:
         random_state.seed(plan.seed)
         b, processes = plan.batch, runtime.processes
         train = corpus.splits["train"]
-        self.sequence, sizes = corpus.sequence, {"streams": b.streams, "segment": b.segment}
+        self.sequence, common = corpus.sequence, {"streams": b.streams, "seed": plan.seed}
         if self.sequence:
-            self.stream = Sequences(train, seed=plan.seed, streams=b.streams, sequence=self.sequence)
+            self.stream = Sequences(train, sequence=self.sequence, **common)
         else:
-            self.stream = Streams(train, seed=plan.seed, carry=b.carry, order=b.order, **sizes)
+            self.stream = Streams(train, segment=b.segment, carry=b.carry, order=b.order, **common)
         self.model = plan.make_model()
         if processes.world_size == 1 or plan.runtime.shard == "none":  # a model to be sharded may not fit on one device
             self.model.to(runtime.device)
@@ -174,15 +174,17 @@ class Trainer:
         return row | {"metrics": self.model.metrics({})}
 
     def evaluate(self, split: Tensor, *, pairs: int | None = None, future_seed: int | None = None) -> Score:
-        """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the configuration's ``eval`` says, or
-        whole sequences. ``pairs`` and ``future_seed`` are those of ``score_stream``."""
+        """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the
+        configuration's ``eval`` says, or all of its sequences. ``pairs`` and ``future_seed`` are
+        those of ``score_stream``."""
         self.wait()  # otherwise the seconds of scoring would include those of unfinished steps
         self._check_weights()
         e, common = self.plan.eval, {"runtime": self.runtime, "future_seed": future_seed}
         if self.sequence:
-            batch = max(1, e.streams * e.segment // self.sequence)
+            common |= {"sequence": self.sequence}
+            common |= {"batch": max(1, e.streams * e.segment // self.sequence)}
             with self.update.parameters.unsharded():
-                return score_sequences(self.model, split, sequence=self.sequence, batch=batch, **common)
+                return score_sequences(self.model, split, **common)
         layout = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         if pairs is not None:
             pairs = min(pairs, len(split) - 1)
@@ -192,7 +194,8 @@ class Trainer:
             return score_stream(self.model, split, collect_stats=True, **layout, **common)
 
     def evaluate_sample(self, split: Tensor, *, pairs: int) -> tuple[Score, dict]:
-        """Score a sample of ``pairs`` pairs, or of whole sequences; returns also the scores of a sequence's answers."""
+        """Score a sample of ``pairs`` pairs, or of whole sequences; return also the scores of
+        answers in sequences."""
         if not self.sequence:
             return self.evaluate(split, pairs=pairs), {}
         sample = sample_sequences(split, sequence=self.sequence, n_bytes=pairs)

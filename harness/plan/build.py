@@ -137,7 +137,8 @@ def plan_run(
 
 
 def _check_sequence(plan: Plan) -> None:
-    """ValueError for settings with which sequences would be cut, or read with state from before them."""
+    """ValueError for settings that would cut sequences, or read them with state from before
+    them."""
     sequence, e = plan.data["sequence"], plan.eval
     if sequence is None:
         return
@@ -145,9 +146,8 @@ def _check_sequence(plan: Plan) -> None:
     if plan.batch.carry:
         raise ValueError(f"batch.carry=true: {allowed} false, because sequences are independent")
     if plan.batch.segment != sequence:
-        raise ValueError(
-            f"batch.segment={plan.batch.segment}: {allowed} {sequence}, because steps read whole sequences"
-        )
+        reason = "because a step reads whole sequences"
+        raise ValueError(f"batch.segment={plan.batch.segment}: {allowed} {sequence}, {reason}")
     for key, n_bytes in (("bytes", e.bytes), ("selection_bytes", e.selection_bytes)):
         if n_bytes is not None and n_bytes < sequence:
             raise ValueError(f"eval.{key}={n_bytes}: {allowed} {sequence} or more, or null")

@@ -1,0 +1,34 @@
+"""The table of recall by key: accuracy of answers on test, from rows of ``bench.evidence``."""
+
+from pathlib import Path
+
+from bench.evidence import LR_FACTORS, best_factor, cell_keys, mechanism, scores_by_factor
+from harness.data.associative_recall import BYTES_PER_KEY
+from harness.record.comparison import INCOMPARABLE_CHECKS
+from harness.record.rows import read_rows
+
+KIB = 2**10
+COLUMNS = ("8 keys", "0.99 from, MB", "LR factor", "state, KiB", "4 keys", "16 keys", "32 keys")
+
+
+def cells(folder: Path) -> dict[str, dict[str, str]]:
+    """The cells of ``COLUMNS`` by mechanism: accuracy by number of keys at the learning rate that
+    scored best on valid. With 8 keys also the training bytes of the first validation at 0.99:
+    "rate at an end" without one, if the best rate does not lie between others."""
+    file, table = folder / "recall_by_key.jsonl", {}
+    scores, rows = scores_by_factor(file), read_rows(file) + read_rows(folder / "recall_keys.jsonl")
+    scored = [row for row in rows if row["summary"].get("test_answer_accuracy")]
+    scored = [row for row in scored if row["summary"]["check"] not in INCOMPARABLE_CHECKS]
+    for row in sorted(scored, key=lambda row: -row["summary"]["valid_bits_per_byte"]):  # best last
+        name, summary = mechanism(row["cell"]), row["summary"]
+        columns = table.setdefault(f"`{name}`", {})
+        keys = summary["protocol"]["sequence"] // BYTES_PER_KEY
+        columns[f"{keys} keys"] = f"{summary['test_answer_accuracy']['all']:.3f}"
+        if keys == 8:
+            columns["0.99 from, MB"] = "never" if best_factor(scores[name]) else "rate at an end"
+            for entry in reversed(row["record"]):
+                if entry.get("answer_accuracy", {}).get("all", 0) >= 0.99:
+                    columns["0.99 from, MB"] = f"{entry['bytes_seen'] / 1e6:.1f}"
+            columns["LR factor"] = cell_keys(row)[LR_FACTORS[1]]
+            columns["state, KiB"] = f"{summary['memory']['state_bytes'] / KIB:,.0f}"
+    return dict(sorted(table.items(), key=lambda row: row[1].get("8 keys", ""), reverse=True))
