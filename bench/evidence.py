@@ -44,7 +44,7 @@ def cell_keys(row: dict) -> dict[str, str]:
 
 
 def mechanism(words: Iterable[str]) -> str:
-    """The variant and its options among the words of a cell: ``mhsa ++variant.attention.key_shift=true``."""
+    """The variant and its options among the words of a cell: ``NAME ++variant.attention.key_shift=true``."""
     words = [word for word in words if not word.startswith(LR_FACTORS)]
     (variant,) = (word.removeprefix("variant=") for word in words if word.startswith("variant="))
     return " ".join([variant, *(word for word in words if word.lstrip("+").startswith("variant."))])
