@@ -51,12 +51,21 @@ def mechanism(words: Iterable[str]) -> str:
     return " ".join([variant, *(word for word in words if word.lstrip("+").startswith("variant."))])
 
 
+def _conditions(words: Iterable[str]) -> set[str]:
+    """The words of a cell that say nothing of its ``mechanism`` and learning rate."""
+    return {word for word in words if not word.lstrip("+").startswith("variant")}
+
+
 def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
     """Bits per byte on valid, above the floor of a corpus that has one, by mechanism and factor of
     the learning rate: infinite for a failed run, empty without a file. ValueError if two rows have
-    the same mechanism and factor."""
+    the same mechanism and factor. Rows of other conditions than the first row's, such as another seed,
+    do not count."""
     scores: dict[str, dict[float, float]] = {}
-    for row in read_rows(file):
+    rows = read_rows(file)
+    for row in rows:
+        if _conditions(row["cell"]) != _conditions(rows[0]["cell"]):
+            continue
         cell, summary = cell_keys(row), row["summary"]
         bits = math.inf
         if summary["status"] == "finished":
@@ -114,6 +123,24 @@ def sweep_grid(sweep: str) -> dict[str, object]:
     return grid | config["hydra"]["sweeper"]["params"]
 
 
+def grid_params(grid: dict) -> dict[str, object]:
+    """The keys and values of a stage's grid: those of its sweep, replaced and extended by its own."""
+    budget = {"budget.bytes": grid["budget"]} if "budget" in grid else {}
+    return sweep_grid(grid["sweep"]) | grid.get("params", {}) | budget
+
+
+def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
+    """The points of stages of ``conf/evidence.yaml``, at any learning rate, of which ``file`` has no row."""
+    config = OmegaConf.load(Path(CONF, "evidence.yaml"))
+    cells = [cell_keys(row).items() for row in read_rows(file)]
+    points = []
+    for stage in stages:
+        for grid in OmegaConf.to_container(config.stages[stage], resolve=True):
+            if file.stem == grid.get("table", grid["sweep"]):
+                points += [dict(word.split("=", 1) for word in point) for point in _points(grid_params(grid))]
+    return [point for point in points if not any(point.items() <= cell for cell in cells)]
+
+
 def stage_cells(
     grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str], rates_of: dict[str, str] | None = None
 ) -> list[Cell]:
@@ -123,9 +150,7 @@ def stage_cells(
     the one whose best rate they have."""
     cells = []
     for grid in grids:
-        file = rows / f"{grid.get('table', grid['sweep'])}.jsonl"
-        params = sweep_grid(grid["sweep"]) | (grid.get("params") or {})
-        params |= {"budget.bytes": grid["budget"]} if "budget" in grid else {}
+        file, params = rows / f"{grid.get('table', grid['sweep'])}.jsonl", grid_params(grid)
         changes: Iterable[dict[str, str]] = [{}]
         if grid.get("further"):
             key = next(key for key in LR_FACTORS if params.get(key))

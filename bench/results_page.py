@@ -1,7 +1,8 @@
 """Tables of ``docs/results.md`` from the rows in ``bench/results``, for ``bench.front_page``."""
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -9,111 +10,45 @@ import yaml
 
 from bench import recall_by_key
 from bench.cost import dense_peak_flops
-from bench.evidence import LR_FACTOR, MIN_FACTORS, cell_keys, scores_by_factor
-from bench.report.compare import VARIANTS
+from bench.evidence import MIN_FACTORS, cell_keys, missing_runs, scores_by_factor
+from bench.published_runs import baseline_of, by_variant, differences, read_runs, run_conditions, scores_by_seed
 from bench.report.frame import REACHED_BITS
-from bench.report.uncertainty import Estimate, estimate_mean
+from bench.report.uncertainty import MIN_SEEDS, Estimate, Pooled, estimate_mean, residual_mean_square
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.schema import flatten
 
-REFERENCE = VARIANTS["reference"]
 KIB, MIB = 2**10, 2**20
 COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)}
 COST_TABLES = {
-    "MFLOP per byte": (1e6, "flops.executed_per_byte"),
-    "Carried state, KiB": (KIB, "memory.state_bytes"),
-    "Peak memory, MiB": (MIB, "memory.train_peak_bytes"),
-    "Training time, ms per byte": (1, "time.train_ms.p50"),
+    "MFLOP per byte": ("stream", 1e6, "flops.executed_per_byte"),
+    "Carried state, KiB": ("stream", KIB, "memory.state_bytes"),
+    "Peak memory, MiB": ("stream", MIB, "memory.train_peak_bytes"),
+    "Training time, ms per byte": ("stream", "segment", "time.train_ms.p50"),
+    "Generation, ms per byte": ("stream", 1, "time.generate_ms.p50"),
+    "Prefill, ms": ("cold", 1, "time.evaluate_ms.p50"),
 }
-"""For each title of a table, the divisor of its numbers and their dotted key in a row of ``bench.cost``."""
+"""For each title of a table, the mode of its rows of ``bench.cost``, the divisor of its numbers or the key of the row
+that has it, and their dotted key."""
 COST_CONDITIONS = ("device", "threads", "precision", "compile", "allocator", "streams", "segment")
-COLUMNS = ("variant", "seed", "data", "status", "valid", "test", "parameters", "flops", "ideal", "state", "peak")
-COLUMNS += ("copies", "compressors", "context", "lr_factor", "machine", "conditions")
-MIN_SEEDS = 3  # fewest common seeds for a verdict
+REPEATS = ("32 to 512", "513 to 4096")  # distances of repeats, keys of a row
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
 """The column of ``read_runs`` for each measure in ``claims.yaml``."""
 HOLDS, FAILS, UNDECIDED, TOO_FEW = "holds", "does not hold", "not separated", "too few seeds"
 CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
 
 
-def read_runs(path: Path) -> pd.DataFrame:
-    """A row with ``COLUMNS`` for each run in a file of ``bench.evidence``. Only finished runs have scores and costs.
-    ValueError if two rows are of one run, or runs on the same data differ in ``_conditions``."""
-    runs = []
-    for row in read_rows(path):
-        cell, summary = cell_keys(row), row["summary"]
-        run = {"variant": cell["variant"], "seed": summary["seed"], "data": cell.get("data")}
-        run["status"] = summary["status"]
-        if summary.get("check") in INCOMPARABLE_CHECKS:
-            run["status"] = summary["check"]
-        elif summary["status"] == "finished":
-            run |= {"valid": summary["valid_bits_per_byte"], "test": summary["test_bits_per_byte"]}
-            run |= {"parameters": summary["parameters"]["total"], "ideal": summary["flops_per_byte"]["ideal"]}
-            run["flops"] = summary["flops_per_byte"]["executed"]
-            run |= {"state": summary["memory"]["state_bytes"], "peak": summary["memory"]["peak_bytes"]}
-            run |= {"copies": summary.get("test_bits_per_copy"), "conditions": _conditions(cell, summary)}
-            run["compressors"] = summary["compressors"].get("test") or {}
-            run["context"] = (row.get("evaluation") or {}).get("context_curve")
-        run["lr_factor"] = (row["record"][0]["config"]["variant"].get("lr_scale") or {}).get("muon", 1)
-        run["machine"] = f"{summary['device']}, {summary['threads']} thread, {summary['precision']}"
-        runs.append(run)
-    frame = pd.DataFrame(runs, columns=COLUMNS)
-    for _, group in frame.groupby("data", dropna=False):
-        if group["conditions"].nunique() > 1 or group.duplicated(["variant", "seed", "lr_factor"]).any():
-            conditions = "\n".join(sorted(group["conditions"].dropna().unique()))
-            raise ValueError(
-                f"{path}: rows repeat a run, or differ in options, data, protocol, budget, precision or numerics:\n{conditions}"
-            )
-    return frame
-
-
-def _conditions(cell: dict[str, str], summary: dict) -> str:
-    """Conditions that must be equal in all runs of a table, as text, without context and span, which models set."""
-    words = {key: value for key, value in cell.items() if key not in ("variant", "seed", "data", LR_FACTOR)}
-    protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
-    common = [words, protocol, *(summary.get(key) for key in ("budget", "capped", "precision"))]
-    return json.dumps([*common, summary["data"]["sha256"], summary["numerics"]["shared"]], sort_keys=True)
-
-
-def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The finished runs of each variant, the best on test first. So that only common seeds are compared, variants are
-    sorted by the reference's mean plus ``reference_difference``, or by their mean where there is no difference.
-    ValueError if runs differ in ``_conditions``, or those of a variant in learning rate, or if they repeat a seed."""
-    finished = runs[runs["status"] == "finished"]
-    rates = finished.groupby("variant")["lr_factor"].nunique()
-    if finished["conditions"].nunique() > 1 or (rates > 1).any() or finished.duplicated(["variant", "seed"]).any():
-        reason = "differ in data or conditions, have two learning rates of one variant, or repeat a seed"
-        raise ValueError(f"the runs of a table {reason}: {', '.join(finished['variant'].unique())}")
-    reference_mean = finished.loc[finished["variant"] == REFERENCE, "test"].mean()
-
-    def score(group: tuple[str, pd.DataFrame]) -> float:
-        difference = reference_difference(finished, group[0])
-        return reference_mean + difference.mean if difference else group[1]["test"].mean()
-
-    yield from sorted(finished.groupby("variant"), key=score)
-
-
-def mean_text(numbers: pd.Series) -> str:
-    """``2.2960 ± 0.0123``: the mean and half of its 95% interval; ``2.2960 (n=1)`` for one number."""
-    return estimate_text(estimate_mean(numbers.tolist()), form=".4f")
-
-
-def estimate_text(estimate: Estimate | None, *, form: str = "+.4f") -> str:
-    """``-0.0070 ± 0.0031``; ``-0.0070 (n=1)`` for one number; empty for None."""
+def estimate_text(estimate: Estimate | None) -> str:
+    """``-0.0070 ± 0.0031``; without an interval ``-0.0070 (n=1)``; empty for None."""
     if estimate is None:
         return ""
-    interval = "(n=1)" if estimate.half_width is None else f"± {estimate.half_width:.4f}"
-    return f"{estimate.mean:{form}} {interval}"
+    interval = f"(n={estimate.n})" if estimate.half_width is None else f"± {estimate.half_width:.4f}"
+    return f"{estimate.mean:+.4f} {interval}"
 
 
-def reference_difference(runs: pd.DataFrame, variant: str) -> Estimate | None:
-    """The mean difference from the reference on test over common seeds; None without these, or for the reference."""
-    finished = runs[runs["status"] == "finished"].pivot_table(index="seed", columns="variant", values="test")
-    if variant == REFERENCE or not {variant, REFERENCE} <= set(finished.columns):
-        return None
-    differences = (finished[variant] - finished[REFERENCE]).dropna().tolist()
-    return estimate_mean(differences) if differences else None
+def verdict_text(estimate: Estimate | None) -> str:
+    """The verdict of a difference, or ``n < 3``; empty for None."""
+    return "" if estimate is None else estimate.verdict or f"n < {MIN_SEEDS}"
 
 
 def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
@@ -137,9 +72,9 @@ def copy_reach(runs: pd.DataFrame) -> dict[str, str]:
 
 
 def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
-    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in ``COST_CONDITIONS``."""
-    rows = [row for row in read_rows(path) if chosen.items() <= row.items()]
-    names, conditions = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, COST_CONDITIONS))
+    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in other ``COST_CONDITIONS``."""
+    rows, common = [row for row in read_rows(path) if chosen.items() <= row.items()], {*COST_CONDITIONS} - {*keys}
+    names, conditions = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, common))
     if len(conditions) > 1 or len(names) < len(rows):
         raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(COST_CONDITIONS)}")
     return rows
@@ -160,7 +95,13 @@ def sections(folder: Path) -> str:
     """The Markdown of all sections whose files have rows."""
     runs, combinations = read_runs(folder / "front_page.jsonl"), read_runs(folder / "combinations.jsonl")
     combinations = combinations.sort_values("valid").drop_duplicates(["variant", "seed"])  # the best learning rates
+    names = ("text", "text_bytes", "text_rates", "text_rates_adamw")
+    text, by_bytes, rates, adamw = (folder / f"{name}.jsonl" for name in names)
     tables = [
+        ("Text", bits_table(read_runs(text)) + missing_note(text, "text_seeds", "text_positions")),
+        ("Bits against bytes", bytes_table(read_runs(by_bytes)) + missing_note(by_bytes, "text_bytes")),
+        ("Learning rates of the text table", learning_rate_table(rates) + missing_note(rates, "text_rates")),
+        ("Learning rates with AdamW", learning_rate_table(adamw) + missing_note(adamw, "text_rates")),
         ("Front page, more columns", bits_table(runs)),
         ("What context is worth", context_table(runs)),
         ("Claims of the papers", claims_table(runs) if len(runs) else ""),
@@ -170,7 +111,6 @@ def sections(folder: Path) -> str:
         ("Recall by key", mechanism_table(recall_by_key.cells(folder), recall_by_key.COLUMNS)),
         ("Skills", skills_table(read_runs(folder / "skills.jsonl"))),
         ("Recall with overwriting, 6 MB", skills_table(read_runs(folder / "skills_6mb.jsonl"))),
-        ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
         ("Cost against context", cost_tables(folder / "cost.jsonl")),
         ("Training speed of other implementations", speed_table(folder / "peers.jsonl")),
         ("Learning rates", learning_rate_table(folder / "rates.jsonl")),
@@ -178,7 +118,7 @@ def sections(folder: Path) -> str:
     ]
     captions = read_yaml("captions.yaml")
     texts = ((title, captions[title], table) for title, table in tables if table)
-    return "\n\n".join(f"## {title}\n\n{caption}\n\n{table}" for title, caption, table in texts)
+    return "\n\n".join(f"## {title}\n\n{caption}\n\n{table.strip()}" for title, caption, table in texts)
 
 
 def read_yaml(name: str) -> dict | list:
@@ -195,25 +135,74 @@ def insert_compressors(rows: list[list], runs: pd.DataFrame, *, names: Iterable[
         rows[index][column] = f"{bits:.4f}"
 
 
-def bits_table(runs: pd.DataFrame) -> str:
-    """Scores and costs of mechanisms, and scores of compressors, then a list of unscored runs and of machines."""
-    headings = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "LR factor", "MFLOP/byte", "ideal"]
-    headings += ["state, KiB", "peak, MiB", "parameters"]
-    rows = []
+def comparison_cells(runs: pd.DataFrame) -> dict[str, list[str]]:
+    """For each mechanism, the best on test first: n, the mean score on test, the baseline, the difference from it with
+    its interval, the verdict, bits of repeats by distance, and the difference in parameters in percent."""
+    estimates, cells = differences(runs), {}
+    sizes = runs.groupby("variant")["parameters"].first()
     for name, group in by_variant(runs):
-        difference = estimate_text(reference_difference(runs, name))
-        scores = [mean_text(group["test"]), difference, mean_text(group["valid"])]
-        costs = [f"{group[name].mean() / 1e6:.2f}" for name in ("flops", "ideal")]
+        baseline, estimate = baseline_of(name), estimates.get(name)
+        compared = ["" if baseline == name else f"`{baseline}`", estimate_text(estimate), verdict_text(estimate)]
+        repeats = pd.DataFrame([*group["repeats"].dropna()]).mean()
+        bits = [f"{repeats[distance]:.3f}" if distance in repeats else "" for distance in REPEATS]
+        growth = 100 * (sizes[name] / sizes.get(baseline, math.nan) - 1)
+        size = "" if baseline == name or math.isnan(growth) else f"{growth:+.1f}"
+        cells[name] = [len(group), f"{group['test'].mean():.4f}", *compared, *bits, size]
+    return cells
+
+
+COMPARISON_HEADINGS = ["n", "test, bits per byte", "baseline", "Δ, 95% interval", "verdict"]
+COMPARISON_HEADINGS += [f"repeats, {distance}" for distance in REPEATS] + ["Δ parameters, %"]
+TEST_COLUMN = 2
+
+
+def bits_table(runs: pd.DataFrame) -> str:
+    """Scores and costs of mechanisms, and scores of compressors, then the degrees of freedom of intervals and lists of
+    unscored runs and of machines."""
+    headings = ["mechanism", *COMPARISON_HEADINGS, "valid", "LR factor", "MFLOP/byte", "ideal"]
+    headings += ["state, KiB", "peak, MiB", "parameters"]
+    cells, rows = comparison_cells(runs), []
+    for name, group in by_variant(runs):
+        costs = [f"{group[column].mean() / 1e6:.2f}" for column in ("flops", "ideal")]
         costs += [f"{group['state'].mean() / KIB:,.0f}", f"{group['peak'].mean() / MIB:,.0f}"]
         costs.append(f"{group['parameters'].iloc[0]:,.0f}")
-        rows.append([f"`{name}`", len(group), *scores, f"{group['lr_factor'].iloc[0]:g}", *costs])
+        factor = f"{group['lr_factor'].iloc[0]:g}"
+        rows.append([f"`{name}`", *cells[name], f"{group['valid'].mean():.4f}", factor, *costs])
     if not rows:
         return ""
-    insert_compressors(rows, runs, names=COMPRESSORS, column=2)
+    insert_compressors(rows, runs, names=COMPRESSORS, column=TEST_COLUMN)
+    return "\n".join([without_empty_columns(headings, rows), "", *table_notes(runs)])
+
+
+def table_notes(runs: pd.DataFrame) -> list[str]:
+    """Lines below a table: the pooled variance, runs without a score, machines."""
+    square = residual_mean_square(scores_by_seed(runs))
     unscored = runs[runs["status"] != "finished"]
-    notes = [f"- `{run.variant}`, seed {run.seed}: {run.status}" for run in unscored.itertuples()]
-    notes += [f"- Machine: {machine}" for machine in sorted(set(runs["machine"]))]
-    return "\n".join([markdown_table(headings, rows), "", *notes])
+    deviation = f"standard deviation of a run {math.sqrt(square.variance):.4f}"
+    notes = [f"- Pooled variance of mechanism x seed: {deviation}, {square.freedom} degrees of freedom"]
+    notes = notes if square.freedom else []
+    notes += [f"- `{run.variant}`, seed {run.seed}: {run.status}" for run in unscored.itertuples()]
+    return notes + [f"- Machine: {machine}" for machine in sorted(set(runs["machine"]))]
+
+
+def missing_note(path: Path, *stages: str) -> str:
+    """A paragraph with the number of missing runs of each mechanism in stages of ``bench.evidence``, if there are any."""
+    counts = Counter(run["variant"] for run in missing_runs(path, *stages))
+    names = ", ".join(f"`{name}` ({count})" for name, count in counts.items())
+    commands = ", ".join(f"`python -m bench.evidence stage={stage}`" for stage in stages)
+    return f"\n\nRuns that are missing ({commands}): {names}." if counts else ""
+
+
+def bytes_table(runs: pd.DataFrame) -> str:
+    """A table of bits per byte on test by bytes of training, means over seeds."""
+    cells: dict[str, dict[str, str]] = {}
+    columns = []
+    for budget, group in sorted(runs.groupby("budget"), key=lambda pair: int(pair[0])):
+        column = f"{int(budget) / 1e6:g} MB, {group['epochs'].mean():.2g} epochs"
+        columns.append(column)
+        for name, seeds in by_variant(group):
+            cells.setdefault(f"`{name}`", {})[column] = f"{seeds['test'].mean():.4f} (n={len(seeds)})"
+    return mechanism_table(cells, columns)
 
 
 def context_table(runs: pd.DataFrame) -> str:
@@ -228,15 +217,17 @@ def context_table(runs: pd.DataFrame) -> str:
 
 
 def claims_table(runs: pd.DataFrame) -> str:
-    """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds has Student's 95%
-    interval, which is not corrected for the number of claims."""
-    rows = []
+    """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds has a 95% interval,
+    of bits by the pooled variance; it is not corrected for the number of claims."""
+    rows, square = [], residual_mean_square(scores_by_seed(runs))
+    bits = Pooled(2 * square.variance, square.freedom)
     for claim in read_yaml("claims.yaml"):
         verdicts, parts = [], []
         for part in claim["parts"]:
             all_seeds = seed_differences(runs, part["variant"], part["baseline"], part["measure"])
             scored, margin = all_seeds.dropna().tolist(), part.get("margin", 0.0)
-            verdict, interval = judge(scored, expected=part["expected"], margin=margin)
+            pooled = None if part["measure"].endswith("%") else bits
+            verdict, interval = judge(scored, expected=part["expected"], margin=margin, pooled=pooled)
             n = f"{len(scored)}, {all_seeds.isna().sum()} without a score" if all_seeds.hasnans else len(scored)
             names = f"`{part['variant']}`, `{part['baseline']}`"
             expected = f"-{margin:g} to {margin:g}" if part["expected"] == "equal" else f"below {margin:g}"
@@ -255,13 +246,13 @@ def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: s
     return pd.Series(100 * (compared / base - 1) if measure.endswith("%") else compared - base)
 
 
-def judge(differences: list[float], *, expected: str, margin: float) -> tuple[str, str]:
+def judge(differences: list[float], *, expected: str, margin: float, pooled: Pooled | None = None) -> tuple[str, str]:
     """The verdict on the mean of differences, and the mean with its 95% interval as text. The mean is expected below
     the margin (``lower``), or between minus and plus the margin (``equal``). ``HOLDS``: the whole interval lies in this
     range. ``FAILS``: it lies outside. ``UNDECIDED``: neither. ``TOO_FEW``: fewer than ``MIN_SEEDS`` differences."""
     if len(differences) < 2:
         return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
-    estimate = estimate_mean(differences)
+    estimate = estimate_mean(differences, pooled)
     low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
     min_expected = -margin if expected == "equal" else float("-inf")
     verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
@@ -312,18 +303,21 @@ def skills_table(runs: pd.DataFrame) -> str:
 
 
 def cost_tables(path: Path) -> str:
-    """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span."""
-    rows = read_costs(path, "variant", "length", mode="stream")
-    spans, tables = [f"{span:,}" for span in sorted({row["length"] for row in rows})], []
-    for title, (divisor, key) in COST_TABLES.items():
+    """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span or, in mode cold, length."""
+    rows = {"stream": read_costs(path, "variant", "length", mode="stream")}
+    rows["cold"] = read_costs(path, "variant", "length", "segment", mode="cold")
+    tables = []
+    for title, (mode, divisor, key) in COST_TABLES.items():
+        lengths = [f"{length:,}" for length in sorted({row["length"] for row in rows[mode]})]
         cells: dict[str, dict[str, str]] = {}
-        for row in rows:
+        for row in rows[mode]:
             cost = flatten(row).get(key)
-            number = (cost or 0) / divisor / (row["segment"] if "ms" in title else 1)
+            number = (cost or 0) / row.get(divisor, divisor)
             text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
             cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = row["status"] if cost is None else text
-        tables.append(f"### {title}\n\n{mechanism_table(cells, spans)}")
-    return "\n\n".join(tables) if rows else ""
+        missing = f"No row yet of `python -m bench.cost mode={mode}`."
+        tables.append(f"### {title}\n\n{mechanism_table(cells, lengths) or missing}")
+    return "\n\n".join(tables) if rows["stream"] else ""
 
 
 def speed_table(path: Path) -> str:
@@ -344,7 +338,7 @@ def gpu_table(path: Path) -> str:
     headings = ["mechanism", "bits per byte", "trained, MB", "bytes per second", "allocated, MiB", "MFLOP/byte"]
     headings += ["state, MiB", "utilisation", "parameters"]
     runs, rows = {row["summary"]["variant"]: (cell_keys(row), row["summary"]) for row in read_rows(path)}, []
-    conditions = {(run["device"], run["seed"], _conditions(cell, run)) for cell, run in runs.values()}
+    conditions = {(run["device"], run["seed"], run_conditions(cell, run)) for cell, run in runs.values()}
     unscored = any(run["status"] != "finished" or run["check"] in INCOMPARABLE_CHECKS for _, run in runs.values())
     if len(conditions) > 1 or unscored or len(runs) < len([*read_rows(path)]):
         raise ValueError(f"{path}: rows repeat a variant, differ in device, seed or conditions, or have no score")
@@ -363,7 +357,7 @@ def gpu_table(path: Path) -> str:
 def learning_rate_table(path: Path) -> str:
     """A table of bits per byte on valid by learning rate factor; the best score of each mechanism is bold. ValueError
     if runs differ in seed or conditions, or repeat a factor."""
-    if len({(row["summary"]["seed"], _conditions(cell_keys(row), row["summary"])) for row in read_rows(path)}) > 1:
+    if len({(row["summary"]["seed"], run_conditions(cell_keys(row), row["summary"])) for row in read_rows(path)}) > 1:
         raise ValueError(f"{path}: rows differ in seed, options, data, protocol, budget, precision or numerics")
     scores, cells = scores_by_factor(path), {}
     for name, bits in scores.items():
@@ -379,6 +373,12 @@ def mechanism_table(cells: Mapping[str, Mapping], columns: Sequence) -> str:
     rows = [[name, *(row.get(column, "") for column in columns)] for name, row in cells.items()]
     headings = [f"{column:g}" if isinstance(column, float) else column for column in columns]
     return markdown_table(["mechanism", *headings], rows)
+
+
+def without_empty_columns(headings: Sequence[str], rows: list[list[object]]) -> str:
+    """``markdown_table`` without columns that are empty in all rows."""
+    filled = [index for index in range(len(headings)) if any(row[index] != "" for row in rows)]
+    return markdown_table([headings[index] for index in filled], [[row[index] for index in filled] for row in rows])
 
 
 def markdown_table(headings: Sequence[str], rows: list[list[object]], *, left: int = 1) -> str:

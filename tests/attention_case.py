@@ -21,6 +21,7 @@ from variants.all_attention import PersistentKV
 from variants.attention import Attention
 from variants.contract import LayerContext, State, Sublayer, set_shapes
 from variants.forget_gate import ForgetGate
+from variants.key_shift import KeyShift
 from variants.position import Alibi, NoPosition, Relative, Rotary
 
 B, D = 2, 5
@@ -53,6 +54,7 @@ class Case:
     backend: str = "plain"
     dropout: float = 0.0
     kv_heads: int | None = None
+    key_shift: bool = False
     parts: str = ""
 
     @classmethod
@@ -76,7 +78,8 @@ class Case:
         torch.manual_seed(0)
         if make is not None:
             keywords |= {"kv_heads": self.kv_heads} if self.kv_heads else {}
-            sublayer = make(self.context(), d_head=self.d_head, **keywords).to(DOUBLE)
+            keywords |= {"key_shift": True} if self.key_shift else {}
+            sublayer = with_random_mix(make(self.context(), d_head=self.d_head, **keywords).to(DOUBLE))
             with torch.no_grad():
                 for parameter in sublayer.parameters() if noise else ():
                     parameter.add_(noise * torch.randn(parameter.shape, dtype=DOUBLE))
@@ -89,9 +92,11 @@ class Case:
             span=spans.get(self.spans, partial(AdaptiveSpan, ramp=self.ramp)),
             persistent=persistent,
             kv_heads=self.kv_heads,
+            key_shift=self.key_shift,
             **dict.fromkeys(self.parts.split(), True) | ({"key_bias": Hiding} if "key_bias" in self.parts else {}),
             **keywords,
         ).to(DOUBLE)
+        with_random_mix(attention)
         for parameter in (attention.query_gain, attention.key_gain, attention.sink):
             if parameter is not None:
                 parameter.data += torch.randn(parameter.shape, dtype=DOUBLE)
@@ -165,6 +170,19 @@ def matrices(attention: nn.Module) -> dict[str, Tensor]:
     return {f"w{name[0]}": getattr(attention, name).weight for name in names if hasattr(attention, name)}
 
 
+def with_random_mix(sublayer: Sublayer) -> Sublayer:
+    """The sublayer, whose channels mix keys by different weights."""
+    shifts = [module for module in sublayer.modules() if isinstance(module, KeyShift)]
+    for shift in shifts:
+        shift.mix.data += torch.randn(shift.mix.shape, dtype=DOUBLE)
+    return sublayer
+
+
+def mix_of(sublayer: nn.Module) -> dict[str, Tensor]:
+    """The references' argument for the weights of mixed keys, empty if keys are not mixed."""
+    return {} if sublayer.key_shift is None else {"mix": sublayer.key_shift.mix}
+
+
 def reference_output(attention: Attention, *, x: Tensor, past: Tensor, position: str) -> Tensor:
     """The output of ``run`` by the reference's loops. With ``cache: kv`` past keys and values are constants."""
     vectors = attention.persistent
@@ -183,6 +201,7 @@ def reference_output(attention: Attention, *, x: Tensor, past: Tensor, position:
         gains=None if attention.key_gain is None else torch.stack([attention.query_gain, attention.key_gain]),
         wg=attention.gate.weight if "gate" in attention.maps else None,
         sink=attention.sink,
+        **mix_of(attention),
         **reference_biases(attention, x, past),
         past=past,
         past_is_constant=attention.cache == "kv",

@@ -12,6 +12,7 @@ from tests.attention_case import (
     assert_outcome,
     covering_array,
     matrices,
+    mix_of,
     outcome,
     reference_output,
     run,
@@ -76,7 +77,7 @@ def common_arguments(sublayer: Sublayer, case: Case, past: Tensor) -> dict:
     """Keyword arguments that most references take."""
     choices = {"attend_self": case.attend_self, "position": case.position, "past": past}
     choices |= {"past_is_constant": case.cache == "kv", "table": getattr(sublayer.position, "table", None)}
-    return matrices(sublayer) | choices
+    return matrices(sublayer) | mix_of(sublayer) | choices
 
 
 def of_attention(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
@@ -110,13 +111,13 @@ def of_latent(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) 
     weights |= {"wc": down[: sublayer.latent], "wr": down[sublayer.latent :]}
     weights |= dict(zip(("wk", "wv"), up.chunk(2), strict=True))
     common = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position")}
-    return latent_attention(x, **weights, **common, past=past)
+    return latent_attention(x, **weights, **common, **mix_of(sublayer), past=past)
 
 
 def of_gates(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
     decay, common = sublayer.decay, {"heads": case.heads, "attend_self": case.attend_self, "past": past}
     wa = decay.up.weight if decay.down is None else decay.up.weight @ decay.down.weight
-    common |= matrices(sublayer) | {"wa": wa, "ba": decay.up.bias}
+    common |= matrices(sublayer) | mix_of(sublayer) | {"wa": wa, "ba": decay.up.bias}
     if isinstance(sublayer, GatedLinear):
         return gated_linear(x, **common)
     gate_weights = {"wg": sublayer.gate.weight, "wb": sublayer.strength.weight}
@@ -153,16 +154,24 @@ def of_reformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
     return reformer(x, **common, bucket_keys=choices["bucket_keys"])
 
 
-SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **CACHES}
+SHIFT = {"key_shift": [False, True]}
+SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **CACHES, **SHIFT}
 ATTENTION = SHAPES | {"position": list(SCHEMES), "spans": ["fixed", "dynamic", "zero", "fractional"]}
 ATTENTION |= {"persistent": [0, 3]}
-CARRIED = {"length": [1, 8], "past": [0, 4], "position": ["none", "alibi"], "attend_self": [True, False]}
+CARRIED = {"length": [1, 8], "past": [0, 4], "position": ["none", "alibi"], "attend_self": [True, False], **SHIFT}
 LINEAR = CARRIED | {"chunk": [1, 3, 4, 64], "feature_map": ["elu", "relu"], "heads": [2, 5], "d_head": [2, 3]}
 GATED = {"length": [1, 8, 11], "past": [0, 4], "attend_self": [True, False], "chunk": [1, 3, 64], "d_head": [2, 3]}
+GATED |= SHIFT
 DELTA = GATED | {"decay": ["head", "channel"], "filter_bytes": [1, 3]}
 PERFORMER = CARRIED | {"chunk": [2, 3, 64], "features": [1, 5, None], "heads": [1, 3], "d_head": [2, 3]}
 BLOCKS = {"ratio, window, span": [(3, 4, 13), (4, 2, 11), (1, 3, 8), (2, 5, 9), (5, 1, 12)]}
-BLOCKS |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 4)], "heads": [2], **CACHES, "position": list(SCHEMES)}
+BLOCKS |= {
+    "past, length": [(0, 11), (7, 6), (14, 1), (16, 4)],
+    "heads": [2],
+    **CACHES,
+    "position": list(SCHEMES),
+    **SHIFT,
+}
 BLOCKS |= {"compressor": ["mean", "linear", "softmax"], "top_k": [None, 1, 2]}
 CHUNKS = {"ratio": 4, "window": 6, "span": 21, "compressor": "linear", "top_k": None, "position": "rotary"}
 CHUNKS |= {"past": 10, "length": 37, "heads": 1}
@@ -170,9 +179,11 @@ ALL_READ = {"ratio": 3, "window": 4, "span": 13, "compressor": "softmax", "top_k
 MORE_BLOCKS = [CHUNKS, ALL_READ | {"past": 19}, ALL_READ | {"length": 3}]  # queries of the last one see no summary
 SPARSE = {"block, selected, window, span": [(3, 2, 4, 13), (4, 1, 2, 11), (1, 3, 8, 9), (5, 3, 1, 12), (2, 9, 3, 8)]}
 SPARSE |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 5)], "heads": [4], "kv_heads": [1, 2, 4]}
-SPARSE |= {"attend_self": [True, False], "position": ["none", "rotary"], "d_head": [2]}
-LOCAL = CACHES | {"length": [1, 5, 12], "past": [0, 1, 4, 13], "position": list(SCHEMES), "block": [5]}
-DILATED = CACHES | {"windows": [(1,), (4,)], "dilation": [(1,), (2,), (3,)], "dilated_heads": [1, 3], "span": [12]}
+SPARSE |= {"attend_self": [True, False], "position": ["none", "rotary"], "d_head": [2], **SHIFT}
+LOCAL = CACHES | SHIFT | {"length": [1, 5, 12], "past": [0, 1, 4, 13], "position": list(SCHEMES), "block": [5]}
+DILATED = (
+    CACHES | SHIFT | {"windows": [(1,), (4,)], "dilation": [(1,), (2,), (3,)], "dilated_heads": [1, 3], "span": [12]}
+)
 WINDOWS = DILATED | {"length": [1, 2, 7], "past": [0, 1, 4, 13], "position": list(SCHEMES)}
 REFORMER = {"buckets": 4, "rounds": 3, "bucket_keys": 2, "d_head": 4, "heads": 2, "length": 9, "past": 8}
 REFORMER_CHANGES = [
@@ -197,7 +208,7 @@ PARTS |= SHAPES | {"span": [3, 8]}
 del PARTS["heads"]
 PAIRS = SHAPES | {"span": [3, 8], "heads": [2, 4], "position": list(SCHEMES)}
 LATENTS = {"span": [3, 8], "heads": [1, 3], "latent": [1, 3], "d_position": [2, 4], "attend_self": [True, False]}
-LATENTS |= LENGTHS | {"position": ["none", "rotary", "alibi"]}
+LATENTS |= LENGTHS | SHIFT | {"position": ["none", "rotary", "alibi"]}
 ALL = ("plain", "fused", "kernel", "chunked")
 MECHANISMS = {
     "attention": Mechanism(None, of_attention, ATTENTION, [INTEGER_SPANS | {"ramp": r} for r in (1, 20)], ALL),

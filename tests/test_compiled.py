@@ -10,7 +10,8 @@ from harness.device.compiled import MAX_GRAPHS
 from tests import small_runs
 from tests.attention_case import Case, starts
 from tests.small_runs import CARRY, MEMORY, make_run, make_trainer, run_to_end, temporary_cwd, tensors, whole_run  # noqa: F401
-from variants.attention import Attention, AttentionSpan
+from variants.attention import Attention
+from variants.attention_span import AttentionSpan
 
 SMALL = ("model.layers=1", *CARRY, "optim=adamw")
 PLAIN = ("runtime.backend=plain",)

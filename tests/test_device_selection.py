@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from harness.device import random_state, runtime
+from harness.device import machine, random_state, runtime
 from harness.device.processes import ProcessGroup
 from tests.small_configs import plan
 from tests.small_runs import make_run, temporary_cwd  # noqa: F401 - a fixture
@@ -79,7 +79,7 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
 
 def test_auto_is_bfloat16_if_native_and_compiles_on_a_gpu_with_the_requirements(monkeypatch, capsys):
     for capabilities, expected in (({"amx_bf16": True}, True), ({"avx512_bf16": False, "avx512_f": True}, False)):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
+        monkeypatch.setattr(machine, "cpu_capabilities", lambda capabilities=capabilities: capabilities)
         assert runtime.has_native_bfloat16(torch.device("cpu")) is expected
     simulate_gpus(monkeypatch, devices=1)
     for native, missing in ((True, "Python.h"), (False, None)):

@@ -6,8 +6,10 @@ import re
 import pandas as pd
 import pytest
 
-from bench import front_page, results_page
+from bench import front_page, published_runs, results_page
+from bench.evidence import LR_FACTORS
 from bench.front_page import BEGIN, END, README, RESULTS, between_markers
+from bench.text_figures import recall_curves, recall_finding, state_finding
 from tests.bench_rows import peer_row
 
 ROOT = front_page.ROOT
@@ -55,15 +57,16 @@ def folder(tmp_path):
     write("combinations", [worse, line("mhsa", 0, 2.625)])
     write("skills", skills)
     summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped"}
+    summary |= {"status": "finished", "variant": "mhsa", "seed": 0}
     curve = [{"answer_accuracy": {"all": a / 100}, "bytes_seen": a * 1e5} for a in (30, 99, 100)]
-    recall, cell = [], ["variant=mhsa", "++variant.lr_scale.adamw=1"]
-    for bits, accuracy, factor in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5")):
+    curve = [{"config": {"variant": {"attention": {}}}}, *curve]
+    recall = []
+    for bits, accuracy, words in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5"), (1.8, 0.3, "1 data.sequence=32")):
         scores = {"valid_bits_per_byte": bits, "test_answer_accuracy": {"all": accuracy}}
-        words = [cell[0], f"++variant.lr_scale.adamw={factor}"]
-        summary |= scores | {"status": "finished"}
-        recall.append({"cell": words, "summary": dict(summary), "record": curve})
+        cell = f"seed=0 variant=mhsa ++variant.lr_scale.adamw={words}".split(" ")
+        recall.append({"cell": cell, "summary": summary | scores, "record": curve})
+    recall[2]["summary"]["protocol"] = {"sequence": 32}
     write("recall_by_key", recall)
-    write("recall_keys", [recall[0] | {"summary": summary | {"protocol": {"sequence": 32}}}])
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
                     "spans_from": None, "flops": {"executed_per_byte": 1.0e7},
                     "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
@@ -82,23 +85,41 @@ def test_committed_pages_are_up_to_date_rows_are_small_and_readme_claims_no_spee
     assert not CLAIM.findall((ROOT / README).read_text(encoding="utf-8")), "a claim of speed needs its row"
 
 
-def test_the_table_has_intervals_reach_costs_and_compressors_in_order_of_score(folder, monkeypatch):
+def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_score(folder, monkeypatch):
     assert "`linear`" not in front_page.readme_table(folder), "only the variants of `readme` are rows"
     monkeypatch.setitem(front_page.VARIANTS, "readme", ["mhsa", "adaptive_span", "linear"])
-    rows = front_page.readme_table(folder).splitlines()[2:]
-    names = [row.split("|")[1].strip() for row in rows]
-    assert names == ["`adaptive_span`", "`mhsa`", "bzip2 -9", "`linear`", "xz -9e"]
-    cells = [cell.strip() for cell in rows[1].split("|")[1:-1]]
-    assert cells[:4] == ["`mhsa`", "2.3100 ± 0.0248", "", "447"]  # t = 4.30, s = 0.01, n = 3
-    assert cells[4:] == ["2.70", "10.00", "2,044", "855,680"]
-    assert "| -0.0090 ± 0.0025 |" in rows[0]
-    abrupt = results_page.read_runs(folder / "abrupt.jsonl")
+    monkeypatch.setitem(front_page.VARIANTS, "baselines", {"linear": "adaptive_span"})
+    table, missing = front_page.readme_table(folder).split("\n\n")
+    headings, _, *rows = (line.split(" | ") for line in table.removesuffix(" |").split(" |\n"))
+    assert [row[0] for row in rows] == ["| `adaptive_span`", "| `mhsa`", "| bzip2 -9", "| `linear`"]
+    cells = [dict(zip(headings, row, strict=True)) for row in rows]
+    assert [*cells[1].values()] == ["| `mhsa`", "3", "2.3100", "", "", "", "", "2.70", "10.00", "2,044"]
+    # Both have three seeds; t = 4.30, and the deviation of their differences is 0.001.
+    assert (cells[0]["baseline"], cells[0]["Δ, 95% interval"]) == ("`mhsa`", "-0.0090 ± 0.0025")
+    assert (cells[0]["verdict"], cells[3]["verdict"], cells[0]["Δ parameters, %"]) == ("better", "n < 3", "+0.0")
+    assert (cells[3]["baseline"], cells[3]["Δ, 95% interval"]) == ("`adaptive_span`", "+0.1600 ± 0.0043")
+    assert "repeats" not in table, "a column that is empty in all rows is left out"
+    assert "`mhsa` (5)" in missing and "`linear`" not in missing, "the runs of the new table are missing"
+
+
+def test_rows_with_windows_in_a_permutation_replace_the_older_ones(folder):
+    rows = [line("mhsa", seed, 2.2 + seed / 100) for seed in range(3)]
+    for row in rows:
+        row["cell"].insert(0, "sweep=text")
+        row["summary"]["test_bits_per_repeat"] = {"32 to 512": 1.25, "513 to 4096": None}
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = front_page.readme_table(folder)
+    assert "| repeats, 32 to 512 |" in table and "| `mhsa` | 3 | 2.2100 | 1.250 |" in table
+    assert "`mhsa` (2)" in table and "`adaptive_span` (5)" in table and "2.3100" not in table
+
+
+def test_the_copy_reach_is_that_of_most_seeds_and_flops_are_at_spans_of_their_own(folder):
+    abrupt = published_runs.read_runs(folder / "abrupt.jsonl")
     assert results_page.copy_reach(abrupt) == {"seeds": "447 (2 of 3)"}, "the mean of 4 bits and 0.1 is above 1 bit"
     assert results_page.copy_reach(abrupt[:0]) == {}
     cost = json.loads((folder / "cost.jsonl").read_text().splitlines()[0]) | {"spans_from": "learned"}
     (folder / "cost.jsonl").write_text(json.dumps(cost) + "\n" + json.dumps(cost | {"variant": "adaptive_span"}) + "\n")
     assert results_page.flops_at(folder / "cost.jsonl", 4096) == {"adaptive_span": 1e7}, "others have not learned these"
-    assert "| 2.4500 (n=1) | +0.1500 (n=1) | 31 |" in rows[3], "leaked and diverged runs have no score"
 
 
 def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder):
@@ -106,20 +127,24 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
     for words in (
         "selective_copying, all | state_tracking, 2 | state_tracking, 16 |",
         "| `mhsa` | 0.250 | 0.010 | 0.900 |\n| (counts only) | 2.369 | 0.048 | 0.874 |\n| (no memory) | 4.087 |",
-        "| `mhsa` | 1 | 2.6250 (n=1) |  | 2.7250 (n=1) | 2 | 2.70 | 2.60 |",
+        "| `mhsa` | 1 | 2.6250 | 2.7250 | 2 | 2.70 | 2.60 |",
         "- `linear`, seed 1: not causal\n- `linear`, seed 2: diverged",
-        "| `adaptive_span` | 3 | 2.3010",
+        "| `adaptive_span` | 3 | 2.3010 | `mhsa` | -0.0090 ± 0.0025 | better |",
+        "- Pooled variance of mechanism x seed: standard deviation of a run 0.0007, 2 degrees of freedom",
         "| xz -9e |  | 2.4990 |",
+        "Runs that are missing (`python -m bench.evidence stage=text_bytes`): `mhsa_alibi` (8)",
+        "### Generation, ms per byte",
+        "No row yet of `python -m bench.cost mode=cold`.",
         "| mechanism | 1 | 2 to 512 |",
         "| `linear` | 1 | 31 | 0.500 | 4.000 |",
         "| `linear` | failed |",
-        "| `mhsa` | 0.995 | 9.9 | 1 | 2 | 0.200 |",
+        "| `mhsa` | 0.995 | 9.9 | 1 | 2 | 0.300 |",
         "| `mhsa` | 0.1 |",
         "**Learned spans are better than a uniform span of the same mean**",
     ):
         assert words in text, words
     assert "2.7500" not in text, "of two learning rates only the better on valid is shown"
-    assert "## A span of 4,096" not in text, "a table without rows must be left out"
+    assert "## After 10 MB" not in text, "a table without rows must be left out"
 
 
 def test_a_skill_with_searched_learning_rates_has_only_mechanisms_at_their_best_rate():
@@ -155,7 +180,7 @@ def test_a_row_that_repeats_a_run_or_does_not_compare_is_refused(folder, seed, w
 def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(folder):
     rates = [line("mhsa", seed, 2.5) for seed in (100, 101)]
     for rate, row in enumerate(rates):
-        row["cell"].append(f"{results_page.LR_FACTOR}={rate}")
+        row["cell"].append(f"{LR_FACTORS[0]}={rate}")
     peer = peer_row()
     cost = json.loads((folder / "cost.jsonl").read_text().splitlines()[0])
     gpu = json.loads((ROOT / RESULTS / "gpu.jsonl").read_text().splitlines()[0])
@@ -168,6 +193,62 @@ def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(fo
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         with pytest.raises(ValueError, match=r"rows.jsonl: rows (repeat a|differ in)"):
             table(folder / "rows.jsonl")
+
+
+def recall_line(seed: int, accuracy: list[float], *, variant="mhsa", factor=1.0, **attention) -> dict:
+    """A line of a run of recall by key: the accuracies of its validations, a megabyte apart."""
+    row = line(variant, seed, 2.0)
+    row["summary"]["protocol"] = {"sequence": 64}
+    options = {"name": variant, "attention": attention, "lr_scale": {"adamw": factor}}
+    scored = [
+        {"bytes_seen": 1e6 * (index + 1), "answer_accuracy": {"all": share}} for index, share in enumerate(accuracy)
+    ]
+    return row | {"record": [{"config": {"variant": options}}, *scored]}
+
+
+def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):
+    rows = [recall_line(seed, [0.1, 0.2, 0.95 + seed / 100]) for seed in range(3)]
+    rows += [
+        recall_line(0, [0.1, 0.1, 0.5], factor=2.0),
+        recall_line(0, [0.9, 1.0], variant="mhsa_shift", key_shift=True),
+    ]
+    rows += [recall_line(0, [0.5], variant="gated_delta", filter_bytes=1)]
+    (folder / "recall_by_key.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves = recall_curves(folder / "recall_by_key.jsonl")
+    assert [(name, len(runs)) for name, runs in curves.items()] == [
+        ("mhsa", 3),
+        ("mhsa, key_shift", 1),
+        ("gated_delta, filter_bytes=1", 1),
+    ]
+    assert curves["mhsa"][1].to_dict() == {1.0: 0.1, 2.0: 0.2, 3.0: 0.96}
+    assert recall_finding(curves) == "Attention recalls after 1.0 MB with shifted keys, after 3.0 MB without"
+    late = curves | {"mhsa": {0: curves["gated_delta, filter_bytes=1"][0]}}
+    assert recall_finding(late).endswith("not within 1.0 MB without")
+    assert recall_finding({}) == "Recall by key: rows are missing"
+    assert front_page.figure_png(folder).startswith(b"\x89PNG")
+
+
+def test_the_title_of_the_state_panel_says_how_the_least_state_scores(folder):
+    runs = published_runs.read_runs(folder / "front_page.jsonl")
+    runs.loc[runs["variant"] == "adaptive_span", "state"] /= 4
+    names = ["mhsa", "adaptive_span"]
+    assert state_finding(runs, names) == "With 25% of its state, adaptive_span beats mhsa"
+    runs.loc[runs["variant"] == "linear", "state"] = 9
+    assert state_finding(runs, [*names, "linear"]).endswith("linear against mhsa: too few seeds")
+
+
+def test_runs_of_several_budgets_are_a_table_and_a_figure(folder):
+    rows = []
+    for budget, bits in ((850_000, 2.5), (3_400_000, 2.3)):
+        row = line("mhsa", 0, bits)
+        row["cell"] += ["sweep=text", f"budget.bytes={budget}", "optim.schedule.decay_fraction=0.2"]
+        row["summary"] |= {"budget": {"bytes": budget}, "training_flops": 1e6 * budget, "epochs": budget / 3.4e6}
+        rows.append(row)
+    (folder / "text_bytes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = results_page.sections(folder)
+    assert "| mechanism | 0.85 MB, 0.25 epochs | 3.4 MB, 1 epochs |" in text
+    assert "| `mhsa` | 2.5000 (n=1) | 2.3000 (n=1) |" in text and "`mhsa` (6)" in text
+    assert front_page.bytes_png(folder).startswith(b"\x89PNG")
 
 
 def test_the_picture_is_drawn_and_a_page_without_markers_is_refused(folder, tmp_path, monkeypatch):

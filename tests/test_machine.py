@@ -105,7 +105,7 @@ def test_each_type_of_cpu_and_number_of_threads_has_its_own_folder_of_compiled_g
     changed = [
         folder(torch.backends.cpu, get_cpu_capability="ANOTHER"),
         folder(get_num_threads=99),
-        folder(torch.cpu, get_capabilities=dict(torch.cpu.get_capabilities()) | {"amx_tile": "another"}),
+        folder(machine, cpu_capabilities={"amx_tile": "another"}),
     ]
     assert len({default, *changed}) == 4 and {path.parent for path in (default, *changed)} == {tmp_path}
     assert folder() == default, "the folder must not depend on earlier calls"

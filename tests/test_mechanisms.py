@@ -45,12 +45,15 @@ def starts(position: int, *, streams: int = STREAMS) -> Tensor:
     return torch.full((streams,), position)
 
 
-GRAPHS = ["local runtime.backend=fused", "gated_delta model.attend_self=false"]
+SHIFT = "variant.attention.key_shift=true"
+GRAPHS = ["local runtime.backend=fused", "gated_delta model.attend_self=false", f"mhsa runtime.backend=fused {SHIFT}"]
 MORE_GRAPHS = (
     *("longformer runtime.backend=fused model.cache=hidden model.attend_self=false", "nsa runtime.backend=fused"),
     *("differential runtime.backend=fused", "latent runtime.backend=fused", "compressed_top_k runtime.backend=plain"),
     *("performer_decay model.attend_self=false", "gated_linear model.attend_self=false"),
-    *("gated_delta_channel", "reformer"),
+    *("gated_delta_channel", "reformer", f"linear {SHIFT}", f"nsa runtime.backend=fused {SHIFT}"),
+    *(f"local runtime.backend=fused model.cache=hidden {SHIFT}", f"latent runtime.backend=fused {SHIFT}"),
+    f"compressed_top_k runtime.backend=plain model.cache=hidden {SHIFT}",
 )
 
 
@@ -76,7 +79,8 @@ STREAMED = (
     *("local position=rotary", "compressed_top_k position=rotary", "nsa position=rotary", "latent position=rotary"),
     *("longformer position=rotary model.cache=hidden", "reformer position=rotary model.cache=hidden"),
     *("transformer_xl model.cache=hidden", "linear_decay", "differential"),
-    *("gated_linear", "gated_delta", "gated_delta_channel"),
+    *("gated_linear", "gated_delta", "gated_delta_channel", f"gated_delta {SHIFT}", f"nsa {SHIFT}"),
+    *(f"local model.cache=hidden {SHIFT}", f"latent {SHIFT}", f"linformer {SHIFT}"),
 )
 
 
@@ -108,6 +112,8 @@ def test_far_along_a_stream_the_state_does_not_grow_and_float32_stays_close_to_f
     [
         ("compressed runtime.backend=plain position=rotary", [1, 5, 24, 25, 60]),
         ("compressed_top_k position=alibi model.cache=hidden", [1, 5, 24, 25, 60]),
+        (f"compressed model.cache=hidden {SHIFT}", [1, 5, 24, 25, 60]),
+        (f"compressed {SHIFT}", [1, 5, 24, 25, 60]),
         ("nsa position=rotary", [50, 53, 58]),  # its states have equal shapes only after a full window
     ],
 )
@@ -214,6 +220,7 @@ REFUSED = [
     (Differential, {}, "model.heads=3: must be even"),
     (Latent, {"latent": 0}, "latent=0: allowed are numbers from 1, or null for 2 d_head"),
     (Reformer, {"buckets": 3, "rounds": 1, "bucket_keys": 1}, "buckets=3: allowed are even integers from 2"),
+    (Reformer, {"buckets": 2, "rounds": 1, "bucket_keys": 1, "key_shift": True}, "key_shift=true: allowed is false"),
     (Longformer, {"windows": (9,)}, r"windows=\[9\]: must be 1 integers, one for each layer, from 1 to model.span=8"),
     (Longformer, {"dilated_heads": 4}, "dilated_heads=4: allowed are 0 to model.heads=3"),
     (PerceiverAR, {"latents": 9}, "latents=9: allowed are integers from 1 to model.span=8"),

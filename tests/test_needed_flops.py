@@ -28,6 +28,7 @@ CASES = {
     "spans": ["fixed", "fractional", "zero", "dynamic"],
     "persistent": [0, 3],
     "kv_heads": [None, 1],
+    "key_shift": [False, True],
     "parts": ["", "gate sink", "key_bias"],
 }
 
@@ -54,7 +55,7 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
     bias_flops = 0 if attention.key_bias is None else 2 * D  # for each head and byte
     forward += segment * attention.heads * bias_flops
     backward += 2 * segment * attention.heads * bias_flops
-    past_keys = set()
+    past_keys, past_values = set(), set()
     for head in range(attention.heads):
         distances = visible_distances(attention, head)
         for t in range(segment):
@@ -68,13 +69,16 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
                     backward += 2 * width + 2 * width  # gradients of the key and the value
                 if relative:  # gradients of the position vector and of the query
                     forward, backward = forward + 2 * width, backward + 2 * width + 2 * width
-                if key < 0:
-                    past_keys.add((head * attention.kv_heads // attention.heads, key))
+                shared = head * attention.kv_heads // attention.heads
+                past_values |= {(shared, key)} if key < 0 else set()
+                mixed = range(max(-carried, key - 1) if attention.key_shift else key, key + 1)
+                past_keys |= {(shared, at) for at in mixed if at < 0}
             if attention.persistent is not None:
                 for _ in range(attention.persistent.number):
                     forward, backward = forward + 4 * width, backward + 8 * width
     if hidden:  # past inputs are projected again, and the matrices have gradients
-        projections = len(past_keys) * (2 * (2 * D * width) + bias_flops * attention.heads // attention.kv_heads)
+        projections = (len(past_keys) + len(past_values)) * 2 * D * width
+        projections += len(past_values) * bias_flops * attention.heads // attention.kv_heads
         forward, backward = forward + projections, backward + projections
     return forward, backward
 

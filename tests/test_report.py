@@ -79,11 +79,12 @@ def test_a_budget_of_seconds_is_not_compared_after_a_resumption_elsewhere(tmp_pa
 
 
 NUMERICS = {"variant": 1, "shared": 1}
+ROTARY = {"_target_": "variants.position.Rotary"}
 
 
 def test_scores_of_equal_numerics_are_pooled_over_commits_but_times_are_not(tmp_path):
     for seed in range(3):
-        attention = {"_target_": f"variants.moved_{seed}.Attention"}
+        attention = {"_target_": f"variants.moved_{seed}.Attention"} | ({"key_shift": False} if seed else {})
         config = {"variant": {"name": "mhsa", "numerics": 1, "attention": attention}}
         config |= {"check": True} if seed else {}
         keywords = {"config": config, "numerics": NUMERICS, "source": f"{seed}" * 64, "tree": f"{seed}" * 64}
@@ -100,11 +101,12 @@ def test_scores_of_equal_numerics_are_pooled_over_commits_but_times_are_not(tmp_
         {"device_kind": "cuda"},
         {"optimizers": [{"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["bfloat16"]}]},
         {"config": {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Alibi"}}},
+        {"config": {"variant": {"name": "mhsa", "a": {"key_shift": True}}, "position": ROTARY}},
     ],
 )
 def test_runs_whose_numbers_may_differ_are_not_pooled(tmp_path, changes):
     muon = [{"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["float32"]}]
-    config = {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Rotary"}}
+    config = {"variant": {"name": "mhsa"}, "position": ROTARY}
     common = {"numerics": NUMERICS, "optimizers": muon, "config": config}
     change(write_run(tmp_path, seed=0), source="aa" * 32, **common)
     change(write_run(tmp_path, seed=1), **common)

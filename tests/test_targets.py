@@ -12,7 +12,8 @@ import torch
 
 from harness.plan.targets import constructor_schema, resolve
 from variants.adaptive_span import AdaptiveSpan
-from variants.attention import Attention, AttentionSpan
+from variants.attention import Attention
+from variants.attention_span import AttentionSpan
 from variants.contract import Part, Position, Sublayer, SublayerOutput
 
 MINE = ("tests.test_targets",)
@@ -117,7 +118,7 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
         ({"rate": VECTORS}, "rate={'_target_': "),
         ({"part": {"ramp": 3}}, "part={'ramp': 3}: must be a part with _target_"),
         ({"span": 3}, "span=3: must be a part with _target_ and _partial_: true or null"),
-        ({"span": VECTORS}, "PersistentKV: must be a class derived from variants.attention.AttentionSpan"),
+        ({"span": VECTORS}, "PersistentKV: must be a class derived from variants.attention_span.AttentionSpan"),
         ({"span": {**node(AdaptiveSpan), "_partial_": False}}, "span._partial_=False: must be true"),
     ],
 )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from variants.attention import AttentionSpan
+from variants.attention_span import AttentionSpan
 from variants.contract import LayerContext, set_shapes, wide
 
 

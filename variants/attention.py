@@ -13,6 +13,7 @@ output of head h, the other options are:
 - ``gate``: o_h sigmoid(W_g x), elementwise, before W_o (2505.06708, G1).
 - ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(l) / (exp(l) + exp(sink)) in place
   of o_h, l = log-sum-exp of the scores. The logit starts at 0, and dropout does not apply to it.
+- ``key_shift``: each key is mixed with the key before it, before ``qk_norm`` and positions (``key_shift.py``).
 - ``key_bias``: each head computes b from inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key
   j. Persistent vectors and sink have no b. The state has b of past keys minus b of the last byte, in float32 or wider.
 
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from variants import backends
 from variants.all_attention import PersistentKV
+from variants.attention_span import AttentionSpan
 from variants.backends import OnKernels
 from variants.context import VisibleKeys, before, last, last_keys, weights_of
 from variants.contract import (
@@ -39,69 +41,12 @@ from variants.contract import (
     NeededFlops,
     Part,
     Position,
-    Spans,
     State,
     SublayerOutput,
 )
 from variants.kernels import fused
-from variants.kernels.window import PastKV, Persistent, Window, count_pairs, soft_mask
+from variants.kernels.window import PastKV, Persistent, Window, count_pairs, replaced, soft_mask
 from variants.multi_head import EPSILON, HeadKeywords, MultiHead, head_means, head_stats, start_of
-
-
-class AttentionSpan(Spans):
-    """The span of each head; in the base class a fixed window of S keys. ``set_lengths`` sets shapes after an optimizer
-    step, so that a forward pass never waits for a parameter's value."""
-
-    ramp: int = 0
-    """R, keys over which the soft mask falls from 1 to 0; 0 for a hard window."""
-    constant_spans: bool = True
-    """Whether spans are equal for all queries."""
-    follows_model_span: bool | None = True
-    """Value of ``Honours.span``."""
-
-    def __init__(self, context: LayerContext):
-        super().__init__()
-        self.span, self.heads = context.span, context.heads
-        self.set_keys((context.span,) * context.heads)
-
-    def set_keys(self, max_keys: Sequence[int], visible_keys: Sequence[int] | None = None) -> None:
-        """Set for each head the length of its window in keys, and the number of these keys that a query sees after a
-        full past, by which FLOPs are counted; None if a query sees all of them."""
-        self.max_keys = tuple(max_keys)
-        self.visible_keys = self.max_keys if visible_keys is None else tuple(visible_keys)
-        self.max_keys_tensor = torch.tensor(self.max_keys)  # an input of compiled graphs, not a constant
-
-    def forward(self, x: Tensor) -> Tensor | None:
-        """Return spans z in keys for input ``x [B, T, D]``: ``[H]``, or ``[B, H, T]``, or None for a hard window."""
-        return None
-
-    def visible_window(self, z: Tensor | None, shift: int) -> Window:
-        """Return the window of visible keys. Spans are inputs of a compiled graph, so new spans do not recompile it."""
-        if torch.compiler.is_compiling() and self.ramp:
-            return Window((self.span,) * self.heads, shift, z, self.ramp, self.max_keys_tensor)
-        return Window(self.max_keys, shift, z, self.ramp)
-
-    def loss(self, z: Tensor | None) -> Tensor | None:
-        """Return the weighted loss of the spans, in nats per byte."""
-        return None
-
-    def project_(self) -> None:
-        """Clamp parameters to their range; see ``Sublayer.project_``."""
-
-    def stats(self, z: Tensor | None) -> dict[str, Tensor]:
-        """Return statistics of one segment, which are summed over segments."""
-        return {}
-
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        return {}
-
-    def keys_to_carry(self) -> tuple[int, ...]:
-        """Return for each head the number of keys to carry; a step may widen its span before the next segment."""
-        return self.max_keys
-
-    def set_span(self, span: int) -> None:
-        self.span = span
-        self.set_keys((span,) * self.heads)
 
 
 class Segment(NamedTuple):
@@ -115,6 +60,7 @@ class Segment(NamedTuple):
     z: Tensor | None  # spans in keys, as in ``Window``
     persistent: Persistent | None
     biases: tuple[Tensor, ...] = ()  # of keys and of queries, [B, H, T] each
+    last_key: Tensor | None = None  # see ``MultiHead.shift_keys``
 
 
 class Attention(MultiHead, OnKernels):
@@ -164,24 +110,38 @@ class Attention(MultiHead, OnKernels):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        segment = self.project_qkv(x, start_of(x, start))
+        state, before = self.key_before(state, x)
+        segment = self.project_qkv(x, start_of(x, start), before)
         traced = torch.compiler.is_compiling() and self._is_traceable(x.device)
         attend = self._attend_window if traced else self._attend_window_uncompiled
         y, state, stats = attend(segment, state, collect_stats)
         if "gate" in self.maps:
             y = y * self.project(x, "gate")[0].sigmoid()
         loss = self.span.loss(segment.z) if self.training else None
-        return SublayerOutput(self.join(y), state, loss, stats)
+        return SublayerOutput(self.join(y), self.join_state(state, segment.last_key), loss, stats)
 
-    def project_qkv(self, x: Tensor, start: Tensor) -> Segment:
-        """Project ``x [B, T, D]`` to queries, keys and values, and compute spans and biases."""
+    def key_before(self, state: State, x: Tensor) -> tuple[State, Tensor | None]:
+        """Return the state as in ``split_state``, and the unmixed key before the segment, if keys are shifted."""
+        if self.key_shift is None or state is None or self.cache == "kv":
+            return self.split_state(state)
+        inputs = state if isinstance(state, Tensor) else state[-1]
+        return state, self.project_key(inputs[:, -1:].to(carried_dtype(x)))
+
+    def project_key(self, x: Tensor) -> Tensor:
+        """Project carried inputs ``[B, P, D]`` to unmixed keys ``[B, G, P, K]``."""
+        return self.project(x, "key")[0]
+
+    def project_qkv(self, x: Tensor, start: Tensor, before: Tensor | None = None) -> Segment:
+        """Project ``x [B, T, D]`` to queries, keys and values, and compute spans and biases. ``before`` is the unmixed
+        key before the segment, ``[B, G, 1, K]``."""
         z = self.span(x)
         q, k, v = self.project(x, "query", "key", "value")
+        k, last_key = self.shift_keys(k, before)
         if self.key_gain is not None:
             q, k = self._normed(q, self.query_gain * self.d_head**-0.5), self._normed(k, self.key_gain)
         persistent = None if self.persistent is None else Persistent(q, *self.persistent())
         q, k = self.position.rotate(q, start), self.position.rotate(k, start)
-        return Segment(x, q, k, v, start, z, persistent, self._biases(x))
+        return Segment(x, q, k, v, start, z, persistent, self._biases(x), last_key)
 
     def _biases(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return key and query biases. With ``cache: hidden``, x is rounded to the dtype of carried inputs, so that the
@@ -243,16 +203,29 @@ class Attention(MultiHead, OnKernels):
 
     def reproject_past(self, old: Tensor, segment: Segment, past: int | None, heads: list[int] | None) -> PastKV:
         """Project the last ``past`` carried inputs ``old [B, P, D]`` to keys and values of ``heads``; None for all."""
-        old = old if past is None else old[:, max(0, old.shape[1] - past) :]
+        old, extra = self.past_inputs(old, past)
         k, v = self.project(old.to(carried_dtype(segment.x)), "key", "value", heads=heads)
+        if self.key_shift is not None:
+            # Padding before the first byte (``local.py``) has keys of 0, also if the projection has a bias.
+            k = self.key_shift(k * old.any(-1)[:, None, :, None], first_head=heads[0] if heads else 0)
         k = k if self.key_gain is None else self._normed(k, self.key_gain)
         heads = tuple(heads or range(self.kv_heads))
-        part = PastKV(heads, self.position.rotate(k, segment.start - old.shape[1]), v)
+        k = self.position.rotate(k, segment.start - old.shape[1])
+        part = PastKV(heads, k[:, :, extra:], v[:, :, extra:])
         if self.key_bias is None:
             return part
         key_bias, query_bias = self._biases(old)
+        key_bias = key_bias[..., extra:]
         by_head = (key_bias - query_bias[..., -1:]).unflatten(1, (self.kv_heads, -1))
-        return part._replace(key_bias=by_head[:, list(heads)].flatten(1, 2))
+        return replaced(part, key_bias=by_head.narrow(1, heads[0], len(heads)).flatten(1, 2))
+
+    def past_inputs(self, old: Tensor, past: int | None) -> tuple[Tensor, int]:
+        """Return the last ``past`` of carried inputs ``[B, P, D]``; None for all. If keys are shifted, return one more
+        and the number of inputs, 0 or 1, that only the key after them needs."""
+        if past is None:
+            return old, 0
+        old = old[:, max(0, old.shape[1] - past - self.key_past) :]
+        return old, max(0, old.shape[1] - past)
 
     def _next_state(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
         """Return the next state: the last ``past`` inputs, or the keys and values that the next segment may see; all of
@@ -263,12 +236,12 @@ class Attention(MultiHead, OnKernels):
                 return keys.state()
             if len(keys.past) > 1 or (backend != "plain" and len(set(self._max_by_kv_head(self.span.max_keys))) > 1):
                 return keys.last(*(n - 1 + self.shift for n in self._max_by_kv_head(self.span.keys_to_carry())))
-            return keys.last(self.present_reach())
+            return keys.last(past)
         new = segment.x.detach().to(carried_dtype(segment.x))
         old = None if state is None else state.to(new.dtype)
         if past is None:
             return new if old is None else torch.cat([old, new], dim=1)
-        return last(past, 1, old, new)
+        return last(past + self.key_past, 1, old, new)
 
     def trim(self, state: State) -> State:
         if state is None:
@@ -276,11 +249,13 @@ class Attention(MultiHead, OnKernels):
         if self.cache == "hidden":
             return last(self.present_reach(), 1, None, state)
         # All heads keep the same length, because a state with one tensor per head would recompile the graph.
-        return last_keys([], *before(state, None), self.present_reach())
+        kv, last_key = self.split_state(state)
+        n_keys = self.present_reach() - self.key_past
+        return self.join_state(last_keys([], *before(kv, None), n_keys), last_key)
 
     def present_reach(self) -> int:
         """Return the largest distance in bytes at which an input can move an output, with the present spans."""
-        return max(self.span.max_keys) - 1 + self.shift
+        return max(self.span.max_keys) - 1 + self.shift + self.key_past
 
     def _attend_with_positions(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
@@ -328,15 +303,15 @@ class Attention(MultiHead, OnKernels):
         return self._attend_window(segment, None, False)[0]
 
     def reach(self) -> int:
-        return self.span.span - 1 + self.shift
+        return self.span.span - 1 + self.shift + self.key_past
 
     def _stats(self, backend: str, segment: Segment, keys: VisibleKeys, visible: Window) -> dict[str, Tensor]:
         stats, vectors = self.span.stats(segment.z), segment.persistent
         if vectors is None:
             return head_stats(segment.q) | stats
         # With values of 1 on persistent vectors and 0 on the context, the output is the mass on persistent vectors.
-        ones = vectors._replace(v=torch.ones_like(vectors.v))
-        zeros = keys.each(lambda part: part._replace(v=torch.zeros_like(part.v)))
+        ones = replaced(vectors, v=torch.ones_like(vectors.v))
+        zeros = keys.each(lambda part: replaced(part, v=torch.zeros_like(part.v)))
         mass = self._attend_with_positions(backend, segment.q, zeros, visible, ones)
         return head_stats(segment.q, persistent_mass=mass[..., 0]) | stats
 
@@ -360,23 +335,26 @@ class Attention(MultiHead, OnKernels):
         With ``cache: kv`` the past is constant. With ``hidden`` each key-value head projects its visible past inputs
         again in every segment, with gradients of the weights but not of the inputs. Keys at the end of a ramp have
         weight 0 and do not count. After a span grows, the longer past is assumed to be in the state."""
-        in_segment, past, inputs = self._pairs(segment, carried)
+        in_segment, past, keys, values = self._pairs(segment, carried)
         needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
         if self.cache == "kv":
             unneeded = (4 * self.d_head + 2 * self.extra_columns) * past / segment  # gradients of past keys and values
             return needed._replace(backward=needed.backward - unneeded)
-        reprojection = 4 * self.d_head * self.carried_width * inputs / segment
+        reprojection = 2 * self.d_head * self.carried_width * (keys + values) / segment
         if self.key_bias is not None:  # per key-value head
-            reprojection += self.key_bias.ideal_flops() * inputs / segment / self.kv_heads
+            reprojection += self.key_bias.ideal_flops() * values / segment / self.kv_heads
         return NeededFlops(needed.forward + reprojection, needed.backward + reprojection)
 
-    def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
-        """Count pairs with a key of the segment, and pairs with a past key, over heads; and past keys over KV heads."""
+    def _pairs(self, segment: int, carried: int) -> tuple[int, int, int, int]:
+        """Count pairs with a key of the segment, and pairs with a past key, over heads. Over key-value heads, count past
+        bytes whose keys are needed, and past bytes whose values are."""
         windows = self.span.visible_keys
         in_segment, past = map(
             sum, zip(*(count_pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True)
         )
-        return in_segment, past, sum(min(carried, n - 1 + self.shift) for n in self._max_by_kv_head(windows))
+        reaches = [n - 1 + self.shift for n in self._max_by_kv_head(windows)]
+        keys = sum(min(carried, n + self.key_past) for n in reaches)
+        return in_segment, past, keys, sum(min(carried, n) for n in reaches)
 
     def _forward_flops(self, keys: float) -> float:
         """Return forward FLOPs per byte, for a mean of ``keys`` keys per head, without projections of the past."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from variants.contract import State
-from variants.kernels.window import PastKV
+from variants.kernels.window import PastKV, replaced
 
 
 class VisibleKeys(NamedTuple):
@@ -31,17 +31,16 @@ class VisibleKeys(NamedTuple):
         keys = cls(k, v, past, None, *biases)
         if len(past) > 1:
             return keys
-        pairs = zip(*(part.tensors() for part in (*past, keys.segment)), strict=True)
+        pairs = zip(*(part.tensors() for part in (*past, keys.segment())), strict=True)
         whole = [torch.cat(pair, dim=2) if past else pair[0] for pair in pairs]
-        return keys._replace(whole=PastKV(keys.segment.heads, *whole))
+        return replaced(keys, whole=PastKV(keys.segment().heads, *whole))
 
-    @property
-    def segment(self) -> PastKV:
+    def segment(self) -> PastKV:  # not a property, which torch 2.10 cannot trace in a named tuple
         return PastKV(tuple(range(self.k.shape[1])), self.k, self.v, self.key_bias)
 
     def each(self, function: Callable[[PastKV], PastKV | None]) -> "VisibleKeys":
         """Apply ``function`` to every part; past parts for which it returns None are left out."""
-        segment, whole = function(self.segment), self.whole and function(self.whole)
+        segment, whole = function(self.segment()), self.whole and function(self.whole)
         past = [*filter(None, map(function, self.past))]
         return VisibleKeys(*segment[1:3], past, whole, segment.key_bias, self.query_bias)
 
@@ -51,7 +50,7 @@ class VisibleKeys(NamedTuple):
         if self.query_bias is None:
             return keys
         size = self.query_bias.shape[1] // self.k.shape[1]
-        return keys._replace(query_bias=self.query_bias.narrow(1, first * size, n_heads * size))
+        return replaced(keys, query_bias=self.query_bias.narrow(1, first * size, n_heads * size))
 
     def repeated(self, times: int) -> "VisibleKeys":
         """Copy every key-value head for each of the ``times`` neighbouring query heads that read it. Key biases are not
@@ -59,8 +58,8 @@ class VisibleKeys(NamedTuple):
 
         def repeat(part: PastKV) -> PastKV:
             heads = tuple(h * times + i for h in part.heads for i in range(times))
-            return part._replace(
-                heads=heads, k=part.k.repeat_interleave(times, dim=1), v=part.v.repeat_interleave(times, dim=1)
+            return replaced(
+                part, heads=heads, k=part.k.repeat_interleave(times, dim=1), v=part.v.repeat_interleave(times, dim=1)
             )
 
         return self if times == 1 else self.each(repeat)
@@ -70,7 +69,8 @@ class VisibleKeys(NamedTuple):
 
         def rebase(part: PastKV) -> PastKV:
             by_head = self.query_bias[..., -1:].unflatten(1, (self.k.shape[1], -1))
-            return part._replace(key_bias=part.key_bias - by_head[:, list(part.heads)].flatten(1, 2))
+            by_head = by_head.narrow(1, part.heads[0], len(part.heads))
+            return replaced(part, key_bias=part.key_bias - by_head.flatten(1, 2))
 
         return self if self.query_bias is None else self.each(rebase)
 
@@ -79,7 +79,7 @@ class VisibleKeys(NamedTuple):
         if len(self.past) < 2:
             whole = self.whole or VisibleKeys.joined(self.k, self.v, self.past, self.key_bias).whole
             return *whole[1:], None
-        tensors, lengths = _pack_heads(self.past, self.segment, [math.inf] * self.k.shape[1])
+        tensors, lengths = _pack_heads(self.past, self.segment(), [math.inf] * self.k.shape[1])
         if len({*lengths}) == 1:
             tensors, lengths = [x.unflatten(2, (len(lengths), -1)) for x in tensors], None
         k, v, key_bias = (*(x.squeeze(1) for x in tensors), None)[:3]
@@ -93,7 +93,7 @@ class VisibleKeys(NamedTuple):
 
     def last(self, *lengths: float) -> State:
         """Return the state of the last keys; ``lengths`` is their number for all heads, or a number for each head."""
-        return last_keys([] if self.whole else self.past, self.whole or self.segment, *lengths)
+        return last_keys([] if self.whole else self.past, self.whole or self.segment(), *lengths)
 
 
 def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:

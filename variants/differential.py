@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from variants.attention import Attention
 from variants.context import VisibleKeys
 from variants.contract import LayerContext
-from variants.kernels.window import Window
+from variants.kernels.window import Window, replaced
 from variants.multi_head import HeadKeywords
 
 MAX_EXPONENT = 20.0
@@ -48,7 +48,7 @@ class Differential(Attention):
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, *, bias: Tensor | None = None, **options
     ) -> Tensor:
         def attend_by_map(member: int) -> Tensor:
-            pair_keys = keys.each(lambda part: part._replace(k=_repeat_member(part.k, member)))
+            pair_keys = keys.each(lambda part: replaced(part, k=_repeat_member(part.k, member)))
             options["bias"] = None if bias is None else _repeat_member(bias, member, dim=int(bias.dim() > 2))
             pair_q = _repeat_member(q, member)
             return super(Differential, self).attend(backend, pair_q, pair_keys, visible, **options)

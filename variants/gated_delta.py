@@ -64,8 +64,11 @@ class GatedDelta(CarriedSums):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
+        state, before = self.split_state(state)
         past, sums = (None, None) if state is None else state
-        qkv, past = self._filter(self.project_flat(x, "query", "key", "value"), past)
+        qkv = self.project_flat(x, "query", "key", "value")
+        qkv, last_key = self.shift_rows(qkv, before, first=self.heads * self.d_head)
+        qkv, past = self._filter(qkv, past)
         dtype = torch.promote_types(qkv.dtype, torch.float32)
         with without_autocast(x.device):
             q, k, v = rearrange(qkv.to(dtype), "B T (n H K) -> n B H T K", n=3, H=self.heads)
@@ -75,7 +78,7 @@ class GatedDelta(CarriedSums):
             y, sums = decayed_sums.attend(_unit_length(q), _unit_length(k), v, self.decay(exact_x), sums=sums, **rule)
             y = _unit_length(y) * (self.d_head**0.5 * self.gain)
         y = y.to(qkv.dtype) * self.project(x, "gate")[0].sigmoid()
-        return SublayerOutput(self.join(y), (past, sums))
+        return SublayerOutput(self.join(y), self.join_state((past, sums), last_key))
 
     def _filter(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return SiLU of each channel's filter over ``x [B, T, 3 H K]``, and the last inputs, which the next

@@ -67,25 +67,31 @@ class Latent(Attention):
     def kernel_width(self) -> int:
         return self.d_head + self.d_position
 
-    def project_qkv(self, x: Tensor, start: Tensor) -> Segment:
+    def project_qkv(self, x: Tensor, start: Tensor, before: Tensor | None = None) -> Segment:
         q = (self.query(x) * self.kernel_width**-0.5).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         q = torch.cat([q[..., : self.d_head], self.position.rotate(q[..., self.d_head :], start)], dim=-1)
         c, r = self.down(x).split([self.latent, self.d_position], dim=-1)
         latents = torch.cat([self._normed(c, self.gain), r], dim=-1)
-        return Segment(latents, q, *self._project_latents(latents, start), start, self.span(x), None)
+        k, v = self._project_latents(latents, start, before)
+        return Segment(latents, q, k, v, start, self.span(x), None)
 
-    def _project_latents(self, latents: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[B, H, T, K + R]`` of ``latents [B, T, latent + R]`` from position ``start`` on."""
+    def project_key(self, x: Tensor) -> Tensor:
+        return self.split(self.up(x[..., : self.latent]).chunk(2, dim=-1)[0])
+
+    def _project_latents(self, latents: Tensor, start: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[B, H, T, K + R]`` of ``latents [B, T, latent + R]`` from position ``start`` on.
+        ``before`` is the unmixed key before them; r is not mixed."""
         c, r = latents.split([self.latent, self.d_position], dim=-1)
         k, v = (self.split(part) for part in self.up(c).chunk(2, dim=-1))
+        k, _ = self.shift_keys(k, before)
         r = self.position.rotate(r[:, None], start).expand(-1, self.heads, -1, -1)
         return torch.cat([k, r.to(k.dtype)], dim=-1), F.pad(v, (0, self.d_position))
 
     def reproject_past(self, old: Tensor, segment: Segment, past: int | None, heads: list[int] | None) -> PastKV:
         """Project the last ``past`` latents before the segment; None for all. All heads have equal spans."""
-        old = old if past is None else old[:, max(0, old.shape[1] - past) :]
+        old, extra = self.past_inputs(old, past)
         k, v = self._project_latents(old.to(carried_dtype(segment.x)), segment.start - old.shape[1])
-        return PastKV(tuple(range(self.heads)), k, v)
+        return PastKV(tuple(range(self.heads)), k[:, :, extra:], v[:, :, extra:])
 
     def join(self, y: Tensor) -> Tensor:
         return super().join(y[..., : self.d_head])

@@ -69,9 +69,11 @@ class CarriedSums(MultiHead):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
+        state, before = self.split_state(state)
         q, k, v = self.project(x, "query", "key", "value")
+        k, last_key = self.shift_keys(k, before)
         y, state = self._means(x, q, k, v, state)
-        return SublayerOutput(self.join(y.to(v.dtype)), state)
+        return SublayerOutput(self.join(y.to(v.dtype)), self.join_state(state, last_key))
 
     def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
         """Return weighted means ``[B, H, T, K]`` of values, in float32 or wider, and the next state."""
@@ -80,6 +82,7 @@ class CarriedSums(MultiHead):
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
         q, k, v = self.project(x, "query", "key", "value")
+        k, _ = self.shift_keys(k, None)
         return Inspection(weights_of(lambda values: self._means(x, q, k, values, None)[0], v))
 
     def reach(self) -> None:

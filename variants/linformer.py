@@ -34,7 +34,7 @@ from variants.backends import OnKernels
 from variants.blocks import Blocks, top_mask
 from variants.compressor import Compressor
 from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
-from variants.kernels.window import count_pairs
+from variants.kernels.window import count_pairs, replaced
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
 from variants.window_and_summaries import Summaries, WindowKeys, by_bands, by_kernel, summary_weights
 
@@ -59,7 +59,7 @@ class Linformer(MultiHead, OnKernels):
         compressor, share: see ``Compressor``.
         top_k: summaries that a query reads, from 1; None for all.
         d_index: I, width of the index that ranks summaries, from 1.
-        d_head, zero_init: see ``MultiHead``."""
+        d_head, zero_init, key_shift: see ``MultiHead``."""
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
 
@@ -75,9 +75,10 @@ class Linformer(MultiHead, OnKernels):
         d_index: int = 32,
         d_head: int | None = None,
         zero_init: bool = False,
+        key_shift: bool = False,
     ):
         check_numbers(1, ratio=ratio, window=window, top_k=top_k, d_index=d_index)
-        super().__init__(context, d_head=d_head, zero_init=zero_init)
+        super().__init__(context, d_head=d_head, zero_init=zero_init, key_shift=key_shift)
         window = max(1, context.span // 4) if window is None else window
         if context.span <= max(window, ratio - self.shift):
             least = f"above window={window} and ratio={ratio}{' - 1' * self.shift}"
@@ -92,16 +93,21 @@ class Linformer(MultiHead, OnKernels):
         sizes = {"ratio": ratio, "heads": self.heads, "d_head": self.d_head}
         self.compressor = Compressor(context, kind=compressor, share=share, **sizes)
         self.position = context.position(self.d_head)
+        self.extra_rows = self.key_past if self.cache == "hidden" else 0  # carried inputs before those of P keys
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         start = start_of(x, start)
+        state, before = self.split_state(state)
         carried = self._initial_state(x) if state is None else Carried(*state)
         (q,), segment = self.project(x, "query"), self.project_flat(x, "key", "value")
         past = carried.past.to(segment.dtype)
         if self.cache == "hidden":
             past = self.project_flat(carried.past.to(x.dtype), "key", "value")
+            before = past[:, -1:, : self.inner]
+            past = self.shift_rows(past, None)[0][:, self.key_past :]
+        segment, last_key = self.shift_rows(segment, before)
         all_summaries = self._summarise(segment, past, start, carried)
         q = self.position.rotate(q, start)
         keys = self._window_keys(segment, past, start, carried)
@@ -115,11 +121,12 @@ class Linformer(MultiHead, OnKernels):
         y = self._attend(q, keys, summaries)
         stats = self._stats(q, keys, summaries) if collect_stats else None
         state = self._next_state(x if self.cache == "hidden" else segment, all_summaries, carried)
-        return SublayerOutput(self.join(y), state, loss, stats)
+        return SublayerOutput(self.join(y), self.join_state(state, last_key), loss, stats)
 
     def _initial_state(self, x: Tensor) -> Carried:
         width = x.shape[-1] if self.cache == "hidden" else 2 * self.inner
-        past, summaries = x.new_zeros(len(x), 0, width), x.new_zeros(len(x), 0, 2 * self.inner + self.d_index)
+        past = x.new_zeros(len(x), self.extra_rows, width)
+        summaries = x.new_zeros(len(x), 0, 2 * self.inner + self.d_index)
         return Carried(past, summaries, *torch.zeros(3, 1, dtype=torch.int64, device=x.device))
 
     def _summarise(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Tensor:
@@ -151,7 +158,10 @@ class Linformer(MultiHead, OnKernels):
         blocks, (chunks, size), device = self.blocks, self.blocks.chunks(length), summaries.device
         first = size * torch.arange(chunks, device=device)[:, None]  # [n, 1]
         j = first // blocks.ratio + blocks.visible_indices(size, device)  # [n, G]; 0 is the first carried summary
-        rows = summaries[:, j.clamp(max=summaries.shape[1] - 1)]  # [B, n, G, 2 H K (+ I)]
+        # Not ``summaries[:, j]``: on a GPU, TorchInductor (2.11 and 2.13) never ends simplifying such an index.
+        step, n_visible = max(1, size // blocks.ratio), j.shape[1]
+        missing = step * (chunks - 1) + n_visible - summaries.shape[1]
+        rows = F.pad(summaries, (0, 0, 0, missing)).unfold(1, n_visible, step).mT  # [B, n, G, 2 H K (+ I)]
         s, u, index_keys = rows.split([self.inner, self.inner, self.d_index], dim=-1)
         k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (s, u))
         phase, finished = carried.phase[:, None, None, None], carried.finished[:, None, None, None]
@@ -165,7 +175,7 @@ class Linformer(MultiHead, OnKernels):
         """Hide the summaries that a query does not read, by index scores ``[B, n, Q, G]``."""
         visible = summaries.visible.expand_as(scores)
         top = top_mask(scores.masked_fill(~visible, -torch.inf), self.blocks.n_read(scores.shape[-1]))
-        return summaries._replace(visible=visible & top)
+        return replaced(summaries, visible=visible & top)
 
     def _index_loss(self, q: Tensor, summaries: Summaries, scores: Tensor) -> Tensor:
         """Return KL(p_t || softmax of index scores ``[B, n, Q, G]``), as a mean over bytes. The KL of a query that sees
@@ -194,8 +204,8 @@ class Linformer(MultiHead, OnKernels):
     @torch.no_grad()
     def _stats(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> dict[str, Tensor]:
         """Measure the attention mass on summaries, with values of 1 on summaries and of 0 in the window."""
-        keys = keys._replace(v=torch.zeros_like(keys.v), old_v=torch.zeros_like(keys.old_v))
-        summaries = summaries._replace(v=torch.ones_like(summaries.v))
+        keys = replaced(keys, v=torch.zeros_like(keys.v), old_v=torch.zeros_like(keys.old_v))
+        summaries = replaced(summaries, v=torch.ones_like(summaries.v))
         return head_stats(q, summary_mass=self._attend(q, keys, summaries)[..., 0])
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
@@ -207,10 +217,11 @@ class Linformer(MultiHead, OnKernels):
         """Return the next state; ``rows`` are the segment's keys and values, or its inputs."""
         (streams, length, _), blocks = rows.shape, self.blocks
         block_bytes = carried.phase.expand(streams) + length  # bytes since the beginning of the open block
-        past = torch.cat([carried.past.to(rows.dtype), rows[:, -max(1, blocks.past) :]], dim=1)
+        past_rows = blocks.past + self.extra_rows
+        past = torch.cat([carried.past.to(rows.dtype), rows[:, -max(1, past_rows) :]], dim=1)
         return tuple(
             Carried(
-                past=_last_rows(past, blocks.past).clone(),
+                past=_last_rows(past, past_rows).clone(),
                 summaries=_rows_from(summaries, block_bytes // blocks.ratio, blocks.max_visible),
                 phase=block_bytes % blocks.ratio,
                 past_bytes=(carried.past_bytes.expand(streams) + length).clamp(max=blocks.past),
@@ -219,7 +230,7 @@ class Linformer(MultiHead, OnKernels):
         )
 
     def reach(self) -> int:
-        return self.blocks.reach
+        return self.blocks.reach + self.key_past
 
     def set_span(self, span: int) -> None:
         self.check_span(span)
@@ -260,7 +271,9 @@ class Linformer(MultiHead, OnKernels):
             unneeded += self.heads * 4 * self.d_head * past
             return needed._replace(backward=needed.backward - unneeded / segment)
         inputs = max(min(carried, self.blocks.window_past), index_past)
-        reprojection = 2 * inputs * (self.key.weight.numel() + self.value.weight.numel()) / segment
+        key_inputs = min(carried, inputs + self.key_past)
+        products = key_inputs * self.key.weight.numel() + inputs * self.value.weight.numel()
+        reprojection = 2 * products / segment
         return NeededFlops(needed.forward + reprojection, needed.backward + reprojection - unneeded / segment)
 
     def _forward_flops(self, window_keys: float, visible: float, read: float) -> float:

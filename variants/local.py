@@ -20,7 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from variants import backends
-from variants.attention import Attention, AttentionSpan, Segment
+from variants.attention import Attention, Segment
+from variants.attention_span import AttentionSpan
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
 from variants.kernels.window import PastKV, Window
@@ -61,14 +62,15 @@ class LocalAttention(Attention):
         return self.block
 
     def reach(self) -> int:
-        return self.block - 1
+        return self.block - 1 + self.key_past
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         """The state is the number of bytes in the open block, int64 ``[B]``, and the last M - 1 keys and values of the
         stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M - 1, D]``, padded with zeros in front."""
-        segment, length = self.project_qkv(x, start_of(x, start)), x.shape[1]
+        state, before = self.key_before(state, x)
+        segment, length = self.project_qkv(x, start_of(x, start), before), x.shape[1]
         new = [x] if self.cache == "hidden" else [segment.k, segment.v]
         if state is None:
             phase, old = torch.zeros_like(segment.start), [part[..., :0, :] for part in new]
@@ -77,16 +79,19 @@ class LocalAttention(Attention):
             # After a change of the block size, the first byte of the open block begins a block of the new size.
             phase = state[0] % self.block
             old = [self._last_rows(part).to(rows.dtype) for part, rows in zip(state[1:], new, strict=True)]
-            past = self.reproject_past(*old, segment, None, None)[1:3] if self.cache == "hidden" else old
+            past = self.reproject_past(*old, segment, self.block - 1, None)[1:3] if self.cache == "hidden" else old
             keys, values = (torch.cat(pair, dim=2) for pair in zip(past, segment[2:4], strict=True))
             attend = self._attend_by_phase if is_on_host(phase) else self._attend_by_index
             y = attend(segment.q, keys, values, phase)
         rows = (torch.cat(pair, dim=-2).detach() for pair in zip(old, new, strict=True))
-        return SublayerOutput(self.output(y), ((phase + length) % self.block, *map(self._last_rows, rows)))
+        state = ((phase + length) % self.block, *map(self._last_rows, rows))
+        return SublayerOutput(self.output(y), self.join_state(state, segment.last_key))
 
     def _last_rows(self, rows: Tensor) -> Tensor:
-        """Return a copy of the last M - 1 rows of ``rows [.., P, width]``, padded with zeros in front."""
-        return F.pad(rows, (0, 0, self.block - 1 - rows.shape[-2], 0))
+        """Return a copy of the last M - 1 rows of ``rows [.., P, width]``, padded with zeros in front. If they are
+        inputs and keys are shifted, return M rows."""
+        n_rows = self.block - 1 + (self.key_past if self.cache == "hidden" else 0)
+        return F.pad(rows, (0, 0, n_rows - rows.shape[-2], 0))
 
     def _attend_without_past(self, segment: Segment) -> Tensor:
         return self.split(self._attend_from_block_start(*segment[1:4]))
@@ -168,7 +173,7 @@ class LocalAttention(Attention):
         ``attend_self``."""
         return round(self._forward_flops((self.block + 1) / 2 - self.shift))
 
-    def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
+    def _pairs(self, segment: int, carried: int) -> tuple[int, int, int, int]:
         phase = carried % self.block
 
         def pairs(length: int) -> int:  # of the first ``length`` bytes of a stream
@@ -177,7 +182,8 @@ class LocalAttention(Attention):
 
         past = phase * min(segment, self.block - phase)
         in_segment = pairs(phase + segment) - pairs(phase) - past
-        return in_segment * self.heads, past * self.heads, phase * self.heads
+        counts = (in_segment, past, min(carried, phase + self.key_past), phase)
+        return tuple(self.heads * n for n in counts)
 
 
 def is_on_host(x: Tensor) -> bool:

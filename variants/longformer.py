@@ -22,7 +22,8 @@ from einops import rearrange
 from torch import Tensor
 
 from variants import backends
-from variants.attention import Attention, AttentionSpan
+from variants.attention import Attention
+from variants.attention_span import AttentionSpan
 from variants.context import VisibleKeys
 from variants.contract import LayerContext
 from variants.kernels.window import PastKV, Persistent, Window
@@ -151,15 +152,18 @@ class Longformer(Attention):
             outputs.append(self.attend(backend, select(q, r), class_keys, visible, bias=class_bias, vectors=vectors))
         return rearrange(outputs, "r B H m K -> B H (m r) K")[:, :, :length]
 
-    def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
-        totals = [0, 0, 0]
+    def _pairs(self, segment: int, carried: int) -> tuple[int, int, int, int]:
+        totals = [0, 0, 0, 0]
         for _, heads, w, n in self.span.head_groups():
             distances = range(self.shift, self.shift + n * w, n)
             in_segment = sum(max(0, segment - distance) for distance in distances)
             past = sum(max(0, min(segment, segment + carried - distance)) for distance in distances) - in_segment
             # A past key is visible if one of the distances leads from it to a query of the segment.
-            keys = sum((self.shift - i) % n < segment for i in range(1, min(carried, distances[-1]) + 1))
-            totals = [total + heads * count for total, count in zip(totals, (in_segment, past, keys), strict=True)]
+            values = {i for i in range(1, distances[-1] + 1) if (self.shift - i) % n < segment}
+            keys = values | ({i + 1 for i in values | {0}} if self.key_past else set())
+            needed = (sum(i <= carried for i in bytes_) for bytes_ in (keys, values))
+            counts = (in_segment, past, *needed)
+            totals = [total + heads * count for total, count in zip(totals, counts, strict=True)]
         return tuple(totals)
 
 

@@ -48,7 +48,7 @@ class MemoryPlus(ProductKeyMemory):
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         out = super().forward(x, state, start, collect_stats=collect_stats)
-        return out._replace(y=self.output(out.y * F.silu(self.gate(x))))
+        return SublayerOutput(self.output(out.y * F.silu(self.gate(x))), out.state, out.loss, out.stats)
 
     def ideal_flops(self) -> int:
         return super().ideal_flops() + 2 * (self.gate.weight.numel() + self.output.weight.numel())

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants.contract import LayerContext, Sublayer, check_numbers, wide
+from variants.context import last
+from variants.contract import LayerContext, State, Sublayer, check_numbers, wide
+from variants.key_shift import KeyShift
 
 EPSILON = 1e-6
 """Added to a mean or a sum of squares before the square root."""
@@ -20,6 +22,7 @@ class HeadKeywords(TypedDict, total=False):
     d_head: int | None
     bias: bool
     zero_init: bool
+    key_shift: bool
 
 
 class MultiHead(Sublayer):
@@ -30,7 +33,8 @@ class MultiHead(Sublayer):
         d_head: head width K, or None for D / H.
         bias: whether the projections have biases.
         kv_heads: G, key-value heads, each read by H / G query heads (2305.13245; G = 1 is 1911.02150); None for H.
-        zero_init: start W_o at zero, so that the sublayer adds nothing at first."""
+        zero_init: start W_o at zero, so that the sublayer adds nothing at first.
+        key_shift: whether each key is mixed with the key before it (``key_shift.py``)."""
 
     maps: tuple[str, ...] = ("query", "key", "value")
     """Names of the linear maps of the input."""
@@ -45,6 +49,7 @@ class MultiHead(Sublayer):
         bias: bool = False,
         zero_init: bool = False,
         kv_heads: int | None = None,
+        key_shift: bool = False,
     ):
         super().__init__()
         check_numbers(1, d_head=d_head, null="null for D / H")
@@ -60,6 +65,8 @@ class MultiHead(Sublayer):
         self.output = nn.Linear(self.heads * self.d_head, context.d_model, bias=bias)
         if zero_init:
             nn.init.zeros_(self.output.weight)
+        self.key_shift = KeyShift(self.kv_heads, self.d_head) if key_shift else None
+        self.key_past = int(key_shift)  # bytes before a key on which it depends
         self.shift = 0 if context.attend_self else 1
         self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
 
@@ -84,6 +91,34 @@ class MultiHead(Sublayer):
             return torch.cat([*parts.values()])
 
         return F.linear(x, concatenate("weight"), concatenate("bias"))
+
+    def split_state(self, state: State) -> tuple[State, Tensor | None]:
+        """Return a state without the last unmixed key that ``join_state`` added, and this key or None."""
+        if self.key_shift is None or state is None or self.cache == "hidden":
+            return state, None
+        return state
+
+    @staticmethod
+    def join_state(state: State, last_key: Tensor | None) -> State:
+        return state if last_key is None else (state, last_key)
+
+    def shift_keys(self, k: Tensor, before: Tensor | None, name: str = "key_shift") -> tuple[Tensor, Tensor | None]:
+        """Mix keys by the ``KeyShift`` called ``name``. Return them and the last unmixed key, if a state needs it."""
+        shift = getattr(self, name)
+        if shift is None:
+            return k, None
+        return shift(k, before), last(1, k.dim() - 2, None, k) if self.cache == "kv" else None
+
+    def shift_rows(
+        self, rows: Tensor, before: Tensor | None, name: str = "key_shift", *, first: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Do the same for ``rows [B, T, m]``, whose keys ``[B, T, G K]`` are the columns from ``first`` on."""
+        if getattr(self, name) is None:
+            return rows, None
+        columns = (first, first + self.kv_heads * self.d_head)
+        left, k, right = rows.tensor_split(columns, dim=-1)
+        k, last_key = self.shift_keys(k, before, name)
+        return torch.cat([left, k, right], dim=-1), last_key
 
     def split(self, x: Tensor) -> Tensor:
         """Split ``[B, T, H K]`` into heads, ``[B, H, T, K]``."""
@@ -111,7 +146,8 @@ def start_of(x: Tensor, start: Tensor | None) -> Tensor:
 def head_stats(q: Tensor, **terms: Tensor) -> dict[str, Tensor]:
     """Return statistics: the number of bytes of ``q [B, H, T, K]``, and sums ``[H]`` of each of ``terms [B, H, T]``."""
     sums = {name: wide(x).sum(dim=(0, 2)) for name, x in terms.items()}
-    return {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | sums
+    n_bytes = torch.full((), q.shape[0] * q.shape[2], device=q.device)  # a scalar of the CPU would split a GPU's graph
+    return {"bytes": wide(n_bytes)} | sums
 
 
 def head_means(stats: dict[str, Tensor], *names: str) -> dict[str, float | Tensor]:

@@ -26,10 +26,12 @@ from einops import einsum, rearrange
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from variants.attention import Attention, AttentionSpan
+from variants.attention import Attention
+from variants.attention_span import AttentionSpan
 from variants.compressor import Compressor
 from variants.context import last
 from variants.contract import Honours, LayerContext, State, SublayerOutput, check_numbers
+from variants.key_shift import KeyShift
 from variants.multi_head import HeadKeywords, head_means, head_stats, start_of
 
 BRANCHES = "compressed", "selected", "window"
@@ -70,6 +72,7 @@ class NativeSparse(Attention):
         self.selected, self.max_keys = selected, context.span
         bias = heads.get("bias", False)
         self.far = nn.Linear(context.d_model, 2 * self.kv_heads * self.d_head, bias=bias)  # keys and values of blocks
+        self.far_shift = KeyShift(self.kv_heads, self.d_head) if self.key_past else None
         self.branch_gates = nn.Linear(context.d_model, len(BRANCHES) * self.heads)
         sizes = {"ratio": block, "heads": self.kv_heads, "d_head": self.d_head}
         self.compressor = Compressor(context, kind=compressor, share="none", **sizes)
@@ -78,9 +81,13 @@ class NativeSparse(Attention):
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         """The state is that of the window, keys and values of blocks ``[B, P, 2 G K]``, and the number of bytes in the
-        open block ``[B]``."""
-        segment, rows = self.project_qkv(x, start_of(x, start)), self.far(x)
-        window_state, past, phase = (None, rows[:, :0], torch.zeros_like(segment.start)) if state is None else state
+        open block ``[B]``. If keys are shifted, the last unmixed keys of window and blocks are carried, too."""
+        start, rows = start_of(x, start), self.far(x)
+        initial = (None, rows[:, :0], torch.zeros_like(start))
+        window_state, past, phase, *far_before = initial if state is None else state
+        window_state, before = self.split_state(window_state)
+        segment = self.project_qkv(x, start, before)
+        rows, far_key = self.shift_rows(rows, far_before[0] if far_before else None, "far_shift")
         traced = torch.compiler.is_compiling() and self._is_traceable(x.device)
         attend = self._attend_window if traced else self._attend_window_uncompiled
         by_window, window_state, _ = attend(segment, window_state, False)
@@ -89,7 +96,10 @@ class NativeSparse(Attention):
         gates = rearrange(self.branch_gates(x).sigmoid(), "B T (n H) -> n B H T 1", H=self.heads)
         y = sum(gate * branch for gate, branch in zip(gates, (*by_blocks, by_window), strict=True))
         stats = head_stats(y, **dict(zip(BRANCHES, gates[..., 0].detach(), strict=True))) if collect_stats else None
-        state = (window_state, last(self.reach(), 1, past, rows), (phase + x.shape[1]) % self.block)
+        window_state = self.join_state(window_state, segment.last_key)
+        rows = last(self.reach() - self.key_past, 1, past, rows)
+        state = (window_state, rows, (phase + x.shape[1]) % self.block)
+        state = state if far_key is None else (*state, far_key)
         return SublayerOutput(self.join(y), state, stats=stats)
 
     def _attend_blocks(self, q: Tensor, rows: Tensor, start: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,14 +172,16 @@ class NativeSparse(Attention):
         return compressed.flatten(1, 2), selected.flatten(1, 2)
 
     def reach(self) -> int:
-        return self.max_keys - 1 + self.shift
+        return self.max_keys - 1 + self.shift + self.key_past
 
     def set_span(self, span: int) -> None:
         super().set_span(min(span, self.window))
         self.max_keys = span
 
     def trim(self, state: State) -> State:
-        return None if state is None else (super().trim(state[0]), last(self.reach(), 1, None, state[1]), state[2])
+        if state is None:
+            return None
+        return super().trim(state[0]), last(self.reach() - self.key_past, 1, None, state[1]), *state[2:]
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Return the branches' mean gates: ``compressed``, ``selected`` and ``window``, ``[H]`` each."""

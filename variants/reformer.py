@@ -66,6 +66,8 @@ class Reformer(MultiHead):
         **heads: Unpack[HeadKeywords],
     ):
         check_numbers(1, rounds=rounds, bucket_keys=bucket_keys)
+        if heads.get("key_shift"):
+            raise ValueError("key_shift=true: allowed is false, because queries of Reformer are its keys")
         super().__init__(context, **heads)
         buckets = max(2, 2 * round(context.span / bucket_keys / 2)) if buckets is None else buckets
         if buckets < 2 or buckets % 2:

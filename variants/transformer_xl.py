@@ -82,15 +82,21 @@ class TransformerXL(Attention):
     """Causal multi-head attention over the last S positions with Transformer-XL's relative positions.
 
     Args:
-        d_head, zero_init: see ``MultiHead``.
+        d_head, zero_init, key_shift: see ``MultiHead``.
         share: ``network`` for one pair u, v in the whole model, as in the paper's code; ``layer`` for one in each."""
 
     honours = Honours(cache={"kv", "hidden"}, attend_self={True, False}, span=True)
 
     def __init__(
-        self, context: LayerContext, *, d_head: int | None = None, zero_init: bool = False, share: str = "network"
+        self,
+        context: LayerContext,
+        *,
+        d_head: int | None = None,
+        zero_init: bool = False,
+        key_shift: bool = False,
+        share: str = "network",
     ):
-        super().__init__(context, d_head=d_head, zero_init=zero_init)
+        super().__init__(context, d_head=d_head, zero_init=zero_init, key_shift=key_shift)
         self.position = Distances(context, d_head=self.d_head, share=share)
 
     has_vectors = True

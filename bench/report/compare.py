@@ -25,6 +25,7 @@ NOT_ARM_KEYS += ("purpose", "trial", "space")
 IGNORED_KEYS = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
 """Keys that change no number. ``numerics`` is compared as a key of the row; ``global_bytes`` is 0 in older rows."""
 ADDED_KEYS = {"check": True, "batch.order": "random"}  # values of keys that older configurations lack
+ADDED_OPTIONS = re.compile(r"variant\.\w+\.key_shift$")  # false where older configurations lack them
 ARM_KEYS = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"
@@ -53,6 +54,7 @@ def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
     ``_target_`` is shortened to its class's name."""
     config = {key: value for key, value in row["config"].items() if key not in NOT_ARM_KEYS}
     leaves = {k: v for k, v in (ADDED_KEYS | flatten(config)).items() if k not in without and not IGNORED_KEYS.match(k)}
+    leaves = {k: v for k, v in leaves.items() if v is not False or not ADDED_OPTIONS.match(k)}
     return {k: str(v).rpartition(".")[2] if k.endswith("_target_") else _text(v) for k, v in leaves.items()}
 
 

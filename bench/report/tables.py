@@ -77,8 +77,8 @@ def mean_rows(arms: pd.DataFrame) -> list[dict]:
 def add_differences(rows: Sequence[dict]) -> tuple[dict | None, str]:
     """Add to each row of ``mean_rows`` its difference from the reference over common seeds: ``pairs``, ``difference``
     in bits per byte with ``half_width`` and ``freedom``, ``p`` with Holm's correction, and a ``verdict``. Return the
-    reference, which is the best row of the variant that ``variants.yaml`` names, or None if there is nothing to compare; and the split
-    that is compared: test if every scored row has such a score, else valid."""
+    reference, which is the best row of the variant that ``variants.yaml`` names, or None if there is nothing to
+    compare; and the split that is compared: test if every scored row has such a score, else valid."""
     scored = [row for row in rows if "valid_bits_per_byte" in row]
     reference = next((row for row in scored if row["variant"] == REFERENCE), None)
     split = "test" if scored and all("test_bits_per_byte" in row for row in scored) else "valid"

@@ -1,20 +1,20 @@
 """Parameters of a model that several processes train; torch averages gradients during the backward pass.
 
 Each residual sublayer is one FSDP unit, and the rest of the model, such as embedding and head, is the last unit. With
-``runtime.shard=none`` each process has all parameters (torch's ``replicate``). With ``runtime.shard=full`` it has some
+``runtime.shard=none`` each process is a replica, with one shard. With ``runtime.shard=full`` it has some
 rows of each parameter, of its gradient and of its optimizer state (``fully_shard``), and some columns of each table.
 Parameters that FSDP cannot shard stay plain tensors; ``ProcessGroup.average_gradients_`` averages their gradients.
 
 torch replaces a unit's parameters by ``DTensor``. The optimizers keep the original parameter objects, which get the
 memory of this process's shard and the shard's averaged gradient. Importing this module takes most of a second."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.13
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial
@@ -43,13 +43,17 @@ class DistributedParameters(ModelParameters):
         processes.sharded_tables = ShardedTables(tables if shard == "full" else [], processes)
         if self.local_parameters[0].device.type != device.type:
             model.to(device)
-        self._mesh = init_device_mesh(self.local_parameters[0].device.type, (processes.world_size,))
+        if shard == "full":
+            sizes, dimensions, options = (processes.world_size,), None, {}
+        else:
+            sizes, dimensions = (processes.world_size, 1), ("replicas", "shards")
+            options = {"reshard_after_forward": False}
+        self._mesh = init_device_mesh(self.local_parameters[0].device.type, sizes, mesh_dim_names=dimensions)
         ignored = unshardable | {*processes.sharded_tables.tables}
         names = {parameter: name for name, parameter in model.named_parameters() if parameter not in ignored}
-        distribute = fully_shard if shard == "full" else replicate
         for unit in (*units, model):
-            distribute(unit, mesh=self._mesh, ignored_params=ignored)
-        model.set_reduce_scatter_unused_params(True)  # a step may use a parameter in some processes only
+            fully_shard(unit, mesh=self._mesh, ignored_params=ignored, **options)
+        self._reduce_unused_parameters()
         for parameter, name in names.items():
             dtensor = model.get_parameter(name)
             parameter.data = dtensor.detach().to_local()  # shares memory with the DTensor
@@ -60,13 +64,26 @@ class DistributedParameters(ModelParameters):
         averaged_in_backward = names.keys() | self.dtensors.keys()
         self.averaged_parameters = [p for p in self.local_parameters if p not in averaged_in_backward]
 
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+
+    def _reduce_unused_parameters(self) -> None:
+        """Let processes send gradients of 0 for parameters that a step does not use: others may use them."""
+        if hasattr(self._model, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+            self._model.set_reduce_scatter_unused_params(True)
+            return
+        for unit in self._units():
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group.post_backward = partial(_reduce_with_zeros, group, group.post_backward)
+
     def begin_microbatch(self, *, last: bool) -> None:
         """Send replicated gradients after the last microbatch of a step, sharded ones after each."""
         self._model.set_requires_gradient_sync(last or bool(self.dtensors))
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        units = self._units()
         self._processes.all_gather(None, long_wait=True)  # a barrier: unshard itself waits for TIMEOUT only
         if self.dtensors:
             self._model.set_reshard_after_forward(False)
@@ -111,6 +128,16 @@ def distribute_like(reference: Tensor, tensor: Tensor) -> Tensor:
 def _from_shard(shard: Tensor, like: DTensor) -> DTensor:
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _reduce_with_zeros(group: Any, post_backward: Callable[[], None], *_unused: object) -> None:
+    """Call ``post_backward`` of an FSDP unit's parameters ``group``, after zeros became their missing gradients."""
+    for parameter in group.fsdp_params:
+        if group.reduce_grads and hasattr(parameter, "_unsharded_param"):  # it has one once it was gathered
+            full = parameter.unsharded_param
+            if full.requires_grad and full.grad is None and parameter.unsharded_accumulated_grad is None:
+                full.grad = torch.zeros_like(full)
+    post_backward()
 
 
 def _move_gradient(parameter: nn.Parameter, dtensor: DTensor) -> None:

@@ -61,10 +61,15 @@ def environment() -> dict[str, str]:
     return {name: re.sub(r"[^:\s]*/", "", os.environ[name]) for name in names}
 
 
+def cpu_capabilities() -> dict[str, object]:
+    """Return the CPU's instruction sets by torch's names; none with torch 2.10, which cannot tell them."""
+    return getattr(torch.cpu, "get_capabilities", dict)()
+
+
 def set_graph_folder() -> None:
     """Set ``TORCHINDUCTOR_CACHE_DIR`` to a subfolder for this CPU's instructions and number of threads. Torch 2.13's
     cache ignores both: from a shared folder it would run code for wider vectors, which reads out of bounds."""
-    capabilities = sorted(torch.cpu.get_capabilities().items())
+    capabilities = sorted(cpu_capabilities().items())
     kind = f"{capabilities} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     default = Path(tempfile.gettempdir()) / f"attention-windtunnel-{os.getuid()}"
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default)

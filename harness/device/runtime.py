@@ -165,7 +165,7 @@ def device_of_rank(name: str, processes: ProcessGroup) -> torch.device:
 def has_native_bfloat16(device: torch.device) -> bool:
     """Whether the GPU, or the CPU by ``BFLOAT16_INSTRUCTIONS``, multiplies bfloat16 without emulation."""
     if device.type == "cpu":
-        return any(map(torch.cpu.get_capabilities().get, BFLOAT16_INSTRUCTIONS))
+        return any(map(machine.cpu_capabilities().get, BFLOAT16_INSTRUCTIONS))
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 

@@ -16,6 +16,8 @@ import torch
 from annotated_types import Ge, Interval
 from torch import Tensor
 
+from harness.device.machine import cpu_capabilities
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
@@ -48,7 +50,7 @@ def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
 
 
 def _has_amx() -> bool:
-    capabilities = torch.cpu.get_capabilities()
+    capabilities = cpu_capabilities()
     return bool(capabilities.get("amx_tile") and capabilities.get("amx_bf16"))
 
 

@@ -43,6 +43,9 @@ CASES["mhsa_hidden"] = "mhsa", ("model.cache=hidden",)
 # Heads whose learned spans end in different buckets, so that they carry pasts of different lengths.
 FAR_SPANS = ("model.span=192", "batch.segment=61", "data.bytes=1900", "data.distances=[3,5,17,90]")
 CASES["adaptive_span_far"] = "adaptive_span", FAR_SPANS
+SHIFT = "variant.attention.key_shift=true"
+CASES |= {f"{name}_shift": (name, (SHIFT,)) for name in ("local", "nsa", "latent", "gated_delta", "compressed_top_k")}
+CASES |= {f"{name}_shift": (CASES[name][0], (*CASES[name][1], SHIFT)) for name in ("mhsa_hidden", "adaptive_span_far")}
 
 # 23 bytes are no multiple of a kernel's block. A stream has five segments, so streams restart in the sixth step.
 SIZES = (

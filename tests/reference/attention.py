@@ -11,7 +11,7 @@ persistent vectors n:
 With G < H heads of keys and values, head h reads W_k and W_v of head floor(h G / H) (2305.13245). With gains c_q and
 c_k, q becomes c_q * q / sqrt(mean(q^2) + 1e-6), and k likewise. A gate multiplies o_h elementwise by sigmoid(W_g x_t)
 (2505.06708). A sink s_h adds exp(s_h) to the denominator of o_h (gpt-oss, 2508.10925). Biases b add b_hr - b_ht to s_x.
-No query sees a hidden byte.
+No query sees a hidden byte. With a mix, keys are those of key_shift.py.
 
 Without mask and persistent vectors this is 1706.03762, sections 3.2.1 and 3.2.2. The mask m is that of 1905.07799,
 2 (adaptive_span.py), persistent vectors are those of 1907.01470 (all_attention.py). A query without keys has o = 0."""
@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tests.reference.key_shift import mixed_key
 from tests.reference.positions import alibi_slopes, score
 
 Mask = Callable[[int, int, Tensor], Tensor]
@@ -75,6 +76,7 @@ def attention(
     past_is_constant: bool = False,
     visible: Visible | None = None,
     start: int = 0,
+    mix: Tensor | None = None,
 ) -> Tensor:
     """Attention outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
@@ -97,7 +99,8 @@ def attention(
         past: ``[B, L, D]``, inputs of the same streams just before ``x``.
         past_is_constant: whether keys and values of the past are detached, so that ``wk`` and ``wv`` get no gradient.
         visible: visible keys, in place of the nearest ``span``. Index 0 is the first byte of ``past``.
-        start: stream position of ``x[:, 0]``."""
+        start: stream position of ``x[:, 0]``.
+        mix: ``[G K]``, m of key_shift.py."""
     width = wq.shape[0] // heads
     slopes = alibi_slopes(heads)
     stream = x if past is None else torch.cat([past, x], dim=1)
@@ -117,7 +120,10 @@ def attention(
                 for distance, index in visible(h, query_index):
                     if hidden is not None and hidden[b, index]:
                         continue
-                    key, value = wk[of_keys] @ stream[b, index], wv[of_keys] @ stream[b, index]
+                    constant = before if past_is_constant else 0
+                    of_channels = None if mix is None else mix[of_keys]
+                    key = mixed_key(wk[of_keys], stream[b], index, of_channels, constant=constant)
+                    value = wv[of_keys] @ stream[b, index]
                     key = normed(key, None if gains is None else gains[1])
                     if past_is_constant and index < before:
                         key, value = key.detach(), value.detach()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.attention import normed, visible_keys, weighted_mean
+from tests.reference.key_shift import mixed_key
 from tests.reference.positions import alibi_slopes, score
 
 
@@ -30,6 +31,7 @@ def differential(
     table: Tensor | None,
     past: Tensor,
     past_is_constant: bool,
+    mix: Tensor | None = None,
 ) -> Tensor:
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
@@ -51,9 +53,11 @@ def differential(
                 for h in (2 * pair, 2 * pair + 1):
                     rows, weights, values = slice(h * width, (h + 1) * width), [], []
                     for distance, j in visible_keys(t, span=span, attend_self=attend_self):
-                        key, value = wk[rows] @ stream[b, j], wv[value_rows] @ stream[b, j]
-                        if past_is_constant and j < before:
-                            key, value = key.detach(), value.detach()
+                        constant = before if past_is_constant else 0
+                        of_channels = None if mix is None else mix[rows]
+                        key = mixed_key(wk[rows], stream[b], j, of_channels, constant=constant)
+                        value = wv[value_rows] @ stream[b, j]
+                        value = value.detach() if j < constant else value
                         terms = {"distance": distance, "slope": float(slopes[h]), "query_at": t, "key_at": j}
                         logit = score(wq[rows] @ stream[b, t], key, position=position, table=table, **terms)
                         weights.append(torch.exp(logit))

@@ -9,6 +9,8 @@ sqrt(|q|^2 + 1e-6) and sqrt(|k|^2 + 1e-6). A query that does not attend to itsel
 import torch
 from torch import Tensor
 
+from tests.reference.key_shift import mixed_key
+
 
 def gated_delta(
     x: Tensor,
@@ -26,6 +28,7 @@ def gated_delta(
     heads: int,
     attend_self: bool,
     past: Tensor,
+    mix: Tensor | None = None,
 ) -> Tensor:
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
@@ -46,8 +49,9 @@ def gated_delta(
             outputs = []
             for h in range(heads):
                 rows = slice(h * width, (h + 1) * width)
+                mixes = [None, None if mix is None else mix[rows], None]
                 q, k, v = (
-                    filtered(stream[b], t, matrix[rows], filters[:, n * len(wq) :][:, rows], before)
+                    filtered(stream[b], t, matrix[rows], filters[:, n * len(wq) :][:, rows], before, mixes[n])
                     for n, matrix in enumerate((wq, wk, wv))
                 )
                 q, k = q / torch.sqrt(q @ q + 1e-6), k / torch.sqrt(k @ k + 1e-6)
@@ -64,11 +68,12 @@ def gated_delta(
     return y
 
 
-def filtered(stream: Tensor, t: int, matrix: Tensor, filters: Tensor, before: int) -> Tensor:
-    """silu(sum_i f_i * W x_{t - i}) ``[K]``, where f_0 is the last row, and inputs before the stream are zeros."""
+def filtered(stream: Tensor, t: int, matrix: Tensor, filters: Tensor, before: int, mix: Tensor | None) -> Tensor:
+    """silu(sum_i f_i * W x_{t - i}) ``[K]``, where f_0 is the last row, and inputs before the stream are zeros. ``mix``
+    mixes the projections as keys."""
     total = torch.zeros(len(matrix), dtype=stream.dtype)
     for i, tap in enumerate(reversed(filters)):
         if t - i >= 0:
-            projected = matrix @ stream[t - i]
-            total = total + tap * (projected.detach() if t - i < before <= t else projected)
+            projected = mixed_key(matrix, stream, t - i, mix, constant=before if t >= before else 0)
+            total = total + tap * projected
     return total * torch.sigmoid(total)

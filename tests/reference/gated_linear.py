@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.attention import weighted_mean
+from tests.reference.key_shift import mixed_key
 from tests.reference.linear import elu_plus_one
 
 
@@ -24,6 +25,7 @@ def gated_linear(
     heads: int,
     attend_self: bool,
     past: Tensor,
+    mix: Tensor | None = None,
 ) -> Tensor:
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
@@ -40,7 +42,9 @@ def gated_linear(
                 rows = slice(h * width, (h + 1) * width)
                 query, weights, values = elu_plus_one(wq[rows] @ stream[b, t]), [], []
                 for j in range(t + 1 if attend_self else t):
-                    key, value = elu_plus_one(wk[rows] @ stream[b, j]), wv[rows] @ stream[b, j]
+                    of_channels = None if mix is None else mix[rows]
+                    key = elu_plus_one(mixed_key(wk[rows], stream[b], j, of_channels, constant=before))
+                    value = wv[rows] @ stream[b, j]
                     decays = [torch.sigmoid(wa[h] @ stream[b, i] + ba[h]) for i in range(j + 1, t + 1)]
                     if j < before:
                         key, value = key.detach(), value.detach()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.attention import normed, visible_keys, weighted_mean
+from tests.reference.key_shift import mixed_key
 from tests.reference.positions import alibi_slopes, rotary
 
 
@@ -31,6 +32,7 @@ def latent_attention(
     attend_self: bool,
     position: str,
     past: Tensor,
+    mix: Tensor | None = None,
 ) -> Tensor:
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
@@ -49,18 +51,20 @@ def latent_attention(
 
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):
+        latents = [normed(wc @ stream[b, j], gain) for j in range(stream.shape[1])]
+        latents = [c.detach() if j < before else c for j, c in enumerate(latents)]
         for t in range(before, stream.shape[1]):
             outputs = []
             for h in range(heads):
                 rows, weights, values = slice(h * width, (h + 1) * width), [], []
                 query = wq[h * (width + shared) : (h + 1) * (width + shared)] @ stream[b, t]
                 for distance, j in visible_keys(t, span=span, attend_self=attend_self):
-                    c, r = normed(wc @ stream[b, j], gain), wr @ stream[b, j]
-                    if j < before:
-                        c, r = c.detach(), r.detach()
-                    product = query[:width] @ (wk[rows] @ c) + rotate(query[width:], t) @ rotate(r, j)
+                    r = wr @ stream[b, j]
+                    r = r.detach() if j < before else r
+                    key = mixed_key(wk[rows], latents, j, None if mix is None else mix[rows])
+                    product = query[:width] @ key + rotate(query[width:], t) @ rotate(r, j)
                     weights.append(torch.exp(product / math.sqrt(width + shared) - slopes[h] * distance))
-                    values.append(wv[rows] @ c)
+                    values.append(wv[rows] @ latents[j])
                 outputs.append(weighted_mean(weights, values, width=width))
             y[b, t - before] = wo @ torch.cat(outputs)
     return y

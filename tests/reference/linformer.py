@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.attention import weighted_mean
+from tests.reference.key_shift import mixed_key
 from tests.reference.positions import alibi_slopes, score
 
 
@@ -48,7 +49,7 @@ def linformer(
     Args:
         weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]`` (E, F);
             of ``softmax``, ``content [H, K]`` (c) and ``places [H, r]`` (b); with ``top_k``, ``index_query [I, D]`` and
-            ``index_key [I, H K]``; with relative positions, ``table [S, K]``.
+            ``index_key [I, H K]``; with relative positions, ``table [S, K]``; with mixed keys, ``key_shift.mix [H K]``.
         position: see ``score``."""
     before, shift, width = past.shape[1], 0 if attend_self else 1, weights["query"].shape[0] // heads
     lag = max(0, window + shift - ratio) // ratio
@@ -59,8 +60,8 @@ def linformer(
         stream = torch.cat([past[b].detach(), x[b]])
 
         def projected(name: str, index: int, matrices: dict, stream: Tensor = stream) -> Tensor:
-            constant = index < before and cache == "kv"
-            return (fixed if constant else matrices)[name] @ stream[index]
+            mix = matrices.get("key_shift.mix") if name == "key" else None
+            return mixed_key(matrices[name], stream, index, mix, constant=before if cache == "kv" else 0)
 
         def summary(h: int, j: int) -> tuple[Tensor, Tensor]:
             matrices = fixed if (j + 1 + lag) * ratio <= before else weights

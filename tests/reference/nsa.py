@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.attention import visible_keys, weighted_mean
+from tests.reference.key_shift import mixed_key
 from tests.reference.positions import score
 
 
@@ -42,16 +43,18 @@ def native_sparse(
     Args:
         weights: ``query [H K, D]``, ``key``, ``value`` ``[G K, D]`` of the window, ``far [2 G K, D]`` of blocks,
             ``output [D, H K]``, ``content [G, K]`` and ``places [G, l]`` of summaries, ``gates [3 H, D]`` and
-            ``gate_bias [3 H]``."""
+            ``gate_bias [3 H]``; with mixed keys, ``key_shift.mix`` and ``far_shift.mix [G K]``."""
     before, shift, width = past.shape[1], 0 if attend_self else 1, weights["query"].shape[0] // heads
     group, y = heads // kv_heads, torch.zeros_like(x)
     far = dict(zip(("far_key", "far_value"), weights["far"].chunk(2), strict=True)) | weights
+    mixes = {"key": weights.get("key_shift.mix"), "far_key": weights.get("far_shift.mix")}
     for b in range(len(x)):
         stream = torch.cat([past[b], x[b]])
 
         def projected(name: str, g: int, index: int, stream: Tensor = stream) -> Tensor:
-            vector = far[name][g * width : (g + 1) * width] @ stream[index]
-            return vector.detach() if index < before else vector
+            rows, mix = slice(g * width, (g + 1) * width), mixes.get(name)
+            of_channels = None if mix is None else mix[rows]
+            return mixed_key(far[name][rows], stream, index, of_channels, constant=before)
 
         def summary(g: int, j: int) -> tuple[Tensor, Tensor]:
             k, v = ([projected(name, g, j * block + i) for i in range(block)] for name in ("far_key", "far_value"))

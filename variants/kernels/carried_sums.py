@@ -13,6 +13,8 @@ chunk. There is no epsilon: a query that sees no key gives 0.
 ``l_j - slope (t - j)`` so far. A query's weights are divided by exp of the largest such exponent of the keys that it
 sees. Both scales depend only on the past and cancel in the ratio. With them, no exponent is above 0."""
 
+from __future__ import annotations  # torch 2.10 cannot trace a function whose annotations are evaluated
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from variants.kernels import dropout as dropout_counters
 from variants.kernels import window as plain
 from variants.kernels.fused import group_heads, query_chunks
-from variants.kernels.window import Inputs, Window
+from variants.kernels.window import Inputs, Window, replaced
 
 KEY_FIELDS = ("k", "v", "key_bias")
 SHARED_FIELDS = ("k", "v", "extra_k", "extra_v", "vectors")
@@ -27,10 +27,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor
     shared = {name: x.to(dtype) for name in SHARED_FIELDS if (x := getattr(inputs, name)) is not None}
     if inputs.dropout:
         seed = dropout_counters.row_numbers(inputs.seed, *q.shape[:3])
-    inputs = inputs._replace(**shared, seed=seed)
+    inputs = replaced(inputs, **shared, seed=seed)
     parts = []
     for (max_keys, keys), heads in group_heads(zip(window.max_keys, inputs.key_counts(), strict=True)):
-        group_window = window._replace(max_keys=(max_keys,) * (heads.stop - heads.start), max_keys_tensor=None)
+        group_window = replaced(window, max_keys=(max_keys,) * (heads.stop - heads.start), max_keys_tensor=None)
         # The first rows may see no key, only persistent vectors.
         blind_rows = min(rows, max(0, rows + window.shift - keys))
         chunks = [(0, blind_rows, 0, blind_rows)] if blind_rows else []
@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor
         for begin, end, low, high in chunks:
             chunk = _cut(inputs, heads, slice(begin, end), slice(low, high), slice(max_keys))
             shift = window.shift if end <= blind_rows else 0  # other bands end with the last row's nearest key
-            call = partial(_attend_chunk, chunk, group_window._replace(shift=shift))
+            call = partial(_attend_chunk, chunk, replaced(group_window, shift=shift))
             parts[-1].append(checkpoint(call, use_reentrant=False, preserve_rng_state=False))
     return torch.cat([torch.cat(group, dim=2) for group in parts], dim=1)
 
@@ -57,9 +57,9 @@ def _cut(inputs: Inputs, heads: slice, t: slice, j: slice, columns: slice) -> In
         "bias": (*queries, columns) if has_queries["bias"] else (heads, columns),
     }
     fields = {n: x[index] for n, index in indices.items() if (x := getattr(inputs, n)) is not None}
-    return inputs._replace(**keys, **fields, lengths=None)
+    return replaced(inputs, **keys, **fields, lengths=None)
 
 
 def _attend_chunk(chunk: Inputs, window: Window) -> Tensor:
     shared = {name: x.to(chunk.q.dtype) for name in SHARED_FIELDS if (x := getattr(chunk, name)) is not None}
-    return plain.attend_inputs(chunk._replace(**shared), window)
+    return plain.attend_inputs(replaced(chunk, **shared), window)

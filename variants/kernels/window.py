@@ -23,6 +23,11 @@ from torch import Tensor
 from variants.kernels import dropout as dropout_counters
 
 
+def replaced(fields: NamedTuple, **values: object) -> NamedTuple:
+    """Return ``fields`` with other ``values``. In a compiled graph (torch 2.11), ``_replace`` returns an empty tuple."""
+    return type(fields)(**dict(zip(fields._fields, fields, strict=True)) | values)
+
+
 class Window(NamedTuple):
     """The keys that a query may see."""
 
@@ -50,7 +55,7 @@ class Persistent(NamedTuple):
 class PastKV(NamedTuple):
     """Keys and values of n heads: of P bytes before the segment, of the segment, or of both."""
 
-    heads: tuple[int, ...]  # indices of the n heads, in ascending order
+    heads: tuple[int, ...]  # indices of the n heads, which are neighbours, in ascending order
     k: Tensor  # [B, n, P, K]
     v: Tensor
     key_bias: Tensor | None = None  # [B, r n, P], where r heads of queries read each head of keys
