@@ -1,19 +1,18 @@
 """Trains the runs of the published tables: ``python -m bench.evidence stage=b path=FILE``.
 
 ``conf/evidence.yaml`` defines stages. A stage is a list of grids, and each point of a grid is a cell: one training run.
-A cell may also have a learning rate beyond the tested ones, or replay the spans that a run of the same seed learned.
+A cell may also have a learning rate beyond the tested ones, or the best of the tested ones.
 Each run has a core of its own and adds a row to ``<rows>/<table>.jsonl``: cell, summary, variant and scores. A
 cell that has a row is skipped, also on other machines. An interrupted run continues in its run folder."""
 
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -100,14 +99,11 @@ def next_factor(scores: dict[float, float], *, step: float = 2) -> float | None:
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One training run of a stage: the words of its command, which identify it, and the file of its row. With
-    ``score_context`` it is also scored by bytes of context. With ``span_words``, the words of another cell, it replays
-    that cell's spans; with ``mean_span`` it replays their mean in every head."""
+    ``score_context`` it is also scored by bytes of context."""
 
     words: tuple[str, ...]
     file: Path
     score_context: bool
-    span_words: tuple[str, ...] | None = None
-    mean_span: bool = False
 
     def find_row(self, words: tuple[str, ...]) -> dict | None:
         """The file's row of the cell with these words, or None."""
@@ -123,6 +119,11 @@ def sweep_grid(sweep: str) -> dict[str, object]:
     return grid | config["hydra"]["sweeper"]["params"]
 
 
+def table_of(grid: dict) -> str:
+    """The name of the file with the rows of a grid."""
+    return f"{grid.get('table', grid['sweep'])}.jsonl"
+
+
 def grid_params(grid: dict) -> dict[str, object]:
     """The keys and values of a stage's grid: those of its sweep, replaced and extended by its own."""
     budget = {"budget.bytes": grid["budget"]} if "budget" in grid else {}
@@ -136,34 +137,27 @@ def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
     points = []
     for stage in stages:
         for grid in OmegaConf.to_container(config.stages[stage], resolve=True):
-            if file.stem == grid.get("table", grid["sweep"]):
+            if file.name == table_of(grid):
                 points += [dict(word.split("=", 1) for word in point) for point in _points(grid_params(grid))]
     return [point for point in points if not any(point.items() <= cell for cell in cells)]
 
 
-def stage_cells(
-    grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str], rates_of: dict[str, str] | None = None
-) -> list[Cell]:
+def stage_cells(grids: list[dict], *, words: list[str], rows: Path, rates_of: dict[str, str]) -> list[Cell]:
     """All cells of a stage, ordered by seed within each of its ``grids``. ``words`` end the command of every cell.
-    ``replays`` names three variants: the one that learns spans (``source``), the one that replays them (``spans``), and
-    the one that replays their mean (``mean``). ``rates_of`` names, for variants whose learning rates were not searched,
-    the one whose best rate they have."""
+    ``rates_of`` names, for variants whose learning rates were not searched, the one whose best rate they have."""
     cells = []
     for grid in grids:
-        file, params = rows / f"{grid.get('table', grid['sweep'])}.jsonl", grid_params(grid)
+        file, params = rows / table_of(grid), grid_params(grid)
         changes: Iterable[dict[str, str]] = [{}]
         if grid.get("further"):
             key = next(key for key in LR_FACTORS if params.get(key))
             changes = _extensions(file, key=key, step=grid.get("step", 2))
         elif "rates" in grid:
-            changes = _at_best_rates(rows / f"{grid['rates']}.jsonl", params, rates_of or {})
+            changes = _at_best_rates(rows / f"{grid['rates']}.jsonl", params, rates_of)
         for change in changes:
             for point in _points(params | change):
                 cell_words = (f"sweep={grid['sweep']}", *point, *words)
-                replay = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in cell_words), None)
-                source_words = tuple(re.sub("^variant=.*", f"variant={replays['source']}", word) for word in cell_words)
-                spans = {"span_words": source_words, "mean_span": replay == "mean"} if replay else {}
-                cells.append(Cell(words=cell_words, file=file, score_context=grid.get("context", False), **spans))
+                cells.append(Cell(words=cell_words, file=file, score_context=grid.get("context", False)))
     return cells
 
 
@@ -177,10 +171,8 @@ def _extensions(file: Path, *, key: str, step: float) -> Iterator[dict[str, str]
 def _at_best_rates(file: Path, params: dict, rates_of: dict[str, str]) -> Iterator[dict[str, str]]:
     """Changes of a grid that train each seed of each of its mechanisms at the best learning rate factor in ``file``.
     Mechanisms without one are left out. The seed varies slowest."""
-    scores, options = (
-        scores_by_factor(file),
-        [f"{key}={params[key]}" for key in params if key not in ("variant", "seed")],
-    )
+    scores = scores_by_factor(file)
+    options = [f"{key}={params[key]}" for key in params if key not in ("variant", "seed")]
     key = next((key for key in LR_FACTORS if params.get(key)), LR_FACTOR)
     for seed in str(params["seed"]).split(","):
         for name in params["variant"].split(","):
@@ -204,38 +196,22 @@ def compact(row: dict) -> dict:
     return {name: row[name] for name in names if name in row} | variant
 
 
-def span_word(row: dict | None, *, mean: bool) -> str:
-    """The override that replays the spans of a run's row; ValueError without a row, or if the row has no spans."""
-    metrics = (row or {}).get("summary", {}).get("valid_metrics") or {}
-    layers = {int(key.split(".")[1]): spans for key, spans in metrics.items() if key.endswith(".span")}
-    if not layers:
-        raise ValueError("the run whose spans are replayed has no row with spans")
-    average = sum(map(sum, layers.values())) / sum(map(len, layers.values()))
-    spans = [[round(average if mean else span, 4) for span in layers[layer]] for layer in sorted(layers)]
-    return f"variant.attention.span.spans={json.dumps(spans, separators=(',', ':'))}"
-
-
 @dataclass
 class Runner:
     """Trains each cell in a child process, on the core of the thread that waits for the process. ``outputs`` is the
-    folder of the run folders, ``path`` the ``data.path`` of the runs that read enwik8. ``futures`` has the future of
-    each cell by the cell's words, and ``children`` the processes that are running."""
+    folder of the run folders, ``path`` the ``data.path`` of the runs that read enwik8. ``children`` are the processes that
+    are running."""
 
     outputs: Path
     path: str | None
-    futures: dict[tuple[str, ...], Future] = field(default_factory=dict)
     children: list[subprocess.Popen] = field(default_factory=list)
 
     def run(self, cell: Cell) -> None:
         """Train and score a cell, and write its row. ValueError, and no row, for an exit code that is not counted."""
-        if cell.span_words in self.futures:
-            wait([self.futures[cell.span_words]])
         folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
         words = [*cell.words, f"outputs={folder}"]
         if self.path and not GENERATED_DATA & {*words}:
             words.append(f"data.path={self.path}")
-        if cell.span_words:
-            words.append(span_word(cell.find_row(cell.span_words), mean=cell.mean_span))
         exit_code, run = self.run_python("train.py", *words), folder / "latest"
         if exit_code in COUNTED_EXIT_CODES and (run / SUMMARY).exists():
             row = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
@@ -279,8 +255,8 @@ def main(cfg: DictConfig) -> None:
     if cfg.stage not in cfg.stages:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)
-    tables = {"replays": dict(cfg.replays), "rates_of": dict(cfg.rates_of)}
-    cells = stage_cells(grids, words=list(cfg.words), rows=Path(cfg.rows).resolve(), **tables)
+    rows, rates_of = Path(cfg.rows).resolve(), dict(cfg.rates_of)
+    cells = stage_cells(grids, words=list(cfg.words), rows=rows, rates_of=rates_of)
     remaining = [cell for cell in cells if not cell.find_row(cell.words)]
     print(f"stage {cfg.stage}: {len(cells)} cells, {len(cells) - len(remaining)} have a row", flush=True)
     if cfg.list:
@@ -292,14 +268,13 @@ def main(cfg: DictConfig) -> None:
     cores = sorted(os.sched_getaffinity(0))[: cfg.workers]
     pool = ThreadPoolExecutor(len(cores), initializer=_take_core, initargs=(cores,))
     try:
-        for cell in remaining:
-            runner.futures[cell.words] = pool.submit(runner.run, cell)
-        wait(runner.futures.values())
+        futures = {cell.words: pool.submit(runner.run, cell) for cell in remaining}
+        wait(futures.values())
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(runner.children):
             process.terminate()  # a run that is terminated writes a checkpoint first
-    errors = {words: future.exception() for words, future in runner.futures.items() if future.exception()}
+    errors = {words: future.exception() for words, future in futures.items() if future.exception()}
     if errors:
         raise ValueError("\n".join(f"{' '.join(words)}: {error}" for words, error in errors.items()))
 

@@ -3,29 +3,23 @@
 
 It replaces the text between two markers in each page. ``tests/test_front_page.py`` compares the text with the rows."""
 
-import re
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from bench import results_page
 from bench.published_runs import REFERENCE, by_variant, read_runs
 from bench.report import drawing
 from bench.report.compare import VARIANTS
-from bench.report.drawing import FONT_POINTS, INK
-from bench.text_figures import COSTS, draw_costs, draw_recall, draw_state, recall_curves
+from bench.text_figures import draw_costs, draw_recall, draw_state, recall_curves
 from harness.cache import write_atomically
 from harness.compose.cli import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, README, PAGE, GPU_PAGE = "bench/results", "README.md", "docs/results.md", "docs/gpu.md"
-FIGURE, SKILLS_FIGURE, BYTES_FIGURE = "docs/front_page.png", "docs/skills.png", "docs/text_bytes.png"
+FIGURE, BYTES_FIGURE = "docs/front_page.png", "docs/text_bytes.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
-LONG_SPAN = 4096
-NO_MEMORY = "(no memory)"  # the predictor of skill_baselines.yaml up to whose bits the figure is shaded
-HEADINGS = ["mechanism", *results_page.COMPARISON_HEADINGS]
-HEADINGS += ["MFLOP/byte, span 512", f"span {LONG_SPAN:,}", "state at 512, KiB"]
+HEADINGS = ["mechanism", *results_page.COMPARISON_HEADINGS, "MFLOP/byte", "state, KiB"]
 
 
 def main() -> None:
@@ -35,8 +29,6 @@ def main() -> None:
         path = ROOT / name
         write_atomically(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
     write_atomically(ROOT / FIGURE, figure_png(folder))
-    if (folder / "skills.jsonl").exists():
-        write_atomically(ROOT / SKILLS_FIGURE, skills_png(folder))
     if (folder / "text_bytes.jsonl").exists():
         write_atomically(ROOT / BYTES_FIGURE, bytes_png(folder))
 
@@ -64,15 +56,13 @@ def text_runs(folder: Path) -> pd.DataFrame:
 
 
 def readme_table(folder: Path) -> str:
-    """The Markdown of README's table: a row for each mechanism in ``readme`` of ``variants.yaml`` and for bzip2, the
-    best on test first; and the missing runs."""
-    runs, long_flops = text_runs(folder), results_page.flops_at(folder / "cost.jsonl", LONG_SPAN)
+    """The Markdown of README's table: a row for each mechanism in ``readme`` of ``variants.yaml``, the best on test
+    first; and the missing runs."""
+    runs = text_runs(folder)
     cells, rows = results_page.comparison_cells(runs), []
     for name, group in by_variant(runs[runs["variant"].isin(VARIANTS["readme"])]):
-        flops = (group["flops"].mean(), long_flops.get(name))
-        costs = ["" if n is None else f"{n / 1e6:.2f}" for n in flops]
-        rows.append([f"`{name}`", *cells[name], *costs, f"{group['state'].mean() / results_page.KIB:,.0f}"])
-    results_page.insert_compressors(rows, runs, names=["bzip2"], column=results_page.TEST_COLUMN)
+        costs = [f"{group['flops'].mean() / 1e6:.2f}", f"{group['state'].mean() / results_page.KIB:,.0f}"]
+        rows.append([f"`{name}`", *cells[name], *costs])
     missing = results_page.missing_note(folder / "text.jsonl", "text_seeds")
     return results_page.without_empty_columns(HEADINGS, rows) + missing
 
@@ -82,40 +72,17 @@ def figure_png(folder: Path) -> bytes:
     with drawing.styled():
         figure, axes = drawing.panels(1, 2, title="", width=11.2, height=5.2)
         draw_state(axes[0], text_runs(folder), VARIANTS["readme"])
-        draw_recall(axes[1], recall_curves(folder / "recall_by_key.jsonl"))
+        paths = (folder / f"{name}.jsonl" for name in ("recall_by_key", "recall_seeds"))
+        draw_recall(axes[1], recall_curves(*paths))
         return drawing.png_of(figure)
 
 
 def bytes_png(folder: Path) -> bytes:
     """The figure of ``docs/results.md`` as PNG: bits per byte against training FLOPs, seconds and state."""
     with drawing.styled():
-        figure, axes = drawing.panels(1, len(COSTS), title="", width=11.2, height=4.2)
+        figure, axes = drawing.panels(1, 3, title="", width=11.2, height=4.2)
         draw_costs(axes, read_runs(folder / "text_bytes.jsonl"))
         return drawing.png_of(figure)
-
-
-def skills_png(folder: Path) -> bytes:
-    """The figure of ``docs/results.md`` as PNG: bits of an answer by skill."""
-    bits = results_page.skill_bits(read_runs(folder / "skills.jsonl"))
-    with drawing.styled():
-        figure, (ax,) = drawing.panels(1, 1, title="", width=9.6, height=1.4 + 0.27 * len(bits))
-        label = f"bits of an answer; a column is shaded from 0 to its number of {NO_MEMORY}"
-        _draw_heat_map(ax, bits, darkest=bits.loc[NO_MEMORY], label=label)
-        return drawing.png_of(figure)
-
-
-def _draw_heat_map(ax, bits: pd.DataFrame, *, darkest: float | pd.Series, label: str) -> None:
-    """Draw bits as a heat map, a row per mechanism or predictor. ``darkest``: bits of the darkest shade, or by column."""
-    shades = (bits / darkest).to_numpy()
-    ax.imshow(shades, cmap="Greys", vmin=0, vmax=1.25, aspect="auto", interpolation="nearest")
-    for (y, x), shade in np.ndenumerate(shades):
-        if np.isfinite(shade):
-            style = {"fontsize": FONT_POINTS, "color": "white" if shade > 0.6 else INK}
-            ax.text(x, y, f"{bits.iat[y, x]:.1f}", ha="center", va="center", **style)
-    ax.set_xticks(range(bits.shape[1]), [re.sub(r"_|(?<=,) ", "\n", column) for column in bits.columns])
-    ax.set_yticks(range(len(bits)), list(bits.index))
-    ax.set_xlabel(label)
-    ax.grid(visible=False)
 
 
 if __name__ == "__main__":

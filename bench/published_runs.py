@@ -62,21 +62,16 @@ def run_conditions(cell: dict[str, str], summary: dict) -> str:
 
 def by_variant(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The finished runs of each variant, the best on test first. So that only common seeds are compared, variants are
-    sorted by their mean difference from the reference where there is one. ValueError if runs differ in ``run_conditions``,
-    or those of a variant in learning rate, or if they repeat a seed."""
+    sorted by their mean difference from the reference; those without common seeds are last. ValueError if runs differ
+    in ``run_conditions``, or those of a variant in learning rate, or if they repeat a seed."""
     finished = runs[runs["status"] == "finished"]
     rates = finished.groupby("variant")["lr_factor"].nunique()
     if finished["conditions"].nunique() > 1 or (rates > 1).any() or finished.duplicated(["variant", "seed"]).any():
         reason = "differ in data or conditions, have two learning rates of one variant, or repeat a seed"
         raise ValueError(f"the runs of a table {reason}: {', '.join(finished['variant'].unique())}")
     scores = scores_by_seed(runs)
-    reference = scores.get(REFERENCE, pd.Series(dtype=float))
-
-    def score(group: tuple[str, pd.DataFrame]) -> float:
-        difference = (scores[group[0]] - reference).mean()
-        return group[1]["test"].mean() if pd.isna(difference) else reference.mean() + difference
-
-    yield from sorted(finished.groupby("variant"), key=score)
+    order = scores.sub(scores.get(REFERENCE, 0.0), axis=0).mean().fillna(scores.mean())
+    yield from sorted(finished.groupby("variant"), key=lambda group: order[group[0]])
 
 
 def scores_by_seed(runs: pd.DataFrame) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +13,7 @@ from bench.cost import dense_peak_flops
 from bench.evidence import MIN_FACTORS, cell_keys, missing_runs, scores_by_factor
 from bench.published_runs import baseline_of, by_variant, differences, read_runs, run_conditions, scores_by_seed
 from bench.report.frame import REACHED_BITS
-from bench.report.uncertainty import MIN_SEEDS, Estimate, Pooled, estimate_mean, residual_mean_square
+from bench.report.uncertainty import MIN_SEEDS, TOO_FEW, Estimate, Pooled, estimate_mean, pooled_variance
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.schema import flatten
@@ -34,7 +34,7 @@ COST_CONDITIONS = ("device", "threads", "precision", "compile", "allocator", "st
 REPEATS = ("32 to 512", "513 to 4096")  # distances of repeats, keys of a row
 MEASURES = {"bits per byte": "test", "carried state, %": "state", "FLOPs per byte, %": "flops"}
 """The column of ``read_runs`` for each measure in ``claims.yaml``."""
-HOLDS, FAILS, UNDECIDED, TOO_FEW = "holds", "does not hold", "not separated", "too few seeds"
+HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not separated"
 CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
 
 
@@ -46,29 +46,11 @@ def estimate_text(estimate: Estimate | None) -> str:
     return f"{estimate.mean:+.4f} {interval}"
 
 
-def verdict_text(estimate: Estimate | None) -> str:
-    """The verdict of a difference, or ``n < 3``; empty for None."""
-    return "" if estimate is None else estimate.verdict or f"n < {MIN_SEEDS}"
-
-
 def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
     """Mean bits of a copied byte: a row per mechanism, the largest distances first, and a column per distance in bytes."""
     rows = {name: pd.DataFrame([*filter(None, group["copies"])]).mean() for name, group in by_variant(runs)}
     frame = pd.DataFrame(rows).T.rename(columns=int).sort_index(axis=1)
     return frame.sort_values(by=[*frame.columns], key=lambda bits: bits >= REACHED_BITS, kind="stable")
-
-
-def copy_reach(runs: pd.DataFrame) -> dict[str, str]:
-    """The largest distance at which a copied byte costs less than ``REACHED_BITS`` in most seeds, as text, by
-    mechanism. ``447 (2 of 3)`` also has the number of these seeds and of all."""
-    texts = {}
-    for name, group in by_variant(runs):
-        reached = pd.DataFrame([*filter(None, group["copies"])]).rename(columns=int) < REACHED_BITS
-        seeds, n_seeds = reached.sum(), len(reached)
-        distance = max(seeds.index[seeds > n_seeds / 2], default=None)
-        count = f" ({seeds[distance]} of {n_seeds})" if distance and seeds[distance] < n_seeds else ""
-        texts[name] = f"{distance:,}{count}" if distance else "none"
-    return texts
 
 
 def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
@@ -78,17 +60,6 @@ def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
     if len(conditions) > 1 or len(names) < len(rows):
         raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(COST_CONDITIONS)}")
     return rows
-
-
-def flops_at(path: Path, length: int) -> dict[str, float]:
-    """Executed FLOPs per byte by mechanism, from the rows of ``mode=stream`` with the span ``length``, except of
-    mechanisms that were measured with spans that another has learned."""
-    rows = read_costs(path, "variant", "length", mode="stream")
-    source = read_yaml("learned_spans.yaml")["run"]["variant"]
-    measured = (row for row in rows if row["status"] == "measured" and row["length"] == length)
-    flops = {row["variant"]: row["flops"]["executed_per_byte"] for row in measured}
-    borrowed = {row["variant"] for row in rows if row.get("spans_from")} - {source}
-    return {name: number for name, number in flops.items() if name not in borrowed}
 
 
 def sections(folder: Path) -> str:
@@ -106,7 +77,6 @@ def sections(folder: Path) -> str:
         ("What context is worth", context_table(runs)),
         ("Claims of the papers", claims_table(runs) if len(runs) else ""),
         ("Combinations", bits_table(combinations)),
-        ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Copying from a distance", copy_table(read_runs(folder / "recall.jsonl"))),
         ("Recall by key", mechanism_table(recall_by_key.cells(folder), recall_by_key.COLUMNS)),
         ("Skills", skills_table(read_runs(folder / "skills.jsonl"))),
@@ -126,15 +96,6 @@ def read_yaml(name: str) -> dict | list:
     return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
-def insert_compressors(rows: list[list], runs: pd.DataFrame, *, names: Iterable[str], column: int) -> None:
-    """Insert rows of compressors among ``rows``, whose ``column`` has scores on test as text, the best first."""
-    compressors = next(iter(runs["compressors"].dropna()), {})
-    for bits, name in sorted((compressors[name], name) for name in names if name in compressors):
-        index = sum(float(row[column].split()[0]) < bits for row in rows)
-        rows.insert(index, [COMPRESSORS[name], *[""] * (len(rows[0]) - 1)])
-        rows[index][column] = f"{bits:.4f}"
-
-
 def comparison_cells(runs: pd.DataFrame) -> dict[str, list[str]]:
     """For each mechanism, the best on test first: n, the mean score on test, the baseline, the difference from it with
     its interval, the verdict, bits of repeats by distance, and the difference in parameters in percent."""
@@ -142,18 +103,21 @@ def comparison_cells(runs: pd.DataFrame) -> dict[str, list[str]]:
     sizes = runs.groupby("variant")["parameters"].first()
     for name, group in by_variant(runs):
         baseline, estimate = baseline_of(name), estimates.get(name)
-        compared = ["" if baseline == name else f"`{baseline}`", estimate_text(estimate), verdict_text(estimate)]
-        repeats = pd.DataFrame([*group["repeats"].dropna()]).mean()
+        compared = [
+            "" if baseline == name else f"`{baseline}`",
+            estimate_text(estimate),
+            estimate.verdict if estimate else "",
+        ]
+        repeats = pd.DataFrame([*group["repeats"].dropna()], dtype=float).mean().dropna()
         bits = [f"{repeats[distance]:.3f}" if distance in repeats else "" for distance in REPEATS]
         growth = 100 * (sizes[name] / sizes.get(baseline, math.nan) - 1)
-        size = "" if baseline == name or math.isnan(growth) else f"{growth:+.1f}"
+        size = "" if math.isnan(growth) else f"{growth:+.1f}"
         cells[name] = [len(group), f"{group['test'].mean():.4f}", *compared, *bits, size]
     return cells
 
 
 COMPARISON_HEADINGS = ["n", "test, bits per byte", "baseline", "Δ, 95% interval", "verdict"]
 COMPARISON_HEADINGS += [f"repeats, {distance}" for distance in REPEATS] + ["Δ parameters, %"]
-TEST_COLUMN = 2
 
 
 def bits_table(runs: pd.DataFrame) -> str:
@@ -166,21 +130,23 @@ def bits_table(runs: pd.DataFrame) -> str:
         costs = [f"{group[column].mean() / 1e6:.2f}" for column in ("flops", "ideal")]
         costs += [f"{group['state'].mean() / KIB:,.0f}", f"{group['peak'].mean() / MIB:,.0f}"]
         costs.append(f"{group['parameters'].iloc[0]:,.0f}")
-        factor = f"{group['lr_factor'].iloc[0]:g}"
-        rows.append([f"`{name}`", *cells[name], f"{group['valid'].mean():.4f}", factor, *costs])
+        scores = [f"{group['valid'].mean():.4f}", f"{group['lr_factor'].iloc[0]:g}"]
+        rows.append([f"`{name}`", *cells[name], *scores, *costs])
     if not rows:
         return ""
-    insert_compressors(rows, runs, names=COMPRESSORS, column=TEST_COLUMN)
     return "\n".join([without_empty_columns(headings, rows), "", *table_notes(runs)])
 
 
 def table_notes(runs: pd.DataFrame) -> list[str]:
-    """Lines below a table: the pooled variance, runs without a score, machines."""
-    square = residual_mean_square(scores_by_seed(runs))
+    """Lines below a table: scores of compressors, the pooled variance, runs without a score, machines."""
+    compressors = next(iter(runs["compressors"].dropna()), {})
+    scores = ", ".join(f"{COMPRESSORS[name]} {bits:.4f}" for name, bits in compressors.items() if name in COMPRESSORS)
+    pooled = pooled_variance(scores_by_seed(runs))
+    notes = [f"- Test: {scores}"]
+    if pooled.freedom:
+        deviation = f"{math.sqrt(pooled.variance):.4f}, {pooled.freedom} degrees of freedom"
+        notes.append(f"- Standard deviation of a difference between two runs of one seed: {deviation}")
     unscored = runs[runs["status"] != "finished"]
-    deviation = f"standard deviation of a run {math.sqrt(square.variance):.4f}"
-    notes = [f"- Pooled variance of mechanism x seed: {deviation}, {square.freedom} degrees of freedom"]
-    notes = notes if square.freedom else []
     notes += [f"- `{run.variant}`, seed {run.seed}: {run.status}" for run in unscored.itertuples()]
     return notes + [f"- Machine: {machine}" for machine in sorted(set(runs["machine"]))]
 
@@ -202,7 +168,8 @@ def bytes_table(runs: pd.DataFrame) -> str:
         columns.append(column)
         for name, seeds in by_variant(group):
             cells.setdefault(f"`{name}`", {})[column] = f"{seeds['test'].mean():.4f} (n={len(seeds)})"
-    return mechanism_table(cells, columns)
+    figure = "![Bits per byte on test against training FLOPs, seconds and carried state](text_bytes.png)\n\n"
+    return figure + mechanism_table(cells, columns) if cells else ""
 
 
 def context_table(runs: pd.DataFrame) -> str:
@@ -219,8 +186,7 @@ def context_table(runs: pd.DataFrame) -> str:
 def claims_table(runs: pd.DataFrame) -> str:
     """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds has a 95% interval,
     of bits by the pooled variance; it is not corrected for the number of claims."""
-    rows, square = [], residual_mean_square(scores_by_seed(runs))
-    bits = Pooled(2 * square.variance, square.freedom)
+    rows, bits = [], pooled_variance(scores_by_seed(runs))
     for claim in read_yaml("claims.yaml"):
         verdicts, parts = [], []
         for part in claim["parts"]:
@@ -262,11 +228,11 @@ def judge(differences: list[float], *, expected: str, margin: float, pooled: Poo
 
 
 def copy_table(runs: pd.DataFrame) -> str:
-    """A table of bits of a copied byte by distance, with the copy reach."""
+    """A table of bits of a copied byte by distance."""
     bits, n_seeds = copy_bits(runs), runs[runs["status"] == "finished"].groupby("variant").size()
     texts = bits.map("{:.3f}".format).rename(columns="{:,}".format)
-    columns = ["n", "reach", *texts.columns]
-    texts = texts.assign(n=n_seeds, reach=copy_reach(runs))
+    columns = ["n", *texts.columns]
+    texts = texts.assign(n=n_seeds)
     return mechanism_table({f"`{name}`": row for name, row in texts.iterrows()}, columns)
 
 

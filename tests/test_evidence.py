@@ -1,4 +1,4 @@
-"""``bench.evidence``, which runs the cells of published tables: cells of each stage, and replays of learned spans."""
+"""``bench.evidence``, which runs the cells of published tables: cells of each stage, learning rates, and lines."""
 
 import json
 from dataclasses import replace
@@ -6,33 +6,22 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from bench.evidence import LR_FACTOR, LR_FACTORS, Runner, scores_by_factor, span_word, stage_cells, sweep_grid
+from bench.evidence import LR_FACTOR, LR_FACTORS, Runner, missing_runs, scores_by_factor, stage_cells, sweep_grid
 from tests.small_configs import compose_config, jobs, plan
 
 EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
-STAGES, REPLAYS, RATES_OF = (EVIDENCE[key] for key in ("stages", "replays", "rates_of"))
-
-
-def line(words, spans, *, status="finished") -> dict:
-    """A line of a result file: the words of its cell, and the summary of a run with these spans by layer."""
-    metrics = {f"layers.{n}.attention.span": heads for n, heads in enumerate(spans)}
-    metrics["layers.0.attention.keys"] = [1.0]
-    return {"cell": words, "summary": {"status": status, "valid_metrics": metrics}}
+STAGES, RATES_OF = EVIDENCE["stages"], EVIDENCE["rates_of"]
 
 
 def test_every_stage_has_the_cells_of_its_grids(tmp_path):
-    stages = {name: stage_cells(grids, words=[], rows=tmp_path, replays=REPLAYS) for name, grids in STAGES.items()}
-    sizes = {"a": 63, "a2": 0, "a3": 12, "b": 24, "c": 18, "e": 24, "recall": 54, "today": 32}
+    stages = {name: stage_cells(grids, words=[], rows=tmp_path, rates_of=RATES_OF) for name, grids in STAGES.items()}
+    sizes = {"a": 63, "a2": 0, "a3": 12, "b": 18, "c": 18, "recall": 54, "today": 32}
     sizes |= {"skills": 105, "skills_6mb": 4, "causes": 2, "combinations": 38, "best": 28}
     sizes |= {"recall_by_key": 63, "copies": 6, "skills_rates": 36}
     sizes |= dict.fromkeys(("recall_further", "recall_seeds", "recall_keys"), 0)
     sizes |= {"text_rates": 57} | dict.fromkeys(("text_further", "text_seeds", "text_positions", "text_bytes"), 0)
     assert {name: len(stage) for name, stage in stages.items()} == sizes
     assert all(len({cell.words for cell in stage}) == len(stage) for stage in stages.values())
-    assert {cell.file.name for cell in stages["e"]} == {"front_page_10mb.jsonl"}
-    for stage in stages.values():  # a run that replays spans comes after the run that learns them
-        order = [cell.words for cell in stage]
-        assert all(order.index(cell.span_words) < order.index(cell.words) for cell in stage if cell.span_words)
 
 
 @pytest.mark.parametrize("name", ["rates", "front_page", "recall", "text_rates"])
@@ -40,7 +29,7 @@ def test_a_sweep_has_the_protocol_precision_and_cells_of_its_stage(name, tmp_pat
     all_jobs = jobs([f"{key}={value}" for key, value in sweep_grid(name).items()])
     sweep_jobs = {frozenset(job) for job in all_jobs}
     all_grids = [grid for grids in STAGES.values() for grid in grids]
-    staged = {frozenset(cell.words[1:]) for cell in stage_cells(all_grids, words=[], rows=tmp_path, replays=REPLAYS)}
+    staged = {frozenset(cell.words[1:]) for cell in stage_cells(all_grids, words=[], rows=tmp_path, rates_of=RATES_OF)}
     assert sweep_jobs <= staged, "the driver must run every job of the sweep"
     run_plan = plan(f"sweep={name}", *all_jobs[-1])
     assert (run_plan.runtime.precision, run_plan.runtime.threads, run_plan.eval.bytes) == ("float32", 1, None)
@@ -63,7 +52,7 @@ def rates_file(folder, scores: dict[str, dict[str, float | None]], *, table="rat
 
 def text_stage(name: str, folder) -> list[tuple[str, ...]]:
     """The words of the cells of a stage of the text table."""
-    cells = stage_cells(STAGES[name], words=[], rows=folder, replays=REPLAYS, rates_of=RATES_OF)
+    cells = stage_cells(STAGES[name], words=[], rows=folder, rates_of=RATES_OF)
     return [cell.words for cell in cells]
 
 
@@ -103,14 +92,14 @@ def test_a_best_rate_at_an_end_of_the_range_extends_the_range_by_a_step(tmp_path
     scores |= {"linear": {"0.5": 3.0, "1": 2.9, "2": 2.95}}  # the best rate is inside the range
     scores |= {"reformer": {"1": 3.0, "2": 2.9}}  # a row is missing
     rates_file(tmp_path, scores)
-    extensions = stage_cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
+    extensions = stage_cells(STAGES["a2"], words=[], rows=tmp_path, rates_of=RATES_OF)
     first, ends = ("sweep=rates", "seed=100"), (("mhsa", "4"), ("local", "0.25"))
     expected = [(*first, f"variant={name}", f"{LR_FACTOR}={rate}") for name, rate in ends]
     assert [cell.words for cell in extensions] == expected
     assert plan(*extensions[0].words).config["variant"]["lr_scale"] == {"muon": 4}
     scores["mhsa"]["4"], scores["local"]["0.25"] = 2.85, 2.6
     rates_file(tmp_path, scores)
-    (extension,) = stage_cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
+    (extension,) = stage_cells(STAGES["a2"], words=[], rows=tmp_path, rates_of=RATES_OF)
     assert extension.words == (*first, "variant=local", f"{LR_FACTOR}=0.125")
     rates_file(tmp_path, {"mhsa": {"1": 2.9, "1.0": 2.8}})
     with pytest.raises(ValueError, match="rates.jsonl: two rows of mhsa have .*=1$"):
@@ -152,39 +141,23 @@ def test_recall_by_key_has_the_rate_that_is_between_others_or_learns(tmp_path):
     assert run_plan.budget.amount >= 6_100_000 and run_plan.eval.every == 0.02
 
 
-def test_spans_are_replayed_for_each_layer_or_as_their_mean():
-    spans = [[0.0, 3.00004]] + [[4.0, 5.0]] * 10  # 11 layers, because in order of text layer 10 comes before layer 2
-    word = span_word(line([], spans), mean=False)
-    assert json.loads(word.partition("=")[2]) == [[0.0, 3.0], *spans[1:]]
-    assert json.loads(span_word(line([], spans), mean=True).partition("=")[2]) == [[4.2273, 4.2273]] * 11
-    for row in (None, line([], [], status="diverged")):
-        with pytest.raises(ValueError, match="the run whose spans are replayed has no row with spans"):
-            span_word(row, mean=True)
-
-
-def test_a_replay_uses_the_spans_of_its_seed_and_a_completed_run_gets_a_line(tmp_path, monkeypatch):
-    words = ("sweep=front_page", "seed=1", "variant=uniform_span")
-    cells = stage_cells(STAGES["b"], words=[], rows=tmp_path / "rows", replays=REPLAYS)
+def test_a_completed_run_gets_a_line_without_paths_of_the_machine(tmp_path, monkeypatch):
+    words = ("sweep=front_page", "seed=1", "variant=mhsa")
+    cells = stage_cells(STAGES["b"], words=[], rows=tmp_path / "rows", rates_of=RATES_OF)
     (cell,) = [cell for cell in cells if cell.words[:3] == words]
-    assert cell.mean_span and cell.span_words == ("sweep=front_page", "seed=1", "variant=adaptive_span")
     cell = replace(cell, score_context=False)
     runner, commands, code = Runner(outputs=tmp_path, path=f"{tmp_path}/corpus.xz"), [], 0
 
     def run_python(*words):
         commands.append(words)
-        (folder := tmp_path / "front_page-1-uniform_span" / "latest").mkdir(parents=True, exist_ok=True)
+        (folder := tmp_path / "front_page-1-mhsa" / "latest").mkdir(parents=True, exist_ok=True)
         summary = {"status": "diverged" if code else "finished", "command": " ".join(words)}
         (folder / "summary.json").write_text(json.dumps(summary))
         (folder / "record.jsonl").write_text('{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid"}\n')
         return code
 
     monkeypatch.setattr(runner, "run_python", run_python)
-    with pytest.raises(ValueError, match="no row with spans"):
-        runner.run(cell)
     cell.file.parent.mkdir()
-    source = ("sweep=front_page", "variant=adaptive_span")
-    lines = [json.dumps(line((source[0], f"seed={seed}", source[1]), [[float(seed)] * 2])) for seed in (2, 1)]
-    cell.file.write_text("\n".join(lines) + "\n")
     code = 4  # the exit code of a full disk
     with pytest.raises(ValueError, match="ended with 4"):
         runner.run(cell)
@@ -192,9 +165,23 @@ def test_a_replay_uses_the_spans_of_its_seed_and_a_completed_run_gets_a_line(tmp
     code = 3  # the exit code of divergence
     runner.run(cell)
     runner.run(cell)
-    assert {"variant.attention.span.spans=[[1.0,1.0]]", f"data.path={tmp_path}/corpus.xz"} <= {*commands[-1]}
+    assert f"data.path={tmp_path}/corpus.xz" in commands[-1]
     row = cell.find_row(words)["summary"]
     assert row["status"] == "diverged" and "outputs=outputs data.path=corpus.xz" in row["command"], "no machine's path"
     assert str(tmp_path) not in cell.file.read_text()
     assert cell.find_row(words)["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
-    assert len(cell.file.read_text().splitlines()) == 3
+    assert len(cell.file.read_text().splitlines()) == 1
+
+
+def test_missing_runs_are_those_of_a_stage_without_a_row_at_any_rate(tmp_path):
+    row = {"cell": ["sweep=text", "seed=0", "variant=mhsa", f"{LR_FACTOR}=0.7071"]}
+    (tmp_path / "text.jsonl").write_text(json.dumps(row) + "\n")
+    missing = missing_runs(tmp_path / "text.jsonl", "text_seeds")
+    assert len(missing) == 16 * 3 + 4 * 2 - 1 and {"seed": "1", "variant": "mhsa"} in missing
+    assert {"seed": "0", "variant": "mhsa"} not in missing
+    assert [run["budget.bytes"] for run in missing_runs(tmp_path / "text_bytes.jsonl", "text_bytes")][::8] == [
+        "850000",
+        "1700000",
+        "3400000",
+        "6800000",
+    ]

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from bench.report.uncertainty import (
     BETTER,
     TIE,
+    TOO_FEW,
     Pooled,
     compare,
     estimate_mean,
     holm,
-    residual_mean_square,
+    pooled_variance,
     t_below,
     t_quantile,
 )
@@ -58,16 +59,16 @@ def test_one_pair_has_no_interval_and_equal_differences_have_p_of_0_or_1():
     assert estimate_mean([0.0, 0.0, 0.0]).p == 1.0 and estimate_mean([0.5, 0.5, 0.5]).p == 0.0
 
 
-def test_the_residual_mean_square_equals_numbers_worked_out_by_hand():
+def test_the_pooled_variance_equals_numbers_worked_out_by_hand():
     """Deviations from the means of rows and columns of nine numbers; a seed or mechanism with one run has none."""
     scores = {"a": [0.0, 1.0, 2.0], "b": [0.10, 1.11, 2.12], "c": [-0.01, 1.02, 2.0]}
-    square = residual_mean_square(pd.DataFrame(scores))
-    assert square == (pytest.approx(3.777778e-4 / 4, rel=1e-6), 4)
+    square = pooled_variance(pd.DataFrame(scores))
+    assert square == (pytest.approx(3.777778e-4 / 2, rel=1e-6), 4)
     alone = pd.DataFrame({name: [*runs, None] for name, runs in scores.items()} | {"d": [None, 7.0, None, 8.0]})
-    assert residual_mean_square(alone) == (pytest.approx(square.variance), 4)
-    assert residual_mean_square(pd.DataFrame({"a": [1.0], "b": [2.0]})) == (0.0, 0)
-    two = residual_mean_square(pd.DataFrame({"a": scores["a"], "b": scores["b"]}))
-    assert two == (pytest.approx(0.01**2 / 2), 2), "half of the variance of their differences"
+    assert pooled_variance(alone) == (pytest.approx(square.variance), 4)
+    assert pooled_variance(pd.DataFrame({"a": [1.0], "b": [2.0]})).freedom == 0
+    two = pooled_variance(pd.DataFrame({"a": scores["a"], "b": scores["b"]}))
+    assert two == (pytest.approx(0.01**2), 2), "the variance of their differences"
 
 
 def test_a_variance_over_twice_the_pooled_one_is_used_in_its_place():
@@ -77,7 +78,7 @@ def test_a_variance_over_twice_the_pooled_one_is_used_in_its_place():
     assert usual.half_width == pytest.approx(2.0555 * 0.01 / math.sqrt(3), rel=1e-4)
     assert wide.half_width == pytest.approx(4.3027 * 0.03 / math.sqrt(3), rel=1e-4)
     single = estimate_mean([0.1], pooled)
-    assert single.half_width == pytest.approx(2.0555 * 0.01, rel=1e-4) and single.verdict is None
+    assert single.half_width == pytest.approx(2.0555 * 0.01, rel=1e-4) and single.verdict == TOO_FEW
 
 
 def test_verdicts_need_three_common_seeds_and_are_ties_by_holms_p():
@@ -89,15 +90,15 @@ def test_verdicts_need_three_common_seeds_and_are_ties_by_holms_p():
     estimates = compare(frame, dict.fromkeys(scores, "base") | {"lost": "base"})
     assert {name: estimate.n for name, estimate in estimates.items()} == {"clear": 3, "near": 3, "noisy": 3, "few": 2}
     verdicts = {name: estimate.verdict for name, estimate in estimates.items()}
-    assert verdicts == {"clear": BETTER, "near": TIE, "noisy": TIE, "few": None}
+    assert verdicts == {"clear": BETTER, "near": TIE, "noisy": TIE, "few": TOO_FEW}
     near = estimates["near"]
     assert abs(near.mean) > near.half_width and near.p == pytest.approx(2 * p_of(near, frame), rel=1e-9)
 
 
 def p_of(estimate, frame: pd.DataFrame) -> float:
     """The p of an estimate by the pooled variance, before Holm's correction."""
-    square = residual_mean_square(frame)
-    t = abs(estimate.mean) / math.sqrt(2 * square.variance / estimate.n)
+    square = pooled_variance(frame)
+    t = abs(estimate.mean) / math.sqrt(square.variance / estimate.n)
     return 2 * (1 - t_below(t, freedom=square.freedom))
 
 

@@ -28,7 +28,10 @@ OTHER_CHOICES = {
     "reformer": ("position=alibi", *HIDDEN),
     "transformer_xl": ("position=sinusoidal", "model.cache=kv", "model.attend_self=false"),
 }
-OTHER = [pytest.param(*choices, marks=pytest.mark.faults) for choices in OTHER_CHOICES.items()]
+SHIFT = "variant.attention.key_shift=true"
+SHIFTED = [(variant, (SHIFT, *words)) for variant, words in OTHER_CHOICES.items() if variant != "reformer"]
+SHIFTED.append(("transformer_xl", (SHIFT,)))
+OTHER = [pytest.param(*choices, marks=pytest.mark.faults) for choices in [*OTHER_CHOICES.items(), *SHIFTED]]
 IRRELEVANT_KEYS = ("name", "numerics", "lr_scale", "groups", "small")
 """Keys of a variant that cannot change the outcome of a check."""
 BROKEN_PROMISES: dict[str, list[str]] = {}

@@ -97,6 +97,8 @@ class TransformerXL(Attention):
         share: str = "network",
     ):
         super().__init__(context, d_head=d_head, zero_init=zero_init, key_shift=key_shift)
+        if key_shift:  # at small sizes half of the FLOPs project past inputs again, and this is one input more
+            self.limits = frozenset({"ideal_flops"})
         self.position = Distances(context, d_head=self.d_head, share=share)
 
     has_vectors = True

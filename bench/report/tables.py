@@ -8,8 +8,8 @@ import pandas as pd
 from bench.report import compare
 from bench.report.columns import columns
 from bench.report.frame import Rows, copies
+from bench.report.uncertainty import TOO_FEW, estimate_mean
 from bench.report.uncertainty import compare as compare_scores
-from bench.report.uncertainty import estimate_mean
 from harness.record.cells import CAPPED_MARK, join_words, make_table, missing_formulas_note, pluralize
 from harness.record.schema import is_number
 from harness.record.table import Table
@@ -91,8 +91,8 @@ def add_differences(rows: Sequence[dict]) -> tuple[dict | None, str]:
         row |= {"pairs": 0, "verdict": "no common seeds"}
         if estimate:
             row |= {"pairs": estimate.n, "difference": estimate.mean, "difference.half_width": estimate.half_width}
-            row |= {"verdict": estimate.verdict or f"n = {estimate.n}", "p": estimate.verdict and estimate.p}
-            row["freedom"] = estimate.freedom
+            row |= {"verdict": estimate.verdict, "freedom": estimate.freedom}
+            row["p"] = None if estimate.verdict == TOO_FEW else estimate.p
     return reference, split
 
 

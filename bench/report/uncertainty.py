@@ -21,7 +21,7 @@ import pandas as pd
 CONFIDENCE = 0.95
 MIN_SEEDS = 3  # fewest common seeds for a verdict
 OWN_VARIANCE_RATIO = 2  # a variance larger than the pooled one by more than this ratio is used in its place
-BETTER, WORSE, TIE = "better", "worse", "tie"
+BETTER, WORSE, TIE, TOO_FEW = "better", "worse", "tie", "too few seeds"
 
 
 class Pooled(NamedTuple):
@@ -43,10 +43,10 @@ class Estimate:
     freedom: int | None  # degrees of freedom of the variance
 
     @property
-    def verdict(self) -> str | None:
-        """``BETTER`` for a mean below 0, ``WORSE``, or ``TIE``; None for fewer than ``MIN_SEEDS``."""
+    def verdict(self) -> str:
+        """``BETTER`` for a mean below 0, ``WORSE``, or ``TIE``; ``TOO_FEW`` for fewer than ``MIN_SEEDS``."""
         if self.n < MIN_SEEDS or self.p is None:
-            return None
+            return TOO_FEW
         if self.p > 1 - CONFIDENCE:
             return TIE
         return BETTER if self.mean < 0 else WORSE
@@ -71,28 +71,28 @@ def estimate_mean(numbers: Sequence[float], pooled: Pooled | None = None) -> Est
     return Estimate(n=n, mean=mean, half_width=half_width, p=p, freedom=freedom)
 
 
-def residual_mean_square(scores: pd.DataFrame) -> Pooled:
-    """The residual mean square of ``scores [seed, mechanism]``, NaN where a run is missing, and its degrees of freedom."""
+def pooled_variance(scores: pd.DataFrame) -> Pooled:
+    """The variance of a difference between two runs of one seed, which is 2 s^2, and its degrees of freedom f, from
+    ``scores [seed, mechanism]``, NaN where a run is missing."""
     cells = scores.stack().dropna()
     effects = [pd.get_dummies(cells.index.get_level_values(level), dtype=float) for level in (0, 1)]
     design = np.concatenate(effects, axis=1)
     fitted, _, rank, _ = np.linalg.lstsq(design, cells.to_numpy(), rcond=None)
     freedom = len(cells) - int(rank)
     residuals = cells.to_numpy() - design @ fitted
-    return Pooled(float(residuals @ residuals) / freedom if freedom else 0.0, freedom)
+    return Pooled(2 * float(residuals @ residuals) / max(freedom, 1), freedom)
 
 
 def compare(scores: pd.DataFrame, baselines: Mapping[str, str]) -> dict[str, Estimate]:
     """The differences of mechanisms from their ``baselines`` over the seeds that both have, by mechanism, with p after
-    Holm's correction over those that get a verdict. ``scores`` as in ``residual_mean_square``."""
-    square = residual_mean_square(scores)
-    pooled, estimates = Pooled(2 * square.variance, square.freedom), {}
+    Holm's correction over those that get a verdict. ``scores`` as in ``pooled_variance``."""
+    pooled, estimates = pooled_variance(scores), {}
     for name, baseline in baselines.items():
         if {name, baseline} <= {*scores} and name != baseline:
             differences = (scores[name] - scores[baseline]).dropna().tolist()
             if differences:
                 estimates[name] = estimate_mean(differences, pooled)
-    tested = [name for name, estimate in estimates.items() if estimate.verdict]
+    tested = [name for name, estimate in estimates.items() if estimate.verdict != TOO_FEW]
     for name, p in zip(tested, holm([estimates[name].p for name in tested]), strict=True):
         estimates[name] = replace(estimates[name], p=p)
     return estimates

@@ -50,10 +50,10 @@ def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
         context_counts, followers = np.add.reduceat(counts, first), np.diff(first, append=len(keys))
         scored = grams(content, order + 1)
         scored_contexts = scored >> np.uint64(8)
-        n_context = _look_up(scored_contexts, contexts, context_counts)
-        n_followers = _look_up(scored_contexts, contexts, followers)
+        n_context = look_up(scored_contexts, contexts, context_counts)
+        n_followers = look_up(scored_contexts, contexts, followers)
         lower = probability[order:]
-        mixed = (_look_up(scored, keys, counts) + n_followers * lower) / np.maximum(n_context + n_followers, 1)
+        mixed = (look_up(scored, keys, counts) + n_followers * lower) / np.maximum(n_context + n_followers, 1)
         probability[order:] = np.where(n_context, mixed, lower)
         if order in ORDERS:
             bits[f"order-{order}"] = float(-np.log2(probability).mean())
@@ -69,7 +69,7 @@ def grams(content: np.ndarray, length: int) -> np.ndarray:
     return grams
 
 
-def _look_up(queries: np.ndarray, sorted_keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def look_up(queries: np.ndarray, sorted_keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The count of the key that equals each query, and 0 for a query that equals no key."""
     index = np.searchsorted(sorted_keys, queries).clip(max=len(sorted_keys) - 1)
     return np.where(sorted_keys[index] == queries, counts[index], 0)

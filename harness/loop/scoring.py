@@ -42,8 +42,8 @@ class Score(NamedTuple):
 
     def bits_by_label(self, masks: Mapping[str, Tensor]) -> dict[str, float | None]:
         """Return the mean bits of the pairs where a mask, bool ``[pairs]``, is true; None if it is true nowhere."""
-        scored = {label: self.nats[mask].double() for label, mask in masks.items()}
-        return {label: nats.mean().item() / math.log(2) if len(nats) else None for label, nats in scored.items()}
+        scores = {label: self._replace(nats=self.nats[mask]) for label, mask in masks.items()}
+        return {label: score.bits_per_byte if len(score.nats) else None for label, score in scores.items()}
 
     def answers(self, masks: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
         """Return the keys of a row for answers, whose masks are those of ``bits_by_label``: mean
