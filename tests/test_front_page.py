@@ -57,7 +57,7 @@ def folder(tmp_path):
     summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped"}
     summary |= {"status": "finished", "variant": "mhsa", "seed": 0}
     curve = [{"answer_accuracy": {"all": a / 100}, "bytes_seen": a * 1e5} for a in (30, 99, 100)]
-    curve = [{"config": {"variant": {"attention": {}}}}, *curve]
+    curve = [{"config": {"variant": {"name": "mhsa", "attention": {}, "lr_scale": {}}}}, *curve]
     recall = []
     for bits, accuracy, words in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5"), (1.8, 0.3, "1 data.sequence=32")):
         scores = {"valid_bits_per_byte": bits, "test_answer_accuracy": {"all": accuracy}}
