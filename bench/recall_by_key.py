@@ -16,7 +16,7 @@ def cells(folder: Path) -> dict[str, dict[str, str]]:
     scored best on valid. With 8 keys also the training bytes of the first validation at 0.99:
     "rate at an end" without one, if the best rate does not lie between others."""
     file, table = folder / "recall_by_key.jsonl", {}
-    scores, rows = scores_by_factor(file), read_rows(file) + read_rows(folder / "recall_keys.jsonl")
+    scores, rows = scores_by_factor(file), [row for row in read_rows(file) if "seed=0" in row["cell"]]
     scored = [row for row in rows if row["summary"].get("test_answer_accuracy")]
     scored = [row for row in scored if row["summary"]["check"] not in INCOMPARABLE_CHECKS]
     for row in sorted(scored, key=lambda row: -row["summary"]["valid_bits_per_byte"]):  # best last

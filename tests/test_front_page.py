@@ -54,17 +54,18 @@ def folder(tmp_path):
     worse["record"][0]["config"]["variant"]["lr_scale"]["muon"] = 1
     write("combinations", [worse, line("mhsa", 0, 2.625)])
     write("skills", skills)
-    summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped", "seed": 0}
+    summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped"}
+    summary |= {"status": "finished", "variant": "mhsa", "seed": 0}
     curve = [{"answer_accuracy": {"all": a / 100}, "bytes_seen": a * 1e5} for a in (30, 99, 100)]
-    recall, cell = [], ["variant=mhsa", "++variant.lr_scale.adamw=1"]
-    for bits, accuracy, factor in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5")):
+    recall = []
+    for bits, accuracy, words in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5"), (1.8, 0.3, "1 data.sequence=32")):
         scores = {"valid_bits_per_byte": bits, "test_answer_accuracy": {"all": accuracy}}
-        words = [cell[0], f"++variant.lr_scale.adamw={factor}"]
-        options = {"config": {"variant": {"name": "mhsa", "attention": {}, "lr_scale": {"adamw": factor}}}}
-        summary |= scores | {"status": "finished"}
-        recall.append({"cell": words, "summary": dict(summary), "record": [options, *curve]})
+        cell = f"seed=0 variant=mhsa ++variant.lr_scale.adamw={words}".split(" ")
+        options = {"name": "mhsa", "attention": {}, "lr_scale": {"adamw": words}}
+        record = [{"config": {"variant": options}}, *curve]
+        recall.append({"cell": cell, "summary": summary | scores, "record": record})
+    recall[2]["summary"]["protocol"] = {"sequence": 32}
     write("recall_by_key", recall)
-    write("recall_keys", [recall[0] | {"summary": summary | {"protocol": {"sequence": 32}}}])
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
                     "spans_from": None, "flops": {"executed_per_byte": 1.0e7},
                     "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
@@ -131,7 +132,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         "| mechanism | 1 | 2 to 512 |",
         "| `linear` | 1 | 0.500 | 4.000 |",
         "| `linear` | failed |",
-        "| `mhsa` | 0.995 | 9.9 | 1 | 2 | 0.200 |",
+        "| `mhsa` | 0.995 | 9.9 | 1 | 2 | 0.300 |",
         "| `mhsa` | 0.1 |",
         "**Learned spans are better than a uniform span of the same mean**",
     ):

@@ -16,7 +16,7 @@ from harness.data.corpora import load
 from harness.data.sequences import Sequences, sample_sequences, scored_sequences
 from harness.loop.scoring import NOT_CAUSAL, score_sequences
 from harness.record.folder import config_hash
-from tests.small_configs import compose_config, plan
+from tests.small_configs import plan
 from tests.small_runs import make_trainer, rows_of, temporary_cwd, whole_run  # noqa: F401 - a fixture
 from tests.test_evaluate import evaluate_run
 
@@ -111,13 +111,12 @@ def test_every_sequence_is_read_once_before_any_is_read_twice():
     assert torch.equal(torch.cat(shards), stream.batch(7)[1])
 
 
-@pytest.mark.parametrize(("n", "batch"), [(7, 3), (2, 5)])
-def test_scores_read_every_sequence_once_in_order(n, batch):
+def test_scores_read_every_sequence_once_in_order():
     read = []
-    for inputs, targets, mask in scored_sequences(table(n), sequence=4, batch=batch):
+    for inputs, targets, mask in scored_sequences(table(7), sequence=4, batch=3):
         assert inputs.shape == targets.shape == mask.shape and (inputs[:, 0] == NEWLINE).all()
         read += targets[mask].tolist()
-    assert read == table(n).tolist()
+    assert read == table(7).tolist()
 
 
 def test_a_sample_has_whole_sequences_spread_over_the_split():
@@ -133,14 +132,15 @@ def test_a_sample_has_whole_sequences_spread_over_the_split():
 @torch.no_grad()
 def test_a_sequence_is_scored_without_state_from_before_it():
     trainer = make_trainer(*RECALL, "model.head_zero_init=false")
-    model, split = trainer.model.eval(), trainer.corpus.splits["test"][: 16 * 7]
+    model, split = trainer.model.eval(), trainer.corpus.splits["test"][: 16 * 7].clone()
+    split[::16] = model(torch.tensor([[NEWLINE]])).logits.argmax()  # so that some targets are likeliest
     rows = split.view(7, 16).long()
     logits = torch.cat([model(F.pad(row[:-1], (1, 0), value=NEWLINE)[None]).logits for row in rows])
     nats = F.cross_entropy(logits.transpose(1, 2), rows, reduction="none")
     sizes = {"sequence": 16, "batch": 3}
     score = score_sequences(model, split, runtime=trainer.runtime, future_seed=0, **sizes)
     torch.testing.assert_close(score.nats, nats.flatten(), rtol=0, atol=1e-5)
-    assert torch.equal(score.correct, logits.argmax(-1).flatten() == split.long())
+    assert torch.equal(score.correct, logits.argmax(-1).flatten() == split.long()) and score.correct.any()
     masks = trainer.corpus.answer_masks(split)
     expected = {"all": nats[:, 5::2].mean().item() / log(2)}
     assert score.answers(masks)["bits_per_copy"] == pytest.approx(expected, abs=1e-5)
@@ -195,9 +195,3 @@ def test_a_corpus_without_sequences_keeps_its_protocol_and_configuration():
 def test_settings_that_would_cut_or_join_sequences_are_refused(words, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(*RECALL, *words)
-
-
-def test_other_corpora_have_no_sequences():
-    cfg = compose_config("data.sequence=16", "batch.segment=16", "data=recall")
-    with pytest.raises(ValueError, match=r"^data\.sequence=16: only allowed with data=associative"):
-        load(**cfg.data)
