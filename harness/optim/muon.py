@@ -16,8 +16,6 @@ import torch
 from annotated_types import Ge, Interval
 from torch import Tensor
 
-from harness.device.machine import cpu_capabilities
-
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
@@ -50,7 +48,7 @@ def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
 
 
 def _has_amx() -> bool:
-    capabilities = cpu_capabilities()
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.10 has no such function
     return bool(capabilities.get("amx_tile") and capabilities.get("amx_bf16"))
 
 
