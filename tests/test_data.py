@@ -106,9 +106,9 @@ def test_a_compressed_file_is_unpacked_and_refused_if_damaged_or_too_large(tmp_p
         load("file", path=bomb)
 
 
-def tarred(content: bytes, mode: str = "w", **keywords) -> bytes:
+def tarred(content: bytes, mode: str = "w") -> bytes:
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode=mode, **keywords) as archive:
+    with tarfile.open(fileobj=out, mode=mode) as archive:
         member = tarfile.TarInfo("c.txt")
         member.size = len(content)
         archive.addfile(member, io.BytesIO(content))
@@ -128,7 +128,6 @@ def test_a_compressed_file_is_unpacked_whatever_its_name_is(tmp_path, pack):
     ("suffix", "content"),
     [
         *((f"tar.{mode}", tarred(TEXT, f"w:{mode}")) for mode in ("", "gz", "bz2", "xz")),
-        *((f"tar {kind}", tarred(TEXT, format=kind)) for kind in (tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT)),
         ("tar", tarred(TEXT)[:257] + bytes(255) + tarred(TEXT)[512:]),  # of 1979
         *((suffix, magic + TEXT) for magic, suffix in sources.FORMATS.items() if suffix not in sources.OPENERS),
     ],

@@ -285,7 +285,7 @@ def table_of(*rows: tuple[Cell, Cell]) -> Table:
     return Table(name="t-1", title="Title", caption="Caption.", columns=columns, rows=rows)
 
 
-@pytest.mark.parametrize("name", [r"a$\frac$b.bin", "a${x}$b_{.bin", "$", "$$", r"\$a$", "a$b $c$" * 30])
+@pytest.mark.parametrize("name", [r"a$\frac$b.bin", "a${x}$b_{.bin", r"\$a$"])
 def test_a_dollar_in_a_name_begins_no_formula(name):
     with drawing.styled():
         figure, (ax,) = drawing.panels(1, 1, width=4.0, height=3.0, title=name, subtitle=name)

@@ -18,7 +18,7 @@ from harness.plan.build import plan_run
 from harness.record.rows import read_rows
 from harness.record.wandb_run import WandbRun, metrics_of
 from tests import script_process
-from tests.command_line import GENERATED, ROOT, TINY, call, empty_folder, run_folders  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, ROOT, TINY, call, empty_folder, run_folders, summaries  # noqa: F401 - a fixture
 from tests.small_configs import CONF, compose_config, plan
 from tests.timeouts import TIMEOUT_SECONDS
 
@@ -128,6 +128,8 @@ def test_jobs_of_a_sweep_have_their_own_ids_and_a_trial_of_a_finished_run_gets_i
     assert call("train.py", "-m", *words, "seed=0,1").code == 0
     ids = [started.kwargs["id"] for started in module.init.call_args_list]
     assert len(set(ids)) == 2 and "theirs" not in ids
+    peaks = [summary["memory"]["inference_peak_bytes"] for summary in summaries(cwd / "outputs")]
+    assert peaks == [None, None], "a job's memory would depend on the jobs before"
     module.run.summary.clear()
     assert "finished before" in call("train.py", *words, "seed=0").out and not module.run.summary
     monkeypatch.setenv("WANDB_SWEEP_ID", "a-sweep")
