@@ -34,7 +34,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from bench import CONF
-from harness.compose.cli import MISTAKES, explain, run_command
+from harness.compose.cli import MISTAKES, explain, run_command, task_words
 
 COMMAND_KEYS = ("agree",)
 LIMITATION = "Only a reference, as in tests/reference, shows whether a mechanism computes what its paper says."
@@ -62,7 +62,7 @@ def main(cfg: DictConfig) -> None:
     from harness.record.cells import pluralize
 
     name = cfg.variant.name
-    typed = {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
+    typed = {word.lstrip("+~").partition("=")[0] for word in task_words(HydraConfig.get())}
     compare_device = parse_setting(cfg.agree, bool | None, key="agree")
     if compare_device is None:
         compare_device = named_kind(cfg.runtime.device) != "cpu"

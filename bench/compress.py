@@ -20,7 +20,7 @@ from bench import CONF
 from bench.arithmetic import BITS, ESCAPE, Decoder, Encoder, frequencies
 from bench.planning import TrainedRun, open_trained
 from harness import source
-from harness.cache import write_atomically
+from harness.cache import user_path, write_atomically
 from harness.compose.cli import run_command
 from harness.data.sources import digest
 from harness.data.streams import score_ranges
@@ -117,14 +117,15 @@ def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
 
 def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
     """The run in the folder ``cfg.run``, keyword arguments for ``code_streams``, and the values of ``CONDITIONS``."""
-    run = open_trained(Path(cfg.run), key="run", runtime=cfg.runtime, trust=cfg.trust)
+    folder = user_path(parse_setting(cfg.run, str, key="run"), key="run")
+    run = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
     plan, symbols = run.plan, run.symbols()
     if not plan.runtime.deterministic:
         raise ValueError("runtime.deterministic=false: allowed is true, because decoding needs the same probabilities")
     model, device_runtime = run.on_device()
     backends = {part.backend(device_runtime.device, training=False) for _, part in model.sublayers()}
     network = json.dumps([plan.config[key] for key in ("variant", "model", "position")] + [list(symbols)], default=str)
-    weights = (Path(cfg.run) / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + network.encode()
+    weights = (folder / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + network.encode()
     facts = device_runtime.describe() | {"weights": digest(weights)[:16], "backend": "+".join(sorted(backends))}
     facts |= {"source": source.digest(plan.config, trust=plan.trust)[:16], "torch": facts["versions"]["torch"]}
     conditions = {name: facts.get(name) for name in CONDITIONS}

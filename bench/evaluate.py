@@ -12,7 +12,7 @@ from annotated_types import Ge
 from omegaconf import DictConfig
 
 from bench import CONF
-from harness.cache import write_atomically
+from harness.cache import user_path, write_atomically
 from harness.compose.cli import run_command
 
 
@@ -28,7 +28,7 @@ def main(cfg: DictConfig) -> None:
     from harness.record.folder import refuse_links
     from harness.record.rows import EVALUATIONS, FORMAT, append_row
 
-    folder = Path(cfg.run)
+    folder = user_path(parse_setting(cfg.run, str, key="run"), key="run")
     run = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
     plan, provenance = run.plan, run.provenance
     refuse_links(folder, key="run")  # because a row and a figure are written into the folder

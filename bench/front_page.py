@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench import results_page
+from bench import gpu_page, results_page
 from bench.published_runs import REFERENCE, by_variant, read_runs
 from bench.report import drawing
 from bench.report.compare import VARIANTS
@@ -36,7 +36,7 @@ def main() -> None:
 def blocks(folder: Path) -> dict[str, str]:
     """The generated text of each page."""
     pages = {README: readme_table(folder), PAGE: results_page.sections(folder)}
-    return pages | {GPU_PAGE: results_page.gpu_table(folder / "gpu.jsonl")}
+    return pages | {GPU_PAGE: gpu_page.gpu_sections(folder / "gpu.jsonl")}
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:

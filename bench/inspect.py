@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from bench import CONF
 from bench.planning import open_trained
 from bench.report.drawing import GREY, INK, panels, png_of, styled
-from harness.cache import write_atomically
+from harness.cache import user_path, write_atomically
 from harness.compose.cli import run_command
 from harness.loop.sampling import token_ids
 from harness.plan.settings import parse_setting
@@ -33,7 +33,8 @@ SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="inspect")
 def main(cfg: DictConfig) -> None:
-    folder, text = Path(cfg.run), parse_setting(cfg.text, str | None, key="text")
+    folder = user_path(parse_setting(cfg.run, str, key="run"), key="run")
+    text = parse_setting(cfg.text, str | None, key="text")
     length = parse_setting(cfg.bytes, Annotated[int, Ge(2)], key="bytes")
     run = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
     model, runtime = run.on_device()

@@ -86,7 +86,8 @@ def version(package: str) -> str | None:
 class PeerWorker(CostWorker):
     """Makes the measurements of one entry: provenance, training memory and time."""
 
-    kind, memory, timed = "peers", ("train_memory",), ("train",)
+    kind = "peers"
+    memory = ("train_memory",)
 
     def identity(self) -> dict:
         """The row's provenance, with the package and its version. ``variant`` is the peer's name."""

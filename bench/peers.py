@@ -6,7 +6,6 @@ and AdamW. None has dropout or carried state. Rows go to ``rows=FILE`` or ``outp
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from omegaconf import DictConfig
 
 from bench import CONF
 from bench.turns import Entry, measure
+from harness.cache import user_path
 from harness.compose.cli import run_command
 
 
@@ -43,9 +43,9 @@ def main(cfg: DictConfig) -> None:
     from harness.record.table import print_table
 
     settings = parse_section(PeerSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
-    file = RowFile(Path(cfg.outputs), command="peers", path=settings.rows)
+    file = RowFile(user_path(cfg.outputs, key="outputs"), command="peers", path=settings.rows)
     entries = make_entries(cfg, settings.variants)
-    measure(entries, worker=PeerWorker, rounds=settings.rounds, seconds=settings.seconds)
+    measure(entries, worker=PeerWorker, timed=("train",), rounds=settings.rounds, seconds=settings.seconds)
     reference = entries[0]
     rows = [file.append(make_row(entry, reference)) | {"read_from": str(file.path.parent)} for entry in entries]
     for table in peer_tables(rows):

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from bench import CONF
 from harness import source
-from harness.compose.cli import MISTAKES, explain
+from harness.compose.cli import MISTAKES, explain, task_words
 from harness.compose.untrusted_config import COMMAND_LINE_ONLY, read_config
 from harness.data import corpora
 from harness.data.corpora import Corpus
@@ -27,7 +27,7 @@ from harness.loop import summary
 from harness.loop.select_backend import with_backend
 from harness.loop.trainer import load_weights
 from harness.model import LanguageModel
-from harness.plan.build import Plan, plan_run
+from harness.plan.build import Plan, literal, plan_run
 from harness.record import checkpoint, folder
 from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import CONFIG, RECORD
@@ -37,6 +37,7 @@ def pop_keys(cfg: DictConfig, *names: str) -> dict:
     """Remove a command's own keys, which a training run lacks, from its configuration; return them as a plain dict."""
     OmegaConf.resolve(cfg)  # before the removal, because other keys may refer to the removed ones
     config = OmegaConf.to_container(cfg)
+    cfg.merge_with(literal(config))  # they are resolved again with the plan
     with open_dict(cfg):
         for name in names:
             del cfg[name]
@@ -53,12 +54,12 @@ def recompose(command: str, *overrides: str, pop: tuple[str, ...], drop: tuple[s
 
 def compose_typed(command: str, *overrides: str, drop: tuple[str, ...] = ()) -> DictConfig:
     """The configuration of ``recompose`` before its values are resolved and the command's keys are removed."""
-    typed = HydraConfig.get().overrides
+    hydra = HydraConfig.get()
     for word in overrides:
         if re.search(COMMAND_LINE_ONLY, word.partition("=")[0]):  # because an override may come from a file
             raise ValueError(f"words of {command}: {word}: hydra.* and trust may be set on the command line only")
-    search_path = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
-    words = [word for word in typed.task if re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0] not in drop]
+    search_path = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
+    words = [word for word in task_words(hydra) if re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0] not in drop]
     return compose(command, overrides=[*search_path, *words, *overrides])
 
 
@@ -69,11 +70,16 @@ def typed_command(command: str) -> str:
 
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
     """The keys and values of a row that describe plan, code, data and machine."""
-    digests = {"config_hash": folder.config_hash(plan.config, pinned=PINNED)}
-    digests["source"] = source.digest(plan.config, trust=plan.trust, measuring=True)
+    digests = row_digests(plan.config, trust=plan.trust)
     config = json.loads(json.dumps(plan.config))  # JSON turns integer keys, such as layer indices, into text
     facts = {"corpus": corpus, "runtime": runtime, "command": command, "measuring": True}
     return {"kind": kind, "config": config, **summary.provenance(plan, **facts, **digests)}
+
+
+def row_digests(config: dict, *, trust: tuple[str, ...]) -> dict[str, str]:
+    """The digests by which a row names its configuration and the source that measured it."""
+    code = source.digest(config, trust=trust, measuring=True)
+    return {"config_hash": folder.config_hash(config, pinned=PINNED), "source": code}
 
 
 def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
@@ -91,6 +97,7 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str)
     origin = f"{key}={path}"
     config = read_config(path / CONFIG, label=origin)
     try:
+        config = literal(config)
         config.update({"runtime": runtime, "trust": trust, "record": OmegaConf.load(f"{CONF}/record/default.yaml")})
         return plan_run(config)
     except MISTAKES as error:

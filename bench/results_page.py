@@ -53,12 +53,12 @@ def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
     return frame.sort_values(by=[*frame.columns], key=lambda bits: bits >= REACHED_BITS, kind="stable")
 
 
-def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
-    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in other ``COST_CONDITIONS``."""
-    rows, common = [row for row in read_rows(path) if chosen.items() <= row.items()], {*COST_CONDITIONS} - {*keys}
-    names, conditions = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, common))
-    if len(conditions) > 1 or len(names) < len(rows):
-        raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(COST_CONDITIONS)}")
+def read_costs(path: Path, *keys: str, conditions: Sequence[str] = COST_CONDITIONS, **chosen: str) -> list[dict]:
+    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in ``conditions``."""
+    rows = [row for row in read_rows(path) if chosen.items() <= row.items()]
+    names, measured = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, conditions))
+    if len(measured) > 1 or len(names) < len(rows):
+        raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(conditions)}")
     return rows
 
 
@@ -269,21 +269,29 @@ def skills_table(runs: pd.DataFrame) -> str:
 
 
 def cost_tables(path: Path) -> str:
-    """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span or, in mode cold, length."""
+    """A table for each quantity of ``COST_TABLES``: a column per span or, in mode cold, per length."""
     rows = {"stream": read_costs(path, "variant", "length", mode="stream")}
     rows["cold"] = read_costs(path, "variant", "length", "segment", mode="cold")
     tables = []
     for title, (mode, divisor, key) in COST_TABLES.items():
-        lengths = [f"{length:,}" for length in sorted({row["length"] for row in rows[mode]})]
-        cells: dict[str, dict[str, str]] = {}
-        for row in rows[mode]:
-            cost = flatten(row).get(key)
-            number = (cost or 0) / row.get(divisor, divisor)
-            text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-            cells.setdefault(f"`{row['variant']}`", {})[f"{row['length']:,}"] = row["status"] if cost is None else text
         missing = f"No row yet of `python -m bench.cost mode={mode}`."
-        tables.append(f"### {title}\n\n{mechanism_table(cells, lengths) or missing}")
+        tables.append(f"### {title}\n\n{quantity_table(rows[mode], divisor, key) or missing}")
     return "\n\n".join(tables) if rows["stream"] else ""
+
+
+def quantity_table(rows: Sequence[dict], divisor: float | str, key: str) -> str:
+    """A table of the numbers at the dotted ``key`` of rows of ``bench.cost``, by mechanism and length, and apart if
+    compiled. They are divided by ``divisor``, or by the number of the row that it names. Empty without rows."""
+    lengths = sorted({(row.get("compile", False), row["length"]) for row in rows})
+    headings = {length: f"{length[1]:,}{' compiled' if length[0] else ''}" for length in lengths}
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cost = flatten(row).get(key)
+        number = (cost or 0) / row.get(divisor, divisor)
+        text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+        heading = headings[row.get("compile", False), row["length"]]
+        cells.setdefault(f"`{row['variant']}`", {})[heading] = row["status"] if cost is None else text
+    return mechanism_table(cells, list(headings.values()))
 
 
 def speed_table(path: Path) -> str:
@@ -298,22 +306,24 @@ def speed_table(path: Path) -> str:
     return markdown_table(headings, rows)
 
 
-def gpu_table(path: Path) -> str:
-    """A table of runs that trained for equal seconds on a GPU, the best on valid first, with bzip2 as the last row.
+def gpu_table(path: Path, *, unit: str) -> str:
+    """A table of runs on a GPU with a budget in ``unit``, the best on valid first, with bzip2 as the last row.
     ValueError if rows repeat a variant, differ in conditions, or are of a run without a score."""
     headings = ["mechanism", "bits per byte", "trained, MB", "bytes per second", "allocated, MiB", "MFLOP/byte"]
     headings += ["state, MiB", "utilisation", "parameters"]
-    runs, rows = {row["summary"]["variant"]: (cell_keys(row), row["summary"]) for row in read_rows(path)}, []
+    trained = [row for row in read_rows(path) if unit in row.get("summary", {}).get("budget", {})]
+    runs, rows = {row["summary"]["variant"]: (cell_keys(row), row["summary"]) for row in trained}, []
     conditions = {(run["device"], run["seed"], run_conditions(cell, run)) for cell, run in runs.values()}
     unscored = any(run["status"] != "finished" or run["check"] in INCOMPARABLE_CHECKS for _, run in runs.values())
-    if len(conditions) > 1 or unscored or len(runs) < len([*read_rows(path)]):
+    if len(conditions) > 1 or unscored or len(runs) < len(trained):
         raise ValueError(f"{path}: rows repeat a variant, differ in device, seed or conditions, or have no score")
     for _, run in sorted(runs.values(), key=lambda cell_and_run: cell_and_run[1]["valid_bits_per_byte"]):
         speeds = [f"{run['bytes_seen'] / 1e6:.1f}", f"{run['bytes_per_second']:,.0f}"]
         memory, flops = run["memory"], run["flops_per_byte"]["executed"]
         peak = dense_peak_flops(run["device"], run["precision"])
         costs = [f"{memory['peak_bytes'] / MIB:,.0f}", f"{flops / 1e6:.1f}", f"{memory['state_bytes'] / MIB:.1f}"]
-        costs += [f"{run['training_flops'] / run['seconds'] / peak:.1%}", f"{run['parameters']['total']:,}"]
+        share = f"{run['training_flops'] / run['seconds'] / peak:.1%}" if peak else ""
+        costs += [share, f"{run['parameters']['total']:,}"]
         rows.append([f"`{run['variant']}`", f"{run['valid_bits_per_byte']:.4f}", *speeds, *costs])
     if rows:
         rows.append(["bzip2 -9", f"{run['compressors']['valid']['bzip2']:.4f}", *[""] * 7])

@@ -5,6 +5,7 @@ import time
 from itertools import count
 from pathlib import Path
 
+from harness.cache import user_path
 from harness.record.comparison import ENVIRONMENT_KEYS, OLD_ROW_DEFAULTS
 from harness.record.rows import append_row, to_json, wrong_format
 
@@ -20,7 +21,9 @@ class RowFile:
     def __init__(self, outputs: Path, *, command: str, path: str | None = None):
         name = time.strftime(f"%Y%m%d-%H%M%S-{command}")
         folders = (outputs / (f"{name}-{n}" if n > 1 else name) for n in count(1))  # several calls in one second
-        self.path = Path(path) if path else next(folder for folder in folders if not folder.exists()) / ROWS
+        self.path = (
+            user_path(path, key="rows") if path else next(folder for folder in folders if not folder.exists()) / ROWS
+        )
         key = f"rows={path}" if path else f"outputs={outputs}"
         if self.path.is_dir():
             raise ValueError(f"{key}: cannot be written ({self.path} is a folder)")

@@ -5,6 +5,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -14,7 +15,8 @@ from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.record.cells import MIN_CALLS
 
 MAX_MS = 60_000.0  # an entry whose calls of a quantity have taken so long in all gets no further round of it
-CODE_KEYS = ("variant", "backend", "evaluation_backend")  # entries in which these facts are equal run the same code
+CODE_KEYS = ("variant", "backend", "evaluation_backend", "compile", "protocol")
+"""Entries in which these facts are equal run the same code."""
 
 
 def show_progress(text: str) -> None:
@@ -90,33 +92,58 @@ def time_in_turn(entries: Sequence[Entry], quantity: str, *, rounds: int, second
 
 
 def measure(
-    entries: Sequence[Entry], *, worker: type, rounds: int, seconds: float, limit_bytes: int | None = None
+    entries: Sequence[Entry],
+    *,
+    worker: type,
+    timed: Sequence[str],
+    rounds: int,
+    seconds: float,
+    limit_bytes: int | None = None,
+    parallel: int = 1,
 ) -> list[Entry]:
-    """Measure the entries, and return them without those that run the same code as an earlier one. ``worker`` is
-    ``CostWorker`` or a subclass. Each quantity is timed in ``rounds`` rounds of ``seconds`` per entry. A process may
-    use ``limit_bytes`` in addition to its initial memory."""
-    measured: list[Entry] = []
-    with ExitStack() as stack:
+    """Measure the entries, and return them without those that run the same code as an earlier one.
+
+    ``worker`` is ``CostWorker`` or a subclass. Models are built, memory is measured and FLOPs are counted in
+    ``parallel`` processes at a time. Then each quantity of ``timed`` is timed in ``rounds`` rounds of ``seconds`` per
+    entry, one entry at a time. A process may use ``limit_bytes`` in addition to its initial memory."""
+
+    def build(entry: Entry) -> None:
+        show_progress(f"{entry.name}: build")
+        entry.facts = entry.ask("identity")
+        assert entry.facts, f"no provenance: {entry.reason}"
+        entry.facts |= entry.ask("build") or {}
+
+    def measure_memory(entry: Entry) -> None:
+        show_progress(f"{entry.name}: memory")
+        entry.facts["memory"] = {}
+        for method in worker.memory:
+            entry.facts["memory"] |= entry.ask(method) or {}
+
+    def count_flops(entry: Entry) -> None:
+        show_progress(f"{entry.name}: FLOPs")
+        entry.facts |= entry.ask("flops") or {}
+
+    with ExitStack() as stack, ThreadPoolExecutor(parallel) as pool:
         for entry in entries:
-            show_progress(f"{entry.name}: memory")
-            entry.process = stack.enter_context(WorkerProcess(worker, entry.task, memory_limit_bytes=limit_bytes))
-            entry.facts = entry.ask("identity")
-            assert entry.facts, f"no provenance: {entry.reason}"
-            entry.facts |= entry.ask("build") or {}
-            code = [entry.facts.get(key) for key in CODE_KEYS]
-            backend = code[1]  # None for an entry whose model could not be built
-            if backend and any(code == [earlier.facts.get(key) for key in CODE_KEYS] for earlier in measured):
-                entry.process.close()
-                continue
-            measured.append(entry)
-            entry.facts["memory"] = {}
-            for method in worker.memory:
-                entry.facts["memory"] |= entry.ask(method) or {}
-        on_cpu = measured[0].facts["device_kind"] == "cpu"
-        for quantity in worker.timed if on_cpu else worker.timed[:2]:  # the third, generation, would time GPU launches
+            process = WorkerProcess(worker, entry.task, memory_limit_bytes=limit_bytes)
+            entry.process = stack.enter_context(process)
+        list(pool.map(build, entries))
+        measured = _without_repeated_code(entries)
+        list(pool.map(measure_memory, measured))
+        for quantity in timed:
             time_in_turn(measured, quantity, rounds=rounds, seconds=seconds)
-        for entry in measured:
-            show_progress(f"{entry.name}: FLOPs")
-            entry.facts |= entry.ask("flops") or {}
+        list(pool.map(count_flops, measured))
         show_progress("")
     return measured
+
+
+def _without_repeated_code(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries without those that run the same code as an earlier one, whose processes are closed."""
+    kept: dict[str | int, Entry] = {}
+    for entry in entries:
+        was_built = entry.facts.get("backend")
+        code = repr([entry.facts.get(key) for key in CODE_KEYS]) if was_built else id(entry)
+        if code in kept:
+            entry.process.close()
+        kept.setdefault(code, entry)
+    return list(kept.values())

@@ -4,9 +4,10 @@ import contextlib
 import os
 
 from harness.cache import cache_folder
+from harness.failures import StorageFailure
 
-# The folder of compiled kernels. Without a home folder, cache_folder raises RuntimeError, and the variable is not set.
-with contextlib.suppress(RuntimeError):
+# The folder of compiled kernels. Without a home folder, the variable is not set.
+with contextlib.suppress(StorageFailure):
     os.environ.setdefault("WINDTUNNEL_KERNELS", str(cache_folder() / "kernels"))
 
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:

@@ -18,8 +18,22 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/attention-windtunnel``, or the same below ``~/.cache``. May not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-windtunnel"
+    """``$XDG_CACHE_HOME/attention-windtunnel``, or the same below ``~/.cache``. May not exist yet. StorageFailure if the
+    user has no home folder; a folder below /tmp could be another user's."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise StorageFailure("this user has no home folder; set XDG_CACHE_HOME") from error
+    return base / "attention-windtunnel"
+
+
+def user_path(text: str, *, key: str) -> Path:
+    """The path that a user has typed, in which ``~`` at the beginning is a home folder; ``./~`` is a file of this name.
+    ValueError naming ``key`` for a user without one."""
+    try:
+        return Path(text).expanduser() if text.startswith("~") else Path(text)
+    except RuntimeError as error:
+        raise ValueError(f"{key}={text!r}: cannot be read ({error})") from error
 
 
 def try_lock(file: IO) -> bool:

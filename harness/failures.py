@@ -4,6 +4,8 @@ and other errors are bugs."""
 
 import errno
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 BUG, MISTAKE = 1, 2
 
@@ -13,6 +15,22 @@ class Failure(Exception):
 
     exit_code: int  # of the command
     status: str  # of the run in its summary
+
+
+class Stopped(SystemExit):
+    """The end of a run that a signal has stopped. Any other SystemExit is one of the user's code."""
+
+
+@contextmanager
+def refuse_exit(label: str) -> Iterator[None]:
+    """Context in which a user's code may run. Its SystemExit is a ValueError that begins with ``label``, because the
+    command would end as if it were done."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except SystemExit as error:
+        raise ValueError(f"{label}: its code calls exit({error.code})") from error
 
 
 class Diverged(Failure):

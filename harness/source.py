@@ -1,15 +1,18 @@
 """Digests of the source files that can change a number of a run. A process reads each file once, because later edits do
 not change the modules that it has loaded."""
 
+import ast
 import functools
 import hashlib
 import json
 import os
+import platform
 import re
 import subprocess
-import sysconfig
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib import metadata
 from importlib.util import find_spec
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -41,10 +44,12 @@ def digest_of_tree(*, measuring: bool = False) -> str:
 
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
     """Names and paths of the user's files, and of the files below ``variants/`` that they or the configuration's
-    targets import. ``trust`` has the modules of the user. All files of a package count. For a module of a single file,
-    these count: the file, what it imports from its folder (unless it is installed), and files of the same stem, such as
-    ``mine.cpp`` for ``mine.py``. ValueError for a module without a source file."""
-    user_files = tuple(file for module in trust for file in _module_files(module))
+    targets import. ``trust`` has the modules of the user. Modules that they import count too, at any depth: those of
+    installed distributions and of Python by their version, others by their files. All files of a package count, and for
+    a module of a single file those of the same stem, such as ``mine.cpp`` for ``mine.py``. ValueError for a module of
+    ``trust`` without a source file."""
+    trusted = (file for module in trust for file in _module_files(module))
+    user_files = _with_imports(tuple(trusted))
     user_code = tuple(path for _, path in user_files if path.suffix == ".py")
     targets = frozenset(re.findall(r'"_target_": "(variants\.[^"]+)"', json.dumps(config)))  # at any depth
     imported = _imported_files(targets, user_code, ROOT)
@@ -67,19 +72,71 @@ def _imported_files(names: frozenset[str], code: tuple[Path, ...], root: Path) -
 
 @functools.cache
 def _module_files(module: str) -> Files:
-    """Names and paths of the files of a module of ``trust``."""
-    spec = find_spec(module)
-    origin = Path((spec and spec.origin) or "").resolve()
+    """Names and paths of the files of a module of the user, and of all of its package if it is in one."""
+    origin = _origin(module)
     folder = origin.parent
     if not origin.is_file():
         raise ValueError(f"trust={module}: has no source file; must be a module or package of Python files")
-    if origin.name == "__init__.py" or "." in module:
-        files = _files_below(folder, folder)
-    elif folder in {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}:
-        files = folder.glob(f"{origin.stem}.*")  # without imports, because torch lies in the same folder
-    else:
-        files = _imported_files(frozenset(), (origin,), folder)
+    if "." in module and (top := _origin(module.partition(".")[0])).is_file():
+        folder = top.parent
+    is_package = origin.name == "__init__.py" or "." in module
+    files = _files_below(folder, folder) if is_package else folder.glob(f"{origin.stem}.*")
     return tuple((f"{module}/{path.relative_to(folder).as_posix()}", path) for path in sorted(files))
+
+
+def _origin(module: str) -> Path:
+    """The file of a module; a folder if it has none."""
+    spec = find_spec(module)
+    return Path((spec and spec.origin) or "").resolve()
+
+
+@functools.cache
+def _with_imports(files: Files) -> Files:
+    """The user's files, with those of the modules that they import, and an empty file for each version."""
+    found, pending, seen = dict(files), [*files], {"harness", "bench", "variants", *sys.stdlib_module_names}
+    if files:
+        found[f"python {platform.python_version()}"] = Path(os.devnull)
+    while pending:
+        for module in _imported_modules(pending.pop()[1]) - seen:
+            seen.add(module)
+            more = _files_of_import(module)
+            pending += more
+            found |= more
+    return tuple(sorted(found.items()))
+
+
+def _imported_modules(path: Path) -> set[str]:
+    """The first parts of the names of the modules that a Python file imports anywhere; those of its package excepted."""
+    names = set()
+    with suppress(SyntaxError, ValueError, OSError):  # the run itself reports such errors
+        for node in ast.walk(ast.parse(path.read_bytes()) if path.suffix == ".py" else ast.Module([], [])):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(node.module.partition(".")[0])
+    return names
+
+
+def _files_of_import(module: str) -> Files:
+    """The files of an imported module, or its name and version if it is installed; none if there is no such module."""
+    with suppress(ImportError, ValueError, AttributeError):
+        spec = find_spec(module)
+        places = [Path(place).resolve() for place in spec.submodule_search_locations or [spec.origin]]
+        if any({"site-packages", "dist-packages"}.intersection(place.parts) for place in places):
+            return ((f"{module} {_version(module)}", Path(os.devnull)),)
+        if spec.origin and Path(spec.origin).is_file():
+            return _module_files(module)
+        files = ((place, path) for place in places for path in place.rglob("*.py"))  # a package without __init__.py
+        return tuple((f"{module}/{path.relative_to(place).as_posix()}", path) for place, path in sorted(files))
+    return ()
+
+
+def _version(module: str) -> str:
+    """The versions of the installed distributions that have a module; empty if it belongs to none."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(module)
+    names = metadata.packages_distributions().get(module, ())
+    return " ".join(f"{name} {metadata.version(name)}" for name in sorted(names))
 
 
 def _project_files(*roots: str) -> Files:

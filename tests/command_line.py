@@ -38,7 +38,7 @@ class CommandOutcome:
 
 def clear_source_caches() -> None:
     """Let this process read all source files again, as a new process does."""
-    for function in (source._module_files, source._sha256_once, source._imported_files):
+    for function in (source._module_files, source._sha256_once, source._imported_files, source._with_imports):
         function.cache_clear()
 
 

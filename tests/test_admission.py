@@ -25,6 +25,10 @@ def toy(cwd: Path, cls: str) -> tuple[str, ...]:  # noqa: F811
     return (*WORDS, *TINY, *GENERATED, *SIZES)
 
 
+def raise_no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 REFUSED = {
     "MisalignedMeans": "evaluation does not see the future at the sizes of the run: eval, 2 x 341 bytes, all from byte",
     "ShortWindow": "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 bytes, all up to byte",
@@ -53,6 +57,12 @@ def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkey
     assert repeated.code == 0 and "it is checked once" not in repeated.out
     outcome = train(*words, "batch.segment=200")
     assert outcome.code == 2 and "does not see the future at the sizes of the run" in outcome.err
+    with monkeypatch.context() as homeless:  # a user of a container that /etc/passwd does not list
+        homeless.delenv("XDG_CACHE_HOME")
+        homeless.setattr(Path, "home", raise_no_home)
+        outcome = train(*words, "seed=2")
+        assert outcome.code == 0 and "it is checked once" in outcome.out, outcome.err
+        assert "no home folder; set XDG_CACHE_HOME" in train(*words, "data=enwik8", "data.bytes=null").err
     with monkeypatch.context() as updated:
         run_plan = plan("variant=mhsa")
         before = admission._identity(run_plan)

@@ -89,6 +89,26 @@ def test_a_run_that_needs_too_many_graphs_continues_uncompiled_with_a_message(mo
     assert capsys.readouterr().out.count("more than 1 graphs would be needed") == 1
 
 
+@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.cpu_kernel), "fused"])
+def test_heads_of_unequal_spans_can_run_outside_of_the_graphs(backend, monkeypatch):
+    """The CPU's kernel is never part of a graph, and the fused backend is not if too many graphs would be needed."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    if backend == "fused":
+        monkeypatch.setattr("harness.device.compiled.MAX_GRAPHS", 1)
+    torch.compiler.reset()
+    trainers = []
+    for compiled in (False, True):
+        words = (*small_runs.VARIANTS["adaptive_span"], *SMALL, "model.span=256", f"runtime.backend={backend}")
+        trainer = make_trainer(*words, f"runtime.compile={compiled}")
+        for _ in range(9):
+            trainer.model.layers[0]["attention"].sublayer.span.place_([3, 200])
+            trainer.step()
+        trainers.append(trainer)
+    assert len({x.shape[2] for x in tensors(trainer.state) if x.dim() == 4}) == 2
+    uncompiled, compiled = (trainer.evaluate(trainer.reported_split("valid")) for trainer in trainers)
+    torch.testing.assert_close(compiled.nats, uncompiled.nats, rtol=0, atol=1e-4)
+
+
 @pytest.mark.faults
 def test_generated_code_takes_the_same_step_as_eager_code():
     from torch._inductor import config as inductor  # a slow import

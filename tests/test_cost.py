@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from bench import turns
+from bench import planning, turns
 from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
 from bench.turns import Entry, time_in_turn
@@ -71,7 +71,14 @@ def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(
     outcome = cost(*words)
     plain, auto = rows_of(outcome)
     monkeypatch.setattr(turns, "measure", lambda *_, **__: pytest.fail("measured again"))
-    assert rows_of(cost(*words)) == [plain, auto]
+    repeated = cost(*words)
+    assert rows_of(repeated) == [plain, auto] and repeated.out.count("measured before: length 128: mhsa, ") == 2
+    for changed in ("model.d_model=64", "mode=cold", "backends=[fused]"):
+        with pytest.raises(pytest.fail.Exception, match="measured again"):
+            cost(*words, changed)
+    with monkeypatch.context() as edited, pytest.raises(pytest.fail.Exception, match="measured again"):
+        edited.setattr(planning.source, "digest", lambda *_, **__: "of edited files")
+        cost(*words)
     for row in (plain, auto):
         assert (row["segment"], row["span"], row["streams"], row["mode"]) == (32, 128, 2, "stream")
         assert row["backend"] == "plain" and row["memory_limit_gib"] == 8.0
@@ -84,6 +91,19 @@ def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(
     column = headings([plain, auto]).index("evaluation backend")
     assert {row[column].text for row in cost_tables([plain, auto])[0].rows} == {"", auto["evaluation_backend"]}
     assert "evaluation backend" in outcome.out and "evaluation backend" not in headings([plain])
+
+
+def test_rows_of_each_group_are_kept_and_what_they_measured_is_skipped(cwd, monkeypatch):
+    words = ("variants=[mhsa,linear]", "lengths=[32,64]", "backends=[auto]", "step_bytes=128", "rows=r.jsonl")
+    words += ("timed=[train,generate_64]", "parallel=3")
+    measure = Mock(side_effect=[turns.measure, RuntimeError, RuntimeError])
+    monkeypatch.setattr(turns, "measure", lambda *group, **options: measure(*group)(*group, **options))
+    assert cost(*words, "compile=[false]").code
+    rows = [json.loads(line) for line in (cwd / "r.jsonl").read_text().splitlines()]
+    assert [(row["variant"], row["streams"]) for row in rows] == [("mhsa", 4), ("linear", 4)]
+    assert "one byte of 64 streams, ms" in headings(rows)
+    assert cost(*words, "compile=[false,true]").code
+    assert [entry.task.config["runtime"]["compile"] for entry in measure.call_args.args[0]] == [True, True]
 
 
 def test_by_default_a_quantity_is_timed_in_twenty_calls_or_for_a_minute():

@@ -6,8 +6,11 @@ import hashlib
 import inspect
 import io
 import lzma
+import os
 import sysconfig
+import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +104,69 @@ def test_a_compressed_file_is_unpacked_and_refused_if_damaged_or_too_large(tmp_p
     bomb = write(tmp_path, f"bomb.{suffix}", pack(bytes(3_000_000)))
     with pytest.raises(ValueError, match="more than 200 times its size; use an unpacked file"):
         load("file", path=bomb)
+
+
+def tarred(content: bytes, mode: str = "w", **keywords) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode, **keywords) as archive:
+        member = tarfile.TarInfo("c.txt")
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("pack", [*PACKERS.values(), partial(lzma.compress, format=lzma.FORMAT_ALONE)])
+def test_a_compressed_file_is_unpacked_whatever_its_name_is(tmp_path, pack):
+    assert all_bytes(load("file", path=write(tmp_path, "corpus.txt", pack(TEXT)))) == TEXT
+    assert all_bytes(load("file", path=str(tmp_path))) == TEXT
+    for archived in (tarred(TEXT), pack(TEXT)):  # an archive in an archive
+        with pytest.raises(ValueError, match=r"data\.path=.*is or contains a \..* archive"):
+            load("file", path=write(tmp_path, "more.gz", pack(archived)))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        *((f"tar.{mode}", tarred(TEXT, f"w:{mode}")) for mode in ("", "gz", "bz2", "xz")),
+        *((f"tar {kind}", tarred(TEXT, format=kind)) for kind in (tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT)),
+        ("tar", tarred(TEXT)[:257] + bytes(255) + tarred(TEXT)[512:]),  # of 1979
+        *((suffix, magic + TEXT) for magic, suffix in sources.FORMATS.items() if suffix not in sources.OPENERS),
+    ],
+)
+def test_archives_that_cannot_be_read_are_refused(tmp_path, suffix, content):
+    if suffix == "tar":
+        header = bytearray(content[:512])
+        header[148:156] = b" " * 8
+        content = content[:148] + b"%06o\0 " % sum(header) + content[156:]
+    with pytest.raises(ValueError, match=r"data\.path=.* archive; unpack it into a folder"):
+        load("file", path=write(tmp_path, f"corpus.{suffix}", content))
+
+
+def test_links_to_folders_are_followed(tmp_path):
+    write(tmp_path, "corpus/b/text", b"2" * 90)
+    write(tmp_path, "elsewhere/deep/text", b"1" * 90)
+    for name in ("a", "c"):
+        (tmp_path / "corpus" / name).symlink_to("../elsewhere")
+    assert all_bytes(load("file", path=str(tmp_path / "corpus"))) == b"1" * 90 + b"2" * 90 + b"1" * 90
+    (tmp_path / "elsewhere" / "deep" / "loop").symlink_to("../../corpus")
+    with pytest.raises(ValueError, match=r"data\.path=.*is a link to a folder that contains it"):
+        load("file", path=str(tmp_path / "corpus"))
+
+
+def test_a_folder_that_cannot_be_listed_is_no_shorter_corpus(tmp_path, monkeypatch):
+    write(tmp_path, "corpus/text", b"1" * 90)
+    write(tmp_path, "corpus/private/text", b"2" * 90)
+    list_folder = os.scandir
+
+    def refuse(path):
+        if Path(path).name == "private":
+            raise PermissionError(13, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "listdir", lambda path: [entry.name for entry in refuse(path)])
+    with pytest.raises(ValueError, match=r"data\.path=.*Permission denied"):
+        load("file", path=str(tmp_path / "corpus"))
 
 
 def test_paths_without_a_readable_corpus_are_refused_with_a_reason(tmp_path):

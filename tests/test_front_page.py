@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from bench import front_page, published_runs, results_page
+from bench import front_page, gpu_page, published_runs, results_page
 from bench.evidence import LR_FACTORS
 from bench.front_page import BEGIN, END, README, RESULTS, between_markers
 from bench.text_figures import recall_curves, recall_finding, state_finding
@@ -179,7 +179,7 @@ def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(fo
     gpu = json.loads((ROOT / RESULTS / "gpu.jsonl").read_text().splitlines()[0])
     changes = [("device", "Another"), ("seed", 7), ("check", "not causal"), ("budget", {"seconds": 600.0})]
     wrong = [(gpu, gpu | {"summary": gpu["summary"] | {"variant": "linear", key: changed}}) for key, changed in changes]
-    cases = [(results_page.gpu_table, rows) for rows in [(gpu, gpu), *wrong]]
+    cases = [(gpu_page.gpu_sections, rows) for rows in [(gpu, gpu), *wrong]]
     cases += [(results_page.cost_tables, (cost, cost | change)) for change in ({}, {"variant": "linear", "threads": 2})]
     cases += [(results_page.speed_table, (peer, peer | change)) for change in ({}, {"name": "mhsa", "threads": 9})]
     for table, rows in [*cases, (results_page.learning_rate_table, rates)]:

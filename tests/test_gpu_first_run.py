@@ -1,6 +1,5 @@
-"""``tests/gpu_first_run.sh``: its commands compose for a GPU, it stops at the first failure, and it checks rows."""
+"""``tests/gpu_first_run.sh``: its commands compose for a GPU, none stops the others, and its rows become tables."""
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -8,50 +7,59 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from bench.gpu_page import gpu_sections
 from harness.plan.build import plan_run
+from harness.record.rows import append_row, read_rows
 from tests import gpu_rows
+from tests.bench_rows import cost_row
 from tests.command_line import ROOT
-from tests.small_configs import CONF, VARIANT_NAMES, compose_config
+from tests.gpu_profile import profile_step
+from tests.small_configs import CONF, TINY, VARIANT_NAMES, compose_config
 
 STUB = """#!/bin/sh
-case "$*" in *device_count*) echo 2; exit;; esac
-echo "$(basename "$0") $*" >>calls
-[ "$(wc -l <calls)" -ne "$FAIL_AT" ]
+case "$*" in -c*) echo 2; exit;; esac
+echo "$*" >>"$CALLS"
+case "$*" in *"$FAIL"*) exit 3;; esac
 """
-"""A program that writes its command to ``calls``, fails at call ``FAIL_AT``, and reports two devices."""
+"""A Python that writes its arguments to ``CALLS``, fails for those with ``FAIL``, and reports two devices."""
 
 
-def run_script(folder: Path, *, fail_at: int) -> tuple[int, list[str]]:
-    """Exit code of the script and the commands that it called."""
-    folder.mkdir()
-    for name in ("nvidia-smi", "c++", "python", "torchrun"):
-        (folder / name).write_text(STUB)
-        (folder / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "FAIL_AT": str(fail_at)}
-    script = ["sh", str(ROOT / "tests" / "gpu_first_run.sh")]
-    code = subprocess.run(script, cwd=folder, env=environment, check=False, capture_output=True).returncode
-    return code, (folder / "calls").read_text().splitlines()
+def run_script(folder: Path, *words: str, fail: str = "none") -> tuple[int, list[list[str]], str]:
+    """Exit code of the script, the arguments of the commands that it ran, and what it printed."""
+    stub, calls = folder / "python", folder / "calls"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    calls.write_text("")
+    environment = {"PYTHON": str(stub), "CALLS": str(calls), "FAIL": fail, "CORPUS": ""}
+    environment |= {name: str(folder / name) for name in ("ROWS", "RUNS")}
+    script = ["sh", str(ROOT / "tests" / "gpu_first_run.sh"), *words]
+    outcome = subprocess.run(script, env=os.environ | environment, capture_output=True, text=True, check=False)
+    return outcome.returncode, [line.split() for line in calls.read_text().splitlines()], outcome.stdout
 
 
-def test_the_script_stops_at_the_first_command_that_fails(tmp_path):
-    code, commands = run_script(tmp_path / "all", fail_at=0)
-    assert code == 0 and len(commands) == 13
-    for call in range(1, len(commands) + 1):
-        assert run_script(tmp_path / str(call), fail_at=call) == (1, commands[:call])
+def test_a_failure_stops_no_other_command_and_only_what_failed_runs_again(tmp_path):
+    code, failed, out = run_script(tmp_path, "kernels", "profile", fail="-m gpu")
+    assert code == 1 and "kernels: FAILED with exit code 3" in out
+    assert [call[1] for call in failed] == ["pytest", *["tests.gpu_profile"] * 4]
+    code, again, out = run_script(tmp_path, "kernels", "profile", "costs")
+    assert [call[1] for call in again] == ["pytest", *["bench.cost"] * 5] and out.count("done before") == 4
+    assert run_script(tmp_path, "kernels")[1] == []
 
 
 def test_the_commands_of_the_script_compose_for_a_gpu(tmp_path):
-    _, commands = run_script(tmp_path / "all", fail_at=0)
-    composed = []
-    for words in (command.split() for command in commands):
+    code, calls, _ = run_script(tmp_path)
+    measured = set()
+    for module, words in ((call[1] if call[0] == "-m" else call[0], call) for call in calls):
         keys = [word for word in words if "=" in word and not word.startswith("-")]
-        bench_command = next((word[6:] for word in words if word.startswith("bench.")), None)
-        if "train.py" in words:
+        if "train.py" in words or module == "tests.gpu_profile":
             assert plan_run(compose_config(*keys)).runtime.device == "cuda"
-        elif bench_command:
-            assert compose_config(*keys, name=bench_command).runtime.device == "cuda"
-        composed += ["train"] * ("train.py" in words) + [bench_command] * bool(bench_command)
-    assert composed == ["check", "fit", "train", "train", "train", "cost", "train"]
+        elif module.startswith("bench."):
+            config = compose_config(*keys, name=module[6:])
+            assert config.runtime.device == "cuda"
+            measured |= {*(config.get("variants") or ())}
+    assert code == 0 and {*VARIANT_NAMES} - measured == {f"mhsa_span_{n}" for n in (8, 32, 128)}
+    code, calls, plan = run_script(tmp_path, "--plan")
+    assert (code, calls) == (0, []) and "at most 1220 s in all" in plan
 
 
 def test_sweeps_for_a_gpu_leave_out_comparisons_combinations_and_variants_without_a_kernel():
@@ -65,29 +73,8 @@ def test_sweeps_for_a_gpu_leave_out_comparisons_combinations_and_variants_withou
     assert swept == {*VARIANT_NAMES} - comparisons - combinations - without_kernel
 
 
-@pytest.fixture
-def rows(tmp_path):
-    """A function that writes the files of a successful first run; its arguments change the file or row ``name``."""
-    summary = {"valid_bits_per_byte": 3.0, "bytes_per_second": 200.0, "memory": {"peak_bytes": 100 * 2**20}}
-
-    def write(name: str = "", **changes: object) -> Path:
-        for run in ("compiled", "again", "eager"):
-            folder = tmp_path / run / "latest"
-            folder.mkdir(parents=True, exist_ok=True)
-            speed = {"bytes_per_second": 100.0} if run == "eager" else {}
-            (folder / "summary.json").write_text(json.dumps(summary | speed | (changes if run == name else {})))
-        (tmp_path / "compiled.log").write_text("Recompiling function f\n" * (9 if name == "log" else 2))
-        (tmp_path / "fit.txt").write_text(f"peak, MiB  {changes['peak'] if name == 'fit' else 110}  of a step\n")
-        cost = {"status": "measured", "utilisation": {"share": 0.3}} | (changes if name == "cost" else {})
-        (tmp_path / "cost.jsonl").write_text(json.dumps(cost) + "\n")
-        return tmp_path
-
-    return write
-
-
-def test_rows_that_agree_pass(rows, capsys):
-    gpu_rows.check(rows(), device="cuda")
-    assert "recompilations: {'f': 2}" in capsys.readouterr().out
+RUN = {"valid_bits_per_byte": 3.0, "bytes_per_second": 200.0, "memory": {"peak_bytes": 100}}
+RUNS = {"compiled": RUN, "again": RUN, "eager": RUN | {"bytes_per_second": 100.0}}
 
 
 @pytest.mark.parametrize(
@@ -96,12 +83,31 @@ def test_rows_that_agree_pass(rows, capsys):
         ("again", {"valid_bits_per_byte": 3.0001}, "deterministic"),
         ("eager", {"valid_bits_per_byte": 3.1}, "rounding"),
         ("eager", {"bytes_per_second": 300.0}, "does not pay"),
-        ("log", {}, "dynamo's limit"),
-        ("fit", {"peak": 10}, "far from"),
-        ("cost", {"utilisation": {"share": 1.2}}, "between 0 and 1"),
-        ("cost", {"status": "failed", "reason": "out of memory"}, "out of memory"),
+        ("eager", {"memory": {"peak_bytes": 10}}, "far from"),
     ],
 )
-def test_rows_that_disagree_are_an_error(rows, name, changes, message):
+def test_only_runs_that_disagree_are_an_error(name, changes, message):
+    gpu_rows.check(RUNS, predicted=110, device="cuda")
     with pytest.raises(AssertionError, match=message):
-        gpu_rows.check(rows(name, **changes), device="cuda")
+        gpu_rows.check(RUNS | {name: RUNS[name] | changes}, predicted=110, device="cuda")
+
+
+def test_published_rows_become_tables(tmp_path):
+    file = tmp_path / "gpu.jsonl"
+    file.write_text((ROOT / "bench" / "results" / "gpu.jsonl").read_text())
+    run = read_rows(file)[0]
+    run["summary"]["budget"] = {"bytes": 16e6}
+    append_row(tmp_path / "training.jsonl", run)
+    append_row(tmp_path / "cost.jsonl", cost_row(compile=True, utilisation={"share": 0.3}))
+    profiled = profile_step("variant=mhsa", *TINY, "data=synthetic_text", "data.bytes=20000")
+    assert 0 < profiled["busy_ms"] < profiled["step_ms"]
+    append_row(tmp_path / "profile.jsonl", profiled | {"launches": 1234})
+    for _ in range(2):  # rows of an earlier call are replaced
+        gpu_rows.publish(tmp_path, file=file)
+        assert len(read_rows(file)) == 4 + 3
+    tables = gpu_sections(file)
+    assert "### Equal bytes" in tables and "| mechanism | 512 compiled |" in tables and "| `mhsa` | 30 |" in tables
+    assert "### Launches of kernels\n\n| mechanism | 16 |\n| --- | --: |\n| `mhsa` | 1,234 |" in tables
+    append_row(tmp_path / "cost.jsonl", cost_row(utilisation={"share": 1.2}))
+    with pytest.raises(AssertionError, match="between 0 and 1"):
+        gpu_rows.publish(tmp_path, file=file)

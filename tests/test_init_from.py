@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from harness.record import checkpoint
-from tests.small_runs import CARRY, DROPOUT, make_run, rows_of, run_to_end, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import CARRY, DROPOUT, make_run, rows_of, run_to_end, stop, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.test_report import column, tables
 
 # The schedule does not depend on the budget, so a continued run equals one that has the larger budget from the start.
 WORDS = ("variant=mhsa", *CARRY, *DROPOUT, "optim=adagrad", "optim.schedule.warmup_steps=4", "eval.every=0")
@@ -43,6 +44,26 @@ def test_restoring_weights_begins_a_new_schedule(six_steps):
     assert all(torch.equal(p, weights(six_steps)[name]) for name, p in trainer.model.state_dict().items())
     assert trainer.spent.steps == 0 and trainer.optimizers.steps == 0 and trainer.state is None
     assert all(state["step"] == 0 for o in trainer.optimizers.optimizers.values() for state in o.state.values())
+
+
+def test_rows_and_tables_say_what_was_trained_before(six_steps, capsys, tmp_path):
+    """The pretraining of the pretraining counts too, and a stopped run says it again when it resumes."""
+    digest = make_run(*WORDS, "budget.steps=1").trainer.corpus.sha256
+    run = make_run(*WORDS, "budget.steps=4", f"init_from.run={six_steps}")
+    assert "WARNING" not in capsys.readouterr().err
+    stop(run, step=2)
+    first, summary = whole_run(*WORDS, "budget.steps=4", f"init_from.run={six_steps}")
+    data = {"name": "recall", "bytes": 20_000, "sha256": digest}
+    assert summary["pretrained"] == {"variant": "mhsa", "data": data, "bytes_seen": 6 * 64}
+    other = (*WORDS, "variant.name=another", "data.bytes=30000", "budget.steps=4")
+    _, summary = whole_run(*other, f"init_from.run={first.folder.path}", f"outputs={tmp_path / 'runs'}")
+    output = capsys.readouterr()
+    assert summary["pretrained"]["bytes_seen"] == 10 * 64 and summary["bytes_seen"] == 4 * 64
+    assert f"began with       mhsa, 640 bytes of recall ({digest[:6]})" in output.out
+    before, after = output.err.partition("WARNING: init_from.run=")[2].split("; this run trains ")
+    assert "trained mhsa on recall, 20,000 bytes" in before and after.startswith("another on recall, 30,000 bytes")
+    (table,) = (table for table in tables(tmp_path / "runs").values() if table.name == "runs-1")
+    assert column(table, "began with")[0] == f"mhsa, 640 bytes of recall ({digest[:6]})"
 
 
 @pytest.mark.parametrize(

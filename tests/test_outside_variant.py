@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -79,6 +80,57 @@ def test_a_users_file_with_the_name_of_one_of_ours_is_refused(cwd, name):
     assert outcome.code == 2 and len(outcome.err.splitlines()) == 1, outcome
     assert f"{cwd / 'my_conf' / name}.yaml: has the name of a file of the project" in outcome.err
     assert train("-cd", str(ROOT / "conf"), *GENERATED, "--cfg", "job").code == 0  # our own folder is allowed
+
+
+EXITS = {
+    "import": ("from torch import nn", "import sys\nfrom torch import nn\nsys.exit()"),
+    "constructor": ("super().__init__()", "exit(0)"),
+    "forward": ("return SublayerOutput", "exit()\n        return SublayerOutput"),
+    "late": (
+        "return SublayerOutput",
+        "if self.training and x.shape[1] == 32: raise SystemExit\n        return SublayerOutput",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", EXITS)
+def test_a_users_code_that_exits_is_an_error(cwd, imports, place):
+    write(cwd, module="my_mixer", conf="my_conf")
+    (cwd / "my_mixer.py").write_text(MIXER.replace(*EXITS[place]))
+    words = ("-cd", "my_conf", "trust=[my_mixer]", "variant=mine", *(["check=false"] if place == "late" else []))
+    outcome = train(*words, *GENERATED)
+    assert outcome.code == 2 and outcome.err.count("error: ") == 1, outcome
+    assert "calls exit(" in outcome.err or (place == "forward" and "SystemExit" in outcome.err)
+    if place == "late":
+        return
+    outcome = call("bench/check.py", *words, "position=none", "model.cache=kv", "model.attend_self=true")
+    assert outcome.code == 2 and "exit" in (outcome.out + outcome.err).lower(), outcome
+    swept = train("-m", *words, *GENERATED, "seed=0,1")
+    assert swept.code == 2 and "0 of 2 done" in swept.out, swept
+
+
+def test_any_exit_that_is_not_of_ours_is_an_error(cwd, monkeypatch):
+    module = ModuleType("theirs")
+    exec("import sys\ndef leave(*_, **__):\n    sys.exit()", vars(module))
+    monkeypatch.setattr("bench.planning.open_trained", module.leave)
+    outcome = call("bench/evaluate.py", "run=outputs/latest")
+    assert outcome.code == 2 and outcome.err == "error: the code of theirs calls exit(None)\n", outcome
+
+
+def test_the_names_of_shipped_variants_are_reserved(cwd, imports):
+    write(cwd, module="my_mixer", conf="my_conf")
+    words = ("-cd", "my_conf", *GENERATED, "trust=[my_mixer]")
+    refused = [("variant=mine", "variant.name=mhsa"), ("variant=adaptive_span", "variant.name=mhsa")]
+    refused.append(("variant=mhsa", "sublayer@variant.attention=my_mixer"))
+    (cwd / "my_conf/variant/named.yaml").write_text(VARIANT.replace("name: mine", "name: mhsa"))
+    (cwd / "my_conf/moved.yaml").write_text("# @package _global_\nvariant: {name: mhsa}\n")
+    refused += [("variant=named",), ("variant=mine", "+moved=moved")]
+    (cwd / "my_conf/moved").mkdir()
+    (cwd / "my_conf/moved.yaml").rename(cwd / "my_conf/moved/moved.yaml")
+    for choice in refused:
+        outcome = train(*words, *choice)
+        assert outcome.code == 2 and "name=mhsa: is the name of a shipped variant" in outcome.err, (choice, outcome)
+    assert train(*words, "variant=mhsa", "sublayer@variant.attention=my_mixer", "variant.name=mixed").code == 0
 
 
 def test_a_package_on_the_search_path_needs_trust(cwd, imports):

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from threading import Barrier
 from unittest.mock import MagicMock
 
 import pytest
@@ -48,12 +49,15 @@ def test_speeds_are_compared_within_each_round():
     assert (failed["status"], failed["rounds"], failed["relative_to_reference"]) == ("failed", 0, None)
 
 
-def test_entries_take_turns_and_a_failed_entry_is_not_measured_again(monkeypatch):
+def test_entries_start_together_and_take_turns_and_a_failed_one_is_not_measured_again(monkeypatch):
+    together = Barrier(3, timeout=30)
     calls, times = [], {"a": iter((1.0, 2.0)), "b": iter((3.0, 4.0))}
 
     def fake_worker(worker, name, *, memory_limit_bytes):
         def call_worker(method, *_, **__):
             calls.append((method, name))
+            if method == "build":
+                together.wait()
             if method == "build" and name == "lost":
                 raise WorkerError("failed", "x: not installed")
             answers = {"identity": identity("peers", variant=name), "build": {"backend": "plain"}}
@@ -63,7 +67,8 @@ def test_entries_take_turns_and_a_failed_entry_is_not_measured_again(monkeypatch
 
     monkeypatch.setattr("bench.turns.WorkerProcess", fake_worker)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
-    assert measure(entries, worker=PeerWorker, rounds=2, seconds=0.0) == entries
+    options = {"timed": ("train",), "rounds": 2, "seconds": 0.0, "parallel": 3}
+    assert measure(entries, worker=PeerWorker, **options) == entries
     assert [name for method, name in calls if method == "times"] == ["a", "b", "b", "a"]
     assert entries[0].rounds["train"] == [[1.0], [2.0]]
     assert entries[2].reason == "x: not installed" and calls.count(("train_memory", "lost")) == 0

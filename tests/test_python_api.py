@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 import windtunnel
+from harness.compose.untrusted_config import read_config
 from harness.data import corpora
-from tests.command_line import GENERATED, ROOT, run_folders, train
+from harness.plan.build import literal
+from tests.command_line import GENERATED, ROOT, call, run_folders, train
 from tests.small_runs import MEMORY
 
 READERS = r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_newest|torch\.load)\("
@@ -40,6 +46,39 @@ def test_a_loaded_model_has_the_exact_score_of_its_run_and_needs_three_files(run
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
     torch.set_num_threads(1)
     assert [model.score(text, **cut) for model in models] == [summary["valid_bits_per_byte"]] * 2
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+@example("1e5").via("a number for OmegaConf, a text for PyYAML")
+@example(r"a\${b}\\${c}").via("no reference")
+def test_a_text_of_a_configuration_is_the_same_text_when_a_run_is_opened(tmp_path_factory, name):
+    assume(name != "???")  # OmegaConf's mark for a missing value, which no run has
+    path = tmp_path_factory.mktemp("run") / "config.yaml"
+    path.write_bytes(yaml.safe_dump({"path": name, "paths": [name]}, sort_keys=False).encode())
+    opened = OmegaConf.to_container(literal(read_config(path, label="run")), resolve=True)
+    assert opened == {"path": name, "paths": [name]}
+
+
+NAMES = ("1e5", "on", "null", "2020-01-01", "0x1F", "./~", "1_0", ".inf", "a${b}.bin", "é")
+
+
+def test_a_run_of_a_corpus_of_any_name_can_be_repeated_in_a_sweep_and_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [r"\$".join(f"data.path='{name}'".split("$")) for name in NAMES]
+    for name in NAMES:
+        Path(name).write_bytes(bytes(range(65, 91)) * 1000)
+    sweep = "data.path=" + ",".join(word.partition("=")[2] for word in words)
+    outcome = train("-m", "data=file", "variant=mhsa", "budget.steps=1", sweep)
+    assert outcome.code == 0 and f"{len(NAMES)} of {len(NAMES)} done" in outcome.out, outcome
+    folders = run_folders(Path("outputs"))
+    models = [windtunnel.load(folder) for folder in folders]
+    assert {model.about["config"]["data"]["path"] for model in models} == {*NAMES}
+    assert "finished before" in train("data=file", "variant=mhsa", "budget.steps=1", words[0]).out
+    evaluated = [call("bench/evaluate.py", f"run={folder}", "eval.bytes=40") for folder in folders]
+    assert [outcome.code for outcome in evaluated] == [0] * len(NAMES), evaluated
+    for command, key in (("train.py", "data.path"), ("bench/evaluate.py", "run")):
+        outcome = call(command, f"{key}=1e5")
+        assert outcome.code == 2 and f"\"{key}='..'\"" in outcome.err, outcome
 
 
 def test_attention_maps_are_causal_and_sum_to_one_and_mistakes_are_named(run, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from bench.report import drawing
 from bench.report.__main__ import all_tables, runs_csv
 from bench.report.columns import for_terminal
 from bench.report.frame import read_folders
@@ -132,6 +133,16 @@ def test_scores_on_test_are_counted_with_those_of_failed_runs_and_later_evaluati
     change(write_run(tmp_path, variant="adaptive_span"), status="failed", error="late")
     (write_run(tmp_path, variant="all_attention") / "summary.json").unlink()
     assert "Test was scored 5 times in the folders that were read." in tables(tmp_path)["runs-1"].notes
+
+
+def test_the_reference_is_the_shipped_mechanism(tmp_path):
+    change(write_run(tmp_path, variant="mhsa", bits=1.0), check="passed", source="aa" * 32, numerics=NUMERICS)
+    change(write_run(tmp_path, variant="adaptive_span", bits=2.0), numerics=NUMERICS)
+    assert "Differences" not in tables(tmp_path)["runs-1"].caption
+    change(write_run(tmp_path / "shipped", variant="mhsa", bits=3.0), numerics=NUMERICS)
+    table = tables(tmp_path)["runs-1"]
+    assert "Differences are from mhsa, source=not set" in table.caption
+    assert column(table, "minus the reference, bits")[:3] == ["-2.0000", "-1.0000", ""]
 
 
 def test_differences_from_the_reference_are_paired_by_seed_and_corrected_by_holm(tmp_path):
@@ -279,6 +290,16 @@ def test_arbitrary_changes_of_rows_and_runs_cause_no_error(tmp_path_factory, see
 def table_of(*rows: tuple[Cell, Cell]) -> Table:
     columns = (Column("variant", numeric=False), Column("bits", "Bits per byte."))
     return Table(name="t-1", title="Title", caption="Caption.", columns=columns, rows=rows)
+
+
+@pytest.mark.parametrize("name", [r"a$\frac$b.bin", "a${x}$b_{.bin", "$", "$$", r"\$a$", "a$b $c$" * 30])
+def test_a_dollar_in_a_name_begins_no_formula(name):
+    with drawing.styled():
+        figure, (ax,) = drawing.panels(1, 1, width=4.0, height=3.0, title=name, subtitle=name)
+        ax.plot([1, 2], [1, 2], label=name)
+        ax.set_xlabel(name)
+        drawing.add_legend(ax)
+        assert drawing.drawing_of(figure, name="a", title=name, caption=name).svg
 
 
 def test_csv_has_unrounded_numbers_and_a_column_for_marks():

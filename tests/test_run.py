@@ -83,7 +83,9 @@ def test_budgets_of_steps_and_bytes_determine_steps_and_schedule(budget):
     trainer, rates = make_trainer("optim=adamw", *schedule, budget), []  # rates relative to the highest
     while not trainer.finished:
         trainer.step()
-        rates.append(trainer.optimizers.optimizers["default"].param_groups[0]["lr"] / trainer.optimizers.lr)
+        used = trainer.optimizers.optimizers["default"].param_groups[0]["lr"]
+        assert trainer.train_row()["learning_rate"] == pytest.approx(used)
+        rates.append(used / trainer.optimizers.lr)
     assert trainer.spent.steps == 16 and trainer.spent.bytes == 16 * 64
     amount = 16.0 if "steps" in budget else 1000 / 64
     middles = [(step + min(step + 1, amount)) / 2 / amount for step in range(16)]

@@ -1,6 +1,7 @@
 """The folder of a run: what identifies the run, finished and invalid folders, and locking."""
 
 import copy
+import errno
 import json
 import os
 from dataclasses import replace
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from harness.data.sources import PINNED
+from harness.loop import summary
+from harness.model import NUMERICS
 from harness.record import checkpoint
+from harness.record.comparison import code_version
 from harness.record.folder import Identity, RunFolder, config_hash
 from harness.record.rows import RECORD, SUMMARY
 from tests import bench_rows
@@ -72,11 +76,21 @@ def test_a_run_that_another_process_has_finished_since_it_was_prepared_is_return
     words = ("budget.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=1")
     first, second = make_run(*words), make_run(*words)
     stop(make_run(*words), step=2)
-    summary = run_to_end(first)
+    scores = run_to_end(first)
     assert "resuming at " in capsys.readouterr().out
     written_ns = (first.folder.path / SUMMARY).stat().st_mtime_ns
-    assert train(second) == summary["valid_bits_per_byte"] and "finished before: " in capsys.readouterr().out
+    assert train(second) == scores["valid_bits_per_byte"] and "finished before: " in capsys.readouterr().out
     assert (first.folder.path / SUMMARY).stat().st_mtime_ns == written_ns, "a finished run was trained again"
+
+
+def test_golden_numbers_do_not_pin_an_edited_tree(monkeypatch):
+    """A row without a version of its variant is pooled only with rows of equal source."""
+    run, versions = make_run("budget.steps=2"), []
+    for commit in ("ab" * 20, "ab" * 20 + "-dirty"):
+        monkeypatch.setattr(summary, "commit", lambda commit=commit: commit)
+        row = summary.run_provenance(run.trainer, run.folder.identity, command="")
+        versions.append(code_version(row))
+    assert versions == [{"numerics": {"variant": 1, "shared": NUMERICS}}, {"source": run.folder.identity.source}]
 
 
 @pytest.mark.parametrize("content", ["[]", "{"])
@@ -97,3 +111,25 @@ def test_a_folder_is_locked_by_one_process_and_an_unwritable_folder_is_refused(t
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="outputs=.*file: cannot be written"):
         RunFolder(tmp_path / "file", IDENTITY).lock()
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_a_run_needs_no_links(tmp_path, monkeypatch, number):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    RunFolder(tmp_path, IDENTITY).lock()
+    assert [path.name for path in tmp_path.iterdir()] == [IDENTITY.name]
+
+
+def test_a_home_folder_in_a_path_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = make_run("budget.steps=2", "outputs='~/runs'")
+    run_to_end(run)
+    assert run.folder.path.parent == tmp_path / "runs"
+    continued = make_run("budget.steps=2", f"init_from.run='~/runs/{run.folder.path.name}'", "outputs='./~'")
+    continued.lock_folder()
+    assert continued.folder.path.parent == Path("~").absolute() and Path("~").is_dir()
+    with pytest.raises(ValueError, match="outputs='~nobody-at-all/x': cannot be read"):
+        make_run("outputs='~nobody-at-all/x'")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from harness import source
 from harness.device import runtime
 from harness.device.worker_process import WorkerError
 from harness.loop import select_backend
@@ -20,8 +21,9 @@ PASSED = (True, "1e-6 of the gradient of x")
 
 
 @pytest.fixture(autouse=True)
-def untested_cpu(monkeypatch):
+def untested_cpu(monkeypatch, tmp_path_factory):
     """Make the CPU an untested device without cached comparisons."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(select_backend, "TESTED_DEVICES", ())
     monkeypatch.setattr(select_backend, "_comparisons", {})
 
@@ -91,6 +93,15 @@ def test_a_comparison_is_cached_for_the_jobs_of_a_process_but_a_timeout_is_not(c
         del compared[:]
         config = run_plan.config | {section: run_plan.config[section] | keys}
         assert select_for(plan_run(OmegaConf.create(config), trusted=run_plan.trust)) and len(compared) == 3, section
+
+
+def test_only_a_passed_comparison_of_the_same_source_is_cached_for_later_processes(compared, monkeypatch):
+    run_plan = offering("kernel", "fused")
+    first = select_for(run_plan)
+    monkeypatch.setattr(select_backend, "_comparisons", {})  # as in a new process
+    assert select_for(run_plan) == first and compared == ["kernel", "fused", "kernel"]
+    monkeypatch.setattr(source, "digest", lambda *_, **__: "another")
+    assert select_for(run_plan) == first and compared[3:] == ["kernel", "fused"]
 
 
 def test_without_a_correct_candidate_plain_is_selected_with_a_warning(compared, capsys):

@@ -120,12 +120,48 @@ def test_a_copied_checkout_has_the_same_digest_and_imports_of_installed_modules_
         digest({}, trust=("nowhere_at_all",))
     write(checkout / "users/broken.py", "def (\n")
     assert digest({}, trust=("broken",)) != digest({})
-    # Imports by installed modules are not followed: all of torch would be read.
-    monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(checkout / "users"))
-    before = digest({}, trust=("mine",))
+
+
+def test_what_trusted_code_imports_counts_by_its_files_or_if_it_is_installed_by_its_version(
+    checkout, monkeypatch, tmp_path_factory
+):
+    """``wrapper`` imports a package and a package without ``__init__.py`` of the user, and an installed one."""
+    elsewhere, installed = tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("env") / "site-packages"
+    monkeypatch.syspath_prepend(elsewhere)
+    monkeypatch.syspath_prepend(installed)
+    write(
+        checkout / "users/wrapper.py", "def late():\n    import theirs.layer\nimport spread.part, numpy, torch, json\n"
+    )
+    write(elsewhere / "theirs/__init__.py", "")
+    write(elsewhere / "theirs/deep/kernel.cu", "")
+    write(elsewhere / "theirs/layer.py", "from .deep import kernel\nfrom other_file import x\nimport bought\n")
+    write(elsewhere / "other_file.py", "")
+    write(elsewhere / "spread/part.py", "import wrapper")
+    write(installed / "bought/__init__.py", "")
+    write(installed / "bought-1.dist-info/METADATA", "Name: bought\nVersion: 1.0\n")
+    write(elsewhere / "unrelated.py", "")
+    write(checkout / "users/project/__init__.py", "")
+    write(checkout / "users/project/helper.py", "")
+    write(checkout / "users/project/inner/mine.py", "from ..helper import x")
+
+    def changes(path: Path, text: str = "# edited", trust: str = "wrapper") -> bool:
+        before, content = digest({}, trust=(trust,)), path.read_text()
+        clear_source_caches()
+        write(path, text)
+        after = digest({}, trust=(trust,))
+        write(path, content)
+        clear_source_caches()
+        return after != before
+
+    counted = ("theirs/__init__.py", "theirs/deep/kernel.cu", "theirs/layer.py", "other_file.py", "spread/part.py")
+    assert [name for name in counted if not changes(elsewhere / name)] == []
+    assert not changes(elsewhere / "unrelated.py") and not changes(installed / "bought/__init__.py")
+    assert changes(installed / "bought-1.dist-info/METADATA", "Name: bought\nVersion: 2.0\n")
+    assert changes(checkout / "users/project/helper.py", trust="project.inner.mine")
+    before = digest({}, trust=("wrapper",))
     clear_source_caches()
-    write(checkout / "users/helper.py", "edited")
-    assert digest({}, trust=("mine",)) == before
+    monkeypatch.setattr(source.platform, "python_version", lambda: "3.99.0")
+    assert digest({}, trust=("wrapper",)) != before and digest({}) == digest({})
 
 
 def test_mechanisms_have_static_imports_only():

@@ -122,6 +122,20 @@ def test_the_mode_follows_the_configuration_the_variable_and_the_login(
         assert hint.startswith(prefixes[started[-1]])
 
 
+def test_jobs_of_a_sweep_have_their_own_ids_and_a_trial_of_a_finished_run_gets_its_score(cwd, fake, monkeypatch):
+    module, words = fake(), (*SIZES, "budget.steps=2", "eval.every=0")
+    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
+    assert call("train.py", "-m", *words, "seed=0,1").code == 0
+    ids = [started.kwargs["id"] for started in module.init.call_args_list]
+    assert len(set(ids)) == 2 and "theirs" not in ids
+    module.run.summary.clear()
+    assert "finished before" in call("train.py", *words, "seed=0").out and not module.run.summary
+    monkeypatch.setenv("WANDB_SWEEP_ID", "a-sweep")
+    assert "finished before" in call("train.py", *words, "seed=0").out
+    assert module.init.call_args.kwargs["id"] == "theirs" and module.run.summary["valid_bits_per_byte"] > 0
+    assert module.run.finish.call_count == module.init.call_count
+
+
 def test_environment_variables_of_wandb_override_the_configuration(fake, monkeypatch, tmp_path):
     module = fake()
     for name in ("PROJECT", "DIR", "RUN_ID"):

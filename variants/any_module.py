@@ -115,7 +115,7 @@ def _build(make: functools.partial) -> nn.Module:
         )
     try:
         module = make()
-    except Exception as error:  # a mistake in the YAML; the new message includes the original one
+    except (Exception, SystemExit) as error:  # a mistake in the YAML; the new message includes the original one
         words = ", ".join(f"{keyword}={argument}" for keyword, argument in keywords.items()) or "no keywords"
         raise ValueError(f"module={name}: cannot be built with {words} ({type(error).__name__}: {error})") from error
     try:
@@ -133,7 +133,7 @@ def _ignores_unknown_keywords(make: functools.partial) -> bool:
     try:
         with torch.random.fork_rng(devices=[]):
             make(an_unknown_keyword=None)
-    except Exception:
+    except (Exception, SystemExit):
         return False
     return True
 

@@ -248,10 +248,13 @@ class Attention(MultiHead, OnKernels):
             return None
         if self.cache == "hidden":
             return last(self.present_reach(), 1, None, state)
-        # All heads keep the same length, because a state with one tensor per head would recompile the graph.
         kv, last_key = self.split_state(state)
+        parts = before(kv, None)
+        if len(parts) > 1:  # made outside of a graph, which has cut the past of each head to its own length
+            return state
+        # All heads keep the same length, because a state with one tensor per head would recompile the graph.
         n_keys = self.present_reach() - self.key_past
-        return self.join_state(last_keys([], *before(kv, None), n_keys), last_key)
+        return self.join_state(last_keys([], *parts, n_keys), last_key)
 
     def present_reach(self) -> int:
         """Return the largest distance in bytes at which an input can move an output, with the present spans."""

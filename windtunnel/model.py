@@ -10,6 +10,7 @@ from torch import Tensor
 
 import harness  # noqa: F401 - applies settings that must precede compiling kernels
 from bench.planning import open_trained
+from harness.cache import user_path
 from harness.device.runtime import Runtime
 from harness.loop.sampling import generate, token_ids
 from harness.loop.scoring import score_stream
@@ -62,6 +63,6 @@ class Model:
 def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) -> Model:
     """Load the best weights of a run folder onto a ``device`` of torch. No code in the folder is executed. ``trust``
     names further modules from which its mechanisms may be imported. ValueError if the folder has no readable run."""
-    opened = open_trained(Path(path), key="path", trust=list(trust))
+    opened = open_trained(user_path(str(path), key="path"), key="path", trust=list(trust))
     about = opened.provenance | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)

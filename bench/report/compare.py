@@ -15,7 +15,7 @@ import yaml
 
 from harness.record import comparison
 from harness.record.cells import join_words, pluralize
-from harness.record.closing_table import data_label, short_commit
+from harness.record.closing_table import data_label, pretrained_label, short_commit
 from harness.record.schema import BENCH_COMMANDS, flatten
 
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
@@ -69,6 +69,7 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
         code |= {"source": row["source"][:6]} if "source" in code else {}
         products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]  # Muon's dtypes
         facts = {name: row.get(name) for name in ARM_KEYS if name not in without} | {"products": products}
+        facts |= {"began with": pretrained_label(row)}
         return {name: _text(value) for name, value in (facts | code).items()}
 
     settings = [settings_of(row, without=without) for row in frame["row"]]

@@ -45,7 +45,8 @@ def panels(
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     renderer, top = FigureCanvasAgg(figure).get_renderer(), height - 0.08
     for words, style in ((title, {"fontsize": 13, "color": INK}), (subtitle, {"fontsize": 9, "color": "0.35"})):
-        text = figure.text(0.5, top / height, words, ha="center", va="top", wrap=True, **style)
+        wrap = "$" not in words  # matplotlib reads a line that it wraps as a formula, whatever text.parse_math says
+        text = figure.text(0.5, top / height, words, ha="center", va="top", wrap=wrap, **style)
         top -= text.get_window_extent(renderer).height / figure.dpi + 0.06 * bool(words)
     figure.get_layout_engine().set(rect=(0, 0, 1, top / height))
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)

@@ -13,6 +13,7 @@ import pandas as pd
 from bench.report.compare import optimizer_words
 from bench.rows import ROWS, refusal
 from harness.record.cells import interval
+from harness.record.closing_table import pretrained_label
 from harness.record.comparison import INCOMPARABLE_CHECKS, cost_conditions
 from harness.record.rows import EVALUATIONS, FAILED, RECORD, SUMMARY, read_accepted_rows, try_read_object
 from harness.record.schema import BENCH_COMMANDS, flatten, is_number, schema_of_run_row, shorten, violation
@@ -109,6 +110,7 @@ def _tidy(row: dict, kind: str, **columns) -> dict:
         tidy["share_percent"] = 100 * tidy["utilisation.share"]
     if kind == "run":
         tidy["optimizers"] = optimizer_words(row.get("optimizers"))
+        tidy["pretrained"] = pretrained_label(row)
         if bits_by_distance := copies(row):
             reached = [distance for distance, bits in bits_by_distance.items() if bits < REACHED_BITS]
             tidy["reach"] = float(max(reached, default=0))

@@ -11,6 +11,7 @@ from bench.report.frame import Rows, copies
 from bench.report.uncertainty import TOO_FEW, estimate_mean
 from bench.report.uncertainty import compare as compare_scores
 from harness.record.cells import CAPPED_MARK, join_words, make_table, missing_formulas_note, pluralize
+from harness.record.comparison import is_shipped
 from harness.record.schema import is_number
 from harness.record.table import Table
 
@@ -67,7 +68,7 @@ def mean_rows(arms: pd.DataFrame) -> list[dict]:
                 row[f"{split}_bits_per_byte.half_width"] = estimate_mean([*bits]).half_width
         if not row.get("compile_seconds"):
             row.pop("compile_seconds", None)
-        texts = ("backend", "other_evaluation_backend", "optimizers")
+        texts = ("backend", "other_evaluation_backend", "optimizers", "pretrained")
         row |= {key: last[key] for key in texts if isinstance(last[key], str)}
         row |= {"arm": arm, "variant": last["variant"]}
         rows.append(row | {"n": max(map(len, scores.values())), "runs": runs})
@@ -77,10 +78,11 @@ def mean_rows(arms: pd.DataFrame) -> list[dict]:
 def add_differences(rows: Sequence[dict]) -> tuple[dict | None, str]:
     """Add to each row of ``mean_rows`` its difference from the reference over common seeds: ``pairs``, ``difference``
     in bits per byte with ``half_width`` and ``freedom``, ``p`` with Holm's correction, and a ``verdict``. Return the
-    reference, which is the best row of the variant that ``variants.yaml`` names, or None if there is nothing to
-    compare; and the split that is compared: test if every scored row has such a score, else valid."""
+    reference, which is the best row of the shipped variant that ``variants.yaml`` names, or None if there is nothing
+    to compare; and the split that is compared: test if every scored row has such a score, else valid."""
     scored = [row for row in rows if "valid_bits_per_byte" in row]
-    reference = next((row for row in scored if row["variant"] == REFERENCE), None)
+    shipped = (row for row in scored if row["variant"] == REFERENCE and all(map(is_shipped, row["runs"]["row"])))
+    reference = next(shipped, None)
     split = "test" if scored and all("test_bits_per_byte" in row for row in scored) else "valid"
     if reference is None or len(scored) < 2:
         return None, split

@@ -24,12 +24,14 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from harness import failures, source
 from harness.compose.untrusted_config import CONF, FileConfigSource
+from harness.device.output import contained_output
 from harness.device.torchrun import check_launch, is_secondary, read_launch
 from harness.failures import first_line
 
 TRACE_VARIABLE = "WINDTUNNEL_TRACE"
 """Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it overwrites it."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
+EXITING = ("harness", "bench", "hydra", "argparse", "__main__")  # packages whose SystemExit ends a command
 task: TaskFunction | None = None  # the function that the launcher of a sweep calls for each job
 
 
@@ -46,7 +48,7 @@ def run_command(command: Callable[[], object], *, multiprocess: bool = False) ->
     Plugins.instance()  # registers Hydra's file source, which the next line replaces
     SourcesRegistry.instance().types["file"] = FileConfigSource
     trace = os.environ.get(TRACE_VARIABLE, os.environ.get("HYDRA_FULL_ERROR", ""))
-    with env_override({"HYDRA_FULL_ERROR": "1", TRACE_VARIABLE: trace}):
+    with env_override({"HYDRA_FULL_ERROR": "1", TRACE_VARIABLE: trace}), contained_output():
         try:
             check_launch(sys.argv[1:], multiprocess=multiprocess)
             if read_launch().world_size > 1:  # torch's errors repeat what its C++ code logs
@@ -55,9 +57,20 @@ def run_command(command: Callable[[], object], *, multiprocess: bool = False) ->
         except KeyboardInterrupt:  # outside of a job: between two jobs, or while a launcher waits
             print("interrupted", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
+        except SystemExit as stop:
+            if (caller := _calling_module(stop)).partition(".")[0] in EXITING:
+                raise
+            print(f"error: the code of {caller} calls exit({stop.code})", file=sys.stderr)
+            sys.exit(failures.MISTAKE)
         except Exception as error:
             print_error(error)
             sys.exit(exit_code([error]))
+
+
+def _calling_module(stop: SystemExit) -> str:
+    """The module that has called ``sys.exit`` or ``exit``. W&B replaces ``sys.exit`` by a function of its own."""
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(stop.__traceback__)]
+    return next(name for name in reversed(modules) if name.partition(".")[0] not in ("_sitebuiltins", "wandb"))
 
 
 def exit_code(errors: Sequence[Exception]) -> int:
@@ -108,7 +121,12 @@ def command_of_run() -> str:
     folders = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
     options = [word for folder in folders for word in ("-cd", folder)]
     options += [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
-    return shlex.join([*script, *options, *hydra.overrides.task])
+    return shlex.join([*script, *options, *task_words(hydra)])
+
+
+def task_words(hydra: DictConfig) -> list[str]:
+    """The overrides of a job as typed. Hydra's list would resolve each ``${..}`` when it is read."""
+    return OmegaConf.to_container(hydra.overrides.task, resolve=False)
 
 
 def explain(error: Exception) -> str:
@@ -125,7 +143,8 @@ def _explain(error: Exception) -> str:
         hint = "; pip install -e '.[sweep]' installs more" if group == "hydra/launcher" else ""
         return f"{group}={name}: no such choice; allowed are {', '.join(error.options)}{hint}"
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r}: must be KEY=VALUE, as in model.heads=4 or trust=[mine] ({first_line(error)})"
+        allowed = "KEY=VALUE, as in model.heads=4 or trust=[mine], or \"KEY='VALUE'\" with signs and letters like é"
+        return f"{error.override!r}: must be {allowed} ({first_line(error)})"
     if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
         override = str(error).partition("use +")[2] or cause.full_key
         names = [str(name) for name in cause.parent_node or ()] if isinstance(cause.parent_node, DictConfig) else []

@@ -19,7 +19,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness.compose import cli
-from harness.compose.cli import exit_code, print_error, to_job_failed
+from harness.compose.cli import exit_code, print_error, task_words, to_job_failed
 
 
 class JobCallback(Callback):
@@ -30,7 +30,7 @@ class JobCallback(Callback):
         if job_return.status != JobStatus.FAILED:
             return
         error, is_sweep = job_return._return_value, config.hydra.mode == RunMode.MULTIRUN
-        print_error(error, job=config.hydra.overrides.task if is_sweep else ())
+        print_error(error, job=task_words(config.hydra) if is_sweep else ())
         if not is_sweep:
             sys.exit(exit_code([error]))
         job_return._return_value = to_job_failed(error)
@@ -57,7 +57,7 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
     context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
     launcher = Plugins.instance().instantiate_launcher(context, cli.task, config)
     params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
-    command_line = [str(word) for word in config.hydra.overrides.task]
+    command_line = task_words(config.hydra)
     words = [*(f"{key}={grid}" for key, grid in params.items()), *command_line]
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
     jobs = BasicSweeper.split_arguments(overrides, None)[0]

@@ -1,7 +1,6 @@
 """Configuration from outside the project. Files of a user's folder (``-cd``) must not set ``hydra.*`` or ``trust``,
 which decide which code may run. The ``config.yaml`` of a run folder may come from anybody; only plain values pass."""
 
-import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import yaml
 from hydra._internal.core_plugins import file_config_source
 from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from harness.record.rows import read_file
 
@@ -44,10 +43,15 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
-    """ValueError if the file's group, its package or a key sets ``hydra.*`` or ``trust``."""
-    packages = (name.rpartition("/")[0], loaded.header["package"] or "")
+    """ValueError if the file's group, its package or a key sets ``hydra.*`` or ``trust``, or if it gives the name of a
+    shipped variant to another."""
+    group = name.rpartition("/")[0]
+    packages = (group, loaded.header["package"] or "")
     violations = [package for package in packages if re.search(COMMAND_LINE_ONLY, package)]
     for key, leaf in _leaves(OmegaConf.to_container(loaded.config, resolve=False)):
+        is_name = key == "variant.name" or (key == "name" and group == "variant")
+        if is_name and Path(CONF, "variant", f"{leaf}.yaml").exists():
+            raise ValueError(f"{file}: {key}={leaf}: is the name of a shipped variant; allowed are other names")
         entry = re.fullmatch(r"defaults\.\d+\.?(.*)", key)
         if entry:  # a mapping {group: choice}, or a string
             is_allowed = re.fullmatch(DEFAULTS_ENTRY, "=".join(part for part in (entry[1], str(leaf)) if part))
@@ -68,17 +72,18 @@ def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
         yield from _leaves(child, f"{key}.{name}".lstrip("."))
 
 
-def read_config(path: Path, *, label: str) -> DictConfig:
+def read_config(path: Path, *, label: str) -> dict:
     """The sections of a run's ``config.yaml``, which must have plain values and stay within limits of size and depth.
-    ``label`` begins the message of a ValueError."""
+    They are read by the rules by which PyYAML writes them: OmegaConf takes the text ``1e5`` for a number. ``label``
+    begins the message of a ValueError."""
     try:
         text, depth = read_file(path, max_bytes=MAX_BYTES).decode("utf-8"), 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):
-                raise ValueError(f"must have plain values without ${{..}} or aliases, in at most {MAX_DEPTH} levels")
-        config = OmegaConf.load(io.StringIO(text))
-        if not isinstance(config, DictConfig):
+            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"must have plain values without aliases, in at most {MAX_DEPTH} levels")
+        config = yaml.safe_load(text)
+        if not isinstance(config, dict):
             raise ValueError("must have sections, such as variant and model")
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{label}: {path.name}: {' '.join(str(error).split())}") from error

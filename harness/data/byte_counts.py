@@ -26,15 +26,15 @@ def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
     """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of ``train``. They are
     stored in the user's cache, because computing them for 5 MB takes seconds."""
     content = split.numpy().tobytes()
-    cache_file = cache_folder() / "compressed" / f"{digest(content)}-{digest(train.numpy())}.json"
+    name = f"{digest(content)}-{digest(train.numpy())}.json"
     with suppress(OSError, ValueError):
-        return json.loads(cache_file.read_bytes())
+        return json.loads((cache_folder() / "compressed" / name).read_bytes())
     compressed = {"gzip": gzip.compress(content, 9, mtime=0), "bzip2": bz2.compress(content, 9)}
     compressed["xz"] = lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
     bits = {name: 8 * len(archive) / len(content) for name, archive in compressed.items()}
     bits |= order_bits(train.numpy(), split.numpy())
     with suppress(OSError):  # without a cache they are computed again
-        write_atomically(cache_file, json.dumps(bits).encode())
+        write_atomically(cache_folder() / "compressed" / name, json.dumps(bits).encode())
     return bits
 
 

@@ -5,12 +5,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from harness.cache import user_path
 from harness.data import associative_recall
 from harness.data.recall import copies, recall_floor, recall_stream
 from harness.data.repeats import repeat_masks
@@ -194,7 +194,7 @@ def _read(name: str, path: str | None, fallback: str | None, options: dict) -> t
         return read_stdlib(), name, None
     if name == "file":
         content = read_path(path)
-        file_name = Path(path).expanduser().resolve().name
+        file_name = user_path(path, key="data.path").resolve().name
         printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in file_name)
         return content, f"file:{printable}", None
     try:

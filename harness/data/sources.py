@@ -10,23 +10,43 @@ import lzma
 import os
 import sys
 import sysconfig
+import tarfile
 import urllib.error
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from harness.cache import cache_folder, file_lock, raise_storage_failure, write_atomically
+from harness.cache import cache_folder, file_lock, raise_storage_failure, user_path, write_atomically
 
 LARGE_BYTES = 2**26
 """A plain file of at least this size is memory-mapped. An archive may unpack to this size, or to ``MAX_EXPANSION``
 times its own size if that is more."""
 MAX_EXPANSION = 200  # for comparison: enwik8.zip unpacks to three times its size
+FORMATS = {
+    b"\x1f\x8b\x08": ".gz",
+    **{b"BZh%d1AY&SY" % level: ".bz2" for level in range(1, 10)},
+    b"\xfd7zXZ\0": ".xz",
+    b"]\0\0": ".lzma",
+    b"PK\3\4": ".zip",
+    b"PK\5\6": ".zip",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"\x50\x2a\x4d\x18": ".zst",
+    b"\x04\x22\x4d\x18": ".lz4",
+    b"\xff\6\0\0sNaPpY": ".sz",
+    b"7z\xbc\xaf\x27\x1c": ".7z",
+    b"Rar!\x1a\7": ".rar",
+    b"LZIP\1": ".lz",
+    b"\x89LZO\0": ".lzo",
+    b"\x1f\x9d": ".Z",
+}
+"""First bytes of compressed files, and the usual suffix of each format. Only those of ``OPENERS`` are read."""
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """Errors that are raised for files that are damaged, truncated, or of an unsupported format."""
 TIMEOUT_SECONDS = 10.0
@@ -91,10 +111,10 @@ def read_published(name: str, path: str | None) -> np.ndarray:
 
 def read_path(path: str) -> np.ndarray:
     """All bytes of a file, or of all files below a folder: uint8 ``[n]``, n >= 1. Files of a folder are read in the
-    order of their relative POSIX paths, without hidden ones. ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are
-    unpacked. ValueError names ``data.path``."""
+    order of their relative POSIX paths, without hidden ones; links to folders are followed. gzip, bzip2, xz and zip (of
+    one file) are unpacked, whatever the file's name; other archives are refused. ValueError names ``data.path``."""
     try:
-        location = Path(path).expanduser()
+        location = user_path(path, key="data.path")
         if not location.exists():
             raise ValueError(f"data.path={path!r}: no such file or folder")
         content = _read_folder(location) if location.is_dir() else _read_file(location)
@@ -109,36 +129,67 @@ def read_path(path: str) -> np.ndarray:
 def _read_folder(folder: Path, suffix: str = "", *, excluded: Set[str] = frozenset()) -> np.ndarray:
     """Files below ``folder`` whose names end with ``suffix``, concatenated in the order of their relative POSIX paths.
     Files and folders that are hidden or whose name is ``excluded`` are left out."""
-
-    def select(names: list[str]) -> list[str]:
-        return [name for name in names if not name.startswith(".") and name not in excluded]
-
-    paths = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = select(folders)  # os.walk enters only the folders that remain in its list
-        paths += [Path(parent, name).relative_to(folder) for name in select(files) if name.endswith(suffix)]
+    paths = [path for path in _files_below(folder, excluded) if path.name.endswith(suffix)]
     if not paths:
         raise OSError(f"{folder} has no files")
-    return np.concatenate([_read_file(folder / path) for path in sorted(paths, key=Path.as_posix)])
+    paths.sort(key=lambda path: path.relative_to(folder).as_posix())
+    return np.concatenate([_read_file(path) for path in paths])
+
+
+def _files_below(folder: Path, excluded: Set[str], parents: tuple[os.stat_result, ...] = ()) -> Iterator[Path]:
+    """The files of ``_read_folder``. OSError for a folder that cannot be listed or contains itself by a link."""
+    status = folder.stat()
+    if any(os.path.samestat(status, parent) for parent in parents):
+        raise OSError(f"{folder} is a link to a folder that contains it")
+    for path in folder.iterdir():
+        if path.name.startswith(".") or path.name in excluded:
+            continue
+        if path.is_dir():
+            yield from _files_below(path, excluded, (*parents, status))
+        else:
+            yield path
 
 
 def _read_file(path: Path) -> np.ndarray:
     if not path.is_file():
         raise OSError(f"{path} is not a regular file")
-    if path.suffix.lower() in OPENERS:
+    if _format_of_file(path):
         return np.frombuffer(bytearray(unpack(path)), np.uint8)
     if path.stat().st_size < LARGE_BYTES:
         return np.fromfile(path, np.uint8)
     return np.memmap(path, np.uint8, mode="c")  # copy on write: torch requires writable memory, the file never changes
 
 
+def _format_of_file(path: Path) -> str | None:
+    """The format of a file by its first bytes or, if they are damaged, by its name; None if it is no archive."""
+    with path.open("rb") as file:
+        archive = _archive_format(file.read(tarfile.BLOCKSIZE))
+    suffix = path.suffix.lower()
+    return archive or (suffix if suffix in OPENERS else None)
+
+
+def _archive_format(content: bytes) -> str | None:
+    """The usual suffix of the archives that begin with these bytes (at least 512, if there are as many); None for
+    other files."""
+    with suppress(tarfile.HeaderError):
+        tarfile.TarInfo.frombuf(content[: tarfile.BLOCKSIZE], "utf-8", "replace")
+        return ".tar"
+    return next((suffix for magic, suffix in FORMATS.items() if content.startswith(magic)), None)
+
+
 def unpack(path: Path) -> bytes:
-    """The content of a compressed file. Raises one of ``READ_ERRORS`` if it is damaged or a decompression bomb."""
+    """The content of a compressed file. Raises one of ``READ_ERRORS`` if it is damaged or a decompression bomb, or if
+    its format is not one of ``OPENERS``, or if its content is an archive."""
     max_bytes = max(LARGE_BYTES, MAX_EXPANSION * path.stat().st_size)
-    with OPENERS[path.suffix.lower()](path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise OSError(f"it unpacks to more than {MAX_EXPANSION} times its size; use an unpacked file instead")
+    archive = _format_of_file(path)
+    if archive in OPENERS:
+        with OPENERS[archive](path) as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise OSError(f"it unpacks to more than {MAX_EXPANSION} times its size; use an unpacked file instead")
+        archive = _archive_format(content)
+    if archive:
+        raise OSError(f"{path} is or contains a {archive} archive; unpack it into a folder, and name that")
     return content
 
 
@@ -150,7 +201,7 @@ def _open_zip(path: Path) -> BinaryIO:
     return archive.open(members[0])
 
 
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_zip}
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open, ".zip": _open_zip}
 
 
 def read_stdlib() -> np.ndarray:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.device.torchrun import Launch, read_launch
-from harness.failures import ERROR_CLASSES, ProcessLost, exit_code, first_line
+from harness.failures import ERROR_CLASSES, ProcessLost, exit_code, first_line, refuse_exit
 
 TIMEOUT = timedelta(minutes=1)
 """How long a collective operation waits for a process that does not answer. The end of a process is noticed at once."""
@@ -177,13 +177,15 @@ def join_processes() -> Iterator[ProcessGroup]:
     """Context in which the processes that ``torchrun`` started are connected. Only the main process prints."""
     launch = read_launch()
     if launch.world_size == 1:
-        yield SINGLE
+        with refuse_exit("trust or variant"):
+            yield SINGLE
         return
     processes = ProcessGroup(*launch)
     processes.connect()
     with open(os.devnull, "w", encoding="utf-8") as null, redirect_stdout(null) if launch.rank else nullcontext():
         try:
-            yield processes
+            with refuse_exit("trust or variant"):
+                yield processes
         except SystemExit:  # all processes exit at the same step; after an error, destroying the group would wait
             dist.destroy_process_group()
             raise

@@ -1,17 +1,29 @@
-"""Stop signal: the first SIGTERM or Ctrl-C asks the loop to stop after the present step, the second stops at once."""
+"""Stop signal: the first SIGTERM or Ctrl-C, a closed terminal or output, or a limit of the system asks the loop to stop
+after the present step. The second Ctrl-C or SIGTERM stops at once."""
 
 import contextlib
 import signal
 from typing import Self
 
+from harness.device.output import is_lost
+
+BY_USER = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+BY_SYSTEM = (signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals of a closed terminal and of schedulers. They are handled unless they are ignored, as by ``nohup``, or another
+handler is set, as by a launcher of Slurm jobs."""
+
 
 class StopSignal:
-    """Context that handles SIGTERM and SIGINT. ``received_signal`` is the one that this process received, or 0.
-    A single process stops for it. Several processes stop for ``shared_signal``, which ``Run.step`` sets in all."""
+    """Context that handles ``BY_USER`` and ``BY_SYSTEM``. ``received_signal`` is the one that this process received, or
+    0. A single process stops for it. Several processes stop for ``shared_signal``, which ``Run.step`` sets in all."""
 
     def __init__(self, *, single_process: bool = True):
-        self.single_process, self.received_signal, self.shared_signal = single_process, 0, 0
+        self.single_process, self._received, self.shared_signal = single_process, 0, 0
         self._previous_handlers: dict[int, object] = {}
+
+    @property
+    def received_signal(self) -> int:
+        return self._received or (signal.SIGPIPE if is_lost() else 0)
 
     @property
     def signal_number(self) -> int | None:
@@ -19,8 +31,9 @@ class StopSignal:
         return (self.received_signal if self.single_process else self.shared_signal) or None
 
     def __enter__(self) -> Self:
+        unhandled = [number for number in BY_SYSTEM if signal.getsignal(number) is signal.SIG_DFL]
         with contextlib.suppress(ValueError):  # handlers can be set in the main thread only
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (*BY_USER, *unhandled):
                 self._previous_handlers[number] = signal.signal(number, self._receive)
         return self
 
@@ -31,6 +44,6 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _frame) -> None:
-        if self.received_signal:
+        if self._received in BY_USER and number in BY_USER:  # a session may end by several signals at once
             raise KeyboardInterrupt
-        self.received_signal = number
+        self._received = self._received or number

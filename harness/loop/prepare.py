@@ -1,11 +1,15 @@
 """Preparation of a run: plan, corpus, model and initial weights. Into the run folder it writes only errors."""
 
 import dataclasses
+import json
+import re
+import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from harness import source
+from harness.cache import user_path
 from harness.count.memory import PeakMemory
 from harness.data import corpora
 from harness.data.sources import PINNED
@@ -17,6 +21,7 @@ from harness.loop.select_backend import with_backend
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, hydra_arguments, plan_run
 from harness.record import checkpoint, folder
+from harness.record.closing_table import data_label
 from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import RECORD, read_object
 
@@ -47,18 +52,31 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
             peak = PeakMemory(device_runtime.device)
             trainer = Trainer(plan, corpus, device_runtime)
         trainer.update.distribute(shard=plan.runtime.shard)
+        pretrained = row.get("pretrained")
         if run_folder.checkpoint is None and plan.init_from.run is not None:
-            initialise(trainer)
+            pretrained = initialise(trainer)
+        plan = dataclasses.replace(plan, pretrained=pretrained)
+        trainer.plan = plan
         return Run(plan, run_folder, trainer, command=command, processes=processes, peak=peak)
 
 
 def make_plan(cfg: DictConfig) -> Plan:
     """Return the plan of a configuration. ``auto`` is resolved in ``runtime.precision`` and ``runtime.compile``, and
     in ``Plan.config`` as well, which identifies the run. ValueError names key, value and what is allowed."""
-    plan = plan_run(cfg, **hydra_arguments())
+    arguments = hydra_arguments()
+    plan = plan_run(cfg, **arguments)
+    _check_name(plan, typed="variant.name" in arguments["command_line_keys"])
     resolved = runtime.resolve_auto(plan.runtime)
     section = plan.config["runtime"] | {"precision": resolved.precision, "compile": resolved.compile}
     return dataclasses.replace(plan, runtime=resolved, config=plan.config | {"runtime": section})
+
+
+def _check_name(plan: Plan, *, typed: bool) -> None:
+    """ValueError if a variant of the user has the name of a shipped one, with which tables would confuse it."""
+    targets = re.findall(r'"_target_": "([^"]*)"', json.dumps(plan.config["variant"]))
+    foreign = any(not target.startswith("variants.") for target in targets)
+    if (foreign or typed) and (source.ROOT / "conf" / "variant" / f"{plan.variant}.yaml").exists():
+        raise ValueError(f"variant.name={plan.variant}: is the name of a shipped variant; allowed are other names")
 
 
 def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
@@ -71,7 +89,7 @@ def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
         device=runtime.device_kind(plan.runtime),
         precision=plan.runtime.precision,
     )
-    return folder.RunFolder(plan.outputs, identity, force=plan.force)
+    return folder.RunFolder(user_path(plan.outputs, key="outputs"), identity, force=plan.force)
 
 
 def _warm_up(plan: Plan, corpus: corpora.Corpus, device_runtime: runtime.Runtime) -> None:
@@ -81,11 +99,12 @@ def _warm_up(plan: Plan, corpus: corpora.Corpus, device_runtime: runtime.Runtime
     Trainer(dataclasses.replace(plan, batch=batch), corpus, single_process).step()
 
 
-def initialise(trainer: Trainer) -> None:
+def initialise(trainer: Trainer) -> dict:
     """Restore the weights of ``init_from.run``, for a new schedule, or everything, to train longer. Learning rates,
-    weight decays and clips are those of the present run. ValueError names the keys that differ."""
+    weight decays and clips are those of the present run. Returns ``Plan.pretrained``, and warns of another variant or
+    corpus. ValueError names the keys that differ."""
     path, processes = trainer.plan.init_from.run, trainer.runtime.processes
-    content, provenance = processes.on_main(lambda: _read_initial(Path(path)))
+    content, provenance = processes.on_main(lambda: _read_initial(user_path(path, key="init_from.run")))
     with processes.fail_together():
         try:
             _restore_initial(trainer, content, provenance)
@@ -94,6 +113,14 @@ def initialise(trainer: Trainer) -> None:
                 f"init_from.run={path}: its checkpoint or its {RECORD} is not what this code wrote "
                 f"({type(error).__name__}: {error}); allowed is the folder of a run"
             ) from error
+    pretrained = {name: provenance[name] for name in ("variant", "data")}
+    earlier = provenance.get("pretrained") or {}
+    pretrained["bytes_seen"] = content["spent"]["bytes"] + earlier.get("bytes_seen", 0)
+    present = {"variant": trainer.plan.variant, "data": trainer.corpus.provenance()}
+    if any(pretrained[name] != present[name] for name in present):
+        before, after = (f"{each['variant']} on {data_label(each['data'])}" for each in (pretrained, present))
+        print(f"WARNING: init_from.run={path}: trained {before}; this run trains {after}", file=sys.stderr)
+    return pretrained
 
 
 def _read_initial(path: Path) -> tuple[dict, dict]:

@@ -3,6 +3,7 @@ when to validate and to save, and at the end writes the scores of the best weigh
 
 import functools
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,7 +15,7 @@ from harness.count.memory import Peak, PeakMemory
 from harness.device.model_parameters import full_tensors
 from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.stop_signal import StopSignal
-from harness.failures import OutOfMemory, first_line, is_out_of_memory
+from harness.failures import OutOfMemory, Stopped, first_line, is_out_of_memory, refuse_exit
 from harness.loop import summary
 from harness.loop.scoring import NOT_CAUSAL
 from harness.loop.trainer import Trainer
@@ -36,7 +37,8 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
     """Context that records errors in the run folder. An error for lack of memory names the keys to change."""
     with folder.record_failure(provenance) if processes.is_main else nullcontext():
         try:
-            yield
+            with refuse_exit(f"variant={plan.variant}"):
+                yield
         except Exception as error:
             if is_connection_failure(error):
                 raise processes.process_lost(error) from error
@@ -78,6 +80,9 @@ class Run:
     def return_finished(self) -> float | None:
         """Print the scores of the run that an earlier command has finished, and return its bits per byte on valid."""
         print(f"finished before: {self.folder.path} (force=true runs it again)")
+        if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # a trial of W&B's agent, which needs a score
+            with self._wandb_run(self.folder.summary["data"]["name"], id=None) as trial:
+                trial.log_end(summary=self.folder.summary)
         if not self.plan.sweeping:
             print_closing_table(self.folder.summary)
         return self.folder.summary["valid_bits_per_byte"]
@@ -111,12 +116,15 @@ class Run:
         config = to_json(plan.config)  # turns integer keys, which are layers, into text
         write_atomically(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
         self._record = stack.enter_context(Record(path, rows=saved.get("rows", 0), sha256=saved.get("sha256")))
-        tags = (*plan.record.wandb.tags, plan.variant, self.trainer.corpus.name)
-        settings = vars(plan.record.wandb) | {"name": path.name, "tags": tags}
-        settings |= {"job_type": plan.purpose, "config": config, "id": saved.get("wandb_id")}
-        self._wandb = stack.enter_context(WandbRun(path, **settings))
+        self._wandb = stack.enter_context(self._wandb_run(self.trainer.corpus.name, id=saved.get("wandb_id")))
         if not saved:
             self.append({"kind": "provenance", **provenance, "config": config})
+
+    def _wandb_run(self, corpus: str, *, id: str | None) -> WandbRun:
+        plan, name = self.plan, self.folder.path.name
+        settings = vars(plan.record.wandb) | {"name": name, "tags": (*plan.record.wandb.tags, plan.variant, corpus)}
+        settings |= {"job_type": plan.purpose, "config": to_json(plan.config), "id": id, "sweeping": plan.sweeping}
+        return WandbRun(self.folder.path, **settings)
 
     def _restore(self) -> dict:
         """Continue from the newest undamaged checkpoint. Returns its content, or an empty dictionary without one."""
@@ -234,7 +242,7 @@ class Run:
         """Print the command that resumes the run, and exit with the signal's exit code."""
         command = "the same command without force=true" if self.plan.force else "the same command"
         self.print(f"stopped at {self.trainer.spent.bytes:,} bytes; {command} resumes the run: {self.command}")
-        raise SystemExit(128 + self.stop_signal.signal_number)
+        raise Stopped(128 + self.stop_signal.signal_number)
 
     def finish(self) -> dict:
         """Validate once more, score the best weights on all of the final splits, and write the summary."""
@@ -254,7 +262,10 @@ class Run:
                 if floor := split_row.get("floor_bits_per_byte"):
                     change += f"; the data's floor is {floor:.4f}"
                 self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
-        row["memory"]["inference_peak_bytes"] = self._over_processes(self._peak_meter.read()).bytes
+        inference = self._over_processes(self._peak_meter.read())
+        # What earlier jobs of this process have left would count in a process's memory.
+        unknown = inference.approximate and self.plan.sweeping
+        row["memory"]["inference_peak_bytes"] = None if unknown else inference.bytes
         row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
         # Read again, because the run may have continued uncompiled since.
         row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}

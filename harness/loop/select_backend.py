@@ -2,22 +2,26 @@
 
 The first backend that agrees with plain PyTorch in float64 is selected, in the sublayers' order of preference. Each is
 compared in a process of its own: an illegal read makes the device's context unusable, and a hang must not stop the run.
+A passed comparison is cached by source, sizes, device and versions.
 """
 
 import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from unittest.mock import patch
 
 import torch
-from omegaconf import OmegaConf
 
+from harness import source
+from harness.cache import cache_folder, write_atomically
 from harness.device.runtime import Runtime, start
 from harness.device.worker_process import WorkerError, WorkerProcess
-from harness.failures import first_line
-from harness.plan.build import Plan, plan_run, replan
+from harness.failures import StorageFailure, first_line
+from harness.plan.build import Plan, literal, plan_run, replan
 from harness.plan.settings import RuntimeSettings
 from harness.plan.small import ON_CPU, reduce_depth
 from variants.conformance import perturb
@@ -69,15 +73,25 @@ def select(plan: Plan, runtime: Runtime) -> dict | None:
 
 
 def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[bool, str]:
-    """Return what ``agreement`` returns for a backend, computed in a worker process once for equal arguments."""
+    """Return what ``agreement`` returns for a backend, computed in a worker process once for equal arguments. If it
+    has passed, this holds for later processes, too."""
     settings = dataclasses.replace(small.runtime, backend=backend, device=str(runtime.device), compile=False)
-    key = json.dumps([backend, runtime.describe(), *(small.config[name] for name in ("variant", "position", "model"))])
+    conditions = [backend, runtime.describe() | {"compile": False, "threads": None}]
+    conditions += [small.config[name] for name in ("variant", "position", "model")]
+    key = json.dumps([*conditions, source.digest(small.config, trust=small.trust)])
+    marker = cache_folder() / "agreed" / hashlib.sha256(key.encode()).hexdigest()
+    if marker.exists():
+        return True, marker.read_text(encoding="utf-8")
     if key not in _comparisons:
         compared = f"{backend} with plain PyTorch on {runtime.device}"
         print(f"runtime.backend: comparing {compared}, at most {LIMIT_SECONDS:g} s", file=sys.stderr)
         with WorkerProcess(_comparison, small.config, small.trust, settings) as worker:
             _comparisons[key] = worker.call("__call__", limit_seconds=LIMIT_SECONDS)
-    return _comparisons[key]
+    passed, error = _comparisons[key]
+    if passed:
+        with suppress(StorageFailure):  # without the marker, the next process compares again
+            write_atomically(marker, error.encode())
+    return passed, error
 
 
 def candidates(plan: Plan, runtime: Runtime) -> tuple[list[str], Plan]:
@@ -98,7 +112,7 @@ def candidates(plan: Plan, runtime: Runtime) -> tuple[list[str], Plan]:
 
 def _comparison(config: dict, trust: Sequence[str], settings: RuntimeSettings) -> Callable[[], tuple[bool, str]]:
     """Return ``agreement`` with its arguments; a worker process makes and calls it."""
-    runtime, plan = start(settings), plan_run(OmegaConf.create(config), trusted=tuple(trust))
+    runtime, plan = start(settings), plan_run(literal(config), trusted=tuple(trust))
     return partial(agreement, dataclasses.replace(plan, runtime=settings), runtime)
 
 

@@ -29,7 +29,9 @@ def provenance(
     is true for rows of bench, whose ``source`` includes the code that measures."""
     row = {"format": FORMAT, "variant": plan.variant, "seed": plan.seed, "command": command, "config_hash": config_hash}
     row |= {"source": source, "tree": digest_of_tree(measuring=measuring), "commit": commit()}
-    numerics = {"variant": None if plan.trust else plan.config["variant"].get("numerics"), "shared": NUMERICS}
+    # Golden numbers pin only committed code. Rows without a version are pooled only if their source is equal.
+    pinned = not plan.trust and not str(row["commit"]).endswith("-dirty")
+    numerics = {"variant": plan.config["variant"].get("numerics") if pinned else None, "shared": NUMERICS}
     row |= {"data": corpus.provenance(), "protocol": plan.protocol(), "numerics": numerics}
     return row | {"recomputation": plan.runtime.checkpoint} | runtime.describe()
 
@@ -41,6 +43,7 @@ def run_provenance(trainer: Trainer, digests: Identity, *, command: str) -> dict
     row |= {"purpose": plan.purpose, "point": plan.point, "budget": {plan.budget.unit: plan.budget.amount}}
     row |= {"parameters": parameters(trainer.model), "optimizers": trainer.optimizers.describe()}
     row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}
+    row |= {"pretrained": plan.pretrained} if plan.pretrained else {}
     return row | {"backend_choice": plan.backend_choice, "check": plan.admission}
 
 

@@ -47,6 +47,7 @@ class Trainer:
         self.update = Update(self.model, self.optimizers, runtime, accumulate=b.accumulate)
         _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible
         self.spent, self.state, self.compile_seconds = Spent(), None, 0.0
+        self._learning_rate = 0.0  # of the last step
         self._last_step = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
         self._budget_in_seconds = plan.budget.unit == "seconds"  # only then does the host wait for each step
         self._batches_on_device: dict[int, tuple[Tensor, Tensor]] = {}  # by step
@@ -91,8 +92,8 @@ class Trainer:
         middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last_step)) / 2
         with compile_clock(compiled=self.runtime.compile) as compiling:
             nats, next_state = self.update(inputs, targets, state, fraction=middle)
-        learning_rate = self.optimizers.lr * self.optimizers.schedule.factor(middle, step=index)
-        self._unchecked_steps.append((self.runtime.to_host(self.optimizers.found_inf), index, learning_rate))
+        self._learning_rate = self.optimizers.lr * self.optimizers.schedule.factor(middle, step=index)
+        self._unchecked_steps.append((self.runtime.to_host(self.optimizers.found_inf), index, self._learning_rate))
         self._check_steps(skip_last=1)
         self.state = next_state if self.plan.batch.carry else None
         if self._budget_in_seconds:
@@ -164,13 +165,13 @@ class Trainer:
         return row | {"training_flops": spent.flops, "clock": clock}
 
     def train_row(self) -> dict:
-        """Return a row with mean bits per byte since the last train row, learning rate, and metrics of parameters."""
+        """Return a row with mean bits per byte since the last train row, the learning rate of the last step, and metrics
+        of parameters."""
         row = {"kind": "train", **self.progress()}
         self._check_steps()
         row["bits_per_byte"] = self._nats_sum / self._n_steps / math.log(2)
         self._nats_sum, self._n_steps = 0.0, 0
-        factor = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
-        row |= {"learning_rate": self.optimizers.lr * factor, "ideal_flops_per_byte": self.model.ideal_flops()}
+        row |= {"learning_rate": self._learning_rate, "ideal_flops_per_byte": self.model.ideal_flops()}
         return row | {"metrics": self.model.metrics({})}
 
     def evaluate(self, split: Tensor, *, pairs: int | None = None, future_seed: int | None = None) -> Score:

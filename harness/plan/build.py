@@ -19,7 +19,7 @@ from harness.optim.parameter_groups import Group, assign
 from harness.plan.network import plan_layers
 from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, parse_section, parse_setting
 from harness.plan.space import apply_trial
-from harness.plan.targets import resolve
+from harness.plan.targets import describe, resolve
 from variants.contract import LayerContext, Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
@@ -35,7 +35,6 @@ class Plan(RunSettings):
     """A configured run: the sections of ``RunSettings``, some of them replaced by factories."""
 
     variant: str
-    outputs: Path
     data: dict  # keywords of ``harness.data.corpora.load``
     optim: dict
     trust: tuple[str, ...]
@@ -46,6 +45,7 @@ class Plan(RunSettings):
     point: dict | None  # relative position of each searched hyperparameter between its bounds; None without a trial
     sweeping: bool
     backend_choice: dict | None = None  # what ``loop/select_backend.py`` has selected, and the errors of its candidates
+    pretrained: dict | None = None  # variant, data and bytes of the training before ``init_from.run``, as in rows
     admission: str | None = None  # what ``admission`` of ``loop/admission.py`` has returned
 
     def make_model(self) -> LanguageModel:
@@ -108,7 +108,6 @@ def plan_run(
     groups = parse_setting(variant.get("groups"), dict | None, key="variant.groups") or {}
     replacements = {
         "variant": parse_setting(variant.get("name"), str, key="variant.name"),
-        "outputs": Path(settings.outputs),
         "data": vars(settings.data),
         "optim": _resolve_optim(settings.optim, trust, lr_scale=variant.get("lr_scale")),
         "budget": replace(settings.budget, default_bytes=settings.model.default_bytes),
@@ -156,7 +155,20 @@ def _check_sequence(plan: Plan) -> None:
 def replan(plan: Plan, **sections: dict) -> Plan:
     """The plan of the same configuration with some keys of some sections replaced."""
     config = plan.config | {name: plan.config[name] | changes for name, changes in sections.items()}
-    return plan_run(OmegaConf.create(config), trusted=plan.trust)
+    return plan_run(literal(config), trusted=plan.trust)
+
+
+def literal(config: dict) -> DictConfig:
+    """A configuration of plain values, in whose texts ``${`` begins no reference."""
+
+    def escape(node: object) -> object:
+        if isinstance(node, dict):
+            return {key: escape(child) for key, child in node.items()}
+        if isinstance(node, list):
+            return [escape(child) for child in node]
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", node) if isinstance(node, str) else node
+
+    return OmegaConf.create(escape(config))
 
 
 def _resolve_config(cfg: DictConfig, command_line_keys: Collection[str]) -> tuple[dict, dict | None]:
@@ -185,9 +197,9 @@ def _import_trusted(names: object) -> tuple[str, ...]:
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError as error:
+        except (ImportError, SystemExit) as error:
             remedy = "install the package or, for a file, run the command in its folder or set PYTHONPATH"
-            raise ValueError(f"trust={name}: cannot be imported ({error}); {remedy}") from error
+            raise ValueError(f"trust={name}: cannot be imported ({describe(error)}); {remedy}") from error
     return tuple(names)
 
 

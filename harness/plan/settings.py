@@ -216,6 +216,8 @@ def parse_setting(setting: object, hint: object, *, key: str) -> Any:
         indices, requirements = [], ["a list of another length"]
     if type(None) in typing.get_args(hint) and not indices:
         requirements.append("null")
+    if first["type"] == "string_type" and isinstance(first["input"], int | float):
+        requirements.append(f"quoted, as in \"{key}='..'\", if it looks like a number")
     raise ValueError(f"{'.'.join([key, *indices])}={first['input']}: {verb} {' or '.join(dict.fromkeys(requirements))}")
 
 

@@ -94,8 +94,8 @@ def _load_class(target: str, *, key: str, base: type, trust: tuple[str, ...]) ->
         raise ValueError(f"{label}: {allowed}; add yours with trust=[..]")
     try:
         cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{label}: cannot be imported ({error})") from error
+    except (ImportError, AttributeError, RecursionError, SystemExit) as error:
+        raise ValueError(f"{label}: cannot be imported ({describe(error)})") from error
     if not inspect.isclass(cls) or not issubclass(cls, base) or cls in CONTRACT:
         raise ValueError(f"{label}: must be a class derived from {base.__module__}.{base.__name__}")
     if base is nn.Module and issubclass(cls, CONTRACT):
@@ -103,6 +103,11 @@ def _load_class(target: str, *, key: str, base: type, trust: tuple[str, ...]) ->
     if not _is_inside(cls.__module__, packages):
         raise ValueError(f"{label}: is defined in {cls.__module__}; {allowed}")
     return cls
+
+
+def describe(error: BaseException) -> str:
+    """The message of an error, or a message for ``exit`` in the code of a user."""
+    return f"its code calls exit({error.code})" if isinstance(error, SystemExit) else str(error)
 
 
 def _is_inside(module: str, packages: tuple[str, ...]) -> bool:

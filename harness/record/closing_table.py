@@ -47,6 +47,14 @@ def data_label(data: dict) -> str:
     return f"{data['name']}{fallback}, {data['bytes']:,} bytes, sha256 {data['sha256'][:12]}"
 
 
+def pretrained_label(row: dict) -> str | None:
+    """Return the training before a run that began with the weights of another one, as a text, or None."""
+    if (pretrained := row.get("pretrained")) is None:
+        return None
+    data = pretrained["data"]
+    return f"{pretrained['variant']}, {pretrained['bytes_seen']:,} bytes of {data['name']} ({data['sha256'][:6]})"
+
+
 def short_commit(row: dict) -> str:
     """Return the commit of a row with 8 digits, such as ``b81edb0d-dirty``, or an empty text."""
     commit, dash, suffix = (row.get("commit") or "").partition("-")
@@ -83,6 +91,8 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     compiling = f", and {seconds:,.1f} s of compiling" if (seconds := summary["compile_seconds"]) else ""
     speed = f"{summary['bytes_per_second']:,.0f} bytes per second"
     yield "training", f"{summary['bytes_seen']:,} bytes in {summary['seconds']:,.1f} s, {speed}{compiling}"
+    if pretrained := pretrained_label(summary):
+        yield "began with", pretrained
     if spans:
         yield "spans", f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} positions"
     processes = [f"{summary['processes']} processes"] * (summary["processes"] > 1)

@@ -49,9 +49,13 @@ def code_version(row: Mapping) -> dict[str, object]:
     """Return the key and the value that must be equal in runs whose bits per byte are averaged: ``numerics``, if
     golden numbers pin the variant and the shared code. Otherwise, and for a budget of seconds, it is ``source``."""
     numerics, timed = _mapping(row, "numerics"), "seconds" in _mapping(row, "budget")
-    edited = row.get("check") not in (None, "shipped")
-    by_source = timed or edited or numerics.get("variant") is None
+    by_source = timed or not is_shipped(row) or numerics.get("variant") is None
     return {"source": row.get("source")} if by_source else {"numerics": numerics}
+
+
+def is_shipped(row: Mapping) -> bool:
+    """Return whether the row is of a shipped mechanism; older rows do not say otherwise."""
+    return row.get("check") in (None, "shipped")
 
 
 def shared_code_version(row: Mapping) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cache import NO_SPACE, sha256_of, storage_failure, try_lock, write_all
+from harness.cache import NO_SPACE, sha256_of, storage_failure, try_lock, user_path, write_all
 from harness.failures import failure_class
 from harness.record import checkpoint
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, check_format, read_object, try_read_object, write_summary
@@ -33,7 +33,7 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
     if hashed["data"]["name"] in pinned:
         hashed["data"]["path"] = None
     init_from = hashed["init_from"]
-    newest = None if init_from["run"] is None else checkpoint.newest(Path(init_from["run"]))
+    newest = None if init_from["run"] is None else checkpoint.newest(user_path(init_from["run"], key="init_from.run"))
     if newest is not None:
         hashed["init_from"] = init_from | {"run": sha256_of(newest)}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
@@ -89,8 +89,9 @@ class RunFolder:
             write_all(self._lock, owner)
             for file in (*self.path.glob("*.tmp"), *(self.path / checkpoint.FOLDER).glob("*.tmp")):
                 file.unlink()  # a process that was killed while writing has left it
-            link.symlink_to(self.path.name)
-            link.replace(self.path.parent / "latest")
+            with suppress(OSError):  # a file system without links
+                link.symlink_to(self.path.name)
+                link.replace(self.path.parent / "latest")
         except OSError as error:
             with suppress(OSError):  # the folder is not empty, or does not exist
                 link.unlink(missing_ok=True)

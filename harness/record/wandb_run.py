@@ -31,10 +31,21 @@ class WandbRun(AbstractContextManager):
         folder: the run folder; W&B writes into its subfolder ``wandb``.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
         id: that of the W&B run to continue, from a checkpoint, or None.
+        sweeping: whether this is a job of a sweep; then ``WANDB_RUN_ID`` does not count, because all jobs would have it.
         tags, more: as in ``wandb.init``; empty tags are left out, and long ones are cut."""
 
-    def __init__(self, folder: Path, *, mode: str = "auto", id: str | None = None, tags: Iterable[str] = (), **more):
-        self.id, self.hint, self._run = os.environ.get("WANDB_RUN_ID") or id or secrets.token_hex(4), "", None
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        mode: str = "auto",
+        id: str | None = None,
+        sweeping: bool = False,
+        tags: Iterable[str] = (),
+        **more,
+    ):
+        given_id = None if sweeping else os.environ.get("WANDB_RUN_ID")
+        self.id, self.hint, self._run = given_id or id or secrets.token_hex(4), "", None
         mode = os.environ.get("WANDB_MODE") or mode
         if mode != "disabled":
             tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag)) or None  # the lengths that W&B accepts

@@ -69,7 +69,7 @@ def check(
     try:
         with torch.random.fork_rng(devices=[]):
             limits = subject.limits
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         yield Finding("the model can be built", False, _describe_error(error))
         return
     for promise, limit, function in checks:
@@ -89,7 +89,7 @@ def run_check(promise: str, function: Callable[..., Verdict], *subjects: Subject
     try:
         with torch.random.fork_rng(devices=[]):
             breaks, detail = collect_breaks(function(*subjects))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         forward_passes = [line for subject in subjects for line in subject.forward_pass]
         return Finding(promise, False, _describe_error(error, *forward_passes))
     if limit is None:
