@@ -57,12 +57,13 @@ def folder(tmp_path):
     summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped"}
     summary |= {"status": "finished", "variant": "mhsa", "seed": 0}
     curve = [{"answer_accuracy": {"all": a / 100}, "bytes_seen": a * 1e5} for a in (30, 99, 100)]
-    curve = [{"config": {"variant": {"name": "mhsa", "attention": {}, "lr_scale": {}}}}, *curve]
     recall = []
     for bits, accuracy, words in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5"), (1.8, 0.3, "1 data.sequence=32")):
         scores = {"valid_bits_per_byte": bits, "test_answer_accuracy": {"all": accuracy}}
         cell = f"seed=0 variant=mhsa ++variant.lr_scale.adamw={words}".split(" ")
-        recall.append({"cell": cell, "summary": summary | scores, "record": curve})
+        options = {"name": "mhsa", "attention": {}, "lr_scale": {"adamw": words}}
+        record = [{"config": {"variant": options}}, *curve]
+        recall.append({"cell": cell, "summary": summary | scores, "record": record})
     recall[2]["summary"]["protocol"] = {"sequence": 32}
     write("recall_by_key", recall)
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
