@@ -31,13 +31,15 @@ from harness.compose.cli import run_command
 from harness.count.memory import tensors_of
 from harness.device.runtime import Runtime, resolve_auto
 from harness.loop.admission import admission
+from harness.loop.trainer import backend_of
 from harness.loop.update import Update
 from harness.model import LanguageModel
-from harness.plan.build import Plan, hydra_arguments, plan_run
+from harness.plan.build import Plan, is_sweep, plan_run
 from harness.plan.settings import parse_setting
 from harness.plan.small import contract_plan
 from harness.record import cells
 from harness.record.table import Column, Table, print_table
+from variants.contract import State
 
 COMMAND_KEYS = ("device_memory", "devices")
 CPU = torch.device("cpu")
@@ -56,7 +58,7 @@ CAUSES = {
 def main(cfg: DictConfig) -> None:
     memory = pop_keys(cfg, *COMMAND_KEYS)["device_memory"]
     limit_bytes = None if memory is None else parse_memory(memory)
-    plan = plan_run(cfg, **hydra_arguments())
+    plan = plan_run(cfg, sweeping=is_sweep())
     kind = kind_of(plan)
     admission(contract_plan(plan, kind))
     prediction = predict(plan)
@@ -98,15 +100,17 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
     ``streams``, by default the plan's. Return ``backend``; ``by_cause``, the bytes of each of ``CAUSES``; and the sum
     of these, ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors lack."""
     show_progress(f"{plan.variant}: predicting a step of {streams or plan.batch.streams:,} streams")
-    batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
-    device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager_plan(plan), batch=batch)
+    if streams is not None:
+        plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, streams=streams))
+    device = torch.device(kind_of(plan))
+    plan = eager_plan(plan)
     with torch.random.fork_rng(devices=[]):
         model = plan.make_model()
-    backends = {name: sublayer.backend(device, training=True) for name, sublayer in model.sublayers()}
-    if device.type != "cpu":  # a GPU's kernels have no code for a CPU's fake tensors
-        backends = {name: "chunked" if b in ("fused", "kernel") else b for name, b in backends.items()}
-        for name, sublayer in model.sublayers():
-            sublayer.backend = lambda device, *, training, name=name: backends[name]
+        backend = backend_of(model, Runtime(device=device, precision="float32", compile=False))
+        if device.type != "cpu":  # a GPU's kernels have no code for a CPU's fake tensors
+            backend = "plain" if backend == "plain" else "chunked"
+            plan = dataclasses.replace(plan, runtime=dataclasses.replace(plan.runtime, backend=backend))
+            model = plan.make_model()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:  # ``from_tensor`` keeps shared tensors shared
             for module in model.modules():
@@ -116,7 +120,6 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         reason = f"its memory depends on values of tensors ({error.func})"
         raise ValueError(f"variant={plan.variant}: {reason}") from error
-    backend = "+".join(sorted({*backends.values()} - {"plain"} or {"plain"}))
     return {"backend": backend, "by_cause": by_cause, "predicted_peak_bytes": sum(by_cause.values())}
 
 
@@ -139,16 +142,22 @@ def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
     """Bytes of each of ``CAUSES`` at the peak of a training step: the second one, under ``MemTracker``."""
     batch, span = plan.batch, plan.model.span
     runtime = Runtime(device=CPU, precision=plan.runtime.precision, compile=False)
-    model.project_ = lambda: None  # parameters are in their range, and fake ones have no values to project
     optimizers = plan.make_optimizers(model)
     optimizers.may_update = lambda: True  # fake gradients have no value to test
     update = Update(model, optimizers, runtime, accumulate=batch.accumulate)
     inputs, targets = (torch.zeros(batch.streams, batch.segment, dtype=torch.int64) for _ in range(2))
     past = torch.zeros(batch.streams, max(span, batch.segment), dtype=torch.int64)
     state = full_state(model, past, span=span, runtime=runtime) if batch.carry else None
-    _, next_state = update(inputs, targets, state, fraction=0.5)  # the first step allocates the optimizers' state
-    state = next_state if batch.carry else None
-    del past, next_state
+
+    def step(state: State) -> State:
+        """An update, without the projection of parameters, because fake ones have no values."""
+        _, loss, next_state = update.gradients(inputs, targets, state)
+        optimizers.step(0.5, loss=loss)
+        optimizers.zero_grad()
+        return next_state if batch.carry else None
+
+    state = step(state)  # the first step allocates the optimizers' state
+    del past
     tracker, forward = MemTracker(), update.forward
     tracker.track_external(model, *optimizers.optimizers.values(), inputs, targets, *tensors_of(state))
     state_bytes = tracker.get_tracker_snapshot()[CPU]["Optstate"]
@@ -159,7 +168,7 @@ def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
 
     update.forward = tracked
     with tracker:
-        update(inputs, targets, state, fraction=0.5)
+        step(state)
     peak = tracker.get_tracker_snapshot("peak")[CPU]
     optimizer_bytes = min(state_bytes, peak["Optstate"])  # Optstate includes temporary tensors of the optimizers
     return {

@@ -23,11 +23,9 @@ PROFILE_TABLES = {
 
 def gpu_sections(path: Path) -> str:
     """The tables of a file of rows of GPUs: runs of equal seconds, runs of equal bytes, costs and profiles."""
-    costs = read_costs(path, "variant", "length", "compile", conditions=("device", "precision"), kind="cost")
+    costs = read_costs(path, "variant", "length", "compile", "streams", "segment", kind="cost")
     profiles = [row for row in read_rows(path) if row.get("kind") == "profile"]
     tables = {f"Equal {unit}": gpu_table(path, unit=unit) for unit in ("seconds", "bytes")}
-    sections = [f"### {title}\n\n{table}" for title, table in tables.items() if table]
-    for rows, quantities in ((costs, GPU_COST_TABLES), (profiles, PROFILE_TABLES)):
-        if rows:
-            sections += [f"### {title}\n\n{quantity_table(rows, *quantity)}" for title, quantity in quantities.items()]
-    return "\n\n".join(sections)
+    tables |= {title: quantity_table(costs, *quantity) for title, quantity in GPU_COST_TABLES.items()}
+    tables |= {title: quantity_table(profiles, *quantity) for title, quantity in PROFILE_TABLES.items()}
+    return "\n\n".join(f"### {title}\n\n{table}" for title, table in tables.items() if table)

@@ -32,6 +32,9 @@ from harness.record import checkpoint, folder
 from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import CONFIG, RECORD
 
+OLD_KEYS = ("trial", "space")
+"""Keys of the configurations of older run folders. They said which point of a search the others came from."""
+
 
 def pop_keys(cfg: DictConfig, *names: str) -> dict:
     """Remove a command's own keys, which a training run lacks, from its configuration; return them as a plain dict."""
@@ -96,6 +99,8 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str)
     The folder is untrusted: its configuration may have plain values only, and classes only of ours and of ``trust``."""
     origin = f"{key}={path}"
     config = read_config(path / CONFIG, label=origin)
+    for name in OLD_KEYS:
+        config.pop(name, None)
     try:
         config = literal(config)
         config.update({"runtime": runtime, "trust": trust, "record": OmegaConf.load(f"{CONF}/record/default.yaml")})

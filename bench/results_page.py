@@ -53,12 +53,12 @@ def copy_bits(runs: pd.DataFrame) -> pd.DataFrame:
     return frame.sort_values(by=[*frame.columns], key=lambda bits: bits >= REACHED_BITS, kind="stable")
 
 
-def read_costs(path: Path, *keys: str, conditions: Sequence[str] = COST_CONDITIONS, **chosen: str) -> list[dict]:
-    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in ``conditions``."""
-    rows = [row for row in read_rows(path) if chosen.items() <= row.items()]
-    names, measured = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, conditions))
-    if len(measured) > 1 or len(names) < len(rows):
-        raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(conditions)}")
+def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
+    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in other ``COST_CONDITIONS``."""
+    rows, common = [row for row in read_rows(path) if chosen.items() <= row.items()], {*COST_CONDITIONS} - {*keys}
+    names, conditions = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, common))
+    if len(conditions) > 1 or len(names) < len(rows):
+        raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(COST_CONDITIONS)}")
     return rows
 
 
@@ -269,7 +269,7 @@ def skills_table(runs: pd.DataFrame) -> str:
 
 
 def cost_tables(path: Path) -> str:
-    """A table for each quantity of ``COST_TABLES``: a column per span or, in mode cold, per length."""
+    """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span or, in mode cold, length."""
     rows = {"stream": read_costs(path, "variant", "length", mode="stream")}
     rows["cold"] = read_costs(path, "variant", "length", "segment", mode="cold")
     tables = []
@@ -280,10 +280,10 @@ def cost_tables(path: Path) -> str:
 
 
 def quantity_table(rows: Sequence[dict], divisor: float | str, key: str) -> str:
-    """A table of the numbers at the dotted ``key`` of rows of ``bench.cost``, by mechanism and length, and apart if
-    compiled. They are divided by ``divisor``, or by the number of the row that it names. Empty without rows."""
-    lengths = sorted({(row.get("compile", False), row["length"]) for row in rows})
-    headings = {length: f"{length[1]:,}{' compiled' if length[0] else ''}" for length in lengths}
+    """A table of a quantity: a row per mechanism, a column per length, and another if compiled. ``divisor`` is a number
+    or the key of one."""
+    columns = sorted({(row.get("compile", False), row["length"]) for row in rows})
+    headings = {column: f"{column[1]:,}{' compiled' * column[0]}" for column in columns}
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         cost = flatten(row).get(key)

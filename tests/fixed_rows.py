@@ -1,11 +1,11 @@
-"""The fictitious runs, trials and bench rows from which the tables of ``tests/golden_report`` are made."""
+"""The fictitious runs and bench rows from which the tables of ``tests/golden_report`` are made."""
 
 import json
 import os
 from pathlib import Path
 
 from harness.record.table import Table
-from tests.bench_rows import cost_row, peer_row, write_failed, write_rows, write_run, write_trial
+from tests.bench_rows import cost_row, peer_row, write_rows, write_run
 
 
 def text_of(table: Table) -> str:
@@ -51,17 +51,14 @@ def write_fixed_rows(folder: Path) -> None:
     for index, changes in enumerate(({}, {"threads": 4}, {"threads": 4, "allocator": "return"})):
         run = write_run(folder / "grounds", variant=("mhsa", "local", "mhsa")[index], seed=index, bits=2.2 + index / 10)
         run_folders.append(change(run, budget={"bytes": 9_000_000}, **changes))
-    for variant in ("mhsa", "adaptive_span"):
-        for trial, rate in enumerate((0.001, 0.003, 0.01)):
-            for seed in (100, 101):
-                bits = 2.5 + abs(rate - 0.003) * 10 + seed / 1e5
-                keywords = {"variant": variant, "point": {"optim.lr": (0.3, 0.5, 0.99)[trial]}}
-                run_folders.append(
-                    write_trial(folder / "trials", rate=rate, seed=seed, bits=bits, trial=trial, **keywords)
-                )
-    run_folders.append(write_failed(folder / "trials", error="out of memory", seed=100, trial=3))
+    config = {"variant": {"name": "mhsa"}, "model": {"d_model": 128, "layers": 4, "heads": 4, "span": 512}}
+    config |= {"optim": {"lr": 0.003}}
+    searched = {"trial": 0, "space": {"optim.lr": {"low": 1e-4, "high": 0.1, "scale": "log"}}}  # of older runs
+    for seed in (100, 101):
+        run = write_run(folder / "tuning", seed=seed, bits=2.5, config=config | searched)
+        run_folders.append(change(run, purpose="tune", point={"optim.lr": 0.5}))
     for seed in (0, 1, 101):
-        run_folders.append(write_trial(folder / "trials", rate=0.003, seed=seed, bits=2.45 + seed / 1e3))
+        run_folders.append(write_run(folder / "tuned", seed=seed, bits=2.45 + seed / 1e3, config=config))
     for index, run in enumerate(run_folders):
         os.utime(run / "summary.json", (1.8e9 + index, 1.8e9 + index))
     costs = [cost_row(variant=v, length=n) for v in ("mhsa", "adaptive_span") for n in (256, 512, 1024)]

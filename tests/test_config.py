@@ -12,7 +12,7 @@ from harness.plan import settings
 from harness.plan.build import plan_run
 from harness.plan.network import plan_layers
 from harness.plan.targets import constructor_schema, resolve
-from tests.small_configs import CONF, TINY, compose_config, one_step, plan, small
+from tests.small_configs import CONF, TINY, compose_config, one_step, plan
 from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
@@ -29,11 +29,8 @@ def read(file):
 # Files under conf/
 
 
-SPACES = {f"variant/{path.stem}" for path in (CONF / "space").glob("*.yaml")}
-"""Variants with a search space. ``test_variant_contract.py`` plans all variants at their small sizes."""
-PLANNED = [
-    file for file in FILES if file in SPACES or not file.startswith(("sublayer/", "space/", "sweep/", "variant/"))
-]
+PLANNED = [file for file in FILES if not file.startswith(("sublayer/", "sweep/", "variant/"))]
+"""``test_variant_contract.py`` plans all variants at their small sizes, and ``test_sweep.py`` all sweeps."""
 
 
 @pytest.mark.parametrize("file", PLANNED)
@@ -43,13 +40,7 @@ def test_every_file_is_planned_and_optimizers_and_recipes_take_a_step(file):
         tiny += ["variant.memory.half_keys=8", "variant.memory.top_k=4"]
     if file == "data/associative_recall":
         tiny.append("batch.segment=64")
-    if file in SPACES:  # points of a search space may need a span of 256
-        tiny += ["purpose=tune", "trial=1", "optim=adamw", "model.span=256"]
-    group, _, name = file.partition("/")
-    run_plan = plan(f"{group}={name}", *(small(name) if group == "variant" else []), *tiny)
-    if file in SPACES:
-        only_lr = name in ("mhsa", "all_attention_fixed", "replayed_spans")
-        assert "optim.lr" in run_plan.point and any(key.startswith("variant.") for key in run_plan.point) != only_lr
+    run_plan = plan(file.replace("/", "=", 1), *tiny)
     if file.startswith(STEPPED):
         row = one_step(run_plan)
         assert row["step"] == 1 and math.isfinite(row["bits_per_byte"])

@@ -30,7 +30,7 @@ SHARDED = ("variant=adaptive_span_memory", *MEMORY, "variant.memory.sparse=true"
 SHARDED += ("+variant.groups.values.optimizer={_target_:harness.optim.ClippedAdagrad,_partial_:true}",)
 RESUMED = {
     "replicated": (*SPANS, *CARRY, *DROPOUT, "eval.streams=1"),  # rank 1 has no stream to score
-    "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),  # shards of rows; the table's of columns
+    "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),
 }
 COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.every=0", "eval.test=false")
 

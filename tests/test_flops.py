@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.model import LanguageModel
@@ -47,6 +48,14 @@ def test_flops_of_torchs_attention_are_those_of_the_visible_pairs(kernel, causal
     assert count_flops(forward) == (4 * 2 * 3 * pairs * 8, {})
     total = count_flops(lambda: forward().sum().backward(), gradients=True)
     assert total == ((4 + 10) * 2 * 3 * pairs * 8, {"sum": 1})  # two matrix products forward, five backward
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_is_not_compiled_and_counts_all_pairs():
+    q, k, v = queries_keys_values(64, 64)
+    flops = count_flops(lambda: flex_attention(q, k, v))
+    has_formula = "flex_attention" not in flops.unknown  # of torch, from 2.12 or 2.13 on
+    assert flops.total == has_formula * 4 * 2 * 3 * 64 * 64 * 8
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -1,6 +1,5 @@
-"""Three processes with replicated or sharded parameters: averaged gradients, tables divided by columns, scores."""
+"""Three processes with replicated or sharded parameters: averaged gradients, whole tables, scores."""
 
-import re
 from functools import partial
 
 import pytest
@@ -12,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from harness.device.model_parameters import full_tensors
 from harness.device.processes import SINGLE, ProcessGroup, join_processes
 from harness.device.runtime import Runtime
-from harness.device.sharded_tables import ShardedTables
 from harness.loop.scoring import score_stream, score_windows
 from harness.loop.update import Update, unsharded_parameters
 from harness.optim import Muon
@@ -21,55 +19,45 @@ from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
 from tests.promises import model_of
 from tests.rank_processes import launch
-from tests.small_runs import CARRY, SPARSE, VARIANTS, make_trainer
-from tests.test_distributed_training import distributed_trainer, train_and_score
+from tests.small_runs import VARIANTS
+from tests.test_distributed_training import distributed_trainer
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 
 pytestmark = pytest.mark.numeric
 
 STEPS = 4
-TABLES = (*CARRY, "runtime.shard=full", "batch.streams=6", "model.head_zero_init=false", f"budget.steps={STEPS}")
-TABLES += ("model.d_model=20", "eval.streams=2")  # 7, 7 and 6 columns; rank 2 has no stream to score
-TWO_LAYERS = ("variant.layers=[attention,memory]", "variant.at={}")
-CASES = {
-    "dense, relu": (
-        *(*VARIANTS["product_key_memory"], *TWO_LAYERS, "variant.memory.activation=relu"),
-        *("optim=adamw", "optim.clip=0.1"),
-    ),
-    "shared by two layers, accumulated": (
-        *(*SPARSE, *TWO_LAYERS, "variant.memory.share=network", "optim.clip=0.001"),
-        *("+variant.groups.values.clip=0.01", "batch.accumulate=2"),
-    ),
-}
 
 
 class OneProcessSublayer(Sublayer):
-    """A sublayer written for one process, with a parameter of each type that FSDP cannot shard.
+    """A sublayer with a parameter of each type that FSDP does not take.
 
-    ``inspected`` is read outside of the forward pass, ``shared`` belongs to all layers, the output does not depend on
-    ``unused``, and ``table`` has sparse gradients."""
+    ``gain`` is a vector, which is also read outside of the forward pass, ``shared`` belongs to all layers, ``columns`` is
+    not contiguous, and ``table`` has sparse gradients."""
+
+    tables = {"table": 1}
 
     def __init__(self, context: LayerContext):
         super().__init__()
         width = context.d_model
         self.inner, self.outer = nn.Linear(width, 3 * width + 1, bias=False), nn.Linear(3 * width + 1, width)
-        self.inspected, self.unused = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.full((width,), 0.2))
+        self.columns = nn.Parameter(torch.randn(width, width).T / width)
         self.shared = context.shared(nn.Linear, "matrix", lambda: nn.Linear(width, width, bias=False))
         self.table = nn.Parameter(torch.randn(16, width))
 
     def project_(self) -> None:
-        assert type(self.inspected.weight) is nn.Parameter
+        assert type(self.gain) is nn.Parameter
         with torch.no_grad():
-            self.inspected.weight.clamp_(-0.1, 0.1)
+            self.gain.clamp_(-0.1, 0.1)
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        return {"norm": self.inspected.weight.norm(), "shared": self.shared.weight.norm()}
+        return {"norm": self.gain.norm(), "shared": self.shared.weight.norm()}
 
     def ideal_flops(self) -> int:
-        return 2 * int((self.inspected.weight != 0).sum()) + 2 * self.inner.weight.numel()
+        return int((self.gain != 0).sum()) + 2 * self.inner.weight.numel()
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
-        y = self.outer(self.inner(x).relu()) + self.inspected(x) + self.shared(x)
+        y = self.outer(self.inner(x).relu()) + self.gain * (x @ self.columns) + self.shared(x)
         return SublayerOutput(y + F.embedding(torch.arange(x.shape[1], device=x.device) % 5, self.table, sparse=True))
 
 
@@ -110,19 +98,6 @@ def sublayer_steps(processes: ProcessGroup, shard: str) -> dict:
     }
 
 
-def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
-    run = distributed_trainer(processes, *TABLES, *words, precision="float64")
-    results, parameters = train_and_score(run), run.update.parameters
-    named = zip((name for name, _ in run.model.named_parameters()), parameters.local_parameters, strict=True)
-    tables = [parameter for name, parameter in named if name.endswith("values")]
-    return results | {
-        "shapes": [tuple(table.shape) for table in tables],
-        "averaged": any(table in {*parameters.averaged_parameters} for table in tables),
-        "state": full_tensors(run.optimizers.state_dict())["groups"],
-        "flops": run.model.ideal_flops(),
-    }
-
-
 def scores(processes: ProcessGroup) -> dict:
     """Scores of 1 stream, of 7 streams and of windows, and the random numbers and streams of each process."""
     run = distributed_trainer(processes, *VARIANTS["product_key_memory"], "batch.streams=6", precision="float64")
@@ -152,7 +127,6 @@ def averaged_gradients(processes: ProcessGroup) -> list[Tensor | None]:
 def all_steps() -> dict:
     with join_processes() as processes:
         results = {shard: sublayer_steps(processes, shard) for shard in ("none", "full")}
-        results |= {name: tables_steps(processes, words) for name, words in CASES.items()}
         return results | {"scores": scores(processes), "averaged": averaged_gradients(processes)}
 
 
@@ -182,17 +156,6 @@ def test_a_mechanism_written_for_one_process_trains_as_in_one_process(ranks, sha
     assert share == 1 if shard == "none" else share < 0.7
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_tables_divided_by_columns_train_as_in_one_process(ranks, name):
-    single = tables_steps(SINGLE, CASES[name])
-    assert [rank[name]["shapes"][0] for rank in ranks] == [(64, 7), (64, 7), (64, 6)]
-    for results in (rank[name] for rank in ranks):
-        assert not results["averaged"] and len(results["shapes"]) == len(single["shapes"])
-        assert results["bits"] == pytest.approx(single["bits"], abs=1e-12)
-        torch.testing.assert_close(results["nats"], single["nats"], rtol=0, atol=2e-6)  # nats are float32
-        assert_same_training(results, single, within=1e-9)
-
-
 def test_three_processes_score_as_one_and_have_different_random_numbers_and_streams(ranks):
     first, single = ranks[0]["scores"], scores(SINGLE)
     for key in ("nats", "windows", "stats"):
@@ -208,19 +171,9 @@ def test_gradients_are_averaged_even_if_a_process_has_none(ranks):
         torch.testing.assert_close(rows, torch.tensor([[1.0, 1.0], [0.0, 0.0], [1 / 3, 1 / 3]]))
 
 
-def test_parameters_that_fsdp_cannot_shard_are_detected():
+def test_fsdp_takes_contiguous_matrices_of_one_unit_outside_of_tables():
     model = model_of(OneProcessSublayer)()
-    before, random = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
     unsharded = unsharded_parameters(model)
     sharded = {name for name, parameter in model.named_parameters() if parameter not in unsharded}
     inside = {f"layers.{i}.part0.sublayer.{name}.weight" for i in (0, 1) for name in ("inner", "outer")}
     assert sharded == inside | {"embedding.weight", "head.weight"}
-    assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
-    assert torch.equal(random, torch.get_rng_state())
-
-
-def test_a_table_whose_columns_cannot_be_divided_among_all_processes_is_refused():
-    model = make_trainer(*VARIANTS["product_key_memory"], "model.d_model=4", "model.heads=1").model
-    processes = ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3)
-    with pytest.raises(ValueError, match=re.escape("a table of 4 columns cannot be divided among 3 processes")):
-        ShardedTables([(sublayer, "values") for _, sublayer in model.sublayers() if sublayer.tables], processes)

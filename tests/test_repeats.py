@@ -56,7 +56,7 @@ def test_the_latest_occurrence_counts_and_a_context_of_train_does_not():
 
 
 def test_bits_of_repeats_are_means_over_their_pairs():
-    score = Score(torch.tensor([1.0, 2.0, 4.0]) * np.log(2), {})
+    score = Score(torch.tensor([1.0, 2.0, 4.0]) * np.log(2), torch.ones(3), {})
     masks = {"some": torch.tensor([False, True, True]), "none": torch.zeros(3, dtype=torch.bool)}
     assert score.bits_by_label(masks) == {"some": pytest.approx(3.0), "none": None}
 

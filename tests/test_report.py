@@ -18,7 +18,7 @@ from bench.report.frame import read_folders
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import FORMAT
 from harness.record.table import MAX_TEXT_WIDTH, Cell, Column, Table, print_table, to_csv
-from tests.bench_rows import cost_row, peer_row, write_rows, write_run, write_trial
+from tests.bench_rows import cost_row, peer_row, write_rows, write_run
 from tests.fixed_rows import change, text_of, write_fixed_rows
 
 GOLDEN = Path(__file__).parent / "golden_report"
@@ -160,23 +160,17 @@ def test_differences_from_the_reference_are_paired_by_seed_and_corrected_by_holm
     assert column(table, "valid, bits per byte")[0].endswith(" ± 2.4968"), "4.3027 x 1.0051 / sqrt(3)"
 
 
-def test_hyperparameters_are_picked_on_tuning_seeds_whose_scores_are_not_reported(tmp_path):
-    """A point without a score for every seed is not picked, and a pick at an end of the range is flagged."""
-    for trial, (rate, bits) in enumerate(((0.001, 2.5), (0.003, 2.4), (0.01, 2.3))):
-        for seed in (100, 101):
-            score = None if (trial, seed) == (2, 101) else bits + seed / 1e4
-            point = {"optim.lr": 0.99 if trial == 1 else 0.5}
-            write_trial(tmp_path, rate=rate, seed=seed, bits=score, trial=trial, point=point)
-    by_name = tables(tmp_path)["picked-1"]
-    (flags,) = column(by_name, "flags")
-    assert all(flag in flags for flag in ("high end of optim.lr", "1 run without a score"))
-    assert column(by_name, "picked") == ["optim.lr=0.003"]
-    write_trial(tmp_path, rate=0.003, seed=0, bits=2.45)
-    tuning_run = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
-    by_name = tables(tmp_path)
-    results = next(table for name, table in by_name.items() if name.startswith("runs-"))
+def test_runs_of_tuning_seeds_are_in_no_table_and_tables_of_results_name_them(tmp_path):
+    for rate, bits in ((0.001, 2.5), (0.003, 2.4)):
+        config = {"variant": {"name": "mhsa"}, "model": {"span": 512}, "optim": {"lr": rate}}
+        run = write_run(tmp_path, seed=100, bits=bits, config=config | {"trial": 3, "space": {}})
+        change(run, purpose="tune", point={"optim.lr": 0.5})  # older rows have these keys
+    assert not tables(tmp_path)
+    write_run(tmp_path, seed=0, bits=2.45, config=config)
+    repeated = write_run(tmp_path, seed=100, bits=2.0, config=config)
+    (results,) = tables(tmp_path).values()
     assert column(results, "valid, bits per byte")[0] == "2.4500" and column(results, "n")[0] == "1"
-    assert any(tuning_run.name in note for note in results.notes)
+    assert any(repeated.name in note for note in results.notes)
 
 
 def test_a_folder_that_is_named_twice_or_linked_is_read_once(tmp_path):
@@ -267,8 +261,7 @@ def test_arbitrary_changes_of_rows_and_runs_cause_no_error(tmp_path_factory, see
     rows = [cost_row(), peer_row(), cost_row(variant="linear")]
     path = write_rows(folder, rows + [mutated(random, random.choice(rows)) for _ in range(3)])
     write_run(folder, variant="mhsa")
-    tuned = {"rate": 0.01, "bits": 2.0, "trial": 1}
-    run = write_trial(folder, seed=3, **tuned) if random.random() < 0.3 else write_run(folder, seed=3)
+    run = write_run(folder, seed=3)
     name = random.choice(["record.jsonl", "summary.json"])
     lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
     index = random.randrange(len(lines)) if random.random() < 0.7 else 0
@@ -279,7 +272,7 @@ def test_arbitrary_changes_of_rows_and_runs_cause_no_error(tmp_path_factory, see
         (run / "summary.json").write_text(json.dumps(summary | shared))
     (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     read = read_folders([folder])
-    bench_rows = len(read.frame) - len(read.frame[read.frame["kind"].isin(("run", "failed"))])
+    bench_rows = len(read.frame) - len(read.of("run"))
     assert bench_rows + sum(str(path) in reason for reason in read.refused) == 6
     for table in all_tables(read):
         assert all(len(row) == len(table.columns) for row in table.rows)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from bench.report.__main__ import main
-from tests.bench_rows import cost_row, peer_row, write_rows, write_run, write_trial
+from tests.bench_rows import cost_row, peer_row, write_rows, write_run
 from tests.command_line import ROOT
 from tests.timeouts import TIMEOUT_SECONDS
 
@@ -39,14 +39,6 @@ def test_the_command_writes_all_files_without_torch_and_removes_outdated_ones(tm
         assert main([str(rows), "--out", str(out)]) == 0
     assert not (out / "cost-1.csv").exists() and not [*(out / "figures").iterdir()]
     assert (out / "runs-1.csv").exists() and (out / "mine.md").exists()
-
-
-def test_the_terminal_shows_the_pick_of_a_sweep_as_overrides_to_type(tmp_path, capsys):
-    point = {"optim.lr": 0.5, "model.span": 0.5}
-    for trial, (rate, bits) in enumerate(((0.001, 2.5), (0.003, 2.4))):
-        write_trial(tmp_path, rate=rate, seed=100, bits=bits, trial=trial, point=point)
-    assert main([str(tmp_path), "--out", str(tmp_path / "report")]) == 0
-    assert "model.span=512 optim.lr=0.003 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [None, "garbage"])

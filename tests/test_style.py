@@ -94,8 +94,8 @@ def test_imports_have_no_cycle_of_modules_or_folders():
     commands = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
     between = {(command, imports) for command in commands for imports in modules[command] & commands}
     assert len(commands) > 5 and between == {("bench.decompress", "bench.compress")}  # one file has the code of both
-    parts_of_one_command = ("gpu_page", "published_runs", "recall_by_key", "results_page", "text_figures")
-    commands |= {f"bench.{name}" for name in parts_of_one_command}
+    shared = ("gpu_page", "published_runs", "recall_by_key", "results_page", "text_figures")  # of one command only
+    commands |= {f"bench.{name}" for name in shared}
 
     def group_of(module: str) -> str:
         if module in commands:

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from harness.device import runtime
 from harness.loop.trainer import Trainer
@@ -63,6 +64,15 @@ def test_the_last_job_of_each_sweep_can_be_planned(name):
         hydra = compose("train", overrides=[f"sweep={name}"], return_hydra_config=True).hydra
     first, *_, last = jobs([f"{key}={value}" for key, value in hydra.sweeper.params.items()])
     assert hydra.mode.name == "MULTIRUN" and first != last and plan(f"sweep={name}", *last)
+
+
+def test_sweeps_that_compare_variants_have_five_seeds_and_adamw():
+    for sweep in ("variants", "spans", "slots"):
+        assert OmegaConf.load(ROOT / f"conf/sweep/{sweep}.yaml").hydra.sweeper.params.seed == "0,1,2,3,4"
+        run_plan = plan(f"sweep={sweep}")
+        assert run_plan.optim["default"].func.__name__ == "AdamW" and run_plan.optim["matrices"] is None
+        assert run_plan.purpose == "result"
+    assert plan("sweep=variants", "optim=muon").optim["matrices"] is not None, "a typed override wins"
 
 
 def test_threads_and_random_numbers_of_a_job_do_not_depend_on_earlier_jobs(cwd, monkeypatch):

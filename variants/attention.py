@@ -273,6 +273,8 @@ class Attention(MultiHead, OnKernels):
         """Return head outputs ``[B, H, T, K]``, with this class's sink; for ``options`` see ``backends.attend``."""
         keys = keys.repeated(self.heads // self.kv_heads)
         options |= {"sink": self.sink, "past_learns": self.cache == "hidden"}
+        if self.dropout_seed is not None:
+            options["seed"] = torch.full((), self.dropout_seed, device=q.device)
         return backends.attend(backend, q, keys, visible, dropout=self.dropout if self.training else 0.0, **options)
 
     @torch.no_grad()

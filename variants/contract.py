@@ -39,6 +39,8 @@ class LayerContext:
         attend_self: whether a position attends to itself; in 1905.07799 it does not.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
         dropout: dropout rate on attention weights and inside feed-forward blocks.
+        dropout_seed: seed of the counters that drop attention weights (``kernels/dropout.py``), so that
+            backends can be compared; None draws one in each pass.
         backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` to select one for the device.
         scheme: factory of the run's position scheme for one sublayer.
         pool: objects that layers share; used only while the model is built."""
@@ -51,6 +53,7 @@ class LayerContext:
     attend_self: bool = True
     cache: str = "kv"
     dropout: float = 0.0
+    dropout_seed: int | None = None
     backend: str = "auto"
     scheme: Callable[..., "Position"]
     pool: dict = field(default_factory=dict, repr=False, compare=False)
@@ -137,9 +140,8 @@ class Sublayer(nn.Module):
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""
     tables: dict[str, int] = {}
-    """Names of parameters ``[M, D]`` of which each byte reads a few rows, and the number of these rows. ``forward`` may
-    use only their shape and ``self.sum_rows`` (``kernels/table.py``), because processes may divide their columns. Other
-    parameters of the sublayer with M rows count as read with the table, but are not divided."""
+    """Names of parameters ``[M, D]`` of which each byte reads a few rows, and the number of these rows. Other
+    parameters of the sublayer with M rows count as read with the table. Each process has the whole table."""
     period: int = 1
     """Bytes after which the computation repeats (block, chunk, dilated step). FLOPs are means over one period."""
 

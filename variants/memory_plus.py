@@ -56,7 +56,7 @@ class MemoryPlus(ProductKeyMemory):
 
 class Experts(ProductKeyMemory):
     """A product-key memory of one-unit experts, of which a byte uses ``heads * top_k``. Keywords are those of
-    ``ProductKeyMemory`` except ``share`` and ``sparse``. Processes do not divide the table of input vectors."""
+    ``ProductKeyMemory`` except ``share`` and ``sparse``."""
 
     def __init__(self, context: LayerContext, **search: Unpack[SearchKeywords]):
         super().__init__(context, **search)

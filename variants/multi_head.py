@@ -68,7 +68,10 @@ class MultiHead(Sublayer):
         self.key_shift = KeyShift(self.kv_heads, self.d_head) if key_shift else None
         self.key_past = int(key_shift)  # bytes before a key on which it depends
         self.shift = 0 if context.attend_self else 1
-        self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
+        self.cache = context.cache
+        self.dropout = context.dropout
+        self.dropout_seed = context.dropout_seed
+        self.wanted_backend = context.backend
 
     def project(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> list[Tensor]:
         """Project ``x`` by each map to ``[B, H, T, K]``, for ``heads`` or all of them, with one matrix product."""

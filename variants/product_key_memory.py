@@ -154,8 +154,6 @@ class ProductKeyMemory(Sublayer):
         share: ``layer`` for a table per layer, ``network`` for one table for all layers with the same number of slots.
         sparse: whether the gradient of the table is a sparse tensor."""
 
-    sum_rows = staticmethod(table.sum_rows)
-
     def __init__(
         self,
         context: LayerContext,
@@ -206,7 +204,7 @@ class ProductKeyMemory(Sublayer):
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         slots, weights = (part.flatten(1) for part in self._select_slots(x))  # [n, H top_k]
-        y = self.sum_rows(self.values, slots, weights, sparse=self.sparse)
+        y = table.sum_rows(self.values, slots, weights, sparse=self.sparse)
         return SublayerOutput(y.view_as(x), stats=self.usage(slots, weights.detach()) if collect_stats else None)
 
     def _select_slots(self, x: Tensor) -> tuple[Tensor, Tensor]:

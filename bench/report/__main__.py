@@ -18,7 +18,6 @@ from bench.report.frame import Rows, read_folders
 from bench.report.page import page_of
 from bench.report.tables import run_tables
 from bench.report.tables_costs import cost_tables, peer_tables
-from bench.report.tuning import tuning_tables
 from harness.cache import write_atomically
 from harness.failures import StorageFailure, exit_code
 from harness.record.cells import pluralize
@@ -70,7 +69,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
         files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
         files["index.html"] = page_of(TITLE, tables=tables, drawings=drawings, notes=_notes(rows), commands=commands)
         for table in tables:
-            if table.name.startswith(("runs-", "picked-")):
+            if table.name.startswith("runs-"):
                 print_table(replace(for_terminal(table), notes=()))
         for name, content in files.items():
             # Texts from JSON may have a lone surrogate, which UTF-8 cannot encode.
@@ -84,9 +83,9 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 
 def all_tables(rows: Rows) -> list[Table]:
-    """Tables of runs, tuning, costs and peers."""
+    """Tables of runs, costs and peers."""
     costs, peers = (rows.of(kind)["row"].tolist() for kind in ("cost", "peers"))
-    return [*run_tables(rows), *tuning_tables(rows.frame), *cost_tables(costs), *peer_tables(peers)]
+    return [*run_tables(rows), *cost_tables(costs), *peer_tables(peers)]
 
 
 def runs_csv(runs: pd.DataFrame) -> str:

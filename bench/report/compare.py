@@ -20,7 +20,7 @@ from harness.record.schema import BENCH_COMMANDS, flatten
 
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
 NOT_ARM_KEYS = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
-NOT_ARM_KEYS += ("purpose", "trial", "space")
+NOT_ARM_KEYS += ("purpose", "trial", "space")  # older rows have the last two
 """Keys of a configuration that tell no arms apart: they may differ within an arm, or are equal in a whole table."""
 IGNORED_KEYS = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
 """Keys that change no number. ``numerics`` is compared as a key of the row; ``global_bytes`` is 0 in older rows."""

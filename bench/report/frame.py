@@ -30,7 +30,7 @@ REACHED_BITS = 1.0  # a byte that repeats an earlier one counts as copied below 
 @dataclass(kw_only=True)
 class Rows:
     """The rows of a report. ``frame`` has runs in the order in which they ended, followed by rows of commands in the
-    order of their folders' names. Its columns are numbers as floats, by dotted key; ``kind``: run, failed, cost or
+    order of their folders' names. Its columns are numbers as floats, by dotted key; ``kind``: run, cost or
     peers; ``row``: the whole row, for a run its provenance and summary; and ``record``: the rows of a run's record.
     ``refused``, ``unfinished`` and ``failed`` have ``path: reason`` of each row or run that is not shown."""
 
@@ -180,7 +180,8 @@ def _read_run(folder: Path, rows: Rows) -> list[tuple]:
         words = str(summary.get("error") or "no error was written down")
         error = textwrap.shorten(words, MAX_ERROR_LENGTH, placeholder="...")
         rows.failed.append(f"{folder}: {error}")
-        return [(time, _tidy(record[0] | {"error": error}, "failed", **columns))] if record else []
+        return []
     if record and status != "finished":
         rows.unfinished.append(f"{folder}: {status or 'no summary yet'}")
-    return [(time, _tidy(record[0] | summary, "run", **columns))] if record and status == "finished" else []
+        return []
+    return [(time, _tidy(record[0] | summary, "run", **columns))] if record else []

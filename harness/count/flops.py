@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -55,9 +54,9 @@ class ForwardFlops(NamedTuple):
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
     """Run ``call`` and count its FLOPs. It must not be compiled; ``gradients`` must be true if it has a backward pass.
     ``flex_attention`` is supported in a forward pass only, and counts all pairs of queries and keys."""
-    # Without this flag flex_attention compiles itself, which fails under a dispatch mode.
-    uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    with torch.set_grad_enabled(gradients), uncompiled, _Counter() as counter:
+    # flex_attention compiles itself, which fails under a dispatch mode.
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.set_grad_enabled(gradients), eager, _Counter() as counter:
         call()
     return Flops(counter.total, dict(sorted(counter.unknown.items(), key=lambda entry: (-entry[1], entry[0]))))
 

@@ -1,14 +1,14 @@
 """Parameters of a model that several processes train; torch averages gradients during the backward pass.
 
 Each residual sublayer is one FSDP unit, and the rest of the model, such as embedding and head, is the last unit. With
-``runtime.shard=none`` each process is a replica, with one shard. With ``runtime.shard=full`` it has some
-rows of each parameter, of its gradient and of its optimizer state (``fully_shard``), and some columns of each table.
-Parameters that FSDP cannot shard stay plain tensors; ``ProcessGroup.average_gradients_`` averages their gradients.
+``runtime.shard=none`` each process is a replica, with one shard. With ``runtime.shard=full`` it has some rows of each
+parameter, of its gradient and of its optimizer state (``fully_shard``). Parameters that FSDP does not take stay plain
+tensors, whole in each process; ``ProcessGroup.average_gradients_`` averages their gradients.
 
 torch replaces a unit's parameters by ``DTensor``. The optimizers keep the original parameter objects, which get the
 memory of this process's shard and the shard's averaged gradient. Importing this module takes most of a second."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Partial
 
 from harness.device.model_parameters import ModelParameters, full_tensors, is_dtensor
 from harness.device.processes import ProcessGroup
-from harness.device.sharded_tables import ShardedTables
 
 
 class DistributedParameters(ModelParameters):
@@ -33,23 +32,18 @@ class DistributedParameters(ModelParameters):
         processes: ProcessGroup,
         units: Iterable[nn.Module],  # modules that become FSDP units; the model itself becomes the last one
         *,
-        unshardable: Set[nn.Parameter],  # parameters that FSDP must leave alone
-        tables: Sequence[tuple[nn.Module, str]],  # modules and names of tables, which ``full`` shards by columns
+        ignored: Set[nn.Parameter],  # parameters that FSDP leaves alone
         shard: str,
-        device: torch.device,  # where the model is moved after tables are sharded; until then it may be on the host
     ):
         super().__init__(model)
-        self._model, self._processes = model, processes
-        processes.sharded_tables = ShardedTables(tables if shard == "full" else [], processes)
-        if self.local_parameters[0].device.type != device.type:
-            model.to(device)
+        self._model = model
+        self._processes = processes
         if shard == "full":
             sizes, dimensions, options = (processes.world_size,), None, {}
         else:
             sizes, dimensions = (processes.world_size, 1), ("replicas", "shards")
             options = {"reshard_after_forward": False}
         self._mesh = init_device_mesh(self.local_parameters[0].device.type, sizes, mesh_dim_names=dimensions)
-        ignored = unshardable | {*processes.sharded_tables.tables}
         names = {parameter: name for name, parameter in model.named_parameters() if parameter not in ignored}
         for unit in (*units, model):
             fully_shard(unit, mesh=self._mesh, ignored_params=ignored, **options)
@@ -60,9 +54,7 @@ class DistributedParameters(ModelParameters):
             dtensor.register_post_accumulate_grad_hook(partial(_move_gradient, parameter))
             if shard == "full":
                 self.dtensors[parameter] = dtensor
-        self.dtensors |= processes.sharded_tables.install(self._mesh)
-        averaged_in_backward = names.keys() | self.dtensors.keys()
-        self.averaged_parameters = [p for p in self.local_parameters if p not in averaged_in_backward]
+        self.averaged_parameters = [p for p in self.local_parameters if p not in names]
 
     def _units(self) -> list[FSDPModule]:
         return [module for module in self._model.modules() if isinstance(module, FSDPModule)]

@@ -2,12 +2,8 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-
-ROWS_PER_GATHER = 2**20
-"""Rows of a column-sharded table that are gathered at a time, because a device may lack room for the whole table."""
 
 
 class ModelParameters:
@@ -43,8 +39,7 @@ def full_tensors(tree: object, *, keep: bool = True) -> object:
     def full(leaf: object) -> object:
         if not is_dtensor(leaf):
             return leaf
-        parts = leaf.split(ROWS_PER_GATHER) if leaf.placements[0].is_shard(1) else [leaf]
-        tensors = [part.full_tensor().cpu() for part in parts]
-        return (torch.cat(tensors) if len(tensors) > 1 else tensors[0]) if keep else None
+        tensor = leaf.full_tensor().cpu()
+        return tensor if keep else None
 
     return tree_map(full, tree)

@@ -7,10 +7,10 @@ sparse rows by this module afterwards. The main process (rank 0) makes decisions
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,8 @@ T = TypeVar("T")
 
 
 class ProcessGroup(Launch):
-    """The processes of a run; ``sharded_tables`` are the model's, or None before it is distributed."""
+    """The processes of a run."""
 
-    sharded_tables: Any = None
     _long_wait_group: dist.ProcessGroup | None = None
 
     @property
@@ -73,19 +72,16 @@ class ProcessGroup(Launch):
             self._call(dist.all_gather_object, gathered, local, group=self._long_wait_group if long_wait else None)
         return gathered
 
-    def concatenate(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return all processes' tensors, concatenated by rank; ``lengths`` are their numbers of rows, if known."""
+    def concatenate(self, tensor: Tensor) -> Tensor:
+        """Return all processes' tensors, concatenated by rank; their numbers of rows may differ."""
         if self.world_size == 1:
             return tensor
-        lengths, row = lengths or self.all_gather(len(tensor)), tensor.shape[1:]
-        sent, received = [tensor.numel()] * self.world_size, [length * math.prod(row) for length in lengths]
-        return self.exchange(tensor.flatten().repeat(self.world_size), sent, received).view(sum(lengths), *row)
-
-    def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send ``sent[i]`` elements of a 1-D tensor to process i, and return the ``received[i]`` elements from it."""
-        arrived = flat.new_empty(sum(received))
-        self._call(dist.all_to_all_single, arrived, flat, list(received), list(sent))
-        return arrived
+        row = tensor.shape[1:]
+        received = [length * math.prod(row) for length in self.all_gather(len(tensor))]
+        sent = [tensor.numel()] * self.world_size
+        arrived = tensor.new_empty(sum(received))
+        self._call(dist.all_to_all_single, arrived, tensor.flatten().repeat(self.world_size), received, sent)
+        return arrived.view(-1, *row)
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Call ``function`` in the main process only, and return its result in all. If it fails, all processes fail."""
@@ -94,14 +90,6 @@ class ProcessGroup(Launch):
         if self.world_size > 1:
             self._call(dist.broadcast_object_list, returned, src=0)
         return returned[0]
-
-    @contextmanager
-    def uneven_forwards(self) -> Iterator[None]:
-        """Context in which processes may run different numbers of forwards. A finished process serves table reads."""
-        yield
-        if self.sharded_tables is not None:
-            self.sharded_tables.serve_reads()
-        self.all_gather(None, long_wait=True)
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from harness.loop.admission import admission
 from harness.loop.run import Run, record_errors
 from harness.loop.select_backend import with_backend
 from harness.loop.trainer import Trainer
-from harness.plan.build import Plan, hydra_arguments, plan_run
+from harness.plan.build import Plan, is_sweep, plan_run, typed_keys
 from harness.record import checkpoint, folder
 from harness.record.closing_table import data_label
 from harness.record.folder import identity_of, read_provenance
@@ -63,9 +63,8 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
 def make_plan(cfg: DictConfig) -> Plan:
     """Return the plan of a configuration. ``auto`` is resolved in ``runtime.precision`` and ``runtime.compile``, and
     in ``Plan.config`` as well, which identifies the run. ValueError names key, value and what is allowed."""
-    arguments = hydra_arguments()
-    plan = plan_run(cfg, **arguments)
-    _check_name(plan, typed="variant.name" in arguments["command_line_keys"])
+    plan = plan_run(cfg, sweeping=is_sweep())
+    _check_name(plan, typed="variant.name" in typed_keys())
     resolved = runtime.resolve_auto(plan.runtime)
     section = plan.config["runtime"] | {"precision": resolved.precision, "compile": resolved.compile}
     return dataclasses.replace(plan, runtime=resolved, config=plan.config | {"runtime": section})

@@ -160,7 +160,7 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
     scored = torch.cat(predicted, dim)[torch.cat(masks, dim)] if predicted else torch.empty(0, 2)
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
-    stats = functools.reduce(add_stats, processes.all_gather(stats))
+    stats = functools.reduce(add_stats, processes.all_gather(stats, long_wait=True))
     changes = processes.concatenate(torch.cat(options["check"].changes))
     nats, correct = processes.concatenate(scored).unbind(1)
     return Score(nats, correct.bool(), stats, changes.mean().item() if len(changes) else 0.0)
@@ -221,12 +221,11 @@ def _predictions(
         nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")
         return nats.float().cpu(), out
 
-    with runtime.processes.uneven_forwards():
-        for index, (inputs, targets, mask) in enumerate(batches):
-            predict_batch = partial(predict, targets, stats_from is not None and index >= stats_from)
-            nats, out = predict_batch(inputs)
-            correct = out.logits.argmax(-1).cpu() == targets
-            if check is not None:
-                check.compare(index, inputs, mask, nats, predict_batch)
-            state = out.state
-            yield nats, correct, mask, out.stats
+    for index, (inputs, targets, mask) in enumerate(batches):
+        predict_batch = partial(predict, targets, stats_from is not None and index >= stats_from)
+        nats, out = predict_batch(inputs)
+        correct = out.logits.argmax(-1).cpu() == targets
+        if check is not None:
+            check.compare(index, inputs, mask, nats, predict_batch)
+        state = out.state
+        yield nats, correct, mask, out.stats

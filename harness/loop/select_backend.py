@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from unittest.mock import patch
 
 import torch
 
@@ -125,13 +124,13 @@ def agreement(
     # Plain draws dropout masks from torch's generator; chunked draws the masks that the kernels draw.
     host_plan = replan(plan, runtime=ON_CPU | ({"backend": "chunked"} if plan.model.dropout else {}))
     torch.manual_seed(plan.seed)
-    reference = spread_projected(perturb(host_plan.make_model()), 0.0, 1.0)
+    reference = spread_projected(perturb(host_plan.make_model(dropout_seed=DROPOUT_SEED)), 0.0, 1.0)
     weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     shape = (plan.batch.streams, sum(segments) + 1)
     tokens = torch.randint(plan.data["vocabulary"], shape, generator=torch.Generator().manual_seed(1))
 
     def outcome_of(model_plan: Plan, model_runtime: Runtime) -> dict[str, torch.Tensor]:
-        model = model_plan.make_model()
+        model = model_plan.make_model(dropout_seed=DROPOUT_SEED)
         model.load_state_dict(weights)
         model.project_()
         forward = model_runtime.forward(model.to(model_runtime.device).train())
@@ -145,8 +144,7 @@ def agreement(
     elif runtime.tf32:
         rounding = dataclasses.replace(runtime, compile=False)
 
-    with patch("variants.backends.draw_seed", lambda device: torch.full((), DROPOUT_SEED, device=device)):
-        expected = logits_and_gradients(reference.double().train(), tokens, segments)
-        actual = outcome_of(plan, runtime)
-        plain = None if rounding is None else outcome_of(host_plan, rounding)
+    expected = logits_and_gradients(reference.double().train(), tokens, segments)
+    actual = outcome_of(plan, runtime)
+    plain = None if rounding is None else outcome_of(host_plan, rounding)
     return compare(actual, expected, tolerance=tolerance, plain=plain)

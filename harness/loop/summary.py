@@ -40,7 +40,7 @@ def run_provenance(trainer: Trainer, digests: Identity, *, command: str) -> dict
     """Return the provenance of a run, with its budget, parameters, optimizers and backends."""
     plan, keys = trainer.plan, {"config_hash": digests.config, "source": digests.source}
     row = provenance(plan, corpus=trainer.corpus, runtime=trainer.runtime, command=command, **keys)
-    row |= {"purpose": plan.purpose, "point": plan.point, "budget": {plan.budget.unit: plan.budget.amount}}
+    row |= {"purpose": plan.purpose, "budget": {plan.budget.unit: plan.budget.amount}}
     row |= {"parameters": parameters(trainer.model), "optimizers": trainer.optimizers.describe()}
     row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}
     row |= {"pretrained": plan.pretrained} if plan.pretrained else {}

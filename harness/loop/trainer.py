@@ -41,8 +41,7 @@ class Trainer:
         else:
             self.stream = Streams(train, segment=b.segment, carry=b.carry, order=b.order, **common)
         self.model = plan.make_model()
-        if processes.world_size == 1 or plan.runtime.shard == "none":  # a model to be sharded may not fit on one device
-            self.model.to(runtime.device)
+        self.model.to(runtime.device)
         self.optimizers = plan.make_optimizers(self.model)
         self.update = Update(self.model, self.optimizers, runtime, accumulate=b.accumulate)
         _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible

@@ -5,16 +5,13 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.count.memory import gradient_bytes, tensors_of
+from harness.count.memory import gradient_bytes
 from harness.device.model_parameters import ModelParameters
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.optim.optimizers import Optimizers
 from variants.contract import State, cat_streams, map_state
-
-PROBE_BYTES = 16  # length of the segments on which ``unsharded_parameters`` runs a model
 
 
 class Update:
@@ -37,10 +34,8 @@ class Update:
             self.model,
             processes,
             self.model.residuals(),
-            unshardable=unsharded_parameters(self.model),
-            tables=[(sublayer, name) for _, sublayer in self.model.sublayers() for name in sublayer.tables],
+            ignored=unsharded_parameters(self.model),
             shard=shard,
-            device=self.runtime.device,
         )
         self.optimizers.sharded_parameters = self.parameters if self.parameters.dtensors else None
         self.forward = self.runtime.forward(self.model)
@@ -79,47 +74,12 @@ class Update:
 
 
 def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
-    """Return the parameters that FSDP cannot shard: vectors, and those that units share, that are not contiguous,
-    that are read outside of forward, or that get no dense gradient."""
+    """Return the parameters that FSDP does not take: all but contiguous ones of two or more dimensions that belong to
+    one unit (a residual sublayer, or the rest of the model). Tables are not taken either, because FSDP would gather
+    them whole in each step and refuses sparse gradients."""
     units_of: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = name.split(".")[:3] if name.startswith("layers.") else []
         units_of.setdefault(parameter, set()).add(".".join(unit))
-    with _StorageReads() as reads:  # all methods that read parameters outside of a forward pass
-        model.project_()
-        model.metrics({})
-        model.ideal_flops()
-        model.touched_parameters()
-        model.needed_flops(PROBE_BYTES, carried=PROBE_BYTES)
-    unsharded = {p for p in model.parameters() if p.untyped_storage().data_ptr() in reads.addresses}
-    unsharded |= _without_dense_gradient(model)
-    unsharded |= {p for p, units in units_of.items() if p.ndim < 2 or len(units) > 1 or not p.is_contiguous()}
-    return unsharded & units_of.keys()
-
-
-class _StorageReads(TorchDispatchMode):
-    """Records the addresses of the storages that operations read."""
-
-    def __init__(self):
-        super().__init__()
-        self.addresses: set[int] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        dense = (tensor for tensor in tensors_of((args, kwargs)) if tensor.layout == torch.strided)
-        self.addresses |= {tensor.untyped_storage().data_ptr() for tensor in dense}
-        return function(*args, **(kwargs or {}))
-
-
-def _without_dense_gradient(model: LanguageModel) -> set[nn.Parameter]:
-    """Return the parameters that have no gradient, or a sparse one, after two segments of a stream."""
-    device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)  # all processes must return the same parameters
-        model.train()
-        tokens = torch.zeros(1, PROBE_BYTES, dtype=torch.int64, device=device)
-        first = model(tokens)
-        second = model(tokens, first.state)
-        (first.logits.sum() + first.loss + second.logits.sum() + second.loss).backward()
-    parameters = {p for p in model.parameters() if p.grad is None or p.grad.is_sparse}
-    model.zero_grad(set_to_none=True)
-    return parameters
+    tables = {getattr(sublayer, name) for _, sublayer in model.sublayers() for name in sublayer.tables}
+    return tables | {p for p, units in units_of.items() if p.ndim < 2 or len(units) > 1 or not p.is_contiguous()}

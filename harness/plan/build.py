@@ -3,7 +3,7 @@
 import importlib
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
@@ -18,7 +18,6 @@ from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
 from harness.plan.network import plan_layers
 from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, parse_section, parse_setting
-from harness.plan.space import apply_trial
 from harness.plan.targets import describe, resolve
 from variants.contract import LayerContext, Position
 
@@ -42,18 +41,17 @@ class Plan(RunSettings):
     layers: Layers  # for each layer, the factories of its sublayers by name
     scheme: Callable[..., Position]  # the factory of the position scheme
     groups: dict
-    point: dict | None  # relative position of each searched hyperparameter between its bounds; None without a trial
     sweeping: bool
     backend_choice: dict | None = None  # what ``loop/select_backend.py`` has selected, and the errors of its candidates
     pretrained: dict | None = None  # variant, data and bytes of the training before ``init_from.run``, as in rows
     admission: str | None = None  # what ``admission`` of ``loop/admission.py`` has returned
 
-    def make_model(self) -> LanguageModel:
-        """The model, initialised by torch's default generator. ValueError for sizes or settings that a sublayer does
-        not support."""
+    def make_model(self, *, dropout_seed: int | None = None) -> LanguageModel:
+        """The model, initialised by torch's default generator. ``dropout_seed`` is that of ``LayerContext``. ValueError
+        for sizes or settings that a sublayer does not support."""
         pool: dict = {}
         shared = {"n_layers": self.model.layers, "pool": pool, "backend": self.runtime.backend, "scheme": self.scheme}
-        shared |= {name: getattr(self.model, name) for name in CONTEXT_KEYS}
+        shared |= {name: getattr(self.model, name) for name in CONTEXT_KEYS} | {"dropout_seed": dropout_seed}
         excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
         model = LanguageModel(
             self.layers,
@@ -91,16 +89,13 @@ def streamed_context(span: int, layers: int) -> int:
     return min(span * layers, MAX_CONTEXT)
 
 
-def plan_run(
-    cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool = False, command_line_keys: Collection[str] = ()
-) -> Plan:
+def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool = False) -> Plan:
     """Make a plan of a composed configuration. ValueError names the key, the value and what is allowed.
 
     Args:
         trusted: modules that targets may come from, in addition to the configuration's ``trust``.
-        sweeping: whether this is a job of a sweep, which never reads a fallback corpus.
-        command_line_keys: keys that the command line sets; a trial may set none of them."""
-    config, point = _resolve_config(cfg, command_line_keys)
+        sweeping: whether this is a job of a sweep, which never reads a fallback corpus."""
+    config = _resolve_config(cfg)
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
     settings = parse_section(RunSettings, config, key="")
@@ -119,7 +114,7 @@ def plan_run(
             for name, group in groups.items()
         },
     }
-    plan = Plan(**vars(settings) | replacements, config=config, point=point, sweeping=sweeping)
+    plan = Plan(**vars(settings) | replacements, config=config, sweeping=sweeping)
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
         raise ValueError("init_from.run=null: must be the folder of a run, or init_from.restore=weights must be set")
     if not re.fullmatch(r"\w[\w.-]*", plan.variant):
@@ -171,17 +166,17 @@ def literal(config: dict) -> DictConfig:
     return OmegaConf.create(escape(config))
 
 
-def _resolve_config(cfg: DictConfig, command_line_keys: Collection[str]) -> tuple[dict, dict | None]:
-    """The configuration with its trial applied, as a plain dictionary of all sections, and the trial's point."""
+def _resolve_config(cfg: DictConfig) -> dict:
+    """The configuration as a plain dictionary of all sections."""
     if "sweep" in cfg:  # only the files of W&B's sweeps have such a key
         raise ValueError("sweep: this file is for W&B; run wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent")
     cfg = OmegaConf.merge({"check": True}, cfg)  # run folders of older versions lack the key
     sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
     check_keys(sections, list(RunSettings.__dataclass_fields__), key="")
     check_keys(sections["budget"], UNITS, key="budget")
-    cfg, point = apply_trial(OmegaConf.masked_copy(cfg, list(sections)), command_line_keys=command_line_keys)
+    cfg = OmegaConf.masked_copy(cfg, list(sections))
     try:
-        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), point
+        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=???: is required, but has no value") from error
 
@@ -229,12 +224,17 @@ def _resolve_group(node: object, hints: Mapping, trust: tuple[str, ...], *, key:
     return settings
 
 
-def hydra_arguments() -> dict[str, object]:
-    """Keyword arguments of ``plan_run`` that depend on Hydra's state: ``sweeping`` and ``command_line_keys``."""
+def is_sweep() -> bool:
+    """Whether Hydra runs the jobs of a sweep."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    hydra = HydraConfig.get()
-    overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
-    return {"sweeping": hydra.mode == RunMode.MULTIRUN, "command_line_keys": keys}
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def typed_keys() -> set[str]:
+    """The keys that the command line of Hydra sets."""
+    from hydra.core.hydra_config import HydraConfig
+
+    overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return {override.lstrip("+").partition("=")[0] for override in overrides}

@@ -151,8 +151,6 @@ class RunSettings:
     runtime: RuntimeSettings
     record: RecordSettings
     purpose: Literal["result", "tune"]
-    trial: Any
-    space: Any
     seed: Annotated[int, Ge(0)]
     budget: Budget
     eval: EvalSettings

@@ -77,10 +77,8 @@ def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror})") from error
     archive, ending = file[:-_ENDING_BYTES], file[-_ENDING_BYTES:]
-    if _COMMENT_PREFIX not in ending:
-        raise Damaged(f"{path} is damaged or cut off: it has no digest")
     if ending != _ending(archive + _NO_COMMENT):
-        raise Damaged(f"{path} is damaged: its bytes do not match its digest")
+        raise Damaged(f"{path} is damaged or cut off: its bytes do not match its digest")
     try:
         content = torch.load(io.BytesIO(file), map_location="cpu", weights_only=True)
         saved_identity = dict(content.get("identity") or {})

@@ -153,18 +153,15 @@ def finished_summary(path: Path) -> dict | None:
 def read_provenance(folder: Path, *, key: str) -> dict:
     """Return the first row of a run folder's record. The folder is not trusted: size and types are checked. ValueError,
     beginning with ``key`` and the folder, for anything but a provenance row."""
-    file, allowed = f"{key}={folder}: {RECORD}", "allowed is what a run wrote"
+    file = f"{key}={folder}: {RECORD}"
     row, problem = try_read_object(folder / RECORD, first_line=True)
-    if row is None:
-        raise ValueError(f"{file}: {problem or 'there is no such file'}; {allowed}")
-    if row.get("kind") != "provenance":
-        raise ValueError(f"{file}: the first line is no provenance; {allowed}")
-    check_format(row, file=file)
-    if problem := violation(row, schema="provenance"):
-        raise ValueError(f"{file}: {problem}; {allowed}")
-    for name in COMPARED_SECTIONS:
-        if not isinstance(row["config"].get(name), dict):
-            raise ValueError(f"{file}: config.{name} must be a section; {allowed}")
+    if row is not None:
+        check_format(row, file=file)
+        problem = violation(row, schema="provenance")
+    is_accepted = row is not None and not problem and row.get("kind") == "provenance"
+    if not is_accepted or not all(isinstance(row["config"].get(name), dict) for name in COMPARED_SECTIONS):
+        reason = problem or "there is no provenance with a configuration"
+        raise ValueError(f"{file}: {reason}; allowed is what a run wrote")
     return row
 
 

@@ -136,24 +136,19 @@ def parse_object(text: str | bytes) -> dict:
     """Parse a JSON object. ValueError for anything else, and for too many levels or too long texts."""
     try:
         row = json.loads(text)
-    except RecursionError as error:
-        raise ValueError(f"not JSON of at most {MAX_LEVELS} levels") from error
-    except ValueError as error:
-        raise ValueError(f"not JSON ({str(error).partition(chr(10))[0]})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{'a list' if isinstance(row, list) else repr(row)[:40]} is no row")
-    _check_limits(row, MAX_LEVELS)
+    except (RecursionError, ValueError):
+        row = None
+    if not isinstance(row, dict) or not _is_within_limits(row, MAX_LEVELS):
+        raise ValueError(f"not JSON as rows are: an object of at most {MAX_LEVELS} levels")
     return row
 
 
-def _check_limits(node: object, levels: int) -> None:
-    if isinstance(node, str) and len(node) > MAX_TEXT_LENGTH:
-        raise ValueError(f"a text of more than {MAX_TEXT_LENGTH:,} characters")
-    if isinstance(node, dict | list):
-        if not levels:
-            raise ValueError(f"more than {MAX_LEVELS} levels of lists and dictionaries")
-        for child in [*node, *node.values()] if isinstance(node, dict) else node:
-            _check_limits(child, levels - 1)
+def _is_within_limits(node: object, levels: int) -> bool:
+    if isinstance(node, dict):
+        node = [*node, *node.values()]
+    if isinstance(node, list):
+        return levels > 0 and all(_is_within_limits(child, levels - 1) for child in node)
+    return not isinstance(node, str) or len(node) <= MAX_TEXT_LENGTH
 
 
 def try_read_object(path: Path, *, first_line: bool = False) -> tuple[dict | None, str | None]:

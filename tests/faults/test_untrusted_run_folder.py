@@ -81,7 +81,6 @@ HOSTILE_CONFIGURATIONS = {
     "a tag": "variant: !!python/object/apply:os.system ['touch PWNED']\n",
     "not UTF-8": b"\xff\xfe\x00",
     "a variable, escaped": 'data: {path: "\\x24{oc.env:HOME}"}\n',
-    "trust, tuned": {"trial": 0, "purpose": "tune", "space": {"trust": {"choices": [["evil"], ["evil"]]}}},
     "layers": {"model": {"layers": 10**12}},
     "a seed of text": {"seed": "zero"},
     "a key too many": {"callbacks": {"x": {"_target_": "torch.utils.collect_env.run"}}},
@@ -99,6 +98,12 @@ def test_a_hostile_configuration_is_one_error_message(run, attack):
     with pytest.raises(ValueError, match=f"run=.*{RUN}: {CONFIG}") as caught:
         plan_of_folder(run)
     assert os.environ["HOME"] not in str(caught.value).replace(str(run), "") and not (run.parent / "PWNED").exists()
+
+
+def test_an_older_folder_has_the_same_plan_with_the_keys_of_a_search(run):
+    config = plan_of_folder(run).config
+    configure(run, trial=3, space={"optim.lr": {"low": 0.001, "high": 0.1, "scale": "log"}})
+    assert plan_of_folder(run).config == config
 
 
 @pytest.mark.parametrize("name", [CONFIG, RECORD])
@@ -131,7 +136,7 @@ def test_a_hostile_record_is_one_error_message(run, attack):
         node[last] = WRONG_KEYS[attack]
         (run / RECORD).write_text(json.dumps(row) + "\n", encoding="utf-8")
     for key in ("run", "init_from.run"):
-        with pytest.raises(ValueError, match=f"{key}=.*{RUN}: {RECORD}.*{'' if attack in RECORDS else attack}"):
+        with pytest.raises(ValueError, match=f"{key}=.*{RUN}: {RECORD}"):
             read_provenance(run, key=key)
 
 

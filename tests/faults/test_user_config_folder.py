@@ -40,9 +40,6 @@ ATTACKS = {
     "above the folder": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{'/..' * 20}HERE/loose]\n"},
     "trust": {"recipe/evil.yaml": f"{GLOBAL}trust: [stranger]\n"},
     "trust, by its package": {"recipe/evil.yaml": "# @package trust\n[stranger]\n"},
-    "trust, tuned": {
-        "recipe/evil.yaml": f"{GLOBAL}purpose: tune\ntrial: 0\nspace: {{trust: {{choices: [[stranger], [stranger]]}}}}\n"
-    },
 }
 OTHER_FILES = {
     "recipe/more.yaml": yaml.safe_dump({"x": TOUCH}),
@@ -69,8 +66,7 @@ def stranger(cwd):
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_keys_of_hydra_and_trust_may_be_set_on_the_command_line_only(cwd, attack):
     write(cwd, OTHER_FILES | ATTACKS[attack])
-    message = refused(cwd, "-cd", "conf", *GENERATED, "recipe=evil")
-    assert "may be set on the command line only" in message or "space.trust" in message
+    assert "may be set on the command line only" in refused(cwd, "-cd", "conf", *GENERATED, "recipe=evil")
 
 
 def test_a_primary_configuration_of_the_folder_cannot_extend_the_search_path(cwd):
