@@ -44,7 +44,7 @@ def cell_keys(row: dict) -> dict[str, str]:
 
 
 def mechanism(words: Iterable[str]) -> str:
-    """The variant and its options in the words of a cell: ``NAME variant.attention.gate=true``."""
+    """The variant and its options among the words of a cell: ``NAME ++variant.attention.key_shift=true``."""
     words = [word for word in words if not word.startswith(LR_FACTORS)]
     (variant,) = (word.removeprefix("variant=") for word in words if word.startswith("variant="))
     return " ".join([variant, *(word for word in words if word.lstrip("+").startswith("variant."))])
@@ -58,8 +58,8 @@ def _conditions(words: Iterable[str]) -> set[str]:
 def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
     """Bits per byte on valid, above the floor of a corpus that has one, by mechanism and factor of
     the learning rate: infinite for a failed run, empty without a file. ValueError if two rows have
-    the same mechanism and factor. Rows of other conditions than the first row's, such as another seed,
-    do not count."""
+    the same mechanism and factor. Rows of other conditions than the first row's, such as another
+    seed, do not count."""
     scores: dict[str, dict[float, float]] = {}
     rows = read_rows(file)
     for row in rows:
@@ -78,8 +78,8 @@ def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
 
 
 def best_factor(scores: dict[float, float]) -> float | None:
-    """The factor with the best score, if there are at least ``MIN_FACTORS``, and it lies between
-    others or its score is below ``LEARNED_BITS``; else None."""
+    """The factor with the best score, if there are at least ``MIN_FACTORS`` and it lies between others or its score is
+    below ``LEARNED_BITS``; else None."""
     if len(scores) < MIN_FACTORS:
         return None
     best = min(scores, key=scores.get)
@@ -87,9 +87,8 @@ def best_factor(scores: dict[float, float]) -> float | None:
 
 
 def next_factor(scores: dict[float, float], *, step: float = 2) -> float | None:
-    """The factor that extends a mechanism's grid: ``step`` times the largest if it scored best, the
-    smallest divided by ``step`` if it did. None if there is a ``best_factor``, or if there are
-    fewer than ``MIN_FACTORS``."""
+    """The factor that extends a mechanism's grid: ``step`` times the largest if it scored best, the smallest divided by
+    ``step`` if it did. None if there is a ``best_factor``, or if there are fewer than ``MIN_FACTORS``."""
     if len(scores) < MIN_FACTORS or best_factor(scores):
         return None
     best = min(scores, key=scores.get)
