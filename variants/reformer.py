@@ -54,6 +54,7 @@ class Reformer(MultiHead):
         heads: keywords of ``MultiHead``."""
 
     honours = Honours(position={"rotate", "decay"}, cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    limits = frozenset({"rounding"})  # later bytes change the order of the sorted positions
     maps, scaled = ("query", "value"), False
 
     def __init__(

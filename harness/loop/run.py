@@ -16,7 +16,7 @@ from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.stop_signal import StopSignal
 from harness.failures import OutOfMemory, first_line, is_out_of_memory
 from harness.loop import summary
-from harness.loop.scoring import NOT_CAUSAL
+from harness.loop.scoring import NOT_CAUSAL, not_causal
 from harness.loop.trainer import Trainer
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
@@ -249,10 +249,7 @@ class Run:
             split_row = summary.final_score(trainer, split, row)
             self.append(split_row)
             if split_row["check"] == NOT_CAUSAL:
-                change = f"bytes after a position change its prediction by {split_row['future_nats']:.2g} nats"
-                if floor := split_row.get("floor_bits_per_byte"):
-                    change += f"; the data's floor is {floor:.4f}"
-                self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
+                self.print(f"final {split}: NOT CAUSAL: {not_causal(split_row)}; no table compares this run")
         row["memory"]["inference_peak_bytes"] = self._over_processes(self._peak_meter.read()).bytes
         row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
         # Read again, because the run may have continued uncompiled since.

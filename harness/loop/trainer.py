@@ -168,9 +168,9 @@ class Trainer:
         row |= {"learning_rate": self.optimizers.lr * factor, "ideal_flops_per_byte": self.model.ideal_flops()}
         return row | {"metrics": self.model.metrics({})}
 
-    def evaluate(self, split: Tensor, *, pairs: int | None = None, future_seed: int | None = None) -> Score:
+    def evaluate(self, split: Tensor, *, pairs: int | None = None, **check: int | None) -> Score:
         """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the configuration's ``eval`` says.
-        ``pairs`` and ``future_seed`` are those of ``score_stream``."""
+        ``pairs`` and ``check`` (``future_seed``, ``cuts``) are those of ``score_stream``."""
         self.wait()  # otherwise the seconds of scoring would include those of unfinished steps
         self._check_weights()
         layout = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
@@ -178,7 +178,7 @@ class Trainer:
             pairs = min(pairs, len(split) - 1)
             streams, context = sample_layout(pairs, **layout | {"context": self.plan.model.span})
             layout |= {"pairs": pairs, "streams": streams, "context": context}
-        layout |= {"runtime": self.runtime, "collect_stats": True, "future_seed": future_seed}
+        layout |= {"runtime": self.runtime, "collect_stats": True, **check}
         with self.update.parameters.unsharded():
             return score_stream(self.model, split, **layout)
 
