@@ -20,6 +20,7 @@ from harness.loop.scoring import WINDOWS
 from harness.plan.build import Plan
 from harness.plan.small import contract_plan, reduce_width, shrink
 from variants.conformance import AT_RUN_SIZES, AT_SIZES, BEFORE_TRAINING, Finding, Size, check, run_check
+from variants.conformance.fixture import spread_projected
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
@@ -66,10 +67,10 @@ def compare_flops(plan: Plan) -> Finding:
 
 
 def compare_flops_at_sizes(plan: Plan, *, text: torch.Tensor | None) -> Finding:
-    """Compare FLOPs in the run's model. A plain backend computes all pairs of a segment and the past, visible or not, so
-    segments are short if a state is carried. Without a state they are the run's."""
+    """Compare FLOPs in the run's model, with learned spans at their longest. A plain backend computes all pairs of a
+    segment and the past, visible or not, so segments are short if a state is carried. Without a state they are the run's."""
     with torch.random.fork_rng(devices=[]):
-        model = plan.make_model()
+        model = spread_projected(plan.make_model(), 1, 1)
         carries = any(len(tensors_of(state)) for state in model(torch.zeros(1, 1, dtype=torch.int64)).state[1])
     segment = max(1, plan.model.span // 4) if carries else plan.eval.segment
     flops = {"span": plan.model.span, "segment": segment, "text": text}

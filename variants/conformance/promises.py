@@ -190,8 +190,8 @@ def check_side_effects(subject: Subject) -> Verdict:
 def check_random_numbers(subject: Subject) -> Verdict:
     """Check that evaluation gives equal bits for any seed, and leaves torch's generator as it was."""
     model = subject.build()
-    tokens = subject.random_bytes(length=subject.sizes[0].segment if subject.sizes else None)
-    cuts = (max(1, tokens.shape[1] // 2),)
+    segment = subject.sizes[0].segment if subject.sizes else subject.span + 2
+    tokens, cuts = subject.random_bytes(length=2 * segment), (segment,)
     first, second = (run(model, tokens, cuts=cuts, seed=seed)[0] for seed in (1, 2))
     drawn = not torch.equal(torch.get_rng_state(), seed_cpu(2).get_state())
     lines = differences("eval, with another seed", first, second, tolerance=EXACT)
