@@ -12,7 +12,17 @@ from tests import promises as p
 from tests.test_check import toy
 from variants.conformance import AT_SIZES, check
 
-SIZES = ("position=none", "model.d_model=32", "model.heads=2", "model.layers=4", "model.span=64", "batch.segment=128", "batch.streams=4", "eval.streams=4", "eval.segment=128")
+SIZES = (
+    "position=none",
+    "model.d_model=32",
+    "model.heads=2",
+    "model.layers=4",
+    "model.span=64",
+    "batch.segment=128",
+    "batch.streams=4",
+    "eval.streams=4",
+    "eval.segment=128",
+)
 MOVED = r" layers\.\d\.toy moved by"
 REFUSED = {
     "LeaksAt": (p.FUTURE_EVAL, "eval, .* all from byte" + r".* on changed:" + MOVED),

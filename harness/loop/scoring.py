@@ -197,7 +197,15 @@ class CausalityCheck:
         first: index of the first batch in which all streams are scored."""
 
     def __init__(
-        self, seed: int | None, batches: Sized, *, rows: int, vocabulary: int, cuts: int, runtime: Runtime, first: int = 0
+        self,
+        seed: int | None,
+        batches: Sized,
+        *,
+        rows: int,
+        vocabulary: int,
+        cuts: int,
+        runtime: Runtime,
+        first: int = 0,
     ):
         self.seed, self.vocabulary = seed, vocabulary
         self.exact = runtime.device.type == "cpu"

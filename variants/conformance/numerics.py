@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from variants.conformance.agreement import compare, logits_and_gradients
-
 from variants.conformance.fixture import (
     NoDropout,
     Subject,

@@ -224,9 +224,7 @@ class _Streams:
         self.positions = positions[: max(len(self.positions), passes * len(self.tokens))]
         return outputs
 
-    def first_difference(
-        self, case: str, *, reaches: Mapping[str, int] | None = None
-    ) -> tuple[str, str, float] | None:
+    def first_difference(self, case: str, *, reaches: Mapping[str, int] | None = None) -> tuple[str, str, float] | None:
         """The name of the first output that moves where it must not, a line about the difference, and its size; or None.
 
         Args:
