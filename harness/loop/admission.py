@@ -24,6 +24,7 @@ from variants.conformance.fixture import spread_projected
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
+LEAST_SEGMENT = 64  # bytes, if ``model.span`` is not smaller
 CHECKED_SECTIONS = ("variant", "model", "position", "batch", "eval")
 """Sections of the configuration on which the outcome of the checks depends."""
 
@@ -68,12 +69,13 @@ def compare_flops(plan: Plan) -> Finding:
 
 def compare_flops_at_sizes(plan: Plan, *, text: torch.Tensor | None) -> Finding:
     """Compare FLOPs in the run's model, with learned spans at their longest. A plain backend computes all pairs of a
-    segment and the past, visible or not, so segments are short if a state is carried. Without a state they are the run's."""
+    segment and the past, visible or not, so segments are short if a state is carried, but no shorter than blocks of kernels. Without a state they are the run's."""
     with torch.random.fork_rng(devices=[]):
         model = spread_projected(plan.make_model(), 1, 1)
         carries = any(len(tensors_of(state)) for state in model(torch.zeros(1, 1, dtype=torch.int64)).state[1])
-    segment = max(1, plan.model.span // 4) if carries else plan.eval.segment
-    flops = {"span": plan.model.span, "segment": segment, "text": text}
+    span = plan.model.span
+    segment = max(span // 4, min(2 * span, LEAST_SEGMENT)) if carries else plan.eval.segment
+    flops = {"span": span, "segment": segment, "text": text}
     return run_check(PROMISE + AT_SIZES, lambda: compare_ideal(model, **flops))
 
 
