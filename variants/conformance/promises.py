@@ -202,7 +202,7 @@ def check_random_numbers(subject: Subject) -> Verdict:
 
 def check_tables(subject: Subject) -> Verdict:
     """Check that one byte gives no more rows of a table a gradient than ``tables`` declares."""
-    model = subject.build(mode="train")
+    model = subject.build()
     owners = [(name, sublayer) for name, sublayer in model.sublayers() if sublayer.tables]
     for draw in range(3 if owners else 0):
         model.zero_grad()

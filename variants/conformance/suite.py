@@ -86,18 +86,16 @@ def check(
     except Exception as error:
         yield Finding("the model can be built", False, _describe_error(error))
         return
-    reliable, seen = True, set()
+    first, seen = {function for _, _, function in FIRST}, set()
     for promise, limit, function in checks:
-        is_first = function in {first[2] for first in FIRST}
-        if not reliable and not is_first:
-            return
         if sizes and limit in limits:
             continue
         promise += AT_SIZES if sizes else ""
         finding = run_check(promise, function, subject, limit=limit if limit in limits else None)
-        reliable &= finding.passed or not is_first or limit in limits or bool(finding.error)
         yield replace(finding, detail="the same error") if finding.error in seen else finding
         seen |= {finding.error} - {""}
+        if function in first and not (finding.passed or finding.error or limit in limits):
+            return
 
 
 def run_check(promise: str, function: Callable[..., Verdict], *subjects: Subject, limit: str | None = None) -> Finding:
