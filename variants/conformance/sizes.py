@@ -108,20 +108,26 @@ def _sizes(subject: Subject, *modes: str) -> list[Size]:
     return [size for mode in modes for size in subject.sizes or small if size.mode == mode]
 
 
+def _precision(subject: Subject, size: Size) -> torch.dtype:
+    """The precision of a check of bytes that must move no output: at the sizes of a run float32, because it is faster.
+    Where later bytes may change the rounding, float32 would show that and nothing else."""
+    return torch.float64 if size.small or "rounding" in subject.limits else torch.float32
+
+
 def check_causality(subject: Subject, *, mode: str) -> Verdict:
     """Change all bytes from a position on. No output before that position may move."""
     for size in _sizes(subject, mode):
         case = f"{size}, all from byte {{at}} on changed"
-        # Where later bytes may change the rounding, float32 would show that and nothing else.
-        is_exact = not size.small and "rounding" not in subject.limits
-        streams = _Streams(subject, size, dtype=torch.float32 if is_exact else torch.float64)
+        dtype = _precision(subject, size)
+        streams = _Streams(subject, size, dtype=dtype)
         difference = streams.first_difference(case)
         if not difference and size.every and mode == "eval" and size.carry:
             streams.enlarge_weights()
             case += f", matrices {MATRIX_FACTOR} times as large"
             difference = streams.first_difference(case)
         if difference:
-            yield difference[1] + (ROUNDING_HINT if is_exact and difference[2] < ROUNDING else "")
+            may_be_rounding = dtype == torch.float32 and difference[2] < ROUNDING
+            yield difference[1] + (ROUNDING_HINT if may_be_rounding else "")
             return
 
 
@@ -139,7 +145,7 @@ def check_reach(subject: Subject) -> Verdict:
         if not checked:
             continue
         segments = -(-(max(checked.values()) + 2) // size.segment) if size.carry else 1
-        streams = _Streams(subject, size, segments=segments)
+        streams = _Streams(subject, size, segments=segments, dtype=_precision(subject, size))
         difference = streams.first_difference(f"{size}, all up to byte {{at}} changed", reaches=checked)
         if difference:
             name, line, _ = difference
