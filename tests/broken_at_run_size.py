@@ -162,7 +162,8 @@ class LeaksInTheLastLayer(LeaksAt):
 
 
 class TrimsLate(Gate):
-    """Sees the byte before. Once its state has 272 bytes, it takes the one before that at the start of a segment."""
+    """Sees the byte before. Once its state has 272 bytes, it takes the one before that at the start
+    of a segment."""
 
     honours = Honours()
 
@@ -201,7 +202,8 @@ class RandomInLongSegments(Gate):
 
 
 class MaximumOfTheSegment(Gate):
-    """Linear attention with exp(k - maximum of all k), which cancels unless the denominator is clamped."""
+    """Linear attention with exp(k - maximum of all k), which cancels unless the denominator is
+    clamped."""
 
     honours = Honours()
     limits = frozenset({"segments", "ideal_flops"})
@@ -217,7 +219,8 @@ class MaximumOfTheSegment(Gate):
 
 
 class AttentionWithoutItsFlops(Gate):
-    """Causal attention over the segment; it declares only its matrices. Seven keys cost less than the matrices."""
+    """Causal attention over the segment; it declares only its matrices. Seven keys cost less than
+    the matrices."""
 
     honours = Honours()
     limits = frozenset({"segments"})

@@ -51,7 +51,8 @@ def shared_fork_server() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_causality_checks() -> Iterator[None]:
-    """Check final scores at 6 cuts: 64 would take a third of a small run. See also ``server_preload.py``."""
+    """Check final scores at 6 cuts: 64 would take a third of a small run. See also
+    ``server_preload.py``."""
     from harness.loop import scoring
 
     with pytest.MonkeyPatch.context() as patched:

@@ -1,4 +1,5 @@
-"""Mechanisms that keep the contract at small sizes, or in another mode or precision, are refused before training."""
+"""Mechanisms that keep the contract at small sizes, or in another mode or precision, are refused
+before training."""
 
 import re
 

@@ -1,16 +1,19 @@
 """FLOPs of executed code: floating-point operations, two per multiply-add.
 
-A dispatch mode counts every operation that reaches a kernel, forward and backward. Matrix products, convolutions and
-the project's kernels count by the formulas of torch's ``flop_registry`` (2.13). This file replaces or adds formulas:
+A dispatch mode counts every operation that reaches a kernel, forward and backward. Matrix products,
+convolutions and the project's kernels count by the formulas of torch's ``flop_registry`` (2.13).
+This file replaces or adds formulas:
 
 - The registry omits attention on a CPU, weighted reads of a table, and the gradients of both.
-- For causal attention (``is_causal``) the registry counts every pair of a query and a key. This file counts keys 0 to t
-  for query t, as torch defines causality. With an explicit mask all pairs count, because all products are executed.
-- The registry omits products with vectors, in-place products, torch's fused layers, Fourier transforms, factorisations
-  and triangular solves; and sorts, running sums and sums by index, in which each comparison or addition counts one FLOP.
+- For causal attention (``is_causal``) the registry counts every pair of a query and a key. This
+  file counts keys 0 to t for query t, as torch defines causality. With an explicit mask all pairs
+  count, because all products are executed.
+- The registry omits products with vectors, in-place products, torch's fused layers, Fourier
+  transforms, factorisations and triangular solves; and sorts, running sums and sums by index, in
+  which each comparison or addition counts one FLOP.
 
-Operations without a formula (softmax, norms, top-k, elementwise ones) add nothing. Their calls are counted by name.
-"""
+Operations without a formula (softmax, norms, top-k, elementwise ones) add nothing. Their calls are
+counted by name."""
 
 import math
 from collections import Counter
@@ -66,12 +69,14 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
 def forward_flops_per_byte(
     model: LanguageModel, *, segment: int, max_bytes: int = 2**16, text: Tensor | None = None
 ) -> ForwardFlops:
-    """Count the forward pass of one ``segment`` of one stream after a full past, in evaluation mode, on the model's
-    device. If a mechanism has a ``Sublayer.period`` longer than a segment, all segments of the longest period are
-    counted. The model reads ``text`` (uint8 ``[n]``, again and again), because the computation may depend on it; random
-    bytes without it. It is not counted until two segments in a row change no shape of the carried state, or for
-    ``max_bytes``. A window of S bytes needs at most S bytes and three more segments. Training modes and random
-    generators are restored. The caller enters the run's autocast, if any, because it makes the state smaller."""
+    """Count the forward pass of one ``segment`` of one stream after a full past, in evaluation
+    mode, on the model's device. If a mechanism has a ``Sublayer.period`` longer than a segment, all
+    segments of the longest period are counted. The model reads ``text`` (uint8 ``[n]``, again and
+    again), because the computation may depend on it; random bytes without it. It is not counted
+    until two segments in a row change no shape of the carried state, or for ``max_bytes``. A window
+    of S bytes needs at most S bytes and three more segments. Training modes and random generators
+    are restored. The caller enters the run's autocast, if any, because it makes the state
+    smaller."""
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
 
     def tokens() -> Tensor:
@@ -196,7 +201,8 @@ def _scan(a: Arguments) -> int:
 
 
 def _layer_products(weights: Sequence[str], a: Arguments) -> int:
-    """Products of all bytes with ``weights``, and scores and weighted values of all pairs, masked ones included."""
+    """Products of all bytes with ``weights``, and scores and weighted values of all pairs, masked
+    ones included."""
     x = a["src"] if "src" in a else a["query"]
     streams, length, width = x.shape
     projections = 2 * streams * length * sum(a[name].numel() for name in weights)
@@ -204,7 +210,8 @@ def _layer_products(weights: Sequence[str], a: Arguments) -> int:
 
 
 def _trilinear(a: Arguments) -> int:
-    """Two FLOPs for each combination of elements of three factors, of which each is expanded by some dimensions."""
+    """Two FLOPs for each combination of elements of three factors, of which each is expanded by
+    some dimensions."""
     shapes = []
     for number in (1, 2, 3):
         factor = a[f"i{number}"]
@@ -221,7 +228,8 @@ def _fft(a: Arguments, *, per_element: float = 5) -> int:
 
 
 def _factorisation(a: Arguments, *, cubes: float, right: float = 0) -> int:
-    """n^3 operations ``cubes`` times for each matrix, and n^2 ``right`` times for each column of a right side."""
+    """n^3 operations ``cubes`` times for each matrix, and n^2 ``right`` times for each column of a
+    right side."""
     matrix = a["A"] if "A" in a else a["self"]
     columns = a["B"].numel() if "B" in a else 0  # n for each column
     return round(cubes * matrix.numel() * matrix.shape[-1] + right * columns * matrix.shape[-1])

@@ -21,9 +21,9 @@ PROMISE = "ideal FLOPs are at most the executed ones, and at least half"
 def compare_ideal(
     model: LanguageModel, *, span: int, segment: int | None = None, text: Tensor | None = None
 ) -> Generator[str, None, str]:
-    """Yield a line for each broken requirement, and return a line that describes the comparison. FLOPs are counted in
-    evaluation mode after a full past, on segments of ``segment`` bytes, by default twice ``span``. ``text`` is that of
-    ``forward_flops_per_byte``."""
+    """Yield a line for each broken requirement, and return a line that describes the comparison.
+    FLOPs are counted in evaluation mode after a full past, on segments of ``segment`` bytes, by
+    default twice ``span``. ``text`` is that of ``forward_flops_per_byte``."""
     segment, sublayers = segment or 2 * span, dict(model.eval().sublayers())
     n_segments = -(-max((s.period for s in sublayers.values()), default=1) // segment)  # in the longest period
     calls = {name: deque(maxlen=n_segments) for name in sublayers}  # of the counted segments, which are the last ones

@@ -30,8 +30,9 @@ CHECKED_SECTIONS = ("variant", "model", "position", "batch", "eval")
 
 
 def admission(plan: Plan, *, text: torch.Tensor | None = None) -> str:
-    """Return ``shipped``, ``passed`` or ``unchecked`` (``check=false``). ValueError names the first broken promise.
-    ``text`` has bytes of the run's corpus, on which the mechanism is checked as well."""
+    """Return ``shipped``, ``passed`` or ``unchecked`` (``check=false``). ValueError names the first
+    broken promise. ``text`` has bytes of the run's corpus, on which the mechanism is checked as
+    well."""
     shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
     files = source.mechanism_files(plan.config, trust=plan.trust)
     if all(shipped.get(name) == sha256_of(path) for name, path in files):
@@ -53,7 +54,8 @@ def admission(plan: Plan, *, text: torch.Tensor | None = None) -> str:
 
 
 def findings(plan: Plan, *, text: torch.Tensor | None = None) -> Iterator[Finding]:
-    """Yield the outcome of each promise that is checked before training, at small sizes and at the run's sizes."""
+    """Yield the outcome of each promise that is checked before training, at small sizes and at the
+    run's sizes."""
     small = shrink(contract_plan(plan, device_kind(plan.runtime)))
     sizes = {"span": small.model.span, "vocabulary": plan.data["vocabulary"]}
     streams = tuple({17, plan.batch.streams, plan.eval.streams})  # 17: the default of ``check``
@@ -68,8 +70,9 @@ def compare_flops(plan: Plan) -> Finding:
 
 
 def compare_flops_at_sizes(plan: Plan, *, text: torch.Tensor | None) -> Finding:
-    """Compare FLOPs in the run's model, with learned spans at their longest. A plain backend computes all pairs of a
-    segment and the past, visible or not, so segments are short if a state is carried, but no shorter than blocks of kernels. Without a state they are the run's."""
+    """Compare FLOPs in the run's model, with learned spans at their longest. A plain backend
+    computes all pairs of a segment and the past, visible or not, so segments are short if a state
+    is carried, but no shorter than blocks of kernels. Without a state they are the run's."""
     with torch.random.fork_rng(devices=[]):
         model = spread_projected(plan.make_model(), 1, 1)
         carries = any(len(tensors_of(state)) for state in model(torch.zeros(1, 1, dtype=torch.int64)).state[1])

@@ -25,15 +25,16 @@ WINDOW_CUTS_SHARE = 1 / 8  # of the cuts, if windows are scored as well; a cut o
 NOT_CAUSAL = "not causal"
 NOISE_FACTOR = 4.0
 MAX_NOISE_NATS = {"float32": 1e-4, "bfloat16": 0.02}
-"""Largest change of a prediction's nats that may count as noise: mean over the changed predictions."""
+"""Largest change of a prediction's nats that may count as noise: mean over the changed
+predictions."""
 MAX_BITS_BELOW_FLOOR = 40
 """Most bits by which a causal row's total may be below the corpus's floor. More has a probability of at most 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
 
 
 class Future(NamedTuple):
-    """What later bytes changed. At a cut, all input bytes after one of a stream are replaced, and all predictions up to
-    this byte are compared, bit for bit on a CPU."""
+    """What later bytes changed. At a cut, all input bytes after one of a stream are replaced, and
+    all predictions up to this byte are compared, bit for bit on a CPU."""
 
     cuts: int = 0
     changed: int = 0  # predictions that changed by more than noise
@@ -46,14 +47,16 @@ class Future(NamedTuple):
         return sums._replace(max_nats=largest)
 
     def causal(self, *, precision: str, rounding: bool) -> bool:
-        """Whether a causal model is possible. With ``rounding``, later bytes may change the rounding of predictions."""
+        """Whether a causal model is possible. With ``rounding``, later bytes may change the
+        rounding of predictions."""
         if not rounding:
             return self.changed == 0
         return self.sum_nats <= MAX_NOISE_NATS[precision] * max(1, self.changed)
 
     def row(self) -> dict:
-        """Return the keys of a row. Of the places at which a prediction could see later bytes, a share above
-        ``missed_share`` would have been found with a probability of 95% (the rule of three)."""
+        """Return the keys of a row. Of the places at which a prediction could see later bytes, a
+        share above ``missed_share`` would have been found with a probability of 95% (the rule of
+        three)."""
         missed_share = min(1.0, 3 / self.cuts) if self.cuts else 1.0
         counts = {"future_cuts": self.cuts, "future_changed": self.changed}
         return counts | {"future_nats": self.max_nats, "future_missed_share": missed_share}
@@ -87,8 +90,8 @@ class Score(NamedTuple):
 def check_causality(
     model: LanguageModel, scores: Sequence[Score], *, floor: float | None, precision: str
 ) -> tuple[Future, bool]:
-    """Return what later bytes changed in all scores, and whether the scores are possible for a causal model on a corpus
-    whose lowest expected bits per byte are ``floor``."""
+    """Return what later bytes changed in all scores, and whether the scores are possible for a
+    causal model on a corpus whose lowest expected bits per byte are ``floor``."""
     future = functools.reduce(Future.__add__, (score.future for score in scores))
     rounding = any("rounding" in sublayer.limits for _, sublayer in model.sublayers())
     below = max(((floor or 0.0) - score.bits_per_byte) * len(score.nats) for score in scores)
@@ -136,8 +139,8 @@ def score_windows(
     future_seed: int | None = None,
     cuts: int = CUTS,
 ) -> Score:
-    """Score each pair once in windows of 1024 bytes, stride 512. ``future_seed`` and ``cuts`` are those of
-    ``score_stream``."""
+    """Score each pair once in windows of 1024 bytes, stride 512. ``future_seed`` and ``cuts`` are
+    those of ``score_stream``."""
     batches = windows(split, window=WINDOWS[1], batch=batch, shard=runtime.processes.shard)
     rows = batch * runtime.processes.world_size
     vocabulary = model.head.out_features
@@ -184,11 +187,13 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
 
 
 class CausalityCheck:
-    """Checks that a trained model's predictions do not depend on later bytes, in the run's precision. It draws distinct
-    cuts, replaces all input bytes after each, and compares all predictions up to it.
+    """Checks that a trained model's predictions do not depend on later bytes, in the run's
+    precision. It draws distinct cuts, replaces all input bytes after each, and compares all
+    predictions up to it.
 
-    On a device other than a CPU, equal inputs may give unequal predictions. There each batch with cuts is predicted
-    again without a replaced byte, and changes up to ``NOISE_FACTOR`` times the largest that this makes are noise.
+    On a device other than a CPU, equal inputs may give unequal predictions. There each batch with
+    cuts is predicted again without a replaced byte, and changes up to ``NOISE_FACTOR`` times the
+    largest that this makes are noise.
 
     Args:
         seed: draws batches, and in each of them positions of each row. None checks nothing.

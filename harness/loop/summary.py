@@ -102,8 +102,9 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
 
 
 def _cuts(trainer: Trainer, n_bytes: int) -> tuple[int, int]:
-    """Return the number of cuts in the streams and in the windows of a final score of ``n_bytes``: ``CUTS`` together, or
-    as many as ``CUTS_SHARE`` of the run's time allows, but at least ``MIN_CUTS``. The backward pass counts twice."""
+    """Return the number of cuts in the streams and in the windows of a final score of ``n_bytes``:
+    ``CUTS`` together, or as many as ``CUTS_SHARE`` of the run's time allows, but at least
+    ``MIN_CUTS``. The backward pass counts twice."""
     e, splits = trainer.plan.eval, len(trainer.splits)
     window_share = scoring.WINDOW_CUTS_SHARE if e.windows else 0.0
     bytes_per_cut = e.segment * (1 - window_share) + scoring.WINDOWS[1] * window_share

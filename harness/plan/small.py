@@ -47,8 +47,8 @@ def shrink(plan: Plan) -> Plan:
 
 
 def reduce_width(plan: Plan) -> Plan:
-    """The plan with all layers, because a layer may depend on its index, and a small width, at the run's span, without
-    ``small``."""
+    """The plan with all layers, because a layer may depend on its index, and a small width, at the
+    run's span, without ``small``."""
     layers = [tuple(layer) for layer in plan.layers]
     return _first_runnable(plan, spans=(plan.model.span,), layer_lists=(layers,), model={})
 

@@ -74,8 +74,8 @@ class Subject:
         return torch.randint(self.vocabulary, (streams, length or self.length), generator=generator)
 
     def mixed_bytes(self, *, length: int, streams: int, seed: int) -> Tensor:
-        """Bytes ``[streams, length]``: uniform ones, and in every second stream those of ``text``, from a random place
-        on. In text, unlike in uniform bytes, words and letters repeat."""
+        """Bytes ``[streams, length]``: uniform ones, and in every second stream those of ``text``,
+        from a random place on. In text, unlike in uniform bytes, words and letters repeat."""
         tokens = self.random_bytes(length=length, streams=streams, seed=seed)
         text = self.text
         if text is None:
@@ -136,7 +136,8 @@ class NoDropout(TorchDispatchMode):
 
 
 class CountElements(TorchDispatchMode):
-    """Count the elements in the outputs of all operations, a measure of work that is equal on all machines."""
+    """Count the elements in the outputs of all operations, a measure of work that is equal on all
+    machines."""
 
     elements = 1
 
@@ -163,8 +164,8 @@ def run(
     seed: int = 0,
     gradients: bool = False,
 ) -> tuple[Outputs, State]:
-    """Outputs over ``tokens [B, T]`` in segments that end at ``cuts``, and the last state; ``seed`` is for dropout.
-    With ``gradients`` the passes record them, as those of a training step do."""
+    """Outputs over ``tokens [B, T]`` in segments that end at ``cuts``, and the last state; ``seed``
+    is for dropout. With ``gradients`` the passes record them, as those of a training step do."""
     seed_cpu(seed)
     pieces: list[Outputs] = []
 

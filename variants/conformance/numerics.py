@@ -1,6 +1,6 @@
-"""Numerical promises: gradients match finite differences, training without dropout equals evaluation, lower precisions
-compute what float64 does, all of the reach is used, the likelihood moves every parameter, and streams of a batch of any
-size are independent."""
+"""Numerical promises: gradients match finite differences, training without dropout equals
+evaluation, lower precisions compute what float64 does, all of the reach is used, the likelihood
+moves every parameter, and streams of a batch of any size are independent."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -36,11 +36,12 @@ N_DRAWS = 12  # draws of parameters and inputs; in at least one of them a sublay
 
 
 def check_gradients(subject: Subject) -> Verdict:
-    """Compare gradients with finite differences along random directions, in training, after a past: that of each
-    parameter or, on segments of a run, of all parameters of a layer together. The gradient of the embedding depends on
-    the gradients of all sublayers' inputs. The loss is a random weighted sum of logits plus the auxiliary loss. With the
-    limit ``likelihood``, the auxiliary loss may detach parameters on which logits depend, so gradients of these
-    parameters are compared without it."""
+    """Compare gradients with finite differences along random directions, in training, after a past:
+    that of each parameter or, on segments of a run, of all parameters of a layer together. The
+    gradient of the embedding depends on the gradients of all sublayers' inputs. The loss is a
+    random weighted sum of logits plus the auxiliary loss. With the limit ``likelihood``, the
+    auxiliary loss may detach parameters on which logits depend, so gradients of these parameters
+    are compared without it."""
     model = spread_projected(subject.build(mode="train"), 0.2, 0.8)
     if subject.sizes:
         size = next(size for size in subject.sizes if size.mode == "train")
@@ -119,8 +120,9 @@ def check_modes(subject: Subject) -> Verdict:
 
 
 def check_precision(subject: Subject) -> Verdict:
-    """Compare logits and gradients in float32, and in bfloat16 autocast, with those in float64. Rounding may change a
-    selection such as top-k, and then a byte's output changes by more: one of a few draws must agree."""
+    """Compare logits and gradients in float32, and in bfloat16 autocast, with those in float64.
+    Rounding may change a selection such as top-k, and then a byte's output changes by more: one of
+    a few draws must agree."""
     mode = "train" if "train" in subject.deterministic_contexts else "eval"
     tokens = subject.mixed_bytes(length=sum(PRECISION_SEGMENTS) + 1, streams=2, seed=0)
     for precision, tolerances in PRECISIONS.items():

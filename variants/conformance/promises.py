@@ -188,7 +188,8 @@ def check_side_effects(subject: Subject) -> Verdict:
 
 
 def check_random_numbers(subject: Subject) -> Verdict:
-    """Check that evaluation gives equal bits for any seed, and leaves torch's generator as it was."""
+    """Check that evaluation gives equal bits for any seed, and leaves torch's generator as it
+    was."""
     model = subject.build()
     segment = subject.sizes[0].segment if subject.sizes else subject.span + 2
     tokens, cuts = subject.random_bytes(length=2 * segment), (segment,)

@@ -1,11 +1,13 @@
-"""Checks that a byte moves no output before it or beyond the declared reach, and that segments change no output.
+"""Checks that a byte moves no output before it or beyond the declared reach, and that segments
+change no output.
 
-At small sizes every byte is changed, or every n-th of a long stream. At the sizes of a run, a narrow network reads what
-the run and its final score read: batches, whole and shorter segments with a carried state that has stopped growing, and
-windows without state; in training it records gradients. That shows errors that occur only in whole blocks of 64, or
-beyond 300 bytes. Each stream is changed at a position of its own, so that one forward pass checks one position per
-stream. For causality these are all positions in the upper half of a segment, because each size of a block has a boundary
-there. On a CPU, no bit of an earlier output may change in float32."""
+At small sizes every byte is changed, or every n-th of a long stream. At the sizes of a run, a
+narrow network reads what the run and its final score read: batches, whole and shorter segments with
+a carried state that has stopped growing, and windows without state; in training it records
+gradients. That shows errors that occur only in whole blocks of 64, or beyond 300 bytes. Each stream
+is changed at a position of its own, so that one forward pass checks one position per stream. For
+causality these are all positions in the upper half of a segment, because each size of a block has a
+boundary there. On a CPU, no bit of an earlier output may change in float32."""
 
 import math
 from collections.abc import Mapping
@@ -41,7 +43,8 @@ SMALL_STREAMS = 64  # streams of a small batch
 MAX_POSITIONS = 18  # positions that are changed in a segment of the run, unless ``Size.every``
 MAX_PASSES = 6  # forward passes for these positions; the positions that reveal most come first
 MAX_ELEMENTS = 2**34
-"""With ``Size.every``, largest number of elements in the outputs of all operations; a slow mechanism gets fewer positions."""
+"""With ``Size.every``, largest number of elements in the outputs of all operations; a slow
+mechanism gets fewer positions."""
 LARGE_WEIGHTS_POSITIONS = 64
 ROUNDING = 1e-5
 ROUNDING_HINT = "; if later bytes only change how it is rounded, declare the limit rounding"
@@ -78,7 +81,8 @@ class Size(NamedTuple):
         return [position for position in dict.fromkeys(positions) if 0 < position < length][:MAX_POSITIONS] or [0]
 
     def all_positions(self, period: int) -> list[int]:
-        """``positions``, then the others of the upper half, those that are boundaries of most sizes of blocks first."""
+        """``positions``, then the others of the upper half, those that are boundaries of most sizes
+        of blocks first."""
         upper = range(self.segment // 2, self.segment)
         divisors = torch.zeros(self.segment, dtype=torch.int64)
         for block in range(1, self.segment):
@@ -109,8 +113,9 @@ def _sizes(subject: Subject, *modes: str) -> list[Size]:
 
 
 def _precision(subject: Subject, size: Size) -> torch.dtype:
-    """The precision of a check of bytes that must move no output: at the sizes of a run float32, because it is faster.
-    Where later bytes may change the rounding, float32 would show that and nothing else."""
+    """The precision of a check of bytes that must move no output: at the sizes of a run float32,
+    because it is faster. Where later bytes may change the rounding, float32 would show that and
+    nothing else."""
     return torch.float64 if size.small or "rounding" in subject.limits else torch.float32
 
 
@@ -171,9 +176,10 @@ def check_segments(subject: Subject) -> Verdict:
 
 
 class _Streams:
-    """A model in a mode, and two versions of bytes that differ everywhere: ``tokens`` and ``changed_tokens [B, T]`` of
-    whole segments, with the states ``past`` and ``changed_past`` before them, or None. At the sizes of a run, the past is
-    read until it changes no shape of the state any more."""
+    """A model in a mode, and two versions of bytes that differ everywhere: ``tokens`` and
+    ``changed_tokens [B, T]`` of whole segments, with the states ``past`` and ``changed_past``
+    before them, or None. At the sizes of a run, the past is read until it changes no shape of the
+    state any more."""
 
     def __init__(self, subject: Subject, size: Size, *, segments: int = 1, dtype: torch.dtype = torch.float64):
         self.subject, self.size = subject, size
@@ -220,7 +226,8 @@ class _Streams:
         self.size = self.size._replace(every=False)
 
     def _run_and_choose_positions(self) -> Outputs:
-        """Outputs over ``tokens``. With ``Size.every``, set as many positions as ``MAX_ELEMENTS`` allow."""
+        """Outputs over ``tokens``. With ``Size.every``, set as many positions as ``MAX_ELEMENTS``
+        allow."""
         if not self.size.every:
             return self.run(self.tokens)
         with CountElements() as counter:
@@ -231,12 +238,14 @@ class _Streams:
         return outputs
 
     def first_difference(self, case: str, *, reaches: Mapping[str, int] | None = None) -> tuple[str, str, float] | None:
-        """The name of the first output that moves where it must not, a line about the difference, and its size; or None.
+        """The name of the first output that moves where it must not, a line about the difference,
+        and its size; or None.
 
         Args:
             case: describes the change, with ``{at}`` for its position.
-            reaches: None to change all bytes from a position on; no output before it may move. Otherwise the past and
-                all bytes up to a position, or to none for -1, are changed; outputs may move only within their reach."""
+            reaches: None to change all bytes from a position on; no output before it may move.
+                Otherwise the past and all bytes up to a position, or to none for -1, are changed;
+                outputs may move only within their reach."""
         causality = reaches is None
         before = self._run_and_choose_positions() if causality else self.run(self.tokens)
         byte = torch.arange(self.tokens.shape[1])

@@ -26,7 +26,8 @@ from variants.conformance.sizes import SIZED, Size
 
 Check = tuple[str, str | None, Callable[[Subject], Verdict]]
 FIRST: tuple[Check, ...] = (*promises.FIRST, numerics.STREAMS)
-"""Checks that all others rely on: if such a promise is broken, no other is checked, because its message would mislead."""
+"""Checks that all others rely on: if such a promise is broken, no other is checked, because its
+message would mislead."""
 BEFORE_TRAINING: tuple[Check, ...] = (*FIRST, *SIZED, *promises.TRUTH, *numerics.CHECKS)
 """Checks that ``train.py`` runs at small sizes before the first step of a mechanism that is not shipped."""
 AT_RUN_SIZES: tuple[Check, ...] = (
@@ -70,14 +71,16 @@ def check(
 
     Args:
         make_model: builds a new small, uncompiled model on the CPU at each call. A model is called as
-            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and returns ``.logits [B, T, V]``,
-            ``.state`` (stream positions int64 ``[B]``, a tuple of sublayers' states), ``.loss`` and ``.stats``. It has
-            the methods ``sublayers()``, ``project_()``, ``inspect(tokens)``, ``metrics(stats)`` and ``ideal_flops()``.
+            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and returns ``.logits
+            [B, T, V]``, ``.state`` (stream positions int64 ``[B]``, a tuple of sublayers' states),
+            ``.loss`` and ``.stats``. It has the methods ``sublayers()``, ``project_()``,
+            ``inspect(tokens)``, ``metrics(stats)`` and ``ideal_flops()``.
         span: positions that a query may see; streams are a little over twice as long.
         vocabulary: V, at least 2.
         checks: the promises to check; by default all.
         batch_sizes: numbers of streams in the large batches of the check that streams do not mix.
-        sizes: the sizes of a run, for ``AT_RUN_SIZES``; a model is not checked for promises that its limits excuse.
+        sizes: the sizes of a run, for ``AT_RUN_SIZES``; a model is not checked for promises that
+            its limits excuse.
         text: bytes of the run's corpus, for checks at its sizes."""
     subject = Subject(make_model, span, vocabulary, batch_sizes, sizes, text)
     try:
