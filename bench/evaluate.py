@@ -21,7 +21,15 @@ def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained  # slow imports come after the command line has been parsed
     from bench.turns import show_progress
     from harness import source
-    from harness.loop.scoring import NOT_CAUSAL, check_causality, score_context, score_stream, score_windows
+    from harness.loop.scoring import (
+        CUTS,
+        NOT_CAUSAL,
+        WINDOW_CUTS_SHARE,
+        check_causality,
+        score_context,
+        score_stream,
+        score_windows,
+    )
     from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
     from harness.plan.settings import parse_setting
@@ -50,11 +58,13 @@ def main(cfg: DictConfig) -> None:
     split, seed = split[:limit], provenance["seed"]
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
     show_progress(f"{plan.variant}: scoring {len(split):,} bytes of {cfg.split} three times")
-    score = score_stream(model, split, runtime=runtime, collect_stats=True, future_seed=seed, **cut)
-    windows = score_windows(model, split, runtime=runtime, future_seed=seed)
+    window_cuts = round(CUTS * WINDOW_CUTS_SHARE)
+    options = {"runtime": runtime, "future_seed": seed}
+    score = score_stream(model, split, collect_stats=True, cuts=CUTS - window_cuts, **options, **cut)
+    windows = score_windows(model, split, cuts=window_cuts, **options)
     sizes = {"longest": 2 * protocol["span"], "segment": protocol["segment"]}
     floor, scores = corpus.floor_bits(split), [score, windows]
-    future_nats, causal = check_causality(scores, floor=floor, precision=runtime.precision)
+    future, causal = check_causality(model, scores, floor=floor, precision=runtime.precision)
     row = {
         "kind": "evaluation",
         "format": FORMAT,
@@ -64,7 +74,7 @@ def main(cfg: DictConfig) -> None:
         "windows_bits_per_byte": windows.bits_per_byte,
         "bits_per_repeat": score.bits_by_label(corpus.repeat_masks(split)),
         "floor_bits_per_byte": floor,
-        "future_nats": future_nats,
+        **future.row(),
         "context_curve": score_context(model, split, runtime=runtime, **sizes),
         "bytes": len(score.nats),
         "metrics": model.metrics(score.stats),
@@ -85,7 +95,7 @@ def main(cfg: DictConfig) -> None:
 
 def print_row(row: dict, folder: Path) -> None:
     """Print a row of ``evaluations.jsonl``, and draw its ``context_curve`` in the run folder."""
-    from harness.loop.scoring import NOT_CAUSAL
+    from harness.loop.scoring import NOT_CAUSAL, not_causal
     from harness.record.closing_table import WINDOWS_LABEL
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
@@ -95,8 +105,7 @@ def print_row(row: dict, folder: Path) -> None:
     print(f"{run}: {split}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
     print(f"  {row['windows_bits_per_byte']:.4f}{mark} bits per byte with {WINDOWS_LABEL}")
     if row["check"] == NOT_CAUSAL:
-        floor = f"; the data's floor is {row['floor_bits_per_byte']:.4f}" if row["floor_bits_per_byte"] else ""
-        print(f"  NOT CAUSAL: bytes after a position change its prediction by {row['future_nats']:.2g} nats{floor}")
+        print(f"  NOT CAUSAL: {not_causal(row)}")
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
     draw_context(row["context_curve"], folder / "context.png", title=run, subtitle=split)

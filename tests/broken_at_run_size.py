@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.promises import Gate
-from variants.contract import Honours, SublayerOutput
+from variants.contract import Honours, NeededFlops, SublayerOutput
 
 
 class NextInWholeBlocks(Gate):
@@ -83,3 +83,179 @@ class LeaksWhenWide(Gate):
     def transform_input(self, x):
         leaks = x.shape[-1] > 32 and x.shape[1] > 8 and not self.training
         return 10 * x.roll(-1, dims=1) if leaks else x
+
+
+class DetachedChunks(Gate):
+    """Running means in chunks of 64, of which each takes the sum of those before as a constant."""
+
+    honours = Honours()
+    limits = frozenset({"segments"})
+    chunk = 64
+
+    def reach(self):
+        return None
+
+    def transform_output(self, out, x, collect_stats):
+        before, means = 0, []
+        for chunk in self.value(x).split(self.chunk, dim=1):
+            means.append((before + chunk.cumsum(1)) / self.chunk)
+            before = (before + chunk.sum(1, keepdim=True)).detach()
+        return SublayerOutput(out.y + torch.cat(means, dim=1))
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, with a gradient eight times as large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 8 * g
+
+
+class WrongGradientInFloat32(Gate):
+    def transform_input(self, x):
+        return x if x.dtype == torch.float64 else _Scaled.apply(x)
+
+
+class LeaksInBfloat16(Gate):
+    """Linear layers give bfloat16 under autocast only; then a byte sees the next one."""
+
+    def transform_output(self, out, x, collect_stats):
+        y = out.y
+        return out._replace(y=y.roll(-1, dims=1) if y.dtype == torch.bfloat16 else y)
+
+
+class LeaksWithGradients(Gate):
+    def transform_input(self, x):
+        leaks = torch.is_grad_enabled() and x.shape[1] > 64
+        return x.roll(-1, dims=1) if leaks else x
+
+
+class LeaksAt(Gate):
+    """A byte sees the next one where ``leaks [T]`` is true."""
+
+    def leaks(self, x):
+        return torch.arange(1, x.shape[1] + 1) % 96 == 0
+
+    def transform_input(self, x):
+        return torch.where(self.leaks(x)[..., None], x.roll(-1, dims=1), x)
+
+
+class LeaksAtRepeats(Gate):
+    """A byte that is the same as the one before and as the next sees the one after."""
+
+    def transform_input(self, x):
+        same = (x == x.roll(-1, dims=1)).all(-1, keepdim=True)
+        return torch.where(same & same.roll(1, dims=1), x.roll(-2, dims=1), x)
+
+
+class LeaksInTheLastLayer(LeaksAt):
+    def __init__(self, context):
+        super().__init__(context)
+        self.is_last = context.layer == 3
+
+    def leaks(self, x):
+        return super().leaks(x) & self.is_last
+
+
+class TrimsLate(Gate):
+    """Sees the byte before. Once its state has 272 bytes, it takes the one before that at the start
+    of a segment."""
+
+    honours = Honours()
+
+    def reach(self):
+        return 1
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        past = x.new_zeros(len(x), 2, x.shape[2]) if state is None else state.to(x.dtype)
+        last = past[:, -2:-1] if past.shape[1] == 272 else past[:, -1:]
+        y = super().forward(x + torch.cat([last, x[:, :-1]], dim=1)).y
+        return SublayerOutput(y, torch.cat([past, x], dim=1)[:, -272:].detach())
+
+
+class ChunkedTraining(Gate):
+    """A decaying sum. In training it decays faster after the first 64 bytes."""
+
+    honours = Honours()
+    limits = frozenset({"segments"})
+
+    def reach(self):
+        return None
+
+    def transform_output(self, out, x, collect_stats):
+        position = torch.arange(x.shape[1])
+        rate = 0.1 * (1 + (self.training & (position > 64)))
+        distance = (position[:, None] - position).clamp(min=0)
+        weight = (-rate[:, None] * distance).exp().tril().to(x.dtype)
+        return SublayerOutput(out.y + weight @ self.value(x))
+
+
+class RandomInLongSegments(Gate):
+    """In evaluation, a random mask in segments of more than 64 bytes."""
+
+    def transform_input(self, x):
+        return F.dropout(x, 0.1) if x.shape[1] > 64 and not self.training else x
+
+
+class MaximumOfTheSegment(Gate):
+    """Linear attention with exp(k - maximum of all k), which cancels unless the denominator is
+    clamped."""
+
+    honours = Honours()
+    limits = frozenset({"segments", "ideal_flops"})
+
+    def reach(self):
+        return None
+
+    def transform_output(self, out, x, collect_stats):
+        keys = self.gate(x)
+        weights = (keys - keys.amax(1, keepdim=True)).exp()
+        sums = (weights * self.value(x)).cumsum(1) / weights.cumsum(1).clamp(min=1e-12)
+        return SublayerOutput(out.y + sums)
+
+
+class AttentionWithoutItsFlops(Gate):
+    """Causal attention over the segment; it declares only its matrices. Seven keys cost less than
+    the matrices."""
+
+    honours = Honours()
+    limits = frozenset({"segments"})
+
+    def reach(self):
+        return None
+
+    def transform_output(self, out, x, collect_stats):
+        seen = F.scaled_dot_product_attention(*(out.y[:, None],) * 3, is_causal=True)
+        return SublayerOutput(out.y + seen[:, 0])
+
+
+class CheapBackward(Gate):
+    def needed_flops(self, segment, *, carried):
+        return NeededFlops(self.ideal_flops(), 0.5 * self.ideal_flops())
+
+
+class ReadsItsWholeTable(Gate):
+    """A byte reads all rows of a table, of which it declares eight."""
+
+    tables = {"table": 8}
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.table = torch.nn.Parameter(0.02 * torch.randn(1024, context.d_model))
+
+    def transform_output(self, out, x, collect_stats):
+        return SublayerOutput(out.y + (x @ self.table.T).softmax(-1) @ self.table)
+
+    def ideal_flops(self):
+        return super().ideal_flops() + 4 * self.table.numel()
+
+
+class RareWhenWide(LeaksAt):
+    """In evaluation, if the model is wider than 32, one byte of 77 sees the next."""
+
+    def leaks(self, x):
+        return (torch.arange(x.shape[1]) % 77 == 5) & (x.shape[-1] > 32) & (not self.training)

@@ -51,11 +51,12 @@ def shared_fork_server() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_causality_checks() -> Iterator[None]:
-    """Check final scores at 6 positions: 64 would take a third of a small run. See also ``server_preload.py``."""
+    """Check final scores at 6 cuts: 64 would take a third of a small run. See also
+    ``server_preload.py``."""
     from harness.loop import scoring
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(scoring, "CHECKED_POSITIONS", 6)
+        patched.setattr(scoring, "MIN_CUTS", 6)
         yield
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from harness.loop import admission
+from harness.plan.build import plan_run
 from harness.plan.targets import resolve
-from tests.command_line import GENERATED, run_folders, train
+from tests.command_line import GENERATED, ROOT, run_folders, train
 from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, findings_of, model_of
+from tests.small_configs import compose_config
 from variants.any_module import AnyModule
 from variants.contract import Honours, LayerContext, Position, Sublayer
 
@@ -186,3 +189,34 @@ def test_the_declarations_in_the_yaml_become_those_of_the_sublayer(layers):
 def test_the_conformance_suite_checks_the_declarations_of_a_module(layers, limits, keywords, broken):
     findings = findings_of(model_of(partial(resolve_adapter(node(**keywords)), limits=limits)))
     assert {promise for promise, finding in findings.items() if not finding.passed} == broken
+
+
+@pytest.mark.parametrize(
+    ("target", "broken"),
+    [
+        ("my_layers.CausalAttention, dim: 32, heads: 2", None),
+        ("my_layers.CausalLayer, dim: 32, heads: 2", None),
+        ("torch.nn.TransformerEncoderLayer, d_model: 32, nhead: 2, dropout: 0.0, batch_first: true", FUTURE_EVAL),
+    ],
+)
+def test_the_documented_wrappers_of_torchs_layers_keep_the_contract(target, broken, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "any_module.md").read_text(encoding="utf-8")
+    (tmp_path / "my_layers.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(admission, "WINDOWS", (4, 128))
+    node = f"{{_target_: variants.any_module.AnyModule, _partial_: true, module: {{_target_: {target}}}, honours: {{}}"
+    words = (f"+variant.toy={node}, limits: [segments, ideal_flops]}}", "variant.name=mine", "variant.layers=[toy]")
+    sizes = (
+        "model.d_model=32",
+        "model.heads=2",
+        "model.layers=2",
+        "model.span=16",
+        "batch.segment=64",
+        "eval.segment=64",
+    )
+    plan = plan_run(compose_config("data=recall", "position=none", *words, *sizes), trusted=("my_layers", "torch"))
+    finding = next((finding for finding in admission.findings(plan) if not finding.passed), None)
+    assert (finding and finding.promise) == broken, finding
+    if broken:
+        assert "all from byte 1 on changed: layers.0.toy moved by" in finding.detail
+    sys.modules.pop("my_layers", None)

@@ -16,7 +16,7 @@ from tests.promises import Gate, Sums, findings_of, memory, model_of, toy
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention
-from variants.conformance import BEFORE_TRAINING, CHECKS, Finding, check, run_check
+from variants.conformance import BEFORE_TRAINING, CHECKS, FIRST, Finding, check, run_check
 from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Subject
 from variants.contract import LayerContext, SublayerOutput
@@ -144,7 +144,7 @@ def test_an_exception_is_reported_as_a_broken_promise():
     finding = findings_of(model_of(Raises))[p.SEGMENTS]
     assert finding.detail.startswith("IndexError: too short (eval, byte 0, test_conformance.py line ")
     assert str(finding) == f"FAIL  {p.SEGMENTS}: {finding.detail}"
-    assert "maps (3, 15, 16) to (3, 15, 1)" in findings_of(model_of(Narrow))[p.SEGMENTS].detail
+    assert "maps (3, 15, 16) to (3, 15, 1)" in findings_of(model_of(Narrow))[p.WRITES].detail
     (finding,) = check(unbuildable, span=5)
     assert not finding.passed and "model.heads=3" in finding.detail
 
@@ -170,9 +170,9 @@ def test_a_wrong_gradient_of_the_reprojected_past_is_caught_with_the_hidden_cach
 
 def test_streams_are_checked_for_mixing_at_the_batch_size_of_the_run():
     mixing = model_of(BROKEN["MixesBeyondEight"][0])
-    by_batch = {n: next(check(mixing, span=5, vocabulary=31, checks=CHECKS[-1:], batch_sizes=(n,))) for n in (8, 9)}
+    by_batch = {n: next(check(mixing, span=5, vocabulary=31, checks=FIRST[-1:], batch_sizes=(n,))) for n in (8, 9)}
     assert by_batch[8].passed and not by_batch[9].passed and "9 streams at once" in by_batch[9].detail
-    assert CHECKS[-1] in BEFORE_TRAINING
+    assert FIRST[-1] in BEFORE_TRAINING
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,60 @@ def test_the_cpu_kernel_executes_little_more_than_the_visible_pairs(past_gradien
     assert products * least <= backward <= 1.25 * products * (least + 2 * 48)
 
 
+MATRIX, WIDE, VECTOR = torch.randn(4, 5), torch.randn(5, 6), torch.randn(5)
+STACKS = torch.randn(3, 4, 5), torch.randn(3, 5, 6)
+SQUARE = torch.randn(2, 4, 4)
+X = torch.randn(2, 8, 16)
+MASK = torch.nn.Transformer.generate_square_subsequent_mask(8)
+LAYER = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+HEADS = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()
+PROJECTED, PAIRS = 2 * 16 * 4 * 16 * 16, 4 * 2 * 8 * 8 * 16  # queries, keys, values and output; scores and values
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: torch.zeros(4, 6).addmm_(MATRIX, WIDE), 2 * 4 * 5 * 6),
+        (lambda: torch.zeros(3, 4, 6).baddbmm_(*STACKS), 2 * 3 * 4 * 5 * 6),
+        (lambda: torch.addbmm(torch.zeros(4, 6), *STACKS), 2 * 3 * 4 * 5 * 6),
+        (lambda: MATRIX @ VECTOR, 2 * 4 * 5),
+        (lambda: torch.zeros(4).addmv_(MATRIX, VECTOR), 2 * 4 * 5),
+        (lambda: VECTOR @ VECTOR, 2 * 5),
+        (lambda: torch.addr(torch.zeros(4, 5), MATRIX[:, 0], VECTOR), 2 * 4 * 5),
+        (lambda: MATRIX.cfloat() @ WIDE.cfloat(), 4 * 2 * 4 * 5 * 6),
+        (lambda: F.bilinear(MATRIX, MATRIX, torch.ones(3, 5, 5)), 2 * 4 * 3 * 5 * 5),
+        (lambda: torch.cdist(X, X), 3 * 2 * 8 * 8 * 16),
+        (lambda: torch.fft.fft(X.cfloat(), dim=1), 5 * 2 * 8 * 16 * 3),
+        (lambda: torch.linalg.inv(SQUARE), 2 * 2 * 4**3),
+        (lambda: torch.linalg.solve(SQUARE, SQUARE), round(2 * (2 / 3 + 2) * 4**3)),
+        (lambda: torch.sparse.mm(torch.eye(4).to_sparse(), MATRIX), 2 * 4 * 5),
+        (lambda: torch.nn.LSTM(16, 16, batch_first=True)(X), 2 * 16 * (64 * 16 + 64 * 16)),
+        (lambda: HEADS(X, X, X, attn_mask=MASK, need_weights=False), PROJECTED + PAIRS),
+        (lambda: LAYER(X), PROJECTED + PAIRS + 2 * 16 * 2 * 16 * 32),  # torch's fused layer
+        (lambda: LAYER(X, src_mask=MASK), PROJECTED + PAIRS + 2 * 16 * 2 * 16 * 32),
+    ],
+)
+def test_products_that_torchs_registry_lacks_are_counted(call, expected):
+    assert count_flops(call).total == expected
+
+
+def test_data_dependent_computation_is_counted_on_the_text():
+    class Reads(Sublayer):
+        """Multiplies the bytes of which the first entry is positive."""
+
+        def __init__(self, context: LayerContext):
+            super().__init__()
+
+        def forward(self, x, state=None, start=None, *, collect_stats=False):
+            return SublayerOutput(0 * x + (x[x[..., 0] > 0] @ torch.ones(D, D)).sum())
+
+    model = build(Reads)
+    positive = [token for token in range(V) if model.embedding.weight[token, 0] > 0]
+    text = torch.tensor(positive[:3] * 7, dtype=torch.uint8)
+    flops = forward_flops_per_byte(model, segment=8, max_bytes=100, text=text)
+    assert flops.per_byte == HEAD + 2 * D * D
+
+
 D, H, K, V, HIDDEN, VECTORS = 16, 4, 4, 32, 24, 5
 HEAD, PROJECTIONS = 2 * D * V, 4 * 2 * D * D
 

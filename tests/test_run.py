@@ -9,7 +9,7 @@ import torch
 
 from harness.count.memory import Peak
 from harness.loop import summary as summary_module
-from harness.loop.scoring import NOT_CAUSAL, score_stream
+from harness.loop.scoring import NOT_CAUSAL, Future, score_stream
 from harness.loop.update import Update
 from harness.record import checkpoint
 from harness.record.schema import violation
@@ -115,8 +115,8 @@ def test_a_budget_of_flops_is_charged_by_the_spans_at_each_step_not_by_the_rows_
 
 
 def test_a_run_is_not_causal_if_the_causality_check_of_its_windows_gives_nan(monkeypatch):
-    score = summary_module.score_windows
-    monkeypatch.setattr(summary_module, "score_windows", lambda *a, **k: score(*a, **k)._replace(future_nats=math.nan))
+    score, future = summary_module.score_windows, Future(1, 1, math.nan, math.nan)
+    monkeypatch.setattr(summary_module, "score_windows", lambda *a, **k: score(*a, **k)._replace(future=future))
     assert whole_run("eval.windows=true", "budget.steps=2")[1]["check"] == NOT_CAUSAL
 
 
@@ -139,7 +139,11 @@ def test_the_summary_and_the_closing_table_are_complete(variant, monkeypatch, ca
     words += tuple(f"{row['bits_per_byte']:.4f}* bits/byte after" for row in rows if "size" in row)
     assert not [word for word in (*words, f"{summary['valid_bits_per_byte']:.4f}*") if word not in printed]
     finals = [row for row in rows if row.get("final")]
-    assert {row["check"] for row in finals} == {"shipped"} and max(row["future_nats"] for row in finals) < 1e-5
+    assert {row["check"] for row in finals} == {"shipped"} and {row["future_nats"] for row in finals} == {0}
+    assert {(row["future_changed"], row["future_missed_share"]) for row in finals} == {
+        (0, 3 / finals[0]["future_cuts"])
+    }
+    assert finals[0]["future_cuts"] >= 6
     spans = summary["spans"]
     assert (spans is None) == (variant != "adaptive_span")
     if spans is not None:

@@ -100,6 +100,8 @@ class Attention(MultiHead, OnKernels):
         self.span = (span or AttentionSpan)(context)
         self.honours = replace(self.honours, span=self.span.follows_model_span)
         self.spans_of_input = not self.span.constant_spans
+        if self.spans_of_input:  # the plain backend computes the scores of all S keys
+            self.limits = self.limits | {"ideal_flops"}
         self.persistent = persistent(context, d_head=self.d_head) if persistent else None
         for name in ("query_gain", "key_gain"):
             self.register_parameter(name, nn.Parameter(torch.ones(self.d_head)) if qk_norm else None)

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 LIMITS = frozenset(
-    {"causal_in_training", "streams_apart", "segments", "training_as_evaluation", "ideal_flops", "likelihood"}
+    {
+        "causal_in_training",
+        "streams_apart",
+        "segments",
+        "training_as_evaluation",
+        "ideal_flops",
+        "likelihood",
+        "rounding",
+    }
 )
 """Promises of the contract that a mechanism may declare not to fulfil; see ``Sublayer.limits``."""
 WAYS = {
@@ -132,10 +140,12 @@ class Sublayer(nn.Module):
     """One residual sublayer of a layer. The keywords of a subclass's constructor are its configuration."""
 
     limits: frozenset[str] = frozenset()
-    """Promises that it does not fulfil. The checks require that a declared limit is real, except ``ideal_flops``.
-    ``causal_in_training``: in training, outputs depend on later bytes. ``streams_apart``: streams of a batch interact.
-    ``segments``: outputs depend on segment boundaries. ``training_as_evaluation``: training without dropout differs
-    from evaluation. ``ideal_flops``: ideal FLOPs may be less than half of the executed ones; a row then says so.
+    """Promises that it does not fulfil. The checks require that a declared limit is real, except
+    ``ideal_flops`` and ``rounding``: later bytes may change how earlier outputs are rounded, as by
+    a sort or an FFT of the segment. ``causal_in_training``: in training, outputs depend on later
+    bytes. ``streams_apart``: streams of a batch interact. ``segments``: outputs depend on segment
+    boundaries. ``training_as_evaluation``: training without dropout differs from evaluation.
+    ``ideal_flops``: ideal FLOPs may be less than half of the executed ones; a row then says so.
     ``likelihood``: some of its parameters get gradients only from its own ``loss``."""
     honours: Honours | None = None
     """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""

@@ -54,6 +54,8 @@ class Reformer(MultiHead):
         heads: keywords of ``MultiHead``."""
 
     honours = Honours(position={"rotate", "decay"}, cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    # Later bytes change the order of the sorted positions. A chunk is multiplied with two chunks of keys.
+    limits = frozenset({"rounding", "ideal_flops"})
     maps, scaled = ("query", "value"), False
 
     def __init__(

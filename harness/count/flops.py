@@ -1,19 +1,23 @@
 """FLOPs of executed code: floating-point operations, two per multiply-add.
 
-A dispatch mode counts every operation that reaches a kernel, forward and backward. Matrix products, convolutions and
-the project's kernels count by the formulas of torch's ``flop_registry`` (2.13). This file replaces or adds formulas:
+A dispatch mode counts every operation that reaches a kernel, forward and backward. Matrix products,
+convolutions and the project's kernels count by the formulas of torch's ``flop_registry`` (2.13).
+This file replaces or adds formulas:
 
 - The registry omits attention on a CPU, weighted reads of a table, and the gradients of both.
-- For causal attention (``is_causal``) the registry counts every pair of a query and a key. This file counts keys 0 to t
-  for query t, as torch defines causality. With an explicit mask all pairs count, because all products are executed.
-- The registry omits triangular solves, and sorts, running sums and sums by index, in which each comparison or
-  addition counts one FLOP.
+- For causal attention (``is_causal``) the registry counts every pair of a query and a key. This
+  file counts keys 0 to t for query t, as torch defines causality. With an explicit mask all pairs
+  count, because all products are executed.
+- The registry omits products with vectors, in-place products, torch's fused layers, Fourier
+  transforms, factorisations and triangular solves; and sorts, running sums and sums by index, in
+  which each comparison or addition counts one FLOP.
 
-Operations without a formula (softmax, norms, top-k, elementwise ones) add nothing. Their calls are counted by name.
-"""
+Operations without a formula (softmax, norms, top-k, elementwise ones) add nothing. Their calls are
+counted by name."""
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -61,22 +65,33 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
     return Flops(counter.total, dict(sorted(counter.unknown.items(), key=lambda entry: (-entry[1], entry[0]))))
 
 
-def forward_flops_per_byte(model: LanguageModel, *, segment: int, max_bytes: int = 2**16) -> ForwardFlops:
-    """Count the forward pass of one ``segment`` of one stream after a full past, in evaluation mode, on the model's
-    device. If a mechanism has a ``Sublayer.period`` longer than a segment, all segments of the longest period are
-    counted. Before that the model reads random bytes, until two segments in a row change no shape of the carried state,
-    or for ``max_bytes``. A window of S bytes needs at most S bytes and three more segments. Training modes and random
-    generators are restored. The caller enters the run's autocast, if any, because it makes the state smaller."""
+def forward_flops_per_byte(
+    model: LanguageModel, *, segment: int, max_bytes: int = 2**16, text: Tensor | None = None
+) -> ForwardFlops:
+    """Count the forward pass of one ``segment`` of one stream after a full past, in evaluation
+    mode, on the model's device. If a mechanism has a ``Sublayer.period`` longer than a segment, all
+    segments of the longest period are counted. The model reads ``text`` (uint8 ``[n]``, again and
+    again), because the computation may depend on it; random bytes without it. It is not counted
+    until two segments in a row change no shape of the carried state, or for ``max_bytes``. A window
+    of S bytes needs at most S bytes and three more segments. Training modes and random generators
+    are restored. The caller enters the run's autocast, if any, because it makes the state
+    smaller."""
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
 
     def tokens() -> Tensor:
-        return torch.randint(model.embedding.num_embeddings, (1, segment), generator=generator).to(device)
+        nonlocal n_drawn
+        if text is None:
+            drawn = torch.randint(model.embedding.num_embeddings, (1, segment), generator=generator)
+        else:
+            drawn = text[(torch.arange(segment)[None] + n_drawn) % len(text)].long()
+        n_drawn += segment
+        return drawn.to(device)
 
     def read(inputs: list[Tensor], state: object) -> None:
         for segment_tokens in inputs:
             state = model(segment_tokens, state).state
 
-    state, shapes, unchanged, n_read = None, None, 0, 0
+    state, shapes, unchanged, n_read, n_drawn = None, None, 0, 0, 0
     with torch.no_grad(), _evaluation_mode(model, device):
         while unchanged < 2 and n_read < max_bytes:
             state, previous_shapes = model(tokens(), state).state, shapes
@@ -127,11 +142,15 @@ class _Counter(TorchDispatchMode):
         # The name of aten.add_.Tensor is "add"; operations of other libraries keep the library's prefix.
         name = func._schema.name.removeprefix("aten::").removesuffix("_") if is_overload else func.name()
         packet = getattr(func, "_overloadpacket", func)
+        if packet not in self.torch_formulas and func.namespace == "aten":
+            packet = getattr(torch.ops.aten, name, packet)  # of the out-of-place form
+        # A product of two complex numbers has four real products.
+        factor = 4 if isinstance(output, Tensor) and output.is_complex() and "fft" not in name else 1
         if name in FORMULAS:
             names = [argument.name for argument in func._schema.arguments]
-            self.total += FORMULAS[name](dict(zip(names, args, strict=False)) | kwargs)
+            self.total += factor * FORMULAS[name](dict(zip(names, args, strict=False)) | kwargs)
         elif packet in self.torch_formulas:
-            self.total += self.torch_formulas[packet](*args, **kwargs, out_val=output)
+            self.total += factor * self.torch_formulas[packet](*args, **kwargs, out_val=output)
         elif name not in ZERO_FLOPS and not getattr(func, "is_view", False):
             self.unknown[name] += 1
         return output
@@ -180,6 +199,54 @@ def _scan(a: Arguments) -> int:
     return n_elements - n_elements // size if n_elements else 0
 
 
+def _layer_products(weights: Sequence[str], a: Arguments) -> int:
+    """Products of all bytes with ``weights``, and scores and weighted values of all pairs, masked
+    ones included."""
+    x = a["src"] if "src" in a else a["query"]
+    streams, length, width = x.shape
+    projections = 2 * streams * length * sum(a[name].numel() for name in weights)
+    return projections + 4 * streams * length**2 * width
+
+
+def _trilinear(a: Arguments) -> int:
+    """Two FLOPs for each combination of elements of three factors, of which each is expanded by
+    some dimensions."""
+    shapes = []
+    for number in (1, 2, 3):
+        factor = a[f"i{number}"]
+        for dim in sorted(a[f"expand{number}"]):
+            factor = factor.unsqueeze(dim)
+        shapes.append(factor.shape)
+    return 2 * torch.broadcast_shapes(*shapes).numel()
+
+
+def _fft(a: Arguments, *, per_element: float = 5) -> int:
+    """Cooley and Tukey's count: 5 n log2 n for n complex numbers, half of that for real ones."""
+    x = a["self"]
+    return round(per_element * x.numel() * sum(math.log2(x.shape[dim]) for dim in a["dim"]))
+
+
+def _factorisation(a: Arguments, *, cubes: float, right: float = 0) -> int:
+    """n^3 operations ``cubes`` times for each matrix, and n^2 ``right`` times for each column of a
+    right side."""
+    matrix = a["A"] if "A" in a else a["self"]
+    columns = a["B"].numel() if "B" in a else 0  # n for each column
+    return round(cubes * matrix.numel() * matrix.shape[-1] + right * columns * matrix.shape[-1])
+
+
+def _products(n_left: str, right: str) -> Callable[[Arguments], int]:
+    """A formula for the product of all elements of one argument with each column of another."""
+    return lambda a: 2 * a[n_left].numel() * a[right].shape[-1]
+
+
+def _lstm(a: Arguments) -> int:
+    """Products with both matrices of a layer of an LSTM at each step."""
+    weights = (a["weight0"], a["weight1"]) if "weight0" in a else (a["weight1"], a["weight2"])
+    steps = a["input"].shape[0] * a["input"].shape[1]
+    return 2 * steps * sum(weight.numel() for weight in weights)
+
+
+PROJECTIONS = ("qkv_weight", "proj_weight")
 ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 FORMULAS: dict[str, Callable[[Arguments], int]] = {
     **{f"_scaled_dot_product_{kind}": _attention for kind in ATTENTIONS},
@@ -192,6 +259,27 @@ FORMULAS: dict[str, Callable[[Arguments], int]] = {
     "index_add": lambda a: a["source"].numel(),
     "scatter_add": lambda a: a["src"].numel(),
     "index_put": lambda a: a["values"].numel() if a.get("accumulate") else 0,
+    "scatter_reduce": lambda a: a["src"].numel(),
+    "mv": lambda a: 2 * a["self"].numel(),
+    "addmv": lambda a: 2 * a["mat"].numel(),
+    **dict.fromkeys(("dot", "vdot"), lambda a: 2 * a["self"].numel()),
+    "addr": lambda a: 2 * a["vec1"].numel() * a["vec2"].numel(),
+    "addbmm": _products("batch1", "batch2"),
+    **dict.fromkeys(("_int_mm", "_grouped_mm"), _products("self", "mat2")),
+    "_sparse_addmm": lambda a: 2 * a["mat1"]._nnz() * a["mat2"].shape[-1],
+    "_trilinear": _trilinear,
+    "_cdist_forward": lambda a: 3 * a["x1"].numel() * a["x2"].shape[-2],
+    "_fft_c2c": _fft,
+    **dict.fromkeys(("_fft_r2c", "_fft_c2r"), partial(_fft, per_element=2.5)),
+    "linalg_cholesky_ex": partial(_factorisation, cubes=1 / 3),
+    **dict.fromkeys(("linalg_lu_factor_ex", "_linalg_det"), partial(_factorisation, cubes=2 / 3)),
+    "linalg_inv_ex": partial(_factorisation, cubes=2),
+    "_linalg_solve_ex": partial(_factorisation, cubes=2 / 3, right=2),
+    # torch's fused layers
+    "_native_multi_head_attention": partial(_layer_products, PROJECTIONS),
+    "_transformer_encoder_layer_fwd": partial(_layer_products, (*PROJECTIONS, "ffn_weight_1", "ffn_weight_2")),
+    "mkldnn_rnn_layer": _lstm,
+    "mkldnn_rnn_layer_backward": lambda a: 2 * _lstm(a),
     "linalg_solve_triangular": _solve_triangular,
     "sort": _sort,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _scan),

@@ -14,21 +14,26 @@ import torch
 from harness import source
 from harness.cache import cache_folder, sha256_of, write_atomically
 from harness.count.ideal import PROMISE, compare_ideal
+from harness.count.memory import tensors_of
 from harness.device.runtime import device_kind
 from harness.failures import StorageFailure
 from harness.loop.scoring import WINDOWS
 from harness.plan.build import Plan
 from harness.plan.small import contract_plan, reduce_width, shrink
-from variants.conformance import BEFORE_TRAINING, SIZED, Finding, Size, check, run_check
+from variants.conformance import AT_RUN_SIZES, AT_SIZES, BEFORE_TRAINING, Finding, Size, check, run_check
+from variants.conformance.fixture import spread_projected
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
+LEAST_SEGMENT = 64  # bytes, if ``model.span`` is not smaller
 CHECKED_SECTIONS = ("variant", "model", "position", "batch", "eval")
 """Sections of the configuration on which the outcome of the checks depends."""
 
 
-def admission(plan: Plan) -> str:
-    """Return ``shipped``, ``passed`` or ``unchecked`` (``check=false``). ValueError names the first broken promise."""
+def admission(plan: Plan, *, text: torch.Tensor | None = None) -> str:
+    """Return ``shipped``, ``passed`` or ``unchecked`` (``check=false``). ValueError names the first
+    broken promise. ``text`` has bytes of the run's corpus, on which the mechanism is checked as
+    well."""
     shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
     files = source.mechanism_files(plan.config, trust=plan.trust)
     if all(shipped.get(name) == sha256_of(path) for name, path in files):
@@ -41,7 +46,7 @@ def admission(plan: Plan) -> str:
         if (cache_folder() / marker).exists():
             return "passed"
     print("check: the mechanism is not a shipped one; it is checked once at the sizes of this run", flush=True)
-    if broken := next((finding for finding in findings(plan) if not finding.passed), None):
+    if broken := next((finding for finding in findings(plan, text=text) if not finding.passed), None):
         raise ValueError(
             f"variant={plan.variant}: {broken.promise}: {broken.detail}; "
             'check=false trains anyway and marks the row "unchecked"'
@@ -51,14 +56,15 @@ def admission(plan: Plan) -> str:
     return "passed"
 
 
-def findings(plan: Plan) -> Iterator[Finding]:
-    """Yield the outcome of each promise that is checked before training, at the run's sizes and at small sizes."""
-    yield from findings_at_sizes(plan)
+def findings(plan: Plan, *, text: torch.Tensor | None = None) -> Iterator[Finding]:
+    """Yield the outcome of each promise that is checked before training, at small sizes and at the
+    run's sizes."""
     small = shrink(contract_plan(plan, device_kind(plan.runtime)))
     sizes = {"span": small.model.span, "vocabulary": plan.data["vocabulary"]}
     streams = tuple({17, plan.batch.streams, plan.eval.streams})  # 17: the default of ``check``
     yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, batch_sizes=streams)
     yield compare_flops(small)
+    yield from findings_at_sizes(plan, text=text)
 
 
 def compare_flops(plan: Plan) -> Finding:
@@ -66,7 +72,20 @@ def compare_flops(plan: Plan) -> Finding:
     return run_check(PROMISE, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 
-def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
+def compare_flops_at_sizes(plan: Plan, *, text: torch.Tensor | None) -> Finding:
+    """Compare FLOPs in the run's model, with learned spans at their longest. A plain backend
+    computes all pairs of a segment and the past, visible or not, so segments are short if a state
+    is carried, but no shorter than blocks of kernels. Without a state they are the run's."""
+    with torch.random.fork_rng(devices=[]):
+        model = spread_projected(plan.make_model(), 1, 1)
+        carries = any(len(tensors_of(state)) for state in model(torch.zeros(1, 1, dtype=torch.int64)).state[1])
+    span = plan.model.span
+    segment = max(span // 4, min(2 * span, LEAST_SEGMENT)) if carries else plan.eval.segment
+    flops = {"span": span, "segment": segment, "text": text}
+    return run_check(PROMISE + AT_SIZES, lambda: compare_ideal(model, **flops))
+
+
+def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterator[Finding]:
     """Yield the outcome of promises that depend on sizes, in a narrow network at the plan's span and batch sizes."""
     narrow = reduce_width(contract_plan(plan, device_kind(plan.runtime)))
     e, b = plan.eval, plan.batch
@@ -74,17 +93,23 @@ def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
     last_segment = max(1, e.segment - third)  # as at the end of a split: shorter than the others, and odd if possible
     if e.segment > 3 and third % 2 == e.segment % 2:
         last_segment -= 1
-    sizes = [Size("train", b.streams, b.segment, b.carry), Size("eval", b.streams, b.segment, True)]
-    sizes += [Size("eval", e.streams, segment, True) for segment in (e.segment, last_segment)]
-    sizes = tuple(dict.fromkeys([*sizes, Size("eval", *WINDOWS, False)]))
-    span, vocabulary = plan.model.span, plan.data["vocabulary"]
-    yield from check(narrow.make_model, span=span, vocabulary=vocabulary, checks=SIZED, sizes=sizes)
+    sizes = [
+        Size("train", b.streams, b.segment, b.carry, every=True),
+        Size("eval", e.streams, e.segment, True, every=True),
+        Size("eval", *WINDOWS, False, every=True),
+        Size("eval", e.streams, last_segment, True),
+    ]
+    if (b.streams, b.segment) != (e.streams, e.segment):
+        sizes.append(Size("eval", b.streams, b.segment, True))
+    options = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"], "text": text}
+    yield from check(narrow.make_model, **options, checks=AT_RUN_SIZES, sizes=tuple(sizes))
+    yield compare_flops_at_sizes(contract_plan(plan, device_kind(plan.runtime)), text=text)
 
 
 def _identity(plan: Plan) -> str:
     """Return a digest of everything that the outcome of the checks depends on."""
     inputs = [source.digest_of(source.mechanism_files(plan.config, trust=plan.trust))]
     inputs += [sha256_of(path) for path in sorted(CONFORMANCE.glob("*.py"))]
-    inputs += [torch.__version__, plan.runtime.backend, device_kind(plan.runtime), plan.data["vocabulary"]]
+    inputs += [torch.__version__, plan.runtime.backend, device_kind(plan.runtime), plan.data]
     inputs += [plan.config[name] for name in CHECKED_SECTIONS]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()

@@ -38,7 +38,8 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     run_folder = processes.on_main(lambda: _run_folder(plan, data_digest=corpus.sha256))
     if run_folder.summary:
         return Run(plan, run_folder, None, command=command, processes=processes)
-    plan = dataclasses.replace(plan, admission=processes.on_main(lambda: admission(plan)))
+    text = corpus.splits["train"]
+    plan = dataclasses.replace(plan, admission=processes.on_main(lambda: admission(plan, text=text)))
     provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
     with record_errors(plan, run_folder, provenance, processes):
         with processes.fail_together():

@@ -17,7 +17,7 @@ from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.stop_signal import StopSignal
 from harness.failures import OutOfMemory, Stopped, first_line, is_out_of_memory, refuse_exit
 from harness.loop import summary
-from harness.loop.scoring import NOT_CAUSAL
+from harness.loop.scoring import NOT_CAUSAL, not_causal
 from harness.loop.trainer import Trainer
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
@@ -258,10 +258,7 @@ class Run:
             split_row = summary.final_score(trainer, split, row)
             self.append(split_row)
             if split_row["check"] == NOT_CAUSAL:
-                change = f"bytes after a position change its prediction by {split_row['future_nats']:.2g} nats"
-                if floor := split_row.get("floor_bits_per_byte"):
-                    change += f"; the data's floor is {floor:.4f}"
-                self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
+                self.print(f"final {split}: NOT CAUSAL: {not_causal(split_row)}; no table compares this run")
         inference = self._over_processes(self._peak_meter.read())
         # What earlier jobs of this process have left would count in a process's memory.
         unknown = inference.approximate and self.plan.sweeping

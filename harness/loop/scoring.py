@@ -19,13 +19,57 @@ from harness.hashing import integer_hash
 from harness.model import LanguageModel, ModelOut, add_stats
 
 WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score without state
-CHECKED_POSITIONS = 64  # in each score, by CausalityCheck
+CUTS = 512  # in the scores of a split, by CausalityCheck
+MIN_CUTS = 64  # of a short run
+CUTS_SHARE = 0.05  # largest share of a run's time that goes into cuts, if these are more than ``MIN_CUTS``
+WINDOW_CUTS_SHARE = 1 / 8  # of the cuts, if windows are scored as well; a cut of a window costs twice a cut of a stream
 NOT_CAUSAL = "not causal"
-MAX_FUTURE_NATS = {"float32": 1e-4, "bfloat16": 0.02}
-"""Largest mean absolute change of a pair's nats by later bytes in a causal row. Rounding in float32: at most 4e-7."""
+NOISE_FACTOR = 4.0
+MAX_NOISE_NATS = {"float32": 1e-4, "bfloat16": 0.02}
+"""Largest change of a prediction's nats that may count as noise: mean over the changed
+predictions."""
 MAX_BITS_BELOW_FLOOR = 40
 """Most bits by which a causal row's total may be below the corpus's floor. More has a probability of at most 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
+
+
+class Future(NamedTuple):
+    """What later bytes changed. At a cut, all input bytes after one of a stream are replaced, and
+    all predictions up to this byte are compared, bit for bit on a CPU."""
+
+    cuts: int = 0
+    changed: int = 0  # predictions that changed by more than noise
+    max_nats: float = 0.0  # largest change of a prediction, NaN if one is NaN
+    sum_nats: float = 0.0  # of all changes
+
+    def __add__(self, other: "Future") -> "Future":
+        largest = max(self.max_nats, other.max_nats, key=lambda nats: (nats != nats, nats))
+        sums = Future(*map(sum, zip(self, other, strict=True)))
+        return sums._replace(max_nats=largest)
+
+    def causal(self, *, precision: str, rounding: bool) -> bool:
+        """Whether a causal model is possible. With ``rounding``, later bytes may change the
+        rounding of predictions."""
+        if not rounding:
+            return self.changed == 0
+        return self.sum_nats <= MAX_NOISE_NATS[precision] * max(1, self.changed)
+
+    def row(self) -> dict:
+        """Return the keys of a row. Of the places at which a prediction could see later bytes, a
+        share above ``missed_share`` would have been found with a probability of 95% (the rule of
+        three)."""
+        missed_share = min(1.0, 3 / self.cuts) if self.cuts else 1.0
+        counts = {"future_cuts": self.cuts, "future_changed": self.changed}
+        return counts | {"future_nats": self.max_nats, "future_missed_share": missed_share}
+
+
+def not_causal(row: dict) -> str:
+    """Return what shows that the row of a score cannot be that of a causal model."""
+    change = f"bytes after a position change {row['future_changed']:,} earlier predictions"
+    change += f" by up to {row['future_nats']:.2g} nats, in {row['future_cuts']:,} cuts"
+    if floor := row.get("floor_bits_per_byte"):
+        change += f"; the data's floor is {floor:.4f}"
+    return change
 
 
 class Score(NamedTuple):
@@ -34,7 +78,7 @@ class Score(NamedTuple):
     nats: Tensor  # cross-entropy of each scored (input, target) pair in the split's order, float32 [pairs]
     correct: Tensor  # whether the target is the likeliest byte, bool [pairs]
     stats: dict[str, dict[str, Tensor]]  # the sublayers' summed statistics
-    future_nats: float = 0.0  # mean absolute change of a pair's nats if later bytes are replaced, by CausalityCheck
+    future: Future = Future()  # of CausalityCheck
 
     @property
     def bits_per_byte(self) -> float:
@@ -56,12 +100,15 @@ class Score(NamedTuple):
         return {"bits_per_copy": self.bits_by_label(masks), "answer_accuracy": accuracy}
 
 
-def check_causality(scores: Sequence[Score], *, floor: float | None, precision: str) -> tuple[float, bool]:
-    """Return the largest ``future_nats`` of scores, NaN if one is NaN, and whether all scores are possible for a causal
-    model on a corpus whose lowest expected bits per byte are ``floor``."""
-    future_nats = max((score.future_nats for score in scores), key=lambda nats: (nats != nats, nats))
+def check_causality(
+    model: LanguageModel, scores: Sequence[Score], *, floor: float | None, precision: str
+) -> tuple[Future, bool]:
+    """Return what later bytes changed in all scores, and whether the scores are possible for a
+    causal model on a corpus whose lowest expected bits per byte are ``floor``."""
+    future = functools.reduce(Future.__add__, (score.future for score in scores))
+    rounding = any("rounding" in sublayer.limits for _, sublayer in model.sublayers())
     below = max(((floor or 0.0) - score.bits_per_byte) * len(score.nats) for score in scores)
-    return future_nats, future_nats <= MAX_FUTURE_NATS[precision] and not below > MAX_BITS_BELOW_FLOOR
+    return future, future.causal(precision=precision, rounding=rounding) and not below > MAX_BITS_BELOW_FLOOR
 
 
 def score_stream(
@@ -75,6 +122,7 @@ def score_stream(
     pairs: int | None = None,  # number of pairs in a sample spread over the split; None scores each pair once
     collect_stats: bool = False,  # sum statistics of sublayers, from the first batch in which all streams are scored
     future_seed: int | None = None,  # seed of a ``CausalityCheck``, or None for no check
+    cuts: int = CUTS,  # of this check
 ) -> Score:
     """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns all scores."""
     layout = {"streams": streams, "segment": segment, "shard": (shard := runtime.processes.shard)}
@@ -83,16 +131,31 @@ def score_stream(
     make = segments if pairs is None else partial(samples, pairs=pairs)
     batches = make(split, context=context, **layout) if len(range(streams)[shard_slice(streams, shard)]) else ()
     first = context // segment
-    check = CausalityCheck(future_seed, batches, rows=streams, vocabulary=model.head.out_features, first=first)
+    check = CausalityCheck(
+        future_seed,
+        batches,
+        rows=streams,
+        vocabulary=model.head.out_features,
+        cuts=cuts,
+        runtime=runtime,
+        first=first,
+    )
     return _score(model, batches, runtime, stats_from=first if collect_stats else None, check=check)
 
 
 def score_windows(
-    model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = WINDOWS[0], future_seed: int | None = None
+    model: LanguageModel,
+    split: Tensor,
+    *,
+    runtime: Runtime,
+    batch: int = WINDOWS[0],
+    future_seed: int | None = None,
+    cuts: int = CUTS,
 ) -> Score:
-    """Score each pair once in windows of 1024 bytes, stride 512. ``future_seed`` is that of ``score_stream``."""
+    """Score each pair once in windows of 1024 bytes, stride 512. ``future_seed`` and ``cuts`` are
+    those of ``score_stream``."""
     batches = windows(split, window=WINDOWS[1], batch=batch, shard=runtime.processes.shard)
-    return _score_rows(model, batches, runtime, batch=batch, future_seed=future_seed)
+    return _score_rows(model, batches, runtime, batch=batch, future_seed=future_seed, cuts=cuts)
 
 
 def score_sequences(
@@ -103,12 +166,14 @@ def score_sequences(
     runtime: Runtime,
     batch: int,
     future_seed: int | None = None,
+    cuts: int = CUTS,
 ) -> Score:
     """Score all bytes of ``split``, whole sequences (uint8 ``[n T]``), ``batch`` of them in a
-    forward pass. A sequence is read without state from before it. ``future_seed`` is that of
-    ``score_stream``."""
+    forward pass. A sequence is read without state from before it. ``future_seed`` and ``cuts`` are
+    those of ``score_stream``."""
     batches = scored_sequences(split, sequence=sequence, batch=batch, shard=runtime.processes.shard)
-    return _score_rows(model, batches, runtime, batch=batch, future_seed=future_seed, stats_from=0)
+    check = {"future_seed": future_seed, "cuts": cuts}
+    return _score_rows(model, batches, runtime, batch=batch, **check, stats_from=0)
 
 
 def _score_rows(
@@ -118,11 +183,13 @@ def _score_rows(
     *,
     batch: int,
     future_seed: int | None,
+    cuts: int,
     **options,
 ) -> Score:
     """Return the score of batches of rows that are read without carried state."""
     rows = batch * runtime.processes.world_size
-    check = CausalityCheck(future_seed, batches, rows=rows, vocabulary=model.head.out_features)
+    vocabulary = model.head.out_features
+    check = CausalityCheck(future_seed, batches, rows=rows, vocabulary=vocabulary, cuts=cuts, runtime=runtime)
     return _score(model, batches, runtime, carry=False, check=check, **options)
 
 
@@ -161,41 +228,72 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
     if processes.world_size > 1:
         stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
     stats = functools.reduce(add_stats, processes.all_gather(stats, long_wait=True))
-    changes = processes.concatenate(torch.cat(options["check"].changes))
+    future = functools.reduce(Future.__add__, processes.all_gather(options["check"].result()))
     nats, correct = processes.concatenate(scored).unbind(1)
-    return Score(nats, correct.bool(), stats, changes.mean().item() if len(changes) else 0.0)
+    return Score(nats, correct.bool(), stats, future)
 
 
 class CausalityCheck:
-    """Checks that a trained model's predictions do not depend on later bytes. It draws about ``CHECKED_POSITIONS``
-    positions, replaces all input bytes after each, and predicts its target again.
+    """Checks that a trained model's predictions do not depend on later bytes, in the run's
+    precision. It draws distinct cuts, replaces all input bytes after each, and compares all
+    predictions up to it.
+
+    On a device other than a CPU, equal inputs may give unequal predictions. There each batch with
+    cuts is predicted again without a replaced byte, and changes up to ``NOISE_FACTOR`` times the
+    largest that this makes are noise.
 
     Args:
-        seed: draws batches, and in each of them one position of each row. None checks nothing.
+        seed: draws batches, and in each of them positions of each row. None checks nothing.
         rows: number of streams or windows in a batch, of all processes.
+        cuts: the number of cuts of all processes, rounded up to a multiple of ``rows``.
         first: index of the first batch in which all streams are scored."""
 
-    def __init__(self, seed: int | None, batches: Sized, *, rows: int, vocabulary: int, first: int = 0):
+    def __init__(
+        self,
+        seed: int | None,
+        batches: Sized,
+        *,
+        rows: int,
+        vocabulary: int,
+        cuts: int,
+        runtime: Runtime,
+        first: int = 0,
+    ):
         self.seed, self.vocabulary = seed, vocabulary
-        self.changes = [torch.empty(0)]  # absolute changes of the nats at checked positions
+        self.exact = runtime.device.type == "cpu"
+        self.max_noise = MAX_NOISE_NATS[runtime.precision]
+        self.cuts, self.noise = 0, 0.0
+        self.changes = [torch.empty(0)]  # absolute changes of nats, other than 0
         scored = range(len(batches))[first:] or range(len(batches))
-        repeats = range(-(-CHECKED_POSITIONS // rows))
-        draws = integer_hash(_BATCH_KEY, seed, repeats) if scored and seed is not None else ()
-        self.draws_of_batch = Counter(scored[int(draw) % len(scored)] for draw in draws)
+        passes = range(-(-cuts // rows))
+        draws = integer_hash(_BATCH_KEY, seed, passes) if scored and seed is not None else ()
+        self.passes_of_batch = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
     def compare(self, batch: int, inputs: Tensor, mask: Tensor, nats: Tensor, predict: Callable) -> None:
         """Compare ``nats [L, T]`` of a batch with those that ``predict`` returns if later bytes are replaced."""
-        for repeat in range(self.draws_of_batch[batch]):
-            draws = integer_hash(_POSITION_KEY, self.seed, batch, repeat, range(len(inputs)))
-            positions = []  # -1 for a row without a scored position
-            for row_mask, draw in zip(mask[:, :-1], draws, strict=True):  # no byte follows the last position
-                scored = row_mask.nonzero().flatten()
-                positions.append(int(scored[int(draw) % len(scored)]) if len(scored) else -1)
-            later = torch.arange(inputs.shape[1]) > torch.tensor(positions)[:, None]
-            replaced = torch.where(later, (inputs + self.vocabulary // 2) % self.vocabulary, inputs)
-            change = (predict(replaced)[0] - nats).abs()
-            changes = [change[row, position] for row, position in enumerate(positions) if position >= 0]
-            self.changes.append(torch.tensor(changes))
+        passes = self.passes_of_batch[batch]
+        if not passes:
+            return
+        if not self.exact:
+            self.noise = max(self.noise, (predict(inputs)[0] - nats).abs().max().item())
+        positions = torch.full((passes, len(inputs)), -1)  # -1 for a row that has fewer places
+        for row, row_mask in enumerate(mask[:, :-1]):  # no byte follows the last position
+            places = row_mask.nonzero().flatten()
+            draws = integer_hash(_POSITION_KEY, self.seed, batch, row, range(len(places)))
+            chosen = places[draws.argsort()[:passes].tolist()]
+            positions[: len(chosen), row] = chosen
+        byte, other_bytes = torch.arange(inputs.shape[1]), (inputs + self.vocabulary // 2) % self.vocabulary
+        for at in positions[..., None]:
+            changes = (predict(torch.where(byte > at, other_bytes, inputs))[0] - nats).abs()[byte <= at]
+            self.changes.append(changes[changes != 0])
+            self.cuts += int((at >= 0).sum())
+
+    def result(self) -> Future:
+        """Return what later bytes changed in this process's streams, without noise."""
+        changes = torch.cat(self.changes)
+        changes = changes[~(changes <= min(NOISE_FACTOR * self.noise, self.max_noise))].double()
+        largest = changes.max().item() if len(changes) else 0.0
+        return Future(self.cuts, len(changes), largest, changes.sum().item())
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
 from harness.data.byte_counts import compressed_bits
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
+from harness.loop import scoring
 from harness.loop.scoring import NOT_CAUSAL, check_causality, score_windows
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
@@ -53,7 +54,8 @@ def costs(trainer: Trainer, *, peak: Peak) -> dict:
     model, parameters, segment = trainer.model, trainer.update.parameters, trainer.plan.eval.segment
     with trainer.runtime.autocast(), parameters.unsharded():
         max_bytes = trainer.plan.model.span + 4 * segment
-        executed = forward_flops_per_byte(model, segment=segment, max_bytes=max_bytes)
+        text = trainer.reported_split("valid")
+        executed = forward_flops_per_byte(model, segment=segment, max_bytes=max_bytes, text=text)
     progress = trainer.progress()
     row = {key: progress[key] for key in ("bytes_seen", "epochs")}
     row |= {"steps": progress["step"], **progress["clock"], "training_flops": trainer.spent.flops}
@@ -75,11 +77,13 @@ def costs(trainer: Trainer, *, peak: Peak) -> dict:
 def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
     """Score the split ``name`` with the present weights. Adds the scores to ``summary``, and returns their row."""
     plan, corpus, split = trainer.plan, trainer.corpus, trainer.reported_split(name)
-    score = trainer.evaluate(split, future_seed=plan.seed)
+    stream_cuts, window_cuts = _cuts(trainer, len(split))
+    score = trainer.evaluate(split, future_seed=plan.seed, cuts=stream_cuts)
     bits, scores = {"bits_per_byte": score.bits_per_byte}, [score]
     if plan.eval.windows and not corpus.sequence:
         with trainer.update.parameters.unsharded():
-            windows = score_windows(trainer.model, split, runtime=trainer.runtime, future_seed=plan.seed)
+            keywords = {"runtime": trainer.runtime, "future_seed": plan.seed, "cuts": window_cuts}
+            windows = score_windows(trainer.model, split, **keywords)
         bits["windows_bits_per_byte"] = windows.bits_per_byte
         scores.append(windows)
     bits |= score.answers(corpus.answer_masks(split))
@@ -87,7 +91,8 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
         bits["bits_per_repeat"] = score.bits_by_label(repeats)
     if floor := corpus.floor_bits(split):
         bits["floor_bits_per_byte"] = floor
-    future_nats, causal = check_causality(scores, floor=floor, precision=trainer.runtime.precision)
+    precision = trainer.runtime.precision
+    future, causal = check_causality(trainer.model, scores, floor=floor, precision=precision)
     if not causal:
         summary["check"] = NOT_CAUSAL
     n_bytes = len(corpus.scored_part(name, selection_bytes=plan.eval.selection_bytes))
@@ -96,8 +101,22 @@ def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
     metrics = trainer.model.metrics(score.stats)
     summary |= {f"{name}_{key}": number for key, number in bits.items()} | {f"{name}_metrics": metrics}
     row = {"kind": name, **trainer.progress(), "final": True, **bits, "capped_bytes": capped_bytes}
-    row |= {"check": summary["check"], "future_nats": future_nats, "protocol": plan.protocol()}
+    row |= {"check": summary["check"], "protocol": plan.protocol()} | future.row()
     return row | {"metrics": metrics}
+
+
+def _cuts(trainer: Trainer, n_bytes: int) -> tuple[int, int]:
+    """Return the number of cuts in the streams and in the windows of a final score of ``n_bytes``:
+    ``CUTS`` together, or as many as ``CUTS_SHARE`` of the run's time allows, but at least
+    ``MIN_CUTS``. The backward pass counts twice."""
+    e, splits = trainer.plan.eval, len(trainer.splits)
+    window_share = scoring.WINDOW_CUTS_SHARE if e.windows else 0.0
+    bytes_per_cut = e.segment * (1 - window_share) + scoring.WINDOWS[1] * window_share
+    run_bytes = 3 * trainer.spent.bytes + splits * n_bytes * (3 if e.windows else 1)
+    affordable = int(scoring.CUTS_SHARE * run_bytes / (splits * bytes_per_cut))
+    cuts = min(scoring.CUTS, max(scoring.MIN_CUTS, affordable))
+    window_cuts = round(cuts * window_share)
+    return cuts - window_cuts, window_cuts
 
 
 def compressors(trainer: Trainer) -> dict[str, dict[str, float]]:

@@ -173,13 +173,14 @@ class Trainer:
         row |= {"learning_rate": self._learning_rate, "ideal_flops_per_byte": self.model.ideal_flops()}
         return row | {"metrics": self.model.metrics({})}
 
-    def evaluate(self, split: Tensor, *, pairs: int | None = None, future_seed: int | None = None) -> Score:
+    def evaluate(self, split: Tensor, *, pairs: int | None = None, **check: int | None) -> Score:
         """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the
-        configuration's ``eval`` says, or all of its sequences. ``pairs`` and ``future_seed`` are
-        those of ``score_stream``."""
+        configuration's ``eval`` says, or all of its sequences. ``pairs`` and ``check``
+        (``future_seed``, ``cuts``) are those of ``score_stream``."""
         self.wait()  # otherwise the seconds of scoring would include those of unfinished steps
         self._check_weights()
-        e, common = self.plan.eval, {"runtime": self.runtime, "future_seed": future_seed}
+        e = self.plan.eval
+        common = {"runtime": self.runtime, **check}
         if self.sequence:
             common |= {"sequence": self.sequence}
             common |= {"batch": max(1, e.streams * e.segment // self.sequence)}

@@ -47,10 +47,10 @@ def shrink(plan: Plan) -> Plan:
 
 
 def reduce_width(plan: Plan) -> Plan:
-    """The plan with few layers and a small width, at the run's span, without ``small``. It has all layers if a keyword
-    of a sublayer fits no other number of layers."""
-    layer_lists = (_distinct_layers(plan), [tuple(layer) for layer in plan.layers])
-    return _first_runnable(plan, spans=(plan.model.span,), layer_lists=layer_lists, model={})
+    """The plan with all layers, because a layer may depend on its index, and a small width, at the
+    run's span, without ``small``."""
+    layers = [tuple(layer) for layer in plan.layers]
+    return _first_runnable(plan, spans=(plan.model.span,), layer_lists=(layers,), model={})
 
 
 def reduce_depth(plan: Plan, *, sublayers: Collection[str], max_span: int) -> Plan:

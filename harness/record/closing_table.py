@@ -83,6 +83,8 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     backend = f" ({backend})" if backend != summary["backend"] else ""
     executed, ideal = (_three_digits(flops[key]) for key in ("executed", "ideal"))
     yield "FLOPs per byte", f"{executed}{backend} executed, {ideal} ideal (forward)"
+    if flops.get("unknown"):
+        yield "not in FLOPs", ", ".join(flops["unknown"])
     about = "about " if summary["flops_estimated_3x"] else ""
     yield "training FLOPs", f"{about}{_three_digits(summary['training_flops'])} needed"
     about = "about " if memory["approximate"] else ""

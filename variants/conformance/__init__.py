@@ -4,7 +4,18 @@
 passes, state, parameters and losses. ``numerics`` checks gradients and other numbers. These modules use ``fixture``."""
 
 from variants.conformance.fixture import perturb
-from variants.conformance.sizes import SIZED, Size
-from variants.conformance.suite import BEFORE_TRAINING, CHECKS, Finding, check, collect_breaks, run_check
+from variants.conformance.sizes import Size
+from variants.conformance.suite import (
+    AT_RUN_SIZES,
+    AT_SIZES,
+    BEFORE_TRAINING,
+    CHECKS,
+    FIRST,
+    Finding,
+    check,
+    collect_breaks,
+    run_check,
+)
 
-__all__ = ["BEFORE_TRAINING", "CHECKS", "SIZED", "Finding", "Size", "check", "run_check", "perturb", "collect_breaks"]
+__all__ = ["AT_RUN_SIZES", "AT_SIZES", "BEFORE_TRAINING", "CHECKS", "FIRST", "Finding", "Size"]
+__all__ += ["check", "run_check", "perturb", "collect_breaks"]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from variants.contract import State, Sublayer, SublayerOutput
 
 MODES = ("eval", "train")
+EXACT = 1e-300  # a tolerance that equal bits pass
+MATRIX_FACTOR = 10  # by which checks of large weights multiply matrices
 Verdict = Generator[str, None, str | None]
 """A running check: it yields a line for each broken promise, and may return a detail to print if none is broken."""
 Outputs = dict[str, Tensor]
@@ -29,6 +32,7 @@ class Subject:
     vocabulary: int
     batch_sizes: tuple[int, ...] = (17,)  # numbers of streams in large batches
     sizes: tuple = ()  # the sizes of a run; empty to check at small sizes
+    text: Tensor | None = None  # bytes of the run's corpus ``[n]``; None for the bytes of this file
     forward_pass: list[str] = field(default_factory=list)
     """Mode and bytes of the forward pass that a model of this subject is running; empty between passes."""
 
@@ -68,6 +72,17 @@ class Subject:
         """Random bytes ``[streams, length]``."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.vocabulary, (streams, length or self.length), generator=generator)
+
+    def mixed_bytes(self, *, length: int, streams: int, seed: int) -> Tensor:
+        """Bytes ``[streams, length]``: uniform ones, and in every second stream those of ``text``,
+        from a random place on. In text, unlike in uniform bytes, words and letters repeat."""
+        tokens = self.random_bytes(length=length, streams=streams, seed=seed)
+        text = self.text
+        if text is None:
+            text = torch.tensor(list(Path(__file__).read_bytes()))
+        places = torch.randint(len(text), (streams, 1), generator=torch.Generator().manual_seed(seed))
+        excerpts = text[(places + torch.arange(length)) % len(text)].long() % self.vocabulary
+        return torch.where(torch.arange(streams)[:, None] % 2 == 1, excerpts, tokens)
 
     def change_all(self, tokens: Tensor) -> Tensor:
         """Replace every byte by another one."""
@@ -120,24 +135,52 @@ class NoDropout(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class CountElements(TorchDispatchMode):
+    """Count the elements in the outputs of all operations, a measure of work that is equal on all
+    machines."""
+
+    elements = 1
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        self.elements += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        return output
+
+
 @torch.no_grad()
+def enlarge_matrices(model: nn.Module) -> None:
+    """Multiply all matrices of sublayers by ``MATRIX_FACTOR``."""
+    for parameter in {p: None for _, sublayer in model.sublayers() for p in sublayer.parameters()}:
+        parameter.mul_(MATRIX_FACTOR if parameter.dim() > 1 else 1)
+    model.project_()
+
+
 def run(
-    model: nn.Module, tokens: Tensor, *, cuts: tuple[int, ...] = (), state: State = None, seed: int = 0
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    cuts: tuple[int, ...] = (),
+    state: State = None,
+    seed: int = 0,
+    gradients: bool = False,
 ) -> tuple[Outputs, State]:
-    """Outputs over ``tokens [B, T]`` in segments that end at ``cuts``, and the last state; ``seed`` is for dropout."""
+    """Outputs over ``tokens [B, T]`` in segments that end at ``cuts``, and the last state; ``seed``
+    is for dropout. With ``gradients`` the passes record them, as those of a training step do."""
     seed_cpu(seed)
     pieces: list[Outputs] = []
 
     def record(name: str, module: Sublayer, inputs: tuple, out: SublayerOutput) -> None:
         if out.y.shape != inputs[0].shape:
             raise ValueError(f"{name} maps {tuple(inputs[0].shape)} to {tuple(out.y.shape)}")
-        pieces[-1][name] = out.y
+        pieces[-1][name] = out.y.detach()
 
     hooks = [sublayer.register_forward_hook(partial(record, name)) for name, sublayer in model.sublayers()]
     try:
-        for begin, end in zip((0, *cuts), (*cuts, tokens.shape[1]), strict=True):
-            pieces.append({})
-            pieces[-1]["logits"], state, *_ = model(tokens[:, begin:end], state)
+        with torch.set_grad_enabled(gradients):
+            for begin, end in zip((0, *cuts), (*cuts, tokens.shape[1]), strict=True):
+                pieces.append({})
+                logits, state, *_ = model(tokens[:, begin:end], state)
+                pieces[-1]["logits"] = logits.detach()
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,11 +1,17 @@
-"""Numerical promises: gradients match finite differences, training without dropout equals evaluation, all of the reach
-is used, the likelihood moves every parameter, and streams of a batch of any size are independent."""
+"""Numerical promises: gradients match finite differences, training without dropout equals
+evaluation, lower precisions compute what float64 does, all of the reach is used, the likelihood
+moves every parameter, and streams of a batch of any size are independent."""
+
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from variants.conformance.agreement import compare, logits_and_gradients
 from variants.conformance.fixture import (
+    NoDropout,
     Subject,
     Verdict,
     differences,
@@ -19,17 +25,32 @@ from variants.conformance.sizes import LONGEST_STREAM
 from variants.contract import Sublayer, cat_streams, map_state
 
 STEP = 1e-7  # length of a finite difference's step along a unit vector
+PRECISION_SEGMENTS = (512, 512)  # bytes
+PRECISION_DRAWS = 3  # of parameters
+PRECISIONS = {
+    "float32": {"logits": 1e-4, "the gradient": 1e-4},
+    "bfloat16": {"logits": 0.3, "the gradient": 0.5},
+}
+"""Allowed errors relative to float64, by precision; ``agreement.py`` defines them."""
 N_DRAWS = 12  # draws of parameters and inputs; in at least one of them a sublayer must use its whole reach
 
 
 def check_gradients(subject: Subject) -> Verdict:
-    """Compare every parameter's gradient with a finite difference along a random direction, in training, after a past.
-    The gradient of the embedding depends on the gradients of all sublayers' inputs. The loss is a random weighted sum
-    of logits plus the auxiliary loss. With the limit ``likelihood``, the auxiliary loss may detach parameters on which
-    logits depend, so gradients of these parameters are compared without it."""
+    """Compare gradients with finite differences along random directions, in training, after a past:
+    that of each parameter or, on segments of a run, of all parameters of a layer together. The
+    gradient of the embedding depends on the gradients of all sublayers' inputs. The loss is a
+    random weighted sum of logits plus the auxiliary loss. With the limit ``likelihood``, the
+    auxiliary loss may detach parameters on which logits depend, so gradients of these parameters
+    are compared without it."""
     model = spread_projected(subject.build(mode="train"), 0.2, 0.8)
-    head, tail = subject.random_bytes()[:2].tensor_split(2, dim=1)
-    _, state = run(model, head)
+    if subject.sizes:
+        size = next(size for size in subject.sizes if size.mode == "train")
+        n_past = size.segment * size.carry
+        tokens = subject.mixed_bytes(length=n_past + size.segment, streams=min(2, size.streams), seed=0)
+        head, tail = tokens.tensor_split([n_past], dim=1)
+    else:
+        head, tail = subject.random_bytes()[:2].tensor_split(2, dim=1)
+    state = run(model, head)[1] if head.numel() else None
     generator = torch.Generator().manual_seed(0)
 
     def unit_vector(like: Tensor) -> Tensor:
@@ -51,36 +72,81 @@ def check_gradients(subject: Subject) -> Verdict:
         model.zero_grad()
     (weighted_sum + loss).backward()
     gradients = gradients_of(model) | of_logits
+    groups: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        direction, before, slopes = unit_vector(parameter), parameter.detach().clone(), []
-        slope = (gradients[name] * direction).sum().item() if name in gradients else 0.0
+        group = name if not subject.sizes else ".".join(name.split(".")[:2])
+        if of_logits and subject.sizes:
+            group += " (logits only)" * (name in of_logits)
+        groups.setdefault(group, {})[name] = parameter
+    for group, parameters in groups.items():
+        directions = {name: unit_vector(parameter) for name, parameter in parameters.items()}
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        slope = sum((gradients[name] * directions[name]).sum().item() for name in parameters if name in gradients)
+        slopes = []
         for step in (STEP, -STEP):  # at a kink, one of the two sides is right
             with torch.no_grad():
-                parameter.copy_(before + step * direction)
+                for name, parameter in parameters.items():
+                    parameter.copy_(before[name] + step * directions[name])
                 moved_logits, moved_loss = forward()
-                parameter.copy_(before)
+                for name, parameter in parameters.items():
+                    parameter.copy_(before[name])
             # Logits are subtracted before they are summed, because that rounds less.
             change = ((moved_logits - logits) * upstream).sum()
-            if name not in of_logits:
+            if not parameters.keys() <= of_logits.keys():
                 change = change + moved_loss - loss
             slopes.append(change.item() / step)
             if abs(slopes[-1] - slope) <= max(1e-4 * abs(slopes[-1]), 1e-8):
                 break
         else:
             change = f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says {slope:.6g}"
-            yield f"train: along a direction of {name} {change}"
+            yield f"train: along a direction of {group} {change}"
 
 
 def check_modes(subject: Subject) -> Verdict:
+    tokens, cuts = subject.random_bytes(), (subject.span + 2,)
+    if subject.sizes:
+        size = next(size for size in subject.sizes if size.mode == "train")
+        tokens = subject.mixed_bytes(length=size.segment * (1 + size.carry), streams=min(2, size.streams), seed=0)
+        cuts = (size.segment,) * size.carry
     models = list(subject.deterministic_models())  # built before any runs, in case two models share a parameter
     outputs = []
-    for _, model, context in models:
+    for mode, model, context in models:
         with context():
-            outputs.append(run(model, subject.random_bytes(), cuts=(subject.span + 2,))[0])
+            outputs.append(run(model, tokens, cuts=cuts, gradients=mode == "train")[0])
     if len(outputs) == 1:
         yield "train: draws random numbers that are not dropout's, so it cannot be compared with eval"
     else:
         yield from differences("train without dropout, against eval", *outputs)
+
+
+def check_precision(subject: Subject) -> Verdict:
+    """Compare logits and gradients in float32, and in bfloat16 autocast, with those in float64.
+    Rounding may change a selection such as top-k, and then a byte's output changes by more: one of
+    a few draws must agree."""
+    mode = "train" if "train" in subject.deterministic_contexts else "eval"
+    tokens = subject.mixed_bytes(length=sum(PRECISION_SEGMENTS) + 1, streams=2, seed=0)
+    for precision, tolerances in PRECISIONS.items():
+        for draw in range(PRECISION_DRAWS):
+            errors = list(_precision_errors(subject, precision, tolerances, tokens=tokens, draw=draw, mode=mode))
+            if not errors:
+                break
+        yield from errors
+
+
+def _precision_errors(
+    subject: Subject, precision: str, tolerances: dict[str, float], *, tokens: Tensor, draw: int, mode: str
+) -> Iterator[str]:
+    model = subject.build(seed=draw, dtype=torch.float32, mode=mode)
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=precision == "bfloat16")
+    with NoDropout():
+        actual = logits_and_gradients(model, tokens, PRECISION_SEGMENTS, autocast=autocast)
+        expected = logits_and_gradients(model.double(), tokens, PRECISION_SEGMENTS)
+    for kind, tolerance in tolerances.items():
+        names = [name for name in expected if name.startswith(kind)]
+        parts = ({name: tensors[name] for name in names} for tensors in (actual, expected))
+        equal, detail = compare(*parts, tolerance=tolerance)
+        if not equal:
+            yield f"{mode}, {precision} against float64: an error of {detail}"
 
 
 def check_reach_used(subject: Subject) -> Verdict:
@@ -171,11 +237,14 @@ def check_streams(subject: Subject) -> Verdict:
             yield from differences(f"{mode}, {streams} streams at once", small, select_streams(large, three))
 
 
+STREAMS = ("streams do not mix", "streams_apart", check_streams)
+GRADIENTS = ("gradients match finite differences", None, check_gradients)
+MODES_AGREE = ("training without dropout is evaluation", "training_as_evaluation", check_modes)
+PRECISION = ("float32 and bfloat16 compute what float64 does", None, check_precision)
 CHECKS = (
-    ("gradients match finite differences", None, check_gradients),
-    ("training without dropout is evaluation", "training_as_evaluation", check_modes),
+    GRADIENTS,
+    MODES_AGREE,
     ("the declared reach is used", None, check_reach_used),
     ("the likelihood moves every parameter", "likelihood", check_likelihood),
-    ("streams do not mix", "streams_apart", check_streams),
 )
 """Triples of a promise, the limit that excuses a model from it or None, and the check."""

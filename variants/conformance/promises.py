@@ -9,23 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from variants.conformance.fixture import (
+    EXACT,
+    MATRIX_FACTOR,
     MODES,
     Outputs,
     Subject,
     Verdict,
     differences,
+    enlarge_matrices,
     gradients_of,
     non_finite,
     position_of_largest,
     projected_parameters,
     run,
+    seed_cpu,
     state_tensors,
 )
 from variants.contract import LIMITS, Inspection, NeededFlops, Position, State, map_state
 
 FAR_POSITION = 10**7  # position in a stream, where float32 angles are off by half a radian
 MAP_TOLERANCE = 1e-4  # for row sums, and weights on hidden bytes, of an attention map, which may be in float32
-MATRIX_FACTOR = 10  # by which the check of large weights multiplies matrices
 LEAST_EFFECT = 1e-3  # effect of a byte on later logits, relative to its effect on its own logits
 
 
@@ -184,6 +187,38 @@ def check_side_effects(subject: Subject) -> Verdict:
     yield from (f"train: a forward changed {name}" for name in _changed(model, before) if name in parameters)
 
 
+def check_random_numbers(subject: Subject) -> Verdict:
+    """Check that evaluation gives equal bits for any seed, and leaves torch's generator as it
+    was."""
+    model = subject.build()
+    segment = subject.sizes[0].segment if subject.sizes else subject.span + 2
+    tokens, cuts = subject.random_bytes(length=2 * segment), (segment,)
+    first, second = (run(model, tokens, cuts=cuts, seed=seed)[0] for seed in (1, 2))
+    drawn = not torch.equal(torch.get_rng_state(), seed_cpu(2).get_state())
+    lines = differences("eval, with another seed", first, second, tolerance=EXACT)
+    yield from lines
+    if drawn and not lines:
+        yield "eval: a forward draws numbers from torch's generator"
+
+
+def check_tables(subject: Subject) -> Verdict:
+    """Check that one byte gives no more rows of a table a gradient than ``tables`` declares."""
+    model = subject.build()
+    owners = [(name, sublayer) for name, sublayer in model.sublayers() if sublayer.tables]
+    for draw in range(3 if owners else 0):
+        model.zero_grad()
+        logits = model(subject.random_bytes(length=1, seed=draw)[:1]).logits
+        (logits * torch.randn(logits.shape, dtype=logits.dtype)).sum().backward()
+        for name, sublayer in owners:
+            for table, n_rows in sublayer.tables.items():
+                parameter = getattr(sublayer, table)
+                users = sum(any(p is parameter for p in other.parameters()) for _, other in owners)
+                gradient = parameter.new_zeros(1, 1) if parameter.grad is None else parameter.grad.to_dense()
+                if (read := gradient.any(1).sum().item()) > n_rows * users:
+                    yield f"{name}: one byte reads {read} rows of {table}, but tables declares {n_rows}"
+                    return
+
+
 def check_auxiliary_loss(subject: Subject) -> Verdict:
     model, tokens = subject.build(), subject.random_bytes()
     eval_loss, train_loss = model(tokens).loss, model.train()(tokens).loss
@@ -236,10 +271,7 @@ def check_large_weights(subject: Subject) -> Verdict:
     """Check float32 with large matrices, with which the exp of some scores is 0 or infinite."""
     for seed in (0, 1):
         model = subject.build(seed=seed, dtype=torch.float32, mode="train")
-        with torch.no_grad():
-            for parameter in {p: None for _, sublayer in model.sublayers() for p in sublayer.parameters()}:
-                parameter.mul_(MATRIX_FACTOR if parameter.dim() > 1 else 1)
-        model.project_()
+        enlarge_matrices(model)
         yield from _training_step(model, subject.random_bytes(), case=f"train, matrices {MATRIX_FACTOR} times as large")
 
 
@@ -284,21 +316,30 @@ def _changed(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
     return [name for name, t in _tensors(model).items() if name in before and not torch.equal(t, before[name])]
 
 
-CHECKS = (
+FIRST = (
+    ("a forward pass changes no buffer", None, check_side_effects),
+    ("evaluation draws no random numbers", None, check_random_numbers),
+    ("a saved and loaded model is the same model", None, check_saving),
+)
+"""Promises that all other checks rely on; with ``numerics.STREAMS``."""
+TRUTH = (
     ("logits are float32 [B, T, V] and finite", None, check_logits),
     ("declared limits are known", None, check_limits),
-    ("bytes influence logits", None, check_influence),
-    ("attention maps are weights of visible bytes", None, check_maps),
-    ("a stream may start at 10**7", None, check_far_start),
     ("state is detached, and its dimension 0 is streams", None, check_state),
     ("two models share no tensor", None, check_sharing),
     ("project_ is idempotent; outputs stay finite, also from old states", None, check_projection),
-    ("a saved model continues with equal outputs", None, check_saving),
-    ("a forward pass has no side effects", None, check_side_effects),
     ("the auxiliary loss is for training only", None, check_auxiliary_loss),
     ("statistics add up", None, check_statistics),
+    ("ideal_flops() is a positive int, and needed_flops().forward is no less", None, check_flops),
+    ("tables declare the rows that a byte reads", None, check_tables),
+)
+"""Promises on which a row's numbers depend."""
+CHECKS = (
+    *TRUTH,
+    ("bytes influence logits", None, check_influence),
+    ("attention maps are weights of visible bytes", None, check_maps),
+    ("a stream may start at 10**7", None, check_far_start),
     ("bfloat16 autocast is finite", None, check_autocast),
     ("large weights give finite numbers", None, check_large_weights),
-    ("ideal_flops() is a positive int, and needed_flops().forward is no less", None, check_flops),
 )
 """Triples of a promise, the limit that excuses a model from it or None, and the check."""

@@ -1,9 +1,13 @@
-"""Checks that a byte moves no output before it or beyond the declared reach, and that segments change no output.
+"""Checks that a byte moves no output before it or beyond the declared reach, and that segments
+change no output.
 
-At small sizes every byte is changed, or every n-th of a long stream. At the sizes of a run, a narrow network reads what
-the run and its final score read: batches, whole and shorter segments with a carried state, and windows without state.
-That shows errors that occur only in whole blocks of 64, or beyond 300 bytes. Each stream is changed at a position of
-its own, so that one forward pass checks one position per stream."""
+At small sizes every byte is changed, or every n-th of a long stream. At the sizes of a run, a
+narrow network reads what the run and its final score read: batches, whole and shorter segments with
+a carried state that has stopped growing, and windows without state; in training it records
+gradients. That shows errors that occur only in whole blocks of 64, or beyond 300 bytes. Each stream
+is changed at a position of its own, so that one forward pass checks one position per stream. For
+causality these are all positions in the upper half of a segment, because each size of a block has a
+boundary there. On a CPU, no bit of an earlier output may change in float32."""
 
 import math
 from collections.abc import Mapping
@@ -14,16 +18,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from variants.conformance.fixture import MODES, NoDropout, Outputs, Subject, Verdict, differences, run
+from variants.conformance.fixture import (
+    EXACT,
+    MATRIX_FACTOR,
+    MODES,
+    CountElements,
+    NoDropout,
+    Outputs,
+    Subject,
+    Verdict,
+    differences,
+    enlarge_matrices,
+    run,
+    state_tensors,
+)
 from variants.contract import State, map_state
 
 MAX_PAIRS = 2**23
 """Largest number of query-key pairs of a head in one forward pass; a batch gets fewer streams if it would have more."""
 MAX_SEGMENTS = 8  # segments of a run that are read; a longer reach is not checked
+MAX_WARM_UP = 4  # spans, and at least ``MAX_SEGMENTS``, that are read until a state stops growing
 MAX_SMALL_POSITIONS = 128  # positions that are changed in a small stream
 SMALL_STREAMS = 64  # streams of a small batch
-MAX_POSITIONS = 18  # positions that are changed in a segment of the run
+MAX_POSITIONS = 18  # positions that are changed in a segment of the run, unless ``Size.every``
 MAX_PASSES = 6  # forward passes for these positions; the positions that reveal most come first
+MAX_ELEMENTS = 2**34
+"""With ``Size.every``, largest number of elements in the outputs of all operations; a slow
+mechanism gets fewer positions."""
+LARGE_WEIGHTS_POSITIONS = 64
+ROUNDING = 1e-5
+ROUNDING_HINT = "; if later bytes only change how it is rounded, declare the limit rounding"
 LONGEST_STREAM = 1000  # bytes of the longest small stream; a longer reach is not checked
 
 
@@ -35,6 +59,7 @@ class Size(NamedTuple):
     segment: int  # bytes
     carry: bool  # whether segments continue a carried state
     small: bool = False  # whether it is a size of small checks, not of a run
+    every: bool = False  # whether causality is checked at each position of the upper half of a segment
 
     def __str__(self) -> str:
         return f"{self.mode}, {self.streams} x {self.segment} bytes{'' if self.carry else ' without a past'}"
@@ -54,6 +79,16 @@ class Size(NamedTuple):
         for i, power in enumerate(powers):
             positions += [power, power + 1 - 2 * (i % 2)]
         return [position for position in dict.fromkeys(positions) if 0 < position < length][:MAX_POSITIONS] or [0]
+
+    def all_positions(self, period: int) -> list[int]:
+        """``positions``, then the others of the upper half, those that are boundaries of most sizes
+        of blocks first."""
+        upper = range(self.segment // 2, self.segment)
+        divisors = torch.zeros(self.segment, dtype=torch.int64)
+        for block in range(1, self.segment):
+            divisors[::block] += 1
+        by_blocks = sorted(upper, key=lambda position: -divisors[position].item())
+        return list(dict.fromkeys([*self.positions(period), *by_blocks]))
 
     def cuts(self, span: int, period: int) -> list[tuple[int, ...]]:
         """Uneven ways to cut a segment. In evaluation, a small segment is also cut byte by byte at both ends."""
@@ -77,12 +112,27 @@ def _sizes(subject: Subject, *modes: str) -> list[Size]:
     return [size for mode in modes for size in subject.sizes or small if size.mode == mode]
 
 
+def _precision(subject: Subject, size: Size) -> torch.dtype:
+    """The precision of a check of bytes that must move no output: at the sizes of a run float32,
+    because it is faster. Where later bytes may change the rounding, float32 would show that and
+    nothing else."""
+    return torch.float64 if size.small or "rounding" in subject.limits else torch.float32
+
+
 def check_causality(subject: Subject, *, mode: str) -> Verdict:
     """Change all bytes from a position on. No output before that position may move."""
     for size in _sizes(subject, mode):
-        difference = _Streams(subject, size).first_difference(f"{size}, all from byte {{at}} on changed")
+        case = f"{size}, all from byte {{at}} on changed"
+        dtype = _precision(subject, size)
+        streams = _Streams(subject, size, dtype=dtype)
+        difference = streams.first_difference(case)
+        if not difference and size.every and mode == "eval" and size.carry:
+            streams.enlarge_weights()
+            case += f", matrices {MATRIX_FACTOR} times as large"
+            difference = streams.first_difference(case)
         if difference:
-            yield difference[1]
+            may_be_rounding = dtype == torch.float32 and difference[2] < ROUNDING
+            yield difference[1] + (ROUNDING_HINT if may_be_rounding else "")
             return
 
 
@@ -100,10 +150,10 @@ def check_reach(subject: Subject) -> Verdict:
         if not checked:
             continue
         segments = -(-(max(checked.values()) + 2) // size.segment) if size.carry else 1
-        streams = _Streams(subject, size, segments=segments)
+        streams = _Streams(subject, size, segments=segments, dtype=_precision(subject, size))
         difference = streams.first_difference(f"{size}, all up to byte {{at}} changed", reaches=checked)
         if difference:
-            name, line = difference
+            name, line, _ = difference
             hint = ""
             if name in subject.sublayers and not checked[name] and subject.sublayers[name].honours is None:
                 hint = ": a sublayer that sees a past must declare honours and reach()"
@@ -126,55 +176,95 @@ def check_segments(subject: Subject) -> Verdict:
 
 
 class _Streams:
-    """A model in a mode, and two versions of random bytes that differ everywhere: ``tokens`` and ``changed_tokens [B,
-    T]`` of whole segments, with the states ``past`` and ``changed_past`` before them, or None."""
+    """A model in a mode, and two versions of bytes that differ everywhere: ``tokens`` and
+    ``changed_tokens [B, T]`` of whole segments, with the states ``past`` and ``changed_past``
+    before them, or None. At the sizes of a run, the past is read until it changes no shape of the
+    state any more."""
 
-    def __init__(self, subject: Subject, size: Size, *, segments: int = 1):
-        self.model = subject.build(mode=size.mode)
+    def __init__(self, subject: Subject, size: Size, *, segments: int = 1, dtype: torch.dtype = torch.float64):
+        self.subject, self.size = subject, size
+        self.model = subject.build(mode=size.mode, dtype=dtype)
         self.context = subject.deterministic_contexts.get(size.mode, NoDropout)
-        self.size = size
-        past_bytes = -(-subject.span // size.segment) * size.segment if size.carry else 0
+        self.exact = dtype == torch.float32
+        n_past = -(-subject.span // size.segment) if size.carry else 0  # segments
+        longest = n_past if size.small else max(MAX_SEGMENTS, MAX_WARM_UP * n_past) * size.carry
         streams = min(size.streams, max(1, MAX_PAIRS // (size.segment * (size.segment + subject.span))))
-        positions = size.positions(subject.period)
-        self.positions = positions if size.small else positions[: MAX_PASSES * streams]
-        tokens = subject.random_bytes(length=past_bytes + segments * size.segment, streams=streams, seed=2)
-        past, self.tokens = tokens.tensor_split([past_bytes], dim=1)
-        changed_past, self.changed_tokens = subject.change_all(tokens).tensor_split([past_bytes], dim=1)
+        self.positions = size.positions(subject.period)
+        if not size.small:
+            self.positions = self.positions[: MAX_PASSES * streams]
+        keywords = {"length": (longest + segments) * size.segment, "streams": streams, "seed": 2}
+        tokens = subject.random_bytes(**keywords) if size.small else subject.mixed_bytes(**keywords)
         self.past = self.changed_past = None
-        if past_bytes:
-            self.past, self.changed_past = (self._run(part, None)[1] for part in (past, changed_past))
+        n_read = unchanged = 0
+        changed = subject.change_all(tokens)
+        while n_read < longest and (n_read < n_past or unchanged < 2):
+            segment = slice(n_read * size.segment, (n_read + 1) * size.segment)
+            shapes = [tensor.shape for tensor in state_tensors(self.past)]
+            self.past = self._run(tokens[:, segment], self.past)[1]
+            self.changed_past = self._run(changed[:, segment], self.changed_past)[1]
+            equal = shapes == [tensor.shape for tensor in state_tensors(self.past)]
+            unchanged = unchanged + 1 if equal else 0
+            n_read += 1
+        after_past = slice(n_read * size.segment, (n_read + segments) * size.segment)
+        self.tokens, self.changed_tokens = tokens[:, after_past], changed[:, after_past]
 
     def _run(self, tokens: Tensor, past: State, cuts: tuple[int, ...] | None = None) -> tuple[Outputs, State]:
         cuts = tuple(range(self.size.segment, tokens.shape[1], self.size.segment)) if cuts is None else cuts
         with self.context():
-            return run(self.model, tokens, cuts=cuts, state=map_state(torch.clone, past))
+            past = map_state(torch.clone, past)
+            return run(self.model, tokens, cuts=cuts, state=past, gradients=self.size.mode == "train")
 
     def run(self, tokens: Tensor, *, cuts: tuple[int, ...] | None = None) -> Outputs:
         """Outputs over ``tokens`` after the past, in segments of the size or cut at ``cuts``."""
         return self._run(tokens, self.past, cuts)[0]
 
-    def first_difference(self, case: str, *, reaches: Mapping[str, int] | None = None) -> tuple[str, str] | None:
-        """The name of the first output that moves where it must not, and a line about the difference; or None.
+    def enlarge_weights(self) -> None:
+        """Enlarge the matrices of sublayers, without the past, and check fewer positions."""
+        enlarge_matrices(self.model)
+        self.past = None
+        self.positions = self.size.all_positions(self.subject.period)[:LARGE_WEIGHTS_POSITIONS]
+        self.size = self.size._replace(every=False)
+
+    def _run_and_choose_positions(self) -> Outputs:
+        """Outputs over ``tokens``. With ``Size.every``, set as many positions as ``MAX_ELEMENTS``
+        allow."""
+        if not self.size.every:
+            return self.run(self.tokens)
+        with CountElements() as counter:
+            outputs = self.run(self.tokens)
+        passes = MAX_ELEMENTS // counter.elements
+        positions = self.size.all_positions(self.subject.period)
+        self.positions = positions[: max(len(self.positions), passes * len(self.tokens))]
+        return outputs
+
+    def first_difference(self, case: str, *, reaches: Mapping[str, int] | None = None) -> tuple[str, str, float] | None:
+        """The name of the first output that moves where it must not, a line about the difference,
+        and its size; or None.
 
         Args:
             case: describes the change, with ``{at}`` for its position.
-            reaches: None to change all bytes from a position on; no output before it may move. Otherwise the past and
-                all bytes up to a position, or to none for -1, are changed; outputs may move only within their reach."""
-        before, byte = self.run(self.tokens), torch.arange(self.tokens.shape[1])
+            reaches: None to change all bytes from a position on; no output before it may move.
+                Otherwise the past and all bytes up to a position, or to none for -1, are changed;
+                outputs may move only within their reach."""
+        causality = reaches is None
+        before = self._run_and_choose_positions() if causality else self.run(self.tokens)
+        byte = torch.arange(self.tokens.shape[1])
+        tolerance = EXACT if self.exact and causality else None
 
-        def compare(at: Tensor) -> tuple[str, str] | None:
+        def compare(at: Tensor) -> tuple[str, str, float] | None:
             """Compare with streams of which each is changed at its own position ``at [B, 1]``."""
-            changed_bytes = byte >= at if reaches is None else byte <= at
+            changed_bytes = byte >= at if causality else byte <= at
             tokens = torch.where(changed_bytes, self.changed_tokens, self.tokens)
-            after, _ = self._run(tokens, self.past if reaches is None else self.changed_past)
-            for name in before if reaches is None else reaches:
-                fixed = byte < at if reaches is None else byte > at + reaches[name]
+            after, _ = self._run(tokens, self.past if causality else self.changed_past)
+            for name in before if causality else reaches:
+                fixed = byte < at if causality else byte > at + reaches[name]
                 actual = torch.where(fixed[..., None], after[name], before[name])
-                for line in differences(case.format(at=at[0].item()), {name: before[name]}, {name: actual}):
-                    return name, line
+                outputs = ({name: before[name]}, {name: actual})
+                for line in differences(case.format(at=at[0].item()), *outputs, tolerance=tolerance):
+                    return name, line, (actual - before[name]).abs().max().item()
             return None
 
-        positions, streams = self.positions if reaches is None else [-1, *self.positions], len(self.tokens)
+        positions, streams = self.positions if causality else [-1, *self.positions], len(self.tokens)
         for begin in range(0, len(positions), streams):
             batch = positions[begin : begin + streams]
             at = torch.tensor([batch[i % len(batch)] for i in range(streams)])[:, None]

@@ -14,7 +14,7 @@ order of execution, and then the logits. The finding names the first output that
 
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,10 +25,22 @@ from variants.conformance.fixture import Subject, Verdict
 from variants.conformance.sizes import SIZED, Size
 
 Check = tuple[str, str | None, Callable[[Subject], Verdict]]
-BEFORE_TRAINING: tuple[Check, ...] = numerics.CHECKS
+FIRST: tuple[Check, ...] = (*promises.FIRST, numerics.STREAMS)
+"""Checks that all others rely on: if such a promise is broken, no other is checked, because its
+message would mislead."""
+BEFORE_TRAINING: tuple[Check, ...] = (*FIRST, *SIZED, *promises.TRUTH, *numerics.CHECKS)
 """Checks that ``train.py`` runs at small sizes before the first step of a mechanism that is not shipped."""
-CHECKS = (*SIZED, *promises.CHECKS, *BEFORE_TRAINING)
+AT_RUN_SIZES: tuple[Check, ...] = (
+    *promises.FIRST[:2],
+    *SIZED,
+    numerics.MODES_AGREE,
+    numerics.GRADIENTS,
+    numerics.PRECISION,
+)
+"""Checks in a narrow model at the sizes of a run."""
+CHECKS: tuple[Check, ...] = (*FIRST, *SIZED, *promises.CHECKS, *numerics.CHECKS)
 """Triples of a promise, the limit that excuses a model from it or None, and the check."""
+AT_SIZES = " at the sizes of the run"  # end of a promise
 MAX_BREAKS = 3  # lines in one finding
 
 
@@ -39,6 +51,7 @@ class Finding:
     promise: str
     passed: bool
     detail: str = ""
+    error: str = ""  # an exception of the model
 
     def __str__(self) -> str:
         return f"{'pass' if self.passed else 'FAIL'}  {': '.join(filter(None, [self.promise, self.detail]))}"
@@ -52,31 +65,40 @@ def check(
     checks: tuple[Check, ...] = CHECKS,
     batch_sizes: tuple[int, ...] = (17,),
     sizes: tuple[Size, ...] = (),
+    text: torch.Tensor | None = None,
 ) -> Iterator[Finding]:
     """Check promises of the contract, and yield a finding after each check.
 
     Args:
         make_model: builds a new small, uncompiled model on the CPU at each call. A model is called as
-            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and returns ``.logits [B, T, V]``,
-            ``.state`` (stream positions int64 ``[B]``, a tuple of sublayers' states), ``.loss`` and ``.stats``. It has
-            the methods ``sublayers()``, ``project_()``, ``inspect(tokens)``, ``metrics(stats)`` and ``ideal_flops()``.
+            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and returns ``.logits
+            [B, T, V]``, ``.state`` (stream positions int64 ``[B]``, a tuple of sublayers' states),
+            ``.loss`` and ``.stats``. It has the methods ``sublayers()``, ``project_()``,
+            ``inspect(tokens)``, ``metrics(stats)`` and ``ideal_flops()``.
         span: positions that a query may see; streams are a little over twice as long.
         vocabulary: V, at least 2.
         checks: the promises to check; by default all.
         batch_sizes: numbers of streams in the large batches of the check that streams do not mix.
-        sizes: the sizes of a run, for ``SIZED`` checks; a model is not checked for promises that its limits excuse."""
-    subject = Subject(make_model, span, vocabulary, batch_sizes, sizes)
+        sizes: the sizes of a run, for ``AT_RUN_SIZES``; a model is not checked for promises that
+            its limits excuse.
+        text: bytes of the run's corpus, for checks at its sizes."""
+    subject = Subject(make_model, span, vocabulary, batch_sizes, sizes, text)
     try:
         with torch.random.fork_rng(devices=[]):
             limits = subject.limits
     except (Exception, SystemExit) as error:
         yield Finding("the model can be built", False, _describe_error(error))
         return
+    first, seen = {function for _, _, function in FIRST}, set()
     for promise, limit, function in checks:
         if sizes and limit in limits:
             continue
-        promise += " at the sizes of the run" if sizes else ""
-        yield run_check(promise, function, subject, limit=limit if limit in limits else None)
+        promise += AT_SIZES if sizes else ""
+        finding = run_check(promise, function, subject, limit=limit if limit in limits else None)
+        yield replace(finding, detail="the same error") if finding.error in seen else finding
+        seen |= {finding.error} - {""}
+        if function in first and not (finding.passed or finding.error or limit in limits):
+            return
 
 
 def run_check(promise: str, function: Callable[..., Verdict], *subjects: Subject, limit: str | None = None) -> Finding:
@@ -91,7 +113,7 @@ def run_check(promise: str, function: Callable[..., Verdict], *subjects: Subject
             breaks, detail = collect_breaks(function(*subjects))
     except (Exception, SystemExit) as error:
         forward_passes = [line for subject in subjects for line in subject.forward_pass]
-        return Finding(promise, False, _describe_error(error, *forward_passes))
+        return Finding(promise, False, _describe_error(error, *forward_passes), f"{type(error).__name__}: {error}")
     if limit is None:
         return Finding(promise, not breaks, "; ".join(breaks) or detail or "")
     if breaks:

@@ -1,0 +1,84 @@
+"""Mechanisms that keep the contract at small sizes, or in another mode or precision, are refused
+before training."""
+
+import re
+
+import pytest
+import torch
+
+from harness.loop import admission
+from harness.loop.admission import findings
+from tests import broken_at_run_size as broken
+from tests import promises as p
+from tests.test_check import toy
+from variants.conformance import AT_SIZES, check
+
+SIZES = (
+    "position=none",
+    "model.d_model=32",
+    "model.heads=2",
+    "model.layers=4",
+    "model.span=64",
+    "batch.segment=128",
+    "batch.streams=4",
+    "eval.streams=4",
+    "eval.segment=128",
+)
+MOVED = r" layers\.\d\.toy moved by"
+REFUSED = {
+    "LeaksAt": (p.FUTURE_EVAL, "eval, .* all from byte" + r".* on changed:" + MOVED),
+    "LeaksAtRepeats": (p.FUTURE_EVAL, "eval, .*" + MOVED),
+    "LeaksInTheLastLayer": (p.FUTURE_EVAL, r"eval, .* layers\.3\.toy moved by"),
+    "LeaksWithGradients": (p.FUTURE_TRAIN, "train, 4 x 128 bytes.*" + MOVED),
+    "MaximumOfTheSegment": (p.FUTURE_EVAL, "eval, .*"),
+    "TrimsLate": (p.SEGMENTS, "eval, 4 x 128 bytes cut at .*" + MOVED),
+    "ChunkedTraining": (p.MODES, "train without dropout, against eval:" + MOVED),
+    "RandomInLongSegments": (p.RANDOM, "eval, with another seed:" + MOVED),
+    "DetachedChunks": (p.DERIVATIVE, "train: along a direction of .* the loss changes by"),
+    "WrongGradientInFloat32": (p.PRECISION, "train, float32 against float64: an error of .* of the gradient of"),
+    "LeaksInBfloat16": (p.PRECISION, "train, bfloat16 against float64: an error of .* of logits"),
+    "AttentionWithoutItsFlops": (p.IDEAL, r"layers\.0\.toy: ideal is 0\.\d+ of [\d,]+ executed"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_fault_that_small_sizes_hide_is_refused(name, monkeypatch):
+    """The first promise that is broken is the expected one, and it names itself."""
+    monkeypatch.setattr(admission, "WINDOWS", (4, 256))
+    promise, pattern = REFUSED[name]
+    plan = toy(getattr(broken, name), *SIZES)
+    text = torch.tensor(list(b"well, it ends in dots.... " * 100))
+    finding = next(finding for finding in findings(plan, text=text) if not finding.passed)
+    assert finding.promise == promise + AT_SIZES, finding
+    assert re.match(pattern, finding.detail), finding
+
+
+SMALL = {
+    "CheapBackward": (p.IDEAL, r"layers\.0\.toy: NeededFlops.*no less backward"),
+    "ReadsItsWholeTable": (p.TABLES, r"layers\.0\.toy: one byte reads 1024 rows of table, but tables declares 8"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_wrong_declaration_of_costs_is_refused(name):
+    promise, pattern = SMALL[name]
+    finding = next(finding for finding in findings(toy(getattr(broken, name), *SIZES)) if not finding.passed)
+    assert finding.promise == promise and re.match(pattern, finding.detail), finding
+
+
+def test_one_exception_is_described_once():
+    class NeedsBlocks(broken.Gate):
+        def transform_input(self, x):
+            if x.shape[1] % 8:
+                raise IndexError("a multiple of 8")
+            return x
+
+    details = [f.detail for f in check(p.model_of(NeedsBlocks), span=5, vocabulary=31) if not f.passed]
+    assert details[0].startswith("IndexError: a multiple of 8 (eval, ")
+    assert set(details[1:]) == {"the same error"}
+
+
+def test_if_streams_mix_nothing_else_is_checked():
+    mixing = p.toy(transform_input=lambda self, x: x + 1e-4 * x.cumsum(0).roll(1, 0))
+    promises = [finding.promise for finding in check(p.model_of(mixing), span=5, vocabulary=31)]
+    assert promises == [p.WRITES, p.RANDOM, p.SAVED, p.STREAMS]
