@@ -190,9 +190,22 @@ def _points(params: dict[str, object]) -> Iterator[list[str]]:
 def compact(row: dict) -> dict:
     """What the tables need of a row of ``record.jsonl`` (the variant or a score) or ``evaluations.jsonl``."""
     names = ("kind", "bytes_seen", "bits_per_byte", "final", "windows_bits_per_byte", "context_curve")
-    names += ("bits_per_copy", "answer_accuracy")
     variant = {"config": {"variant": row["config"]["variant"]}} if "config" in row else {}
     return {name: row[name] for name in names if name in row} | variant
+
+
+def published_record(rows: Iterable[dict]) -> list[dict]:
+    """What the tables need of the rows of ``record.jsonl``. Validations that scored answers become
+    one entry of kind ``curve``: lists of training bytes, accuracies and bits an answer."""
+    entries = [row for row in rows if row["kind"] != "train"]
+    scored = [row for row in entries if "answer_accuracy" in row and not row.get("final")]
+    published = [compact(row) for row in entries if row not in scored]
+    if scored:
+        curve = {"kind": "curve", "bytes_seen": [row["bytes_seen"] for row in scored]}
+        for key in ("answer_accuracy", "bits_per_copy"):
+            curve[key] = [round(row[key]["all"], 4) for row in scored]
+        published.append(curve)
+    return published
 
 
 @dataclass
@@ -214,7 +227,7 @@ class Runner:
         exit_code, run = self.run_python("train.py", *words), folder / "latest"
         if exit_code in COUNTED_EXIT_CODES and (run / SUMMARY).exists():
             row = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
-            row["record"] = [compact(entry) for entry in read_rows(run / RECORD) if entry["kind"] != "train"]
+            row["record"] = published_record(read_rows(run / RECORD))
             if cell.score_context and not exit_code:
                 options = (f"run={run.resolve()}", "split=test", "runtime.threads=1", "runtime.device=cpu")
                 exit_code = self.run_python("-m", "bench.evaluate", *options)

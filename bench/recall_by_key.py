@@ -8,6 +8,7 @@ from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 
 KIB = 2**10
+LEARNED_ACCURACY = 0.99
 COLUMNS = ("8 keys", "0.99 from, MB", "LR factor", "state, KiB", "4 keys", "16 keys", "32 keys")
 
 
@@ -26,9 +27,11 @@ def cells(folder: Path) -> dict[str, dict[str, str]]:
         columns[f"{keys} keys"] = f"{summary['test_answer_accuracy']['all']:.3f}"
         if keys == 8:
             columns["0.99 from, MB"] = "never" if best_factor(scores[name]) else "rate at an end"
-            for entry in reversed(row["record"]):
-                if entry.get("answer_accuracy", {}).get("all", 0) >= 0.99:
-                    columns["0.99 from, MB"] = f"{entry['bytes_seen'] / 1e6:.1f}"
+            (curve,) = (entry for entry in row["record"] if entry.get("kind") == "curve")
+            for n_bytes, accuracy in zip(curve["bytes_seen"], curve["answer_accuracy"], strict=True):
+                if accuracy >= LEARNED_ACCURACY:
+                    columns["0.99 from, MB"] = f"{n_bytes / 1e6:.1f}"
+                    break
             columns["LR factor"] = cell_keys(row)[LR_FACTORS[1]]
             columns["state, KiB"] = f"{summary['memory']['state_bytes'] / KIB:,.0f}"
     return dict(sorted(table.items(), key=lambda row: row[1].get("8 keys", ""), reverse=True))

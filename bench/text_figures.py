@@ -67,9 +67,9 @@ def recall_curves(*paths: Path) -> dict[str, pd.DataFrame]:
         name += ", filter_bytes=1" * (filter_bytes == 1)
         run = {"curve": name, "rate": str(variant["lr_scale"]), "seed": summary["seed"]}
         for entry in record if summary["protocol"].get("sequence") == RECALL_SEQUENCE else ():
-            if "answer_accuracy" in entry and not entry.get("final"):
-                score = {"accuracy": entry["answer_accuracy"]["all"], "megabytes": entry["bytes_seen"] / 1e6}
-                entries.append(run | score)
+            if entry.get("kind") == "curve":
+                curve = zip(entry["bytes_seen"], entry["answer_accuracy"], strict=True)
+                entries += [run | {"accuracy": share, "megabytes": n / 1e6} for n, share in curve]
     frame = pd.DataFrame(entries, columns=["curve", "rate", "seed", "accuracy", "megabytes"])
     curves = {}
     for name, runs in frame.groupby("curve"):

@@ -56,13 +56,13 @@ def folder(tmp_path):
     write("skills", skills)
     summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped"}
     summary |= {"status": "finished", "variant": "mhsa", "seed": 0}
-    curve = [{"answer_accuracy": {"all": a / 100}, "bytes_seen": a * 1e5} for a in (30, 99, 100)]
+    curve = {"kind": "curve", "answer_accuracy": [0.3, 0.99, 1.0], "bytes_seen": [3e6, 9.9e6, 1e7]}
     recall = []
     for bits, accuracy, words in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5"), (1.8, 0.3, "1 data.sequence=32")):
         scores = {"valid_bits_per_byte": bits, "test_answer_accuracy": {"all": accuracy}}
         cell = f"seed=0 variant=mhsa ++variant.lr_scale.adamw={words}".split(" ")
         options = {"name": "mhsa", "attention": {}, "lr_scale": {"adamw": words}}
-        record = [{"config": {"variant": options}}, *curve]
+        record = [{"config": {"variant": options}}, curve]
         recall.append({"cell": cell, "summary": summary | scores, "record": record})
     recall[2]["summary"]["protocol"] = {"sequence": 32}
     write("recall_by_key", recall)
@@ -194,10 +194,9 @@ def recall_line(seed: int, accuracy: list[float], *, variant="mhsa", factor=1.0,
     row = line(variant, seed, 2.0)
     row["summary"]["protocol"] = {"sequence": 64}
     options = {"name": variant, "attention": attention, "lr_scale": {"adamw": factor}}
-    scored = [
-        {"bytes_seen": 1e6 * (index + 1), "answer_accuracy": {"all": share}} for index, share in enumerate(accuracy)
-    ]
-    return row | {"record": [{"config": {"variant": options}}, *scored]}
+    n_bytes = [1e6 * (index + 1) for index in range(len(accuracy))]
+    curve = {"kind": "curve", "bytes_seen": n_bytes, "answer_accuracy": accuracy}
+    return row | {"record": [{"config": {"variant": options}}, curve]}
 
 
 def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):

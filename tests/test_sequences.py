@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.evidence import compact
+from bench.evidence import published_record
 from harness.data.associative_recall import answers, associative_recall, floor_bits
 from harness.data.corpora import load
 from harness.data.sequences import Sequences, sample_sequences, scored_sequences
@@ -155,7 +155,11 @@ def test_rows_of_a_run_have_bits_and_accuracy_of_answers(cwd):
     assert len(valid) == 20 and {row["capped_bytes"] for row in valid} == {16}
     for row in valid:
         assert 0 <= row["answer_accuracy"]["all"] <= 1 and row["bits_per_copy"]["all"] > 0
-        assert {"bits_per_copy", "answer_accuracy"} <= compact(row).keys()
+    first, *scores, curve = published_record(rows_of(run))
+    assert first["config"]["variant"]["name"] == "mhsa" and [row["kind"] for row in scores] == ["valid", "test"]
+    assert curve["kind"] == "curve" and curve["bytes_seen"] == [row["bytes_seen"] for row in valid]
+    accuracies = [row["answer_accuracy"]["all"] for row in valid]
+    assert curve["answer_accuracy"] == pytest.approx(accuracies, abs=1e-4)
     final = rows_of(run)[-1]
     assert final["kind"] == "test" and final["answer_accuracy"] == summary["test_answer_accuracy"]
     assert summary["test_floor_bits_per_byte"] == (1 + 6 + 6) / 16 < summary["test_bits_per_byte"]
