@@ -2,7 +2,7 @@
 evaluation, lower precisions compute what float64 does, all of the reach is used, the likelihood
 moves every parameter, and streams of a batch of any size are independent."""
 
-from collections.abc import Iterator
+import math
 from functools import partial
 
 import torch
@@ -25,8 +25,8 @@ from variants.conformance.sizes import LONGEST_STREAM
 from variants.contract import Sublayer, cat_streams, map_state
 
 STEP = 1e-7  # length of a finite difference's step along a unit vector
+SMOOTH = 0.01  # relative difference of the slopes on both sides where a loss is smooth
 PRECISION_SEGMENTS = (512, 512)  # bytes
-PRECISION_DRAWS = 3  # of parameters
 PRECISIONS = {
     "float32": {"logits": 1e-4, "the gradient": 1e-4},
     "bfloat16": {"logits": 0.3, "the gradient": 0.5},
@@ -98,6 +98,9 @@ def check_gradients(subject: Subject) -> Verdict:
             if abs(slopes[-1] - slope) <= max(1e-4 * abs(slopes[-1]), 1e-8):
                 break
         else:
+            # At many bytes, a selection such as top-k changes within any step, on both sides.
+            if subject.sizes and not math.isclose(*slopes, rel_tol=SMOOTH):
+                continue
             change = f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says {slope:.6g}"
             yield f"train: along a direction of {group} {change}"
 
@@ -120,33 +123,40 @@ def check_modes(subject: Subject) -> Verdict:
 
 
 def check_precision(subject: Subject) -> Verdict:
-    """Compare logits and gradients in float32, and in bfloat16 autocast, with those in float64.
-    Rounding may change a selection such as top-k, and then a byte's output changes by more: one of
-    a few draws must agree."""
+    """Compare logits and gradients in float32, and in bfloat16 autocast, with those in float64. Where
+    rounding changes a selection such as top-k, outputs change by more than rounding. The same happens
+    in float64 if weights move by as much as they are rounded; this difference is allowed, too."""
     mode = "train" if "train" in subject.deterministic_contexts else "eval"
     tokens = subject.mixed_bytes(length=sum(PRECISION_SEGMENTS) + 1, streams=2, seed=0)
+    outputs_of = partial(logits_and_gradients, tokens=tokens, segments=PRECISION_SEGMENTS)
     for precision, tolerances in PRECISIONS.items():
-        for draw in range(PRECISION_DRAWS):
-            errors = list(_precision_errors(subject, precision, tolerances, tokens=tokens, draw=draw, mode=mode))
-            if not errors:
-                break
-        yield from errors
+        model = subject.build(dtype=torch.float32, mode=mode)
+        enabled = precision == "bfloat16"
+        with NoDropout():
+            autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=enabled)
+            actual = outputs_of(model, autocast=autocast)
+            expected = outputs_of(model.double())
+            moved = None
+            for kind, tolerance in tolerances.items():
+                keys = [name for name in expected if name.startswith(kind)]
+                outputs = [{key: tensors[key] for key in keys} for tensors in (actual, expected)]
+                equal, detail = compare(*outputs, tolerance=tolerance)
+                if not equal:
+                    moved = moved or outputs_of(_move_weights(model, getattr(torch, precision)))
+                    plain = {key: moved[key] for key in keys}
+                    equal, detail = compare(*outputs, tolerance=tolerance, plain=plain)
+                if not equal:
+                    yield f"{mode}, {precision} against float64: an error of {detail}"
 
 
-def _precision_errors(
-    subject: Subject, precision: str, tolerances: dict[str, float], *, tokens: Tensor, draw: int, mode: str
-) -> Iterator[str]:
-    model = subject.build(seed=draw, dtype=torch.float32, mode=mode)
-    autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=precision == "bfloat16")
-    with NoDropout():
-        actual = logits_and_gradients(model, tokens, PRECISION_SEGMENTS, autocast=autocast)
-        expected = logits_and_gradients(model.double(), tokens, PRECISION_SEGMENTS)
-    for kind, tolerance in tolerances.items():
-        names = [name for name in expected if name.startswith(kind)]
-        parts = ({name: tensors[name] for name in names} for tensors in (actual, expected))
-        equal, detail = compare(*parts, tolerance=tolerance)
-        if not equal:
-            yield f"{mode}, {precision} against float64: an error of {detail}"
+@torch.no_grad()
+def _move_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Change all parameters, relative to their size, by random numbers as large as rounding."""
+    seed_cpu(0)
+    for parameter in model.parameters():
+        parameter.mul_(1 + torch.finfo(dtype).eps / 2 * torch.randn(parameter.shape))
+    model.project_()
+    return model
 
 
 def check_reach_used(subject: Subject) -> Verdict:
