@@ -50,13 +50,13 @@ class LeaksInTwoHundred(Gate):
 
 
 class ShortWindow(Gate):
-    """Declares a reach of 8 bytes, but sees the last 100 in segments of more than 64."""
+    """Declares a reach of 7 bytes, but sees the last 100 in segments of more than 64."""
 
     honours = Honours()
     limits = frozenset({"segments"})
 
     def reach(self):
-        return 8
+        return 7
 
     def transform_output(self, out, x, collect_stats):
         width = 100 if x.shape[1] > 64 else 8
