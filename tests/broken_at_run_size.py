@@ -252,10 +252,3 @@ class ReadsItsWholeTable(Gate):
 
     def ideal_flops(self):
         return super().ideal_flops() + 4 * self.table.numel()
-
-
-class RareWhenWide(LeaksAt):
-    """In evaluation, if the model is wider than 32, one byte of 77 sees the next."""
-
-    def leaks(self, x):
-        return (torch.arange(x.shape[1]) % 77 == 5) & (x.shape[-1] > 32) & (not self.training)
