@@ -50,13 +50,13 @@ class LeaksInTwoHundred(Gate):
 
 
 class ShortWindow(Gate):
-    """Declares a reach of 8 bytes, but sees the last 100 in segments of more than 64."""
+    """Declares a reach of 7 bytes, but sees the last 100 in segments of more than 64."""
 
     honours = Honours()
     limits = frozenset({"segments"})
 
     def reach(self):
-        return 8
+        return 7
 
     def transform_output(self, out, x, collect_stats):
         width = 100 if x.shape[1] > 64 else 8
@@ -252,10 +252,3 @@ class ReadsItsWholeTable(Gate):
 
     def ideal_flops(self):
         return super().ideal_flops() + 4 * self.table.numel()
-
-
-class RareWhenWide(LeaksAt):
-    """In evaluation, if the model is wider than 32, one byte of 77 sees the next."""
-
-    def leaks(self, x):
-        return (torch.arange(x.shape[1]) % 77 == 5) & (x.shape[-1] > 32) & (not self.training)

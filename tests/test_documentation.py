@@ -83,5 +83,5 @@ def test_the_attention_of_x_transformers_keeps_the_contract(cwd):
     write_yaml_of("docs/any_module.md")
     options = ("position=none", "model.cache=kv", "model.attend_self=true")
     outcome = call("bench/check.py", "-cd", "my_conf", "trust=[x_transformers]", "variant=xattn", *options)
-    assert "attend_self=true, plain: 27 promises\n" in outcome.out, outcome
+    assert "attend_self=true, plain: 29 promises\n" in outcome.out, outcome
     assert "xattn: keeps the contract in 1 combination\n" in outcome.out and outcome.code == 0

@@ -57,16 +57,17 @@ def compare(
     Args:
         tolerance: an error that is always allowed.
         plain: logits and gradients of plain PyTorch in the precision of ``actual``."""
-    errors, allowed = _errors(actual, expected), dict.fromkeys(expected, tolerance)
+    error_of, allowed = errors(actual, expected), dict.fromkeys(expected, tolerance)
     if plain is not None:
-        plain_errors = _errors(plain, expected)
+        plain_errors = errors(plain, expected)
         largest = max(plain_errors.values())
         for name, x in expected.items():
             rounding = plain_errors[name] if x.numel() >= SMALL_TENSOR else largest
             allowed[name] = max(tolerance, PLAIN_FACTOR * rounding)
-    worst = max(errors, key=lambda name: errors[name] / allowed[name] if allowed[name] < math.inf else errors[name])
-    detail = f"{errors[worst]:.1e} of {worst}, at most {allowed[worst]:.2g}"
-    return math.isfinite(errors[worst]) and errors[worst] <= allowed[worst], detail
+    finite = {name: bound if bound < math.inf else 1.0 for name, bound in allowed.items()}
+    worst = max(error_of, key=lambda name: error_of[name] / finite[name])
+    detail = f"{error_of[worst]:.1e} of {worst}, at most {allowed[worst]:.2g}"
+    return math.isfinite(error_of[worst]) and error_of[worst] <= allowed[worst], detail
 
 
 def equal_backends(fast: Subject, plain: Subject) -> Verdict:
@@ -85,14 +86,14 @@ def equal_backends(fast: Subject, plain: Subject) -> Verdict:
     return f"logits and {len(expected) - len(segments)} gradients"
 
 
-def _errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """The error of each output by name; infinity if an entry is not finite."""
     smallest_scale = VANISHING_SHARE * median(x.square().mean().sqrt().item() for x in expected.values())
     smallest_scale = max(smallest_scale, 1e-300)
-    errors = {}
+    error_of = {}
     for name, x in expected.items():
         difference = actual[name] - x
         error = difference.square().mean().sqrt() / x.square().mean().sqrt().clamp(min=smallest_scale)
         peak = difference.abs().max() / x.abs().max().clamp(min=smallest_scale) / PEAK_FACTOR
-        errors[name] = torch.maximum(error, peak).nan_to_num(math.inf, math.inf).item()
-    return errors
+        error_of[name] = torch.maximum(error, peak).nan_to_num(math.inf, math.inf).item()
+    return error_of

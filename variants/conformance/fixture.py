@@ -147,6 +147,22 @@ class CountElements(TorchDispatchMode):
         return output
 
 
+class Rounded(TorchDispatchMode):
+    """Round the outputs of all operations to a precision, and keep their type."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if not getattr(function, "is_view", False):
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout == torch.strided:
+                    leaf.copy_(leaf.to(self.dtype))
+        return output
+
+
 @torch.no_grad()
 def enlarge_matrices(model: nn.Module) -> None:
     """Multiply all matrices of sublayers by ``MATRIX_FACTOR``."""

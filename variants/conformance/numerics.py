@@ -2,16 +2,17 @@
 evaluation, lower precisions compute what float64 does, all of the reach is used, the likelihood
 moves every parameter, and streams of a batch of any size are independent."""
 
-from collections.abc import Iterator
+import math
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.conformance.agreement import compare, logits_and_gradients
+from variants.conformance.agreement import compare, errors, logits_and_gradients
 from variants.conformance.fixture import (
     NoDropout,
+    Rounded,
     Subject,
     Verdict,
     differences,
@@ -25,13 +26,14 @@ from variants.conformance.sizes import LONGEST_STREAM
 from variants.contract import Sublayer, cat_streams, map_state
 
 STEP = 1e-7  # length of a finite difference's step along a unit vector
+SMOOTH = 0.01  # relative difference of the slopes on both sides where a loss is smooth
 PRECISION_SEGMENTS = (512, 512)  # bytes
-PRECISION_DRAWS = 3  # of parameters
 PRECISIONS = {
     "float32": {"logits": 1e-4, "the gradient": 1e-4},
     "bfloat16": {"logits": 0.3, "the gradient": 0.5},
 }
 """Allowed errors relative to float64, by precision; ``agreement.py`` defines them."""
+NOISE_FACTOR = 4.0  # by which an error may exceed the largest one that rounding of all outputs makes
 N_DRAWS = 12  # draws of parameters and inputs; in at least one of them a sublayer must use its whole reach
 
 
@@ -98,6 +100,9 @@ def check_gradients(subject: Subject) -> Verdict:
             if abs(slopes[-1] - slope) <= max(1e-4 * abs(slopes[-1]), 1e-8):
                 break
         else:
+            # At many bytes, a selection such as top-k changes within any step, on both sides.
+            if subject.sizes and not math.isclose(*slopes, rel_tol=SMOOTH):
+                continue
             change = f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says {slope:.6g}"
             yield f"train: along a direction of {group} {change}"
 
@@ -120,33 +125,32 @@ def check_modes(subject: Subject) -> Verdict:
 
 
 def check_precision(subject: Subject) -> Verdict:
-    """Compare logits and gradients in float32, and in bfloat16 autocast, with those in float64.
-    Rounding may change a selection such as top-k, and then a byte's output changes by more: one of
-    a few draws must agree."""
+    """Compare logits and gradients in float32, and in bfloat16 autocast, with those in float64. Where
+    rounding changes a selection such as top-k, or terms cancel, they differ by more than rounding.
+    The same happens in float64 if the output of each operation is rounded; that is allowed, too."""
     mode = "train" if "train" in subject.deterministic_contexts else "eval"
     tokens = subject.mixed_bytes(length=sum(PRECISION_SEGMENTS) + 1, streams=2, seed=0)
+    outputs_of = partial(logits_and_gradients, tokens=tokens, segments=PRECISION_SEGMENTS)
     for precision, tolerances in PRECISIONS.items():
-        for draw in range(PRECISION_DRAWS):
-            errors = list(_precision_errors(subject, precision, tolerances, tokens=tokens, draw=draw, mode=mode))
-            if not errors:
-                break
-        yield from errors
-
-
-def _precision_errors(
-    subject: Subject, precision: str, tolerances: dict[str, float], *, tokens: Tensor, draw: int, mode: str
-) -> Iterator[str]:
-    model = subject.build(seed=draw, dtype=torch.float32, mode=mode)
-    autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=precision == "bfloat16")
-    with NoDropout():
-        actual = logits_and_gradients(model, tokens, PRECISION_SEGMENTS, autocast=autocast)
-        expected = logits_and_gradients(model.double(), tokens, PRECISION_SEGMENTS)
-    for kind, tolerance in tolerances.items():
-        names = [name for name in expected if name.startswith(kind)]
-        parts = ({name: tensors[name] for name in names} for tensors in (actual, expected))
-        equal, detail = compare(*parts, tolerance=tolerance)
-        if not equal:
-            yield f"{mode}, {precision} against float64: an error of {detail}"
+        model = subject.build(dtype=torch.float32, mode=mode)
+        enabled = precision == "bfloat16"
+        with NoDropout():
+            autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=enabled)
+            actual = outputs_of(model, autocast=autocast)
+            expected = outputs_of(model.double())
+            rounded = None
+            for kind, tolerance in tolerances.items():
+                keys = [name for name in expected if name.startswith(kind)]
+                outputs = [{key: tensors[key] for key in keys} for tensors in (actual, expected)]
+                equal, detail = compare(*outputs, tolerance=tolerance)
+                if not equal:
+                    with Rounded(getattr(torch, precision)):
+                        rounded = rounded or outputs_of(model)
+                    noise = errors({key: rounded[key] for key in keys}, outputs[1])
+                    tolerance = max(tolerance, NOISE_FACTOR * max(noise.values()))
+                    equal, detail = compare(*outputs, tolerance=tolerance)
+                if not equal:
+                    yield f"{mode}, {precision} against float64: an error of {detail}"
 
 
 def check_reach_used(subject: Subject) -> Verdict:
