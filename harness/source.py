@@ -119,7 +119,7 @@ def _imported_modules(path: Path) -> set[str]:
 
 def _files_of_import(module: str) -> Files:
     """The files of an imported module, or its name and version if it is installed; none if there is no such module."""
-    with suppress(ImportError, ValueError, AttributeError):
+    with suppress(ImportError, ValueError, AttributeError, TypeError):
         spec = find_spec(module)
         places = [Path(place).resolve() for place in spec.submodule_search_locations or [spec.origin]]
         if any({"site-packages", "dist-packages"}.intersection(place.parts) for place in places):

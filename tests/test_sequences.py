@@ -60,8 +60,12 @@ def test_the_bytes_are_pinned_and_a_shorter_stream_is_a_prefix():
 def test_an_oracle_scores_the_floor_of_every_sequence(keys):
     sequence = 8 * keys
     stream = associative_recall(30 * sequence, sequence=sequence)
-    marked = answers(stream, sequence=sequence)["all"].reshape(-1, sequence)
+    masks = answers(stream, sequence=sequence)
+    marked, first = (masks[label].reshape(-1, sequence) for label in ("all", "first"))
     for row, pairs in enumerate(pairs_of(stream, sequence)):
+        queried = [key for key, _ in pairs[keys:]]
+        new = [key not in queried[:index] for index, key in enumerate(queried)]
+        assert first[row, 2 * keys + 1 :: 2].tolist() == new and first[row].sum() == sum(new)
         bits, known = [], {}
         for key, digit in pairs:
             bits.append(log2(keys - len(known) if len(known) < keys else keys))
@@ -142,10 +146,10 @@ def test_a_sequence_is_scored_without_state_from_before_it():
     torch.testing.assert_close(score.nats, nats.flatten(), rtol=0, atol=1e-5)
     assert torch.equal(score.correct, logits.argmax(-1).flatten() == split.long()) and score.correct.any()
     masks = trainer.corpus.answer_masks(split)
-    expected = {"all": nats[:, 5::2].mean().item() / log(2)}
-    assert score.answers(masks)["bits_per_copy"] == pytest.approx(expected, abs=1e-5)
+    expected = nats[:, 5::2].mean().item() / log(2)
+    assert score.answers(masks)["bits_per_copy"]["all"] == pytest.approx(expected, abs=1e-5)
     right = (logits.argmax(-1) == rows)[:, 5::2].double().mean().item()
-    assert score.answers(masks)["answer_accuracy"] == {"all": right} and score.answers({}) == {}
+    assert score.answers(masks)["answer_accuracy"]["all"] == right and score.answers({}) == {}
 
 
 def test_rows_of_a_run_have_bits_and_accuracy_of_answers(cwd):

@@ -45,9 +45,19 @@ def associative_recall(
 
 
 def answers(part: np.ndarray, *, sequence: int) -> dict[str, np.ndarray]:
-    """Which bytes of whole sequences, uint8 ``[n]``, are the digits of queries: bool ``[n]``."""
-    position = np.arange(len(part)) % sequence
-    return {"all": (position >= 2 * sequence // BYTES_PER_KEY) & (position % 2 == 1)}
+    """Which bytes of whole sequences, uint8 ``[n]``, are the digits of queries: bool ``[n]``. ``first``
+    has those of the first query of a key in its sequence; a later one can copy an earlier answer."""
+    keys = sequence // BYTES_PER_KEY
+    queries = part.reshape(-1, sequence // 2, 2)[:, keys:, 0]
+    n_queries = queries.shape[1]
+    earlier = np.tri(n_queries, k=-1, dtype=bool)
+    repeated = ((queries[:, :, None] == queries[:, None, :]) & earlier).any(-1)
+    masks = {}
+    for label, asked in (("all", np.ones_like(repeated)), ("first", ~repeated)):
+        mask = np.zeros((len(queries), sequence // 2, 2), bool)
+        mask[:, keys:, 1] = asked
+        masks[label] = mask.ravel()
+    return masks
 
 
 def floor_bits(part: np.ndarray, *, sequence: int) -> float:

@@ -19,6 +19,7 @@ class StopSignal:
 
     def __init__(self, *, single_process: bool = True):
         self.single_process, self._received, self.shared_signal = single_process, 0, 0
+        self._stopped_by_user = False
         self._previous_handlers: dict[int, object] = {}
 
     @property
@@ -44,6 +45,8 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _frame) -> None:
-        if self._received in BY_USER and number in BY_USER:  # a session may end by several signals at once
+        by_user = number in BY_USER
+        if by_user and self._stopped_by_user:  # a session may end by several other signals at once
             raise KeyboardInterrupt
+        self._stopped_by_user = self._stopped_by_user or by_user
         self._received = self._received or number

@@ -16,7 +16,6 @@ from harness.cache import cache_folder, sha256_of, write_atomically
 from harness.count.ideal import PROMISE, compare_ideal
 from harness.count.memory import tensors_of
 from harness.device.runtime import device_kind
-from harness.failures import StorageFailure
 from harness.loop.scoring import WINDOWS
 from harness.plan.build import Plan
 from harness.plan.small import contract_plan, reduce_width, shrink
@@ -42,16 +41,17 @@ def admission(plan: Plan, *, text: torch.Tensor | None = None) -> str:
         print("check=false: the mechanism is not checked, and no table compares this run", flush=True)
         return "unchecked"
     marker = Path("checked", _identity(plan))
-    with suppress(StorageFailure):  # without a cache folder, each run checks
+    with suppress(OSError):  # without a cache folder, each run checks
         if (cache_folder() / marker).exists():
             return "passed"
     print("check: the mechanism is not a shipped one; it is checked once at the sizes of this run", flush=True)
+    torch.use_deterministic_algorithms(plan.runtime.deterministic)  # as in the run
     if broken := next((finding for finding in findings(plan, text=text) if not finding.passed), None):
         raise ValueError(
             f"variant={plan.variant}: {broken.promise}: {broken.detail}; "
             'check=false trains anyway and marks the row "unchecked"'
         )
-    with suppress(StorageFailure):
+    with suppress(OSError):
         write_atomically(cache_folder() / marker, b"")
     return "passed"
 

@@ -238,7 +238,8 @@ class CausalityCheck:
     precision. It draws distinct cuts, replaces all input bytes after each, and compares all
     predictions up to it.
 
-    On a device other than a CPU, equal inputs may give unequal predictions. There each batch with
+    On a device other than a CPU, or without ``runtime.deterministic``, equal inputs may give unequal
+    predictions. There each batch with
     cuts is predicted again without a replaced byte, and changes up to ``NOISE_FACTOR`` times the
     largest that this makes are noise.
 
@@ -260,7 +261,7 @@ class CausalityCheck:
         first: int = 0,
     ):
         self.seed, self.vocabulary = seed, vocabulary
-        self.exact = runtime.device.type == "cpu"
+        self.exact = runtime.device.type == "cpu" and torch.are_deterministic_algorithms_enabled()
         self.max_noise = MAX_NOISE_NATS[runtime.precision]
         self.cuts, self.noise = 0, 0.0
         self.changes = [torch.empty(0)]  # absolute changes of nats, other than 0

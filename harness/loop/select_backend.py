@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,7 @@ from harness import source
 from harness.cache import cache_folder, write_atomically
 from harness.device.runtime import Runtime, start
 from harness.device.worker_process import WorkerError, WorkerProcess
-from harness.failures import StorageFailure, first_line
+from harness.failures import first_line
 from harness.plan.build import Plan, literal, plan_run, replan
 from harness.plan.settings import RuntimeSettings
 from harness.plan.small import ON_CPU, reduce_depth
@@ -78,9 +79,9 @@ def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[boo
     conditions = [backend, runtime.describe() | {"compile": False, "threads": None}]
     conditions += [small.config[name] for name in ("variant", "position", "model")]
     key = json.dumps([*conditions, source.digest(small.config, trust=small.trust)])
-    marker = cache_folder() / "agreed" / hashlib.sha256(key.encode()).hexdigest()
-    if marker.exists():
-        return True, marker.read_text(encoding="utf-8")
+    marker = Path("agreed", hashlib.sha256(key.encode()).hexdigest())
+    with suppress(OSError):  # without a cache folder, each process compares
+        return True, (cache_folder() / marker).read_text(encoding="utf-8")
     if key not in _comparisons:
         compared = f"{backend} with plain PyTorch on {runtime.device}"
         print(f"runtime.backend: comparing {compared}, at most {LIMIT_SECONDS:g} s", file=sys.stderr)
@@ -88,8 +89,8 @@ def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[boo
             _comparisons[key] = worker.call("__call__", limit_seconds=LIMIT_SECONDS)
     passed, error = _comparisons[key]
     if passed:
-        with suppress(StorageFailure):  # without the marker, the next process compares again
-            write_atomically(marker, error.encode())
+        with suppress(OSError):
+            write_atomically(cache_folder() / marker, error.encode())
     return passed, error
 
 

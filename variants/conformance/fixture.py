@@ -216,7 +216,8 @@ def differences(case: str, expected: Outputs, actual: Outputs, *, tolerance: flo
         if torch.equal(a, b):
             continue
         allowed = tolerance or (1e-9 if a.dtype == torch.float64 else 1e-5)
-        sizes = (a - b).abs().nan_to_num(math.inf).flatten(2).amax(-1)  # [B, T]
+        unchanged = (a == b) | (a.isnan() & b.isnan())
+        sizes = (a - b).abs().nan_to_num(math.inf).masked_fill(unchanged, 0).flatten(2).amax(-1)  # [B, T]
         if sizes.max() > allowed * a.abs().nan_to_num(0, 0, 0).max().clamp(min=1):
             hint = ", as rounding in float32 would" if sizes.max() < 1e-5 else ""
             return [f"{case}: {name} moved by {sizes.max().item():.2g} at {position_of_largest(sizes)}{hint}"]
