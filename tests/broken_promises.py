@@ -153,7 +153,7 @@ BROKEN = {
     "MapWithoutSelf": (with_map(lambda a: a.tril(-1) / a.tril(-1).sum(-1, keepdim=True)), {p.MAP}, ".*nan"),
     "MapWithoutHeads": (with_map(lambda shares: shares[:, 0]), {p.MAP}, r".*\[B, H, T, T\]"),
     "Attached": (toy(Sums, carry=lambda self, sums: sums), {p.DETACHED}, r"eval: a tensor \(3, 16\) of the state is not det"),
-    "StreamsLast": (broken.StreamsLast, {p.STREAMS}, ""),
+    "StreamsLast": (broken.StreamsLast, {p.DETACHED, p.STREAMS}, ""),
     "OverwritesState": (broken.OverwritesState, {p.WRITES}, ""),
     "Counts": (with_input(count_bytes, init=begin_count), {p.WRITES}, r"eval: a forward changed layers\.0\.part0.*count$"),
     "Random": (with_input(lambda self, x: F.dropout(x, 0.1)), {p.RANDOM}, f"eval, with another seed: {LOCATION}"),
