@@ -9,7 +9,9 @@ from harness.record.rows import read_rows
 
 KIB = 2**10
 LEARNED_ACCURACY = 0.99
-COLUMNS = ("8 keys", "0.99 from, MB", "LR factor", "state, KiB", "4 keys", "16 keys", "32 keys")
+NOT_LEARNED = "not in 6.1 (n=1)"
+COLUMNS = ("8 keys", "0.99 from, MB", "LR factor", "4 keys", "16 keys", "32 keys")
+COLUMNS += ("state with 8 keys, KiB", "state with 32 keys, KiB")
 
 
 def cells(folder: Path) -> dict[str, dict[str, str]]:
@@ -24,14 +26,14 @@ def cells(folder: Path) -> dict[str, dict[str, str]]:
         name, summary = mechanism(row["cell"]), row["summary"]
         columns = table.setdefault(f"`{name}`", {})
         keys = summary["protocol"]["sequence"] // BYTES_PER_KEY
+        columns[f"state with {keys} keys, KiB"] = f"{summary['memory']['state_bytes'] / KIB:,.0f}"
         columns[f"{keys} keys"] = f"{summary['test_answer_accuracy']['all']:.3f}"
         if keys == 8:
-            columns["0.99 from, MB"] = "never" if best_factor(scores[name]) else "rate at an end"
+            columns["0.99 from, MB"] = NOT_LEARNED if best_factor(scores[name]) else "rate at an end"
             (curve,) = (entry for entry in row["record"] if entry.get("kind") == "curve")
             for n_bytes, accuracy in zip(curve["bytes_seen"], curve["answer_accuracy"], strict=True):
                 if accuracy >= LEARNED_ACCURACY:
                     columns["0.99 from, MB"] = f"{n_bytes / 1e6:.1f}"
                     break
             columns["LR factor"] = cell_keys(row)[LR_FACTORS[1]]
-            columns["state, KiB"] = f"{summary['memory']['state_bytes'] / KIB:,.0f}"
     return dict(sorted(table.items(), key=lambda row: row[1].get("8 keys", ""), reverse=True))

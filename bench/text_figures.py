@@ -11,14 +11,20 @@ from bench.published_runs import baseline_of, by_variant, differences, scores_by
 from bench.report.compare import VARIANTS
 from bench.report.drawing import FONT_POINTS, INK, SPARE_COLOURS, add_legend, scale_axis, variant_styles
 from bench.report.uncertainty import BETTER, MIN_SEEDS, TIE, TOO_FEW, WORSE, estimate_mean, pooled_variance
+from bench.recall_by_key import LEARNED_ACCURACY
 from bench.results_page import KIB
 from harness.record.rows import read_rows
 
 COSTS = {"training FLOPs": "training_flops", "seconds of training": "seconds", "carried state, KiB": "state"}
 """The column of ``read_runs`` for each panel of bits against bytes."""
 CURVES = VARIANTS["recall"]
-RECALL_SEQUENCE, LEARNED = 64, 0.9  # bytes of a sequence with 8 keys; accuracy from which recall counts as learned
-VERBS = {BETTER: "beats", WORSE: "is worse than", TIE: "ties with", TOO_FEW: "has too few seeds to compare with"}
+RECALL_SEQUENCE = 64  # bytes of a sequence with 8 keys
+VERBS = {
+    BETTER: "beats",
+    WORSE: "is worse than",
+    TIE: "is not separated from",
+    TOO_FEW: "has too few seeds to compare with",
+}
 TITLE_WIDTH = 56  # characters
 LABEL_GAP = 0.034  # smallest vertical distance of labels, as a share of the axis
 
@@ -102,7 +108,7 @@ def recall_finding(curves: Mapping[str, pd.DataFrame]) -> str:
 
 
 def _when_learned(accuracy: pd.Series) -> str:
-    learned = accuracy.index[accuracy >= LEARNED]
+    learned = accuracy.index[accuracy >= LEARNED_ACCURACY]
     return f"after {learned[0]:.1f} MB" if len(learned) else f"not within {accuracy.index[-1]:.1f} MB"
 
 

@@ -57,7 +57,7 @@ def test_only_a_second_signal_of_the_user_stops_at_once():
             signal.raise_signal(number)
         assert stop_signal.signal_number == signal.SIGHUP
     with StopSignal(), pytest.raises(KeyboardInterrupt):
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
 
 
