@@ -132,7 +132,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         "| mechanism | 1 | 2 to 512 |",
         "| `linear` | 1 | 0.500 | 4.000 |",
         "| `linear` | failed |",
-        "| `mhsa` | 0.995 | 9.9 | 1 | 2 | 0.300 |",
+        "| `mhsa` | 0.995 | 9.9 | 1 | 0.300 |  |  | 2 |  |",
         "| `mhsa` | 0.1 |",
         "**Learned spans are better than a uniform span of the same mean**",
     ):
@@ -200,10 +200,10 @@ def recall_line(seed: int, accuracy: list[float], *, variant="mhsa", factor=1.0,
 
 
 def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):
-    rows = [recall_line(seed, [0.1, 0.2, 0.95 + seed / 100]) for seed in range(3)]
+    rows = [recall_line(seed, [0.1, 0.2, 0.99 + seed / 500]) for seed in range(3)]
     rows += [
         recall_line(0, [0.1, 0.1, 0.5], factor=2.0),
-        recall_line(0, [0.9, 1.0], variant="mhsa_shift", key_shift=True),
+        recall_line(0, [0.99, 1.0], variant="mhsa_shift", key_shift=True),
     ]
     rows += [recall_line(0, [0.5], variant="gated_delta", filter_bytes=1)]
     (folder / "recall_seeds.jsonl").write_text(json.dumps(rows[1]) + "\n" + json.dumps(rows[2]) + "\n")
@@ -214,7 +214,7 @@ def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):
         "mhsa, key_shift": 1,
         "gated_delta, filter_bytes=1": 1,
     }
-    assert curves["mhsa"][1].to_dict() == {1.0: 0.1, 2.0: 0.2, 3.0: 0.96}
+    assert curves["mhsa"][1].to_dict() == {1.0: 0.1, 2.0: 0.2, 3.0: 0.992}
     assert recall_finding(curves) == "Attention recalls after 1.0 MB with shifted keys, after 3.0 MB without"
     late = curves | {"mhsa": curves["gated_delta, filter_bytes=1"]}
     assert recall_finding(late).endswith("not within 1.0 MB without")
