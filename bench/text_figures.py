@@ -8,10 +8,10 @@ from pathlib import Path
 import pandas as pd
 
 from bench.published_runs import baseline_of, by_variant, differences, scores_by_seed
+from bench.recall_by_key import LEARNED_ACCURACY
 from bench.report.compare import VARIANTS
 from bench.report.drawing import FONT_POINTS, INK, SPARE_COLOURS, add_legend, scale_axis, variant_styles
 from bench.report.uncertainty import BETTER, MIN_SEEDS, TIE, TOO_FEW, WORSE, estimate_mean, pooled_variance
-from bench.recall_by_key import LEARNED_ACCURACY
 from bench.results_page import KIB
 from harness.record.rows import read_rows
 
