@@ -197,6 +197,13 @@ def test_changed_predictions_are_excused_only_as_rounding_that_is_declared(model
     assert compared[1] == causal and repr(compared[0]) == repr(future)
 
 
+def test_rounding_elsewhere_does_not_hide_a_leak():
+    """Mean changes are those of rounding, but some predictions change more than rounding can."""
+    many = Future(cuts=512, changed=100_000, max_nats=0.05, sum_nats=9.9)
+    assert not many.causal(precision="float32", rounding=True)
+    assert many._replace(max_nats=9e-4).causal(precision="float32", rounding=True)
+
+
 def test_cuts_are_distinct_and_all_earlier_predictions_are_compared(model):
     """Later bytes change the predictions of byte 13 of a segment, and no others."""
     model.register_forward_hook(leak_at_13)

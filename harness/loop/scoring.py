@@ -28,6 +28,7 @@ NOISE_FACTOR = 4.0
 MAX_NOISE_NATS = {"float32": 1e-4, "bfloat16": 0.02}
 """Largest change of a prediction's nats that may count as noise: mean over the changed
 predictions."""
+MAX_ROUNDING = 10  # largest change that may count as rounding, as a multiple of the largest mean
 MAX_BITS_BELOW_FLOOR = 40
 """Most bits by which a causal row's total may be below the corpus's floor. More has a probability of at most 2^-40."""
 _BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
@@ -52,7 +53,8 @@ class Future(NamedTuple):
         rounding of predictions."""
         if not rounding:
             return self.changed == 0
-        return self.sum_nats <= MAX_NOISE_NATS[precision] * max(1, self.changed)
+        max_mean = MAX_NOISE_NATS[precision]
+        return self.sum_nats <= max_mean * max(1, self.changed) and self.max_nats <= MAX_ROUNDING * max_mean
 
     def row(self) -> dict:
         """Return the keys of a row. Of the places at which a prediction could see later bytes, a
