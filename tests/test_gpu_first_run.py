@@ -67,6 +67,8 @@ def test_sweeps_for_a_gpu_leave_out_comparisons_combinations_and_variants_withou
     assert lists[0].variant == lists[1].variant
     comparisons = {"all_attention_6", "all_attention_10", "linear_decay", "mhsa_8_layers", "mhsa_alibi"}
     comparisons |= {"performer_decay", "mhsa_memory_flops", "uniform_span", *(f"mhsa_span_{n}" for n in (8, 32, 128))}
+    comparisons |= {"mhsa_relative", "adaptive_span_alibi", "longformer_alibi"}
+    comparisons |= {"gated_delta_softmax_alibi", "gated_delta_softmax_rotary"}
     swept = set(lists[0].variant.split(","))
     combinations = set(OmegaConf.load(CONF / "evidence.yaml").combinations.split(",")) - swept
     without_kernel = {"dynamic_span"}

@@ -29,6 +29,15 @@ class Closed(io.StringIO):
         return super().write(text)
 
 
+@pytest.fixture(autouse=True)
+def default_signals():
+    """Handlers of an ordinary session, also where ``nohup`` has started these tests."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", STOPPING)
 def test_every_signal_that_ends_a_session_saves_a_checkpoint(number):
     handler = signal.getsignal(number)

@@ -74,7 +74,8 @@ def make_plan(cfg: DictConfig) -> Plan:
 def _check_name(plan: Plan, *, typed: bool) -> None:
     """ValueError if a variant of the user has the name of a shipped one, with which tables would confuse it."""
     targets = re.findall(r'"_target_": "([^"]*)"', json.dumps(plan.config["variant"]))
-    foreign = any(not target.startswith("variants.") for target in targets)
+    ours = ("variants.", "harness.", "torch.optim.")
+    foreign = any(not target.startswith(ours) or target.endswith(".AnyModule") for target in targets)
     if (foreign or typed) and (source.ROOT / "conf" / "variant" / f"{plan.variant}.yaml").exists():
         raise ValueError(f"variant.name={plan.variant}: is the name of a shipped variant; allowed are other names")
 
