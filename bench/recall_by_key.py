@@ -10,7 +10,7 @@ from harness.record.rows import read_rows
 KIB = 2**10
 LEARNED_ACCURACY = 0.99
 NOT_LEARNED = "not in 6.1 (n=1)"
-COLUMNS = ("8 keys", "0.99 from, MB", "LR factor", "4 keys", "16 keys", "32 keys")
+COLUMNS = ("8 keys", "8 keys, first query", "0.99 from, MB", "LR factor", "4 keys", "16 keys", "32 keys")
 COLUMNS += ("state with 8 keys, KiB", "state with 32 keys, KiB")
 
 
@@ -24,11 +24,13 @@ def cells(folder: Path) -> dict[str, dict[str, str]]:
     scored = [row for row in scored if row["summary"]["check"] not in INCOMPARABLE_CHECKS]
     for row in sorted(scored, key=lambda row: -row["summary"]["valid_bits_per_byte"]):  # best last
         name, summary = mechanism(row["cell"]), row["summary"]
-        columns = table.setdefault(f"`{name}`", {})
+        columns = table.setdefault(label(name), {})
         keys = summary["protocol"]["sequence"] // BYTES_PER_KEY
         columns[f"state with {keys} keys, KiB"] = f"{summary['memory']['state_bytes'] / KIB:,.0f}"
         columns[f"{keys} keys"] = f"{summary['test_answer_accuracy']['all']:.3f}"
         if keys == 8:
+            first = summary["test_answer_accuracy"].get("first")
+            columns["8 keys, first query"] = "" if first is None else f"{first:.3f}"
             columns["0.99 from, MB"] = NOT_LEARNED if best_factor(scores[name]) else "rate at an end"
             (curve,) = (entry for entry in row["record"] if entry.get("kind") == "curve")
             for n_bytes, accuracy in zip(curve["bytes_seen"], curve["answer_accuracy"], strict=True):
@@ -37,3 +39,9 @@ def cells(folder: Path) -> dict[str, dict[str, str]]:
                     break
             columns["LR factor"] = cell_keys(row)[LR_FACTORS[1]]
     return dict(sorted(table.items(), key=lambda row: row[1].get("8 keys", ""), reverse=True))
+
+
+def label(name: str) -> str:
+    """A mechanism as the table shows it, such as ```NAME`, key_shift=true``."""
+    variant, *options = name.split(" ")
+    return ", ".join([f"`{variant}`", *(option.rpartition(".")[2] for option in options)])

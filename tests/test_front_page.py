@@ -132,7 +132,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         "| mechanism | 1 | 2 to 512 |",
         "| `linear` | 1 | 0.500 | 4.000 |",
         "| `linear` | failed |",
-        "| `mhsa` | 0.995 | 9.9 | 1 | 0.300 |  |  | 2 |  |",
+        "| `mhsa` | 0.995 |  | 9.9 | 1 | 0.300 |  |  | 2 |  |",
         "| `mhsa` | 0.1 |",
         "**Learned spans are better than a uniform span of the same mean**",
     ):
