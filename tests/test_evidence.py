@@ -17,7 +17,7 @@ def test_every_stage_has_the_cells_of_its_grids(tmp_path):
     stages = {name: stage_cells(grids, words=[], rows=tmp_path, rates_of=RATES_OF) for name, grids in STAGES.items()}
     sizes = {"a": 63, "a2": 0, "a3": 12, "b": 18, "c": 18, "recall": 54, "today": 32}
     sizes |= {"skills": 105, "skills_6mb": 4, "causes": 2, "combinations": 38, "best": 28}
-    sizes |= {"recall_by_key": 63, "copies": 6, "skills_rates": 36}
+    sizes |= {"recall_curves": 12, "recall_by_key": 63, "copies": 6, "skills_rates": 36}
     sizes |= dict.fromkeys(("recall_further", "recall_seeds", "recall_keys"), 0)
     sizes |= {"text_rates": 57} | dict.fromkeys(("text_further", "text_seeds", "text_positions", "text_bytes"), 0)
     assert {name: len(stage) for name, stage in stages.items()} == sizes
