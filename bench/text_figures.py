@@ -100,10 +100,11 @@ def draw_recall(ax, curves: Mapping[str, pd.DataFrame]) -> None:
 
 
 def recall_finding(curves: Mapping[str, pd.DataFrame]) -> str:
-    """After how many bytes plain attention recalls, with and without shifted keys: the first two of ``CURVES``."""
+    """After how many bytes the median seed of plain attention recalls, with and without shifted keys: the first two of
+    ``CURVES``."""
     if not {*CURVES[:2]} <= {*curves}:
         return "Recall by key: rows are missing (sweep=recall_by_key)"
-    without, shifted = (_when_learned(curves[name].mean(axis=1)) for name in CURVES[:2])
+    without, shifted = (_when_learned(curves[name].median(axis=1)) for name in CURVES[:2])
     return f"Attention recalls {shifted} with shifted keys, {without} without"
 
 
