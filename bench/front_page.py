@@ -72,8 +72,7 @@ def figure_png(folder: Path) -> bytes:
     with drawing.styled():
         figure, axes = drawing.panels(1, 2, title="", width=11.2, height=5.2)
         draw_state(axes[0], text_runs(folder), VARIANTS["readme"])
-        paths = (folder / f"{name}.jsonl" for name in ("recall_by_key", "recall_seeds"))
-        draw_recall(axes[1], recall_curves(*paths))
+        draw_recall(axes[1], recall_curves(folder / "recall_by_key.jsonl"))
         return drawing.png_of(figure)
 
 

@@ -61,11 +61,11 @@ def state_finding(runs: pd.DataFrame, names: Collection[str]) -> str:
     return f"With {state[name] / state[baseline]:.0%} of its state, {name} {VERBS[verdict]} {baseline}"
 
 
-def recall_curves(*paths: Path) -> dict[str, pd.DataFrame]:
+def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
     """Accuracy of answers with 8 keys: for each of ``CURVES`` that has runs, a row per megabytes of training and a column
     per seed, at the learning rate with the most seeds and, of these, the highest mean accuracy."""
     entries = []
-    for row in (row for path in paths for row in read_rows(path)):
+    for row in read_rows(path):
         summary, (first, *record) = row["summary"], row["record"]
         variant = first["config"]["variant"]
         shift, filter_bytes = (variant["attention"].get(key) for key in ("key_shift", "filter_bytes"))

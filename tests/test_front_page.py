@@ -206,9 +206,8 @@ def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):
         recall_line(0, [0.99, 1.0], variant="mhsa_shift", key_shift=True),
     ]
     rows += [recall_line(0, [0.5], variant="gated_delta", filter_bytes=1)]
-    (folder / "recall_seeds.jsonl").write_text(json.dumps(rows[1]) + "\n" + json.dumps(rows[2]) + "\n")
-    (folder / "recall_by_key.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (rows[0], *rows[3:])))
-    curves = recall_curves(folder / "recall_by_key.jsonl", folder / "recall_seeds.jsonl")
+    (folder / "recall_by_key.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves = recall_curves(folder / "recall_by_key.jsonl")
     assert {name: runs.shape[1] for name, runs in curves.items()} == {
         "mhsa": 3,
         "mhsa, key_shift": 1,
