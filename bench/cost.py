@@ -64,8 +64,8 @@ COMMAND_KEYS = tuple(CostSettings.__dataclass_fields__)
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
 def main(cfg: DictConfig) -> None:
-    from bench.report.columns import for_terminal  # not in the processes that measure, which import this module
-    from bench.report.tables_costs import cost_tables
+    from bench.tables.columns import for_terminal  # not in the processes that measure, which import this module
+    from bench.tables.costs import cost_tables
 
     settings = parse_section(CostSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
     configs = [recompose("cost", f"variant={name}", pop=COMMAND_KEYS) for name in settings.variants or ()] or [cfg]

@@ -115,7 +115,7 @@ def print_row(row: dict, folder: Path) -> None:
 
 def draw_context(curve: list[dict], path: Path, **titles: str) -> None:
     """Draw bits per byte by bytes of context, with a horizontal line for each range of context."""
-    from bench.report.drawing import BLUE, panels, png_of, styled
+    from bench.tables.drawing import BLUE, panels, png_of, styled
 
     with styled():
         figure, (ax,) = panels(1, 1, width=7.0, height=4.2, **titles)

@@ -5,12 +5,9 @@ It replaces the text between two markers in each page. ``tests/test_front_page.p
 
 from pathlib import Path
 
-import pandas as pd
-
-from bench import gpu_page, results_page
-from bench.published_runs import REFERENCE, by_variant, read_runs
-from bench.report import drawing
-from bench.report.compare import VARIANTS
+from bench.published import PublishedRuns, gpu_sections, readme_table, results_sections, text_file
+from bench.tables import drawing
+from bench.tables.compare import VARIANTS
 from bench.text_figures import draw_costs, draw_recall, draw_state, recall_curves
 from harness.cache import write_atomically
 from harness.compose.cli import run_command
@@ -19,7 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, README, PAGE, GPU_PAGE = "bench/results", "README.md", "docs/results.md", "docs/gpu.md"
 FIGURE, BYTES_FIGURE = "docs/front_page.png", "docs/text_bytes.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
-HEADINGS = ["mechanism", *results_page.COMPARISON_HEADINGS, "MFLOP/byte", "state, KiB"]
 
 
 def main() -> None:
@@ -35,8 +31,8 @@ def main() -> None:
 
 def blocks(folder: Path) -> dict[str, str]:
     """The generated text of each page."""
-    pages = {README: readme_table(folder), PAGE: results_page.sections(folder)}
-    return pages | {GPU_PAGE: gpu_page.gpu_sections(folder / "gpu.jsonl")}
+    pages = {README: readme_table(folder), PAGE: results_sections(folder)}
+    return pages | {GPU_PAGE: gpu_sections(folder / "gpu.jsonl")}
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:
@@ -48,30 +44,11 @@ def between_markers(page: str, block: str, *, name: str) -> str:
     return "\n\n".join([before + begin, block, end + after])
 
 
-def text_runs(folder: Path) -> pd.DataFrame:
-    """The runs on text: those with windows in a permutation, or until these exist the older ones with windows drawn at
-    random."""
-    runs = read_runs(folder / "text.jsonl")
-    return runs if REFERENCE in {*runs["variant"]} else read_runs(folder / "front_page.jsonl")
-
-
-def readme_table(folder: Path) -> str:
-    """The Markdown of README's table: a row for each mechanism in ``readme`` of ``variants.yaml``, the best on test
-    first; and the missing runs."""
-    runs = text_runs(folder)
-    cells, rows = results_page.comparison_cells(runs), []
-    for name, group in by_variant(runs[runs["variant"].isin(VARIANTS["readme"])]):
-        costs = [f"{group['flops'].mean() / 1e6:.2f}", f"{group['state'].mean() / results_page.KIB:,.0f}"]
-        rows.append([f"`{name}`", *cells[name], *costs])
-    missing = results_page.missing_note(folder / "text.jsonl", "text_seeds")
-    return results_page.without_empty_columns(HEADINGS, rows) + missing
-
-
 def figure_png(folder: Path) -> bytes:
     """README's figure as PNG: bits per byte against carried state, and accuracy of recall against bytes of training."""
     with drawing.styled():
         figure, axes = drawing.panels(1, 2, title="", width=11.2, height=5.2)
-        draw_state(axes[0], text_runs(folder), VARIANTS["readme"])
+        draw_state(axes[0], PublishedRuns(text_file(folder)).finished, VARIANTS["readme"])
         draw_recall(axes[1], recall_curves(folder / "recall_by_key.jsonl"))
         return drawing.png_of(figure)
 
@@ -80,7 +57,7 @@ def bytes_png(folder: Path) -> bytes:
     """The figure of ``docs/results.md`` as PNG: bits per byte against training FLOPs, seconds and state."""
     with drawing.styled():
         figure, axes = drawing.panels(1, 3, title="", width=11.2, height=4.2)
-        draw_costs(axes, read_runs(folder / "text_bytes.jsonl"))
+        draw_costs(axes, PublishedRuns(folder / "text_bytes.jsonl").finished)
         return drawing.png_of(figure)
 
 

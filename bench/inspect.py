@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from bench import CONF
 from bench.planning import open_trained
-from bench.report.drawing import GREY, INK, panels, png_of, styled
+from bench.tables.drawing import GREY, INK, panels, png_of, styled
 from harness.cache import user_path, write_atomically
 from harness.compose.cli import run_command
 from harness.loop.sampling import token_ids

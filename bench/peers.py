@@ -37,8 +37,8 @@ COMMAND_KEYS = tuple(PeerSettings.__dataclass_fields__)
 def main(cfg: DictConfig) -> None:
     from bench.peer_workers import PeerWorker  # slow imports come after the command line has been parsed
     from bench.planning import pop_keys
-    from bench.report.tables_costs import peer_tables
     from bench.rows import RowFile
+    from bench.tables.costs import peer_tables
     from harness.plan.settings import parse_section
     from harness.record.table import print_table
 

@@ -2,21 +2,19 @@
 
 import math
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from bench.published_runs import baseline_of, by_variant, differences, scores_by_seed
-from bench.recall_by_key import LEARNED_ACCURACY
-from bench.report.compare import VARIANTS
-from bench.report.drawing import FONT_POINTS, INK, SPARE_COLOURS, add_legend, scale_axis, variant_styles
-from bench.report.uncertainty import BETTER, MIN_SEEDS, TIE, TOO_FEW, WORSE, estimate_mean, pooled_variance
-from bench.results_page import KIB
+from bench.published import KIB, LEARNED_ACCURACY, STATE, TEST, published_means
+from bench.tables.compare import VARIANTS
+from bench.tables.drawing import FONT_POINTS, INK, SPARE_COLOURS, add_legend, scale_axis, variant_styles
+from bench.tables.estimate import BETTER, MIN_SEEDS, TIE, TOO_FEW, WORSE, estimate_mean, pooled_variance
 from harness.record.rows import read_rows
 
-COSTS = {"training FLOPs": "training_flops", "seconds of training": "seconds", "carried state, KiB": "state"}
-"""The column of ``read_runs`` for each panel of bits against bytes."""
+COSTS = {"training FLOPs": "training_flops", "seconds of training": "seconds", "carried state, KiB": STATE}
+"""The column of the frame for each panel of bits against bytes."""
 CURVES = VARIANTS["recall"]
 RECALL_SEQUENCE = 64  # bytes of a sequence with 8 keys
 VERBS = {
@@ -32,14 +30,15 @@ LABEL_GAP = 0.034  # smallest vertical distance of labels, as a share of the axi
 def draw_state(ax, runs: pd.DataFrame, names: Collection[str]) -> None:
     """Draw a labelled point with an interval for each of the mechanisms ``names``. The interval is that of the
     difference from the baseline, divided by the square root of 2, which is the share of one of two means."""
-    pooled, estimates, points = pooled_variance(scores_by_seed(runs)), differences(runs), {}
-    for name, group in by_variant(runs[runs["variant"].isin(names)]):
-        estimate = estimates.get(name) or estimate_mean([0.0] * len(group), pooled)
-        x, y = group["state"].mean() / KIB, group["test"].mean()
-        half_width = (estimate.half_width or 0.0) / math.sqrt(2)
-        style = {"color": INK, "markerfacecolor": INK if len(group) >= MIN_SEEDS else "white"}
+    pooled = pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
+    means, points = published_means(runs), {}
+    for row in (row for row in means if row["variant"] in names):
+        x, y = row[STATE] / KIB, row[TEST]
+        single = estimate_mean([0.0] * row["n"], pooled).half_width  # of a row without a baseline
+        half_width = (row.get("difference.half_width", single) or 0.0) / math.sqrt(2)
+        style = {"color": INK, "markerfacecolor": INK if row["n"] >= MIN_SEEDS else "white"}
         ax.errorbar(x, y, yerr=half_width, fmt="o", markersize=4.5, capsize=2, linewidth=1, **style)
-        points[name] = x, y
+        points[row["variant"]] = x, y
     scale_axis(ax.xaxis, [x for x, _ in points.values()], log=True)
     low, high = ax.get_ylim()
     at = -math.inf
@@ -50,15 +49,16 @@ def draw_state(ax, runs: pd.DataFrame, names: Collection[str]) -> None:
         ax.annotate(name, (x, y), fontsize=FONT_POINTS, arrowprops=arrow, annotation_clip=False, **place)
     label = f"carried state, KiB (hollow: fewer than {MIN_SEEDS} seeds)"
     ax.set(xlabel=label, ylabel="bits per byte on test (lower is better)")
-    ax.set_title(textwrap.fill(state_finding(runs, names), TITLE_WIDTH), loc="left")
+    ax.set_title(textwrap.fill(state_finding(means, names), TITLE_WIDTH), loc="left")
 
 
-def state_finding(runs: pd.DataFrame, names: Collection[str]) -> str:
+def state_finding(means: Sequence[dict], names: Collection[str]) -> str:
     """How the one of the mechanisms ``names`` that has the least state compares with its baseline."""
-    state, estimates = runs.groupby("variant")["state"].mean(), differences(runs)
-    name = state[[name for name in estimates if name in names]].idxmin()
-    baseline, verdict = baseline_of(name), estimates[name].verdict
-    return f"With {state[name] / state[baseline]:.0%} of its state, {name} {VERBS[verdict]} {baseline}"
+    compared = [row for row in means if "difference" in row and row["variant"] in names]
+    least = min(compared, key=lambda row: row[STATE])
+    name, baseline, verb = least["variant"], least["baseline"], VERBS[least["verdict"]]
+    (state,) = (row[STATE] for row in means if row["variant"] == baseline)
+    return f"With {least[STATE] / state:.0%} of its state, {name} {verb} {baseline}"
 
 
 def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
@@ -115,12 +115,12 @@ def _when_learned(accuracy: pd.Series) -> str:
 
 def draw_costs(axes, runs: pd.DataFrame) -> None:
     """Draw bits per byte of each mechanism against ``COSTS``, a point for each number of training bytes."""
-    runs = runs.assign(budget=runs["budget"].astype(int), state=runs["state"] / KIB)
+    runs = runs.assign(budget=runs["budget"].astype(int), **{STATE: runs[STATE] / KIB})
     styles = variant_styles(runs["variant"])
     for ax, (label, column) in zip(axes, COSTS.items(), strict=True):
         for name, group in runs.groupby("variant"):
-            means = group.groupby("budget")[["test", column]].mean()
-            ax.plot(means[column], means["test"], **styles[name], label=name)
+            means = group.groupby("budget")[[TEST, column]].mean()
+            ax.plot(means[column], means[TEST], **styles[name], label=name)
         scale_axis(ax.xaxis, runs[column].dropna().tolist(), log=True)
         ax.set(xlabel=label, ylabel="bits per byte on test")
     megabytes = ", ".join(f"{budget / 1e6:g}" for budget in sorted({*runs["budget"]}))

@@ -78,7 +78,7 @@ def test_an_unchecked_run_is_trained_marked_and_not_compared(cwd):  # noqa: F811
     words = toy(cwd, "LeaksInTwoHundred")
     train(*words, "check=false", "seed=1")
     assert sorted(row["check"] for row in summaries(cwd / "outputs")) == ["not causal", "unchecked"]
-    report = call("bench/report/__main__.py", "outputs")
+    report = call("bench/report.py", "outputs")
     assert all(f"{check}: not compared" in report.out + report.err for check in ("unchecked", "not causal"))
 
 

@@ -1,7 +1,6 @@
 """Verdicts on the claims of the results page: intervals, claims of several parts, and runs without a score."""
 
 import pandas as pd
-
 from bench.results_page import FAILS, HOLDS, TOO_FEW, UNDECIDED, claims_table, judge
 
 CLAIMED = ("mhsa", "adaptive_span", "uniform_span", "replayed_spans", "all_attention_6")

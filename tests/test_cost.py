@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import pytest
 
 from bench import planning, turns
-from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
+from bench.tables.costs import cost_tables
 from bench.turns import Entry, time_in_turn
 from harness.record.cells import MIN_CALLS
 from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture

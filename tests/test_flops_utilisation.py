@@ -4,8 +4,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from bench.cost import dense_peak_flops, utilisation
-from bench.report.columns import for_terminal
-from bench.report.tables_costs import cost_tables
+from bench.tables.columns import for_terminal
+from bench.tables.costs import cost_tables
 from tests.bench_rows import cost_row
 from tests.small_configs import CONF
 

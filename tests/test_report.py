@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from bench.report import drawing
-from bench.report.__main__ import all_tables, runs_csv
-from bench.report.columns import for_terminal
-from bench.report.frame import read_folders
+from bench.report import all_tables, runs_csv
+from bench.tables import drawing
+from bench.tables.columns import for_terminal
+from bench.tables.frame import Rows
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import FORMAT
 from harness.record.table import MAX_TEXT_WIDTH, Cell, Column, Table, print_table, to_csv
@@ -26,7 +26,7 @@ JUNK = (None, True, -1, 0, 3, 10**40, 0.5, float("nan"), "", "text", "\ud800|*",
 
 
 def tables(folder: Path) -> dict[str, Table]:
-    rows = read_folders([folder])
+    rows = Rows([folder])
     assert not rows.refused
     return {table.name: table for table in all_tables(rows)}
 
@@ -76,7 +76,7 @@ def test_a_budget_of_seconds_is_not_compared_after_a_resumption_elsewhere(tmp_pa
     change(run, budget={"seconds": 60})
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps(summary | {"threads": 7}))
-    assert any("resumed in another environment" in reason for reason in read_folders([tmp_path]).refused)
+    assert any("resumed in another environment" in reason for reason in Rows([tmp_path]).refused)
 
 
 NUMERICS = {"variant": 1, "shared": 1}
@@ -178,7 +178,7 @@ def test_a_folder_that_is_named_twice_or_linked_is_read_once(tmp_path):
     write_rows(tmp_path, [cost_row(length=2)], name="20261121-120000-cost")
     write_rows(tmp_path, [cost_row(length=1), peer_row()], name="20261120-120000-cost")
     (tmp_path / "latest").symlink_to(folder)
-    rows = read_folders([tmp_path, folder, tmp_path / "latest"])
+    rows = Rows([tmp_path, folder, tmp_path / "latest"])
     assert list(rows.frame["kind"]) == ["run", "cost", "peers", "cost"] and not rows.refused
     assert list(rows.of("cost")["length"]) == [1, 2] and rows.files == 3
 
@@ -190,7 +190,7 @@ def test_invalid_lines_are_refused_with_a_reason_and_valid_ones_are_read(tmp_pat
     path = write_rows(tmp_path, [cost_row(), *invalid, cost_row()])
     with path.open("a") as file:
         file.write('{"kind": "cost", \n' + "null\n" * 1000)
-    rows = read_folders([tmp_path])
+    rows = Rows([tmp_path])
     assert len(rows.of("cost")) == 2 and len(rows.refused) == 6
     words = ("no provenance: source missing", older, "kind is 'guess'", "length is 'long': it should be a valid number")
     for line, reason in enumerate(words, start=2):
@@ -198,7 +198,7 @@ def test_invalid_lines_are_refused_with_a_reason_and_valid_ones_are_read(tmp_pat
     assert "line 7: not JSON" in rows.refused[4] and rows.refused[-1].endswith("1000 more lines")
     for length in ("NaN", "1" + "0" * 5000, "true"):
         path.write_text(json.dumps(cost_row()).replace('"length": 512', f'"length": {length}'))
-        assert read_folders([tmp_path]).frame.empty and len(read_folders([tmp_path]).refused) == 1
+        assert Rows([tmp_path]).frame.empty and len(Rows([tmp_path]).refused) == 1
 
 
 def test_unfinished_corrupt_and_incomparable_runs_are_named_but_not_shown(tmp_path):
@@ -212,7 +212,7 @@ def test_unfinished_corrupt_and_incomparable_runs_are_named_but_not_shown(tmp_pa
     (folders[5] / "record.jsonl").write_text("\n".join([*lines[:3], "{", *lines[4:]]))
     for name, check in zip(("linear", "local"), INCOMPARABLE_CHECKS, strict=True):
         change(write_run(tmp_path, variant=name), check=check)
-    rows = read_folders([tmp_path])
+    rows = Rows([tmp_path])
     assert [line.rpartition(": ")[2] for line in rows.unfinished] == ["no summary yet"]
     assert sorted(rows.of("run")["seed"]) == [0, 5] and len(rows.refused) == 7
     reasons = "\n".join(rows.refused)
@@ -271,7 +271,7 @@ def test_arbitrary_changes_of_rows_and_runs_cause_no_error(tmp_path_factory, see
         shared = {key: lines[0][key] for key in lines[0].keys() & summary.keys() - {"kind"}}
         (run / "summary.json").write_text(json.dumps(summary | shared))
     (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    read = read_folders([folder])
+    read = Rows([folder])
     bench_rows = len(read.frame) - len(read.of("run"))
     assert bench_rows + sum(str(path) in reason for reason in read.refused) == 6
     for table in all_tables(read):

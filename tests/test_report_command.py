@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 import pytest
 
-from bench.report.__main__ import main
+from bench.report import main
 from tests.bench_rows import cost_row, peer_row, write_rows, write_run
 from tests.command_line import ROOT
 from tests.timeouts import TIMEOUT_SECONDS
 
-CODE = "import sys; from bench.report.__main__ import main; code = main(sys.argv[1:]); "
+CODE = "import sys; from bench.report import main; code = main(sys.argv[1:]); "
 CODE += "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
 
 
@@ -35,7 +35,7 @@ def test_the_command_writes_all_files_without_torch_and_removes_outdated_ones(tm
     (out / "mine.md").write_text("not of the report")
     for path in rows.glob("*/rows.jsonl"):
         path.unlink()
-    with patch("bench.report.figures.draw_all", return_value=[]):
+    with patch("bench.tables.figures.draw_all", return_value=[]):
         assert main([str(rows), "--out", str(out)]) == 0
     assert not (out / "cost-1.csv").exists() and not [*(out / "figures").iterdir()]
     assert (out / "runs-1.csv").exists() and (out / "mine.md").exists()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from bench.report.page import page_of
+from bench.tables.page import page_of
 from harness.record.table import Cell, Column, Drawing, Table
 from tests import browser
 

@@ -35,7 +35,7 @@ CHECKOUT = {
     "variants/other.py": "import torch.nn",
     "bench/cost.py": "",
     "bench/baselines/rounds.json": "",
-    "bench/report/page.py": "",
+    "bench/tables/page.py": "",
     "bench/results/one/rows.jsonl": "",
     "users/mine.py": "import helper\nfrom variants.other import Other\n",
     "users/mine.cpp": "",

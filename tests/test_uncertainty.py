@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.report.uncertainty import (
+from bench.tables.estimate import (
     BETTER,
     TIE,
     TOO_FEW,

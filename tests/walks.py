@@ -14,8 +14,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from bench import evidence, front_page
-from bench.report.__main__ import all_tables
-from bench.report.frame import read_folders
+from bench.report import all_tables
+from bench.tables.frame import Rows
 from harness.record.table import Cell
 from tests.command_line import ROOT
 from tests.small_runs import make_run, run_to_end
@@ -106,7 +106,7 @@ def walks_of_run(path: Path) -> dict[str, set[CodeType]]:
     with Walk(number, end=f"{number:.4f}") as readme:
         front_page.readme_table(cell.file.parent)
     with Walk(number, end=f"{number:.4f}") as report:
-        all_tables(read_folders([path / "mhsa-0"]))
+        all_tables(Rows([path / "mhsa-0"]))
     assert readme.has_ended and report.has_ended
     return {
         "carry a score to README's cell": finish.carrying | publish.carrying | readme.carrying,

@@ -97,6 +97,18 @@ def to_csv(table: Table) -> str:
     return file.getvalue()
 
 
+def to_markdown(table: Table, *, left: int = 1) -> str:
+    """Return title, caption, rows and notes in Markdown, those that the table has. Columns are aligned to the right,
+    except the first ``left``."""
+    alignment = ["---"] * left + ["--:"] * (len(table.columns) - left)
+    texts = [[column.heading for column in table.columns], alignment]
+    texts += [[cell.text for cell in row] for row in table.rows]
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in texts) if table.rows else ""
+    notes = "\n".join(f"- {note}" for note in table.notes)
+    title = f"### {table.title}" if table.title else ""
+    return "\n\n".join(filter(None, [title, table.caption, rows, notes]))
+
+
 def mark(cell: Cell) -> str:
     """Return the mark before or after a cell's number, such as ``~`` or ``*``, or an empty text."""
     match = None if cell.value is None else _MARKED_NUMBER.fullmatch(cell.text)

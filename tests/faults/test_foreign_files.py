@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report.frame import read_folders
+from bench.tables.frame import Rows
 from harness.record.rows import RECORD, SUMMARY, try_read_object
 from tests.bench_rows import write_run
 
@@ -52,7 +52,7 @@ def test_a_report_waits_for_no_pipe_and_names_the_files_that_it_skips(tmp_path):
         for name in (RECORD, SUMMARY, "rows.jsonl", "evaluations.jsonl"):
             folder = write_run(tmp_path / kind / name)
             put(folder / name, kind)
-    rows = read_folders([tmp_path])
+    rows = Rows([tmp_path])
     assert any(folder.is_relative_to(tmp_path / "good") for folder in rows.of("run")["folder"])
     messages = "\n".join(rows.refused)
     for name in (RECORD, SUMMARY, "rows.jsonl"):

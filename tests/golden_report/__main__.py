@@ -3,8 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from bench.report.__main__ import all_tables
-from bench.report.frame import read_folders
+from bench.report import all_tables
+from bench.tables.frame import Rows
 from tests.fixed_rows import text_of, write_fixed_rows
 
 FOLDER = Path(__file__).parent
@@ -13,5 +13,5 @@ with tempfile.TemporaryDirectory() as folder:
     write_fixed_rows(Path(folder))
     for old in FOLDER.glob("*.txt"):
         old.unlink()
-    for table in all_tables(read_folders([Path(folder)])):
+    for table in all_tables(Rows([Path(folder)])):
         (FOLDER / f"{table.name}.txt").write_text(text_of(table), encoding="utf-8")

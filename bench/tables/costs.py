@@ -1,16 +1,15 @@
 """Tables of rows of ``bench.cost`` and ``bench.peers``, which these commands also print."""
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 import pandas as pd
 
-from bench.report.columns import columns
-from bench.report.compare import commit_notes, data_words, differing_keys, environment_words, with_arms
-from bench.report.frame import frame_of
+from bench.tables.columns import columns
+from bench.tables.compare import arms_of, commit_notes, cost_key, data_words, differing_keys, environment_words
+from bench.tables.frame import frame_of
 from harness.record.cells import join_words, make_table, missing_formulas_note, pluralize
-from harness.record.comparison import code_digest, cost_conditions
 from harness.record.table import Table
 
 COLUMN_KEYS = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
@@ -25,17 +24,16 @@ MODES = {
 }
 
 
-def cost_tables(rows: Sequence[dict]) -> list[Table]:
+def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
     """A table for each environment, code, corpus, mode, number of streams and segment. ``rows`` go from old to new."""
-
-    def table_key(row: dict) -> Hashable:
-        segment = row["segment"] if row["mode"] == "stream" else None
-        return cost_conditions(row), row["mode"], row["streams"], segment
-
-    tables = []
-    for index, (row, frame) in enumerate(_groups(rows, table_key), start=1):
-        arms, shown, notes = _newest(frame)
+    conditions = [(row["mode"], row["streams"], row["segment"] if row["mode"] == "stream" else None) for row in rows]
+    for index, frame in _groups(rows, conditions):
+        keys = frame["row"].map(lambda row: json.dumps([row.get(key) for key in REPEAT_KEYS], sort_keys=True))
+        newest = frame[~keys.duplicated(keep="last")]
+        arms = newest.join(arms_of(newest, without=COLUMN_KEYS))
+        shown = [row.dropna().to_dict() for _, row in arms.iterrows()]
         shown.sort(key=lambda row: (row["length"], *_name(row)))
+        row = frame["row"].iloc[-1]
         segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
         streams = pluralize(row["streams"], "stream")
         about = (
@@ -44,26 +42,25 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
             f"Data: {data_words([row])}.",
             "Held equal at each length: streams, segment, span, data and environment. Parameters and FLOPs are not.",
         )
+        notes = commit_notes(newest)
+        if n_older := len(frame) - len(newest):
+            older = pluralize(n_older, "older row")
+            notes.append(f"{older} left out: newer ones have equal settings, backend and length.")
         unknown = [(row["arm"], (row["row"].get("flops") or {}).get("unknown")) for row in shown]
         notes += [*_cost_notes(shown), *filter(None, [missing_formulas_note(unknown)])]
         caption = f"The rows differ in: {differing_keys(arms, 'length', 'backend', 'spans_from')}."
         titles = {"title": f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}", "caption": caption}
         more = {"name": f"cost-{index}", "details": about, "notes": tuple(notes)}
-        tables.append(make_table(shown, columns("cost"), **titles, **more))
-    return tables
+        yield make_table(shown, columns("cost"), **titles, **more)
 
 
-def peer_tables(rows: Sequence[dict]) -> list[Table]:
+def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
     """A table for each call of ``bench.peers``, its fastest row first. Rows of several calls never share a table."""
-
-    def table_key(row: dict) -> Hashable:
-        call = (row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to"))
-        return *call, cost_conditions(row)
-
-    tables = []
-    for index, (row, frame) in enumerate(_groups(rows, table_key), start=1):
+    conditions = [[row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to")] for row in rows]
+    for index, frame in _groups(rows, conditions):
         shown = [entry.dropna().to_dict() for _, entry in frame.iterrows()]
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
+        row = frame["row"].iloc[-1]
         about = (
             f"{environment_words(row)}. Data: {data_words([row])}.",
             f"Job: {row['job']}, {pluralize(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
@@ -74,34 +71,19 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
         titles = {"title": f"Peers: {row['job']}, {row['device']}, {row['precision']}"}
         titles["caption"] = f"The rows differ in the implementation.{reference}"
         notes = [f"{row['name']}: {_reason(row)}." for row in shown if row["status"] != "measured"]
-        notes = (*commit_notes(frame), *notes)
-        more = {"name": f"peers-{index}", "details": about, "notes": notes}
-        tables.append(make_table(shown, columns("peers"), **titles, **more))
-    return tables
+        more = {"name": f"peers-{index}", "details": about, "notes": (*commit_notes(frame), *notes)}
+        yield make_table(shown, columns("peers"), **titles, **more)
 
 
-def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[tuple[dict, pd.DataFrame]]:
-    """The newest row, and the frame of all rows, of each group that is equal in ``key``, corpus and code."""
-
-    def group_key(row: dict) -> str:
+def _groups(rows: Sequence[dict], conditions: Sequence[object]) -> Iterator[tuple[int, pd.DataFrame]]:
+    """Number and frame of each group of rows that are equal in their condition, corpus, code and environment."""
+    keys = []
+    for row, condition in zip(rows, conditions, strict=True):
         corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
-        return repr((key(row), corpus, code_digest(row)))
-
+        keys.append(f"{condition} {corpus} {cost_key(row)}")
     if rows:
-        for _, group in frame_of(rows).groupby([group_key(row) for row in rows], sort=False):
-            yield group["row"].iloc[-1], group
-
-
-def _newest(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
-    """The newest rows (``REPEAT_KEYS``), as a frame with arms and as dictionaries; and notes."""
-    keys = [json.dumps([row.get(key) for key in REPEAT_KEYS], sort_keys=True) for row in frame["row"]]
-    newest = frame[~pd.Series(keys, index=frame.index).duplicated(keep="last")]
-    arms = with_arms(newest, without=COLUMN_KEYS)
-    shown = [row.dropna().to_dict() for _, row in arms.iterrows()]
-    notes = commit_notes(newest)
-    if n_older := len(frame) - len(newest):
-        notes.append(f"{pluralize(n_older, 'older row')} left out: newer ones have equal settings, backend and length.")
-    return arms, shown, notes
+        for index, (_, group) in enumerate(frame_of(rows).groupby(keys, sort=False), start=1):
+            yield index, group
 
 
 def _name(row: dict) -> list[str]:

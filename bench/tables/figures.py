@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 import pandas as pd
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from bench.report import drawing
-from bench.report.compare import budget_words, comparable_runs, cost_key, data_words, precision_word, with_arms
-from bench.report.drawing import LINE_STYLES, add_legend, drawing_of, plain_number, scale_axis, styled, variant_styles
-from bench.report.frame import Rows
-from bench.report.tables import add_differences, bits_by_seed, mean_rows
+from bench.tables import drawing
+from bench.tables.compare import arms_of, budget_words, cost_key, data_words, precision_word, run_key
+from bench.tables.drawing import LINE_STYLES, add_legend, drawing_of, plain_number, scale_axis, styled, variant_styles
+from bench.tables.frame import Rows
+from bench.tables.means import BITS, mean_rows
+from bench.tables.runs import basis
 from harness.record.cells import pluralize
 from harness.record.comparison import code_digest, cost_conditions
 from harness.record.table import Drawing
@@ -39,16 +40,18 @@ def draw_all(rows: Rows) -> list[Drawing]:
     """All figures for which there are rows. Equal rows give equal files."""
     with styled():
         drawings = []
-        for index, runs, _ in comparable_runs(rows.of("run")):
-            arms = with_arms(runs)
+        runs, costs = (rows.frame[rows.frame["kind"] == kind] for kind in ("run", "cost"))
+        for index, (_, group) in enumerate(runs.groupby(runs["row"].map(run_key), sort=False), start=1):
+            arms = group.join(arms_of(group)).sort_values(["variant", "order", "seed"], kind="stable")
             drawings += [*trade_off(arms, name=f"trade-off-{index}"), *curves(arms, name=f"curves-{index}")]
-        return [*drawings, *_cost_drawings(rows.of("cost"))]
+        return [*drawings, *_cost_drawings(costs)]
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     """Bits per byte with the range over seeds, against FLOPs and, if costs are comparable, against memory and time."""
-    rows = [row for row in mean_rows(arms) if "valid_bits_per_byte" in row]
-    _, split = add_differences(rows)
+    newest = arms[arms["valid_bits_per_byte"].notna()].drop_duplicates(["arm", "seed"], keep="last")
+    split, reference = basis(newest)
+    rows = mean_rows(newest, by="arm", split=split, reference=reference)
     last, one_environment = arms["row"].iloc[-1], arms["row"].map(cost_key).nunique() == 1
     costs = {label: key for label, key in RUN_COSTS.items() if one_environment or "FLOPs" in label}
     costs = {label: key for label, key in costs.items() if all(key in row for row in rows)}
@@ -62,7 +65,7 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     for ax, (label, key) in zip(axes, costs.items(), strict=True):
         divisor = MIB if "MiB" in label else 1.0
         for row in rows:
-            style, bits, x = styles[row["variant"]], bits_by_seed(row["runs"], split), row[key] / divisor
+            style, bits, x = styles[row["variant"]], row["runs"][f"{split}_{BITS}"], row[key] / divisor
             ax.vlines(x, bits.min(), bits.max(), color=style["color"], linewidth=1)
             arm = f"{row['arm']} (n={row['n']})"
             ax.plot(x, bits.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=arm)
@@ -75,7 +78,7 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     """Bits per byte during training, and on valid at the end; means over seeds."""
-    means = {arm: _mean_curve(runs["record"]) for arm, runs in arms.groupby("arm", sort=False)}
+    means = {arm: _mean_curve(row["record"] for row in runs["row"]) for arm, runs in arms.groupby("arm", sort=False)}
     means = {arm: curve for arm, curve in means.items() if len(curve)}
     if not means:
         return
@@ -132,8 +135,8 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
     first, styles = rows["row"].iloc[0], variant_styles(rows["variant"])
     spans_from = rows.get("spans_from", pd.Series(None, index=rows.index)).replace("learned", None)
     labels = rows["backend"] + spans_from.map(lambda spans: f", {spans}" if isinstance(spans, str) else "")
-    points = pd.concat([with_arms(group, without=LINE_KEYS) for _, group in rows.groupby(labels)])
-    points = points.assign(label=labels, line=points["arm"] + ", " + labels)
+    points = pd.concat([arms_of(group, without=LINE_KEYS) for _, group in rows.groupby(labels)])
+    points = rows.join(points).assign(label=labels, line=points["arm"] + ", " + labels)
     line_styles = {key: LINE_STYLES[i % len(LINE_STYLES)] for i, key in enumerate(sorted(set(labels)))}
     title = f"Cost against length of context: {first['mode']}, {pluralize(first['streams'], 'stream')}"
     size = {"width": 13.5, "height": max(8.2, 2.4 + 0.36 * points["line"].nunique())}

@@ -7,7 +7,7 @@ and memory are comparable if code and environment are equal: device, threads and
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -32,16 +32,9 @@ UNSET = "not set"
 KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
 
 
-def comparable_runs(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
-    """Each group of comparable runs: its number, its runs, and the names of runs left out because their seed selected
-    a setting of their variant. Groups are numbered from 1 in the order in which their first runs ended."""
-    tuning = [row.get("purpose") == "tune" for row in runs["row"]]
-    selecting = {*zip(runs[tuning]["variant"], runs[tuning]["seed"], strict=True)} if any(tuning) else set()
-    keys = [f"{comparison.score_conditions(row)} {comparison.shared_code_version(row)}" for row in runs["row"]]
-    for index, (_, group) in enumerate(runs.groupby(keys, sort=False) if keys else (), start=1):
-        reported = group[[pair not in selecting for pair in zip(group["variant"], group["seed"], strict=True)]]
-        if len(reported):
-            yield index, reported, group["run"].drop(reported.index).tolist()
+def run_key(row: dict) -> str:
+    """A text that is equal for runs whose bits per byte are comparable."""
+    return f"{comparison.score_conditions(row)} {comparison.shared_code_version(row)}"
 
 
 def cost_key(row: dict) -> str:
@@ -58,10 +51,10 @@ def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
     return {k: str(v).rpartition(".")[2] if k.endswith("_target_") else _text(v) for k, v in leaves.items()}
 
 
-def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
-    """The rows of a table, sorted by variant, arm and seed, with three more columns: ``settings`` (``settings_of``);
-    ``arm``, the variant's name with the settings that tell the arm apart; and ``order``, the arm's number among those
-    of its variant. The keys ``without``, such as ``model.span`` or ``backend``, are not settings in this table."""
+def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
+    """For each row of a table: ``settings`` (``settings_of``); ``arm``, the variant's name with the settings that tell
+    the arm apart; and ``order``, the arm's number among those of its variant. The keys ``without``, such as
+    ``model.span`` or ``backend``, are not settings in this table."""
 
     def identity(row: dict) -> dict[str, str]:
         timed = row["kind"] in BENCH_COMMANDS  # times and memory depend on all of the code
@@ -75,7 +68,7 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
     settings = [settings_of(row, without=without) for row in frame["row"]]
     facts = [setting | identity(row) for setting, row in zip(settings, frame["row"], strict=True)]
     identities = pd.DataFrame(facts, index=frame.index).fillna(UNSET)
-    arms, order = pd.Series("", index=frame.index), pd.Series(0, index=frame.index)
+    arms = pd.DataFrame({"settings": settings, "arm": "", "order": 0}, index=frame.index)
     for variant, group in identities.groupby(frame["variant"]):
         differing = [key for key in group if key != "variant.name" and group[key].nunique() > 1]
         # Of keys that divide the rows into the same groups, the name has the first.
@@ -83,10 +76,9 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
         names = pd.Series(variant, index=group.index)
         for key in (key for key in differing if key in key_of_partition.values()):
             names += f", {key.removesuffix('._target_').split('.')[-1]}=" + group[key]
-        arms[group.index] = names
-        order[group.index] = arms[group.index].rank(method="dense").astype(int) - 1
-    frame = frame.assign(settings=settings, arm=arms, order=order)
-    return frame.sort_values(["variant", "order", "seed"], kind="stable")
+        arms.loc[group.index, "arm"] = names
+        arms.loc[group.index, "order"] = names.rank(method="dense").astype(int) - 1
+    return arms
 
 
 def differing_keys(arms: pd.DataFrame, *columns: str) -> str:

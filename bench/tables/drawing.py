@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
-from bench.report.compare import VARIANTS
+from bench.tables.compare import VARIANTS
 from harness.record.table import Drawing
 
 GREY, FAINT, INK, BLUE = "#7F7F7F", "0.9", "0.15", "#0072B2"

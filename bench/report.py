@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.columns import for_terminal
-from bench.report.frame import Rows, read_folders
-from bench.report.page import page_of
-from bench.report.tables import run_tables
-from bench.report.tables_costs import cost_tables, peer_tables
+from bench.tables.columns import for_terminal
+from bench.tables.costs import cost_tables, peer_tables
+from bench.tables.frame import Rows
+from bench.tables.page import page_of
+from bench.tables.runs import run_tables
 from harness.cache import write_atomically
 from harness.failures import StorageFailure, exit_code
 from harness.record.cells import pluralize
@@ -42,10 +42,10 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     command = shlex.join(["python", "-m", "bench.report", *(sys.argv[1:] if words is None else words)])
     try:
-        rows = read_folders([*map(Path, options.folders)])
+        rows = Rows([*map(Path, options.folders)])
         if rows.frame.empty:
-            raise ValueError("nothing to report; " + "; ".join(_omitted(rows)))
-        for line in [*write_report(rows, Path(options.out), command=command), *_omitted(rows)]:
+            raise ValueError("nothing to report; " + "; ".join(rows.omitted))
+        for line in [*write_report(rows, Path(options.out), command=command), *rows.omitted]:
             print(one_line(line))
     except (ValueError, OSError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
@@ -56,15 +56,16 @@ def main(words: Sequence[str] | None = None) -> int:
 def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
     """Write the report into the folder ``out``, print the tables of means, and yield the path of each file. ValueError
     if ``out`` cannot be a folder, StorageFailure if a file cannot be written."""
-    from bench.report.figures import draw_all  # matplotlib takes a second to import
+    from bench.tables.figures import draw_all  # matplotlib takes a second to import
 
     try:
         out.mkdir(parents=True, exist_ok=True)  # before drawing, so that an error takes no seconds
         tables, drawings = all_tables(rows), draw_all(rows)
         commands = [*dict.fromkeys(row["command"] for row in rows.frame["row"]), command]
         files = {f"{table.name}.csv": to_csv(table) for table in tables}
-        if len(rows.of("run")):
-            files["runs.csv"] = runs_csv(rows.of("run"))
+        runs = rows.frame[rows.frame["kind"] == "run"]
+        if len(runs):
+            files["runs.csv"] = runs_csv(runs)
         files |= {f"figures/{drawing.name}.png": drawing.png for drawing in drawings}
         files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
         files["index.html"] = page_of(TITLE, tables=tables, drawings=drawings, notes=_notes(rows), commands=commands)
@@ -84,15 +85,14 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 def all_tables(rows: Rows) -> list[Table]:
     """Tables of runs, costs and peers."""
-    costs, peers = (rows.of(kind)["row"].tolist() for kind in ("cost", "peers"))
+    costs, peers = (rows.frame["row"][rows.frame["kind"] == kind].tolist() for kind in BENCH_COMMANDS)
     return [*run_tables(rows), *cost_tables(costs), *peer_tables(peers)]
 
 
 def runs_csv(runs: pd.DataFrame) -> str:
     """A CSV of the frame's texts and numbers, unrounded, with a row for each run."""
-    runs = runs.dropna(axis=1, how="all")
-    keys = [key for key in runs if runs[key].map(lambda value: isinstance(value, str | float)).any()]
-    return runs[keys].map(lambda value: escape_formula(value) if isinstance(value, str) else value).to_csv(index=False)
+    runs = runs.drop(columns=["row", "kind"]).dropna(axis=1, how="all")
+    return runs.map(lambda value: escape_formula(value) if isinstance(value, str) else value).to_csv(index=False)
 
 
 def _notes(rows: Rows) -> list[str]:
@@ -101,13 +101,7 @@ def _notes(rows: Rows) -> list[str]:
     counts = [pluralize(kinds["run"], "finished run")] if "run" in kinds else []
     counts += [f"{pluralize(kinds[kind], 'row')} of bench.{kind}" for kind in BENCH_COMMANDS if kind in kinds]
     notes = [f"Read from {pluralize(rows.files, 'file')}: {', '.join(counts)}."]
-    return [*notes, *(f"{line[0].upper()}{line[1:]}" for line in _omitted(rows)), LIMITATIONS]
-
-
-def _omitted(rows: Rows) -> list[str]:
-    """Rows that are not shown, and the reasons."""
-    reasons = {"failed, not shown": rows.failed, "not finished, not shown": rows.unfinished, "refused": rows.refused}
-    return [f"{reason}: {line}" for reason, lines in reasons.items() for line in lines]
+    return [*notes, *(f"{line[0].upper()}{line[1:]}" for line in rows.omitted), LIMITATIONS]
 
 
 def _remove_older(out: Path, *, written: set[str]) -> None:

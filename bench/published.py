@@ -1,0 +1,442 @@
+"""The tables of README, ``docs/results.md`` and ``docs/gpu.md`` from the rows in ``bench/results``, for
+``bench.front_page``. Each is a list of sections."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import yaml
+
+from bench.cost import dense_peak_flops
+from bench.evidence import LR_FACTORS, MIN_FACTORS, best_factor, cell_keys, mechanism, missing_runs, scores_by_factor
+from bench.tables.columns import columns
+from bench.tables.compare import VARIANTS
+from bench.tables.estimate import MIN_SEEDS, TOO_FEW, Pooled, estimate_mean, pooled_variance
+from bench.tables.frame import REACHED_BITS, frame_of
+from bench.tables.means import mean_rows
+from harness.data.associative_recall import BYTES_PER_KEY
+from harness.record.cells import make_table
+from harness.record.comparison import INCOMPARABLE_CHECKS
+from harness.record.rows import read_rows
+from harness.record.schema import flatten
+from harness.record.table import Cell, Column, Table, to_markdown
+
+REFERENCE = VARIANTS["reference"]
+KIB, MIB = 2**10, 2**20
+TEST, STATE = "test_bits_per_byte", "memory.state_bytes"
+COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)}
+COST_TABLES = {
+    "MFLOP per byte": ("stream", 1e6, "flops.executed_per_byte"),
+    "Carried state, KiB": ("stream", KIB, "memory.state_bytes"),
+    "Peak memory, MiB": ("stream", MIB, "memory.train_peak_bytes"),
+    "Training time, ms per byte": ("stream", "segment", "time.train_ms.p50"),
+    "Generation, ms per byte": ("stream", 1, "time.generate_ms.p50"),
+    "Prefill, ms": ("cold", 1, "time.evaluate_ms.p50"),
+}
+"""For each title of a table, the mode of its rows of ``bench.cost``, the divisor of its numbers or the key of the row
+that has it, and their dotted key."""
+GPU_COST_TABLES = {
+    "Training step, ms": (1, "time.train_ms.p50"),
+    "Forward pass of the whole context, ms": (1, "time.evaluate_ms.p50"),
+    "One byte of one stream, ms": (1, "time.generate_ms.p50"),
+    "One byte of each of 64 streams, ms": (1, "time.generate_64_ms.p50"),
+    "Peak memory of a training step, MiB": (MIB, "memory.train_peak_bytes"),
+    "Utilisation of a training step, %": (0.01, "utilisation.share"),
+}
+PROFILE_TABLES = {
+    "Profiled training step, ms": (1, "step_ms"),
+    "Of these in kernels, ms": (1, "busy_ms"),
+    "Launches of kernels": (1, "launches"),
+}
+"""For each title of a table, the divisor of its numbers and their dotted key in a row."""
+COST_CONDITIONS = ("device", "threads", "precision", "compile", "allocator", "streams", "segment")
+MEASURES = {"bits per byte": TEST, "carried state, %": STATE, "FLOPs per byte, %": "flops_per_byte.executed"}
+"""The column of the frame for each measure in ``claims.yaml``."""
+HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not separated"
+CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
+LEARNED_ACCURACY = 0.99
+NOT_LEARNED = "not in 6.1 (n=1)"
+RECALL_COLUMNS = ("8 keys", "8 keys, first query", "0.99 from, MB", "LR factor", "4 keys", "16 keys", "32 keys")
+RECALL_COLUMNS += ("state with 8 keys, KiB", "state with 32 keys, KiB")
+
+published_means = partial(mean_rows, by="variant", split="test", baselines=VARIANTS["baselines"], reference=REFERENCE)
+"""``mean_rows`` of mechanisms on test, each compared with the one that has the same positions."""
+
+
+class PublishedRuns:
+    """The runs in a file of ``bench.evidence``: ``frame`` has all of them, without numbers of those that did not finish,
+    and ``finished`` the others. ValueError if two rows are of one run, or runs of equal data and budget differ in
+    ``run_conditions``."""
+
+    def __init__(self, path: Path):
+        frame = frame_of(read_rows(path))
+        cells = [cell_keys(row) for row in frame["row"]]
+        frame["corpus"] = [cell.get("data") for cell in cells]
+        frame["budget"] = [cell.get("budget.bytes") for cell in cells]
+        frame["conditions"] = list(map(run_conditions, frame["row"]))
+        scales = [row["record"][0]["config"]["variant"].get("lr_scale") for row in frame["row"]]
+        frame["lr_factor"] = [float((scale or {}).get("muon", 1)) for scale in scales]
+        frame["status"] = frame["check"].where(frame["check"].isin(INCOMPARABLE_CHECKS), frame["status"])
+        finished = frame["status"] == "finished"
+        numbers = frame.select_dtypes("number").columns.difference(["seed", "lr_factor"])
+        frame.loc[~finished, numbers] = math.nan
+        for _, group in frame[finished].groupby(["corpus", "budget"], dropna=False):
+            if group["conditions"].nunique() > 1 or group.duplicated(["variant", "seed", "lr_factor"]).any():
+                conditions = "\n".join(sorted(group["conditions"].unique()))
+                differences = "options, data, protocol, budget, precision or numerics"
+                raise ValueError(f"{path}: rows repeat a run, or differ in {differences}:\n{conditions}")
+        self.frame = frame
+        self.finished = frame[finished]
+
+
+def run_conditions(row: dict) -> str:
+    """Conditions that must be equal in all runs of a table, as text, without context and span, which models set."""
+    cell = cell_keys(row)
+    words = {key: value for key, value in cell.items() if key not in ("variant", "seed", "data", *LR_FACTORS)}
+    protocol = {key: value for key, value in row["protocol"].items() if key not in ("context", "span")}
+    common = [words, protocol, *(row.get(key) for key in ("budget", "capped", "precision"))]
+    return json.dumps([*common, row["data"]["sha256"], row["numerics"]["shared"]], sort_keys=True)
+
+
+def text_file(folder: Path) -> Path:
+    """The file of the runs on text: those with windows in a permutation, or until these exist the older ones with
+    windows drawn at random."""
+    path = folder / "text.jsonl"
+    has_reference = any(row["summary"]["variant"] == REFERENCE for row in read_rows(path))
+    return path if has_reference else folder / "front_page.jsonl"
+
+
+def readme_table(folder: Path) -> str:
+    """README's table: a row for each mechanism in ``readme`` of ``variants.yaml``; and the missing runs."""
+    means = published_means(PublishedRuns(text_file(folder)).finished)
+    table = scores_table(means, "readme", names=VARIANTS["readme"])
+    return to_markdown(table) + missing_note(folder / "text.jsonl", "text_seeds")
+
+
+def results_sections(folder: Path) -> str:
+    """The sections of ``docs/results.md`` that have rows or missing runs."""
+    captions, sections = read_yaml("captions.yaml"), []
+    for title, name, tables, *stages in SECTIONS:
+        path = folder / f"{name}.jsonl"
+        left = LEFT_COLUMNS.get(tables, 1)
+        texts = [to_markdown(table, left=left) for table in tables(path)] if path.exists() else []
+        body = "\n\n".join(texts) + (missing_note(path, *stages) if stages else "")
+        if body:
+            sections.append(f"## {title}\n\n{captions[title]}\n\n{body.strip()}")
+    return "\n\n".join(sections)
+
+
+def gpu_sections(path: Path) -> str:
+    """The tables of a file of rows of GPUs: runs of equal seconds, runs of equal bytes, costs and profiles."""
+    costs = read_costs(path, "variant", "length", "compile", "streams", "segment", kind="cost")
+    profiles = [row for row in read_rows(path) if row.get("kind") == "profile"]
+    tables = [gpu_table(path, unit=unit) for unit in ("seconds", "bytes")]
+    tables += [quantity_table(title, costs, *quantity) for title, quantity in GPU_COST_TABLES.items()]
+    tables += [quantity_table(title, profiles, *quantity) for title, quantity in PROFILE_TABLES.items()]
+    return "\n\n".join(to_markdown(table) for table in tables if table.rows)
+
+
+def read_yaml(name: str) -> dict | list:
+    """The content of a YAML file of ``bench``."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def missing_note(path: Path, *stages: str) -> str:
+    """A paragraph with the number of missing runs of each mechanism in stages of ``bench.evidence``, if there are any."""
+    counts = Counter(run["variant"] for run in missing_runs(path, *stages))
+    names = ", ".join(f"`{name}` ({count})" for name, count in counts.items())
+    commands = ", ".join(f"`python -m bench.evidence stage={stage}`" for stage in stages)
+    return f"\n\nRuns that are missing ({commands}): {names}." if counts else ""
+
+
+def mechanism_table(
+    cells: Mapping[str, Mapping[object, str]], headings: Sequence, *, title: str = "", caption: str = ""
+) -> Table:
+    """A table of texts with a row per mechanism and a column per heading; a cell that a mechanism lacks is empty."""
+    rows = [
+        (Cell(text=name), *(Cell(text=str(row.get(heading, ""))) for heading in headings))
+        for name, row in cells.items()
+    ]
+    shown = tuple(Column(f"{heading:g}" if isinstance(heading, float) else str(heading)) for heading in headings)
+    return Table(name="", title=title, caption=caption, columns=(Column("mechanism"), *shown), rows=tuple(rows))
+
+
+def scores_table(
+    means: Sequence[dict], section: str, *, names: Sequence[str] | None = None, notes: Sequence[str] = ()
+) -> Table:
+    """The table of ``published_means`` with the columns of a section of ``columns.yaml``, of all mechanisms or of
+    ``names``. ``growth`` is the difference in parameters from the baseline, in percent."""
+    sizes = {row["variant"]: row["parameters.total"] for row in means}
+    for row in means:
+        if size := sizes.get(row.get("baseline", row["variant"])):
+            row["growth"] = 100 * (row["parameters.total"] / size - 1)
+    shown = [row for row in means if names is None or row["variant"] in names]
+    return make_table(shown, columns(section), name=section, title="", caption="", notes=tuple(notes))
+
+
+def bits_tables(path: Path) -> Iterator[Table]:
+    """Scores and costs of mechanisms, at the best on valid of several learning rates of one seed; below them scores of
+    compressors, the pooled variance, runs without a score, and machines."""
+    runs = PublishedRuns(path)
+    best = best_rates(runs.finished)
+    rows = runs.frame["row"]
+    compressors = next((row["compressors"]["test"] for row in best["row"] if row["compressors"].get("test")), {})
+    scores = ", ".join(f"{COMPRESSORS[name]} {bits:.4f}" for name, bits in compressors.items() if name in COMPRESSORS)
+    notes = [f"Test: {scores}"]
+    pooled = pooled_variance(best.pivot(index="seed", columns="variant", values=TEST))
+    if pooled.freedom:
+        deviation = f"{math.sqrt(pooled.variance):.4f}, {pooled.freedom} degrees of freedom"
+        notes.append(f"Standard deviation of a difference between two runs of one seed: {deviation}")
+    unscored = runs.frame[runs.frame["status"] != "finished"]
+    notes += [f"`{run.variant}`, seed {run.seed:.0f}: {run.status}" for run in unscored.itertuples()]
+    machines = {f"{row['device']}, {row['threads']} thread, {row['precision']}" for row in rows}
+    notes += [f"Machine: {machine}" for machine in sorted(machines)]
+    yield scores_table(published_means(best), "scores", notes=notes)
+
+
+def bytes_tables(path: Path) -> Iterator[Table]:
+    """A table of bits per byte on test by bytes of training, means over seeds."""
+    cells: dict[str, dict[str, str]] = {}
+    headings = []
+    runs = PublishedRuns(path).finished
+    for budget, group in sorted(runs.groupby("budget"), key=lambda pair: int(pair[0])):
+        heading = f"{int(budget) / 1e6:g} MB, {group['epochs'].mean():.2g} epochs"
+        headings.append(heading)
+        for row in published_means(group):
+            cells.setdefault(f"`{row['variant']}`", {})[heading] = f"{row[TEST]:.4f} (n={row['n']})"
+    figure = "![Bits per byte on test against training FLOPs, seconds and carried state](text_bytes.png)"
+    yield mechanism_table(cells, headings, caption=figure)
+
+
+def context_tables(path: Path) -> Iterator[Table]:
+    """A table of bits per byte on test by bytes of context, means over seeds."""
+    cells = {}
+    headings: list[str] = []
+    for row in published_means(PublishedRuns(path).finished):
+        curves = [(run.get("evaluation") or {}).get("context_curve") or [] for run in row["runs"]["row"]]
+        if entries := sum(curves, []):
+            means = pd.DataFrame(entries).groupby(["from_bytes", "to_bytes"])["bits_per_byte"].mean()
+            headings = [f"{low:,}" if low == high else f"{low:,} to {high:,}" for low, high in means.index]
+            cells[f"`{row['variant']}`"] = dict(zip(headings, means.map("{:.3f}".format), strict=True))
+    yield mechanism_table(cells, headings)
+
+
+def claims_tables(path: Path) -> Iterator[Table]:
+    """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds has a 95% interval,
+    of bits by the pooled variance; it is not corrected for the number of claims."""
+    runs = PublishedRuns(path)
+    bits = pooled_variance(runs.finished.pivot(index="seed", columns="variant", values=TEST))
+    rows = []
+    for claim in read_yaml("claims.yaml"):
+        verdicts, parts = [], []
+        for part in claim["parts"]:
+            all_seeds = seed_differences(runs.frame, part["variant"], part["baseline"], part["measure"])
+            scored, margin = all_seeds.dropna().tolist(), part.get("margin", 0.0)
+            pooled = None if part["measure"].endswith("%") else bits
+            verdict, interval = judge(scored, expected=part["expected"], margin=margin, pooled=pooled)
+            n = f"{len(scored)}, {all_seeds.isna().sum()} without a score" if all_seeds.hasnans else str(len(scored))
+            names = f"`{part['variant']}`, `{part['baseline']}`"
+            expected = f"-{margin:g} to {margin:g}" if part["expected"] == "equal" else f"below {margin:g}"
+            parts.append(["", names, part["measure"], expected, n, interval, verdict])
+            verdicts.append(verdict)
+        overall = next((verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS)
+        rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{overall}**"], *parts]
+    cells = tuple(tuple(Cell(text=text) for text in row) for row in rows)
+    yield Table(name="claims", title="", caption="", columns=tuple(map(Column, CLAIM_HEADINGS)), rows=cells)
+
+
+def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: str) -> pd.Series:
+    """For each common seed the difference from the baseline, in bits or in percent; NaN if a run has no number."""
+    column = MEASURES[measure]
+    columns = [runs[runs["variant"] == name].set_index("seed")[column] for name in (variant, baseline)]
+    compared, base = pd.concat(columns, axis=1, join="inner").sort_index().T.to_numpy()
+    return pd.Series(100 * (compared / base - 1) if measure.endswith("%") else compared - base)
+
+
+def judge(differences: list[float], *, expected: str, margin: float, pooled: Pooled | None = None) -> tuple[str, str]:
+    """The verdict on the mean of differences, and the mean with its 95% interval as text. The mean is expected below
+    the margin (``lower``), or between minus and plus the margin (``equal``). ``HOLDS``: the whole interval lies in this
+    range. ``FAILS``: it lies outside. ``UNDECIDED``: neither. ``TOO_FEW``: fewer than ``MIN_SEEDS`` differences."""
+    if len(differences) < 2:
+        return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
+    estimate = estimate_mean(differences, pooled)
+    low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
+    min_expected = -margin if expected == "equal" else float("-inf")
+    verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
+    if min_expected < low and high < margin:
+        verdict = HOLDS
+    return verdict if estimate.n >= MIN_SEEDS else TOO_FEW, f"{estimate.mean:+.4f} ± {estimate.half_width:.4f}"
+
+
+def copied_bits(row: dict) -> dict[str, float]:
+    """The bits of an answer on test in a row of ``published_means``, by its label, such as a distance."""
+    prefix = "test_bits_per_copy."
+    return {key.removeprefix(prefix): bits for key, bits in row.items() if key.startswith(prefix)}
+
+
+def copy_tables(path: Path) -> Iterator[Table]:
+    """A table of bits of a copied byte by distance, the largest distances first."""
+    means = {row["variant"]: row for row in published_means(PublishedRuns(path).finished)}
+    frame = pd.DataFrame({name: copied_bits(row) for name, row in means.items()}).T.rename(columns=int)
+    frame = frame.sort_index(axis=1)
+    ordered = frame.sort_values(by=[*frame.columns], key=lambda bits: bits >= REACHED_BITS, kind="stable")
+    texts = ordered.map("{:.3f}".format).rename(columns="{:,}".format)
+    cells = {f"`{name}`": {"n": means[name]["n"], **row} for name, row in texts.iterrows()}
+    yield mechanism_table(cells, ["n", *texts.columns])
+
+
+def recall_tables(path: Path) -> Iterator[Table]:
+    """A table of ``RECALL_COLUMNS``: accuracy by number of keys at the learning rate that scored best on valid. With 8
+    keys also the training bytes of the first validation at ``LEARNED_ACCURACY``: "rate at an end" without one, if the
+    best rate does not lie between others."""
+    scores, table = scores_by_factor(path), {}
+    rows = [row for row in read_rows(path) if "seed=0" in row["cell"] and row["summary"].get("test_answer_accuracy")]
+    rows = [row for row in rows if row["summary"]["check"] not in INCOMPARABLE_CHECKS]
+    for row in sorted(rows, key=lambda row: -row["summary"]["valid_bits_per_byte"]):  # best last
+        name, summary = mechanism(row["cell"]), row["summary"]
+        variant, *options = name.split(" ")
+        label = ", ".join([f"`{variant}`", *(option.rpartition(".")[2] for option in options)])
+        cells = table.setdefault(label, {})
+        keys = summary["protocol"]["sequence"] // BYTES_PER_KEY
+        cells[f"state with {keys} keys, KiB"] = f"{summary['memory']['state_bytes'] / KIB:,.0f}"
+        cells[f"{keys} keys"] = f"{summary['test_answer_accuracy']['all']:.3f}"
+        if keys == 8:
+            first = summary["test_answer_accuracy"].get("first")
+            cells["8 keys, first query"] = "" if first is None else f"{first:.3f}"
+            (curve,) = (entry for entry in row["record"] if entry.get("kind") == "curve")
+            accuracies = zip(curve["bytes_seen"], curve["answer_accuracy"], strict=True)
+            learned = [n_bytes for n_bytes, accuracy in accuracies if accuracy >= LEARNED_ACCURACY]
+            never = NOT_LEARNED if best_factor(scores[name]) else "rate at an end"
+            cells["0.99 from, MB"] = f"{learned[0] / 1e6:.1f}" if learned else never
+            cells["LR factor"] = cell_keys(row)[LR_FACTORS[1]]
+    ordered = dict(sorted(table.items(), key=lambda row: row[1].get("8 keys", ""), reverse=True))
+    yield mechanism_table(ordered, RECALL_COLUMNS)
+
+
+def best_rates(runs: pd.DataFrame) -> pd.DataFrame:
+    """The run of each mechanism, seed and corpus whose learning rate scored best on valid. If a corpus has mechanisms
+    with ``MIN_FACTORS`` rates, only these."""
+    corpus = runs["corpus"].fillna("")
+    rates = runs.groupby([corpus, "variant"])["lr_factor"].transform("nunique")
+    most = rates.groupby(corpus).transform("max")
+    kept = runs[(rates >= MIN_FACTORS) | (most < MIN_FACTORS)]
+    return kept.sort_values("valid_bits_per_byte").drop_duplicates(["corpus", "variant", "seed"])
+
+
+def skills_tables(path: Path) -> Iterator[Table]:
+    """A table of mean bits of an answer: a row per mechanism or predictor of ``skill_baselines.yaml``, and a column per
+    skill and its answers. Rows are sorted by the mean over skills of each skill's mean: the lowest first, incomplete
+    rows last."""
+    rows = {name: flatten(bits, separator=", ") for name, bits in read_yaml("skill_baselines.yaml").items()}
+    headings: set[str] = set()
+    for skill, group in best_rates(PublishedRuns(path).finished).groupby("corpus"):
+        for row in published_means(group):
+            bits = {f"{skill}, {label}": bits for label, bits in copied_bits(row).items()}
+            rows.setdefault(f"`{row['variant']}`", {}).update(bits)
+            headings |= {*bits}
+    ordered = sorted(headings, key=lambda heading: (heading.split()[0], len(heading), heading))
+    frame = pd.DataFrame(rows).T[ordered]
+    means = frame.T.groupby(lambda heading: heading.partition(",")[0]).mean().mean(skipna=False)
+    texts = frame.loc[means.sort_values(kind="stable").index].map("{:.3f}".format, na_action="ignore").fillna("")
+    yield mechanism_table(dict(texts.iterrows()), ordered)
+
+
+def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
+    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in other ``COST_CONDITIONS``."""
+    rows, common = [row for row in read_rows(path) if chosen.items() <= row.items()], {*COST_CONDITIONS} - {*keys}
+    names, conditions = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, common))
+    if len(conditions) > 1 or len(names) < len(rows):
+        raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(COST_CONDITIONS)}")
+    return rows
+
+
+def cost_tables(path: Path) -> Iterator[Table]:
+    """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span or, in mode cold, length."""
+    rows = {"stream": read_costs(path, "variant", "length", mode="stream")}
+    rows["cold"] = read_costs(path, "variant", "length", "segment", mode="cold")
+    for title, (mode, divisor, key) in COST_TABLES.items():
+        missing = "" if rows[mode] else f"No row yet of `python -m bench.cost mode={mode}`."
+        yield quantity_table(title, rows[mode], divisor, key, caption=missing)
+
+
+def quantity_table(title: str, rows: Sequence[dict], divisor: float | str, key: str, *, caption: str = "") -> Table:
+    """A table of a quantity: a row per mechanism, a column per length, and another if compiled. ``divisor`` is a number
+    or the key of one."""
+    columns = sorted({(row.get("compile", False), row["length"]) for row in rows})
+    headings = {column: f"{column[1]:,}{' compiled' * column[0]}" for column in columns}
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cost = flatten(row).get(key)
+        number = (cost or 0) / row.get(divisor, divisor)
+        text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+        heading = headings[row.get("compile", False), row["length"]]
+        cells.setdefault(f"`{row['variant']}`", {})[heading] = row["status"] if cost is None else text
+    return mechanism_table(cells, list(headings.values()), title=title, caption=caption)
+
+
+def speed_tables(path: Path) -> Iterator[Table]:
+    """Training speed of each implementation, and its ratio to the reference model's: median and range over rounds.
+    ValueError if rows repeat a name or differ in ``COST_CONDITIONS``."""
+    rows = [row.to_dict() for _, row in frame_of(read_costs(path, "name")).iterrows()]
+    yield make_table(rows, columns("speeds"), name="speeds", title="", caption="")
+
+
+def gpu_table(path: Path, *, unit: str) -> Table:
+    """A table of runs on a GPU with a budget in ``unit``, the best on valid first, with bzip2 as the last row.
+    ValueError if rows repeat a variant, differ in conditions, or are of a run without a score."""
+    trained = [row for row in read_rows(path) if unit in row.get("summary", {}).get("budget", {})]
+    runs = frame_of(trained)
+    conditions = {(row["device"], row["seed"], run_conditions(row)) for row in runs["row"]}
+    unscored = any(row["status"] != "finished" or row["check"] in INCOMPARABLE_CHECKS for row in runs["row"])
+    if len(conditions) > 1 or unscored or len({row["variant"] for row in runs["row"]}) < len(runs):
+        raise ValueError(f"{path}: rows repeat a variant, differ in device, seed or conditions, or have no score")
+    rows = [run.dropna().to_dict() for _, run in runs.sort_values("valid_bits_per_byte", kind="stable").iterrows()]
+    for row in rows:
+        row["name"] = f"`{row['variant']}`"
+        if peak := dense_peak_flops(row["row"]["device"], row["row"]["precision"]):
+            row["share"] = row["training_flops"] / row["seconds"] / peak
+    if rows:
+        bzip2 = rows[-1]["compressors.valid.bzip2"]
+        rows.append({"name": "bzip2 -9", "valid_bits_per_byte": bzip2})
+    return make_table(rows, columns("gpu"), name="gpu", title=f"Equal {unit}", caption="")
+
+
+def learning_rate_tables(path: Path) -> Iterator[Table]:
+    """A table of bits per byte on valid by learning rate factor; the best score of each mechanism is bold. ValueError
+    if runs differ in seed or conditions, or repeat a factor."""
+    rows = [row["summary"] | {"cell": row["cell"]} for row in read_rows(path)]
+    if len({(row["seed"], run_conditions(row)) for row in rows}) > 1:
+        raise ValueError(f"{path}: rows differ in seed, options, data, protocol, budget, precision or numerics")
+    scores, cells = scores_by_factor(path), {}
+    for name, bits in scores.items():
+        best = min(bits, key=bits.get)
+        texts = {factor: f"{score:.4f}" for factor, score in bits.items()}
+        cells[f"`{name}`"] = texts | {best: f"**{bits[best]:.4f}**"}
+    yield mechanism_table(cells, sorted({factor for bits in scores.values() for factor in bits}))
+
+
+SECTIONS = (
+    ("Text", "text", bits_tables, "text_seeds", "text_positions"),
+    ("Bits against bytes", "text_bytes", bytes_tables, "text_bytes"),
+    ("Learning rates of the text table", "text_rates", learning_rate_tables, "text_rates"),
+    ("Learning rates with AdamW", "text_rates_adamw", learning_rate_tables, "text_rates"),
+    ("Front page, more columns", "front_page", bits_tables),
+    ("What context is worth", "front_page", context_tables),
+    ("Claims of the papers", "front_page", claims_tables),
+    ("Combinations", "combinations", bits_tables),
+    ("Copying from a distance", "recall", copy_tables),
+    ("Recall by key", "recall_by_key", recall_tables),
+    ("Skills", "skills", skills_tables),
+    ("Recall with overwriting, 6 MB", "skills_6mb", skills_tables),
+    ("Cost against context", "cost", cost_tables),
+    ("Training speed of other implementations", "peers", speed_tables),
+    ("Learning rates", "rates", learning_rate_tables),
+    ("Learning rates over all bytes", "rates_full", learning_rate_tables),
+)
+"""Title, file and tables of each section of ``docs/results.md``, and the stages of ``bench.evidence`` that it waits for."""
+LEFT_COLUMNS = {claims_tables: 4}
+"""The number of columns of texts, where it is not 1."""

@@ -1,0 +1,122 @@
+"""Columns of tables: ``columns.yaml`` has heading, form, key and explanation. The form makes a cell from a row and the
+key. A row is a dictionary by dotted key; keys that were not measured are missing.
+
+A form is one of ``FORMS``, or a format of Python such as ``,.2f``, before it perhaps a unit: ``1e6 .2f`` is the number
+in millions. `` or status`` after it shows the status of a row that was not measured in place of the number, and
+`` ~KEY`` marks an approximate number if the row's number at KEY is not 0."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from bench.tables.compare import optimizer_words
+from harness.record import cells
+from harness.record.closing_table import pretrained_label
+from harness.record.table import Cell, Column, Table
+
+COLUMNS = yaml.safe_load(Path(__file__).with_name("columns.yaml").read_text(encoding="utf-8"))
+
+
+def _bits(row: Mapping, key: str) -> Cell:
+    """Bits per byte with half of their interval, and a star if only the first bytes of the split were scored."""
+    star = cells.CAPPED_MARK * bool(row.get(f"capped.{key.partition('_')[0]}"))
+    half_width = row.get(f"{key}.half_width")
+    interval = "" if half_width is None else f" ± {half_width:.4f}"
+    return cells.fixed(row.get(key), digits=4, mark=star + interval)
+
+
+def _difference(row: Mapping, key: str) -> Cell:
+    """A mean difference with half of its interval, or without one with the number of pairs."""
+    if row.get(key) is None:
+        return cells.EMPTY
+    half_width = row.get(f"{key}.half_width")
+    interval = f"(n={row['pairs']})" if half_width is None else f"± {half_width:.4f}"
+    return Cell(text=f"{row[key]:+.4f} {interval}", value=row[key])
+
+
+def _spread(row: Mapping, key: str) -> Cell:
+    """The 20th and the 80th percentile of times in ms; empty if there are fewer than ``MIN_CALLS`` calls."""
+    if row.get(f"{key}.n", 0) < cells.MIN_CALLS or row["status"] != "measured":
+        return cells.EMPTY
+    return cells.interval((row[f"{key}.p20"], row[f"{key}.p80"]), digits=3 if "generate" in key else 2)
+
+
+def _evaluation_backend(row: Mapping, key: str) -> Cell:
+    """The backend of evaluation, if it differs from that of training."""
+    backend = row["row"].get(key) if "row" in row else None
+    return cells.EMPTY if backend is None or backend == row["row"]["backend"] else cells.text(backend)
+
+
+def _speed(row: Mapping, key: str) -> Cell:
+    """Bytes per second of a training step with a median time in ms at ``key``."""
+    if row["status"] != "measured" or not row.get(key):
+        return cells.EMPTY
+    return cells.integer(row["streams"] * row["segment"] / row[key] * 1000)
+
+
+def _formatted(row: Mapping, key: str, *, form: str) -> Cell:
+    """A number by a format of Python, perhaps in a unit."""
+    unit, _, number_format = form.rpartition(" ")
+    if row.get(key) is None:
+        return cells.EMPTY
+    number = row[key] / float(unit or 1)
+    return Cell(text=format(number, number_format), value=number)
+
+
+FORMS: dict[str, Callable[[Mapping, str], Cell]] = {
+    "bits": _bits,
+    "difference": _difference,
+    "spread": _spread,
+    "speed": _speed,
+    "evaluation backend": _evaluation_backend,
+    "optimizers": lambda row, key: cells.text(optimizer_words(row.get("row", {}).get(key))),
+    "pretrained": lambda row, key: cells.text(pretrained_label(row.get("row", {}))),
+    "range": lambda row, key: cells.interval(row["row"].get(key)),
+    "range2": lambda row, key: cells.interval(row["row"].get(key), digits=2),
+    "code": lambda row, key: cells.text(f"`{row[key]}`" if key in row else None),
+    "text": lambda row, key: cells.text(row.get(key)),
+    "whole": lambda row, key: cells.integer(row.get(key)),
+    "mib": lambda row, key: cells.mib(row.get(key)),
+    "millions": lambda row, key: cells.millions(row.get(key)),
+    "gflops": lambda row, key: cells.in_units(row.get(key), unit=1e9),
+    "nonzero": lambda row, key: cells.fixed(row.get(key) or None, digits=1),
+    "package": lambda row, key: cells.text(" ".join(filter(None, map(row["row"].get, PACKAGE))) or None),
+}
+PACKAGE = ("package", "package_version")
+TEXT_FORMS = ("package", "code", "evaluation backend", "optimizers", "pretrained", "range", "range2", "spread", "text")
+
+
+def cell_of(row: Mapping, *, form: str, key: str) -> Cell:
+    """The cell of a row at a key by a form."""
+    form, _, approximate = form.partition(" ~")
+    form, either, _ = form.partition(" or status")
+    if either and row["status"] != "measured":
+        return cells.text(row["status"])
+    cell = FORMS[form](row, key) if form in FORMS else _formatted(row, key, form=form)
+    marked = approximate and row.get(approximate) and cell.text
+    return replace(cell, text=f"~{cell.text}") if marked else cell
+
+
+def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
+    """The columns of a section of ``columns.yaml``; the form ``copies`` stands for a column per distance."""
+    section_columns = []
+    for heading, form, key, *explained in COLUMNS[section]:
+        specs = [(heading, form, key)]
+        if form == "copies":
+            specs = [(f"{heading} from {distance}, bits", ".4f", f"{key}.{distance}") for distance in distances]
+        for column_heading, column_form, cell_key in specs:
+            cell = partial(cell_of, form=column_form, key=cell_key)
+            section_columns.append(Column(column_heading, *explained, cell=cell, numeric=form not in TEXT_FORMS))
+    return section_columns
+
+
+def for_terminal(table: Table) -> Table:
+    """The table with only the columns that the section ``terminal`` of ``columns.yaml`` lists, explained in notes."""
+    shown = [index for index, column in enumerate(table.columns) if column.heading in COLUMNS["terminal"]]
+    columns = tuple(table.columns[index] for index in shown)
+    rows = tuple(tuple(row[index] for index in shown) for row in table.rows)
+    explained = [f"{column.heading}: {column.explanation}" for column in columns if column.explanation]
+    return replace(table, columns=columns, rows=rows, notes=(*table.notes, *explained))

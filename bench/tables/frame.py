@@ -1,0 +1,167 @@
+"""Rows as one pandas DataFrame, from which all tables and figures are made: those of run folders (``record.jsonl``,
+``summary.json``), of ``bench.cost`` and ``bench.peers``, and the published ones of ``bench.evidence``."""
+
+import math
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+
+from bench.rows import ROWS, refusal
+from harness.record.comparison import INCOMPARABLE_CHECKS, cost_conditions
+from harness.record.rows import EVALUATIONS, FAILED, RECORD, SUMMARY, read_accepted_rows
+from harness.record.schema import BENCH_COMMANDS, is_number, schema_of_run_row, shorten, violation
+
+SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
+MAX_ERROR_LENGTH = 300  # characters shown of a failed run's error
+SAME_RUN_KEYS = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
+"""Keys in which the record and the summary of a run must be equal."""
+TEXT_KEYS = ("variant", "backend", "source", "status", "check", "reason", "spans_from", "name", "run")
+"""Keys whose texts become columns of the frame. Numbers become columns under every key except ``UNREAD``."""
+UNREAD = ("config", "record", "summary", "evaluation")
+SCORES = ["valid_bits_per_byte", "test_bits_per_byte"]  # columns of every frame
+COPIES = "valid_bits_per_copy."
+REACHED_BITS = 1.0  # a byte that repeats an earlier one counts as copied below these bits; without copying it costs 4
+
+
+def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
+    """The frame of rows. ``row`` is a whole row: of a run its provenance and summary, of a published row its summary
+    with ``cell``, ``record`` and ``evaluation``. Numbers and truth values are columns of floats by dotted key, and
+    ``TEXT_KEYS`` columns of texts. ``reach`` is the largest distance from which a run copies bytes."""
+    rows = [{"kind": "run"} | row | row.get("summary", {}) for row in rows]
+    leaves = pd.json_normalize([{key: row[key] for key in row if key not in UNREAD} for row in rows])
+    frame = leaves.map(lambda leaf: float(leaf) if is_number(leaf) or isinstance(leaf, bool) else math.nan)
+    frame = frame.dropna(axis=1, how="all")
+    frame = frame.reindex(columns=frame.columns.union(SCORES, sort=False))
+    frame = frame.assign(row=rows, kind=[row["kind"] for row in rows])
+    for key in {*TEXT_KEYS} & {*leaves}:
+        frame[key] = leaves[key].where(leaves[key].map(lambda leaf: isinstance(leaf, str)), None)
+    copies = [key for key in frame if key.startswith(COPIES) and key.removeprefix(COPIES).isdecimal()]
+    for key in copies:  # other corpora label their answers otherwise
+        frame.loc[[not row["data"].get("name", "").startswith("recall") for row in rows], key] = math.nan
+    if copies:
+        reached = pd.DataFrame({key: (frame[key] < REACHED_BITS) * float(key.removeprefix(COPIES)) for key in copies})
+        frame["reach"] = reached.max(axis=1).where(frame[copies].notna().any(axis=1))
+    return frame
+
+
+class Rows:
+    """The rows in folders and below them; ValueError for a missing folder, or without any file of rows.
+
+    Attributes:
+        frame: the frame of runs in the order in which they ended, then of rows of commands in the order of their
+            folders' names. Of a run, ``row`` has the rows of its ``record``.
+        omitted: a text with path and reason for each run that is not shown, and for each file with refused lines.
+        files: the number of files that were read.
+        test_scores: how often test was scored, by the SHA-256 of the data."""
+
+    def __init__(self, folders: Sequence[Path]):
+        for folder in folders:
+            if not folder.is_dir():
+                raise ValueError(f"{folder}: must be a folder with runs ({RECORD}) or rows ({ROWS})")
+        paths = {os.path.realpath(path): path for folder in folders for path in _files(folder)}.values()
+        if not paths:
+            names = ", ".join(map(str, folders))
+            raise ValueError(f"{names}: nothing to report; looked for runs ({RECORD}, {SUMMARY}) and rows ({ROWS})")
+        self.omitted: list[str] = []
+        self.files = len(paths)
+        self.test_scores: Counter = Counter()
+        self._runs: list[tuple[float, dict]] = []
+        self._command_rows: list[dict] = []
+        for path in sorted(paths, key=lambda path: (path.parent.name, str(path))):
+            try:
+                if path.name in (RECORD, SUMMARY):
+                    self._read_run(path.parent)
+                else:
+                    rows, reasons = read_accepted_rows(path, check=_command_row_error)
+                    self._refuse(path, reasons if rows or reasons else ["it has no rows"])
+                    self._command_rows += [row | {"read_from": str(path.parent)} for row in rows]
+            except OSError as error:
+                self._refuse(path, [f"cannot be read ({error.strerror})"])
+        runs = [row for _, row in sorted(self._runs, key=lambda pair: pair[0])]
+        self.frame = frame_of([*runs, *self._command_rows])
+
+    def _refuse(self, path: Path, reasons: Sequence[str]) -> None:
+        more = f" (and {len(reasons) - 1} more lines)" if len(reasons) > 1 else ""
+        self.omitted += [f"refused: {path}: {reason}{more}" for reason in reasons[:1]]
+
+    def _read_run(self, folder: Path) -> None:
+        """Add the finished run of a folder, or the reason why it is not shown."""
+        files = [folder / name for name in (RECORD, SUMMARY)]
+        record, reasons = read_accepted_rows(files[0], check=_run_row_error) if files[0].exists() else ([], [])
+        provenance = record[0] if record and record[0].get("kind") == "provenance" else None
+        check = partial(_summary_error, provenance=provenance)
+        summaries, refused = read_accepted_rows(files[1], check=check) if files[1].exists() else ([], [])
+        summary = summaries[0] if summaries else {"status": "no summary yet"}
+        status = summary["status"]
+        if provenance is None and status not in FAILED:
+            reasons = [*reasons[:1], "no provenance: the first row is missing or refused"]
+        self._refuse(files[0], reasons)
+        self._refuse(files[1], refused)
+        if provenance is not None:
+            self.test_scores[provenance["data"]["sha256"]] += _test_scores(record, folder / EVALUATIONS)
+        if refused:
+            return
+        if status in FAILED:
+            words = str(summary.get("error") or "no error was written down")
+            error = textwrap.shorten(words, MAX_ERROR_LENGTH, placeholder="...")
+            self.omitted.append(f"failed, not shown: {folder}: {error}")
+        elif provenance is not None and status != "finished":
+            self.omitted.append(f"not finished, not shown: {folder}: {status}")
+        elif provenance is not None and summary.get("purpose") == "tune":
+            self.omitted.append(f"not shown: {folder}: a run of a search for settings")
+        elif provenance is not None:
+            more = {"kind": "run", "record": record, "run": folder.name}
+            self._runs.append((files[1].stat().st_mtime, provenance | summary | more))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Files of rows: one of each run folder, and other ``.jsonl`` files. Links to folders (``latest``) are ignored."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
+        if RECORD in names or SUMMARY in names:
+            yield Path(parent) / (RECORD if RECORD in names else SUMMARY)
+        yield from (Path(parent) / n for n in names if n.endswith(".jsonl") and n not in (RECORD, EVALUATIONS))
+
+
+def _test_scores(record: Sequence[dict], evaluations: Path) -> int:
+    """How often a run and ``bench.evaluate`` scored test."""
+    scores = [row["kind"] for row in record]
+    if evaluations.exists():
+        rows, _ = read_accepted_rows(evaluations, check=lambda row, line_number: None)
+        scores += [row.get("split") for row in rows]
+    return scores.count("test")
+
+
+def _command_row_error(row: dict, line_number: int) -> str | None:
+    """The reason why a row of a command is refused, or None."""
+    if reason := refusal(row):
+        return reason
+    kind = row["kind"]
+    if kind not in BENCH_COMMANDS:
+        return f"kind is {shorten(kind)}; allowed are {', '.join(BENCH_COMMANDS)}"
+    return violation(row, schema=kind)
+
+
+def _run_row_error(row: dict, line_number: int) -> str | None:
+    """The reason why a row of a run's record is refused, or None. The first row must have provenance."""
+    return (refusal(row) if line_number == 1 else None) or violation(row, schema=schema_of_run_row(row))
+
+
+def _summary_error(summary: dict, line_number: int, *, provenance: dict | None) -> str | None:
+    """The reason why a summary is refused (wrong shape, of another run, unchecked or not causal), or None."""
+    failed = summary.get("status") in FAILED
+    if reason := violation(summary, schema="failed" if failed else "summary"):
+        return reason
+    if provenance is not None:  # in a summary, keys that a failed run did not reach are null
+        keys = [key for key in SAME_RUN_KEYS if not failed or summary.get(key) is not None]
+        differing = [key for key in keys if summary[key] != provenance.get(key)]
+        if differing:
+            return f"not of the run in {RECORD}: {', '.join(differing)} differ"
+        if not failed and "seconds" in summary["budget"] and cost_conditions(provenance) != cost_conditions(summary):
+            return "resumed in another environment, so a budget of seconds is not comparable"
+    return f"{summary['check']}: not compared" if summary.get("check") in INCOMPARABLE_CHECKS else None

@@ -1,0 +1,50 @@
+"""Means over seeds of runs, and differences from baselines: the rows of every table of runs."""
+
+import math
+from collections.abc import Mapping
+
+import pandas as pd
+
+from bench.tables.estimate import TOO_FEW, compare, estimate_mean
+
+BITS = "bits_per_byte"
+NO_BASELINES: Mapping[str, str] = {}
+SPLITS = ("valid", "test")
+
+
+def mean_rows(
+    runs: pd.DataFrame, *, by: str, split: str, reference: str | None, baselines: Mapping[str, str] = NO_BASELINES
+) -> list[dict]:
+    """A row for each name in the column ``by`` of a frame with one run of each name and seed: ``n``, its runs with a
+    score; means of all numbers; half of the 95% interval of bits per byte as ``<key>.half_width``; and on ``split``
+    the difference from its baseline, ``reference`` if ``baselines`` has no other, over common seeds: ``pairs``, ``difference`` with ``half_width`` and ``freedom``,
+    ``p`` with Holm's correction and a ``verdict``. ``runs`` are its runs; texts and ``row`` are those of the last one.
+
+    So that only common seeds are compared, rows are in the order of their mean differences from ``reference``. Those
+    without common seeds follow, and those without a score are last."""
+    scored = runs[runs[f"valid_{BITS}"].notna()]
+    scores = scored.pivot(index="seed", columns=by, values=f"{split}_{BITS}").dropna(axis=1, how="all")
+    baselines = {name: baselines.get(name, reference) for name in runs[by]}
+    estimates = compare(scores, baselines)
+    order = scores.sub(scores.get(reference, 0.0), axis=0).mean().fillna(scores.mean())
+    numbers = runs.select_dtypes("number").columns
+    rows = []
+    for name, group in runs.groupby(by, sort=False):
+        row = group.iloc[-1].drop(numbers).to_dict() | group[numbers].mean().dropna().to_dict()
+        counts = group[[f"{part}_{BITS}" for part in SPLITS]].count()
+        if counts.iloc[1] < counts.iloc[0]:  # the mean over some seeds would be compared with means over all
+            row = {key: value for key, value in row.items() if not key.startswith("test_")}
+        for part in SPLITS:
+            bits = group[f"{part}_{BITS}"].dropna().tolist()
+            row[f"{part}_{BITS}.half_width"] = estimate_mean(bits).half_width if bits else None
+        row |= {"runs": group, "n": counts.max()}
+        baseline = baselines[name]
+        if baseline not in (name, None):
+            row["baseline"] = baseline
+            row |= {"pairs": 0, "verdict": "no common seeds"} if {name, baseline} <= {*scores} else {}
+        if estimate := estimates.get(name):
+            row |= {"pairs": estimate.n, "difference": estimate.mean, "difference.half_width": estimate.half_width}
+            row |= {"verdict": estimate.verdict, "freedom": estimate.freedom}
+            row["p"] = None if estimate.verdict == TOO_FEW else estimate.p
+        rows.append(row)
+    return sorted(rows, key=lambda row: order.get(row[by], math.inf))

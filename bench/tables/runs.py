@@ -1,0 +1,107 @@
+"""Tables of comparable runs: means over seeds, differences from the reference, time and memory."""
+
+from collections.abc import Iterator, Sequence
+
+import pandas as pd
+
+from bench.tables import compare
+from bench.tables.columns import columns
+from bench.tables.frame import COPIES, Rows
+from bench.tables.means import BITS, SPLITS, mean_rows
+from harness.record.cells import CAPPED_MARK, join_words, make_table, missing_formulas_note, pluralize
+from harness.record.comparison import is_shipped
+from harness.record.table import Table
+
+REFERENCE = compare.VARIANTS["reference"]
+UNCONTROLLED = {"parameters": "parameters.total", "ideal FLOPs per byte": "flops_per_byte.ideal"}
+UNCONTROLLED |= {"bytes trained on": "bytes_seen"}
+"""Columns of the frame, by name, that may differ between the runs of a table; its details name those that do."""
+
+
+def run_tables(rows: Rows) -> Iterator[Table]:
+    """A table for each group of comparable runs, with time and memory if these are comparable (``cost_key``)."""
+    runs = rows.frame[rows.frame["kind"] == "run"]
+    for index, (_, group) in enumerate(runs.groupby(runs["row"].map(compare.run_key), sort=False), start=1):
+        arms = group.join(compare.arms_of(group)).sort_values(["variant", "order", "seed"], kind="stable")
+        newest, last = arms.drop_duplicates(["arm", "seed"], keep="last"), group["row"].iloc[-1]
+        split, reference = basis(newest)
+        means = mean_rows(newest, by="arm", split=split, reference=reference)
+        n_scores = pluralize(rows.test_scores.get(last["data"]["sha256"], 0), "time")
+        notes = [f"Test was scored {n_scores} in the folders that were read.", *_notes(group, arms, means)]
+        about = _about(group)
+        shown = columns("runs", distances=_copies(arms))
+        caption = f"The rows differ in: {compare.differing_keys(arms, 'backend', 'seed')}."
+        if reference:
+            caption = f"Differences are from {reference} on {split}. {caption}"
+        costs = columns("costs")
+        if arms["row"].map(compare.cost_key).nunique() == 1:
+            about.append(f"Time and memory: {compare.environment_words(last)}.")
+        else:
+            costs = [column for column in costs if column.heading in ("backend", "evaluation backend")]
+            unequal = compare.environment_differences([*group["row"]]) or "source"
+            notes.append(f"Time and memory are in runs.csv only, because these runs differ in {unequal}.")
+        title = f"{last['data']['name']}, {compare.budget_words(last['budget'])} of training"
+        texts = {"title": title, "caption": caption, "details": tuple(about), "notes": tuple(notes)}
+        yield make_table([*means, *_compressors(last)], shown + costs, name=f"runs-{index}", **texts)
+
+
+def basis(arms: pd.DataFrame) -> tuple[str, str | None]:
+    """The split on which arms are compared, test if every scored arm has such a score of each seed, else valid; and the
+    reference: the best arm on valid of the shipped variant that ``variants.yaml`` names. It is None without another arm
+    that has a score."""
+    scored = arms[arms[f"valid_{BITS}"].notna()]
+    split = "test" if len(scored) and scored[f"test_{BITS}"].notna().all() else "valid"
+    shipped = scored[(scored["variant"] == REFERENCE) & scored["row"].map(is_shipped).astype(bool)]
+    if scored["arm"].nunique() < 2 or shipped.empty:
+        return split, None
+    return split, shipped.groupby("arm")[f"valid_{BITS}"].mean().idxmin()
+
+
+def _copies(runs: pd.DataFrame) -> list[str]:
+    """The distances from which the runs of a table copy bytes, as texts."""
+    keys = (key.removeprefix(COPIES) for key in runs if key.startswith(COPIES) and runs[key].notna().any())
+    return sorted(keys, key=int)
+
+
+def _compressors(row: dict) -> list[dict]:
+    """A row for each general compressor, the best on valid first."""
+    bits = {f"{split}_{BITS}": (row.get("compressors") or {}).get(split) for split in SPLITS}
+    scores = pd.DataFrame({key: pd.Series(by_name, dtype=float) for key, by_name in bits.items()})
+    capped = {f"capped.{split}": n_bytes for split, n_bytes in (row.get("capped") or {}).items()}
+    ordered = scores.sort_values([*scores], kind="stable")
+    return [{"arm": name} | capped | bits.dropna().to_dict() for name, bits in ordered.iterrows()]
+
+
+def _about(runs: pd.DataFrame) -> list[str]:
+    """Sentences on the data, the protocol, and on what is and what is not equal in all runs."""
+    row, uncontrolled = runs["row"].iloc[-1], []
+    for name, key in UNCONTROLLED.items():
+        if key in runs and runs[key].min() < runs[key].max():
+            uncontrolled.append(f"{name} ({runs[key].min():,.0f} to {runs[key].max():,.0f})")
+    if len({compare.optimizer_words(row.get("optimizers")) for row in runs["row"]}) > 1:
+        uncontrolled.append("shares of the optimizers")
+    lines = [f"Data: {compare.data_words([row])}.", f"Bits per byte: {compare.protocol_words([*runs['row']])}."]
+    lines.append(f"Held equal: data, protocol and budget ({compare.budget_words(row['budget'])}).")
+    if uncontrolled:
+        lines.append(f"Not held equal: {join_words(uncontrolled)}.")
+    return lines
+
+
+def _notes(runs: pd.DataFrame, arms: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
+    """Notes on commits, prefixes that were scored, runs without a score, repeated runs, and unequal seeds."""
+    notes = compare.commit_notes(runs)
+    prefixes = {split: n_bytes for row in runs["row"] for split, n_bytes in (row.get("capped") or {}).items()}
+    if prefixes:
+        splits = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in prefixes.items())
+        notes.append(f"{CAPPED_MARK} scored on {splits} only.")
+    unscored = arms[arms[f"valid_{BITS}"].isna()]
+    names = [f"{arm}, seed {seed:.0f}" for arm, seed in zip(unscored["arm"], unscored["seed"], strict=True)]
+    if names:
+        notes.append(f"No validation bits per byte (not scored, or not finite): {'; '.join(names)}.")
+    unknown = [(run["arm"], (run["row"].get("flops_per_byte") or {}).get("unknown")) for _, run in arms.iterrows()]
+    notes += filter(None, [missing_formulas_note(unknown)])
+    if n_repeated := int(arms.duplicated(["arm", "seed"]).sum()):
+        notes.append(f"Means are over the newest run of each seed; {pluralize(n_repeated, 'older run')} in runs.csv.")
+    if len({frozenset(row["runs"]["seed"]) for row in rows}) > 1:
+        notes.append("Means are over different seeds; differences are over the seeds that both rows have.")
+    return notes
