@@ -5,7 +5,8 @@ It replaces the text between two markers in each page. ``tests/test_front_page.p
 
 from pathlib import Path
 
-from bench.published import PublishedRuns, gpu_sections, readme_table, results_sections, text_file
+from bench.published import gpu_sections, readme_table, results_sections
+from bench.published_runs import PublishedRuns, text_file
 from bench.tables import drawing
 from bench.tables.compare import VARIANTS
 from bench.text_figures import draw_costs, draw_recall, draw_state, recall_curves

@@ -1,7 +1,6 @@
 """The tables of README, ``docs/results.md`` and ``docs/gpu.md`` from the rows in ``bench/results``, for
 ``bench.front_page``. Each is a list of sections."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +11,12 @@ import pandas as pd
 import yaml
 
 from bench.cost import dense_peak_flops
-from bench.evidence import LR_FACTORS, MIN_FACTORS, best_factor, cell_keys, mechanism, missing_runs, scores_by_factor
+from bench.evidence import LR_FACTORS, best_factor, cell_keys, mechanism, missing_runs, scores_by_factor
+from bench.published_runs import STATE, TEST, PublishedRuns, best_rates, published_means, run_conditions, text_file
 from bench.tables.columns import columns
 from bench.tables.compare import VARIANTS
 from bench.tables.estimate import MIN_SEEDS, TOO_FEW, Pooled, estimate_mean, pooled_variance
 from bench.tables.frame import REACHED_BITS, frame_of
-from bench.tables.means import mean_rows
 from harness.data.associative_recall import BYTES_PER_KEY
 from harness.record.cells import make_table
 from harness.record.comparison import INCOMPARABLE_CHECKS
@@ -25,9 +24,7 @@ from harness.record.rows import read_rows
 from harness.record.schema import flatten
 from harness.record.table import Cell, Column, Table, to_markdown
 
-REFERENCE = VARIANTS["reference"]
 KIB, MIB = 2**10, 2**20
-TEST, STATE = "test_bits_per_byte", "memory.state_bytes"
 COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)}
 COST_TABLES = {
     "MFLOP per byte": ("stream", 1e6, "flops.executed_per_byte"),
@@ -63,52 +60,6 @@ NOT_LEARNED = "not in 6.1 (n=1)"
 RECALL_COLUMNS = ("8 keys", "8 keys, first query", "0.99 from, MB", "LR factor", "4 keys", "16 keys", "32 keys")
 RECALL_COLUMNS += ("state with 8 keys, KiB", "state with 32 keys, KiB")
 
-published_means = partial(mean_rows, by="variant", split="test", baselines=VARIANTS["baselines"], reference=REFERENCE)
-"""``mean_rows`` of mechanisms on test, each compared with the one that has the same positions."""
-
-
-class PublishedRuns:
-    """The runs in a file of ``bench.evidence``: ``frame`` has all of them, without numbers of those that did not finish,
-    and ``finished`` the others. ValueError if two rows are of one run, or runs of equal data and budget differ in
-    ``run_conditions``."""
-
-    def __init__(self, path: Path):
-        frame = frame_of(read_rows(path))
-        cells = [cell_keys(row) for row in frame["row"]]
-        frame["corpus"] = [cell.get("data") for cell in cells]
-        frame["budget"] = [cell.get("budget.bytes") for cell in cells]
-        frame["conditions"] = list(map(run_conditions, frame["row"]))
-        scales = [row["record"][0]["config"]["variant"].get("lr_scale") for row in frame["row"]]
-        frame["lr_factor"] = [float((scale or {}).get("muon", 1)) for scale in scales]
-        frame["status"] = frame["check"].where(frame["check"].isin(INCOMPARABLE_CHECKS), frame["status"])
-        finished = frame["status"] == "finished"
-        numbers = frame.select_dtypes("number").columns.difference(["seed", "lr_factor"])
-        frame.loc[~finished, numbers] = math.nan
-        for _, group in frame[finished].groupby(["corpus", "budget"], dropna=False):
-            if group["conditions"].nunique() > 1 or group.duplicated(["variant", "seed", "lr_factor"]).any():
-                conditions = "\n".join(sorted(group["conditions"].unique()))
-                differences = "options, data, protocol, budget, precision or numerics"
-                raise ValueError(f"{path}: rows repeat a run, or differ in {differences}:\n{conditions}")
-        self.frame = frame
-        self.finished = frame[finished]
-
-
-def run_conditions(row: dict) -> str:
-    """Conditions that must be equal in all runs of a table, as text, without context and span, which models set."""
-    cell = cell_keys(row)
-    words = {key: value for key, value in cell.items() if key not in ("variant", "seed", "data", *LR_FACTORS)}
-    protocol = {key: value for key, value in row["protocol"].items() if key not in ("context", "span")}
-    common = [words, protocol, *(row.get(key) for key in ("budget", "capped", "precision"))]
-    return json.dumps([*common, row["data"]["sha256"], row["numerics"]["shared"]], sort_keys=True)
-
-
-def text_file(folder: Path) -> Path:
-    """The file of the runs on text: those with windows in a permutation, or until these exist the older ones with
-    windows drawn at random."""
-    path = folder / "text.jsonl"
-    has_reference = any(row["summary"]["variant"] == REFERENCE for row in read_rows(path))
-    return path if has_reference else folder / "front_page.jsonl"
-
 
 def readme_table(folder: Path) -> str:
     """README's table: a row for each mechanism in ``readme`` of ``variants.yaml``; and the missing runs."""
@@ -122,7 +73,7 @@ def results_sections(folder: Path) -> str:
     captions, sections = read_yaml("captions.yaml"), []
     for title, name, tables, *stages in SECTIONS:
         path = folder / f"{name}.jsonl"
-        left = LEFT_COLUMNS.get(tables, 1)
+        left = LEFT_COLUMNS.get(title, 1)
         texts = [to_markdown(table, left=left) for table in tables(path)] if path.exists() else []
         body = "\n\n".join(texts) + (missing_note(path, *stages) if stages else "")
         if body:
@@ -178,24 +129,24 @@ def scores_table(
     return make_table(shown, columns(section), name=section, title="", caption="", notes=tuple(notes))
 
 
-def bits_tables(path: Path) -> Iterator[Table]:
-    """Scores and costs of mechanisms, at the best on valid of several learning rates of one seed; below them scores of
-    compressors, the pooled variance, runs without a score, and machines."""
+def bits_tables(path: Path, *, best: bool = False) -> Iterator[Table]:
+    """Scores and costs of mechanisms, with ``best`` at the learning rate of each seed that scored best on valid; below
+    them scores of compressors, the pooled variance, runs without a score, and machines."""
     runs = PublishedRuns(path)
-    best = best_rates(runs.finished)
-    rows = runs.frame["row"]
-    compressors = next((row["compressors"]["test"] for row in best["row"] if row["compressors"].get("test")), {})
+    shown = best_rates(runs.finished) if best else runs.finished
+    means = published_means(shown)
+    compressors = next((row["compressors"]["test"] for row in shown["row"] if row["compressors"].get("test")), {})
     scores = ", ".join(f"{COMPRESSORS[name]} {bits:.4f}" for name, bits in compressors.items() if name in COMPRESSORS)
     notes = [f"Test: {scores}"]
-    pooled = pooled_variance(best.pivot(index="seed", columns="variant", values=TEST))
+    pooled = pooled_variance(shown.pivot(index="seed", columns="variant", values=TEST))
     if pooled.freedom:
         deviation = f"{math.sqrt(pooled.variance):.4f}, {pooled.freedom} degrees of freedom"
         notes.append(f"Standard deviation of a difference between two runs of one seed: {deviation}")
     unscored = runs.frame[runs.frame["status"] != "finished"]
     notes += [f"`{run.variant}`, seed {run.seed:.0f}: {run.status}" for run in unscored.itertuples()]
-    machines = {f"{row['device']}, {row['threads']} thread, {row['precision']}" for row in rows}
+    machines = {f"{row['device']}, {row['threads']} thread, {row['precision']}" for row in runs.frame["row"]}
     notes += [f"Machine: {machine}" for machine in sorted(machines)]
-    yield scores_table(published_means(best), "scores", notes=notes)
+    yield scores_table(means, "scores", notes=notes)
 
 
 def bytes_tables(path: Path) -> Iterator[Table]:
@@ -225,16 +176,15 @@ def context_tables(path: Path) -> Iterator[Table]:
     yield mechanism_table(cells, headings)
 
 
-def claims_tables(path: Path) -> Iterator[Table]:
+def claims_table(runs: pd.DataFrame) -> Table:
     """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds has a 95% interval,
     of bits by the pooled variance; it is not corrected for the number of claims."""
-    runs = PublishedRuns(path)
-    bits = pooled_variance(runs.finished.pivot(index="seed", columns="variant", values=TEST))
+    bits = pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
     rows = []
     for claim in read_yaml("claims.yaml"):
         verdicts, parts = [], []
         for part in claim["parts"]:
-            all_seeds = seed_differences(runs.frame, part["variant"], part["baseline"], part["measure"])
+            all_seeds = seed_differences(runs, part["variant"], part["baseline"], part["measure"])
             scored, margin = all_seeds.dropna().tolist(), part.get("margin", 0.0)
             pooled = None if part["measure"].endswith("%") else bits
             verdict, interval = judge(scored, expected=part["expected"], margin=margin, pooled=pooled)
@@ -246,7 +196,7 @@ def claims_tables(path: Path) -> Iterator[Table]:
         overall = next((verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS)
         rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{overall}**"], *parts]
     cells = tuple(tuple(Cell(text=text) for text in row) for row in rows)
-    yield Table(name="claims", title="", caption="", columns=tuple(map(Column, CLAIM_HEADINGS)), rows=cells)
+    return Table(name="claims", title="", caption="", columns=tuple(map(Column, CLAIM_HEADINGS)), rows=cells)
 
 
 def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: str) -> pd.Series:
@@ -315,16 +265,6 @@ def recall_tables(path: Path) -> Iterator[Table]:
             cells["LR factor"] = cell_keys(row)[LR_FACTORS[1]]
     ordered = dict(sorted(table.items(), key=lambda row: row[1].get("8 keys", ""), reverse=True))
     yield mechanism_table(ordered, RECALL_COLUMNS)
-
-
-def best_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """The run of each mechanism, seed and corpus whose learning rate scored best on valid. If a corpus has mechanisms
-    with ``MIN_FACTORS`` rates, only these."""
-    corpus = runs["corpus"].fillna("")
-    rates = runs.groupby([corpus, "variant"])["lr_factor"].transform("nunique")
-    most = rates.groupby(corpus).transform("max")
-    kept = runs[(rates >= MIN_FACTORS) | (most < MIN_FACTORS)]
-    return kept.sort_values("valid_bits_per_byte").drop_duplicates(["corpus", "variant", "seed"])
 
 
 def skills_tables(path: Path) -> Iterator[Table]:
@@ -426,8 +366,8 @@ SECTIONS = (
     ("Learning rates with AdamW", "text_rates_adamw", learning_rate_tables, "text_rates"),
     ("Front page, more columns", "front_page", bits_tables),
     ("What context is worth", "front_page", context_tables),
-    ("Claims of the papers", "front_page", claims_tables),
-    ("Combinations", "combinations", bits_tables),
+    ("Claims of the papers", "front_page", lambda path: [claims_table(PublishedRuns(path).frame)]),
+    ("Combinations", "combinations", partial(bits_tables, best=True)),
     ("Copying from a distance", "recall", copy_tables),
     ("Recall by key", "recall_by_key", recall_tables),
     ("Skills", "skills", skills_tables),
@@ -438,5 +378,4 @@ SECTIONS = (
     ("Learning rates over all bytes", "rates_full", learning_rate_tables),
 )
 """Title, file and tables of each section of ``docs/results.md``, and the stages of ``bench.evidence`` that it waits for."""
-LEFT_COLUMNS = {claims_tables: 4}
-"""The number of columns of texts, where it is not 1."""
+LEFT_COLUMNS = {"Claims of the papers": 4}  # number of columns of texts, where it is not 1

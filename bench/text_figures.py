@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.published import KIB, LEARNED_ACCURACY, STATE, TEST, published_means
+from bench.published import KIB, LEARNED_ACCURACY
+from bench.published_runs import STATE, TEST, published_means
 from bench.tables.compare import VARIANTS
 from bench.tables.drawing import FONT_POINTS, INK, SPARE_COLOURS, add_legend, scale_axis, variant_styles
 from bench.tables.estimate import BETTER, MIN_SEEDS, TIE, TOO_FEW, WORSE, estimate_mean, pooled_variance

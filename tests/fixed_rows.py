@@ -51,14 +51,6 @@ def write_fixed_rows(folder: Path) -> None:
     for index, changes in enumerate(({}, {"threads": 4}, {"threads": 4, "allocator": "return"})):
         run = write_run(folder / "grounds", variant=("mhsa", "local", "mhsa")[index], seed=index, bits=2.2 + index / 10)
         run_folders.append(change(run, budget={"bytes": 9_000_000}, **changes))
-    config = {"variant": {"name": "mhsa"}, "model": {"d_model": 128, "layers": 4, "heads": 4, "span": 512}}
-    config |= {"optim": {"lr": 0.003}}
-    searched = {"trial": 0, "space": {"optim.lr": {"low": 1e-4, "high": 0.1, "scale": "log"}}}  # of older runs
-    for seed in (100, 101):
-        run = write_run(folder / "tuning", seed=seed, bits=2.5, config=config | searched)
-        run_folders.append(change(run, purpose="tune", point={"optim.lr": 0.5}))
-    for seed in (0, 1, 101):
-        run_folders.append(write_run(folder / "tuned", seed=seed, bits=2.45 + seed / 1e3, config=config))
     for index, run in enumerate(run_folders):
         os.utime(run / "summary.json", (1.8e9 + index, 1.8e9 + index))
     costs = [cost_row(variant=v, length=n) for v in ("mhsa", "adaptive_span") for n in (256, 512, 1024)]

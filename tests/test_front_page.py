@@ -6,7 +6,7 @@ import re
 import pandas as pd
 import pytest
 
-from bench import front_page, gpu_page, published_runs, results_page
+from bench import front_page, published, published_runs
 from bench.evidence import LR_FACTORS
 from bench.front_page import BEGIN, END, README, RESULTS, between_markers
 from bench.text_figures import recall_curves, recall_finding, state_finding
@@ -87,7 +87,7 @@ def test_committed_pages_are_up_to_date_rows_are_small_and_readme_claims_no_spee
 def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_score(folder, monkeypatch):
     assert "`linear`" not in front_page.readme_table(folder), "only the variants of `readme` are rows"
     monkeypatch.setitem(front_page.VARIANTS, "readme", ["mhsa", "adaptive_span", "linear"])
-    monkeypatch.setitem(front_page.VARIANTS, "baselines", {"linear": "adaptive_span"})
+    monkeypatch.setitem(front_page.VARIANTS["baselines"], "linear", "adaptive_span")
     table, missing = front_page.readme_table(folder).split("\n\n")
     headings, _, *rows = (line.split(" | ") for line in table.removesuffix(" |").split(" |\n"))
     assert [row[0] for row in rows] == ["| `adaptive_span`", "| `mhsa`", "| `linear`"]
@@ -117,7 +117,7 @@ def test_rows_with_windows_in_a_permutation_replace_the_older_ones(folder):
 
 
 def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder):
-    text = results_page.sections(folder)
+    text = published.results_sections(folder)
     for words in (
         "selective_copying, all | state_tracking, 2 | state_tracking, 16 |",
         "| `mhsa` | 0.250 | 0.010 | 0.900 |\n| (counts only) | 2.369 | 0.048 | 0.874 |\n| (no memory) | 4.087 |",
@@ -142,10 +142,10 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
 
 
 def test_a_skill_with_searched_learning_rates_has_only_mechanisms_at_their_best_rate():
-    columns = ["data", "variant", "seed", "lr_factor", "valid"]
+    columns = ["corpus", "variant", "seed", "lr_factor", "valid_bits_per_byte"]
     runs = [("copy", "mhsa", 0, factor, abs(factor - 2)) for factor in (1, 2, 4)]
     runs += [("copy", "linear", 0, 1, 0.0), ("recall", "linear", 0, 1, 0.5)]
-    best = results_page.best_rates(pd.DataFrame(runs, columns=columns))
+    best = published_runs.best_rates(pd.DataFrame(runs, columns=columns))
     assert best.values.tolist() == [list(runs[1]), list(runs[-1])]
 
 
@@ -168,7 +168,7 @@ def test_a_row_that_repeats_a_run_or_does_not_compare_is_refused(folder, seed, w
     with (folder / "front_page.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=message):
-        results_page.sections(folder)
+        published.results_sections(folder)
 
 
 def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(folder):
@@ -180,13 +180,13 @@ def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(fo
     gpu = json.loads((ROOT / RESULTS / "gpu.jsonl").read_text().splitlines()[0])
     changes = [("device", "Another"), ("seed", 7), ("check", "not causal"), ("budget", {"seconds": 600.0})]
     wrong = [(gpu, gpu | {"summary": gpu["summary"] | {"variant": "linear", key: changed}}) for key, changed in changes]
-    cases = [(gpu_page.gpu_sections, rows) for rows in [(gpu, gpu), *wrong]]
-    cases += [(results_page.cost_tables, (cost, cost | change)) for change in ({}, {"variant": "linear", "threads": 2})]
-    cases += [(results_page.speed_table, (peer, peer | change)) for change in ({}, {"name": "mhsa", "threads": 9})]
-    for table, rows in [*cases, (results_page.learning_rate_table, rates)]:
+    cases = [(published.gpu_sections, rows) for rows in [(gpu, gpu), *wrong]]
+    cases += [(published.cost_tables, (cost, cost | change)) for change in ({}, {"variant": "linear", "threads": 2})]
+    cases += [(published.speed_tables, (peer, peer | change)) for change in ({}, {"name": "mhsa", "threads": 9})]
+    for table, rows in [*cases, (published.learning_rate_tables, rates)]:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         with pytest.raises(ValueError, match=r"rows.jsonl: rows (repeat a|differ in)"):
-            table(folder / "rows.jsonl")
+            list(table(folder / "rows.jsonl"))
 
 
 def recall_line(seed: int, accuracy: list[float], *, variant="mhsa", factor=1.0, **attention) -> dict:
@@ -222,12 +222,12 @@ def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):
 
 
 def test_the_title_of_the_state_panel_says_how_the_least_state_scores(folder):
-    runs = published_runs.read_runs(folder / "front_page.jsonl")
-    runs.loc[runs["variant"] == "adaptive_span", "state"] /= 4
-    names = ["mhsa", "adaptive_span"]
-    assert state_finding(runs, names) == "With 25% of its state, adaptive_span beats mhsa"
-    runs.loc[runs["variant"] == "linear", "state"] = 9
-    assert state_finding(runs, [*names, "linear"]).endswith("linear has too few seeds to compare with mhsa")
+    runs = published_runs.PublishedRuns(folder / "front_page.jsonl").finished
+    runs.loc[runs["variant"] == "adaptive_span", published_runs.STATE] /= 4
+    runs.loc[runs["variant"] == "linear", published_runs.STATE] = 9
+    means, names = published_runs.published_means(runs), ["mhsa", "adaptive_span"]
+    assert state_finding(means, names) == "With 25% of its state, adaptive_span beats mhsa"
+    assert state_finding(means, [*names, "linear"]).endswith("linear has too few seeds to compare with mhsa")
 
 
 def test_runs_of_several_budgets_are_a_table_and_a_figure(folder):
@@ -238,15 +238,12 @@ def test_runs_of_several_budgets_are_a_table_and_a_figure(folder):
         row["summary"] |= {"budget": {"bytes": budget}, "training_flops": 1e6 * budget, "epochs": budget / 3.4e6}
         rows.append(row)
     (folder / "text_bytes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = results_page.sections(folder)
+    text = published.results_sections(folder)
     assert "| mechanism | 0.85 MB, 0.25 epochs | 3.4 MB, 1 epochs |" in text
     assert "| `mhsa` | 2.5000 (n=1) | 2.3000 (n=1) |" in text and "`mhsa` (6)" in text
     assert front_page.bytes_png(folder).startswith(b"\x89PNG")
 
 
-def test_the_picture_is_drawn_and_a_page_without_markers_is_refused(folder, tmp_path, monkeypatch):
-    assert front_page.figure_png(folder).startswith(b"\x89PNG")
-    monkeypatch.setattr(front_page, "ROOT", tmp_path)
-    (tmp_path / README).write_text("no markers")
+def test_a_page_without_markers_is_refused():
     with pytest.raises(ValueError, match=f"{README}: must have the lines {BEGIN} and {END}"):
-        front_page.main()
+        between_markers("no markers", "", name=README)

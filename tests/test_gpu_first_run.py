@@ -5,9 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from bench.gpu_page import gpu_sections
 from omegaconf import OmegaConf
 
+from bench.published import gpu_sections
 from harness.plan.build import plan_run
 from harness.record.rows import append_row, read_rows
 from tests import gpu_rows

@@ -31,7 +31,7 @@ ALLOWED_IMPORTS = {
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "windtunnel": {"windtunnel", "bench", "harness", "torch"},
-    "bench/report": {"bench.report", "bench.rows", "harness.record", "harness.cache", "harness.failures"},
+    "bench/tables": {"bench.tables", "bench.rows", "harness.record", "harness.cache", "harness.failures"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }
 OURS = {"variants", "harness", "bench", "windtunnel", "tests", "train", "conf"}
@@ -94,7 +94,7 @@ def test_imports_have_no_cycle_of_modules_or_folders():
     commands = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
     between = {(command, imports) for command in commands for imports in modules[command] & commands}
     assert len(commands) > 5 and between == {("bench.decompress", "bench.compress")}  # one file has the code of both
-    shared = ("gpu_page", "published_runs", "recall_by_key", "results_page", "text_figures")  # of one command only
+    shared = ("published", "published_runs", "text_figures")  # of one command only
     commands |= {f"bench.{name}" for name in shared}
 
     def group_of(module: str) -> str:

@@ -99,7 +99,7 @@ class Rows:
         summary = summaries[0] if summaries else {"status": "no summary yet"}
         status = summary["status"]
         if provenance is None and status not in FAILED:
-            reasons = [*reasons[:1], "no provenance: the first row is missing or refused"]
+            reasons = reasons[:1] or ["no provenance: the first row is missing"]
         self._refuse(files[0], reasons)
         self._refuse(files[1], refused)
         if provenance is not None:

@@ -15,13 +15,21 @@ SPLITS = ("valid", "test")
 def mean_rows(
     runs: pd.DataFrame, *, by: str, split: str, reference: str | None, baselines: Mapping[str, str] = NO_BASELINES
 ) -> list[dict]:
-    """A row for each name in the column ``by`` of a frame with one run of each name and seed: ``n``, its runs with a
-    score; means of all numbers; half of the 95% interval of bits per byte as ``<key>.half_width``; and on ``split``
-    the difference from its baseline, ``reference`` if ``baselines`` has no other, over common seeds: ``pairs``, ``difference`` with ``half_width`` and ``freedom``,
-    ``p`` with Holm's correction and a ``verdict``. ``runs`` are its runs; texts and ``row`` are those of the last one.
+    """A row for each name in the column ``by`` of runs. It has texts and ``row`` of the name's last run, means of all
+    numbers, half of the 95% interval of bits per byte as ``<key>.half_width``, ``n``, the number of ``runs`` with a
+    score, and on ``split`` the difference from its ``baseline`` (``reference`` if ``baselines`` has no other) over
+    common seeds: ``pairs``, ``difference`` with ``half_width`` and ``freedom``, ``p`` with Holm's correction and a
+    ``verdict``.
 
     So that only common seeds are compared, rows are in the order of their mean differences from ``reference``. Those
-    without common seeds follow, and those without a score are last."""
+    without common seeds follow, and those without a score are last. ValueError if a name has two runs of a seed or two
+    learning rates, or if ``conditions`` differ."""
+    unequal = runs.duplicated([by, "seed"]).any()
+    if "conditions" in runs:
+        unequal |= runs["conditions"].nunique() > 1 or (runs.groupby(by)["lr_factor"].nunique() > 1).any()
+    if unequal:
+        reason = "differ in data or conditions, have two learning rates of one variant, or repeat a seed"
+        raise ValueError(f"the runs of a table {reason}: {', '.join(runs[by].unique())}")
     scored = runs[runs[f"valid_{BITS}"].notna()]
     scores = scored.pivot(index="seed", columns=by, values=f"{split}_{BITS}").dropna(axis=1, how="all")
     baselines = {name: baselines.get(name, reference) for name in runs[by]}
@@ -36,7 +44,8 @@ def mean_rows(
             row = {key: value for key, value in row.items() if not key.startswith("test_")}
         for part in SPLITS:
             bits = group[f"{part}_{BITS}"].dropna().tolist()
-            row[f"{part}_{BITS}.half_width"] = estimate_mean(bits).half_width if bits else None
+            if len(bits) > 1:
+                row[f"{part}_{BITS}.half_width"] = estimate_mean(bits).half_width
         row |= {"runs": group, "n": counts.max()}
         baseline = baselines[name]
         if baseline not in (name, None):
