@@ -32,7 +32,7 @@ def rows_of(outcome: CommandOutcome) -> list[dict]:
 
 
 def headings(rows: list[dict]) -> list[str]:
-    return [column.heading for column in cost_tables(rows)[0].columns]
+    return [column.heading for column in next(cost_tables(rows)).columns]
 
 
 def test_every_combination_has_a_complete_row_with_its_costs(cwd):

@@ -39,7 +39,7 @@ def test_the_table_of_costs_has_utilisation_where_a_peak_is_known():
     share = {"flops_per_s": 4e14, "peak_flops_per_s": 989e12, "share": 0.404}
     estimated = gpu_row(utilisation=share, backend="plain")
     estimated["flops"] = estimated["flops"] | {"flops_estimated_3x": ["layers.0.mine"]}
-    table = for_terminal(cost_tables([gpu_row(utilisation=share), estimated])[0])
+    table = for_terminal(next(cost_tables([gpu_row(utilisation=share), estimated])))
     column = [column.heading for column in table.columns].index("model FLOPs utilisation, %")
     assert [row[column].text for row in table.rows] == ["40.4", "~40.4"]
     assert any("989 TFLOP/s" in note for note in table.notes)
