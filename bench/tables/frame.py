@@ -30,10 +30,11 @@ REACHED_BITS = 1.0  # a byte that repeats an earlier one counts as copied below 
 
 def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
     """The frame of rows. ``row`` is a whole row: of a run its provenance and summary, of a published row its summary
-    with ``cell``, ``record`` and ``evaluation``. Numbers and truth values are columns of floats by dotted key, and
-    ``TEXT_KEYS`` columns of texts. ``reach`` is the largest distance from which a run copies bytes."""
+    with ``cell``, ``record`` and ``evaluation``. Numbers, truth values and lengths of lists are columns of floats by
+    dotted key, and ``TEXT_KEYS`` columns of texts. ``reach`` is the largest distance from which a run copies bytes."""
     rows = [{"kind": "run"} | row | row.get("summary", {}) for row in rows]
     leaves = pd.json_normalize([{key: row[key] for key in row if key not in UNREAD} for row in rows])
+    leaves = leaves.map(lambda leaf: len(leaf) if isinstance(leaf, list) else leaf)
     frame = leaves.map(lambda leaf: float(leaf) if is_number(leaf) or isinstance(leaf, bool) else math.nan)
     frame = frame.dropna(axis=1, how="all")
     frame = frame.reindex(columns=frame.columns.union(SCORES, sort=False))
