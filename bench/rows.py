@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.cache import user_path
 from harness.record.comparison import ENVIRONMENT_KEYS, OLD_ROW_DEFAULTS
+from harness.record.row import Row
 from harness.record.rows import append_row, to_json, wrong_format
 
 ROWS = "rows.jsonl"  # in a new folder for each call of a command
@@ -31,11 +32,13 @@ class RowFile:
         if not parent.is_dir():
             raise ValueError(f"{key}: cannot be written ({parent} is a file)")
 
-    def append(self, row: dict) -> dict:
+    def append(self, row: Row) -> dict:
         """Write a row, and return it as written; AssertionError if its provenance is incomplete."""
-        reason = refusal(to_json(row))
+        written = to_json(row)
+        reason = refusal(written)
         assert reason is None, reason
-        return append_row(self.path, row)
+        append_row(self.path, written)
+        return written
 
 
 def refusal(row: object) -> str | None:

@@ -15,7 +15,8 @@ from bench.rows import ROWS, refusal
 from harness.record.cells import interval
 from harness.record.closing_table import pretrained_label
 from harness.record.comparison import INCOMPARABLE_CHECKS, cost_conditions
-from harness.record.rows import EVALUATIONS, FAILED, RECORD, SUMMARY, read_accepted_rows, try_read_object
+from harness.record.row import FAILED
+from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_accepted_rows, try_read_object
 from harness.record.schema import BENCH_COMMANDS, flatten, is_number, schema_of_run_row, shorten, violation
 
 SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
