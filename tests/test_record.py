@@ -9,7 +9,6 @@ import torch
 from harness.record.closing_table import print_closing_table
 from harness.record.comparison import code_version, score_conditions, shared_code_version
 from harness.record.rows import FORMAT, Record, read_rows, write_summary
-from harness.record.schema import violation
 from tests.small_runs import repeatable
 
 
@@ -48,12 +47,12 @@ def test_rows_are_strict_json_with_exact_numbers(tmp_path):
     row = {"kind": "train", "loss": math.nan, "exact": 0.1 + 0.2, "path": tmp_path, "pair": (1, True)}
     row |= {"metrics": {"layers.0.attention.span": [1.5, math.inf]}, "text": "line\nbreak \r \u2028 \ud800"}
     with Record(tmp_path) as record:
-        written = record.append(row)
+        record.append(row)
         with pytest.raises(TypeError):
             record.append({"kind": "train", "loss": torch.zeros(2)})
     text = record.path.read_text()
     read = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-    assert read == written == read_rows(record.path)[0]
+    assert read == read_rows(record.path)[0]
     assert read == row | {"loss": None, "path": str(tmp_path), "pair": [1, True], "metrics": read["metrics"]}
     assert read["metrics"] == {"layers.0.attention.span": [1.5, None]}
 
@@ -140,15 +139,8 @@ def test_rows_of_models_with_different_spans_are_comparable_if_each_is_scored_wi
     assert comparable(*rows) and not comparable(rows[0], make_summary(protocol={"span": 32}))
 
 
-def test_a_summary_is_written_atomically_and_an_invalid_value_is_named_by_its_key(tmp_path):
+def test_a_summary_is_written_atomically(tmp_path):
     write_summary(tmp_path, summary=make_summary())
-    path = write_summary(tmp_path, summary=make_summary(valid_bits_per_byte=math.nan))
-    summary = json.loads(path.read_text())
-    assert summary["valid_bits_per_byte"] is None
-    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
-    wrong = [("seed", "0", "seed is '0'"), ("memory", {"peak_bytes": -1}, "memory.peak_bytes is -1")]
-    wrong += [("valid_metrics", {"x.span": ["long"]}, "valid_metrics.x.span"), ("purpose", "play", "purpose is 'play'")]
-    for key, entry, reason in wrong:
-        assert violation(summary | {key: entry}, schema="summary").startswith(reason)
-    del summary["variant"]
-    assert violation(summary, schema="summary") == "variant is missing"
+    write_summary(tmp_path, summary=make_summary(valid_bits_per_byte=math.nan))
+    (file,) = tmp_path.iterdir()
+    assert file.name == "summary.json" and json.loads(file.read_text())["valid_bits_per_byte"] is None

@@ -26,7 +26,7 @@ def violation(row: dict, *, schema: str) -> str | None:
         key = ".".join(map(str, error["loc"]))
         if error["type"] == "missing":
             return f"{key} is missing"
-        return f"{key} is {shorten(error['input'])}: {error['msg']}"
+        return f"{key} is {shorten(error['input'])}: it {error['msg'].removeprefix('Input ')}"
     return None
 
 
