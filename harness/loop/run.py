@@ -25,7 +25,7 @@ from harness.plan.build import Plan
 from harness.record import checkpoint
 from harness.record.closing_table import bits, data_label, print_closing_table, scored_splits
 from harness.record.folder import RunFolder
-from harness.record.row import Provenance, Row, RunOrigin, Score, Summary
+from harness.record.row import Provenance, RunOrigin, Score, Summary
 from harness.record.rows import CONFIG, Record, to_json, write_summary
 from harness.record.wandb_run import WandbRun
 
@@ -103,7 +103,7 @@ class Run:
         with ExitStack() as stack:
             stack.callback(self.folder.unlock)
             origin = summary.run_origin(trainer, self.folder.identity, command=self.command)
-            stack.enter_context(record_errors(plan, self.folder, vars(origin), self._processes))
+            stack.enter_context(record_errors(plan, self.folder, to_json(origin), self._processes))
             saved = self._restore()
             task = f"resuming at {trainer.spent.bytes:,} bytes" if saved else "training"
             device = f"{origin.device}, {trainer.backend}, {trainer.runtime.precision}"
@@ -152,7 +152,7 @@ class Run:
         """Print a line, in a sweep with the run's name."""
         print(f"{self.folder.path.name}: {line}" if self.plan.sweeping else line, flush=True)
 
-    def append(self, row: Row) -> None:
+    def append(self, row: object) -> None:
         """Write a row to the record and to W&B. At most every ``record.progress_seconds`` a train row is printed."""
         if not self._processes.is_main:
             return
@@ -260,16 +260,13 @@ class Run:
         best = processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.load_weights(best["model"])  # before the costs, because FLOPs depend on the weights
         costs = summary.costs(trainer, peak=self._over_processes(self._training_peak))
-        check = self.plan.admission
-        finals = []
-        for split in trainer.splits:
-            final = summary.final_score(trainer, split)
+        finals = [summary.final_score(trainer, split) for split in trainer.splits]
+        for final in finals:
             self.append(final)
-            if final.check == NOT_CAUSAL:
-                check = NOT_CAUSAL
-                reason = not_causal(vars(final))
-                self.print(f"final {split}: NOT CAUSAL: {reason}; no table compares this run")
-            finals.append(final)
+        leaking = [final for final in finals if final.check == NOT_CAUSAL]
+        for final in leaking:
+            reason = not_causal(vars(final))
+            self.print(f"final {final.kind}: NOT CAUSAL: {reason}; no table compares this run")
         scores = {
             f"{final.kind}_{key}": entry
             for final in finals
@@ -283,7 +280,7 @@ class Run:
         # The backends are those of now, because the run may have continued uncompiled.
         origin = summary.run_origin(trainer, self.folder.identity, command=self.command)
         row = Summary(
-            **vars(origin) | {"check": check},
+            **vars(origin) | {"check": (leaking or finals)[0].check},
             **vars(costs) | {"memory": memory},
             best_bytes_seen=best["bytes"],
             spans=summary.spans(trainer.model.metrics({})) or summary.spans(finals[0].metrics),

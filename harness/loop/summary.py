@@ -18,7 +18,6 @@ from harness.record.row import (
     Final,
     ForwardFlops,
     Memory,
-    Numerics,
     Origin,
     Parameters,
     RunOrigin,
@@ -55,7 +54,7 @@ def origin(
         commit=code,
         data=corpus.provenance(),
         protocol=plan.protocol(),
-        numerics=Numerics(variant=version, shared=NUMERICS),
+        numerics={"variant": version, "shared": NUMERICS},
         recomputation=plan.runtime.checkpoint,
         **runtime.describe(),
     )

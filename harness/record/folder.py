@@ -152,19 +152,16 @@ def finished_summary(path: Path) -> dict | None:
 def read_provenance(folder: Path, *, key: str) -> dict:
     """Return the first row of a run folder's record. The folder is not trusted: size and types are checked. ValueError,
     beginning with ``key`` and the folder, for anything but a provenance row."""
-    rows, reasons = read_accepted_rows(folder / RECORD, check=_provenance_error, first_line=True)
-    if not rows:
-        reason = " ".join(reasons) or "there is no provenance"
-        raise ValueError(f"{key}={folder}: {RECORD}: {reason}; allowed is what a run wrote")
-    return rows[0]
-
-
-def _provenance_error(row: dict, line_number: int) -> str | None:
-    if reason := wrong_format(row) or violation(row, schema="provenance"):
-        return reason
-    sections = [row["config"].get(name) for name in COMPARED_SECTIONS]
-    is_complete = row["kind"] == "provenance" and all(isinstance(section, dict) for section in sections)
-    return None if is_complete else "there is no provenance with a configuration"
+    rows, reasons = read_accepted_rows(
+        folder / RECORD,
+        check=lambda row, _: wrong_format(row) or violation(row, schema="provenance"),
+        first_line=True,
+    )
+    for row in rows:
+        if row["kind"] == "provenance" and all(isinstance(row["config"].get(name), dict) for name in COMPARED_SECTIONS):
+            return row
+    reason = " ".join(reasons) or "there is no provenance with a configuration"
+    raise ValueError(f"{key}={folder}: {RECORD}: {reason}; allowed is what a run wrote")
 
 
 def identity_of(row: Mapping) -> dict[str, object]:

@@ -1,10 +1,10 @@
 """What was measured: each row that ``train.py``, ``bench.cost`` and ``bench.peers`` write.
 
-A field with the default ``ABSENT`` may be absent, or null where no number was measured. A row that
-is read may have further keys, and keeps their order. The keys of a row are ``vars(row)``.
+A field with the default ``ABSENT`` may be absent, or null where nothing was measured. Rows that are
+read may have further keys.
 Bits per byte are cross-entropy; they and other scores are of all processes together."""
 
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Interval, MaxLen
@@ -24,41 +24,28 @@ Scores = dict[str, Count | None]  # null for a label without bytes
 Metrics = dict[str, Number | None | list[Number | None]]  # of a sublayer; a list is by head
 Texts = dict[str, str]
 
-declared = dataclass(frozen=True, kw_only=True)
+
+def declared(cls: type) -> type:
+    """Make a dataclass. A field whose default is ``ABSENT`` may also be null."""
+    for name, annotation in cls.__annotations__.items():
+        if hasattr(cls, name):
+            cls.__annotations__[name] = annotation | None
+    cls.__pydantic_config__ = {"strict": True, "allow_inf_nan": False}
+    return dataclass(frozen=True, kw_only=True)(cls)
 
 
-@declared
-class Row:
-    """A row, or a part of one."""
-
-    __pydantic_config__ = {"strict": True, "allow_inf_nan": False, "extra": "allow"}
-
-    def __post_init__(self):
-        for name in [name for name, entry in vars(self).items() if entry is ABSENT]:
-            del vars(self)[name]
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source, handler):
-        from pydantic_core.core_schema import no_info_wrap_validator_function  # late: slow to import
-
-        def read(node: object, validate):
-            """Return a row of the keys of ``node``, of which those that are null are not validated."""
-            if not isinstance(node, dict):
-                return validate(node)
-            row = validate({key: entry for key, entry in node.items() if entry is not None})
-            parts = {key: entry for key, entry in vars(row).items() if is_dataclass(entry)}
-            object.__setattr__(row, "__dict__", node | parts)
-            return row
-
-        schema = handler.resolve_ref_schema(handler(source))
-        return no_info_wrap_validator_function(read, schema, ref=schema.pop("ref"))
+def optional(cls: type) -> type:
+    """Make a dataclass of which each field that the class declares may be absent."""
+    for name in cls.__annotations__:
+        setattr(cls, name, ABSENT)
+    return declared(cls)
 
 
 # Parts of rows
 
 
 @declared
-class Data(Row):
+class Data:
     """The corpus."""
 
     name: Name
@@ -67,14 +54,14 @@ class Data(Row):
     fallback_for: Name = ABSENT  # the corpus that could not be loaded
 
 
-@declared
-class Machine(Row):
-    cpu: Name = ABSENT
-    cores: Count = ABSENT
+@optional
+class Machine:
+    cpu: Name
+    cores: Count
 
 
 @declared
-class Protocol(Row):
+class Protocol:
     """How the final scores are made, and the order of training bytes."""
 
     streams: Count  # that read a split side by side
@@ -91,15 +78,7 @@ class Protocol(Row):
 
 
 @declared
-class Numerics(Row):
-    """Versions of the numbers that golden files pin."""
-
-    variant: Count = ABSENT  # null for code that is not committed
-    shared: Count
-
-
-@declared
-class Parameters(Row):
+class Parameters:
     """Numbers of parameters."""
 
     total: Count
@@ -108,7 +87,7 @@ class Parameters(Row):
 
 
 @declared
-class Optimizer(Row):
+class Optimizer:
     """The optimizer of a group of parameters."""
 
     name: Name  # of the group
@@ -120,7 +99,7 @@ class Optimizer(Row):
 
 
 @declared
-class Pretrained(Row):
+class Pretrained:
     """The training before a run that began with the weights of another one."""
 
     variant: Name
@@ -129,14 +108,7 @@ class Pretrained(Row):
 
 
 @declared
-class Clock(Row):
-    seconds: Count = ABSENT  # of training, without compiling
-    bytes_per_second: Count = ABSENT
-    compile_seconds: Count = ABSENT
-
-
-@declared
-class Spans(Row):
+class Spans:
     """Learned spans of all heads, in keys."""
 
     mean: Count
@@ -144,53 +116,43 @@ class Spans(Row):
     max: Count
 
 
-@declared
-class Memory(Row):
+@optional
+class Memory:
     """Bytes of memory, of the main process; peaks are the highest of all processes."""
 
-    peak_bytes: Count = ABSENT  # of training
-    train_peak_bytes: Count = ABSENT  # of a training step
-    peak_reserved_bytes: Count = ABSENT  # of a GPU's allocator
-    approximate: bool = ABSENT  # whether peaks are of the process instead of the allocator
-    parameter_bytes: Count = ABSENT
-    touched_bytes: Count = ABSENT  # of parameters that are read for one byte
-    gradient_bytes: Count = ABSENT
-    optimizer_bytes: Count = ABSENT
-    state_bytes: Count = ABSENT  # of one stream's full state
-    inference_peak_bytes: Count = ABSENT  # of scoring
+    peak_bytes: Count  # of training
+    train_peak_bytes: Count  # of a training step
+    peak_reserved_bytes: Count  # of a GPU's allocator
+    approximate: bool  # whether peaks are of the process instead of the allocator
+    parameter_bytes: Count
+    gradient_bytes: Count
+    optimizer_bytes: Count
+    state_bytes: Count  # of one stream's full state
+    inference_peak_bytes: Count  # of scoring
 
 
-@declared
-class ForwardFlops(Row):
+@optional
+class ForwardFlops:
     """FLOPs per byte of a forward pass, of a stream with a full state."""
 
-    executed: Count = ABSENT
-    ideal: Count = ABSENT  # what the mechanism needs
-    unknown: Counts = ABSENT  # calls of operations that are not counted
-    warm: bool = ABSENT  # whether the state was full
+    executed: Count
+    ideal: Count  # what the mechanism needs
+    unknown: Counts  # calls of operations that are not counted
+    warm: bool  # whether the state was full
+
+
+@optional
+class Flops:
+    executed_per_byte: Count  # of a forward pass with a full state
+    ideal_per_byte: Count
+    training_per_byte: Count  # that the training step needs
+    flops_estimated_3x: list[str]  # sublayers whose backward pass is estimated
+    step: Count  # executed in a training step, without the optimizer's
+    unknown: Counts
 
 
 @declared
-class Flops(Row):
-    executed_per_byte: Count = ABSENT  # of a forward pass with a full state
-    ideal_per_byte: Count = ABSENT
-    training_per_byte: Count = ABSENT  # that the training step needs
-    flops_estimated_3x: list[str] = ABSENT  # sublayers whose backward pass is estimated
-    step: Count = ABSENT  # executed in a training step, without the optimizer's
-    unknown: Counts = ABSENT
-
-
-@declared
-class Utilisation(Row):
-    """Model FLOPs utilisation of a training step."""
-
-    flops_per_s: Count  # needed FLOPs per second
-    peak_flops_per_s: Count  # the device's, of dense matrix products
-    share: Count
-
-
-@declared
-class Times(Row):
+class Times:
     """Percentiles of ``n`` calls, in milliseconds; with few calls only the median."""
 
     p20: Count = ABSENT
@@ -199,20 +161,11 @@ class Times(Row):
     n: Count
 
 
-@declared
-class Timed(Row):
-    train_ms: Times = ABSENT  # a training step
-    evaluate_ms: Times = ABSENT  # a forward pass of the same bytes
-    generate_ms: Times = ABSENT  # a byte of one stream
-    generate_64_ms: Times = ABSENT  # a byte of each of 64 streams
-    first_steps_s: Count = ABSENT  # seconds of the first steps, which compile
-
-
 # Beginnings of rows
 
 
 @declared
-class Labelled(Row):
+class Labelled:
     kind: str
 
 
@@ -222,7 +175,7 @@ class Configured(Labelled):
 
 
 @declared
-class Origin(Row):
+class Origin:
     """What a reproduction needs, and what decides which rows may be compared."""
 
     format: Count = ABSENT
@@ -235,7 +188,7 @@ class Origin(Row):
     commit: str = ABSENT
     data: Data
     protocol: Protocol
-    numerics: Numerics = ABSENT
+    numerics: Scores = ABSENT  # versions that golden files pin: of the variant, and shared
     recomputation: Name = ABSENT
     device: Name
     device_kind: Name
@@ -264,21 +217,21 @@ class RunOrigin(Origin):
     check: str = ABSENT  # of the contract: shipped, passed, unchecked or not causal
 
 
-@declared
-class Costs(Row):
+@optional
+class Costs:
     """What training cost. Bytes and FLOPs are those of all processes."""
 
-    bytes_seen: Count = ABSENT
-    epochs: Count = ABSENT
-    steps: Count = ABSENT
-    seconds: Count = ABSENT
-    bytes_per_second: Count = ABSENT
-    compile_seconds: Count = ABSENT
-    training_flops: Count = ABSENT  # that training needs
-    flops_per_byte: ForwardFlops = ABSENT
-    ideal_excuses: list[str] = ABSENT  # why ideal FLOPs are above the executed ones
-    flops_estimated_3x: list[str] = ABSENT
-    memory: Memory = ABSENT
+    bytes_seen: Count
+    epochs: Count
+    steps: Count
+    seconds: Count
+    bytes_per_second: Count
+    compile_seconds: Count
+    training_flops: Count  # that training needs
+    flops_per_byte: ForwardFlops
+    ideal_excuses: list[str]  # why ideal FLOPs are above the executed ones
+    flops_estimated_3x: list[str]
+    memory: Memory
 
 
 @declared
@@ -290,7 +243,7 @@ class Progress(Labelled):
     epochs: Count = ABSENT
     fraction: Count = ABSENT  # of the budget; absent if that is in seconds
     training_flops: Count = ABSENT
-    clock: Clock = ABSENT
+    clock: Counts = ABSENT  # seconds without compiling, bytes_per_second, compile_seconds
 
 
 # Rows of record.jsonl and summary.json
@@ -303,76 +256,82 @@ class Provenance(RunOrigin, Labelled):
     config: dict
 
 
-@declared
+@optional
 class Train(Progress):
     """Since the last such row."""
 
-    bits_per_byte: Count = ABSENT  # mean of the steps
-    learning_rate: Count = ABSENT  # of the last step
-    ideal_flops_per_byte: Count = ABSENT
-    metrics: Metrics = ABSENT
+    bits_per_byte: Count  # mean of the steps
+    learning_rate: Count  # of the last step
+    ideal_flops_per_byte: Count
+    metrics: Metrics
 
 
-@declared
+@optional
 class Score(Progress):
     """The score of a sample of valid, which selects the weights."""
 
-    bits_per_byte: Count = ABSENT
-    capped_bytes: Count = ABSENT  # number of scored bytes
-    metrics: Metrics = ABSENT
-    bits_per_copy: Scores = ABSENT  # bits of an answer, by its label
-    answer_accuracy: Scores = ABSENT  # share of answers that are the likeliest byte
+    bits_per_byte: Count
+    capped_bytes: Count  # number of scored bytes
+    metrics: Metrics
+    bits_per_copy: Scores  # bits of an answer, by its label
+    answer_accuracy: Scores  # share of answers that are the likeliest byte
 
 
-@declared
+@optional
 class Final(Progress):
     """The score of a split at the end, with the selected weights."""
 
-    bytes_seen: Count = ABSENT
+    bytes_seen: Count
     final: bool
-    bits_per_byte: Count = ABSENT
-    windows_bits_per_byte: Count = ABSENT  # in windows of 1024 bytes, without carried state
-    bits_per_copy: Scores = ABSENT
-    answer_accuracy: Scores = ABSENT
-    bits_per_repeat: Scores = ABSENT  # of bytes that repeat earlier ones, by distance
-    floor_bits_per_byte: Count = ABSENT  # the lowest expected score on generated data
-    capped_bytes: Count = ABSENT  # number of scored bytes, if not all
-    check: str = ABSENT
-    protocol: Protocol = ABSENT
-    future_cuts: Count = ABSENT  # positions after which bytes were replaced
-    future_changed: Count = ABSENT  # predictions before these that changed
-    future_nats: Count = ABSENT  # by so much at most
-    future_missed_share: Count = ABSENT  # places that see later bytes and may have been missed
-    metrics: Metrics = ABSENT
+    bits_per_byte: Count
+    windows_bits_per_byte: Count  # in windows of 1024 bytes, without carried state
+    bits_per_copy: Scores
+    answer_accuracy: Scores
+    bits_per_repeat: Scores  # of bytes that repeat earlier ones, by distance
+    floor_bits_per_byte: Count  # the lowest expected score on generated data
+    capped_bytes: Count  # number of scored bytes, if not all
+    check: str
+    protocol: Protocol
+    future_cuts: Count  # positions after which bytes were replaced
+    future_changed: Count  # predictions before these that changed
+    future_nats: Count  # by so much at most
+    future_missed_share: Count  # places that see later bytes and may have been missed
+    metrics: Metrics
+
+
+@optional
+class Scored:
+    """The scores of each ``Final``, and other results."""
+
+    best_bytes_seen: Count  # at the selected weights
+    spans: Spans
+    compressors: dict[str, Scores]  # bits per byte by split and compressor
+    capped: Counts  # number of scored bytes by split, if not all
+    test_bits_per_byte: Count
+    valid_bits_per_byte: Count
+    valid_windows_bits_per_byte: Count
+    valid_bits_per_copy: Scores
+    valid_answer_accuracy: Scores
+    valid_bits_per_repeat: Scores
+    valid_floor_bits_per_byte: Count
+    valid_metrics: Metrics
+    test_windows_bits_per_byte: Count
+    test_bits_per_copy: Scores
+    test_answer_accuracy: Scores
+    test_bits_per_repeat: Scores
+    test_floor_bits_per_byte: Count
+    test_metrics: Metrics
 
 
 @declared
-class Summary(Costs, RunOrigin):
-    """A finished run: its provenance, its costs, and the scores of each ``Final``."""
+class Summary(Scored, Costs, RunOrigin):
+    """A finished run."""
 
-    best_bytes_seen: Count = ABSENT  # at the selected weights
-    spans: Spans = ABSENT
-    compressors: dict[str, Scores] = ABSENT  # bits per byte by split and compressor
-    capped: Counts = ABSENT  # number of scored bytes by split, if not all
-    test_bits_per_byte: Count = ABSENT
-    valid_bits_per_byte: Count = ABSENT
-    valid_windows_bits_per_byte: Count = ABSENT
-    valid_bits_per_copy: Scores = ABSENT
-    valid_answer_accuracy: Scores = ABSENT
-    valid_bits_per_repeat: Scores = ABSENT
-    valid_floor_bits_per_byte: Count = ABSENT
-    valid_metrics: Metrics = ABSENT
-    test_windows_bits_per_byte: Count = ABSENT
-    test_bits_per_copy: Scores = ABSENT
-    test_answer_accuracy: Scores = ABSENT
-    test_bits_per_repeat: Scores = ABSENT
-    test_floor_bits_per_byte: Count = ABSENT
-    test_metrics: Metrics = ABSENT
     status: str
 
 
 @declared
-class Failed(Row):
+class Failed:
     """A run that ended with an error. It may lack all other keys of a summary."""
 
     status: Literal[FAILED]
@@ -383,7 +342,7 @@ class Failed(Row):
 
 
 @declared
-class Built(Row):
+class Built:
     """The model of a row of ``bench.cost``."""
 
     backend: Name
@@ -409,12 +368,16 @@ class Cost(Origin, Configured, Built):
     status: Literal["measured", "out of memory", "failed"]
     reason: str = ABSENT
     interleaved: bool = ABSENT  # whether it was timed in turn with others
-    time: Timed = ABSENT
-    utilisation: Utilisation = ABSENT
+    time: dict[str, Times | None] = ABSENT
+    """Of a training step (train_ms), of a forward pass of the same bytes (evaluate_ms), and of the
+    next byte of one stream (generate_ms) or of 64 (generate_64_ms)."""
+    utilisation: Counts = ABSENT
+    """Of the training step: needed FLOPs per second (flops_per_s), the device's dense peak
+    (peak_flops_per_s), and their ratio (share)."""
 
 
 @declared
-class Peer(Row):
+class Peer:
     """The model of a row of ``bench.peers``."""
 
     name: Name
@@ -429,14 +392,14 @@ class Peer(Row):
     parameters: Parameters = ABSENT
 
 
-@declared
+@optional
 class Peers(Origin, Configured, Peer):
     """The speed of a model beside that of the reference."""
 
-    package: Name = ABSENT
-    package_version: Name = ABSENT
-    memory: Memory = ABSENT
-    time: dict[str, Times] = ABSENT
-    bytes_per_second: Count = ABSENT  # of training
-    relative_to_reference: Count = ABSENT  # median over rounds of the ratio of speeds
-    relative_range: list[Count] = ABSENT  # lowest and highest of these ratios
+    package: Name
+    package_version: Name
+    memory: Memory
+    time: dict[str, Times | None]  # of a training step (train_ms)
+    bytes_per_second: Count  # of training
+    relative_to_reference: Count  # median over rounds of the ratio of speeds
+    relative_range: list[Count]  # lowest and highest of these ratios

@@ -13,12 +13,13 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import IO
 
 from harness.cache import append_atomically, raise_storage_failure, write_all, write_atomically
 from harness.failures import Damaged
-from harness.record.row import Row
+from harness.record.row import ABSENT
 
 RECORD = "record.jsonl"
 SUMMARY = "summary.json"
@@ -101,10 +102,17 @@ def _line(row: dict) -> bytes:
     return json.dumps(to_json(row), allow_nan=False).encode() + b"\n"
 
 
-def to_json(row: Row | Mapping) -> dict:
+def to_json(row: object) -> dict:
     """Return a row as a dictionary, with None for numbers that are not finite, lists for tuples,
     and texts for paths and all keys."""
-    text = json.dumps(row, default=lambda node: vars(node) if isinstance(node, Row) else os.fspath(node))
+    text = json.dumps(
+        row,
+        default=lambda node: (
+            {key: entry for key, entry in vars(node).items() if entry is not ABSENT}
+            if is_dataclass(node)
+            else os.fspath(node)
+        ),
+    )
     return json.loads(text, parse_constant=lambda constant: None)
 
 

@@ -1,9 +1,9 @@
 """Validation of rows that are read, as files may be edited."""
 
 import json
-import re
 from collections.abc import Mapping
 from functools import cache
+from reprlib import repr as shorten
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -36,13 +36,6 @@ def schema_of_run_row(row: dict) -> str:
     if kind in ("valid", "test"):
         return "final" if row.get("final") else "score"
     return kind if kind in ("train", "provenance") else "labelled"
-
-
-def shorten(node: object, *, limit: int = 40) -> str:
-    """Return the text of a value for a message, on one line and of at most about ``limit`` characters."""
-    text = f"a {type(node).__name__}" if isinstance(node, dict | list) else repr(node)
-    text = re.sub(r"\s+", " ", text)
-    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def flatten(node: Mapping, *, separator: str = ".", prefix: str = "") -> dict[str, Any]:
