@@ -33,12 +33,11 @@ def origin(
     corpus: Corpus,
     runtime: Runtime,
     command: str,
-    config_hash: str,
-    source: str,
     measuring: bool = False,
+    **digests: str,
 ) -> Origin:
     """Return what the reproduction of a row needs. ``measuring`` is true for rows of bench, whose
-    ``source`` includes the code that measures."""
+    ``source`` includes the code that measures. ``digests`` are ``config_hash`` and ``source``."""
     code = commit()
     # Golden numbers pin only committed code. Rows without a version are pooled only if their source is equal.
     pinned = not plan.trust and not str(code).endswith("-dirty")
@@ -48,8 +47,7 @@ def origin(
         variant=plan.variant,
         seed=plan.seed,
         command=command,
-        config_hash=config_hash,
-        source=source,
+        **digests,
         tree=digest_of_tree(measuring=measuring),
         commit=code,
         data=corpus.provenance(),
@@ -124,13 +122,14 @@ def final_score(trainer: Trainer, name: str) -> Final:
     """Score the split ``name`` with the present weights."""
     plan, corpus, split = trainer.plan, trainer.corpus, trainer.reported_split(name)
     stream_cuts, window_cuts = _cuts(trainer, len(split))
-    check = {"future_seed": plan.seed, "cuts": stream_cuts}
-    score = trainer.evaluate(split, **check)
-    scores = [score]
+    score = trainer.evaluate(split, future_seed=plan.seed, cuts=stream_cuts)
+    scores, windows_bits = [score], ABSENT
     if plan.eval.windows and not corpus.sequence:
-        check["cuts"] = window_cuts
+        check = {"future_seed": plan.seed, "cuts": window_cuts}
         with trainer.update.parameters.unsharded():
-            scores.append(score_windows(trainer.model, split, runtime=trainer.runtime, **check))
+            windows = score_windows(trainer.model, split, runtime=trainer.runtime, **check)
+        scores.append(windows)
+        windows_bits = windows.bits_per_byte
     floor = corpus.floor_bits(split)
     precision = trainer.runtime.precision
     future, causal = check_causality(trainer.model, scores, floor=floor, precision=precision)
@@ -140,7 +139,7 @@ def final_score(trainer: Trainer, name: str) -> Final:
         **trainer.progress(),
         final=True,
         bits_per_byte=score.bits_per_byte,
-        windows_bits_per_byte=scores[1].bits_per_byte if len(scores) > 1 else ABSENT,
+        windows_bits_per_byte=windows_bits,
         **score.answers(corpus.answer_masks(split)),
         bits_per_repeat=score.bits_by_label(corpus.repeat_masks(split)) or ABSENT,
         floor_bits_per_byte=floor or ABSENT,

@@ -73,16 +73,11 @@ def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
     content = path.read_bytes() if path.exists() else b""
     *complete, _ = content.split(b"\n")
     first_rows = b"".join(line + b"\n" for line in complete[:rows])
-    problem = None
-    if rows > len(complete):
-        problem = (
-            f"{path} has {len(complete)} complete rows, and the checkpoint was saved after {rows}: "
-            "the record was cut or replaced"
+    if rows > len(complete) or sha256 not in (None, hashlib.sha256(first_rows).hexdigest()):
+        raise Damaged(
+            f"{path}: its first {rows} rows, of {len(complete)}, are not those of the checkpoint: the record was "
+            "cut, damaged or changed. Restore the file, or start the run again with force=true"
         )
-    elif sha256 not in (None, hashlib.sha256(first_rows).hexdigest()):
-        problem = f"{path}: its first {rows} rows are not those of the checkpoint: the record was damaged or changed"
-    if problem:
-        raise Damaged(f"{problem}. Restore the file, or start the run again with force=true")
     if len(first_rows) < len(content):
         os.truncate(path, len(first_rows))
     return first_rows
