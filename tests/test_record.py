@@ -9,38 +9,6 @@ import torch
 from harness.record.closing_table import print_closing_table
 from harness.record.comparison import code_version, score_conditions, shared_code_version
 from harness.record.rows import FORMAT, Record, read_rows, write_summary
-from tests.small_runs import repeatable
-
-
-def train_row(step):
-    return {"kind": "train", "step": step, "bits_per_byte": 2 + 1 / (step + 3), "clock": {"seconds": step * 0.1}}
-
-
-def test_a_resumed_record_equals_an_uninterrupted_one(tmp_path):
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "resumed").mkdir()
-    with Record(tmp_path / "whole") as record:
-        for step in range(6):
-            record.append(train_row(step))
-    with Record(tmp_path / "resumed", rows=0) as record:
-        for step in range(3):
-            record.append(train_row(step))
-        saved = {"rows": record.rows, "sha256": record.sha256}
-        record.append(train_row(3) | {"clock": {"seconds": 99.0}})
-        assert len(read_rows(record.path)) == 4, "a row must be on disk as soon as it is appended"
-    with record.path.open("a") as file:
-        file.write('{"kind": "train", "st')  # as if killed while it wrote
-    with Record(tmp_path / "resumed", **saved) as record:
-        for step in range(3, 6):
-            record.append(train_row(step) | {"clock": {"seconds": 7.0}})
-    whole, resumed = (read_rows(tmp_path / name / "record.jsonl") for name in ("whole", "resumed"))
-    assert len(whole) == len(resumed) == 6 and whole != resumed
-    assert [repeatable(row) for row in whole] == [repeatable(row) for row in resumed]
-    with pytest.raises(ValueError, match=r"first 7 rows, of 6, are not those of the checkpoint.*force=true"):
-        Record(tmp_path / "resumed", rows=7)
-    assert Record(tmp_path / "resumed", rows=6).rows == 6
-    empty = Record(tmp_path / "resumed")  # it truncates the file to 0 rows
-    assert empty.rows == 0 and empty.path.read_bytes() == b""
 
 
 def test_rows_are_strict_json_with_exact_numbers(tmp_path):

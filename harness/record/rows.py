@@ -30,7 +30,6 @@ MAX_LEVELS = 50  # most levels of lists and dictionaries in a row; a configurati
 MAX_TEXT_LENGTH = 10_000
 FORMAT = 3
 """Version of run folders, checkpoints and rows. It rises when keys or contents change."""
-Check = Callable[[dict, int], str | None]
 
 
 class Record(AbstractContextManager):
@@ -134,7 +133,7 @@ def open_regular(path: Path, *, max_bytes: float = math.inf) -> Iterator[IO[byte
 
 
 def read_accepted_rows(
-    path: Path, *, check: Check = lambda row, line_number: None, first_line: bool = False
+    path: Path, *, check: Callable = lambda row, line_number: None, first_line: bool = False
 ) -> tuple[list[dict], list[str]]:
     """Return the accepted rows of a file, and why the file or its other lines are refused. Nothing
     without a file. ``check`` gets a row and its line number, and returns why it is refused, or None."""
