@@ -12,7 +12,7 @@ With ``mode=stream``, the span equals the length and the streams carry a full st
 FLOPs per byte assume a full state."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -33,6 +33,7 @@ from harness.device.worker_process import OUT_OF_MEMORY
 from harness.loop.admission import admission
 from harness.loop.prepare import make_plan
 from harness.plan.settings import RuntimeSettings, parse_section
+from harness.record.row import Built, Cost
 from harness.record.rows import read_rows
 from harness.record.table import print_table
 
@@ -120,7 +121,7 @@ def make_entry(config: DictConfig, backend: str, length: int, *compiled: bool, s
     return Entry(name=f"length {length}: {config.variant.name}, {backend}", task=task)
 
 
-def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[dict]:
+def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[Cost]:
     """Measure the entries of one length in turn, and return their rows. An entry that runs out of memory is measured
     again alone, because the processes of the others also use memory."""
     limit = None if settings.memory_limit_gib is None else int(settings.memory_limit_gib * 2**30)
@@ -132,24 +133,32 @@ def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[dict]
         if repeat:
             (entry,) = measure([Entry(name=entry.name, task=entry.task)], **options)
         row = make_row(entry, settings=settings, interleaved=len(measured) > 1 and not repeat)
-        outcome = f"{row['variant']}, {row['backend']}: {row['reason'] or 'measured'}"
-        print(f"length {row['length']:>6,}  {outcome}", flush=True)
+        outcome = f"{row.variant}, {row.backend}: {row.reason or 'measured'}"
+        print(f"length {row.length:>6,}  {outcome}", flush=True)
         rows.append(row)
     return rows
 
 
-def make_row(entry: Entry, *, settings: CostSettings, interleaved: bool) -> dict:
+def make_row(entry: Entry, *, settings: CostSettings, interleaved: bool) -> Cost:
     """The row of an entry. Quantities that were not measured because the entry failed are None."""
     config = entry.task.config
     batch, length = config["batch"], config["model"]["span"]
-    unmeasured = dict.fromkeys(("evaluation_backend", "backend_choice", "parameters", "spans", "spans_from", "flops"))
+    unmeasured = dict.fromkeys(field.name for field in fields(Built))
     backend = config["runtime"]["backend"]  # the requested one, for an entry that failed before its model selected one
-    row = {"backend": backend} | unmeasured | entry.facts
-    row |= {"mode": settings.mode, "length": length, "segment": batch["segment"], "span": length}
-    row |= {"streams": batch["streams"], "memory_limit_gib": settings.memory_limit_gib}
-    row |= {"status": entry.status or "measured", "reason": entry.reason, "interleaved": interleaved}
-    row["time"] = {f"{quantity}_ms": entry.percentiles(quantity) for quantity in settings.timed}
-    return row | {"utilisation": utilisation(row)}
+    row = Cost(
+        **unmeasured | {"backend": backend} | entry.facts,
+        mode=settings.mode,
+        length=length,
+        segment=batch["segment"],
+        span=length,
+        streams=batch["streams"],
+        memory_limit_gib=settings.memory_limit_gib,
+        status=entry.status or "measured",
+        reason=entry.reason,
+        interleaved=interleaved,
+        time={f"{quantity}_ms": entry.percentiles(quantity) for quantity in settings.timed},
+    )
+    return replace(row, utilisation=utilisation(vars(row)))
 
 
 @lru_cache

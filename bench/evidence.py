@@ -189,16 +189,17 @@ def _points(params: dict[str, object]) -> Iterator[list[str]]:
 
 def compact(row: dict) -> dict:
     """What the tables need of a row of ``record.jsonl`` (the variant or a score) or ``evaluations.jsonl``."""
-    names = ("kind", "bytes_seen", "bits_per_byte", "final", "windows_bits_per_byte", "context_curve")
+    names = ("kind", "bytes_seen", "bits_per_byte", "windows_bits_per_byte", "context_curve")
     variant = {"config": {"variant": row["config"]["variant"]}} if "config" in row else {}
     return {name: row[name] for name in names if name in row} | variant
 
 
 def published_record(rows: Iterable[dict]) -> list[dict]:
-    """What the tables need of the rows of ``record.jsonl``. Validations that scored answers become
-    one entry of kind ``curve``: lists of training bytes, accuracies and bits an answer."""
-    entries = [row for row in rows if row["kind"] != "train"]
-    scored = [row for row in entries if "answer_accuracy" in row and not row.get("final")]
+    """What the tables need of the rows of ``record.jsonl``, without final scores, which the summary
+    has. Validations that scored answers become one entry of kind ``curve``: lists of training bytes,
+    accuracies and bits an answer."""
+    entries = [row for row in rows if row["kind"] != "train" and not row.get("final")]
+    scored = [row for row in entries if "answer_accuracy" in row]
     published = [compact(row) for row in entries if row not in scored]
     if scored:
         curve = {"kind": "curve", "bytes_seen": [row["bytes_seen"] for row in scored]}

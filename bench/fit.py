@@ -143,8 +143,13 @@ def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
     batch, span = plan.batch, plan.model.span
     runtime = Runtime(device=CPU, precision=plan.runtime.precision, compile=False)
     optimizers = plan.make_optimizers(model)
-    optimizers.may_update = lambda: True  # fake gradients have no value to test
-    update = Update(model, optimizers, runtime, accumulate=batch.accumulate)
+    tracker, forward = MemTracker(), runtime.forward(model)
+
+    def tracked(*args, **kwargs):
+        tracker.reset_mod_stats()  # the tracker allows one forward pass of a model; accumulation makes several
+        return forward(*args, **kwargs)
+
+    update = Update(model, optimizers, runtime, accumulate=batch.accumulate, forward=tracked)
     inputs, targets = (torch.zeros(batch.streams, batch.segment, dtype=torch.int64) for _ in range(2))
     past = torch.zeros(batch.streams, max(span, batch.segment), dtype=torch.int64)
     state = full_state(model, past, span=span, runtime=runtime) if batch.carry else None
@@ -152,21 +157,14 @@ def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
     def step(state: State) -> State:
         """An update, without the projection of parameters, because fake ones have no values."""
         _, loss, next_state = update.gradients(inputs, targets, state)
-        optimizers.step(0.5, loss=loss)
+        optimizers.step(0.5, loss=loss, finite=True)
         optimizers.zero_grad()
         return next_state if batch.carry else None
 
     state = step(state)  # the first step allocates the optimizers' state
     del past
-    tracker, forward = MemTracker(), update.forward
     tracker.track_external(model, *optimizers.optimizers.values(), inputs, targets, *tensors_of(state))
     state_bytes = tracker.get_tracker_snapshot()[CPU]["Optstate"]
-
-    def tracked(*args, **kwargs):
-        tracker.reset_mod_stats()  # the tracker allows one forward pass of a model; accumulation makes several
-        return forward(*args, **kwargs)
-
-    update.forward = tracked
     with tracker:
         step(state)
     peak = tracker.get_tracker_snapshot("peak")[CPU]

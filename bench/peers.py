@@ -17,6 +17,7 @@ from bench import CONF
 from bench.turns import Entry, measure
 from harness.cache import user_path
 from harness.compose.cli import run_command
+from harness.record.row import Peers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,27 +72,34 @@ def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
     return entries
 
 
-def make_row(entry: Entry, reference: Entry) -> dict:
+def make_row(entry: Entry, reference: Entry) -> Peers:
     """The row of an entry. Quantities that were not measured because the entry failed are None."""
     from bench.peer_workers import REFERENCE
 
     batch = entry.facts["config"]["batch"]
-    row = {"name": entry.name, "job": "language model", "streams": batch["streams"], "segment": batch["segment"]}
-    row["relative_to"] = REFERENCE
-    row |= {"status": entry.status or "measured", "reason": entry.reason, "rounds": len(entry.rounds["train"])}
-    row |= {"backend": "plain", "parameters": None} | entry.facts
-    if entry.status:
-        return row | dict.fromkeys(("memory", "time", "bytes_per_second", "relative_to_reference", "relative_range"))
-    step = entry.percentiles("train")
-    rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # an entry that failed has fewer
-    ratios = [median(reference_ms) / median(entry_ms) for entry_ms, reference_ms in rounds]  # of speeds, by round
-    return row | {
-        "memory": entry.facts["memory"],
-        "time": {"train_ms": step},
-        "bytes_per_second": batch["streams"] * batch["segment"] / step["p50"] * 1000,
-        "relative_to_reference": median(ratios) if ratios else None,
-        "relative_range": [min(ratios), max(ratios)] if ratios else None,
-    }
+    measured = dict.fromkeys(("memory", "time", "bytes_per_second", "relative_to_reference", "relative_range"))
+    if not entry.status:
+        step = entry.percentiles("train")
+        rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # an entry that failed has fewer
+        ratios = [median(reference_ms) / median(entry_ms) for entry_ms, reference_ms in rounds]  # of speeds, by round
+        measured = {
+            "memory": entry.facts["memory"],
+            "time": {"train_ms": step},
+            "bytes_per_second": batch["streams"] * batch["segment"] / step["p50"] * 1000,
+            "relative_to_reference": median(ratios) if ratios else None,
+            "relative_range": [min(ratios), max(ratios)] if ratios else None,
+        }
+    return Peers(
+        name=entry.name,
+        job="language model",
+        streams=batch["streams"],
+        segment=batch["segment"],
+        relative_to=REFERENCE,
+        status=entry.status or "measured",
+        reason=entry.reason,
+        rounds=len(entry.rounds["train"]),
+        **{"backend": "plain", "parameters": None} | entry.facts | measured,
+    )
 
 
 if __name__ == "__main__":

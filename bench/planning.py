@@ -76,7 +76,7 @@ def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, comma
     digests = row_digests(plan.config, trust=plan.trust)
     config = json.loads(json.dumps(plan.config))  # JSON turns integer keys, such as layer indices, into text
     facts = {"corpus": corpus, "runtime": runtime, "command": command, "measuring": True}
-    return {"kind": kind, "config": config, **summary.provenance(plan, **facts, **digests)}
+    return {"kind": kind, "config": config, **vars(summary.origin(plan, **facts, **digests))}
 
 
 def row_digests(config: dict, *, trust: tuple[str, ...]) -> dict[str, str]:

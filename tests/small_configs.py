@@ -19,6 +19,7 @@ from harness.data import corpora
 from harness.device import runtime
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, plan_run
+from harness.record.row import Train
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 GROUPS = {path.relative_to(CONF).as_posix() for path in CONF.rglob("*") if path.is_dir()}
@@ -103,7 +104,7 @@ def plan(*overrides: str) -> Plan:
     return plan_run(compose_config(*overrides))
 
 
-def one_step(plan: Plan) -> dict:
+def one_step(plan: Plan) -> Train:
     """Take one training step on a generated corpus and return its row of the record."""
     trainer = Trainer(plan, corpora.load("recall", bytes=20_000), runtime.start(plan.runtime))
     trainer.step()

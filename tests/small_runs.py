@@ -100,15 +100,11 @@ def whole_run(*overrides: str) -> tuple[Run, dict]:
     return run, run_to_end(run)
 
 
-def repeatable(row: dict) -> dict:
-    """A row without the keys that may differ between runs of the same seed, device and configuration."""
-    return {key: value for key, value in row.items() if key not in ("clock", "memory")}
-
-
 def rows_of(run: Run) -> list[dict]:
     """The rows of the record without times, memory and commit. All else must be equal when a run is repeated."""
-    rows = [repeatable(row) for row in read_rows(run.folder.path / RECORD)]
-    return [{key: value for key, value in row.items() if key != "commit"} for row in rows]
+    differing = ("clock", "memory", "commit")
+    rows = read_rows(run.folder.path / RECORD)
+    return [{key: value for key, value in row.items() if key not in differing} for row in rows]
 
 
 def after_step(run: Run, step: int, do: Callable[[], None]) -> Run:

@@ -36,7 +36,7 @@ def test_a_compiled_variant_has_the_losses_gradients_states_and_scores_of_the_un
         trainer.optimizers.zero_grad = lambda: None
         for _ in range(2):
             trainer.step()
-            bits.append(trainer.train_row()["bits_per_byte"])
+            bits.append(trainer.train_row().bits_per_byte)
         assert trainer.backend == trainer.evaluation_backend == backend + ", compiled" * compiled
         scores.append(trainer.evaluate(trainer.reported_split("valid")[:191]))
         trainers.append(trainer)
@@ -119,7 +119,7 @@ def test_generated_code_takes_the_same_step_as_eager_code():
         eager.step(), compiled.step()
     for (name, x), y in zip(eager.model.named_parameters(), compiled.model.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
-    assert eager.train_row()["bits_per_byte"] == pytest.approx(compiled.train_row()["bits_per_byte"], abs=1e-4)
+    assert eager.train_row().bits_per_byte == pytest.approx(compiled.train_row().bits_per_byte, abs=1e-4)
 
 
 class ShortSpan(AttentionSpan):

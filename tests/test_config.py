@@ -43,7 +43,7 @@ def test_every_file_is_planned_and_optimizers_and_recipes_take_a_step(file):
     run_plan = plan(file.replace("/", "=", 1), *tiny)
     if file.startswith(STEPPED):
         row = one_step(run_plan)
-        assert row["step"] == 1 and math.isfinite(row["bits_per_byte"])
+        assert row.step == 1 and math.isfinite(row.bits_per_byte)
 
 
 def nodes(node, key):

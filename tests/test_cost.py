@@ -7,10 +7,10 @@ from unittest.mock import Mock
 import pytest
 
 from bench import planning, turns
-from bench.rows import refusal
 from bench.tables.costs import cost_tables
 from bench.turns import Entry, time_in_turn
 from harness.record.cells import MIN_CALLS
+from harness.record.schema import violation
 from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
 from tests.small_configs import compose_config
 
@@ -40,7 +40,7 @@ def test_every_combination_has_a_complete_row_with_its_costs(cwd):
     cold = {(row["variant"], row["spans_from"]): row for row in rows_of(cost(*words))}
     assert [*cold] == [("mhsa", None), ("adaptive_span", "learned")]
     for (variant, _), row in cold.items():
-        assert refusal(row) is None and row["status"] == "measured" and row["interleaved"]
+        assert violation(row, schema="cost") is None and row["status"] == "measured" and row["interleaved"]
         assert row["span"] == row["segment"] == row["length"] == row["config"]["model"]["span"] == 256
         assert row["config"]["runtime"]["backend"] == "auto" and row["allocator"] == "keep"
         assert row["data"]["name"] == "synthetic_text" and row["data"]["bytes"] == 20_000
@@ -119,7 +119,7 @@ def test_by_default_a_quantity_is_timed_in_twenty_calls_or_for_a_minute():
 def test_out_of_memory_gives_a_row_with_that_status(cwd):
     (row,) = rows_of(cost("lengths=[1024]", "backends=[plain]", "memory_limit_gib=0.05"))
     assert row["status"] == "out of memory" and "allocate" in row["reason"]
-    assert row["time"]["train_ms"] is None and refusal(row) is None
+    assert row["time"]["train_ms"] is None and violation(row, schema="cost") is None
 
 
 @pytest.mark.parametrize(

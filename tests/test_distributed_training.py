@@ -64,7 +64,7 @@ def train_and_score(trainer: Trainer) -> dict:
     while not trainer.finished:
         trainer.step()
         digests.append(digest(trainer))
-        bits.append(trainer.train_row()["bits_per_byte"])
+        bits.append(trainer.train_row().bits_per_byte)
     score = trainer.evaluate(trainer.corpus.splits["valid"])
     return {
         "bits": bits,

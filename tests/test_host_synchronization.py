@@ -113,7 +113,7 @@ def test_the_loss_of_a_row_is_the_mean_of_all_steps_since_the_last_row(monkeypat
     for _ in range(3):
         trainer.step()
     assert trainer.checkpoint_content()["nats"] == sum(losses)
-    assert trainer.train_row()["bits_per_byte"] == sum(losses) / 3 / math.log(2)
+    assert trainer.train_row().bits_per_byte == sum(losses) / 3 / math.log(2)
 
 
 def test_batches_are_sent_as_bytes_from_pinned_memory_without_waiting(monkeypatch):

@@ -42,11 +42,11 @@ def entry(name: str, *rounds: float, **changes) -> Entry:
 def test_speeds_are_compared_within_each_round():
     reference = entry(REFERENCE, 10.0, 10.0, 1.0)
     row = make_row(entry("mine", 20.0, 5.0, 2.0), reference)
-    assert row["relative_to_reference"] == 0.5 and row["relative_range"] == [0.5, 2.0] and row["rounds"] == 3
-    assert make_row(reference, reference)["relative_to_reference"] == 1
-    assert row["bytes_per_second"] == pytest.approx(16 / 0.005)
+    assert row.relative_to_reference == 0.5 and row.relative_range == [0.5, 2.0] and row.rounds == 3
+    assert make_row(reference, reference).relative_to_reference == 1
+    assert row.bytes_per_second == pytest.approx(16 / 0.005)
     failed = make_row(entry("lost", status="failed", reason="x: not installed"), reference)
-    assert (failed["status"], failed["rounds"], failed["relative_to_reference"]) == ("failed", 0, None)
+    assert (failed.status, failed.rounds, failed.relative_to_reference) == ("failed", 0, None)
 
 
 def test_entries_start_together_and_take_turns_and_a_failed_one_is_not_measured_again(monkeypatch):

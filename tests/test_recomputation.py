@@ -41,7 +41,7 @@ def test_recomputation_changes_no_loss_gradient_or_state(case, monkeypatch):
     plain = after_two_steps(*CASES[case])
     n_calls, recomputed = len(calls), after_two_steps(*CASES[case], "runtime.checkpoint=layers")
     assert len(calls) - n_calls == 2 * n_calls, "each layer must be computed once more in every backward pass"
-    assert recomputed.train_row()["bits_per_byte"] == plain.train_row()["bits_per_byte"]
+    assert recomputed.train_row().bits_per_byte == plain.train_row().bits_per_byte
     for (name, expected), actual in zip(plain.model.named_parameters(), recomputed.model.parameters(), strict=True):
         assert (expected.grad is None) == (actual.grad is None), name
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-14)

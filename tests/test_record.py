@@ -9,51 +9,18 @@ import torch
 from harness.record.closing_table import print_closing_table
 from harness.record.comparison import code_version, score_conditions, shared_code_version
 from harness.record.rows import FORMAT, Record, read_rows, write_summary
-from harness.record.schema import violation
-from tests.small_runs import repeatable
-
-
-def train_row(step):
-    return {"kind": "train", "step": step, "bits_per_byte": 2 + 1 / (step + 3), "clock": {"seconds": step * 0.1}}
-
-
-def test_a_resumed_record_equals_an_uninterrupted_one(tmp_path):
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "resumed").mkdir()
-    with Record(tmp_path / "whole") as record:
-        for step in range(6):
-            record.append(train_row(step))
-    with Record(tmp_path / "resumed", rows=0) as record:
-        for step in range(3):
-            record.append(train_row(step))
-        saved = {"rows": record.rows, "sha256": record.sha256}
-        record.append(train_row(3) | {"clock": {"seconds": 99.0}})
-        assert len(read_rows(record.path)) == 4, "a row must be on disk as soon as it is appended"
-    with record.path.open("a") as file:
-        file.write('{"kind": "train", "st')  # as if killed while it wrote
-    with Record(tmp_path / "resumed", **saved) as record:
-        for step in range(3, 6):
-            record.append(train_row(step) | {"clock": {"seconds": 7.0}})
-    whole, resumed = (read_rows(tmp_path / name / "record.jsonl") for name in ("whole", "resumed"))
-    assert len(whole) == len(resumed) == 6 and whole != resumed
-    assert [repeatable(row) for row in whole] == [repeatable(row) for row in resumed]
-    with pytest.raises(ValueError, match=r"6 complete rows, and the checkpoint was saved after 7.*force=true"):
-        Record(tmp_path / "resumed", rows=7)
-    assert Record(tmp_path / "resumed", rows=6).rows == 6
-    empty = Record(tmp_path / "resumed")  # it truncates the file to 0 rows
-    assert empty.rows == 0 and empty.path.read_bytes() == b""
 
 
 def test_rows_are_strict_json_with_exact_numbers(tmp_path):
     row = {"kind": "train", "loss": math.nan, "exact": 0.1 + 0.2, "path": tmp_path, "pair": (1, True)}
     row |= {"metrics": {"layers.0.attention.span": [1.5, math.inf]}, "text": "line\nbreak \r \u2028 \ud800"}
     with Record(tmp_path) as record:
-        written = record.append(row)
+        record.append(row)
         with pytest.raises(TypeError):
             record.append({"kind": "train", "loss": torch.zeros(2)})
     text = record.path.read_text()
     read = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-    assert read == written == read_rows(record.path)[0]
+    assert read == read_rows(record.path)[0]
     assert read == row | {"loss": None, "path": str(tmp_path), "pair": [1, True], "metrics": read["metrics"]}
     assert read["metrics"] == {"layers.0.attention.span": [1.5, None]}
 
@@ -140,15 +107,8 @@ def test_rows_of_models_with_different_spans_are_comparable_if_each_is_scored_wi
     assert comparable(*rows) and not comparable(rows[0], make_summary(protocol={"span": 32}))
 
 
-def test_a_summary_is_written_atomically_and_an_invalid_value_is_named_by_its_key(tmp_path):
+def test_a_summary_is_written_atomically(tmp_path):
     write_summary(tmp_path, summary=make_summary())
-    path = write_summary(tmp_path, summary=make_summary(valid_bits_per_byte=math.nan))
-    summary = json.loads(path.read_text())
-    assert summary["valid_bits_per_byte"] is None
-    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
-    wrong = [("seed", "0", "seed is '0'"), ("memory", {"peak_bytes": -1}, "memory.peak_bytes is -1")]
-    wrong += [("valid_metrics", {"x.span": ["long"]}, "valid_metrics.x.span"), ("purpose", "play", "purpose is 'play'")]
-    for key, entry, reason in wrong:
-        assert violation(summary | {key: entry}, schema="summary").startswith(reason)
-    del summary["variant"]
-    assert violation(summary, schema="summary") == "variant is missing"
+    write_summary(tmp_path, summary=make_summary(valid_bits_per_byte=math.nan))
+    (file,) = tmp_path.iterdir()
+    assert file.name == "summary.json" and json.loads(file.read_text())["valid_bits_per_byte"] is None

@@ -84,7 +84,7 @@ def test_budgets_of_steps_and_bytes_determine_steps_and_schedule(budget):
     while not trainer.finished:
         trainer.step()
         used = trainer.optimizers.optimizers["default"].param_groups[0]["lr"]
-        assert trainer.train_row()["learning_rate"] == pytest.approx(used)
+        assert trainer.train_row().learning_rate == pytest.approx(used)
         rates.append(used / trainer.optimizers.lr)
     assert trainer.spent.steps == 16 and trainer.spent.bytes == 16 * 64
     amount = 16.0 if "steps" in budget else 1000 / 64

@@ -15,7 +15,7 @@ from harness.model import NUMERICS
 from harness.record import checkpoint
 from harness.record.comparison import code_version
 from harness.record.folder import Identity, RunFolder, config_hash
-from harness.record.rows import RECORD, SUMMARY
+from harness.record.rows import RECORD, SUMMARY, to_json
 from tests import bench_rows
 from tests.small_configs import plan
 from tests.small_runs import SMALL, make_run, run_to_end, stop, temporary_cwd  # noqa: F401 - a fixture
@@ -88,8 +88,8 @@ def test_golden_numbers_do_not_pin_an_edited_tree(monkeypatch):
     run, versions = make_run("budget.steps=2"), []
     for commit in ("ab" * 20, "ab" * 20 + "-dirty"):
         monkeypatch.setattr(summary, "commit", lambda commit=commit: commit)
-        row = summary.run_provenance(run.trainer, run.folder.identity, command="")
-        versions.append(code_version(row))
+        row = summary.run_origin(run.trainer, run.folder.identity, command="")
+        versions.append(code_version(to_json(row)))
     assert versions == [{"numerics": {"variant": 1, "shared": NUMERICS}}, {"source": run.folder.identity.source}]
 
 

@@ -33,7 +33,7 @@ def train_and_resume(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
                 run.restore(middle)
             while run.spent.steps < STEPS:
                 run.step()
-                bits.append(run.train_row()["bits_per_byte"])
+                bits.append(run.train_row().bits_per_byte)
                 if name == "whole" and run.spent.steps == STEPS // 2:
                     middle, first = copy.deepcopy(full_tensors(run.checkpoint_content())), [*bits]
             results[name] = (bits if name == "whole" else first + bits), full_tensors(run.model.state_dict())

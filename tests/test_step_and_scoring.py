@@ -32,7 +32,7 @@ def test_a_step_with_accumulation_equals_one_without():
             run.step()
     for (name, expected), actual in zip(whole.model.named_parameters(), split.model.parameters(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
-    assert whole.train_row()["bits_per_byte"] == pytest.approx(split.train_row()["bits_per_byte"], abs=1e-12)
+    assert whole.train_row().bits_per_byte == pytest.approx(split.train_row().bits_per_byte, abs=1e-12)
     assert len(tensors(whole.state)) > 1 and len(whole.state[0]) == 4
     for expected, actual in zip(tensors(whole.state), tensors(split.state), strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
@@ -91,7 +91,7 @@ def test_bfloat16_training_is_finite_and_close_to_float32_with_parameters_in_flo
     for run in (high, low):
         for _ in range(3):
             run.step()
-        bits.append(run.train_row()["bits_per_byte"])
+        bits.append(run.train_row().bits_per_byte)
     assert bits[0] != bits[1] and bits[0] == pytest.approx(bits[1], abs=0.05)
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in low.model.parameters())
     assert {t.dtype for t in tensors(low.state)} == {torch.int64, torch.bfloat16}
@@ -227,10 +227,9 @@ def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_the_f
     floor = recall_floor(len(score.nats) + 1)
     assert floor - 40 / len(score.nats) < score.bits_per_byte < 3.9
     assert score_windows(trainer.model, trainer.corpus.splits["valid"], runtime=CPU).bits_per_byte > floor
-    summary = {"check": "passed", "capped": {}, "compressors": {}}
-    row = final_score(trainer, "test", summary)
+    row = final_score(trainer, "test")
     floor = trainer.corpus.floor_bits(trainer.reported_split("test"))
-    assert (row["check"], row["floor_bits_per_byte"]) == ("passed", floor)
-    assert row["bits_per_copy"]["3"] == summary["test_bits_per_copy"]["3"] < 4
-    trainer.corpus = replace(trainer.corpus, floor=lambda values: row["bits_per_byte"] + 41 / (len(values) - 1))
-    assert final_score(trainer, "test", summary)["check"] == summary["check"] == "not causal"
+    assert row.check == trainer.plan.admission and row.floor_bits_per_byte == floor
+    assert row.bits_per_copy["3"] < 4
+    trainer.corpus = replace(trainer.corpus, floor=lambda values: row.bits_per_byte + 41 / (len(values) - 1))
+    assert final_score(trainer, "test").check == "not causal"

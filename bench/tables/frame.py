@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.rows import ROWS, refusal
+from bench.rows import ROWS
 from harness.record.comparison import INCOMPARABLE_CHECKS, cost_conditions
-from harness.record.rows import EVALUATIONS, FAILED, RECORD, SUMMARY, read_accepted_rows
+from harness.record.row import FAILED
+from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_accepted_rows, wrong_format
 from harness.record.schema import BENCH_COMMANDS, is_number, schema_of_run_row, shorten, violation
 
 SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
@@ -74,15 +75,12 @@ class Rows:
         self._runs: list[tuple[float, dict]] = []
         self._command_rows: list[dict] = []
         for path in sorted(paths, key=lambda path: (path.parent.name, str(path))):
-            try:
-                if path.name in (RECORD, SUMMARY):
-                    self._read_run(path.parent)
-                else:
-                    rows, reasons = read_accepted_rows(path, check=_command_row_error)
-                    self._refuse(path, reasons if rows or reasons else ["it has no rows"])
-                    self._command_rows += [row | {"read_from": str(path.parent)} for row in rows]
-            except OSError as error:
-                self._refuse(path, [f"cannot be read ({error.strerror})"])
+            if path.name in (RECORD, SUMMARY):
+                self._read_run(path.parent)
+            else:
+                rows, reasons = read_accepted_rows(path, check=_command_row_error)
+                self._refuse(path, reasons if rows or reasons else ["it has no rows"])
+                self._command_rows += [row | {"read_from": str(path.parent)} for row in rows]
         runs = [row for _, row in sorted(self._runs, key=lambda pair: pair[0])]
         self.frame = frame_of([*runs, *self._command_rows])
 
@@ -93,10 +91,10 @@ class Rows:
     def _read_run(self, folder: Path) -> None:
         """Add the finished run of a folder, or the reason why it is not shown."""
         files = [folder / name for name in (RECORD, SUMMARY)]
-        record, reasons = read_accepted_rows(files[0], check=_run_row_error) if files[0].exists() else ([], [])
+        record, reasons = read_accepted_rows(files[0], check=_run_row_error)
         provenance = record[0] if record and record[0].get("kind") == "provenance" else None
         check = partial(_summary_error, provenance=provenance)
-        summaries, refused = read_accepted_rows(files[1], check=check) if files[1].exists() else ([], [])
+        summaries, refused = read_accepted_rows(files[1], check=check)
         summary = summaries[0] if summaries else {"status": "no summary yet"}
         status = summary["status"]
         if provenance is None and status not in FAILED:
@@ -104,7 +102,9 @@ class Rows:
         self._refuse(files[0], reasons)
         self._refuse(files[1], refused)
         if provenance is not None:
-            self.test_scores[provenance["data"]["sha256"]] += _test_scores(record, folder / EVALUATIONS)
+            evaluations, _ = read_accepted_rows(folder / EVALUATIONS)
+            splits = [row["kind"] for row in record] + [row.get("split") for row in evaluations]
+            self.test_scores[provenance["data"]["sha256"]] += splits.count("test")
         if refused:
             return
         if status in FAILED:
@@ -129,28 +129,17 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(parent) / n for n in names if n.endswith(".jsonl") and n not in (RECORD, EVALUATIONS))
 
 
-def _test_scores(record: Sequence[dict], evaluations: Path) -> int:
-    """How often a run and ``bench.evaluate`` scored test."""
-    scores = [row["kind"] for row in record]
-    if evaluations.exists():
-        rows, _ = read_accepted_rows(evaluations, check=lambda row, line_number: None)
-        scores += [row.get("split") for row in rows]
-    return scores.count("test")
-
-
 def _command_row_error(row: dict, line_number: int) -> str | None:
     """The reason why a row of a command is refused, or None."""
-    if reason := refusal(row):
-        return reason
-    kind = row["kind"]
+    kind = row.get("kind")
     if kind not in BENCH_COMMANDS:
         return f"kind is {shorten(kind)}; allowed are {', '.join(BENCH_COMMANDS)}"
-    return violation(row, schema=kind)
+    return wrong_format(row) or violation(row, schema=kind)
 
 
 def _run_row_error(row: dict, line_number: int) -> str | None:
-    """The reason why a row of a run's record is refused, or None. The first row must have provenance."""
-    return (refusal(row) if line_number == 1 else None) or violation(row, schema=schema_of_run_row(row))
+    """The reason why a row of a run's record is refused, or None."""
+    return (wrong_format(row) if line_number == 1 else None) or violation(row, schema=schema_of_run_row(row))
 
 
 def _summary_error(summary: dict, line_number: int, *, provenance: dict | None) -> str | None:

@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
-from harness.record.rows import read_file
+from harness.record.rows import open_regular
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 MAX_BYTES = 2**18
@@ -77,7 +77,9 @@ def read_config(path: Path, *, label: str) -> dict:
     They are read by the rules by which PyYAML writes them: OmegaConf takes the text ``1e5`` for a number. ``label``
     begins the message of a ValueError."""
     try:
-        text, depth = read_file(path, max_bytes=MAX_BYTES).decode("utf-8"), 0
+        with open_regular(path, max_bytes=MAX_BYTES) as file:
+            text = file.read().decode("utf-8")
+        depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):

@@ -23,7 +23,7 @@ from harness.plan.build import Plan, is_sweep, plan_run, typed_keys
 from harness.record import checkpoint, folder
 from harness.record.closing_table import data_label
 from harness.record.folder import identity_of, read_provenance
-from harness.record.rows import RECORD, read_object
+from harness.record.rows import RECORD, read_accepted_rows
 
 WARM_UP_BYTES = 16  # largest segment of the warm-up step
 KEYS_THAT_MAY_DIFFER = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "default_bytes")
@@ -45,7 +45,8 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
         with processes.fail_together():
             device_runtime = runtime.start(plan.runtime, processes=processes)
         record = run_folder.path / RECORD
-        row = processes.on_main(lambda: read_object(record, first_line=True) if run_folder.checkpoint else {})
+        rows, _ = processes.on_main(lambda: read_accepted_rows(record, first_line=True))
+        row = rows[0] if rows and run_folder.checkpoint else {}
         plan = with_backend(plan, device_runtime, recorded_choice=row.get("backend_choice"))
         with processes.fail_together():
             _warm_up(plan, corpus, device_runtime)

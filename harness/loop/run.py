@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import yaml
 
@@ -24,6 +25,7 @@ from harness.plan.build import Plan
 from harness.record import checkpoint
 from harness.record.closing_table import bits, data_label, print_closing_table, scored_splits
 from harness.record.folder import RunFolder
+from harness.record.row import Provenance, RunOrigin, Score, Summary
 from harness.record.rows import CONFIG, Record, to_json, write_summary
 from harness.record.wandb_run import WandbRun
 
@@ -100,17 +102,17 @@ class Run:
         plan, trainer = self.plan, self.trainer
         with ExitStack() as stack:
             stack.callback(self.folder.unlock)
-            provenance = summary.run_provenance(trainer, self.folder.identity, command=self.command)
-            stack.enter_context(record_errors(plan, self.folder, provenance, self._processes))
+            origin = summary.run_origin(trainer, self.folder.identity, command=self.command)
+            stack.enter_context(record_errors(plan, self.folder, to_json(origin), self._processes))
             saved = self._restore()
             task = f"resuming at {trainer.spent.bytes:,} bytes" if saved else "training"
-            device = f"{provenance['device']}, {trainer.backend}, {trainer.runtime.precision}"
+            device = f"{origin.device}, {trainer.backend}, {trainer.runtime.precision}"
             device += ", compiled" if trainer.runtime.compile else ""
-            print(f"{task}: {self.folder.path}  |  {data_label(provenance['data'])}  |  {device}")
-            self._processes.on_main(lambda: self._open_files(stack, provenance, saved))
+            print(f"{task}: {self.folder.path}  |  {data_label(origin.data)}  |  {device}")
+            self._processes.on_main(lambda: self._open_files(stack, origin, saved))
             yield
 
-    def _open_files(self, stack: ExitStack, provenance: dict, saved: dict) -> None:
+    def _open_files(self, stack: ExitStack, origin: RunOrigin, saved: dict) -> None:
         """Write the configuration, and open record and W&B run; ``saved`` is the restored checkpoint, or empty."""
         plan, path = self.plan, self.folder.path
         config = to_json(plan.config)  # turns integer keys, which are layers, into text
@@ -118,7 +120,7 @@ class Run:
         self._record = stack.enter_context(Record(path, rows=saved.get("rows", 0), sha256=saved.get("sha256")))
         self._wandb = stack.enter_context(self._wandb_run(self.trainer.corpus.name, id=saved.get("wandb_id")))
         if not saved:
-            self.append({"kind": "provenance", **provenance, "config": config})
+            self.append(Provenance(kind="provenance", **vars(origin), config=config))
 
     def _wandb_run(self, corpus: str, *, id: str | None) -> WandbRun:
         plan, name = self.plan, self.folder.path.name
@@ -150,11 +152,12 @@ class Run:
         """Print a line, in a sweep with the run's name."""
         print(f"{self.folder.path.name}: {line}" if self.plan.sweeping else line, flush=True)
 
-    def append(self, row: dict) -> None:
+    def append(self, row: object) -> None:
         """Write a row to the record and to W&B. At most every ``record.progress_seconds`` a train row is printed."""
         if not self._processes.is_main:
             return
-        row = self._record.append(row)
+        row = to_json(row)
+        self._record.append(row)
         self._wandb.log(row)
         if row["kind"] == "train" and time.monotonic() - self._printed_at >= self.plan.record.progress_seconds:
             self._printed_at = time.monotonic()
@@ -194,10 +197,16 @@ class Run:
         with self._outside_training_peak():
             score, answers = trainer.evaluate_sample(split, pairs=size)
             self.last_validation = {"bytes": trainer.spent.bytes, "fraction": trainer.fraction, "size": size}
-            row = {"kind": "valid", **trainer.progress(), "bits_per_byte": score.bits_per_byte}
-            row |= {"capped_bytes": len(score.nats), "metrics": trainer.model.metrics(score.stats)}
-            row |= answers
-            self.append(row)
+            self.append(
+                Score(
+                    kind="valid",
+                    **trainer.progress(),
+                    bits_per_byte=score.bits_per_byte,
+                    capped_bytes=len(score.nats),
+                    metrics=trainer.model.metrics(score.stats),
+                    **answers,
+                )
+            )
             self.print(f" valid  {self._score_text(score.bits_per_byte, capped=True)}")
             # The first weights are saved even with a score of NaN, because the final scores need weights.
             if score.bits_per_byte < self.best_bits or self.best_bits == math.inf:
@@ -247,28 +256,42 @@ class Run:
     def finish(self) -> dict:
         """Validate once more, score the best weights on all of the final splits, and write the summary."""
         trainer, processes = self.trainer, self._processes
-        row = summary.run_provenance(trainer, self.folder.identity, command=self.command)
         self.validate()
         best = processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.load_weights(best["model"])  # before the costs, because FLOPs depend on the weights
-        row |= summary.costs(trainer, peak=self._over_processes(self._training_peak))
-        row |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(trainer.model.metrics({}))}
-        row |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
-        for split in trainer.splits:
-            split_row = summary.final_score(trainer, split, row)
-            self.append(split_row)
-            if split_row["check"] == NOT_CAUSAL:
-                self.print(f"final {split}: NOT CAUSAL: {not_causal(split_row)}; no table compares this run")
+        costs = summary.costs(trainer, peak=self._over_processes(self._training_peak))
+        finals = [summary.final_score(trainer, split) for split in trainer.splits]
+        for final in finals:
+            self.append(final)
+        leaking = [final for final in finals if final.check == NOT_CAUSAL]
+        for final in leaking:
+            reason = not_causal(vars(final))
+            self.print(f"final {final.kind}: NOT CAUSAL: {reason}; no table compares this run")
+        scores = {
+            f"{final.kind}_{key}": entry
+            for final in finals
+            for key, entry in vars(final).items()
+            if hasattr(Summary, f"{final.kind}_{key}")
+        }
         inference = self._over_processes(self._peak_meter.read())
         # What earlier jobs of this process have left would count in a process's memory.
         unknown = inference.approximate and self.plan.sweeping
-        row["memory"]["inference_peak_bytes"] = None if unknown else inference.bytes
-        row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
-        # Read again, because the run may have continued uncompiled since.
-        row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}
-        row["status"] = "finished"
+        memory = replace(costs.memory, inference_peak_bytes=None if unknown else inference.bytes)
+        # The backends are those of now, because the run may have continued uncompiled.
+        origin = summary.run_origin(trainer, self.folder.identity, command=self.command)
+        row = Summary(
+            **vars(origin) | {"check": (leaking or finals)[0].check},
+            **vars(costs) | {"memory": memory},
+            best_bytes_seen=best["bytes"],
+            spans=summary.spans(trainer.model.metrics({})) or summary.spans(finals[0].metrics),
+            # After the peak is read, because they use memory.
+            compressors=summary.compressors(trainer) if processes.is_main else {},
+            capped={final.kind: final.capped_bytes for final in finals if final.capped_bytes},
+            **{"test_bits_per_byte": None} | scores,
+            status="finished",
+        )
+        row = to_json(row)
         if processes.is_main:
-            row["compressors"] = summary.compressors(trainer)  # after the peak is read, because they use memory
             write_summary(self.folder.path, summary=row)
             self._wandb.log_end(summary=row)
         return row

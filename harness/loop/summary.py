@@ -1,4 +1,4 @@
-"""Summary of a run: the keys of its rows that describe provenance, costs and scores."""
+"""Summary of a run: its provenance, costs and final scores."""
 
 from harness.count.flops import forward_flops_per_byte
 from harness.count.ideal import ideal_excuses
@@ -11,98 +11,144 @@ from harness.loop.scoring import NOT_CAUSAL, check_causality, score_windows
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
 from harness.plan.build import Plan
-from harness.record.folder import Identity
+from harness.record import folder
+from harness.record.row import (
+    ABSENT,
+    Costs,
+    Final,
+    ForwardFlops,
+    Memory,
+    Origin,
+    Parameters,
+    RunOrigin,
+    Spans,
+)
 from harness.record.rows import FORMAT
 from harness.source import commit, digest_of_tree
 
 
-def provenance(
+def origin(
     plan: Plan,
     *,
     corpus: Corpus,
     runtime: Runtime,
     command: str,
-    config_hash: str,
-    source: str,
     measuring: bool = False,
-) -> dict:
-    """Return the keys of a row that its reproduction needs, and that decide which rows may be compared. ``measuring``
-    is true for rows of bench, whose ``source`` includes the code that measures."""
-    row = {"format": FORMAT, "variant": plan.variant, "seed": plan.seed, "command": command, "config_hash": config_hash}
-    row |= {"source": source, "tree": digest_of_tree(measuring=measuring), "commit": commit()}
+    **digests: str,
+) -> Origin:
+    """Return what the reproduction of a row needs. ``measuring`` is true for rows of bench, whose
+    ``source`` includes the code that measures. ``digests`` are ``config_hash`` and ``source``."""
+    code = commit()
     # Golden numbers pin only committed code. Rows without a version are pooled only if their source is equal.
-    pinned = not plan.trust and not str(row["commit"]).endswith("-dirty")
-    numerics = {"variant": plan.config["variant"].get("numerics") if pinned else None, "shared": NUMERICS}
-    row |= {"data": corpus.provenance(), "protocol": plan.protocol(), "numerics": numerics}
-    return row | {"recomputation": plan.runtime.checkpoint} | runtime.describe()
+    pinned = not plan.trust and not str(code).endswith("-dirty")
+    version = plan.config["variant"].get("numerics") if pinned else None
+    return Origin(
+        format=FORMAT,
+        variant=plan.variant,
+        seed=plan.seed,
+        command=command,
+        **digests,
+        tree=digest_of_tree(measuring=measuring),
+        commit=code,
+        data=corpus.provenance(),
+        protocol=plan.protocol(),
+        numerics={"variant": version, "shared": NUMERICS},
+        recomputation=plan.runtime.checkpoint,
+        **runtime.describe(),
+    )
 
 
-def run_provenance(trainer: Trainer, digests: Identity, *, command: str) -> dict:
+def run_origin(trainer: Trainer, digests: folder.Identity, *, command: str) -> RunOrigin:
     """Return the provenance of a run, with its budget, parameters, optimizers and backends."""
-    plan, keys = trainer.plan, {"config_hash": digests.config, "source": digests.source}
-    row = provenance(plan, corpus=trainer.corpus, runtime=trainer.runtime, command=command, **keys)
-    row |= {"purpose": plan.purpose, "budget": {plan.budget.unit: plan.budget.amount}}
-    row |= {"parameters": parameters(trainer.model), "optimizers": trainer.optimizers.describe()}
-    row |= {"backend": trainer.backend, "evaluation_backend": trainer.evaluation_backend}
-    row |= {"pretrained": plan.pretrained} if plan.pretrained else {}
-    return row | {"backend_choice": plan.backend_choice, "check": plan.admission}
+    plan = trainer.plan
+    common = origin(
+        plan,
+        corpus=trainer.corpus,
+        runtime=trainer.runtime,
+        command=command,
+        config_hash=digests.config,
+        source=digests.source,
+    )
+    return RunOrigin(
+        **vars(common),
+        purpose=plan.purpose,
+        budget={plan.budget.unit: plan.budget.amount},
+        parameters=parameters(trainer.model),
+        optimizers=trainer.optimizers.describe(),
+        backend=trainer.backend,
+        evaluation_backend=trainer.evaluation_backend,
+        pretrained=plan.pretrained or ABSENT,
+        backend_choice=plan.backend_choice,
+        check=plan.admission,
+    )
 
 
-def costs(trainer: Trainer, *, peak: Peak) -> dict:
-    """Return the time, FLOPs and memory of training. Forward FLOPs are counted on one stream with a full past. Bytes
-    and FLOPs are those of all processes, the peak is the highest, and other figures are those of the main process."""
+def costs(trainer: Trainer, *, peak: Peak) -> Costs:
+    """Return the time, FLOPs and memory of training. Forward FLOPs are counted on one stream with a
+    full past. The peak is the highest of all processes."""
     model, parameters, segment = trainer.model, trainer.update.parameters, trainer.plan.eval.segment
     with trainer.runtime.autocast(), parameters.unsharded():
         max_bytes = trainer.plan.model.span + 4 * segment
         text = trainer.reported_split("valid")
         executed = forward_flops_per_byte(model, segment=segment, max_bytes=max_bytes, text=text)
     progress = trainer.progress()
-    row = {key: progress[key] for key in ("bytes_seen", "epochs")}
-    row |= {"steps": progress["step"], **progress["clock"], "training_flops": trainer.spent.flops}
-    row["flops_per_byte"] = {"executed": executed.per_byte, "ideal": model.ideal_flops()}
-    row["flops_per_byte"] |= {"unknown": executed.unknown, "warm": executed.warm}
-    row |= {"ideal_excuses": ideal_excuses(model), "flops_estimated_3x": model.flops_estimated_3x()}
-    row["memory"] = {
-        "peak_bytes": peak.bytes,
-        "peak_reserved_bytes": peak.reserved_bytes,
-        "approximate": peak.approximate,
-        "parameter_bytes": tensor_bytes(parameters.local_parameters),
-        "gradient_bytes": trainer.update.gradient_bytes,
-        "optimizer_bytes": optimizer_bytes(trainer.optimizers.optimizers.values()),
-        "state_bytes": executed.state_bytes,
-    }
-    return row
+    return Costs(
+        bytes_seen=progress["bytes_seen"],
+        epochs=progress["epochs"],
+        steps=progress["step"],
+        **progress["clock"],
+        training_flops=progress["training_flops"],
+        flops_per_byte=ForwardFlops(
+            executed=executed.per_byte,
+            ideal=model.ideal_flops(),
+            unknown=executed.unknown,
+            warm=executed.warm,
+        ),
+        ideal_excuses=ideal_excuses(model),
+        flops_estimated_3x=model.flops_estimated_3x(),
+        memory=Memory(
+            peak_bytes=peak.bytes,
+            peak_reserved_bytes=peak.reserved_bytes,
+            approximate=peak.approximate,
+            parameter_bytes=tensor_bytes(parameters.local_parameters),
+            gradient_bytes=trainer.update.gradient_bytes,
+            optimizer_bytes=optimizer_bytes(trainer.optimizers.optimizers.values()),
+            state_bytes=executed.state_bytes,
+        ),
+    )
 
 
-def final_score(trainer: Trainer, name: str, summary: dict) -> dict:
-    """Score the split ``name`` with the present weights. Adds the scores to ``summary``, and returns their row."""
+def final_score(trainer: Trainer, name: str) -> Final:
+    """Score the split ``name`` with the present weights."""
     plan, corpus, split = trainer.plan, trainer.corpus, trainer.reported_split(name)
     stream_cuts, window_cuts = _cuts(trainer, len(split))
     score = trainer.evaluate(split, future_seed=plan.seed, cuts=stream_cuts)
-    bits, scores = {"bits_per_byte": score.bits_per_byte}, [score]
+    scores, windows_bits = [score], ABSENT
     if plan.eval.windows and not corpus.sequence:
+        check = {"future_seed": plan.seed, "cuts": window_cuts}
         with trainer.update.parameters.unsharded():
-            keywords = {"runtime": trainer.runtime, "future_seed": plan.seed, "cuts": window_cuts}
-            windows = score_windows(trainer.model, split, **keywords)
-        bits["windows_bits_per_byte"] = windows.bits_per_byte
+            windows = score_windows(trainer.model, split, runtime=trainer.runtime, **check)
         scores.append(windows)
-    bits |= score.answers(corpus.answer_masks(split))
-    if repeats := corpus.repeat_masks(split):
-        bits["bits_per_repeat"] = score.bits_by_label(repeats)
-    if floor := corpus.floor_bits(split):
-        bits["floor_bits_per_byte"] = floor
+        windows_bits = windows.bits_per_byte
+    floor = corpus.floor_bits(split)
     precision = trainer.runtime.precision
     future, causal = check_causality(trainer.model, scores, floor=floor, precision=precision)
-    if not causal:
-        summary["check"] = NOT_CAUSAL
     n_bytes = len(corpus.scored_part(name, selection_bytes=plan.eval.selection_bytes))
-    capped_bytes = len(split) if len(split) < n_bytes else None
-    summary["capped"] |= {name: capped_bytes} if capped_bytes else {}
-    metrics = trainer.model.metrics(score.stats)
-    summary |= {f"{name}_{key}": number for key, number in bits.items()} | {f"{name}_metrics": metrics}
-    row = {"kind": name, **trainer.progress(), "final": True, **bits, "capped_bytes": capped_bytes}
-    row |= {"check": summary["check"], "protocol": plan.protocol()} | future.row()
-    return row | {"metrics": metrics}
+    return Final(
+        kind=name,
+        **trainer.progress(),
+        final=True,
+        bits_per_byte=score.bits_per_byte,
+        windows_bits_per_byte=windows_bits,
+        **score.answers(corpus.answer_masks(split)),
+        bits_per_repeat=score.bits_by_label(corpus.repeat_masks(split)) or ABSENT,
+        floor_bits_per_byte=floor or ABSENT,
+        capped_bytes=len(split) if len(split) < n_bytes else None,
+        check=plan.admission if causal else NOT_CAUSAL,
+        protocol=plan.protocol(),
+        **future.row(),
+        metrics=trainer.model.metrics(score.stats),
+    )
 
 
 def _cuts(trainer: Trainer, n_bytes: int) -> tuple[int, int]:
@@ -125,16 +171,19 @@ def compressors(trainer: Trainer) -> dict[str, dict[str, float]]:
     return {name: compressed_bits(trainer.reported_split(name), train=counted) for name in trainer.splits}
 
 
-def parameters(model: LanguageModel) -> dict:
-    """Return numbers of parameters: in total, read for one byte, and by sublayer."""
-    by_sublayer = model.parameters_by_sublayer()
-    return {"total": sum(by_sublayer.values()), "touched": model.touched_parameters(), "by_sublayer": by_sublayer}
+def parameters(model: LanguageModel) -> Parameters:
+    """Return the numbers of a model's parameters."""
+    sizes = model.parameters_by_sublayer()
+    touched = model.touched_parameters()
+    return Parameters(total=sum(sizes.values()), touched=touched, by_sublayer=sizes)
 
 
-def spans(metrics: dict) -> dict | None:
-    """Return mean, smallest and largest span of all heads, in keys, or None if ``metrics`` has no spans."""
+def spans(metrics: dict) -> Spans | None:
+    """Return the spans of all heads, or None if ``metrics`` has none."""
     lengths = []
     for name, metric in metrics.items():
         if name.endswith(".span"):
             lengths += metric if isinstance(metric, list) else [metric]
-    return {"mean": sum(lengths) / len(lengths), "min": min(lengths), "max": max(lengths)} if lengths else None
+    if lengths:
+        return Spans(mean=sum(lengths) / len(lengths), min=min(lengths), max=max(lengths))
+    return None

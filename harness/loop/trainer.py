@@ -21,6 +21,7 @@ from harness.model import LanguageModel
 from harness.optim.budget import Spent
 from harness.optim.optimizers import SHARDABLE
 from harness.plan.build import Plan
+from harness.record.row import Train
 from variants.contract import cat_streams, map_state
 
 
@@ -163,15 +164,20 @@ class Trainer:
         clock |= {"compile_seconds": self.compile_seconds}
         return row | {"training_flops": spent.flops, "clock": clock}
 
-    def train_row(self) -> dict:
-        """Return a row with mean bits per byte since the last train row, the learning rate of the last step, and metrics
-        of parameters."""
-        row = {"kind": "train", **self.progress()}
+    def train_row(self) -> Train:
+        """Return a row of the steps since the last one."""
+        progress = self.progress()
         self._check_steps()
-        row["bits_per_byte"] = self._nats_sum / self._n_steps / math.log(2)
+        nats = self._nats_sum / self._n_steps
         self._nats_sum, self._n_steps = 0.0, 0
-        row |= {"learning_rate": self._learning_rate, "ideal_flops_per_byte": self.model.ideal_flops()}
-        return row | {"metrics": self.model.metrics({})}
+        return Train(
+            kind="train",
+            **progress,
+            bits_per_byte=nats / math.log(2),
+            learning_rate=self._learning_rate,
+            ideal_flops_per_byte=self.model.ideal_flops(),
+            metrics=self.model.metrics({}),
+        )
 
     def evaluate(self, split: Tensor, *, pairs: int | None = None, **check: int | None) -> Score:
         """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the

@@ -1,5 +1,6 @@
 """One update of a model: forward, loss, backward and optimizer step. ``Trainer`` calls it, and bench times it."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -16,11 +17,25 @@ from variants.contract import State, cat_streams, map_state
 
 class Update:
     """A model with its optimizers. Calling this object makes one update. ``model`` is neither compiled nor wrapped;
-    ``runtime.forward`` compiles it. Any number ``accumulate`` of microbatches gives the same update."""
+    ``forward``, by default ``runtime.forward(model)``, may be. Any number ``accumulate`` of
+    microbatches gives the same update."""
 
-    def __init__(self, model: LanguageModel, optimizers: Optimizers, runtime: Runtime, *, accumulate: int = 1):
-        self.model, self.optimizers, self.runtime, self.accumulate = model, optimizers, runtime, accumulate
-        self.parameters, self.forward, self.gradient_bytes = ModelParameters(model), runtime.forward(model), 0
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizers: Optimizers,
+        runtime: Runtime,
+        *,
+        accumulate: int = 1,
+        forward: Callable | None = None,
+    ):
+        self.model = model
+        self.optimizers = optimizers
+        self.runtime = runtime
+        self.accumulate = accumulate
+        self.parameters = ModelParameters(model)
+        self.forward = forward or runtime.forward(model)
+        self.gradient_bytes = 0
 
     def distribute(self, *, shard: str) -> None:
         """If there are several processes, distribute the main process's weights, so that all make equal updates."""

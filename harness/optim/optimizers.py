@@ -38,8 +38,9 @@ class Optimizers:
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
-    def step(self, fraction: float, *, loss: Tensor | None = None) -> None:
-        """Update every group at this spent ``fraction`` of the budget, if the ``loss`` and all gradients are finite."""
+    def step(self, fraction: float, *, loss: Tensor | None = None, finite: bool = False) -> None:
+        """Update every group at this spent ``fraction`` of the budget, if the ``loss`` and all
+        gradients are finite. ``finite`` says that they are: those of fake tensors cannot be read."""
         gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
         gradient_of = {}
         for dense, sparse in gradients.values():
@@ -55,7 +56,7 @@ class Optimizers:
             if getattr(optimizer, "_step_supports_amp_scaling", False):
                 optimizer.found_inf, optimizer.sharded_parameters = self.found_inf, self.sharded_parameters
                 optimizer.step()
-            elif self.may_update():
+            elif finite or not self.found_inf.item():  # waits for the device
                 optimizer.step()
         self.steps += 1
 
@@ -71,10 +72,6 @@ class Optimizers:
             torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, self.found_inf, scale)
         if self.sharded_parameters:
             self.found_inf.copy_(self.sharded_parameters.reduce_shards(self.found_inf, operation="max"))
-
-    def may_update(self) -> bool:
-        """Whether no update was skipped so far. Waits for the device."""
-        return not self.found_inf.item()
 
     @torch.no_grad()
     def _clip(self, gradients: dict[str, tuple[dict, dict]], sharded: Set[Tensor]) -> None:

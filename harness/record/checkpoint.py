@@ -14,7 +14,7 @@ import torch
 
 from harness.cache import write_atomically
 from harness.failures import Damaged
-from harness.record.rows import FORMAT, check_format, read_file
+from harness.record.rows import FORMAT, check_format, open_regular
 
 FOLDER = "checkpoints"
 BEST = "best.pt"
@@ -73,7 +73,8 @@ def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
     """Return plain values, and tensors on the CPU; nothing in the file is executed. Raises Damaged if the file is not
     as it was written, and ValueError if its format or a key of ``identity`` differs."""
     try:
-        file = read_file(path, max_bytes=path.stat().st_size)
+        with open_regular(path) as opened:
+            file = opened.read()
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror})") from error
     archive, ending = file[:-_ENDING_BYTES], file[-_ENDING_BYTES:]

@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.cache import NO_SPACE, sha256_of, storage_failure, try_lock, user_path, write_all
 from harness.failures import failure_class
 from harness.record import checkpoint
-from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, check_format, read_object, try_read_object, write_summary
+from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_accepted_rows, write_summary, wrong_format
 from harness.record.schema import violation
 
 NOT_HASHED = ("outputs", "force", "record", "checkpoint", "trust", "hydra")
@@ -145,24 +145,23 @@ class RunFolder:
 
 def finished_summary(path: Path) -> dict | None:
     """Return the summary in a run folder, or None if it is missing or damaged, or if the run was not finished."""
-    row = read_object(path / SUMMARY)
-    is_valid = row.get("status") == "finished" and not violation(row, schema="summary")
-    return row if is_valid else None
+    rows, _ = read_accepted_rows(path / SUMMARY, check=lambda row, _: violation(row, schema="summary"))
+    return next((row for row in rows if row["status"] == "finished"), None)
 
 
 def read_provenance(folder: Path, *, key: str) -> dict:
     """Return the first row of a run folder's record. The folder is not trusted: size and types are checked. ValueError,
     beginning with ``key`` and the folder, for anything but a provenance row."""
-    file = f"{key}={folder}: {RECORD}"
-    row, problem = try_read_object(folder / RECORD, first_line=True)
-    if row is not None:
-        check_format(row, file=file)
-        problem = violation(row, schema="provenance")
-    is_accepted = row is not None and not problem and row.get("kind") == "provenance"
-    if not is_accepted or not all(isinstance(row["config"].get(name), dict) for name in COMPARED_SECTIONS):
-        reason = problem or "there is no provenance with a configuration"
-        raise ValueError(f"{file}: {reason}; allowed is what a run wrote")
-    return row
+    rows, reasons = read_accepted_rows(
+        folder / RECORD,
+        check=lambda row, _: wrong_format(row) or violation(row, schema="provenance"),
+        first_line=True,
+    )
+    for row in rows:
+        if row["kind"] == "provenance" and all(isinstance(row["config"].get(name), dict) for name in COMPARED_SECTIONS):
+            return row
+    reason = " ".join(reasons) or "there is no provenance with a configuration"
+    raise ValueError(f"{key}={folder}: {RECORD}: {reason}; allowed is what a run wrote")
 
 
 def identity_of(row: Mapping) -> dict[str, object]:

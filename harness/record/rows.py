@@ -8,27 +8,28 @@ row, written completely or not at all."""
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import IO
 
 from harness.cache import append_atomically, raise_storage_failure, write_all, write_atomically
-from harness.failures import Damaged, Failure
+from harness.failures import Damaged
+from harness.record.row import ABSENT
 
 RECORD = "record.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 EVALUATIONS = "evaluations.jsonl"  # rows that ``bench.evaluate`` appends
-MAX_ROW_BYTES = 2**24
-MAX_RECORD_BYTES = 2**29
+MAX_FILE_BYTES = 2**29
 MAX_LEVELS = 50  # most levels of lists and dictionaries in a row; a configuration has fewer than ten
 MAX_TEXT_LENGTH = 10_000
 FORMAT = 3
 """Version of run folders, checkpoints and rows. It rises when keys or contents change."""
-FAILED = ("failed", *(failure.status for failure in Failure.__subclasses__()))
-"""Values of ``status`` in the summary of a run that ended with an error."""
 
 
 class Record(AbstractContextManager):
@@ -54,15 +55,13 @@ class Record(AbstractContextManager):
         """Digest of all rows."""
         return self._sha256.hexdigest()
 
-    def append(self, row: dict) -> dict:
-        """Write one row, which must have a ``kind``, and return it as it was written."""
-        row = to_json(row)
+    def append(self, row: dict) -> None:
+        """Write one row, which must have a ``kind``."""
         line = _line(row)
         with raise_storage_failure(self.path, needed=len(line)):
             write_all(self._file, line)
         self._rows += 1
         self._sha256.update(line)
-        return row
 
     def __exit__(self, kind, error, trace) -> None:
         self._file.close()
@@ -73,42 +72,42 @@ def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
     content = path.read_bytes() if path.exists() else b""
     *complete, _ = content.split(b"\n")
     first_rows = b"".join(line + b"\n" for line in complete[:rows])
-    problem = None
-    if rows > len(complete):
-        problem = (
-            f"{path} has {len(complete)} complete rows, and the checkpoint was saved after {rows}: "
-            "the record was cut or replaced"
+    if rows > len(complete) or sha256 not in (None, hashlib.sha256(first_rows).hexdigest()):
+        raise Damaged(
+            f"{path}: its first {rows} rows, of {len(complete)}, are not those of the checkpoint: the record was "
+            "cut, damaged or changed. Restore the file, or start the run again with force=true"
         )
-    elif sha256 not in (None, hashlib.sha256(first_rows).hexdigest()):
-        problem = f"{path}: its first {rows} rows are not those of the checkpoint: the record was damaged or changed"
-    if problem:
-        raise Damaged(f"{problem}. Restore the file, or start the run again with force=true")
     if len(first_rows) < len(content):
         os.truncate(path, len(first_rows))
     return first_rows
 
 
-def append_row(path: Path, row: dict) -> dict:
-    """Append a row, completely or not at all, and return it as written; StorageFailure if that fails."""
-    row = to_json(row)
+def append_row(path: Path, row: dict) -> None:
+    """Append a row, completely or not at all; StorageFailure if that fails."""
     append_atomically(path, _line(row))
-    return row
 
 
-def write_summary(folder: Path, *, summary: dict) -> Path:
-    """Write ``summary.json``, completely or not at all, and return its path."""
-    path = folder / SUMMARY
-    write_atomically(path, _line(to_json(summary)))
-    return path
+def write_summary(folder: Path, *, summary: dict) -> None:
+    """Write ``summary.json``, completely or not at all."""
+    write_atomically(folder / SUMMARY, _line(summary))
 
 
 def _line(row: dict) -> bytes:
-    return json.dumps(row, allow_nan=False).encode() + b"\n"
+    return json.dumps(to_json(row), allow_nan=False).encode() + b"\n"
 
 
-def to_json(row: Mapping) -> dict:
-    """Return a row with None for numbers that are not finite, lists for tuples, and texts for paths and all keys."""
-    return json.loads(json.dumps(row, default=os.fspath), parse_constant=lambda constant: None)
+def to_json(row: object) -> dict:
+    """Return a row as a dictionary, with None for numbers that are not finite, lists for tuples,
+    and texts for paths and all keys."""
+    text = json.dumps(
+        row,
+        default=lambda node: (
+            {key: entry for key, entry in vars(node).items() if entry is not ABSENT}
+            if is_dataclass(node)
+            else os.fspath(node)
+        ),
+    )
+    return json.loads(text, parse_constant=lambda constant: None)
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -120,27 +119,46 @@ def read_rows(path: Path) -> list[dict]:
 # Reading untrusted files
 
 
-def read_file(path: Path, *, max_bytes: int, first_line: bool = False) -> bytes:
-    """Read a file, or its first line. OSError for more than ``max_bytes`` bytes, or for anything but a regular file."""
+@contextmanager
+def open_regular(path: Path, *, max_bytes: float = math.inf) -> Iterator[IO[bytes]]:
+    """Context with an open file. OSError for more bytes, or for anything but a regular file."""
     # The path may be a pipe, for whose writer a blocking open would wait.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
-        content = file.readline(max_bytes + 1) if first_line else file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes{' in its first line' * first_line}")
-    return content
+        if status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes")
+        yield file
 
 
-def parse_object(text: str | bytes) -> dict:
-    """Parse a JSON object. ValueError for anything else, and for too many levels or too long texts."""
+def read_accepted_rows(
+    path: Path, *, check: Callable = lambda row, line_number: None, first_line: bool = False
+) -> tuple[list[dict], list[str]]:
+    """Return the accepted rows of a file, and why the file or its other lines are refused. Nothing
+    without a file. ``check`` gets a row and its line number, and returns why it is refused, or None."""
+    rows, reasons, lines = [], [], []
     try:
-        row = json.loads(text)
-    except (RecursionError, ValueError):
-        row = None
-    if not isinstance(row, dict) or not _is_within_limits(row, MAX_LEVELS):
-        raise ValueError(f"not JSON as rows are: an object of at most {MAX_LEVELS} levels")
-    return row
+        with open_regular(path, max_bytes=MAX_FILE_BYTES) as file:
+            lines = [file.readline()] if first_line else file.readlines()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        reasons.append(f"cannot be read ({error.strerror})")
+    for line_number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (RecursionError, ValueError):
+            row = None
+        if isinstance(row, dict) and _is_within_limits(row, MAX_LEVELS):
+            reason = check(row, line_number)
+        else:
+            reason = f"not JSON as rows are: an object of at most {MAX_LEVELS} levels"
+        if reason:
+            reasons.append(f"line {line_number}: {reason}")
+        else:
+            rows.append(row)
+    return rows, reasons
 
 
 def _is_within_limits(node: object, levels: int) -> bool:
@@ -153,38 +171,8 @@ def _is_within_limits(node: object, levels: int) -> bool:
 
 def try_read_object(path: Path, *, first_line: bool = False) -> tuple[dict | None, str | None]:
     """Return (JSON object in a file or its first line, None), or (None, reason); without a file (None, None)."""
-    try:
-        return parse_object(read_file(path, max_bytes=MAX_ROW_BYTES, first_line=first_line)), None
-    except FileNotFoundError:
-        return None, None
-    except OSError as error:
-        return None, f"cannot be read ({error.strerror})"
-    except ValueError as error:
-        return None, str(error)
-
-
-def read_accepted_rows(path: Path, *, check: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
-    """Return the accepted rows of a file, and the reasons why the other lines are refused. ``check`` gets a row and its
-    line number, and returns the reason of a refusal or None."""
-    rows, reasons = [], []
-    text = read_file(path, max_bytes=MAX_RECORD_BYTES).decode("utf-8", "replace")
-    for line_number, line in enumerate(text.splitlines(), start=1):
-        try:
-            row = parse_object(line)
-            reason = check(row, line_number)
-        except ValueError as error:
-            reason = str(error)
-        if reason:
-            reasons.append(f"line {line_number}: {reason}")
-        else:
-            rows.append(row)
-    return rows, reasons
-
-
-def read_object(path: Path, *, first_line: bool = False) -> dict:
-    """Return the JSON object in a file or its first line, or an empty dictionary if it cannot be read."""
-    row, _ = try_read_object(path, first_line=first_line)
-    return row or {}
+    rows, reasons = read_accepted_rows(path, first_line=first_line)
+    return next(iter(rows), None), next((reason.removeprefix("line 1: ") for reason in reasons), None)
 
 
 def wrong_format(row: Mapping) -> str | None:

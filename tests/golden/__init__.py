@@ -176,7 +176,7 @@ def _train(trainer: Trainer) -> dict:
     losses = []
     for _ in range(STEPS):
         trainer.step()
-        losses.append(trainer.train_row()["bits_per_byte"])
+        losses.append(trainer.train_row().bits_per_byte)
     assert trainer.state is not None and trainer.finished
     return {
         "losses": losses,

@@ -1,0 +1,405 @@
+"""What was measured: each row that ``train.py``, ``bench.cost`` and ``bench.peers`` write.
+
+A field with the default ``ABSENT`` may be absent, or null where nothing was measured. Rows that are
+read may have further keys.
+Bits per byte are cross-entropy; they and other scores are of all processes together."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Interval, MaxLen
+
+from harness.failures import Failure
+
+ABSENT = object()
+MAX_NUMBER = 1e30  # no measured number is larger, and products of larger ones would overflow
+FAILED = ("failed", *(failure.status for failure in Failure.__subclasses__()))
+"""Values of ``status`` in the summary of a run that ended with an error."""
+
+Number = Annotated[float, Interval(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
+Count = Annotated[float, Interval(ge=0, lt=MAX_NUMBER)]
+Name = Annotated[str, MaxLen(300)]  # names are shown in figures and are parts of file names
+Counts = dict[str, Count]
+Scores = dict[str, Count | None]  # null for a label without bytes
+Metrics = dict[str, Number | None | list[Number | None]]  # of a sublayer; a list is by head
+Texts = dict[str, str]
+
+
+def declared(cls: type) -> type:
+    """Make a dataclass. A field whose default is ``ABSENT`` may also be null."""
+    for name, annotation in cls.__annotations__.items():
+        if hasattr(cls, name):
+            cls.__annotations__[name] = annotation | None
+    cls.__pydantic_config__ = {"strict": True, "allow_inf_nan": False}
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+def optional(cls: type) -> type:
+    """Make a dataclass of which each field that the class declares may be absent."""
+    for name in cls.__annotations__:
+        setattr(cls, name, ABSENT)
+    return declared(cls)
+
+
+# Parts of rows
+
+
+@declared
+class Data:
+    """The corpus."""
+
+    name: Name
+    bytes: Count  # of all splits
+    sha256: str
+    fallback_for: Name = ABSENT  # the corpus that could not be loaded
+
+
+@optional
+class Machine:
+    cpu: Name
+    cores: Count
+
+
+@declared
+class Protocol:
+    """How the final scores are made, and the order of training bytes."""
+
+    streams: Count  # that read a split side by side
+    segment: Count  # bytes of a stream in one forward pass
+    span: Count  # of the model, in keys
+    bytes: Count = ABSENT  # most bytes of a split that are scored; null for all
+    context: Count  # unscored bytes that each stream reads first
+    selection_bytes: Count = ABSENT  # bytes of valid that select the weights
+    vocabulary: Count  # number of token ids
+    drop_newlines: bool
+    split: list[Count] = ABSENT  # shares of train, valid and test
+    order: Name = ABSENT  # of training bytes, if not random
+    sequence: Count = ABSENT  # bytes of a sequence that is read without state from before it
+
+
+@declared
+class Parameters:
+    """Numbers of parameters."""
+
+    total: Count
+    touched: Count = ABSENT  # read for one byte
+    by_sublayer: Counts = ABSENT
+
+
+@declared
+class Optimizer:
+    """The optimizer of a group of parameters."""
+
+    name: Name  # of the group
+    optimizer: Name
+    lr: Count = ABSENT  # the peak learning rate
+    parameters: Count = ABSENT
+    share: Count  # of all parameters
+    products: list[Name] = ABSENT  # dtypes of Muon's products
+
+
+@declared
+class Pretrained:
+    """The training before a run that began with the weights of another one."""
+
+    variant: Name
+    data: Data
+    bytes_seen: Count
+
+
+@declared
+class Spans:
+    """Learned spans of all heads, in keys."""
+
+    mean: Count
+    min: Count
+    max: Count
+
+
+@optional
+class Memory:
+    """Bytes of memory, of the main process; peaks are the highest of all processes."""
+
+    peak_bytes: Count  # of training
+    train_peak_bytes: Count  # of a training step
+    peak_reserved_bytes: Count  # of a GPU's allocator
+    approximate: bool  # whether peaks are of the process instead of the allocator
+    parameter_bytes: Count
+    gradient_bytes: Count
+    optimizer_bytes: Count
+    state_bytes: Count  # of one stream's full state
+    inference_peak_bytes: Count  # of scoring
+
+
+@optional
+class ForwardFlops:
+    """FLOPs per byte of a forward pass, of a stream with a full state."""
+
+    executed: Count
+    ideal: Count  # what the mechanism needs
+    unknown: Counts  # calls of operations that are not counted
+    warm: bool  # whether the state was full
+
+
+@optional
+class Flops:
+    executed_per_byte: Count  # of a forward pass with a full state
+    ideal_per_byte: Count
+    training_per_byte: Count  # that the training step needs
+    flops_estimated_3x: list[str]  # sublayers whose backward pass is estimated
+    step: Count  # executed in a training step, without the optimizer's
+    unknown: Counts
+
+
+@declared
+class Times:
+    """Percentiles of ``n`` calls, in milliseconds; with few calls only the median."""
+
+    p20: Count = ABSENT
+    p50: Count
+    p80: Count = ABSENT
+    n: Count
+
+
+# Beginnings of rows
+
+
+@declared
+class Labelled:
+    kind: str
+
+
+@declared
+class Configured(Labelled):
+    config: dict  # the resolved configuration
+
+
+@declared
+class Origin:
+    """What a reproduction needs, and what decides which rows may be compared."""
+
+    format: Count = ABSENT
+    variant: Name
+    seed: Count
+    command: str  # as typed
+    config_hash: str
+    source: str  # digest of the code that the run imports
+    tree: str = ABSENT  # digest of all code
+    commit: str = ABSENT
+    data: Data
+    protocol: Protocol
+    numerics: Scores = ABSENT  # versions that golden files pin: of the variant, and shared
+    recomputation: Name = ABSENT
+    device: Name
+    device_kind: Name
+    threads: Count
+    precision: Name
+    compile: bool
+    tf32: bool = ABSENT
+    processes: Count = ABSENT
+    versions: Texts  # of Python and libraries
+    machine: Machine = ABSENT
+    instruction_set: Name = ABSENT
+    environment: Texts = ABSENT  # variables on which speed depends
+    allocator: Name = ABSENT  # of the CPU's memory
+
+
+@declared
+class RunOrigin(Origin):
+    purpose: Literal["result", "tune"] = ABSENT
+    budget: Scores  # by unit: bytes, steps, seconds or FLOPs
+    parameters: Parameters = ABSENT
+    optimizers: list[Optimizer] = ABSENT
+    backend: Name  # the code that computes attention in training
+    evaluation_backend: Name = ABSENT  # in scoring
+    pretrained: Pretrained = ABSENT
+    backend_choice: dict = ABSENT  # the selected backend, and the errors of its candidates
+    check: str = ABSENT  # of the contract: shipped, passed, unchecked or not causal
+
+
+@optional
+class Costs:
+    """What training cost. Bytes and FLOPs are those of all processes."""
+
+    bytes_seen: Count
+    epochs: Count
+    steps: Count
+    seconds: Count
+    bytes_per_second: Count
+    compile_seconds: Count
+    training_flops: Count  # that training needs
+    flops_per_byte: ForwardFlops
+    ideal_excuses: list[str]  # why ideal FLOPs are above the executed ones
+    flops_estimated_3x: list[str]
+    memory: Memory
+
+
+@declared
+class Progress(Labelled):
+    """Training so far."""
+
+    bytes_seen: Count
+    step: Count = ABSENT
+    epochs: Count = ABSENT
+    fraction: Count = ABSENT  # of the budget; absent if that is in seconds
+    training_flops: Count = ABSENT
+    clock: Counts = ABSENT  # seconds without compiling, bytes_per_second, compile_seconds
+
+
+# Rows of record.jsonl and summary.json
+
+
+@declared
+class Provenance(RunOrigin, Labelled):
+    """The first row of a record."""
+
+    config: dict
+
+
+@optional
+class Train(Progress):
+    """Since the last such row."""
+
+    bits_per_byte: Count  # mean of the steps
+    learning_rate: Count  # of the last step
+    ideal_flops_per_byte: Count
+    metrics: Metrics
+
+
+@optional
+class Score(Progress):
+    """The score of a sample of valid, which selects the weights."""
+
+    bits_per_byte: Count
+    capped_bytes: Count  # number of scored bytes
+    metrics: Metrics
+    bits_per_copy: Scores  # bits of an answer, by its label
+    answer_accuracy: Scores  # share of answers that are the likeliest byte
+
+
+@optional
+class Final(Progress):
+    """The score of a split at the end, with the selected weights."""
+
+    bytes_seen: Count
+    final: bool
+    bits_per_byte: Count
+    windows_bits_per_byte: Count  # in windows of 1024 bytes, without carried state
+    bits_per_copy: Scores
+    answer_accuracy: Scores
+    bits_per_repeat: Scores  # of bytes that repeat earlier ones, by distance
+    floor_bits_per_byte: Count  # the lowest expected score on generated data
+    capped_bytes: Count  # number of scored bytes, if not all
+    check: str
+    protocol: Protocol
+    future_cuts: Count  # positions after which bytes were replaced
+    future_changed: Count  # predictions before these that changed
+    future_nats: Count  # by so much at most
+    future_missed_share: Count  # places that see later bytes and may have been missed
+    metrics: Metrics
+
+
+@optional
+class Scored:
+    """The scores of each ``Final``, and other results."""
+
+    best_bytes_seen: Count  # at the selected weights
+    spans: Spans
+    compressors: dict[str, Scores]  # bits per byte by split and compressor
+    capped: Counts  # number of scored bytes by split, if not all
+    test_bits_per_byte: Count
+    valid_bits_per_byte: Count
+    valid_windows_bits_per_byte: Count
+    valid_bits_per_copy: Scores
+    valid_answer_accuracy: Scores
+    valid_bits_per_repeat: Scores
+    valid_floor_bits_per_byte: Count
+    valid_metrics: Metrics
+    test_windows_bits_per_byte: Count
+    test_bits_per_copy: Scores
+    test_answer_accuracy: Scores
+    test_bits_per_repeat: Scores
+    test_floor_bits_per_byte: Count
+    test_metrics: Metrics
+
+
+@declared
+class Summary(Scored, Costs, RunOrigin):
+    """A finished run."""
+
+    status: str
+
+
+@declared
+class Failed:
+    """A run that ended with an error. It may lack all other keys of a summary."""
+
+    status: Literal[FAILED]
+    error: str = ABSENT
+
+
+# Rows of bench
+
+
+@declared
+class Built:
+    """The model of a row of ``bench.cost``."""
+
+    backend: Name
+    evaluation_backend: Name = ABSENT
+    backend_choice: dict = ABSENT
+    parameters: Parameters = ABSENT
+    spans: Spans = ABSENT
+    spans_from: str = ABSENT  # learned, those of a trained run, or initial
+    flops: Flops = ABSENT
+
+
+@declared
+class Cost(Origin, Configured, Built):
+    """What a mechanism costs at one length; null for what was not measured."""
+
+    memory: Memory = ABSENT
+    mode: Literal["cold", "stream"]
+    length: Count  # bytes of a stream
+    segment: Count
+    span: Count
+    streams: Count
+    memory_limit_gib: Count = ABSENT
+    status: Literal["measured", "out of memory", "failed"]
+    reason: str = ABSENT
+    interleaved: bool = ABSENT  # whether it was timed in turn with others
+    time: dict[str, Times | None] = ABSENT
+    """Of a training step (train_ms), of a forward pass of the same bytes (evaluate_ms), and of the
+    next byte of one stream (generate_ms) or of 64 (generate_64_ms)."""
+    utilisation: Counts = ABSENT
+    """Of the training step: needed FLOPs per second (flops_per_s), the device's dense peak
+    (peak_flops_per_s), and their ratio (share)."""
+
+
+@declared
+class Peer:
+    """The model of a row of ``bench.peers``."""
+
+    name: Name
+    job: Name
+    streams: Count
+    segment: Count
+    relative_to: str = ABSENT  # the name of the reference
+    status: Literal["measured", "out of memory", "failed"]
+    reason: str = ABSENT
+    rounds: Count = ABSENT
+    backend: Name
+    parameters: Parameters = ABSENT
+
+
+@optional
+class Peers(Origin, Configured, Peer):
+    """The speed of a model beside that of the reference."""
+
+    package: Name
+    package_version: Name
+    memory: Memory
+    time: dict[str, Times | None]  # of a training step (train_ms)
+    bytes_per_second: Count  # of training
+    relative_to_reference: Count  # median over rounds of the ratio of speeds
+    relative_range: list[Count]  # lowest and highest of these ratios

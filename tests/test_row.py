@@ -1,0 +1,86 @@
+"""Rows as dataclasses: committed ones are read and written byte for byte, and hostile ones are refused."""
+
+import json
+from dataclasses import is_dataclass
+
+import pytest
+from pydantic import TypeAdapter
+
+from harness.record.row import ABSENT, Cost, Failed, Final, Peers, Score, Summary
+from harness.record.rows import to_json
+from harness.record.schema import violation
+from tests.bench_rows import cost_row
+from tests.command_line import ROOT
+
+FILES = sorted((ROOT / "bench/results").glob("*.jsonl"))
+KINDS = {"valid": Score, "test": Score, "cost": Cost, "peers": Peers}
+
+
+def parsed(row: dict, kind: type) -> object:
+    """A row of this kind. Keys that it does not declare pass, and all keys keep their order."""
+    known = TypeAdapter(kind).validate_json(json.dumps(row))
+    parts = {key: entry for key, entry in vars(known).items() if is_dataclass(entry)}
+    parts = {key: parsed(row[key], type(entry)) for key, entry in parts.items()}
+    vars(known).clear()
+    vars(known).update(row | parts)
+    return known
+
+
+def published(row: dict) -> object:
+    """A committed row with its parts as dataclasses. Published provenances have no other key than the variant."""
+    if "cell" in row:
+        kind = Summary if row["summary"]["status"] == "finished" else Failed
+        record = [published(entry) for entry in row["record"]]
+        return row | {"summary": parsed(row["summary"], kind), "record": record}
+    kind = Final if row.get("final") else KINDS.get(row["kind"])
+    return parsed(row, kind) if kind else row
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_committed_line_is_read_and_written_byte_for_byte(path):
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        missing = {} if "cell" in row else {"config": {}}  # published costs are without it
+        written = to_json(published(missing | row))
+        assert json.dumps({key: written[key] for key in row}, separators=(",", ":")) == line
+
+
+def test_absent_keys_stay_absent_null_stays_null_and_unknown_keys_pass_in_their_order():
+    row = {"unknown": {"b": None, "a": [1]}, "metrics": None, "bytes_seen": 3, "kind": "valid"}
+    read = parsed(row, Score)
+    assert to_json(read) == row and [*to_json(read)] == [*row]
+    assert read.metrics is None and read.step is ABSENT
+    made = Score(kind="valid", bytes_seen=3, metrics={"x": float("nan")}, clock=None)
+    assert to_json(made) == {"kind": "valid", "bytes_seen": 3, "metrics": {"x": None}, "clock": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"length": "long"}, "length is 'long': it should be a valid number"),
+        ({"length": True}, "length is True: it should be a valid number"),
+        ({"length": None}, "length is None: it should be a valid number"),
+        ({"length": float("nan")}, "length is nan: it should be a finite number"),
+        ({"length": 1e31}, "length is 1e+31: it should be less than 1"),
+        ({"length": -1}, "length is -1: it should be greater than or equal to 0"),
+        ({"compile": 1}, "compile is 1: it should be a valid boolean"),
+        ({"device": "x" * 301}, "device is 'xxxxx"),
+        ({"mode": "warm"}, "mode is 'warm': it should be 'cold' or 'stream'"),
+        ({"config": []}, "config is []: it should be an object"),
+        ({"time": [1]}, "time is [1]: it should be an object"),
+        ({"time": {"train_ms": {"p50": 1}}}, "time.train_ms.n is missing"),
+        ({"time": {"generate_ms": {"p50": "1", "n": 1}}}, "time.generate_ms.p50 is '1'"),
+        ({"flops": {"unknown": {"mul": -1}}}, "flops.unknown.mul is -1"),
+        ({"versions": {"torch": 2}}, "versions.torch is 2: it should be a valid string"),
+    ],
+)
+def test_a_row_of_a_wrong_shape_is_refused_with_key_value_and_requirement(changes, reason):
+    assert violation(cost_row(), schema="cost") is None
+    assert violation(cost_row() | changes, schema="cost").startswith(reason)
+
+
+def test_metrics_are_numbers_or_lists_of_numbers_by_head():
+    row = {"kind": "train", "bytes_seen": 1, "metrics": {"a.span": [1.5, None], "b.usage": 0.5, "c": None}}
+    assert violation(row, schema="train") is None
+    row["metrics"]["a.span"] = ["long"]
+    assert violation(row, schema="train").startswith("metrics.a.span")
