@@ -138,8 +138,10 @@ def _command_row_error(row: dict, line_number: int) -> str | None:
 
 
 def _run_row_error(row: dict, line_number: int) -> str | None:
-    """The reason why a row of a run's record is refused, or None."""
-    return (wrong_format(row) if line_number == 1 else None) or violation(row, schema=schema_of_run_row(row))
+    """The reason why a row of a run's record is refused, or None. The first row must be the provenance."""
+    if line_number > 1:
+        return violation(row, schema=schema_of_run_row(row))
+    return wrong_format(row) or violation(row, schema="provenance")
 
 
 def _summary_error(summary: dict, line_number: int, *, provenance: dict | None) -> str | None:
