@@ -95,7 +95,7 @@ def draw_recall(ax, curves: Mapping[str, pd.DataFrame]) -> None:
             ax.plot(curves[name].mean(axis=1), color=colour, linewidth=2, label=label)
         else:
             ax.plot([], color=colour, label=f"{name}: no row yet")
-    ax.legend(loc="center right", fontsize=FONT_POINTS)
+    ax.legend(loc="lower right", fontsize=FONT_POINTS)
     ax.set(xlabel="megabytes of training", ylabel="accuracy of recall, 8 keys", xlim=(0, None), ylim=(0, 1.02))
     ax.set_title(textwrap.fill(recall_finding(curves), TITLE_WIDTH), loc="left")
 
