@@ -6,7 +6,8 @@ from itertools import count
 from pathlib import Path
 
 from harness.cache import user_path
-from harness.record.rows import wrong_format as refusal  # noqa: F401
+from harness.record.rows import wrong_format
+from harness.record.schema import violation
 
 ROWS = "rows.jsonl"  # in a new folder for each call of a command
 
@@ -28,3 +29,9 @@ def row_file(outputs: Path, *, command: str, path: str | None = None) -> Path:
     if not parent.is_dir():
         raise ValueError(f"{key}: cannot be written ({parent} is a file)")
     return file
+
+
+def refusal(row: dict) -> str | None:
+    """The reason why the report refuses a row (missing provenance or another format), or None."""
+    reason = violation(row, schema="measured")
+    return f"no provenance: {reason}" if reason else wrong_format(row)

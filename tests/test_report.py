@@ -192,7 +192,12 @@ def test_invalid_lines_are_refused_with_a_reason_and_valid_ones_are_read(tmp_pat
         file.write('{"kind": "cost", \n' + "null\n" * 1000)
     rows = read_folders([tmp_path])
     assert len(rows.of("cost")) == 2 and len(rows.refused) == 6
-    words = ("no provenance: source missing", older, "kind is 'guess'", "length is 'long': it should be a valid number")
+    words = (
+        "no provenance: source is missing",
+        older,
+        "kind is 'guess'",
+        "length is 'long': it should be a valid number",
+    )
     for line, reason in enumerate(words, start=2):
         assert rows.refused[line - 2].startswith(f"{path}: line {line}: {reason}")
     assert "line 7: not JSON" in rows.refused[4] and rows.refused[-1].endswith("1000 more lines")

@@ -29,7 +29,11 @@ def test_the_command_writes_all_files_without_torch_and_removes_outdated_ones(tm
     headings, run = (line.split(",") for line in (out / "runs.csv").read_text().splitlines())
     cells = dict(zip(headings, run, strict=True))
     assert (cells["variant"], cells["seed"], cells["valid_bits_per_byte"]) == ("adaptive_span", "0.0", "2.4")
-    assert "refused: " in process.stdout and "no provenance: variant" in process.stdout and "2.4000" in process.stdout
+    assert (
+        "refused: " in process.stdout
+        and "no provenance: config is missing" in process.stdout
+        and "2.4000" in process.stdout
+    )
     page = (out / "index.html").read_text()
     assert "python train.py variant=adaptive_span seed=0" in page and "Refused: " in page
     (out / "mine.md").write_text("not of the report")

@@ -125,7 +125,7 @@ def _command_row_error(row: dict, line_number: int) -> str | None:
     """The reason why a row of a command is refused, or None."""
     if reason := refusal(row):
         return reason
-    kind = row.get("kind")
+    kind = row["kind"]
     if kind not in BENCH_COMMANDS:
         return f"kind is {shorten(kind)}; allowed are {', '.join(BENCH_COMMANDS)}"
     return violation(row, schema=kind)

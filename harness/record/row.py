@@ -22,7 +22,6 @@ Name = Annotated[str, MaxLen(300)]  # names are shown in figures and are parts o
 Counts = dict[str, Count]
 Scores = dict[str, Count | None]  # null for a label without bytes
 Metrics = dict[str, Number | None | list[Number | None]]  # of a sublayer; a list is by head
-Texts = dict[str, str]
 
 
 def declared(cls: type) -> type:
@@ -41,9 +40,6 @@ def optional(cls: type) -> type:
     return declared(cls)
 
 
-# Parts of rows
-
-
 @declared
 class Data:
     """The corpus."""
@@ -52,12 +48,6 @@ class Data:
     bytes: Count  # number of bytes of all splits
     sha256: str  # of these bytes
     fallback_for: Name = ABSENT  # the corpus that could not be loaded
-
-
-@optional
-class Machine:
-    cpu: Name
-    cores: Count  # that the system reports
 
 
 @declared
@@ -163,9 +153,6 @@ class Times:
     n: Count
 
 
-# Beginnings of rows
-
-
 @declared
 class Labelled:
     kind: str  # provenance, train, valid, test, cost or peers
@@ -199,10 +186,10 @@ class Origin:
     compile: bool  # by torch.compile
     tf32: bool = ABSENT  # in matrix products of float32
     processes: Count = ABSENT  # number of processes
-    versions: Texts  # of Python and libraries
-    machine: Machine = ABSENT
+    versions: dict[str, str]  # of Python and libraries
+    machine: dict[str, Name | Count] = ABSENT  # name of its cpu, and number of its cores
     instruction_set: Name = ABSENT  # that torch uses on the CPU
-    environment: Texts = ABSENT  # variables on which speed depends
+    environment: dict[str, str] = ABSENT  # variables on which speed depends
     allocator: Name = ABSENT  # of the CPU's memory
 
 
@@ -248,9 +235,6 @@ class Progress(Labelled):
     fraction: Count = ABSENT  # of the budget; absent if that is in seconds
     training_flops: Count = ABSENT
     clock: Counts = ABSENT  # seconds without compiling, bytes_per_second, compile_seconds
-
-
-# Rows of record.jsonl and summary.json
 
 
 @declared
@@ -342,7 +326,9 @@ class Failed:
     error: str = ABSENT  # its class and message
 
 
-# Rows of bench
+@declared
+class Measured(Origin, Configured):
+    """A row of ``bench``."""
 
 
 @declared
@@ -359,7 +345,7 @@ class Built:
 
 
 @declared
-class Cost(Origin, Configured, Built):
+class Cost(Measured, Built):
     """What a mechanism costs at one length; null for what was not measured."""
 
     memory: Memory = ABSENT
@@ -397,7 +383,7 @@ class Peer:
 
 
 @optional
-class Peers(Origin, Configured, Peer):
+class Peers(Measured, Peer):
     """The speed of a model beside that of the reference."""
 
     package: Name  # as pip names it
