@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from bench import CONF
 from bench.cost_worker import CostWorker, Task
 from bench.planning import pop_keys, recompose, row_digests, typed_command
-from bench.rows import RowFile
+from bench.rows import row_file
 from bench.turns import Entry, measure, show_progress
 from harness.cache import user_path
 from harness.compose.cli import run_command
@@ -34,7 +34,7 @@ from harness.loop.admission import admission
 from harness.loop.prepare import make_plan
 from harness.plan.settings import RuntimeSettings, parse_section
 from harness.record.row import Built, Cost
-from harness.record.rows import read_rows
+from harness.record.rows import append_row, read_rows, to_json
 from harness.record.table import print_table
 
 Backend = RuntimeSettings.__annotations__["backend"]
@@ -71,8 +71,8 @@ def main(cfg: DictConfig) -> None:
     settings = parse_section(CostSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
     configs = [recompose("cost", f"variant={name}", pop=COMMAND_KEYS) for name in settings.variants or ()] or [cfg]
     plans = [make_plan(config) for config in configs]
-    file = RowFile(user_path(cfg.outputs, key="outputs"), command="cost", path=settings.rows)
-    existing, trust = read_rows(file.path), plans[0].trust
+    file = row_file(user_path(cfg.outputs, key="outputs"), command="cost", path=settings.rows)
+    existing, trust = read_rows(file), plans[0].trust
     groups = []
     for length in settings.lengths:
         entries = []
@@ -87,10 +87,12 @@ def main(cfg: DictConfig) -> None:
         admission(plan)
     rows = []
     for group in filter(None, groups):
-        rows += [file.append(row) for row in measure_group(group, settings=settings)]
+        for row in measure_group(group, settings=settings):
+            rows.append(to_json(row))
+            append_row(file, row)
     for table in cost_tables(rows):  # bench.report shows all of their columns
         print_table(for_terminal(table))
-    print(f"rows: {file.path}")
+    print(f"rows: {file}")
 
 
 def is_measured(entry: Entry, rows: list[dict], *, trust: tuple[str, ...], settings: CostSettings) -> bool:

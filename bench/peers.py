@@ -38,20 +38,23 @@ COMMAND_KEYS = tuple(PeerSettings.__dataclass_fields__)
 def main(cfg: DictConfig) -> None:
     from bench.peer_workers import PeerWorker  # slow imports come after the command line has been parsed
     from bench.planning import pop_keys
-    from bench.rows import RowFile
+    from bench.rows import row_file
     from bench.tables.costs import peer_tables
     from harness.plan.settings import parse_section
+    from harness.record.rows import append_row, to_json
     from harness.record.table import print_table
 
     settings = parse_section(PeerSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
-    file = RowFile(user_path(cfg.outputs, key="outputs"), command="peers", path=settings.rows)
+    file = row_file(user_path(cfg.outputs, key="outputs"), command="peers", path=settings.rows)
     entries = make_entries(cfg, settings.variants)
     measure(entries, worker=PeerWorker, timed=("train",), rounds=settings.rounds, seconds=settings.seconds)
     reference = entries[0]
-    rows = [file.append(make_row(entry, reference)) | {"read_from": str(file.path.parent)} for entry in entries]
-    for table in peer_tables(rows):
+    rows = [to_json(make_row(entry, reference)) for entry in entries]
+    for row in rows:
+        append_row(file, row)
+    for table in peer_tables([row | {"read_from": str(file.parent)} for row in rows]):
         print_table(table)
-    print(f"rows: {file.path}")
+    print(f"rows: {file}")
 
 
 def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:

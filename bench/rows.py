@@ -6,30 +6,24 @@ from itertools import count
 from pathlib import Path
 
 from harness.cache import user_path
-from harness.record.rows import append_row, to_json
 
 ROWS = "rows.jsonl"  # in a new folder for each call of a command
 
 
-class RowFile:
-    """A file that a command adds rows to: ``path``, or by default ``<outputs>/<time>-<command>/rows.jsonl``. The first
-    row creates it. ValueError naming ``rows`` or ``outputs`` if it cannot be written."""
-
-    def __init__(self, outputs: Path, *, command: str, path: str | None = None):
+def row_file(outputs: Path, *, command: str, path: str | None = None) -> Path:
+    """The file that a command adds rows to: ``path``, or by default ``<outputs>/<time>-<command>/rows.jsonl``.
+    ValueError naming ``rows`` or ``outputs`` if it cannot be written."""
+    if path:
+        key = f"rows={path}"
+        file = user_path(path, key="rows")
+    else:
+        key = f"outputs={outputs}"
         name = time.strftime(f"%Y%m%d-%H%M%S-{command}")
-        folders = (outputs / (f"{name}-{n}" if n > 1 else name) for n in count(1))  # several calls in one second
-        self.path = (
-            user_path(path, key="rows") if path else next(folder for folder in folders if not folder.exists()) / ROWS
-        )
-        key = f"rows={path}" if path else f"outputs={outputs}"
-        if self.path.is_dir():
-            raise ValueError(f"{key}: cannot be written ({self.path} is a folder)")
-        parent = next(parent for parent in self.path.absolute().parents if parent.exists())
-        if not parent.is_dir():
-            raise ValueError(f"{key}: cannot be written ({parent} is a file)")
-
-    def append(self, row: object) -> dict:
-        """Write a row, and return it as written."""
-        written = to_json(row)
-        append_row(self.path, written)
-        return written
+        names = (f"{name}-{n}" if n > 1 else name for n in count(1))  # several calls in one second
+        file = next(outputs / name for name in names if not (outputs / name).exists()) / ROWS
+    if file.is_dir():
+        raise ValueError(f"{key}: cannot be written ({file} is a folder)")
+    parent = next(parent for parent in file.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{key}: cannot be written ({parent} is a file)")
+    return file

@@ -67,7 +67,7 @@ def peer_row(*, name: str = "x-transformers", bytes_per_second: float = 10_000.0
 
 
 def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-cost") -> Path:
-    """Write ``rows.jsonl`` into the sub-folder ``name``, as ``RowFile`` does."""
+    """Write ``rows.jsonl`` into the sub-folder ``name``, as the commands do."""
     path = folder / name / "rows.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

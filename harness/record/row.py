@@ -1,8 +1,8 @@
 """What was measured: each row that ``train.py``, ``bench.cost`` and ``bench.peers`` write.
 
 A field with the default ``ABSENT`` may be absent, or null where nothing was measured. Rows that are
-read may have further keys.
-Bits per byte are cross-entropy; they and other scores are of all processes together."""
+read may have further keys. ``schema.violation`` checks them. Of several processes, bytes, FLOPs and
+scores are those of all together, and the rest is that of the main one."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -22,7 +22,6 @@ Name = Annotated[str, MaxLen(300)]  # names are shown in figures and are parts o
 Counts = dict[str, Count]
 Scores = dict[str, Count | None]  # null for a label without bytes
 Metrics = dict[str, Number | None | list[Number | None]]  # of a sublayer; a list is by head
-Texts = dict[str, str]
 
 
 def declared(cls: type) -> type:
@@ -41,23 +40,14 @@ def optional(cls: type) -> type:
     return declared(cls)
 
 
-# Parts of rows
-
-
 @declared
 class Data:
     """The corpus."""
 
     name: Name
-    bytes: Count  # of all splits
-    sha256: str
+    bytes: Count  # number of bytes of all splits
+    sha256: str  # of these bytes
     fallback_for: Name = ABSENT  # the corpus that could not be loaded
-
-
-@optional
-class Machine:
-    cpu: Name
-    cores: Count
 
 
 @declared
@@ -83,7 +73,7 @@ class Parameters:
 
     total: Count
     touched: Count = ABSENT  # read for one byte
-    by_sublayer: Counts = ABSENT
+    by_sublayer: Counts = ABSENT  # and of embedding, head and norms
 
 
 @declared
@@ -93,7 +83,7 @@ class Optimizer:
     name: Name  # of the group
     optimizer: Name
     lr: Count = ABSENT  # the peak learning rate
-    parameters: Count = ABSENT
+    parameters: Count = ABSENT  # number of parameters
     share: Count  # of all parameters
     products: list[Name] = ABSENT  # dtypes of Muon's products
 
@@ -104,7 +94,7 @@ class Pretrained:
 
     variant: Name
     data: Data
-    bytes_seen: Count
+    bytes_seen: Count  # in training
 
 
 @declared
@@ -118,7 +108,7 @@ class Spans:
 
 @optional
 class Memory:
-    """Bytes of memory, of the main process; peaks are the highest of all processes."""
+    """Bytes of memory. Peaks are the highest of all processes."""
 
     peak_bytes: Count  # of training
     train_peak_bytes: Count  # of a training step
@@ -126,7 +116,7 @@ class Memory:
     approximate: bool  # whether peaks are of the process instead of the allocator
     parameter_bytes: Count
     gradient_bytes: Count
-    optimizer_bytes: Count
+    optimizer_bytes: Count  # moments and sums
     state_bytes: Count  # of one stream's full state
     inference_peak_bytes: Count  # of scoring
 
@@ -143,9 +133,11 @@ class ForwardFlops:
 
 @optional
 class Flops:
+    """FLOPs of ``bench.cost``."""
+
     executed_per_byte: Count  # of a forward pass with a full state
-    ideal_per_byte: Count
-    training_per_byte: Count  # that the training step needs
+    ideal_per_byte: Count  # of these, what the mechanism needs
+    training_per_byte: Count  # that a training step needs
     flops_estimated_3x: list[str]  # sublayers whose backward pass is estimated
     step: Count  # executed in a training step, without the optimizer's
     unknown: Counts
@@ -161,12 +153,9 @@ class Times:
     n: Count
 
 
-# Beginnings of rows
-
-
 @declared
 class Labelled:
-    kind: str
+    kind: str  # provenance, train, valid, test, cost or peers
 
 
 @declared
@@ -178,34 +167,36 @@ class Configured(Labelled):
 class Origin:
     """What a reproduction needs, and what decides which rows may be compared."""
 
-    format: Count = ABSENT
+    format: Count = ABSENT  # rows.FORMAT
     variant: Name
     seed: Count
     command: str  # as typed
-    config_hash: str
+    config_hash: str  # SHA-256 of the configuration without keys that change no number
     source: str  # digest of the code that the run imports
     tree: str = ABSENT  # digest of all code
-    commit: str = ABSENT
+    commit: str = ABSENT  # of git, with -dirty for an edited tree
     data: Data
     protocol: Protocol
     numerics: Scores = ABSENT  # versions that golden files pin: of the variant, and shared
-    recomputation: Name = ABSENT
-    device: Name
-    device_kind: Name
-    threads: Count
-    precision: Name
-    compile: bool
-    tf32: bool = ABSENT
-    processes: Count = ABSENT
-    versions: Texts  # of Python and libraries
-    machine: Machine = ABSENT
-    instruction_set: Name = ABSENT
-    environment: Texts = ABSENT  # variables on which speed depends
+    recomputation: Name = ABSENT  # of activations in the backward pass
+    device: Name  # as torch or the system names it
+    device_kind: Name  # cpu or cuda
+    threads: Count  # of torch in one process
+    precision: Name  # float32 or bfloat16
+    compile: bool  # by torch.compile
+    tf32: bool = ABSENT  # in matrix products of float32
+    processes: Count = ABSENT  # number of processes
+    versions: dict[str, str]  # of Python and libraries
+    machine: dict[str, Name | Count] = ABSENT  # name of its cpu, and number of its cores
+    instruction_set: Name = ABSENT  # that torch uses on the CPU
+    environment: dict[str, str] = ABSENT  # variables on which speed depends
     allocator: Name = ABSENT  # of the CPU's memory
 
 
 @declared
 class RunOrigin(Origin):
+    """The same of a run."""
+
     purpose: Literal["result", "tune"] = ABSENT
     budget: Scores  # by unit: bytes, steps, seconds or FLOPs
     parameters: Parameters = ABSENT
@@ -219,18 +210,18 @@ class RunOrigin(Origin):
 
 @optional
 class Costs:
-    """What training cost. Bytes and FLOPs are those of all processes."""
+    """What training cost."""
 
     bytes_seen: Count
-    epochs: Count
+    epochs: Count  # bytes_seen divided by the bytes of train
     steps: Count
-    seconds: Count
+    seconds: Count  # without those of compiling and scoring
     bytes_per_second: Count
     compile_seconds: Count
-    training_flops: Count  # that training needs
+    training_flops: Count  # that all steps need
     flops_per_byte: ForwardFlops
     ideal_excuses: list[str]  # why ideal FLOPs are above the executed ones
-    flops_estimated_3x: list[str]
+    flops_estimated_3x: list[str]  # sublayers whose backward pass is estimated
     memory: Memory
 
 
@@ -239,14 +230,11 @@ class Progress(Labelled):
     """Training so far."""
 
     bytes_seen: Count
-    step: Count = ABSENT
+    step: Count = ABSENT  # number of steps
     epochs: Count = ABSENT
     fraction: Count = ABSENT  # of the budget; absent if that is in seconds
     training_flops: Count = ABSENT
     clock: Counts = ABSENT  # seconds without compiling, bytes_per_second, compile_seconds
-
-
-# Rows of record.jsonl and summary.json
 
 
 @declared
@@ -258,12 +246,12 @@ class Provenance(RunOrigin, Labelled):
 
 @optional
 class Train(Progress):
-    """Since the last such row."""
+    """The steps since the last such row."""
 
     bits_per_byte: Count  # mean of the steps
     learning_rate: Count  # of the last step
-    ideal_flops_per_byte: Count
-    metrics: Metrics
+    ideal_flops_per_byte: Count  # of a forward pass with the present spans
+    metrics: Metrics  # of parameters, such as learned spans
 
 
 @optional
@@ -290,7 +278,7 @@ class Final(Progress):
     bits_per_repeat: Scores  # of bytes that repeat earlier ones, by distance
     floor_bits_per_byte: Count  # the lowest expected score on generated data
     capped_bytes: Count  # number of scored bytes, if not all
-    check: str
+    check: str  # not causal, or that of the run
     protocol: Protocol
     future_cuts: Count  # positions after which bytes were replaced
     future_changed: Count  # predictions before these that changed
@@ -304,7 +292,7 @@ class Scored:
     """The scores of each ``Final``, and other results."""
 
     best_bytes_seen: Count  # at the selected weights
-    spans: Spans
+    spans: Spans  # of the selected weights
     compressors: dict[str, Scores]  # bits per byte by split and compressor
     capped: Counts  # number of scored bytes by split, if not all
     test_bits_per_byte: Count
@@ -327,7 +315,7 @@ class Scored:
 class Summary(Scored, Costs, RunOrigin):
     """A finished run."""
 
-    status: str
+    status: str  # finished
 
 
 @declared
@@ -335,10 +323,12 @@ class Failed:
     """A run that ended with an error. It may lack all other keys of a summary."""
 
     status: Literal[FAILED]
-    error: str = ABSENT
+    error: str = ABSENT  # its class and message
 
 
-# Rows of bench
+@declared
+class Measured(Origin, Configured):
+    """A row of ``bench``."""
 
 
 @declared
@@ -355,18 +345,18 @@ class Built:
 
 
 @declared
-class Cost(Origin, Configured, Built):
+class Cost(Measured, Built):
     """What a mechanism costs at one length; null for what was not measured."""
 
     memory: Memory = ABSENT
     mode: Literal["cold", "stream"]
     length: Count  # bytes of a stream
-    segment: Count
-    span: Count
-    streams: Count
+    segment: Count  # bytes of a stream in one forward pass
+    span: Count  # of the model, in keys
+    streams: Count  # of a training step
     memory_limit_gib: Count = ABSENT
     status: Literal["measured", "out of memory", "failed"]
-    reason: str = ABSENT
+    reason: str = ABSENT  # the message of the error
     interleaved: bool = ABSENT  # whether it was timed in turn with others
     time: dict[str, Times | None] = ABSENT
     """Of a training step (train_ms), of a forward pass of the same bytes (evaluate_ms), and of the
@@ -380,23 +370,23 @@ class Cost(Origin, Configured, Built):
 class Peer:
     """The model of a row of ``bench.peers``."""
 
-    name: Name
-    job: Name
-    streams: Count
-    segment: Count
+    name: Name  # of the variant or the peer
+    job: Name  # only rows of one job are compared
+    streams: Count  # of a training step
+    segment: Count  # bytes of a stream in one forward pass
     relative_to: str = ABSENT  # the name of the reference
     status: Literal["measured", "out of memory", "failed"]
-    reason: str = ABSENT
-    rounds: Count = ABSENT
+    reason: str = ABSENT  # the message of the error
+    rounds: Count = ABSENT  # in which all entries were timed in turn
     backend: Name
     parameters: Parameters = ABSENT
 
 
 @optional
-class Peers(Origin, Configured, Peer):
+class Peers(Measured, Peer):
     """The speed of a model beside that of the reference."""
 
-    package: Name
+    package: Name  # as pip names it
     package_version: Name
     memory: Memory
     time: dict[str, Times | None]  # of a training step (train_ms)

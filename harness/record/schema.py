@@ -8,7 +8,18 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from harness.record.row import MAX_NUMBER, Cost, Failed, Final, Labelled, Peers, Provenance, Score, Summary, Train
+from harness.record.row import (
+    MAX_NUMBER,
+    Cost,
+    Failed,
+    Final,
+    Labelled,
+    Peers,
+    Provenance,
+    Score,
+    Summary,
+    Train,
+)
 
 BENCH_COMMANDS = ("cost", "peers")  # those whose rows a report reads
 SCHEMAS = {"provenance": Provenance, "train": Train, "valid": Score, "test": Score, "final": Final}
