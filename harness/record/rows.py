@@ -169,12 +169,6 @@ def _is_within_limits(node: object, levels: int) -> bool:
     return not isinstance(node, str) or len(node) <= MAX_TEXT_LENGTH
 
 
-def try_read_object(path: Path, *, first_line: bool = False) -> tuple[dict | None, str | None]:
-    """Return (JSON object in a file or its first line, None), or (None, reason); without a file (None, None)."""
-    rows, reasons = read_accepted_rows(path, first_line=first_line)
-    return next(iter(rows), None), next((reason.removeprefix("line 1: ") for reason in reasons), None)
-
-
 def wrong_format(row: Mapping) -> str | None:
     """Return why this code cannot read the format of a row, summary or checkpoint, or None if it can."""
     version = row.get("format", 1)
