@@ -24,7 +24,8 @@ from harness.record.row import (
 
 BENCH_COMMANDS = ("cost", "peers")  # those whose rows a report reads
 SCHEMAS = {"provenance": Provenance, "train": Train, "valid": Score, "test": Score, "final": Final}
-SCHEMAS |= {"summary": Summary, "failed": Failed, "measured": Measured, "cost": Cost, "peers": Peers}
+SCHEMAS |= {"summary": Summary, "failed": Failed}
+SCHEMAS |= {"measured": Measured, "cost": Cost, "peers": Peers}
 _adapter = cache(TypeAdapter)
 
 
@@ -37,7 +38,8 @@ def violation(row: dict, *, schema: str) -> str | None:
         key = ".".join(map(str, error["loc"]))
         if error["type"] == "missing":
             return f"{key} is missing"
-        return f"{key} is {shorten(error['input'])}: it {error['msg'].removeprefix('Input ')}"
+        requirement = error["msg"].partition(" should ")[2]
+        return f"{key} is {shorten(error['input'])}: it should {requirement}"
     return None
 
 
