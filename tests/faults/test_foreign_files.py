@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.report.frame import read_folders
-from harness.record.rows import RECORD, SUMMARY, try_read_object
+from harness.record.rows import RECORD, SUMMARY, read_accepted_rows
 from tests.bench_rows import write_run
 
 DEEP = "[" * 200_000
@@ -40,10 +40,10 @@ KINDS = ("pipe", "zeros", "folder", "loop", *CONTENTS)
 def test_an_unreadable_file_is_refused_at_once_with_a_short_reason(kind, tmp_path):
     put(tmp_path / SUMMARY, kind)
     for first_line in (False, True):
-        content, reason = try_read_object(tmp_path / SUMMARY, first_line=first_line)
-        assert content is None and reason and "\n" not in reason and len(reason) < 200
+        rows, (reason,) = read_accepted_rows(tmp_path / SUMMARY, first_line=first_line)
+        assert rows == [] and "\n" not in reason and len(reason) < 200
         assert ("no regular file" in reason) == (kind in ("pipe", "zeros")), reason
-    assert try_read_object(tmp_path / "nothing") == (None, None)
+    assert read_accepted_rows(tmp_path / "nothing") == ([], [])
 
 
 def test_a_report_waits_for_no_pipe_and_names_the_files_that_it_skips(tmp_path):
