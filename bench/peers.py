@@ -75,16 +75,21 @@ def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
     return entries
 
 
+MEASURED = ("memory", "time", "bytes_per_second", "relative_to_reference", "relative_range")
+"""Keys that are None for an entry that failed."""
+
+
 def make_row(entry: Entry, reference: Entry) -> Peers:
     """The row of an entry. Quantities that were not measured because the entry failed are None."""
     from bench.peer_workers import REFERENCE
 
     batch = entry.facts["config"]["batch"]
-    measured = dict.fromkeys(("memory", "time", "bytes_per_second", "relative_to_reference", "relative_range"))
+    measured = dict.fromkeys(MEASURED)
     if not entry.status:
         step = entry.percentiles("train")
-        rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)  # an entry that failed has fewer
-        ratios = [median(reference_ms) / median(entry_ms) for entry_ms, reference_ms in rounds]  # of speeds, by round
+        # By round, of speeds. A reference that failed has fewer rounds.
+        rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)
+        ratios = [median(reference_ms) / median(entry_ms) for entry_ms, reference_ms in rounds]
         measured = {
             "memory": entry.facts["memory"],
             "time": {"train_ms": step},

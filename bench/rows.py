@@ -11,8 +11,9 @@ ROWS = "rows.jsonl"  # in a new folder for each call of a command
 
 
 def row_file(outputs: Path, *, command: str, path: str | None = None) -> Path:
-    """The file that a command adds rows to: ``path``, or by default ``<outputs>/<time>-<command>/rows.jsonl``.
-    ValueError naming ``rows`` or ``outputs`` if it cannot be written."""
+    """The file that a command adds rows to: ``path``, or by default
+    ``<outputs>/<time>-<command>/rows.jsonl``. ValueError naming ``rows`` or ``outputs`` if it cannot
+    be written."""
     if path:
         key = f"rows={path}"
         file = user_path(path, key="rows")

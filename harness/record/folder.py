@@ -13,7 +13,14 @@ from pathlib import Path
 from harness.cache import NO_SPACE, sha256_of, storage_failure, try_lock, user_path, write_all
 from harness.failures import failure_class
 from harness.record import checkpoint
-from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_accepted_rows, write_summary, wrong_format
+from harness.record.rows import (
+    EVALUATIONS,
+    RECORD,
+    SUMMARY,
+    read_accepted_rows,
+    write_summary,
+    wrong_format,
+)
 from harness.record.schema import violation
 
 NOT_HASHED = ("outputs", "force", "record", "checkpoint", "trust", "hydra")
@@ -158,7 +165,8 @@ def read_provenance(folder: Path, *, key: str) -> dict:
         first_line=True,
     )
     for row in rows:
-        if row["kind"] == "provenance" and all(isinstance(row["config"].get(name), dict) for name in COMPARED_SECTIONS):
+        sections = [row["config"].get(name) for name in COMPARED_SECTIONS]
+        if row["kind"] == "provenance" and all(isinstance(section, dict) for section in sections):
             return row
     reason = " ".join(reasons) or "there is no provenance with a configuration"
     raise ValueError(f"{key}={folder}: {RECORD}: {reason}; allowed is what a run wrote")

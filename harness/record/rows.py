@@ -74,8 +74,9 @@ def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
     first_rows = b"".join(line + b"\n" for line in complete[:rows])
     if rows > len(complete) or sha256 not in (None, hashlib.sha256(first_rows).hexdigest()):
         raise Damaged(
-            f"{path}: its first {rows} rows, of {len(complete)}, are not those of the checkpoint: the record was "
-            "cut, damaged or changed. Restore the file, or start the run again with force=true"
+            f"{path}: its first {rows} rows, of {len(complete)}, are not those of the checkpoint: the "
+            "record was cut, damaged or changed. Restore the file, or start the run again with "
+            "force=true"
         )
     if len(first_rows) < len(content):
         os.truncate(path, len(first_rows))
@@ -136,7 +137,8 @@ def read_accepted_rows(
     path: Path, *, check: Callable = lambda row, line_number: None, first_line: bool = False
 ) -> tuple[list[dict], list[str]]:
     """Return the accepted rows of a file, and why the file or its other lines are refused. Nothing
-    without a file. ``check`` gets a row and its line number, and returns why it is refused, or None."""
+    without a file. ``check`` gets a row and its line number, and returns why the row is refused, or
+    None."""
     rows, reasons, lines = [], [], []
     try:
         with open_regular(path, max_bytes=MAX_FILE_BYTES) as file:

@@ -36,7 +36,8 @@ def violation(row: dict, *, schema: str) -> str | None:
         key = ".".join(map(str, error["loc"]))
         if error["type"] == "missing":
             return f"{key} is missing"
-        return f"{key} is {shorten(error['input'])}: it {error['msg'].removeprefix('Input ')}"
+        requirement = error["msg"].partition(" should ")[2]
+        return f"{key} is {shorten(error['input'])}: it should {requirement}"
     return None
 
 
