@@ -358,7 +358,7 @@ class Cost(Measured, Built):
     status: Literal["measured", "out of memory", "failed"]
     reason: str = ABSENT  # the message of the error
     interleaved: bool = ABSENT  # whether it was timed in turn with others
-    time: dict[str, Times | None] = ABSENT
+    time: dict[str, Times | Count | None] = ABSENT
     """Of a training step (train_ms), of a forward pass of the same bytes (evaluate_ms), and of the
     next byte of one stream (generate_ms) or of 64 (generate_64_ms)."""
     utilisation: Counts = ABSENT
