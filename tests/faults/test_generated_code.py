@@ -41,34 +41,40 @@ def generated(monkeypatch) -> Iterator[list[str]]:
     monkeypatch.setattr(async_compile.AsyncCompile, "cpp_pybinding", lambda *_: None)
     monkeypatch.setattr(graph.GraphLowering, "codegen", codegen)
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)  # it would run the compiler; the code is scalar
-    monkeypatch.setattr(backends, "is_operation", lambda *_: True)
     torch.compiler.reset()
     with config.patch({"force_disable_caches": True, "compile_threads": 1, "pattern_matcher": False}):
         yield codes
 
 
-def traceable(variant: str) -> LanguageModel:
-    """A small model with one layer of each kind, whose attention is part of the graph, as on a GPU."""
+def small_model(variant: str) -> LanguageModel:
+    """A small model of the variant, with one layer of each kind."""
     model = plan(*TINY, *sized(variant)).make_model()
     model.layers = nn.ModuleList({repr(layer): layer for layer in model.layers}.values())
-    for _, sublayer in model.sublayers():
-        if isinstance(sublayer, OnKernels):
-            fused = "fused" in sublayer.backends(torch.device("cpu"), training=True)
-            sublayer.wanted_backend = "fused" if fused else "plain"
     return model
 
 
+def trace_attention(model: LanguageModel, patched: pytest.MonkeyPatch) -> None:
+    """Make attention a part of the graph, as on a GPU. On a CPU it runs between graphs."""
+    patched.setattr(backends, "is_operation", lambda *_: True)
+    for _, sublayer in model.sublayers():
+        if isinstance(sublayer, OnKernels):
+            fused = "fused" in sublayer.backends(torch.device("cpu"), training=True)
+            patched.setattr(sublayer, "wanted_backend", "fused" if fused else "plain")
+
+
 @pytest.mark.parametrize("variant", VARIANT_NAMES)
-def test_inductor_generates_code_for_training_and_scoring_with_carried_state(variant, generated):
-    model = traceable(variant)
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
+def test_inductor_generates_code_for_training_as_on_a_gpu_and_scoring_as_on_a_cpu(variant, generated):
+    model, tokens = small_model(variant), torch.zeros(2, 16, dtype=torch.int64)
     with torch.no_grad():
         state = model(tokens, None).state
-    compiled = Compiled(model)
-    out = compiled(tokens, state)
-    (out.logits.sum() + out.loss).backward()
+    with pytest.MonkeyPatch.context() as patched:
+        trace_attention(model, patched)
+        training = Compiled(model)
+        out = training(tokens, state)
+        (out.logits.sum() + out.loss).backward()
     model.eval()
+    scoring = Compiled(model)
     with torch.no_grad():
-        compiled(tokens, state)
-    assert compiled.fully_compiled
+        scoring(tokens, state)
+    assert training.fully_compiled and scoring.fully_compiled
     assert len(generated) >= 3, "forward and backward pass of a training step, and scoring"
