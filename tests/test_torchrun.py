@@ -36,6 +36,7 @@ def commands(ports: list[int]) -> list[command_line.CommandOutcome]:
 
     For ``data=file`` rank 1 has another current folder, in which the file does not exist, as on another machine."""
     outcomes, cwd = [], Path.cwd()
+    os.dup2(os.open(f"libraries_{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), 1)
     for port, words in zip(ports, [*REFUSED, command_line.GENERATED, command_line.GENERATED], strict=True):
         os.environ["MASTER_PORT"] = str(port)
         os.chdir(cwd / "other" if "data=file" in words and os.environ["RANK"] == "1" else cwd)
@@ -62,6 +63,7 @@ def test_a_mistake_is_printed_once_and_only_one_process_prints_and_writes(cwd):
     row = read_rows(folder / RECORD)[0]
     assert row["processes"] == 2 and row["command"].startswith("torchrun --nproc-per-node=2 ")
     assert not os.listdir("other")
+    assert [Path(f"libraries_{rank}").read_bytes() for rank in range(2)] == [b"", b""]
 
 
 def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_checked():

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
 from harness.device.model_parameters import ModelParameters, full_tensors, is_dtensor
+from harness.device.output import libraries_on_stderr
 from harness.device.processes import ProcessGroup
 
 
@@ -43,7 +44,9 @@ class DistributedParameters(ModelParameters):
         else:
             sizes, dimensions = (processes.world_size, 1), ("replicas", "shards")
             options = {"reshard_after_forward": False}
-        self._mesh = init_device_mesh(self.local_parameters[0].device.type, sizes, mesh_dim_names=dimensions)
+        with libraries_on_stderr():
+            device = self.local_parameters[0].device.type
+            self._mesh = init_device_mesh(device, sizes, mesh_dim_names=dimensions)
         names = {parameter: name for name, parameter in model.named_parameters() if parameter not in ignored}
         for unit in (*units, model):
             fully_shard(unit, mesh=self._mesh, ignored_params=ignored, **options)

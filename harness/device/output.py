@@ -51,6 +51,19 @@ def contained_output() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def libraries_on_stderr() -> Iterator[None]:
+    """Context in which descriptor 1 is stderr. Gloo (torch 2.10) prints a line to it for each group of processes."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
 def is_lost() -> bool:
     """Whether text for stdout or stderr was dropped."""
     return any(getattr(stream, "lost", False) for stream in (sys.stdout, sys.stderr))

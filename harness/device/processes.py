@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.device.output import libraries_on_stderr
 from harness.device.torchrun import Launch, read_launch
 from harness.failures import ERROR_CLASSES, ProcessLost, exit_code, first_line, refuse_exit
 
@@ -49,8 +50,10 @@ class ProcessGroup(Launch):
             store, _, _ = next(dist.rendezvous("env://", timeout=LONG_TIMEOUT))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the store has keys of an earlier start
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-            dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=self.rank, world_size=self.world_size)
-            self._long_wait_group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
+            group = {"timeout": TIMEOUT, "store": store, "rank": self.rank, "world_size": self.world_size}
+            with libraries_on_stderr():
+                dist.init_process_group(backend, **group)
+                self._long_wait_group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         except RuntimeError as error:
             address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
             raise ProcessLost(

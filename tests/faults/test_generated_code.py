@@ -2,13 +2,18 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 
 from harness.device.compiled import Compiled
+from harness.model import LanguageModel
 from tests.small_configs import TINY, VARIANT_NAMES, plan, sized
+from variants import backends
+from variants.backends import OnKernels
 
 pytestmark = pytest.mark.faults
 
@@ -16,7 +21,7 @@ pytestmark = pytest.mark.faults
 @pytest.fixture
 def generated(monkeypatch) -> Iterator[list[str]]:
     """The Python code that is generated for each graph of ``torch.compile``. The graphs themselves run uncompiled."""
-    from torch._inductor import async_compile, compile_fx, config, graph  # slow imports
+    from torch._inductor import async_compile, compile_fx, config, cpu_vec_isa, graph  # slow imports
 
     codes, generate = [], graph.GraphLowering.codegen
 
@@ -37,22 +42,91 @@ def generated(monkeypatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch, "compile", lambda model: compiling(model, backend=backend))
     monkeypatch.setattr(async_compile.AsyncCompile, "cpp_pybinding", lambda *_: None)
     monkeypatch.setattr(graph.GraphLowering, "codegen", codegen)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)  # it would run the compiler; the code is scalar
     torch.compiler.reset()
-    with config.patch({"force_disable_caches": True, "compile_threads": 1, "cpp.vec_isa_ok": True, "cpp.simdlen": 256}):
+    with config.patch({"force_disable_caches": True, "compile_threads": 1, "pattern_matcher": False}):
         yield codes
 
 
-@pytest.mark.parametrize("variant", VARIANT_NAMES)
-def test_inductor_generates_code_for_training_and_scoring_with_carried_state(variant, generated):
+def small_model(variant: str) -> LanguageModel:
+    """A small model of the variant, with one layer of each kind."""
     model = plan(*TINY, *sized(variant)).make_model()
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    model.layers = nn.ModuleList({repr(layer): layer for layer in model.layers}.values())
+    return model
+
+
+def trace_attention(model: LanguageModel, patched: pytest.MonkeyPatch) -> None:
+    """Make attention a part of the graph, as on a GPU. On a CPU it runs between graphs."""
+    patched.setattr(backends, "is_operation", lambda *_: True)
+    for _, sublayer in model.sublayers():
+        if isinstance(sublayer, OnKernels):
+            fused = "fused" in sublayer.backends(torch.device("cpu"), training=True)
+            patched.setattr(sublayer, "wanted_backend", "fused" if fused else "plain")
+
+
+@pytest.mark.parametrize("variant", VARIANT_NAMES)
+def test_inductor_generates_code_for_training_as_on_a_gpu_and_scoring_as_on_a_cpu(variant, generated):
+    model, tokens = small_model(variant), torch.zeros(2, 16, dtype=torch.int64)
     with torch.no_grad():
         state = model(tokens, None).state
-    compiled = Compiled(model)
-    out = compiled(tokens, state)
-    (out.logits.sum() + out.loss).backward()
+    with pytest.MonkeyPatch.context() as patched:
+        trace_attention(model, patched)
+        training = Compiled(model)
+        out = training(tokens, state)
+        (out.logits.sum() + out.loss).backward()
     model.eval()
+    scoring = Compiled(model)
     with torch.no_grad():
-        compiled(tokens, state)
-    assert compiled.fully_compiled
+        scoring(tokens, state)
+    assert training.fully_compiled and scoring.fully_compiled
     assert len(generated) >= 3, "forward and backward pass of a training step, and scoring"
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch) -> Iterator[None]:
+    """Fake tensors on an H100 that answers torch in place of a driver. Triton compiles nothing."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        pytest.skip("needs torch's wheel for CUDA, and a machine without a GPU")
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import async_compile, config
+    from torch._inductor.fx_passes import joint_graph
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    torch._C._ensureCUDADeviceGuardSet()
+    sizes = {"multi_processor_count": 132, "regs_per_multiprocessor": 65536, "warp_size": 32}
+    sizes |= {"max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024}
+    answers = {
+        **{"is_available": True, "device_count": 1, "current_device": 0},
+        **{"_exchange_device": 0, "_maybe_exchange_device": 0},
+        **{"get_device_capability": (9, 0), "get_compute_capability": 90, "get_device_name": "H100"},
+        **{"get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None},
+        "get_device_properties": SimpleNamespace(name="H100", major=9, minor=0, **sizes),
+    }
+    for place in (torch.cuda, CudaInterface, CudaInterface.Worker):
+        for name, answer in answers.items():
+            monkeypatch.setattr(place, name, staticmethod(lambda *_, answer=answer: answer), raising=False)
+    for place, name in (
+        *((joint_graph, "lazy_init"), (fake_tensor, "init_gpu_context")),  # they would run code on the GPU
+        *((torch.accelerator, "is_available"), (async_compile.AsyncCompile, "triton")),
+    ):
+        monkeypatch.setattr(place, name, lambda *_, **__: None)
+    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    monkeypatch.setattr(driver, "_active", target)
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+    with config.patch(joint_graph_constant_folding=False), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@pytest.mark.parametrize("variant", ["linformer", "compressed", "forget_gate", "performer", "nsa"])
+def test_inductor_generates_triton_code_for_variants_that_failed_on_a_gpu(variant, generated, request, monkeypatch):
+    """The forward pass alone: torch's autograd asks the driver."""
+    model = small_model(variant)
+    trace_attention(model, monkeypatch)
+    request.getfixturevalue("simulated_gpu")
+    model.to_empty(device="cuda")
+    compiled, state = Compiled(model), None
+    with torch.no_grad():
+        for _ in range(2):
+            state = compiled(torch.zeros(2, 16, dtype=torch.int64, device="cuda"), state).state
+    assert len(generated) == 2 and all("def triton_" in str(code) for code in generated)
