@@ -96,11 +96,12 @@ def main(cfg: DictConfig) -> None:
 
 
 def is_measured(entry: Entry, rows: list[dict], *, trust: tuple[str, ...], settings: CostSettings) -> bool:
-    """Whether there is a row of the entry's configuration, source, mode and values of learned spans. Prints a line if
-    so. ``trust`` has the modules of the user."""
+    """Whether there is a row of the entry's configuration, or of one that runs the same code, and of its source, mode
+    and values of learned spans. Prints a line if so. ``trust`` has the modules of the user."""
     expected = row_digests(entry.task.config, trust=trust) | {"mode": settings.mode}
-    spans = (None, settings.spans)
-    found = any(expected.items() <= row.items() and row.get("spans_from") in spans for row in rows)
+    config, spans = expected.pop("config_hash"), (None, settings.spans)
+    same = [row for row in rows if config in (row.get("config_hash"), *row.get("repeats", ()))]
+    found = any(expected.items() <= row.items() and row.get("spans_from") in spans for row in same)
     if found:
         print(f"measured before: {entry.name}")
     return found

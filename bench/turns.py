@@ -138,12 +138,14 @@ def measure(
 
 
 def _without_repeated_code(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries without those that run the same code as an earlier one, whose processes are closed."""
+    """The entries without those that run the same code as an earlier one. Their processes are closed, and the fact
+    ``repeats`` of the earlier one has the digests of their configurations."""
     kept: dict[str | int, Entry] = {}
     for entry in entries:
         was_built = entry.facts.get("backend")
         code = repr([entry.facts.get(key) for key in CODE_KEYS]) if was_built else id(entry)
         if code in kept:
             entry.process.close()
+            kept[code].facts.setdefault("repeats", []).append(entry.facts["config_hash"])
         kept.setdefault(code, entry)
     return list(kept.values())

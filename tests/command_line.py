@@ -36,15 +36,19 @@ class CommandOutcome:
     err: str
 
 
-def clear_source_caches() -> None:
+CONTENTS, IMPORTS = (source._module_files, source._sha256_once), (source._imported_files, source._with_imports)
+
+
+def clear_source_caches(functions: tuple = CONTENTS + IMPORTS) -> None:
     """Let this process read all source files again, as a new process does."""
-    for function in (source._module_files, source._sha256_once, source._imported_files, source._with_imports):
+    for function in functions:
         function.cache_clear()
 
 
 def call(script: str, *words: str) -> CommandOutcome:
-    """Run ``python SCRIPT WORDS`` in this process. ``script`` is relative to the repository."""
-    clear_source_caches()
+    """Run ``python SCRIPT WORDS`` in this process. ``script`` is relative to the repository. Files are read again, but
+    imports are not searched again, which takes half of the time of a short run."""
+    clear_source_caches(CONTENTS)
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     sys.argv, code = [str(ROOT / script), *words], 0

@@ -51,12 +51,14 @@ def shared_fork_server() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_causality_checks() -> Iterator[None]:
-    """Check final scores at 6 cuts: 64 would take a third of a small run. See also
-    ``server_preload.py``."""
-    from harness.loop import scoring
+    """Check final scores at 6 to 32 cuts: 64 would take a third of a small run. See also
+    ``server_preload.py``. Admission reads windows of 256 bytes: 512 places in 1,024 take seconds."""
+    from harness.loop import admission, scoring
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(scoring, "MIN_CUTS", 6)
+        patched.setattr(scoring, "CUTS", 32)
+        patched.setattr(admission, "WINDOWS", (4, 256))
         yield
 
 

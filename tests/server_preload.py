@@ -7,7 +7,7 @@ from harness.loop import scoring
 from tests.small_configs import plan
 from tests.small_runs import SMALL, SPANS, _hydra
 
-scoring.MIN_CUTS = 6  # as in conftest.py
+scoring.MIN_CUTS, scoring.CUTS = 6, 32  # as in conftest.py
 _hydra()
 source.digest(plan(*SMALL, *SPANS).config)
 gc.collect()

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from bench import planning, turns
+from bench.cost import is_measured
 from bench.tables.costs import cost_tables
 from bench.turns import Entry, time_in_turn
 from harness.record.cells import MIN_CALLS
@@ -104,6 +105,16 @@ def test_rows_of_each_group_are_kept_and_what_they_measured_is_skipped(cwd, monk
     assert "one byte of 64 streams, ms" in headings(rows)
     assert cost(*words, "compile=[false,true]").code
     assert [entry.task.config["runtime"]["compile"] for entry in measure.call_args.args[0]] == [True, True]
+
+
+def test_an_entry_that_runs_the_code_of_another_is_not_measured_again(monkeypatch):
+    """As ``auto`` does where it becomes ``plain``."""
+    monkeypatch.setattr("bench.cost.row_digests", lambda config, **_: {"config_hash": config, "source": "s"})
+    facts = [{"backend": "plain", "config_hash": name} for name in "ab"]
+    entries = [Entry(name="", task=Mock(config=each["config_hash"]), process=Mock(), facts=each) for each in facts]
+    (kept,) = turns._without_repeated_code(entries)
+    settings, row = Mock(mode="cold"), kept.facts | {"source": "s", "mode": "cold"}
+    assert all(is_measured(entry, [row], trust=(), settings=settings) for entry in entries)
 
 
 def test_by_default_a_quantity_is_timed_in_twenty_calls_or_for_a_minute():

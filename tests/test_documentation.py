@@ -81,7 +81,8 @@ def test_the_yaml_of_readme_is_a_variant_and_readme_has_at_most_180_lines(cwd):
 
 def test_the_attention_of_x_transformers_keeps_the_contract(cwd):
     write_yaml_of("docs/any_module.md")
-    options = ("position=none", "model.cache=kv", "model.attend_self=true")
+    options = ("position=none", "model.cache=kv", "model.attend_self=true", "model.layers=1", "model.span=128")
+    options += ("batch.segment=128", "eval.segment=128")
     outcome = call("bench/check.py", "-cd", "my_conf", "trust=[x_transformers]", "variant=xattn", *options)
     assert "attend_self=true, plain: 29 promises\n" in outcome.out, outcome
     assert "xattn: keeps the contract in 1 combination\n" in outcome.out and outcome.code == 0

@@ -64,7 +64,8 @@ def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(cwd
         Path(path).write_text(text, encoding="utf-8")
     (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     checks, trains = (shlex.split(line)[1:] for line in commands.splitlines())
-    checked = call("bench/check.py", *checks[2:])
+    sizes = ("model.layers=2", "model.span=128", "batch.segment=128", "eval.segment=128")
+    checked = call("bench/check.py", *checks[2:], *sizes)
     assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
     outcome = train(*trains[1:], *GENERATED)
     assert outcome.code == 0, outcome

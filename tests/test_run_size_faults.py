@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 
-from harness.loop import admission
 from harness.loop.admission import findings
 from tests import broken_at_run_size as broken
 from tests import promises as p
@@ -42,9 +41,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_fault_that_small_sizes_hide_is_refused(name, monkeypatch):
+def test_a_fault_that_small_sizes_hide_is_refused(name):
     """The first promise that is broken is the expected one, and it names itself."""
-    monkeypatch.setattr(admission, "WINDOWS", (4, 256))
     promise, pattern = REFUSED[name]
     plan = toy(getattr(broken, name), *SIZES)
     text = torch.tensor(list(b"well, it ends in dots.... " * 100))

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -27,24 +28,33 @@ SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget."
 
 
 @pytest.fixture(scope="module")
-def offline_runs(tmp_path_factory) -> list[tuple[Path, dict]]:
-    """Folders of two runs of a sweep, with the contents of their W&B files. There is no API key and no server."""
+def offline(tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """A folder, and the environment of a process there. There is no API key and no server."""
     folder = tmp_path_factory.mktemp("wandb")
     environment = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {"HOME": str(folder), "NETRC": str(folder / "no_netrc"), "WANDB_CONFIG_DIR": str(folder / "config")}
     environment |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_ERROR_REPORTING": "false", "PYTHONPATH": str(ROOT)}
+    return folder, environment
+
+
+def inspect(run: Path, environment: dict[str, str], *options: str) -> list[dict]:
+    """What W&B prints about the only W&B file of a run folder."""
+    (file,) = (run / "wandb").glob("offline-run-*")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(file)]
+    process = {"env": environment, "cwd": run, "stdin": subprocess.DEVNULL, "timeout": TIMEOUT_SECONDS}
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, **process).stdout
+    return [json.loads(lines)] if "--summary" in options else [json.loads(line) for line in lines.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def offline_runs(offline) -> list[tuple[Path, dict]]:
+    """Folders of two runs of a sweep, with the contents of their W&B files."""
+    folder, environment = offline
     words = (*SIZES, "variant=adaptive_span,product_key_memory", "budget.steps=12", "eval.every=0.4", "eval.test=true")
-    words += ("record.every_steps=3", "record.wandb.tags=[mine]", "eval.windows=true")
+    words += ("record.every_steps=3", "record.wandb.tags=[mine]", "eval.windows=true", "outputs=sweep")
     outcome = script_process.run("train.py", "-m", *words, folder=folder, environment=environment)
     assert outcome.code == 0, outcome
-
-    def read(run: Path) -> dict:
-        (file,) = (run / "wandb").glob("offline-run-*")
-        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(file)]
-        process = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL, "timeout": TIMEOUT_SECONDS}
-        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, **process).stdout)
-
-    return [(run, read(run)) for run in run_folders(folder / "outputs")]
+    return [(run, *inspect(run, environment, "--summary")) for run in run_folders(folder / "sweep")]
 
 
 @pytest.fixture
@@ -184,6 +194,25 @@ def test_jobs_of_a_sweep_are_separate_runs_with_their_configurations_and_summari
         expected |= {"parameters/total": saved["parameters"]["total"], "data/sha256": saved["data"]["sha256"]}
         assert {name: summary.get(name) for name in expected} == expected
     assert written["variant"]["at"].keys() == {-2} and run["config"]["variant"]["at"].keys() == {"-2"}
+
+
+def test_a_run_that_was_killed_and_resumed_has_each_row_once(offline, tmp_path):
+    folder, environment = offline
+    words = (*SIZES, "budget.steps=40", "eval.every=0", "record.every_steps=1", "checkpoint.every_steps=5")
+    words += (f"outputs={tmp_path}",)
+
+    def rows() -> list[dict]:
+        return [row for run in run_folders(tmp_path) for row in read_rows(run / "record.jsonl")[1:]]
+
+    streams = {"out": tmp_path / "out", "folder": folder, "environment": environment}
+    with script_process.started("train.py", *words, **streams) as process:
+        while len(rows()) < 8 and process.is_alive():
+            time.sleep(0.001)
+    assert script_process.run("train.py", *words, folder=folder, environment=environment).code == 0
+    (run,) = run_folders(tmp_path)
+    history = [entry["history"]["item"] for entry in inspect(run, environment) if entry["type"] == "history"]
+    assert [item.get("train/bits_per_byte") for item in history[:40]] == [row["bits_per_byte"] for row in rows()[:40]]
+    assert [item["_step"] for item in history] == list(range(len(rows())))
 
 
 def _without_empty(node: dict) -> dict:

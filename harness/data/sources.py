@@ -8,6 +8,7 @@ import hashlib
 import http.client
 import lzma
 import os
+import re
 import sys
 import sysconfig
 import tarfile
@@ -30,23 +31,22 @@ LARGE_BYTES = 2**26
 times its own size if that is more."""
 MAX_EXPANSION = 200  # for comparison: enwik8.zip unpacks to three times its size
 FORMATS = {
-    b"\x1f\x8b\x08": ".gz",
-    **{b"BZh%d1AY&SY" % level: ".bz2" for level in range(1, 10)},
-    b"\xfd7zXZ\0": ".xz",
-    b"]\0\0": ".lzma",
-    b"PK\3\4": ".zip",
-    b"PK\5\6": ".zip",
-    b"\x28\xb5\x2f\xfd": ".zst",
-    b"\x50\x2a\x4d\x18": ".zst",
-    b"\x04\x22\x4d\x18": ".lz4",
-    b"\xff\6\0\0sNaPpY": ".sz",
-    b"7z\xbc\xaf\x27\x1c": ".7z",
-    b"Rar!\x1a\7": ".rar",
-    b"LZIP\1": ".lz",
-    b"\x89LZO\0": ".lzo",
-    b"\x1f\x9d": ".Z",
+    rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04][\x00-\x0d\xff]": ".gz",
+    rb"BZh[1-9]1AY&SY": ".bz2",
+    rb"\xfd7zXZ\0": ".xz",
+    rb"]\0\0(?!\0\0)..(\xff{8}|.{5}\0{3})": ".lzma",  # a dictionary's size, then the content's or -1
+    rb"PK(\x03\x04|\x05\x06)": ".zip",
+    rb"(\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)": ".zst",
+    rb"\x04\x22\x4d\x18": ".lz4",
+    rb"\xff\x06\0\0sNaPpY": ".sz",
+    rb"7z\xbc\xaf\x27\x1c": ".7z",
+    rb"Rar!\x1a\x07": ".rar",
+    rb"LZIP\x01": ".lz",
+    rb"\x89LZO\0": ".lzo",
+    rb"\x1f\x9d[\x89-\x90]": ".Z",  # its bits, 9 to 16, in block mode
 }
-"""First bytes of compressed files, and the usual suffix of each format. Only those of ``OPENERS`` are read."""
+"""Patterns of the first bytes of compressed files, which plain binary files hardly have, and the usual suffix of each
+format. Only those of ``OPENERS`` are read."""
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """Errors that are raised for files that are damaged, truncated, or of an unsupported format."""
 TIMEOUT_SECONDS = 10.0
@@ -174,7 +174,7 @@ def _archive_format(content: bytes) -> str | None:
     with suppress(tarfile.HeaderError):
         tarfile.TarInfo.frombuf(content[: tarfile.BLOCKSIZE], "utf-8", "replace")
         return ".tar"
-    return next((suffix for magic, suffix in FORMATS.items() if content.startswith(magic)), None)
+    return next((suffix for first, suffix in FORMATS.items() if re.match(first, content, re.DOTALL)), None)
 
 
 def unpack(path: Path) -> bytes:

@@ -26,7 +26,7 @@ from harness.record import checkpoint
 from harness.record.closing_table import bits, data_label, print_closing_table, scored_splits
 from harness.record.folder import RunFolder
 from harness.record.row import Provenance, RunOrigin, Score, Summary
-from harness.record.rows import CONFIG, Record, to_json, write_summary
+from harness.record.rows import CONFIG, RECORD, Record, read_rows, to_json, write_summary
 from harness.record.wandb_run import WandbRun
 
 WARM_UP_STEPS = 2  # steps before peak memory is measured; they compile and allocate the optimizers' state
@@ -119,7 +119,9 @@ class Run:
         write_atomically(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
         self._record = stack.enter_context(Record(path, rows=saved.get("rows", 0), sha256=saved.get("sha256")))
         self._wandb = stack.enter_context(self._wandb_run(self.trainer.corpus.name, id=saved.get("wandb_id")))
-        if not saved:
+        if saved:
+            self._wandb.resume(read_rows(path / RECORD))
+        else:
             self.append(Provenance(kind="provenance", **vars(origin), config=config))
 
     def _wandb_run(self, corpus: str, *, id: str | None) -> WandbRun:

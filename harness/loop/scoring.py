@@ -274,8 +274,8 @@ class CausalityCheck:
 
     def compare(self, batch: int, inputs: Tensor, mask: Tensor, nats: Tensor, predict: Callable) -> None:
         """Compare ``nats [L, T]`` of a batch with those that ``predict`` returns if later bytes are replaced."""
-        passes = self.passes_of_batch[batch]
-        if not passes:
+        passes = min(self.passes_of_batch[batch], inputs.shape[1] - 1)
+        if passes < 1:
             return
         if not self.exact:
             self.noise = max(self.noise, (predict(inputs)[0] - nats).abs().max().item())

@@ -11,6 +11,7 @@ Names of metrics:
 import os
 import secrets
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -46,6 +47,7 @@ class WandbRun(AbstractContextManager):
     ):
         given_id = None if sweeping else os.environ.get("WANDB_RUN_ID")
         self.id, self.hint, self._run = given_id or id or secrets.token_hex(4), "", None
+        self._folder, self._step = folder / "wandb", 0
         mode = os.environ.get("WANDB_MODE") or mode
         if mode != "disabled":
             tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag)) or None  # the lengths that W&B accepts
@@ -61,7 +63,19 @@ class WandbRun(AbstractContextManager):
             if row["kind"] == "provenance":
                 self.log_end(summary={key: row[key] for key in row if key not in ("kind", "config")})
             elif (metrics := metrics_of(row)).keys() - set(PROGRESS_KEYS):
-                self._run.log(metrics)
+                self._run.log(metrics, step=self._step)
+                self._step += 1
+
+    def resume(self, rows: Iterable[dict]) -> None:
+        """Log the ``rows`` of the record up to the checkpoint again, so that this W&B run has each row once. A server
+        ignores steps that it has. Offline, this part of the run is complete; earlier parts are removed, because
+        ``wandb sync`` replaces a run's history by that of the part that it uploads last."""
+        for row in rows:
+            self.log(row)
+        if self._run is not None:
+            for part in self._folder.glob("offline-run-*"):
+                if part.name.endswith(f"-{self.id}") and part.name not in str(self._run.dir):
+                    shutil.rmtree(part, ignore_errors=True)
 
     def log_end(self, *, summary: dict) -> None:
         """Add a run's summary to W&B's summary."""
@@ -127,11 +141,11 @@ def _start(mode: str, keywords: dict, *, id: str):
 
 
 def _hint(run, *, uploaded: bool = True) -> str:
-    """Return a line with the URL of the W&B run, or the command that uploads it with all parts of a resumed run."""
+    """Return a line with the URL of the W&B run, or the command that uploads it."""
     if run.disabled or (uploaded and not run.offline):
         return "" if run.disabled else f"wandb: {run.url}"
-    folder = str(Path(run.dir).parents[1])
-    return f"wandb sync {shlex.quote(min(folder, os.path.relpath(folder), key=len))}/*run-*-{run.id}*"
+    folder = str(Path(run.dir).parent)
+    return f"wandb sync {shlex.quote(min(folder, os.path.relpath(folder), key=len))}"
 
 
 def metrics_of(row: dict) -> dict[str, float]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -54,6 +55,11 @@ class Subject:
         """Bytes per stream: more than two windows and more than six periods."""
         return max(2 * self.span, 6 * self.period) + 5
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Float64 at small sizes; float32, which is faster, at those of a run."""
+        return torch.float32 if self.sizes else torch.float64
+
     def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float64, mode: str = "eval") -> nn.Module:
         """Build a model in ``mode``, with its parameters perturbed."""
         seed_cpu(seed)
@@ -83,6 +89,14 @@ class Subject:
         places = torch.randint(len(text), (streams, 1), generator=torch.Generator().manual_seed(seed))
         excerpts = text[(places + torch.arange(length)) % len(text)].long() % self.vocabulary
         return torch.where(torch.arange(streams)[:, None] % 2 == 1, excerpts, tokens)
+
+    def segments(self) -> tuple[Tensor, tuple[int, ...]]:
+        """Random bytes of a segment of each length that the run evaluates, and where to cut them; or
+        those of two small segments."""
+        lengths = {size.segment: None for size in self.sizes if size.mode == "eval"}
+        lengths = [*lengths] or [self.span + 2] * 2
+        tokens = self.random_bytes(length=sum(lengths), streams=2)
+        return tokens, tuple(accumulate(lengths[:-1]))
 
     def change_all(self, tokens: Tensor) -> Tensor:
         """Replace every byte by another one."""
@@ -200,6 +214,8 @@ def run(
     finally:
         for hook in hooks:
             hook.remove()
+    if len(pieces) == 1:
+        return pieces[0], state
     return {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}, state
 
 

@@ -36,6 +36,8 @@ PRECISIONS = {
 NOISE_FACTOR = 8.0
 """By which an error may exceed the largest one that rounding the outputs of all operations makes. A
 kernel also rounds the sums inside it."""
+PRECISION_DRAWS = 5
+"""In a network of four ReLU layers, one draw in four has a gradient that a kink changes by more than 1e-4."""
 N_DRAWS = 12  # draws of parameters and inputs; in at least one of them a sublayer must use its whole reach
 
 
@@ -129,30 +131,40 @@ def check_modes(subject: Subject) -> Verdict:
 def check_precision(subject: Subject) -> Verdict:
     """Compare logits and gradients in float32, and in bfloat16 autocast, with those in float64. Where
     rounding changes a selection such as top-k, or terms cancel, they differ by more than rounding.
-    The same happens in float64 if the output of each operation is rounded; that is allowed, too."""
+    The same happens in float64 if the output of each operation is rounded; that is allowed, too.
+    Rounding may also move one input of a ReLU past its kink, which changes a few gradients. So a
+    difference counts if it is in all of ``PRECISION_DRAWS``."""
     mode = "train" if "train" in subject.deterministic_contexts else "eval"
-    tokens = subject.mixed_bytes(length=sum(PRECISION_SEGMENTS) + 1, streams=2, seed=0)
+    for precision in PRECISIONS:
+        for draw in range(PRECISION_DRAWS):
+            if not (lines := _precision_errors(subject, precision, mode=mode, draw=draw)):
+                break
+        yield from lines
+
+
+def _precision_errors(subject: Subject, precision: str, *, mode: str, draw: int) -> list[str]:
+    """A line for the logits or gradients that differ too much, in a draw of parameters and bytes."""
+    tokens = subject.mixed_bytes(length=sum(PRECISION_SEGMENTS) + 1, streams=2, seed=draw)
     outputs_of = partial(logits_and_gradients, tokens=tokens, segments=PRECISION_SEGMENTS)
-    for precision, tolerances in PRECISIONS.items():
-        model = subject.build(dtype=torch.float32, mode=mode)
+    model = subject.build(seed=draw, dtype=torch.float32, mode=mode)
+    lines, rounded = [], None
+    with NoDropout():
         enabled = precision == "bfloat16"
-        with NoDropout():
-            autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=enabled)
-            actual = outputs_of(model, autocast=autocast)
-            expected = outputs_of(model.double())
-            rounded = None
-            for kind, tolerance in tolerances.items():
-                keys = [name for name in expected if name.startswith(kind)]
-                outputs = [{key: tensors[key] for key in keys} for tensors in (actual, expected)]
+        actual = outputs_of(model, autocast=partial(torch.autocast, "cpu", torch.bfloat16, enabled=enabled))
+        expected = outputs_of(model.double())
+        for kind, tolerance in PRECISIONS[precision].items():
+            keys = [name for name in expected if name.startswith(kind)]
+            outputs = [{key: tensors[key] for key in keys} for tensors in (actual, expected)]
+            equal, detail = compare(*outputs, tolerance=tolerance)
+            if not equal:
+                with Rounded(getattr(torch, precision)):
+                    rounded = rounded or outputs_of(model)
+                noise = errors({key: rounded[key] for key in keys}, outputs[1])
+                tolerance = max(tolerance, NOISE_FACTOR * max(noise.values()))
                 equal, detail = compare(*outputs, tolerance=tolerance)
-                if not equal:
-                    with Rounded(getattr(torch, precision)):
-                        rounded = rounded or outputs_of(model)
-                    noise = errors({key: rounded[key] for key in keys}, outputs[1])
-                    tolerance = max(tolerance, NOISE_FACTOR * max(noise.values()))
-                    equal, detail = compare(*outputs, tolerance=tolerance)
-                if not equal:
-                    yield f"{mode}, {precision} against float64: an error of {detail}"
+            if not equal:
+                lines.append(f"{mode}, {precision} against float64: an error of {detail}")
+    return lines
 
 
 def check_reach_used(subject: Subject) -> Verdict:

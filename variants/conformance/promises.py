@@ -171,18 +171,18 @@ def check_saving(subject: Subject) -> Verdict:
 
 def check_side_effects(subject: Subject) -> Verdict:
     """Check that a forward pass changes neither the model nor its state; in training, buffers may change."""
-    model, tokens = subject.build(), subject.random_bytes()
-    _, state = run(model, tokens)
+    model = subject.build(dtype=subject.dtype)
+    tokens, cuts = subject.segments()
+    _, state = run(model, tokens, cuts=cuts)
     before, copy = _snapshot(model), map_state(torch.clone, state)
-    first, _ = run(model, tokens, state=state)
+    first, _ = run(model, tokens, cuts=cuts, state=state)
     yield from (f"eval: a forward changed {name}" for name in _changed(model, before))
     if not all(map(torch.equal, state_tensors(state), state_tensors(copy))):
         yield "eval: a forward changed its input state"
-    run(model, subject.change_all(tokens))
-    yield from differences(
-        "eval, a forward repeated after one of other bytes", first, run(model, tokens, state=copy)[0]
-    )
-    run(model.train(), tokens)
+    run(model, subject.change_all(tokens), cuts=cuts)
+    repeated, _ = run(model, tokens, cuts=cuts, state=copy)
+    yield from differences("eval, a forward repeated after one of other bytes", first, repeated)
+    run(model.train(), tokens, cuts=cuts)
     parameters = {name for name, _ in model.named_parameters()}
     yield from (f"train: a forward changed {name}" for name in _changed(model, before) if name in parameters)
 
@@ -190,9 +190,8 @@ def check_side_effects(subject: Subject) -> Verdict:
 def check_random_numbers(subject: Subject) -> Verdict:
     """Check that evaluation gives equal bits for any seed, and leaves torch's generator as it
     was."""
-    model = subject.build()
-    segment = subject.sizes[0].segment if subject.sizes else subject.span + 2
-    tokens, cuts = subject.random_bytes(length=2 * segment), (segment,)
+    model = subject.build(dtype=subject.dtype)
+    tokens, cuts = subject.segments()
     first, second = (run(model, tokens, cuts=cuts, seed=seed)[0] for seed in (1, 2))
     drawn = not torch.equal(torch.get_rng_state(), seed_cpu(2).get_state())
     lines = differences("eval, with another seed", first, second, tolerance=EXACT)
