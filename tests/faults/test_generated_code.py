@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses import fake_tensor
 
 from harness.device.compiled import Compiled
@@ -31,7 +31,7 @@ def generated(monkeypatch) -> Iterator[list[str]]:
         return code
 
     def inner_compile(graph_module: nn.Module, inputs: list, **options) -> Callable:
-        uncompiled = copy.deepcopy(graph_module)
+        uncompiled = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
         compile_fx.compile_fx_inner(graph_module, inputs, **options)
         run = lambda arguments: uncompiled(*arguments)  # noqa: E731
         run._boxed_call = True
