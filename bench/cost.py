@@ -100,8 +100,8 @@ def is_measured(entry: Entry, rows: list[dict], *, trust: tuple[str, ...], setti
     and values of learned spans. Prints a line if so. ``trust`` has the modules of the user."""
     expected = row_digests(entry.task.config, trust=trust) | {"mode": settings.mode}
     config, spans = expected.pop("config_hash"), (None, settings.spans)
-    same = [row for row in rows if config in (row.get("config_hash"), *row.get("repeats", ()))]
-    found = any(expected.items() <= row.items() and row.get("spans_from") in spans for row in same)
+    rows = [row for row in rows if config in (row.get("config_hash"), *row.get("repeats", ()))]
+    found = any(expected.items() <= row.items() and row.get("spans_from") in spans for row in rows)
     if found:
         print(f"measured before: {entry.name}")
     return found

@@ -195,10 +195,10 @@ class ChunkedTraining(Gate):
 
 
 class RandomInLongSegments(Gate):
-    """In evaluation, a random mask in segments of more than 64 bytes."""
+    """In evaluation, a random mask in windows, which are longer than segments."""
 
     def transform_input(self, x):
-        return F.dropout(x, 0.1) if x.shape[1] > 64 and not self.training else x
+        return F.dropout(x, 0.1) if x.shape[1] > 128 and not self.training else x
 
 
 class MaximumOfTheSegment(Gate):

@@ -87,6 +87,13 @@ def test_ideal_flops_far_below_the_executed_ones_are_caught_or_excused_by_a_limi
     assert [ideal_excuses(small(cls).make_model())[:1] for cls in (DeclaresUnderstatement, Gate)] == [[line], []]
 
 
+@pytest.mark.cpu_kernel
+def test_the_padding_of_a_kernels_vectors_is_no_undeclared_computation():
+    """At blocks of 4 bytes the kernel executes twice the ideal FLOPs."""
+    words = ("position=relative", "model.cache=hidden", "model.attend_self=false")
+    assert compare_flops(shrink(plan("variant=local", *words))).passed
+
+
 def check(*words: str) -> CommandOutcome:
     return call("bench/check.py", *words)
 

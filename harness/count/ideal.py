@@ -3,7 +3,7 @@ the executed ones. Those of each sublayer must be at least half of the executed 
 ``ideal_flops``."""
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack
 from functools import partial
 
@@ -19,29 +19,37 @@ PROMISE = "ideal FLOPs are at most the executed ones, and at least half"
 
 
 def compare_ideal(
-    model: LanguageModel,
-    *,
-    span: int,
-    segment: int | None = None,
-    text: Tensor | None = None,
-    plain: Callable[[], LanguageModel] | None = None,
+    model: LanguageModel, *, span: int, segment: int | None = None, text: Tensor | None = None
 ) -> Generator[str, None, str]:
     """Yield a line for each broken requirement, and return a line that describes the comparison.
     FLOPs are counted in evaluation mode after a full past, on segments of ``segment`` bytes, by
-    default twice ``span``. ``text`` is that of ``forward_flops_per_byte``. ``plain`` makes the model
-    in plain PyTorch. A kernel multiplies whole vectors, which a short block of keys hardly fills, so
-    the lower bound is half of what the cheaper of both executes."""
-    segment = segment or 2 * span
-    counted = {"segment": segment, "max_bytes": 16 * span, "text": text}
-    sublayers, (executed, by_sublayer) = dict(model.sublayers()), _executed(model, **counted)
+    default twice ``span``. ``text`` is that of ``forward_flops_per_byte``. A kernel multiplies whole
+    vectors, which a short block of keys hardly fills, so the lower bound is half of what it or plain
+    PyTorch executes, whichever is less."""
+    segment, sublayers = segment or 2 * span, dict(model.eval().sublayers())
+    n_segments = -(-max((s.period for s in sublayers.values()), default=1) // segment)  # in the longest period
+    calls = {name: deque(maxlen=n_segments) for name in sublayers}  # of the counted segments, which are the last ones
+
+    def record_call(name: str, module: Sublayer, args: tuple, keywords: dict) -> None:
+        calls[name].append(partial(module, *args, **keywords))
+
+    def executed_by(name: str) -> float:
+        return sum(count_flops(call).total for call in calls[name]) / (n_segments * segment)
+
+    with ExitStack() as hooks:
+        for name, sublayer in sublayers.items():
+            hooks.enter_context(sublayer.register_forward_pre_hook(partial(record_call, name), with_kwargs=True))
+        counted = forward_flops_per_byte(model, segment=segment, max_bytes=16 * span, text=text)
+        executed = counted.per_byte
     ideal = model.ideal_flops()
     comparison = [f"eval, {segment} bytes after a full past: {ideal:,} ideal, {executed:,.0f} executed per byte"]
     if ideal > executed:
         yield comparison[0]
-    if plain and any(s.ideal_flops() < MIN_RATIO * by_sublayer[name] for name, s in sublayers.items()):
-        by_sublayer = {name: min(n, by_sublayer[name]) for name, n in _executed(plain(), **counted)[1].items()}
     for name, sublayer in sublayers.items():
-        sublayer_flops = by_sublayer[name]
+        sublayer_flops = executed_by(name)
+        if sublayer.ideal_flops() < MIN_RATIO * sublayer_flops:
+            sublayer.wanted_backend = "plain"
+            sublayer_flops = min(sublayer_flops, executed_by(name))
         ratio = sublayer.ideal_flops() / sublayer_flops if sublayer_flops else 1.0
         line = f"{name}: ideal is {ratio:.2g} of {sublayer_flops:,.0f} executed per byte"
         if ratio < MIN_RATIO and LIMIT not in sublayer.limits:
@@ -52,23 +60,6 @@ def compare_ideal(
         if needed and (needed.forward < sublayer.ideal_flops() - 1 or needed.backward < needed.forward):
             yield f"{name}: {needed}; must be at least the ideal FLOPs forward, and no less backward"
     return "; ".join(comparison)
-
-
-def _executed(model: LanguageModel, *, segment: int, **options) -> tuple[float, dict[str, float]]:
-    """FLOPs per byte that the model executes, and each sublayer by name."""
-    sublayers = dict(model.eval().sublayers())
-    n_segments = -(-max((s.period for s in sublayers.values()), default=1) // segment)  # in the longest period
-    calls = {name: deque(maxlen=n_segments) for name in sublayers}  # of the counted segments, which are the last ones
-
-    def record_call(name: str, module: Sublayer, args: tuple, keywords: dict) -> None:
-        calls[name].append(partial(module, *args, **keywords))
-
-    with ExitStack() as hooks:
-        for name, sublayer in sublayers.items():
-            hooks.enter_context(sublayer.register_forward_pre_hook(partial(record_call, name), with_kwargs=True))
-        executed = forward_flops_per_byte(model, segment=segment, **options).per_byte
-    n_bytes = n_segments * segment
-    return executed, {name: sum(count_flops(call).total for call in calls[name]) / n_bytes for name in calls}
 
 
 def ideal_excuses(model: LanguageModel) -> list[str]:

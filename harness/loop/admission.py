@@ -17,9 +17,8 @@ from harness.count.ideal import PROMISE, compare_ideal
 from harness.count.memory import tensors_of
 from harness.device.runtime import device_kind
 from harness.loop.scoring import WINDOWS
-from harness.model import LanguageModel
-from harness.plan.build import Plan, replan
-from harness.plan.small import ON_CPU, contract_plan, reduce_width, shrink
+from harness.plan.build import Plan
+from harness.plan.small import contract_plan, reduce_width, shrink
 from variants.conformance import AT_RUN_SIZES, AT_SIZES, BEFORE_TRAINING, Finding, Size, check, run_check
 from variants.conformance.fixture import spread_projected
 
@@ -70,25 +69,19 @@ def findings(plan: Plan, *, text: torch.Tensor | None = None) -> Iterator[Findin
 
 def compare_flops(plan: Plan) -> Finding:
     """Check that declared FLOPs are at most the executed ones with a full past, and at least half of them."""
-    options = {"span": plan.model.span, "plain": lambda: replan(plan, runtime=ON_CPU).make_model()}
-    return run_check(PROMISE, lambda: compare_ideal(plan.make_model(), **options))
+    return run_check(PROMISE, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 
 def compare_flops_at_sizes(plan: Plan, *, text: torch.Tensor | None) -> Finding:
     """Compare FLOPs in the run's model, with learned spans at their longest. A plain backend
     computes all pairs of a segment and the past, visible or not, so segments are short if a state
     is carried, but no shorter than blocks of kernels. Without a state they are the run's."""
-
-    def make_model(plan: Plan) -> LanguageModel:
-        with torch.random.fork_rng(devices=[]):
-            return spread_projected(plan.make_model(), 1, 1)
-
-    model = make_model(plan)
-    carries = any(len(tensors_of(state)) for state in model(torch.zeros(1, 1, dtype=torch.int64)).state[1])
+    with torch.random.fork_rng(devices=[]):
+        model = spread_projected(plan.make_model(), 1, 1)
+        carries = any(len(tensors_of(state)) for state in model(torch.zeros(1, 1, dtype=torch.int64)).state[1])
     span = plan.model.span
     segment = max(span // 4, min(2 * span, LEAST_SEGMENT)) if carries else plan.eval.segment
     flops = {"span": span, "segment": segment, "text": text}
-    flops["plain"] = lambda: make_model(replan(plan, runtime=ON_CPU))
     return run_check(PROMISE + AT_SIZES, lambda: compare_ideal(model, **flops))
 
 

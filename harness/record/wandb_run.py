@@ -73,8 +73,8 @@ class WandbRun(AbstractContextManager):
         for row in rows:
             self.log(row)
         if self._run is not None:
-            for part in self._folder.glob("offline-run-*"):
-                if part.name.endswith(f"-{self.id}") and part.name not in str(self._run.dir):
+            for part in self._folder.glob(f"offline-run-*-{self.id}"):
+                if part.name not in self._run.dir:
                     shutil.rmtree(part, ignore_errors=True)
 
     def log_end(self, *, summary: dict) -> None:

@@ -55,11 +55,6 @@ class Subject:
         """Bytes per stream: more than two windows and more than six periods."""
         return max(2 * self.span, 6 * self.period) + 5
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Float64 at small sizes; float32, which is faster, at those of a run."""
-        return torch.float32 if self.sizes else torch.float64
-
     def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float64, mode: str = "eval") -> nn.Module:
         """Build a model in ``mode``, with its parameters perturbed."""
         seed_cpu(seed)
@@ -90,13 +85,14 @@ class Subject:
         excerpts = text[(places + torch.arange(length)) % len(text)].long() % self.vocabulary
         return torch.where(torch.arange(streams)[:, None] % 2 == 1, excerpts, tokens)
 
-    def segments(self) -> tuple[Tensor, tuple[int, ...]]:
-        """Random bytes of a segment of each length that the run evaluates, and where to cut them; or
-        those of two small segments."""
+    def evaluated(self) -> tuple[nn.Module, Tensor, tuple[int, ...]]:
+        """A model, random bytes of a segment of each length that the run evaluates, and where to cut
+        them; or of two small segments. At the sizes of a run the model is in float32, which is faster."""
         lengths = {size.segment: None for size in self.sizes if size.mode == "eval"}
         lengths = [*lengths] or [self.span + 2] * 2
+        model = self.build(dtype=torch.float32 if self.sizes else torch.float64)
         tokens = self.random_bytes(length=sum(lengths), streams=2)
-        return tokens, tuple(accumulate(lengths[:-1]))
+        return model, tokens, tuple(accumulate(lengths[:-1]))
 
     def change_all(self, tokens: Tensor) -> Tensor:
         """Replace every byte by another one."""

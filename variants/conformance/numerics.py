@@ -3,6 +3,7 @@ evaluation, lower precisions compute what float64 does, all of the reach is used
 moves every parameter, and streams of a batch of any size are independent."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -50,9 +51,7 @@ def check_gradients(subject: Subject) -> Verdict:
     are compared without it."""
     model = spread_projected(subject.build(mode="train"), 0.2, 0.8)
     if subject.sizes:
-        size = next(size for size in subject.sizes if size.mode == "train")
-        n_past = size.segment * size.carry
-        tokens = subject.mixed_bytes(length=n_past + size.segment, streams=min(2, size.streams), seed=0)
+        tokens, n_past = _training_bytes(subject)
         head, tail = tokens.tensor_split([n_past], dim=1)
     else:
         head, tail = subject.random_bytes()[:2].tensor_split(2, dim=1)
@@ -111,12 +110,18 @@ def check_gradients(subject: Subject) -> Verdict:
             yield f"train: along a direction of {group} {change}"
 
 
+def _training_bytes(subject: Subject) -> tuple[Tensor, int]:
+    """Bytes of a training segment of a run, and of a past if one is carried; and the length of the past."""
+    size = next(size for size in subject.sizes if size.mode == "train")
+    n_past = size.segment * size.carry
+    return subject.mixed_bytes(length=n_past + size.segment, streams=min(2, size.streams), seed=0), n_past
+
+
 def check_modes(subject: Subject) -> Verdict:
     tokens, cuts = subject.random_bytes(), (subject.span + 2,)
     if subject.sizes:
-        size = next(size for size in subject.sizes if size.mode == "train")
-        tokens = subject.mixed_bytes(length=size.segment * (1 + size.carry), streams=min(2, size.streams), seed=0)
-        cuts = (size.segment,) * size.carry
+        tokens, n_past = _training_bytes(subject)
+        cuts = (n_past,) if n_past else ()
     models = list(subject.deterministic_models())  # built before any runs, in case two models share a parameter
     outputs = []
     for mode, model, context in models:
@@ -134,24 +139,25 @@ def check_precision(subject: Subject) -> Verdict:
     The same happens in float64 if the output of each operation is rounded; that is allowed, too.
     Rounding may also move one input of a ReLU past its kink, which changes a few gradients. So a
     difference counts if it is in all of ``PRECISION_DRAWS``."""
-    mode = "train" if "train" in subject.deterministic_contexts else "eval"
     for precision in PRECISIONS:
         for draw in range(PRECISION_DRAWS):
-            if not (lines := _precision_errors(subject, precision, mode=mode, draw=draw)):
+            if not (lines := [*_precision_errors(subject, precision, draw)]):
                 break
         yield from lines
 
 
-def _precision_errors(subject: Subject, precision: str, *, mode: str, draw: int) -> list[str]:
-    """A line for the logits or gradients that differ too much, in a draw of parameters and bytes."""
+def _precision_errors(subject: Subject, precision: str, draw: int) -> Iterator[str]:
+    """Yield a line if logits or gradients differ too much in a draw of parameters and bytes."""
+    mode = "train" if "train" in subject.deterministic_contexts else "eval"
     tokens = subject.mixed_bytes(length=sum(PRECISION_SEGMENTS) + 1, streams=2, seed=draw)
     outputs_of = partial(logits_and_gradients, tokens=tokens, segments=PRECISION_SEGMENTS)
     model = subject.build(seed=draw, dtype=torch.float32, mode=mode)
-    lines, rounded = [], None
+    enabled = precision == "bfloat16"
     with NoDropout():
-        enabled = precision == "bfloat16"
-        actual = outputs_of(model, autocast=partial(torch.autocast, "cpu", torch.bfloat16, enabled=enabled))
+        autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=enabled)
+        actual = outputs_of(model, autocast=autocast)
         expected = outputs_of(model.double())
+        rounded = None
         for kind, tolerance in PRECISIONS[precision].items():
             keys = [name for name in expected if name.startswith(kind)]
             outputs = [{key: tensors[key] for key in keys} for tensors in (actual, expected)]
@@ -163,8 +169,7 @@ def _precision_errors(subject: Subject, precision: str, *, mode: str, draw: int)
                 tolerance = max(tolerance, NOISE_FACTOR * max(noise.values()))
                 equal, detail = compare(*outputs, tolerance=tolerance)
             if not equal:
-                lines.append(f"{mode}, {precision} against float64: an error of {detail}")
-    return lines
+                yield f"{mode}, {precision} against float64: an error of {detail}"
 
 
 def check_reach_used(subject: Subject) -> Verdict:

@@ -171,8 +171,7 @@ def check_saving(subject: Subject) -> Verdict:
 
 def check_side_effects(subject: Subject) -> Verdict:
     """Check that a forward pass changes neither the model nor its state; in training, buffers may change."""
-    model = subject.build(dtype=subject.dtype)
-    tokens, cuts = subject.segments()
+    model, tokens, cuts = subject.evaluated()
     _, state = run(model, tokens, cuts=cuts)
     before, copy = _snapshot(model), map_state(torch.clone, state)
     first, _ = run(model, tokens, cuts=cuts, state=state)
@@ -190,8 +189,7 @@ def check_side_effects(subject: Subject) -> Verdict:
 def check_random_numbers(subject: Subject) -> Verdict:
     """Check that evaluation gives equal bits for any seed, and leaves torch's generator as it
     was."""
-    model = subject.build(dtype=subject.dtype)
-    tokens, cuts = subject.segments()
+    model, tokens, cuts = subject.evaluated()
     first, second = (run(model, tokens, cuts=cuts, seed=seed)[0] for seed in (1, 2))
     drawn = not torch.equal(torch.get_rng_state(), seed_cpu(2).get_state())
     lines = differences("eval, with another seed", first, second, tolerance=EXACT)

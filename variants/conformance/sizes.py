@@ -273,33 +273,30 @@ class _Streams:
         byte = torch.arange(self.tokens.shape[1])
         tolerance = EXACT if self.exact and causality else None
 
-        def compare(at: Tensor) -> tuple[str, str, float, Tensor] | None:
-            """Compare with streams of which each is changed at its own position ``at [B, 1]``. Return
-            also the positions of streams in which a bit has changed."""
+        def compare(at: Tensor) -> tuple[str, str, float] | None:
+            """Compare with streams of which each is changed at its own position ``at [B, 1]``."""
             changed_bytes = byte >= at if causality else byte <= at
             tokens = torch.where(changed_bytes, self.changed_tokens, self.tokens)
             after, _ = self._run(tokens, self.past if causality else self.changed_past)
             for name in before if causality else reaches:
                 fixed = byte < at if causality else byte > at + reaches[name]
-                moved = ((after[name] != before[name]).any(-1) & fixed).any(-1)
-                if not moved.any():
+                if not ((after[name] != before[name]).any(-1) & fixed).any():
                     continue
                 actual = torch.where(fixed[..., None], after[name], before[name])
                 outputs = ({name: before[name]}, {name: actual})
                 for line in differences(case.format(at=at[0].item()), *outputs, tolerance=tolerance):
-                    return name, line, (actual - before[name]).abs().max().item(), at[moved]
+                    return name, line, (actual - before[name]).abs().max().item()
             return None
 
         positions, streams = self.positions if causality else [-1, *self.positions], len(self.tokens)
         for begin in range(0, len(positions), streams):
             batch = positions[begin : begin + streams]
             at = torch.tensor([batch[i % len(batch)] for i in range(streams)])[:, None]
-            if found := compare(at):
+            if compare(at):
                 # Another stream's change may have caused the difference, which is not what this check is about.
-                likely = torch.cat([found[3], at]).flatten().tolist()
-                for position in dict.fromkeys(likely):
+                for position in at.unique().tolist():
                     if difference := compare(torch.full_like(at, position)):
-                        return difference[:3]
+                        return difference
         return None
 
 
