@@ -144,7 +144,7 @@ def test_an_exception_is_reported_as_a_broken_promise():
     finding = findings_of(model_of(Raises))[p.SEGMENTS]
     assert finding.detail.startswith("IndexError: too short (eval, byte 0, test_conformance.py line ")
     assert str(finding) == f"FAIL  {p.SEGMENTS}: {finding.detail}"
-    assert "maps (3, 15, 16) to (3, 15, 1)" in findings_of(model_of(Narrow))[p.WRITES].detail
+    assert "maps (2, 7, 16) to (2, 7, 1)" in findings_of(model_of(Narrow))[p.WRITES].detail
     (finding,) = check(unbuildable, span=5)
     assert not finding.passed and "model.heads=3" in finding.detail
 

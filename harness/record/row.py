@@ -153,6 +153,16 @@ class Times:
     n: Count
 
 
+@optional
+class CostTimes:
+    """Times of one length."""
+
+    train_ms: Times  # of a training step
+    evaluate_ms: Times  # of a forward pass of the same bytes
+    generate_ms: Times  # of the next byte of one stream
+    generate_64_ms: Times  # of the next byte of each of 64 streams
+
+
 @declared
 class Labelled:
     kind: str  # provenance, train, valid, test, cost or peers
@@ -327,11 +337,6 @@ class Failed:
 
 
 @declared
-class Measured(Origin, Configured):
-    """A row of ``bench``."""
-
-
-@declared
 class Built:
     """The model of a row of ``bench.cost``."""
 
@@ -345,7 +350,7 @@ class Built:
 
 
 @declared
-class Cost(Measured, Built):
+class Cost(Origin, Configured, Built):
     """What a mechanism costs at one length; null for what was not measured."""
 
     memory: Memory = ABSENT
@@ -358,9 +363,7 @@ class Cost(Measured, Built):
     status: Literal["measured", "out of memory", "failed"]
     reason: str = ABSENT  # the message of the error
     interleaved: bool = ABSENT  # whether it was timed in turn with others
-    time: dict[str, Times | Count | None] = ABSENT
-    """Of a training step (train_ms), of a forward pass of the same bytes (evaluate_ms), and of the
-    next byte of one stream (generate_ms) or of 64 (generate_64_ms)."""
+    time: CostTimes = ABSENT
     utilisation: Counts = ABSENT
     """Of the training step: needed FLOPs per second (flops_per_s), the device's dense peak
     (peak_flops_per_s), and their ratio (share)."""
@@ -383,7 +386,7 @@ class Peer:
 
 
 @optional
-class Peers(Measured, Peer):
+class Peers(Origin, Configured, Peer):
     """The speed of a model beside that of the reference."""
 
     package: Name  # as pip names it
