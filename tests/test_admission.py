@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from bench.shipped import listing
 from harness.loop import admission
 from harness.loop.admission import SHIPPED
@@ -29,25 +27,16 @@ def raise_no_home() -> Path:
     raise RuntimeError("Could not determine home directory.")
 
 
-REFUSED = {
-    "MisalignedMeans": "evaluation does not see the future at the sizes of the run: eval, 2 x 341 bytes, all from byte",
-    "ShortWindow": "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 bytes, all up to byte",
-    "DropsState": "segments do not matter at the sizes of the run: eval, 2 x 128 bytes cut at ",
-}
-
-
-@pytest.mark.parametrize("cls", REFUSED)
-def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(cwd, monkeypatch, cls):  # noqa: F811
-    words = (*toy(cwd, cls), *(("eval.segment=512",) if cls == "MisalignedMeans" else ()))
+def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(cwd, monkeypatch):  # noqa: F811
+    words = toy(cwd, "ShortWindow")
+    refused = "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 bytes, all up to byte"
     outcome = train(*words)
-    assert outcome.code == 2 and f"variant=mine: {REFUSED[cls]}" in outcome.err, outcome
+    assert outcome.code == 2 and f"variant=mine: {refused}" in outcome.err, outcome
     assert 'check=false trains anyway and marks the row "unchecked"' in outcome.err and not (cwd / "outputs").exists()
     assert "it is checked once at the sizes of this run" in outcome.out
-    if cls != "ShortWindow":  # one case suffices for bench.check
-        return
     monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
     outcome = call("bench/check.py", *words, "model.cache=kv", "model.attend_self=true")
-    assert outcome.code == 1 and f"\n  FAIL  {REFUSED[cls]}" in outcome.out, outcome
+    assert outcome.code == 1 and f"\n  FAIL  {refused}" in outcome.out, outcome
 
 
 def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkeypatch):  # noqa: F811
@@ -71,12 +60,12 @@ def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkey
 
 
 def test_an_unchecked_run_is_trained_marked_and_not_compared(cwd):  # noqa: F811
-    outcome = train(*toy(cwd, "NextInWholeBlocks"), "check=false")
+    words = (*toy(cwd, "LeaksInTwoHundred"), "check=false")
+    outcome = train(*words, "eval.segment=200")
     assert outcome.code == 0 and "not checked" in outcome.out, outcome
     (summary,) = summaries(cwd / "outputs")
     assert summary["check"] == "not causal" and "NOT CAUSAL" in outcome.out
-    words = toy(cwd, "LeaksInTwoHundred")
-    train(*words, "check=false", "seed=1")
+    train(*words, "seed=1")
     assert sorted(row["check"] for row in summaries(cwd / "outputs")) == ["not causal", "unchecked"]
     report = call("bench/report.py", "outputs")
     assert all(f"{check}: not compared" in report.out + report.err for check in ("unchecked", "not causal"))
