@@ -1,5 +1,7 @@
 """Sublayers that break a promise at the sizes of a run but keep it at the smaller sizes of the conformance suite."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -26,6 +28,44 @@ class ShortWindow(Gate):
     def transform_output(self, out, x, collect_stats):
         width = 100 if x.shape[1] > 64 else 8
         return SublayerOutput(out.y + F.pad(x, (0, 0, width - 1, 0)).unfold(1, width, 1).mean(-1))
+
+
+class MisalignedMeans(Gate):
+    """Cumulative means over a segment padded to a power of two, read at wrong positions if it has over 300 bytes."""
+
+    honours = Honours()
+    limits = frozenset({"segments"})
+
+    def reach(self):
+        return None
+
+    def transform_output(self, out, x, collect_stats):
+        length = x.shape[1]
+        padded = 2 ** math.ceil(math.log2(length))
+        first = padded - length if length > 300 else 0  # wrong: the padding is at the end, so it must be 0
+        means = F.pad(x, (0, 0, 0, padded - length)).cumsum(1) / torch.arange(1, padded + 1)[:, None]
+        return SublayerOutput(out.y + means[:, first : first + length].to(x.dtype))
+
+
+class DropsState(Gate):
+    """Ignores the state before segments of more than 64 bytes, without declaring the limit ``segments``."""
+
+    honours = Honours()
+
+    def reach(self):
+        return 1
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        before = 0 * x[:, :1] if state is None or x.shape[1] > 64 else state.to(x.dtype)
+        y = super().forward(torch.cat([before, x[:, :-1]], dim=1) + x).y
+        return SublayerOutput(y, x[:, -1:].detach())
+
+
+class LeaksInLongWindows(Gate):
+    """In windows of more than 600 bytes, a byte sees the next byte."""
+
+    def transform_input(self, x):
+        return x.roll(-1, dims=1) if x.shape[1] > 600 else x
 
 
 class LeaksWhenWide(Gate):
