@@ -1,6 +1,6 @@
 """Counts functions of ours between two places, by tracing: ``python -m tests.walks [names]``.
 
-Python 3.11 only. Comprehensions, generator expressions, lambdas, tests and packages do not count.
+Python 3.11 only. Comprehensions, generator expressions, tests and packages do not count; lambdas do.
 A function *carries* a number if it returns or yields a value that contains it, also as text."""
 
 import contextlib
@@ -21,15 +21,16 @@ from tests.command_line import ROOT
 from tests.small_runs import make_run, run_to_end
 
 PRODUCT = ("bench", "harness", "train.py", "variants", "windtunnel")
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")
 QUIET = ("record.wandb.mode=disabled", "batch.accumulate=1")
 RAMP = 61_681  # a ramp that no other number of the configuration equals
 
 
 def is_ours(code: CodeType) -> bool:
-    """Whether this is the code of a named function of the product."""
+    """Whether this is the code of a function or lambda of the product."""
     path = Path(code.co_filename)
     inside = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PRODUCT
-    return inside and not code.co_name.startswith("<")
+    return inside and code.co_name not in COMPREHENSIONS
 
 
 class Walk(contextlib.AbstractContextManager):

@@ -35,9 +35,12 @@ def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
     dotted key, and ``TEXT_KEYS`` columns of texts. ``reach`` is the largest distance from which a run copies bytes."""
     rows = [{"kind": "run"} | row | row.get("summary", {}) for row in rows]
     leaves = pd.json_normalize([{key: row[key] for key in row if key not in UNREAD} for row in rows])
-    leaves = leaves.map(lambda leaf: len(leaf) if isinstance(leaf, list) else leaf)
-    frame = leaves.map(lambda leaf: float(leaf) if is_number(leaf) or isinstance(leaf, bool) else math.nan)
-    frame = frame.dropna(axis=1, how="all")
+    is_measured = leaves.map(lambda leaf: is_number(leaf) or isinstance(leaf, bool | list))
+    columns = {
+        key: [float(len(leaf) if isinstance(leaf, list) else leaf) for leaf in leaves[key].where(is_measured[key])]
+        for key in leaves
+    }
+    frame = pd.DataFrame(columns).dropna(axis=1, how="all")
     frame = frame.reindex(columns=frame.columns.union(SCORES, sort=False))
     frame = frame.assign(row=rows, kind=[row["kind"] for row in rows])
     for key in {*TEXT_KEYS} & {*leaves}:

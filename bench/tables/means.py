@@ -1,6 +1,5 @@
 """Means over seeds of runs, and differences from baselines: the rows of every table of runs."""
 
-import math
 from collections.abc import Mapping
 
 import pandas as pd
@@ -56,4 +55,6 @@ def mean_rows(
             row |= {"verdict": estimate.verdict, "freedom": estimate.freedom}
             row["p"] = None if estimate.verdict == TOO_FEW else estimate.p
         rows.append(row)
-    return sorted(rows, key=lambda row: order.get(row[by], math.inf))
+    rows_by_name = {row[by]: row for row in rows}
+    names = [*order.sort_values(kind="stable").index, *rows_by_name]
+    return [rows_by_name[name] for name in dict.fromkeys(names)]

@@ -98,16 +98,13 @@ def _line(row: dict) -> bytes:
 
 
 def to_json(row: object) -> dict:
-    """Return a row as a dictionary, with None for numbers that are not finite, lists for tuples,
-    and texts for paths and all keys."""
-    text = json.dumps(
-        row,
-        default=lambda node: (
-            {key: entry for key, entry in vars(node).items() if entry is not ABSENT}
-            if is_dataclass(node)
-            else os.fspath(node)
-        ),
-    )
+    """Return a row, or a part of one, as a dictionary, with None for numbers that are not finite,
+    lists for tuples, and texts for paths and all keys."""
+    if is_dataclass(row):
+        row = {key: entry for key, entry in vars(row).items() if entry is not ABSENT}
+    elif not isinstance(row, Mapping):
+        return os.fspath(row)  # of a path inside a row; TypeError for any other object
+    text = json.dumps(row, default=to_json)
     return json.loads(text, parse_constant=lambda constant: None)
 
 
