@@ -126,21 +126,36 @@ class LeaksWithGradients(Gate):
 
 
 class LeaksAt(Gate):
-    """A byte sees the next one where ``leaks [T]`` is true."""
+    """A byte sees a trace of the next one where ``leaks [T]`` is true."""
 
     def leaks(self, x):
         return torch.arange(1, x.shape[1] + 1) % 96 == 0
 
     def transform_input(self, x):
-        return torch.where(self.leaks(x)[..., None], x.roll(-1, dims=1), x)
+        return torch.where(self.leaks(x)[..., None], x + 1e-6 * x.roll(-1, dims=1), x)
 
 
-class LeaksAtRepeats(Gate):
-    """A byte that is the same as the one before and as the next sees the one after."""
+class LeaksInSegments(LeaksAt):
+    def leaks(self, x):
+        return super().leaks(x) & (x.shape[1] <= 128 and not self.training)
 
-    def transform_input(self, x):
-        same = (x == x.roll(-1, dims=1)).all(-1, keepdim=True)
-        return torch.where(same & same.roll(1, dims=1), x.roll(-2, dims=1), x)
+
+class LeaksInWindows(LeaksAt):
+    def leaks(self, x):
+        return super().leaks(x) & (x.shape[1] > 128)
+
+
+class LeaksInTraining(LeaksAt):
+    def leaks(self, x):
+        return super().leaks(x) & self.training
+
+
+class LeaksAtRepeats(LeaksAt):
+    """The last of thirty equal bytes sees the next one. No source file has so many."""
+
+    def leaks(self, x):
+        same = (x == x.roll(1, dims=1)).all(-1)
+        return F.pad(same, (28, 0)).unfold(1, 29, 1).all(-1)
 
 
 class LeaksInTheLastLayer(LeaksAt):
@@ -190,6 +205,18 @@ class RandomInLongSegments(Gate):
 
     def transform_input(self, x):
         return F.dropout(x, 0.1) if x.shape[1] > 128 and not self.training else x
+
+
+class CountsWindows(Gate):
+    """In evaluation, a buffer that changes in windows, which are longer than segments."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def transform_input(self, x):
+        self.count += x.shape[1] > 128 and not self.training
+        return x
 
 
 class MaximumOfTheSegment(Gate):
