@@ -236,6 +236,14 @@ class MaximumOfTheSegment(Gate):
         return SublayerOutput(out.y + sums)
 
 
+class LeaksFromLargeValues(Gate):
+    """A byte sees by how much the next one's value exceeds a threshold, which few weights reach."""
+
+    def transform_output(self, out, x, collect_stats):
+        excess = (self.value(x).roll(-1, dims=1) - 8).relu()
+        return SublayerOutput(out.y + excess)
+
+
 class AttentionWithoutItsFlops(Gate):
     """Causal attention over the segment; it declares only its matrices. Seven keys cost less than
     the matrices."""
@@ -249,6 +257,29 @@ class AttentionWithoutItsFlops(Gate):
     def transform_output(self, out, x, collect_stats):
         seen = F.scaled_dot_product_attention(*(out.y[:, None],) * 3, is_causal=True)
         return SublayerOutput(out.y + seen[:, 0])
+
+
+class LearnedSpanWithoutItsFlops(AttentionWithoutItsFlops):
+    """Sees its past once its learned share of the span is not 0, as it is at first."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.share = torch.nn.Parameter(torch.zeros(1))
+
+    def project_(self):
+        self.share.data.clamp_(-1, 1)
+
+    def transform_output(self, out, x, collect_stats):
+        out = out._replace(y=out.y * (1 + self.share))
+        return super().transform_output(out, x, collect_stats) if self.share != 0 else out
+
+
+class ComputesAtRepeats(LeaksAtRepeats):
+    """Has 10,000 hidden units for the last of thirty equal bytes, and declares none of them."""
+
+    def transform_input(self, x):
+        hidden = x[self.leaks(x)] @ x.new_ones(x.shape[2], 10_000)
+        return x + 0 * hidden.sum()
 
 
 class CheapBackward(Gate):

@@ -157,6 +157,7 @@ BROKEN = {
     "OverwritesState": (broken.OverwritesState, {p.WRITES}, ""),
     "Counts": (with_input(count_bytes, init=begin_count), {p.WRITES}, r"eval: a forward changed layers\.0\.part0.*count$"),
     "Random": (with_input(lambda self, x: F.dropout(x, 0.1)), {p.RANDOM}, f"eval, with another seed: {LOCATION}"),
+    "Draws": (with_input(lambda self, x: x + 0 * torch.rand(())), {p.RANDOM}, "eval: a forward draws numbers"),
     "ReadsTwoRows": (two_rows, {p.TABLES}, r"layers\.0\.part0: one byte reads 2 rows of extra, but tables declares 1"),
     "Remembers": (broken.Remembers, None, rf"eval, a forward repeated after one of other bytes: {LOCATION}"),
     "SizedState": (broken.SizedState, {p.PROJECTION}, r"RuntimeError: .* \(eval, byte 1 to 5, broken_sublayers.py line \d+\)"),

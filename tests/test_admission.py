@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import torch
+
 from bench.shipped import listing
+from harness.data.corpora import load
 from harness.loop import admission
 from harness.loop.admission import SHIPPED
 from tests.command_line import GENERATED, TINY, call, run_folders, summaries, train
@@ -57,6 +60,20 @@ def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkey
         before = admission._identity(run_plan)
         updated.setattr("torch.__version__", "0.0")
         assert admission._identity(run_plan) != before
+
+
+def test_a_check_reads_the_corpus_and_is_as_deterministic_as_the_run(cwd, monkeypatch):  # noqa: F811
+    seen = []
+
+    def findings(plan, *, text) -> list[Finding]:
+        seen.append((text, torch.are_deterministic_algorithms_enabled()))
+        return []
+
+    monkeypatch.setattr(admission, "findings", findings)
+    torch.use_deterministic_algorithms(False)
+    assert train(*toy(cwd, "LeaksInTwoHundred")).code == 0
+    ((text, deterministic),) = seen
+    assert deterministic and torch.equal(text, load("recall", bytes=60_000).splits["train"])
 
 
 def test_an_unchecked_run_is_trained_marked_and_not_compared(cwd):  # noqa: F811

@@ -1,5 +1,6 @@
 """The conformance suite passes our sublayers and small ones of users, and catches every broken promise."""
 
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from variants.all_attention import PersistentKV
 from variants.attention import Attention
 from variants.conformance import BEFORE_TRAINING, CHECKS, FIRST, Finding, check, run_check
 from variants.conformance.agreement import equal_backends
-from variants.conformance.fixture import Subject
+from variants.conformance.fixture import Subject, differences
 from variants.contract import LayerContext, SublayerOutput
 from variants.forget_gate import ForgetGate
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
@@ -118,6 +119,11 @@ def test_every_promise_is_broken_by_a_listed_sublayer():
     assert set().union(*(promises or () for _, promises, _ in BROKEN.values())) == {promise for promise, _, _ in CHECKS}
 
 
+def test_every_promise_about_the_truth_of_a_score_is_checked_before_training():
+    later = {promise for promise, _, _ in {*CHECKS} - {*BEFORE_TRAINING}}
+    assert later == {p.INFLUENCE, p.MAP, p.FAR_START, p.BFLOAT16, p.LARGE}
+
+
 @pytest.mark.parametrize("follow_input", [False, True])
 def test_angles_in_float32_that_drift_far_along_the_stream_are_caught(follow_input):
     make = model_of(Attention, scheme=partial(FloatAngles, follow_input=follow_input), layers=1, span=5)
@@ -125,6 +131,11 @@ def test_angles_in_float32_that_drift_far_along_the_stream_are_caught(follow_inp
     assert broken.promise == p.FAR_START
     pattern = r"eval, float32: .* the median" if follow_input else rf"eval, float64: {LOCATION}"
     assert re.match(pattern, broken.detail), broken
+
+
+def test_a_number_that_is_not_finite_has_not_moved_if_it_was_not_before():
+    nan, one = (torch.full((1, 3, 2), number) for number in (math.nan, 1.0))
+    assert not differences("", {"y": nan}, {"y": nan}) and differences("", {"y": one}, {"y": nan})
 
 
 def test_an_exception_is_reported_as_a_broken_promise():
@@ -172,7 +183,6 @@ def test_streams_are_checked_for_mixing_at_the_batch_size_of_the_run():
     mixing = model_of(BROKEN["MixesBeyondEight"][0])
     by_batch = {n: next(check(mixing, span=5, vocabulary=31, checks=FIRST[-1:], batch_sizes=(n,))) for n in (8, 9)}
     assert by_batch[8].passed and not by_batch[9].passed and "9 streams at once" in by_batch[9].detail
-    assert FIRST[-1] in BEFORE_TRAINING
 
 
 @pytest.mark.parametrize(

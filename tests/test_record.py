@@ -36,7 +36,7 @@ def make_summary(**changes):
         **{"bytes_seen": 7_654_321, "seconds": 181.73, "bytes_per_second": 42_118.4, "compile_seconds": 12.34},
         **{"valid_bits_per_byte": 2.39128, "test_bits_per_byte": 2.41234, "valid_windows_bits_per_byte": 2.52113},
         "capped": {"valid": 65_536},
-        "flops_per_byte": {"executed": 2_112_345, "ideal": 1_404_000},
+        "flops_per_byte": {"executed": 2_112_345, "ideal": 1_404_000, "unknown": {"exp": 2, "topk": 1}},
         **{"training_flops": 4_000_000, "flops_estimated_3x": ["layers.0.mine"]},
         "memory": {"peak_bytes": 312 * 2**20, "approximate": True, "state_bytes": 3 * 2**30},
         **{"backend": "plain", "evaluation_backend": "kernel", "precision": "float32", "compile": False, "threads": 1},
@@ -53,6 +53,7 @@ def test_the_closing_table_has_the_numbers_of_the_summary_and_marks_capped_ones(
     words = ("2.3913*", "2.4123\n", "2.5211*", "3.0400*", "2.5800*", "2.7100*", "3.0550\n", "858,112", "858,000")
     words += ("2.11M (kernel) executed", "1.4M ideal", "about 4M needed", "about 312.0 MiB peak, 3,072.0 MiB carried")
     words += ("42,118 bytes per second", "83.2", "3.1", "488.8", "cpu, float32, plain", "and 12.3 s of compiling")
+    words += ("not in FLOPs     exp, topk\n",)
     words += ("stdlib (fallback for enwik8), 10,485,760 bytes", "* first 65,536 bytes of valid only")
     assert not [word for word in words if word not in text]
     print_closing_table(make_summary(capped={}, compile_seconds=0.0))

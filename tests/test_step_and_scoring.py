@@ -11,10 +11,18 @@ from torch import Tensor
 from harness.data.recall import recall_floor
 from harness.data.streams import round_context, score_ranges
 from harness.device.runtime import Runtime
-from harness.loop.scoring import Future, check_causality, score_context, score_stream, score_windows
+from harness.loop import scoring, summary
+from harness.loop.scoring import (
+    CausalityCheck,
+    Future,
+    check_causality,
+    score_context,
+    score_stream,
+    score_windows,
+)
 from harness.loop.summary import final_score
 from harness.loop.update import Update
-from harness.optim.budget import Schedule
+from harness.optim.budget import Schedule, Spent
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
 from tests.small_runs import MEMORY, VARIANTS, make_trainer, tensors
@@ -210,6 +218,39 @@ def test_cuts_are_distinct_and_all_earlier_predictions_are_compared(model):
     score = score_stream(model, random_bytes(121), runtime=CPU, streams=2, segment=20, future_seed=0, cuts=10**4)
     assert score.future.cuts == 2 * 3 * 19 and score.future.changed == 2 * 3 * 6  # cuts 13 to 18 come after byte 13
     assert score.future.row()["future_missed_share"] == pytest.approx(3 / 114)
+
+
+def test_cuts_take_at_most_a_twentieth_of_the_time_of_a_run(monkeypatch):
+    monkeypatch.setattr(scoring, "MIN_CUTS", 64)
+    monkeypatch.setattr(scoring, "CUTS", 512)
+    trainer, cuts = make_trainer("eval.windows=true"), []
+    for n_bytes in (0, 10**6, 10**9):
+        trainer.spent = Spent(bytes=n_bytes)
+        cuts.append(sum(summary._cuts(trainer, 10_000)))
+    least, some, most = cuts
+    bytes_per_cut = 7 / 8 * 64 + 1 / 8 * 1024  # in segments and windows
+    assert (least, most) == (64, 512) and least < some < most
+    assert 2 * some * bytes_per_cut <= 0.05 * (3 * 10**6 + 2 * 3 * 10_000)  # in two splits
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "noise", "change", "counts"),
+    [
+        (True, 1e-6, 3e-6, True),
+        (False, 1e-6, 3e-6, False),
+        (False, 1e-6, 5e-6, True),
+        (False, 1e-3, 3e-3, True),  # more than rounding makes in float32
+    ],
+)
+def test_without_determinism_changes_up_to_the_measured_noise_count_as_none(deterministic, noise, change, counts):
+    def predict(tokens: Tensor) -> tuple[Tensor]:
+        return (torch.full((1, 9), change if tokens.any() else noise),)
+
+    torch.use_deterministic_algorithms(deterministic)
+    check = CausalityCheck(0, [0], rows=1, vocabulary=256, cuts=1, runtime=CPU)
+    inputs = torch.zeros(1, 9, dtype=torch.int64)
+    check.compare(0, inputs, inputs == 0, torch.zeros(1, 9), predict)
+    assert (check.result().changed > 0) == counts
 
 
 def leak_at_13(model, inputs, out):
