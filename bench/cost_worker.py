@@ -157,7 +157,8 @@ class CostWorker:
         needs. ``step`` has the executed FLOPs of a whole training step, without the optimizer's."""
         segment, accumulate = self.plan.batch.segment, self.plan.batch.accumulate
         with self.runtime.autocast():
-            forward = forward_flops_per_byte(self.model, segment=segment, max_bytes=self.span + 4 * segment)
+            sizes = {"segment": segment, "max_bytes": self.span + 4 * segment}
+            forward = forward_flops_per_byte(self.model, **sizes, text=self.corpus.splits["valid"])
         eager = dataclasses.replace(self.runtime, compile=False)
         update = Update(self.model, self.update.optimizers, eager, accumulate=accumulate)
         step = count_flops(partial(update.gradients, *self._batch(), self.state), gradients=True)

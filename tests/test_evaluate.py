@@ -70,7 +70,11 @@ def test_repeats_of_real_text_have_the_same_bits_in_a_run_and_in_an_evaluation(t
 
 def test_windows_whose_causality_check_gives_nan_make_a_row_not_causal(trained, monkeypatch):
     windows, future = scoring.score_windows, scoring.Future(1, 1, float("nan"), float("nan"))
-    monkeypatch.setattr(scoring, "score_windows", lambda *a, **k: windows(*a, **k)._replace(future=future))
+
+    def checked(*a, future_seed: int, cuts: int, **k):
+        return windows(*a, **k)._replace(future=future)
+
+    monkeypatch.setattr(scoring, "score_windows", checked)
     assert evaluate_run(trained[0], "eval.bytes=400")["check"] == "not causal"
 
 

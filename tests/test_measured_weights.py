@@ -4,11 +4,16 @@ import pytest
 import torch
 from torch import nn
 
+from bench import cost_worker as cost_worker_module
 from bench.cost_worker import LEARNED_SPANS, CostWorker, Task, add_noise_, learned_spans, place_spans
 from bench.peer_workers import INSTALL, PACKAGES, PeerWorker, version
+from harness.count.flops import ForwardFlops
+from harness.count.memory import Peak
+from harness.loop import summary
 from harness.plan.build import Plan
 from tests.requirements import require
 from tests.small_configs import plan, small
+from tests.small_runs import make_trainer
 
 SIZES = ("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=64", "batch.streams=2", "batch.segment=64")
 SIZES += ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
@@ -55,6 +60,23 @@ def test_every_parameter_has_a_gradient_in_the_step_that_bench_peers_measures(na
     worker.build()
     worker.train_memory()
     assert not without_gradient(worker.model, worker._train)
+
+
+def test_flops_of_rows_are_counted_on_bytes_of_valid(monkeypatch):
+    texts = []
+
+    def count(*_: object, text: torch.Tensor, **__: object) -> ForwardFlops:
+        texts.append(text)
+        return ForwardFlops(1.0, {}, 1, True)
+
+    trainer, worker = make_trainer(), cost_worker("mhsa")
+    for module in (summary, cost_worker_module):
+        monkeypatch.setattr(module, "forward_flops_per_byte", count)
+    summary.costs(trainer, peak=Peak(None, approximate=False))
+    worker.train_memory()
+    worker.flops()
+    expected = trainer.reported_split("valid"), worker.corpus.splits["valid"]
+    assert all(map(torch.equal, texts, expected)) and len(texts) == 2
 
 
 def test_without_noise_many_parameters_have_no_gradient(monkeypatch):

@@ -116,7 +116,11 @@ def test_a_budget_of_flops_is_charged_by_the_spans_at_each_step_not_by_the_rows_
 
 def test_a_run_is_not_causal_if_the_causality_check_of_its_windows_gives_nan(monkeypatch):
     score, future = summary_module.score_windows, Future(1, 1, math.nan, math.nan)
-    monkeypatch.setattr(summary_module, "score_windows", lambda *a, **k: score(*a, **k)._replace(future=future))
+
+    def checked(*a, future_seed: int, cuts: int, **k):
+        return score(*a, **k)._replace(future=future)
+
+    monkeypatch.setattr(summary_module, "score_windows", checked)
     assert whole_run("eval.windows=true", "budget.steps=2")[1]["check"] == NOT_CAUSAL
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from harness.data.recall import recall_floor
 from harness.data.streams import round_context, score_ranges
+from harness.device.processes import SINGLE
 from harness.device.runtime import Runtime
 from harness.loop import scoring, summary
 from harness.loop.scoring import (
@@ -220,6 +222,14 @@ def test_cuts_are_distinct_and_all_earlier_predictions_are_compared(model):
     assert score.future.row()["future_missed_share"] == pytest.approx(3 / 114)
 
 
+def test_changes_in_all_processes_are_added(model):
+    processes = Mock(wraps=SINGLE, world_size=1, shard=SINGLE.shard)
+    processes.all_gather = lambda value, **_: [value] * 3
+    layout = {"streams": 2, "segment": 20, "future_seed": 0, "cuts": 10}
+    score = score_stream(model, random_bytes(121), runtime=replace(CPU, processes=processes), **layout)
+    assert score.future.cuts == 3 * 10
+
+
 def test_cuts_take_at_most_a_twentieth_of_the_time_of_a_run(monkeypatch):
     monkeypatch.setattr(scoring, "MIN_CUTS", 64)
     monkeypatch.setattr(scoring, "CUTS", 512)
@@ -240,6 +250,7 @@ def test_cuts_take_at_most_a_twentieth_of_the_time_of_a_run(monkeypatch):
         (False, 1e-6, 3e-6, False),
         (False, 1e-6, 5e-6, True),
         (False, 1e-3, 3e-3, True),  # more than rounding makes in float32
+        (False, 1e-6, math.nan, True),
     ],
 )
 def test_without_determinism_changes_up_to_the_measured_noise_count_as_none(deterministic, noise, change, counts):

@@ -148,6 +148,16 @@ def test_jobs_of_a_sweep_have_their_own_ids_and_a_trial_of_a_finished_run_gets_i
     assert module.run.finish.call_count == module.init.call_count
 
 
+def test_a_resumed_run_removes_its_earlier_parts_wherever_they_are(fake, tmp_path):
+    parts = [tmp_path / f"offline-run-{name}" for name in ("1-x", "1-y", "2-x")]
+    for part in parts:
+        part.mkdir()
+    fake().run.dir = f"{parts[-1]}/files"
+    with WandbRun(tmp_path / "run", id="x") as run:
+        run.resume([])
+    assert [part.exists() for part in parts] == [False, True, True]
+
+
 def test_environment_variables_of_wandb_override_the_configuration(fake, monkeypatch, tmp_path):
     module = fake()
     for name in ("PROJECT", "DIR", "RUN_ID"):

@@ -47,7 +47,7 @@ class WandbRun(AbstractContextManager):
     ):
         given_id = None if sweeping else os.environ.get("WANDB_RUN_ID")
         self.id, self.hint, self._run = given_id or id or secrets.token_hex(4), "", None
-        self._folder, self._step = folder / "wandb", 0
+        self._step = 0
         mode = os.environ.get("WANDB_MODE") or mode
         if mode != "disabled":
             tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag)) or None  # the lengths that W&B accepts
@@ -73,7 +73,8 @@ class WandbRun(AbstractContextManager):
         for row in rows:
             self.log(row)
         if self._run is not None:
-            for part in self._folder.glob(f"offline-run-*-{self.id}"):
+            folder = Path(self._run.dir).parents[1]  # ``WANDB_DIR`` may have moved it
+            for part in folder.glob(f"offline-run-*-{self.id}"):
                 if part.name not in self._run.dir:
                     shutil.rmtree(part, ignore_errors=True)
 
