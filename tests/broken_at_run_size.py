@@ -119,12 +119,6 @@ class LeaksInBfloat16(Gate):
         return out._replace(y=y.roll(-1, dims=1) if y.dtype == torch.bfloat16 else y)
 
 
-class LeaksWithGradients(Gate):
-    def transform_input(self, x):
-        leaks = torch.is_grad_enabled() and x.shape[1] > 64
-        return x.roll(-1, dims=1) if leaks else x
-
-
 class LeaksAt(Gate):
     """A byte sees a trace of the next one where ``leaks [T]`` is true."""
 
@@ -146,8 +140,10 @@ class LeaksInWindows(LeaksAt):
 
 
 class LeaksInTraining(LeaksAt):
+    """While gradients are recorded in training."""
+
     def leaks(self, x):
-        return super().leaks(x) & self.training
+        return super().leaks(x) & (self.training and torch.is_grad_enabled())
 
 
 class LeaksAtRepeats(LeaksAt):
@@ -219,23 +215,6 @@ class CountsWindows(Gate):
         return x
 
 
-class MaximumOfTheSegment(Gate):
-    """Linear attention with exp(k - maximum of all k), which cancels unless the denominator is
-    clamped."""
-
-    honours = Honours()
-    limits = frozenset({"segments", "ideal_flops"})
-
-    def reach(self):
-        return None
-
-    def transform_output(self, out, x, collect_stats):
-        keys = self.gate(x)
-        weights = (keys - keys.amax(1, keepdim=True)).exp()
-        sums = (weights * self.value(x)).cumsum(1) / weights.cumsum(1).clamp(min=1e-12)
-        return SublayerOutput(out.y + sums)
-
-
 class LeaksFromLargeValues(Gate):
     """A byte sees by how much the next one's value exceeds a threshold, which few weights reach."""
 
@@ -245,22 +224,11 @@ class LeaksFromLargeValues(Gate):
 
 
 class AttentionWithoutItsFlops(Gate):
-    """Causal attention over the segment; it declares only its matrices. Seven keys cost less than
-    the matrices."""
+    """Causal attention over the segment; it declares only its matrices. At first it sees nothing,
+    because its learned share is 0."""
 
     honours = Honours()
     limits = frozenset({"segments"})
-
-    def reach(self):
-        return None
-
-    def transform_output(self, out, x, collect_stats):
-        seen = F.scaled_dot_product_attention(*(out.y[:, None],) * 3, is_causal=True)
-        return SublayerOutput(out.y + seen[:, 0])
-
-
-class LearnedSpanWithoutItsFlops(AttentionWithoutItsFlops):
-    """Sees its past once its learned share of the span is not 0, as it is at first."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -269,9 +237,15 @@ class LearnedSpanWithoutItsFlops(AttentionWithoutItsFlops):
     def project_(self):
         self.share.data.clamp_(-1, 1)
 
+    def reach(self):
+        return None
+
     def transform_output(self, out, x, collect_stats):
-        out = out._replace(y=out.y * (1 + self.share))
-        return super().transform_output(out, x, collect_stats) if self.share != 0 else out
+        y = out.y * (1 + self.share)
+        if self.share == 0:
+            return SublayerOutput(y)
+        seen = F.scaled_dot_product_attention(*(y[:, None],) * 3, is_causal=True)
+        return SublayerOutput(y + seen[:, 0])
 
 
 class ComputesAtRepeats(LeaksAtRepeats):

@@ -1,10 +1,11 @@
 """Weights of models that bench commands measure: noise makes gradients nonzero; spans are of a trained run."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
 
-from bench import cost_worker as cost_worker_module
 from bench.cost_worker import LEARNED_SPANS, CostWorker, Task, add_noise_, learned_spans, place_spans
 from bench.peer_workers import INSTALL, PACKAGES, PeerWorker, version
 from harness.count.flops import ForwardFlops
@@ -63,20 +64,16 @@ def test_every_parameter_has_a_gradient_in_the_step_that_bench_peers_measures(na
 
 
 def test_flops_of_rows_are_counted_on_bytes_of_valid(monkeypatch):
-    texts = []
-
-    def count(*_: object, text: torch.Tensor, **__: object) -> ForwardFlops:
-        texts.append(text)
-        return ForwardFlops(1.0, {}, 1, True)
-
     trainer, worker = make_trainer(), cost_worker("mhsa")
-    for module in (summary, cost_worker_module):
-        monkeypatch.setattr(module, "forward_flops_per_byte", count)
+    count = Mock(return_value=ForwardFlops(1.0, {}, 1, True))
+    for module in ("harness.loop.summary", "bench.cost_worker"):
+        monkeypatch.setattr(f"{module}.forward_flops_per_byte", count)
     summary.costs(trainer, peak=Peak(None, approximate=False))
     worker.train_memory()
     worker.flops()
-    expected = trainer.reported_split("valid"), worker.corpus.splits["valid"]
-    assert all(map(torch.equal, texts, expected)) and len(texts) == 2
+    first, second = (call.kwargs["text"] for call in count.call_args_list)
+    assert torch.equal(first, trainer.reported_split("valid"))
+    assert torch.equal(second, worker.corpus.splits["valid"])
 
 
 def test_without_noise_many_parameters_have_no_gradient(monkeypatch):

@@ -34,8 +34,6 @@ REFUSED = {
     "DropsState": (p.SEGMENTS, "eval, 4 x 128 bytes cut at .*" + MOVED),
     "LeaksAtRepeats": (p.FUTURE_EVAL, "eval, .*" + MOVED),
     "LeaksInTheLastLayer": (p.FUTURE_EVAL, r"eval, .* layers\.3\.toy moved by"),
-    "LeaksWithGradients": (p.FUTURE_TRAIN, "train, 4 x 128 bytes.*" + MOVED),
-    "MaximumOfTheSegment": (p.FUTURE_EVAL, "eval, .*"),
     "LeaksFromLargeValues": (p.FUTURE_EVAL, "eval, .*, matrices 10 times as large:" + MOVED),
     "TrimsLate": (p.SEGMENTS, "eval, 4 x 128 bytes cut at .*" + MOVED),
     "ChunkedTraining": (p.MODES, "train without dropout, against eval:" + MOVED),
@@ -45,7 +43,7 @@ REFUSED = {
     "WrongGradientInFloat32": (p.PRECISION, "train, float32 against float64: an error of .* of the gradient of"),
     "LeaksInBfloat16": (p.PRECISION, "train, bfloat16 against float64: an error of .* of logits"),
     **dict.fromkeys(
-        ("AttentionWithoutItsFlops", "LearnedSpanWithoutItsFlops", "ComputesAtRepeats"),
+        ("AttentionWithoutItsFlops", "ComputesAtRepeats"),
         (p.IDEAL, r"layers\.0\.toy: ideal is 0\.\d+ of [\d,]+ executed"),
     ),
 }
