@@ -1,7 +1,5 @@
 """Sublayers that break a promise at the sizes of a run but keep it at the smaller sizes of the conformance suite."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -28,23 +26,6 @@ class ShortWindow(Gate):
     def transform_output(self, out, x, collect_stats):
         width = 100 if x.shape[1] > 64 else 8
         return SublayerOutput(out.y + F.pad(x, (0, 0, width - 1, 0)).unfold(1, width, 1).mean(-1))
-
-
-class MisalignedMeans(Gate):
-    """Cumulative means over a segment padded to a power of two, read at wrong positions if it has over 300 bytes."""
-
-    honours = Honours()
-    limits = frozenset({"segments"})
-
-    def reach(self):
-        return None
-
-    def transform_output(self, out, x, collect_stats):
-        length = x.shape[1]
-        padded = 2 ** math.ceil(math.log2(length))
-        first = padded - length if length > 300 else 0  # wrong: the padding is at the end, so it must be 0
-        means = F.pad(x, (0, 0, 0, padded - length)).cumsum(1) / torch.arange(1, padded + 1)[:, None]
-        return SublayerOutput(out.y + means[:, first : first + length].to(x.dtype))
 
 
 class DropsState(Gate):

@@ -103,6 +103,7 @@ def test_a_users_code_that_exits_is_an_error(cwd, imports, place):
     assert outcome.code == 2 and outcome.err.count("error: ") == 1, outcome
     assert "calls exit(" in outcome.err or (place == "forward" and "SystemExit" in outcome.err)
     if place == "late":
+        assert "calls exit(" in summaries(cwd / "outputs")[0]["error"]
         return
     outcome = call("bench/check.py", *words, "position=none", "model.cache=kv", "model.attend_self=true")
     assert outcome.code == 2 and "exit" in (outcome.out + outcome.err).lower(), outcome
@@ -123,7 +124,7 @@ def test_the_names_of_shipped_variants_are_reserved(cwd, imports):
     words = ("-cd", "my_conf", *GENERATED, "trust=[my_mixer]")
     refused = [("variant=mine", "variant.name=mhsa"), ("variant=adaptive_span", "variant.name=mhsa")]
     refused.append(("variant=mhsa", "sublayer@variant.attention=my_mixer"))
-    (cwd / "my_conf/variant/named.yaml").write_text(VARIANT.replace("name: mine", "name: mhsa"))
+    (cwd / "my_conf/variant/named.yaml").write_text("defaults: [linear]\nname: mhsa\n")
     (cwd / "my_conf/moved.yaml").write_text("# @package _global_\nvariant: {name: mhsa}\n")
     refused += [("variant=named",), ("variant=mine", "+moved=moved")]
     (cwd / "my_conf/moved").mkdir()

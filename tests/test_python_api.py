@@ -76,9 +76,12 @@ def test_a_run_of_a_corpus_of_any_name_can_be_repeated_in_a_sweep_and_opened(tmp
     assert "finished before" in train("data=file", "variant=mhsa", "budget.steps=1", words[0]).out
     evaluated = [call("bench/evaluate.py", f"run={folder}", "eval.bytes=40") for folder in folders]
     assert [outcome.code for outcome in evaluated] == [0] * len(NAMES), evaluated
-    for command, key in (("train.py", "data.path"), ("bench/evaluate.py", "run")):
-        outcome = call(command, f"{key}=1e5")
-        assert outcome.code == 2 and f"\"{key}='..'\"" in outcome.err, outcome
+    keys = {"evaluate": "run", "inspect": "run", "cost": "rows"}
+    commands = {"train.py": "data.path"} | {f"bench/{name}.py": keys[name] for name in keys}
+    for command, key in commands.items():
+        for word, reason in (("1e5", f"\"{key}='..'\""), ("'~nobody-at-all'", f"{key}='~nobody-at-all': cannot")):
+            outcome = call(command, f"{key}={word}")
+            assert outcome.code == 2 and reason in outcome.err, outcome
 
 
 def test_attention_maps_are_causal_and_sum_to_one_and_mistakes_are_named(run, tmp_path):
@@ -90,8 +93,9 @@ def test_attention_maps_are_causal_and_sum_to_one_and_mistakes_are_named(run, tm
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 40))
     with pytest.raises(ValueError, match="text: has one byte"):
         model.score(b"0")
-    with pytest.raises(ValueError, match=r"path=.*must be a run folder"):
-        windtunnel.load(tmp_path)
+    for path, reason in ((tmp_path, "must be a run folder"), ("~nobody-at-all", "cannot be read")):
+        with pytest.raises(ValueError, match=rf"path=.*{reason}"):
+            windtunnel.load(path)
 
 
 def test_the_python_example_of_the_readme_runs(run, monkeypatch, capsys):

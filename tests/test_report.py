@@ -19,7 +19,7 @@ from bench.tables.frame import Rows
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import FORMAT
 from harness.record.table import MAX_TEXT_WIDTH, Cell, Column, Table, print_table, to_csv
-from tests.bench_rows import cost_row, peer_row, write_rows, write_run
+from tests.bench_rows import DATA, cost_row, peer_row, write_rows, write_run
 from tests.fixed_rows import change, text_of, write_fixed_rows
 
 GOLDEN = Path(__file__).parent / "golden_report"
@@ -99,6 +99,7 @@ def test_scores_of_equal_numerics_are_pooled_over_commits_but_times_are_not(tmp_
     [
         {"numerics": {"variant": 2, "shared": 1}},
         {"device_kind": "cuda"},
+        {"pretrained": {"variant": "mhsa", "data": DATA, "bytes_seen": 640}},
         {"optimizers": [{"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["bfloat16"]}]},
         {"config": {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Alibi"}}},
         {"config": {"variant": {"name": "mhsa", "a": {"key_shift": True}}, "position": ROTARY}},

@@ -128,7 +128,10 @@ def test_a_home_folder_in_a_path_is_expanded(tmp_path, monkeypatch):
     run = make_run("budget.steps=2", "outputs='~/runs'")
     run_to_end(run)
     assert run.folder.path.parent == tmp_path / "runs"
-    continued = make_run("budget.steps=2", f"init_from.run='~/runs/{run.folder.path.name}'", "outputs='./~'")
+    words = ("budget.steps=2", "outputs='./~'")
+    continued = make_run(*words, f"init_from.run='~/runs/{run.folder.path.name}'")
+    same = make_run(*words, f"init_from.run={run.folder.path}")
+    assert continued.folder.path == same.folder.path
     continued.lock_folder()
     assert continued.folder.path.parent == Path("~").absolute() and Path("~").is_dir()
     with pytest.raises(ValueError, match="outputs='~nobody-at-all/x': cannot be read"):

@@ -30,7 +30,6 @@ REFUSED = {
     "LeaksInWindows": (p.FUTURE_EVAL, "eval, 4 x 256 bytes.*" + MOVED),
     "LeaksInTraining": (p.FUTURE_TRAIN, "train, 4 x 128 bytes.*" + MOVED),
     "LeaksInLongWindows": (p.FUTURE_EVAL, "eval, 8 x 1024 bytes.*" + MOVED),
-    "MisalignedMeans": (p.FUTURE_EVAL, "eval, .*" + MOVED),
     "DropsState": (p.SEGMENTS, "eval, 4 x 128 bytes cut at .*" + MOVED),
     "LeaksAtRepeats": (p.FUTURE_EVAL, "eval, .*" + MOVED),
     "LeaksInTheLastLayer": (p.FUTURE_EVAL, r"eval, .* layers\.3\.toy moved by"),
@@ -47,7 +46,6 @@ REFUSED = {
         (p.IDEAL, r"layers\.0\.toy: ideal is 0\.\d+ of [\d,]+ executed"),
     ),
 }
-MORE_SIZES = {"MisalignedMeans": ["eval.segment=512"]}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -56,7 +54,7 @@ def test_a_fault_that_small_sizes_hide_is_refused(name, monkeypatch):
     promise, pattern = REFUSED[name]
     if name == "LeaksInLongWindows":  # the other tests read shorter windows (conftest.py)
         monkeypatch.setattr(admission, "WINDOWS", scoring.WINDOWS)
-    plan = toy(getattr(broken, name), *SIZES, *MORE_SIZES.get(name, ()))
+    plan = toy(getattr(broken, name), *SIZES)
     text = torch.tensor(list((b"well, it ends in dots" + b"." * 40) * 100))
     finding = next(finding for finding in findings(plan, text=text) if not finding.passed)
     assert finding.promise == promise + AT_SIZES, finding
