@@ -95,9 +95,16 @@ class WrongGradientInFloat32(Gate):
 class LeaksInBfloat16(Gate):
     """Linear layers give bfloat16 under autocast only; then a byte sees the next one."""
 
+    def spoil(self, y):
+        return y.roll(-1, dims=1)
+
     def transform_output(self, out, x, collect_stats):
-        y = out.y
-        return out._replace(y=y.roll(-1, dims=1) if y.dtype == torch.bfloat16 else y)
+        return out._replace(y=self.spoil(out.y)) if out.y.dtype == torch.bfloat16 else out
+
+
+class NegativeInBfloat16(LeaksInBfloat16):
+    def spoil(self, y):
+        return -y
 
 
 class LeaksAt(Gate):

@@ -69,7 +69,8 @@ def not_causal(row: dict) -> str:
     """Return what shows that the row of a score cannot be that of a causal model."""
     change = f"bytes after a position change {row['future_changed']:,} earlier predictions"
     change += f" by up to {row['future_nats']:.2g} nats, in {row['future_cuts']:,} cuts"
-    if floor := row.get("floor_bits_per_byte"):
+    floor = row.get("floor_bits_per_byte")
+    if isinstance(floor, float):  # not every corpus has one
         change += f"; the data's floor is {floor:.4f}"
     return change
 

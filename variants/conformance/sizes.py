@@ -7,7 +7,8 @@ a carried state that has stopped growing, and windows without state; in training
 gradients. That shows errors that occur only in whole blocks of 64, or beyond 300 bytes. Each stream
 is changed at a position of its own, so that one forward pass checks one position per stream. For
 causality these are all positions in the upper half of a segment, because each size of a block has a
-boundary there. On a CPU, no bit of an earlier output may change in float32."""
+boundary there. On a CPU, no bit of an earlier output may change in float32 and, at some positions
+and with larger weights, in bfloat16."""
 
 import math
 from collections.abc import Mapping
@@ -131,6 +132,9 @@ def check_causality(subject: Subject, *, mode: str) -> Verdict:
             streams.enlarge_weights()
             case += f", matrices {MATRIX_FACTOR} times as large"
             difference = streams.first_difference(case)
+            if not difference:
+                streams.context = partial(torch.autocast, "cpu", torch.bfloat16)
+                difference = streams.first_difference(f"{case}, in bfloat16")
         if difference:
             may_be_rounding = dtype == torch.float32 and difference[2] < ROUNDING
             yield difference[1] + (ROUNDING_HINT if may_be_rounding else "")
