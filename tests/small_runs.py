@@ -113,7 +113,7 @@ def after_step(run: Run, step: int, do: Callable[[], None]) -> Run:
 
     def stepping() -> None:
         inner()
-        if run.trainer.spent.steps == step:
+        if run.trainer.state.spent.steps == step:
             do()
 
     run.step = stepping

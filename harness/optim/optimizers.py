@@ -9,6 +9,7 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
+from harness.count.memory import gradient_bytes
 from harness.optim.adagrad import ClippedAdagrad
 from harness.optim.budget import Schedule
 from harness.optim.muon import Muon
@@ -34,13 +35,18 @@ class Optimizers:
         self.groups = {group.name: group for group in groups}
         self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
         self.found_inf: Tensor | None = None
-        self.sharded_parameters = None  # ``DistributedParameters`` if parameters are sharded over processes
+        self.distributed = None  # ``DistributedParameters`` if the run has several processes
+        self.sharded_parameters = None  # the same, if parameters are sharded over them
+        self.gradient_bytes = 0  # of all gradients in the first step
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
     def step(self, fraction: float, *, loss: Tensor | None = None, finite: bool = False) -> None:
         """Update every group at this spent ``fraction`` of the budget, if the ``loss`` and all
         gradients are finite. ``finite`` says that they are: those of fake tensors cannot be read."""
+        if self.found_inf is None:
+            parameters = [p for group in self.groups.values() for p in group.parameters.values()]
+            self.gradient_bytes = gradient_bytes(parameters)
         gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
         gradient_of = {}
         for dense, sparse in gradients.values():
@@ -106,7 +112,9 @@ class Optimizers:
 
     def state_dict(self) -> dict:
         """For an exact resume: the number of steps, and the optimizer state of each group."""
-        groups = {name: self._convert(name, o.state_dict(), saving=True) for name, o in self.optimizers.items()}
+        groups = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        if self.sharded_parameters:
+            groups = {name: self._convert(name, state, saving=True) for name, state in groups.items()}
         return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
@@ -116,12 +124,13 @@ class Optimizers:
             raise ValueError(f"the checkpoint has optimizer groups {saved}, but this run has {current}")
         self.steps = state["steps"]
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(self._convert(name, state["groups"][name], saving=False))
+            saved = state["groups"][name]
+            if self.sharded_parameters:
+                saved = self._convert(name, saved, saving=False)
+            optimizer.load_state_dict(saved)
 
     def _convert(self, name: str, state: dict, *, saving: bool) -> dict:
         """An optimizer's state with each shard as a ``DTensor`` (``saving``), or each full tensor as a shard."""
-        if not self.sharded_parameters:
-            return state
         parameters = [p for param_group in self.optimizers[name].param_groups for p in param_group["params"]]
         convert = self.sharded_parameters.to_dtensor if saving else self.sharded_parameters.to_shard
         converted = {}

@@ -1,4 +1,4 @@
-"""Checkpoints have everything that an exact resume needs (``Trainer.checkpoint_content`` and ``Run.save``).
+"""Checkpoints have everything that an exact resume needs (``harness/loop/state.py``).
 
 A file is written completely or not at all. It is torch's zip archive with the SHA-256 of the preceding bytes as
 comment, which is compared before unpickling. A run folder keeps the newest ones, and ``best.pt`` with only weights."""
