@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.device.runtime import Runtime
 from harness.loop.step import train_step
-from tests.small_runs import SPANS, VARIANTS, make_trainer
+from tests.small_runs import SPANS, VARIANTS, make_trainer, saved
 
 WAITING_METHODS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the kernel would read spans
@@ -29,7 +29,8 @@ def counted(monkeypatch) -> list[str]:
 
     for name in WAITING_METHODS:
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
-    monkeypatch.setattr(Runtime, "synchronise", counting("synchronise", Runtime.synchronise))
+    monkeypatch.setattr(Runtime, "synchronise", counting("synchronise", lambda self: None))
+    monkeypatch.setattr(Runtime, "is_asynchronous", True)
     monkeypatch.setattr(Runtime, "to_host", lambda self, number: lambda: 0.0)  # not counted: the host reads it later
     return names
 
@@ -86,6 +87,7 @@ def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_step
         clock[0] += 5.0
 
     monkeypatch.setattr(Runtime, "synchronise", finish_step)
+    monkeypatch.setattr(Runtime, "is_asynchronous", True)
     trainer = make_trainer("budget.steps=100")
     trainer.step()
     trainer.step()
@@ -93,7 +95,7 @@ def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_step
     clock[0] += 100.0
     assert trainer.progress()["clock"]["seconds"] == 5.0, "idle time must not count"
     trainer.step()
-    assert trainer.checkpoint()["spent"]["seconds"] == 10.0
+    assert saved(trainer)["spent"]["seconds"] == 10.0
     trainer.step()
     trainer.evaluate(trainer.selection_split(), pairs=10)
     assert trainer.progress()["clock"]["seconds"] == 15.0, "scoring must not count as training"
@@ -112,7 +114,7 @@ def test_the_loss_of_a_row_is_the_mean_of_all_steps_since_the_last_row(monkeypat
     monkeypatch.setattr("harness.loop.trainer.train_step", recorded_step)
     for _ in range(3):
         trainer.step()
-    assert trainer.checkpoint()["nats"] == sum(losses)
+    assert saved(trainer)["nats"] == sum(losses)
     assert trainer.train_row().bits_per_byte == sum(losses) / 3 / math.log(2)
 
 

@@ -72,14 +72,15 @@ class Run:
     ):
         self.plan, self.folder, self.trainer, self.command = plan, folder, trainer, command
         self.stop_signal = StopSignal(single_process=processes.world_size == 1)
-        self._processes, self._peak_meter = processes, peak
+        self._processes, self._is_main = processes, processes.is_main
+        self._peak_meter = peak
         self._saved_at = self._printed_at = time.monotonic()
         self._save_by_clock, self._steps_of_command = False, 0
 
     def return_finished(self) -> float | None:
         """Print the scores of the run that an earlier command has finished, and return its bits per byte on valid."""
         print(f"finished before: {self.folder.path} (force=true runs it again)")
-        if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # a trial of W&B's agent, which needs a score
+        if "WANDB_SWEEP_ID" in os.environ and self._is_main:  # a trial of W&B's agent, which needs a score
             with self._wandb_run(self.folder.summary["data"]["name"], id=None) as trial:
                 trial.log_end(summary=self.folder.summary)
         if not self.plan.sweeping:
@@ -129,7 +130,7 @@ class Run:
 
     def _restore(self) -> bool:
         """Continue from the newest undamaged checkpoint. Returns whether there is one."""
-        if self._processes.is_main:
+        if self._is_main:
             self.folder.remove_outdated()
         if self.folder.checkpoint is None:
             return False
@@ -151,7 +152,7 @@ class Run:
 
     def append(self, row: object) -> None:
         """Write a row to the record and to W&B. At most every ``record.progress_seconds`` a train row is printed."""
-        if not self._processes.is_main:
+        if not self._is_main:
             return
         row = to_json(row)
         self._record.append(row)
@@ -211,7 +212,7 @@ class Run:
                 self._save_best()
 
     def _save_best(self) -> None:
-        weights = full_tensors(self.trainer.model.state_dict(), keep=self._processes.is_main)
+        weights = full_tensors(self.trainer.model.state_dict(), keep=self._is_main)
         n_bytes = self.trainer.state.spent.bytes
         content = {"model": weights, "bytes": n_bytes, "identity": vars(self.folder.identity)}
         self._processes.on_main(lambda: checkpoint.save_best(self.folder.path, content))
@@ -239,12 +240,13 @@ class Run:
         with self._outside_training_peak() if self._steps_of_command >= WARM_UP_STEPS else nullcontext():
             state = self.trainer.state
             with self._processes.fail_together():
-                if self._processes.is_main:
+                if self._is_main:
                     state.rows, state.sha256 = self._record.flush()
                     state.wandb_id = self._wandb.id
-            content = self.trainer.checkpoint() | {"identity": vars(self.folder.identity)}
+            self.trainer.check_weights()
+            content = state.to_checkpoint(self._processes) | {"identity": vars(self.folder.identity)}
             with self._processes.fail_together():
-                if self._processes.is_main:
+                if self._is_main:
                     step, keep = state.spent.steps, self.plan.checkpoint.keep
                     checkpoint.save(self.folder.path, content, step=step, keep=keep)
         self._saved_at = time.monotonic()
@@ -257,9 +259,9 @@ class Run:
 
     def finish(self) -> dict:
         """Validate once more, score the best weights on all of the final splits, and write the summary."""
-        trainer, processes = self.trainer, self._processes
+        trainer = self.trainer
         self.validate()
-        best = processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
+        best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.load_checkpoint(best, restore="weights")  # before the costs, because FLOPs depend on the weights
         costs = summary.costs(trainer, peak=self._over_processes(trainer.state.peak))
         finals = [summary.final_score(trainer, split) for split in trainer.splits]
@@ -287,13 +289,13 @@ class Run:
             best_bytes_seen=best["bytes"],
             spans=summary.spans(trainer.model.metrics({})) or summary.spans(finals[0].metrics),
             # After the peak is read, because they use memory.
-            compressors=summary.compressors(trainer) if processes.is_main else {},
+            compressors=summary.compressors(trainer) if self._is_main else {},
             capped={final.kind: final.capped_bytes for final in finals if final.capped_bytes},
             **{"test_bits_per_byte": None} | scores,
             status="finished",
         )
         row = to_json(row)
-        if processes.is_main:
+        if self._is_main:
             write_summary(self.folder.path, summary=row)
             self._wandb.log_end(summary=row)
         return row
@@ -303,6 +305,6 @@ class Run:
         if self.plan.sweeping:
             scores = ", ".join(f"{split} {bits(row, split=split)}" for split in scored_splits(row))
             print(f"finished: {self.folder.path}  {scores} bits per byte")
-        elif self._processes.is_main:
+        elif self._is_main:
             print_closing_table(row)
             print("\n".join(filter(None, [f"run folder: {self.folder.path}", self._wandb.hint])))

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harness.count.memory import gradient_bytes
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.optim.optimizers import Optimizers
@@ -56,9 +57,10 @@ def train_step(
     if distributed:
         processes.average_gradients_(distributed.averaged_parameters, loss, nats)
     if optimizers:
-        # In the first step an optimizer may refuse its parameters.
-        together = processes.fail_together() if optimizers.found_inf is None else nullcontext()
-        with together:
+        is_first = optimizers.found_inf is None
+        if is_first:
+            optimizers.gradient_bytes = gradient_bytes(optimizers.parameters.values())
+        with processes.fail_together() if is_first else nullcontext():  # an optimizer may refuse its parameters
             optimizers.step(fraction, loss=loss)
         optimizers.zero_grad()
         model.project_()

@@ -88,6 +88,8 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
     full past. The peak is the highest of all processes."""
     model = trainer.model
     segment = trainer.plan.eval.segment
+    distributed = trainer.optimizers.distributed
+    parameters = distributed.local_parameters if distributed else model.parameters()
     with trainer.runtime.autocast(), trainer.whole_parameters():
         max_bytes = trainer.plan.model.span + 4 * segment
         text = trainer.reported_split("valid")
@@ -111,7 +113,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
             peak_bytes=peak.bytes,
             peak_reserved_bytes=peak.reserved_bytes,
             approximate=peak.approximate,
-            parameter_bytes=tensor_bytes(trainer.local_parameters()),
+            parameter_bytes=tensor_bytes(parameters),
             gradient_bytes=trainer.optimizers.gradient_bytes,
             optimizer_bytes=optimizer_bytes(trainer.optimizers.optimizers.values()),
             state_bytes=executed.state_bytes,

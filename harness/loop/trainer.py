@@ -47,7 +47,9 @@ class Trainer:
         first_step = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops(0))
         self.state = TrainState(model=self.model, optimizers=self.optimizers, last_step=first_step)
         self._learning_rate = 0.0  # of the last step
-        self._budget_in_seconds = plan.budget.unit == "seconds"  # only then does the host wait for each step
+        # Only with a budget in seconds does the host wait for each step on a device.
+        self._budget_in_seconds = plan.budget.unit == "seconds"
+        self._steps_run_ahead = runtime.is_asynchronous and not self._budget_in_seconds
         self._batches_on_device: dict[int, tuple[Tensor, Tensor]] = {}  # by step
         self._losses_on_device: list[Tensor] = []  # of steps since the last train row
         # Steps that may have diverged: the function that reads whether one did, its index and learning rate.
@@ -137,17 +139,18 @@ class Trainer:
                     "not finite. The weights are those from before this step"
                 )
 
-    def _check_weights(self) -> None:
-        """Raise Diverged as ``_check_steps`` does, and if a parameter is not finite."""
+    def check_weights(self) -> None:
+        """Wait for the device; raise Diverged if a step or a parameter was not finite."""
+        self.wait()
         self._check_steps()
-        parameters, distributed = self.local_parameters(), self.optimizers.distributed
-        nonfinite = torch.stack([~p.isfinite().all() for p in parameters]).float()
+        distributed = self.optimizers.distributed
+        parameters = self.optimizers.parameters
+        nonfinite = torch.stack([~p.isfinite().all() for p in parameters.values()]).float()
         if distributed:
             nonfinite = distributed.reduce_shards(nonfinite, operation="max")
-        nonfinite = nonfinite.tolist()
-        if any(nonfinite):
-            names = [name for name, _ in self.model.named_parameters()]
-            self._diverge(f"an update left the parameter {names[nonfinite.index(1)]} with numbers that are not finite")
+        for name, is_nonfinite in zip(parameters, nonfinite.tolist(), strict=True):
+            if is_nonfinite:
+                self._diverge(f"an update left the parameter {name} with numbers that are not finite")
 
     def _diverge(self, message: str) -> None:
         """Raise Diverged in all processes; the main process prints it."""
@@ -160,7 +163,7 @@ class Trainer:
         """Wait for the device, add the waiting time to ``spent``, and read the losses of finished steps."""
         if not self._losses_on_device:
             return
-        if not self._budget_in_seconds:
+        if self._steps_run_ahead:
             began = time.perf_counter()
             self.runtime.synchronise()
             self.state.spent += Spent(seconds=time.perf_counter() - began)
@@ -199,8 +202,7 @@ class Trainer:
         """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the
         configuration's ``eval`` says, or all of its sequences. ``pairs`` and ``check``
         (``future_seed``, ``cuts``) are those of ``score_stream``."""
-        self.wait()  # otherwise the seconds of scoring would include those of unfinished steps
-        self._check_weights()
+        self.check_weights()
         e = self.plan.eval
         common = {"runtime": self.runtime, **check}
         if self.sequence:
@@ -224,11 +226,6 @@ class Trainer:
         sample = sample_sequences(split, sequence=self.sequence, n_bytes=pairs)
         score = self.evaluate(sample)
         return score, score.answers(self.corpus.answer_masks(sample))
-
-    def local_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizers update: each one, or this process's shard."""
-        distributed = self.optimizers.distributed
-        return distributed.local_parameters if distributed else [*self.model.parameters()]
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters are complete, for reading."""
@@ -280,13 +277,6 @@ class Trainer:
                     f"variant={self.plan.variant}: {name} has {cause}, and each of {n_processes} processes sees only a "
                     "part of the batch; allowed are one process, or a norm of each byte, such as LayerNorm"
                 )
-
-    def checkpoint(self) -> dict:
-        """Return ``TrainState.to_checkpoint``. All processes must call this. Raises Diverged as
-        ``_check_weights`` does."""
-        self.wait()
-        self._check_weights()
-        return self.state.to_checkpoint(self.runtime.processes)
 
     def load_checkpoint(self, content: dict, *, restore: str = "run") -> None:
         """Continue from the ``content`` of a checkpoint; see ``TrainState.load_checkpoint``."""

@@ -9,7 +9,6 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from harness.count.memory import gradient_bytes
 from harness.optim.adagrad import ClippedAdagrad
 from harness.optim.budget import Schedule
 from harness.optim.muon import Muon
@@ -39,14 +38,13 @@ class Optimizers:
         self.sharded_parameters = None  # the same, if parameters are sharded over them
         self.gradient_bytes = 0  # of all gradients in the first step
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
+        # By name: each trainable parameter, or this process's shard of it.
+        self.parameters = {name: p for group in groups for name, p in group.parameters.items()}
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
     def step(self, fraction: float, *, loss: Tensor | None = None, finite: bool = False) -> None:
         """Update every group at this spent ``fraction`` of the budget, if the ``loss`` and all
         gradients are finite. ``finite`` says that they are: those of fake tensors cannot be read."""
-        if self.found_inf is None:
-            parameters = [p for group in self.groups.values() for p in group.parameters.values()]
-            self.gradient_bytes = gradient_bytes(parameters)
         gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
         gradient_of = {}
         for dense, sparse in gradients.values():

@@ -15,7 +15,18 @@ from harness.failures import Diverged
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
 from tests.rank_processes import launch
-from tests.small_runs import CARRY, DROPOUT, SPANS, SPARSE, VARIANTS, make_run, make_trainer, run_to_end, temporary_cwd  # noqa: F401
+from tests.small_runs import (  # noqa: F401
+    CARRY,
+    DROPOUT,
+    SPANS,
+    SPARSE,
+    VARIANTS,
+    make_run,
+    make_trainer,
+    run_to_end,
+    saved,
+    temporary_cwd,
+)
 from tests.test_checkpoint import equal_bits
 from tests.test_distributed_training import distributed_trainer
 
@@ -87,7 +98,7 @@ def spoil_head(trainer: Trainer) -> None:
     spoil(trainer.model.head.weight)
 
 
-READERS = (lambda t: t.evaluate(t.selection_split(), pairs=9), Trainer.checkpoint, Trainer.train_row)
+READERS = (lambda t: t.evaluate(t.selection_split(), pairs=9), saved, Trainer.train_row)
 """Functions that score, save and record the state after a step."""
 
 
