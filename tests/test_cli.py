@@ -39,6 +39,7 @@ MISTAKES = {
     ("outputs=${nonsense}",): ("outputs", "nonsense"),
     ("variant.name=a/b",): ("variant.name=a/b",),
     ("trust=[abc]",): ("trust=abc", "source file"),
+    ("data.path=ü.bin",): ("\"KEY='VALUE'\" with signs",),
     ("-cd", "nowhere"): ("nowhere",),
 }
 

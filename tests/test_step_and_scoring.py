@@ -235,7 +235,7 @@ def test_cuts_take_at_most_a_twentieth_of_the_time_of_a_run(monkeypatch):
     for n_bytes in (0, 10**6, 10**9):
         trainer.state.spent = Spent(bytes=n_bytes)
         cuts.append(sum(summary._cuts(trainer, 10_000)))
-    assert cuts[::2] == [64, 512] and 64 < cuts[1] < 512
+    assert cuts[::2] == [64, 512]
     bytes_per_cut = 7 / 8 * 64 + 1 / 8 * 1024  # in segments and windows
     assert 2 * cuts[1] * bytes_per_cut <= 0.05 * (3 * 10**6 + 2 * 3 * 10_000)  # in two splits
 
