@@ -286,7 +286,7 @@ def table_of(*rows: tuple[Cell, Cell]) -> Table:
 @pytest.mark.parametrize("name", [r"a$\frac$b.bin", "a${x}$b_{.bin", r"\$a$"])
 def test_a_dollar_in_a_name_begins_no_formula(name):
     with drawing.styled():
-        figure, (ax,) = drawing.panels(1, 1, width=4.0, height=3.0, title=name, subtitle=name)
+        figure, (ax,) = drawing.panels(1, 1, width=4.0, height=3.0, title=9 * f"{name} ", subtitle="")
         ax.plot([1, 2], [1, 2], label=name)
         ax.set_xlabel(name)
         drawing.add_legend(ax)
