@@ -85,7 +85,8 @@ def test_on_a_tested_device_or_with_the_plain_backend_nothing_is_compared(monkey
     assert with_backend(run_plan, runtime.start(run_plan.runtime)) is run_plan and not compared
 
 
-def test_a_comparison_is_cached_for_the_jobs_of_a_process_but_a_timeout_is_not(compared):
+def test_a_comparison_is_cached_for_the_jobs_of_a_process_but_a_timeout_is_not(compared, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # no folder
     run_plan = offering("kernel", "chunked", "fused")
     assert select_for(run_plan)["backend"] == "fused" and compared == ["kernel", "chunked", "fused"]
     assert select_for(run_plan)["errors"]["kernel"].startswith("2e-2 of") and compared[3:] == ["chunked"]
