@@ -19,8 +19,8 @@ from tests.small_configs import CONF, TINY, compose_config, one_step, plan
 from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
-# Groups of Hydra and sweeps of W&B do not compose by themselves.
-FILES = [file for file in FILES if not file.startswith(("hydra/", "sweep/wandb_"))]
+# Groups of Hydra, sweeps of W&B and what variants share do not compose by themselves.
+FILES = [file for file in FILES if not file.startswith(("hydra/", "sweep/wandb_", "base/"))]
 STEPPED = ("optim/", "recipe/")
 """Groups whose files take a training step, because they use code that tests/golden does not run. Others are planned."""
 
@@ -98,6 +98,15 @@ def test_a_keyword_has_the_constructors_default_or_its_comment_says_why_not(path
             assert not stated, line
         else:
             assert stated and as_tuple(yaml.safe_load(stated[1])) == default, f"{line}: default {default}"
+
+
+def test_a_variant_names_its_base_and_its_attention_and_no_other_variant():
+    allowed = ("/base/", "/sublayer@", "/position@", "override /position")
+    for path in (CONF / "variant").glob("*.yaml"):
+        defaults = yaml.safe_load(path.read_text(encoding="utf-8"))["defaults"]
+        entries = [entry if isinstance(entry, str) else next(iter(entry)) for entry in defaults]
+        assert all(entry.startswith(allowed) for entry in entries), path
+        assert {"/sublayer@attention", "/sublayer@variant.attention"}.intersection(entries), path
 
 
 # Overrides on the command line
