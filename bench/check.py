@@ -56,8 +56,8 @@ class Combination(NamedTuple):
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="check")
 def main(cfg: DictConfig) -> None:
-    from bench.conformance import findings, named_kind
-    from harness.device.runtime import device_kind
+    from harness.check.conformance import findings, named_kind
+    from harness.device.selection import device_kind
     from harness.plan.settings import RuntimeSettings, parse_section, parse_setting
     from harness.record.cells import pluralize
 
@@ -103,10 +103,10 @@ def _print_findings(title: str, findings: list) -> set[str]:
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
     """Each combination with its plan, or with the error of a refusal. Choices whose keys are ``typed`` do not vary."""
-    from bench.conformance import fast_backend, named_kind, plain_plan
     from bench.planning import compose_typed, pop_keys
+    from harness.check.conformance import fast_backend, named_kind, plain_plan
+    from harness.check.small import apply_small, contract_plan
     from harness.loop.prepare import make_plan
-    from harness.plan.small import apply_small, contract_plan
 
     recipe = "recipe" in typed
     position_typed = recipe or any(key.partition(".")[0] == "position" for key in typed)
@@ -140,7 +140,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
 def findings_at_run_sizes(combination: Combination) -> list:
     """Findings at the sizes that ``train.py`` would use with the typed overrides. If the mechanism refuses these
     overrides, the choices of ``combination`` are added to them."""
-    from harness.loop.admission import findings_at_sizes
+    from harness.check.admission import findings_at_sizes
 
     position, cache, attend_self, _ = combination
     try:
@@ -164,14 +164,14 @@ def device_agrees() -> bool:
     compares a GPU's attention backend, uncompiled, in the run's precision."""
     import torch
 
-    from harness.device import runtime
-    from harness.loop.select_backend import SEGMENTS, TOLERANCE, agreement, with_backend
-    from harness.plan.small import reduce_depth
+    from harness.check.select_backend import SEGMENTS, TOLERANCE, agreement, with_backend
+    from harness.check.small import reduce_depth
+    from harness.device.torch_settings import configure_torch
 
     plan = _training_plan("model.dropout=0.0")  # because the device draws other dropout masks
     names = {name for layer in plan.layers for name in layer}
     small = reduce_depth(plan, sublayers=names, max_span=sum(SEGMENTS) // 2)
-    device_runtime = runtime.start(plan.runtime)
+    device_runtime = configure_torch(plan.runtime)
     try:
         small = with_backend(replace(small, runtime=plan.runtime), device_runtime)
     except ValueError as error:

@@ -16,15 +16,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from bench import CONF
 from harness import source
+from harness.check.select_backend import with_backend
 from harness.compose.cli import MISTAKES, explain, task_words
 from harness.compose.untrusted_config import COMMAND_LINE_ONLY, read_config
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.data.sources import PINNED
-from harness.device import runtime
 from harness.device.runtime import Runtime
+from harness.device.torch_settings import configure_torch
 from harness.loop import summary
-from harness.loop.select_backend import with_backend
 from harness.loop.state import load_weights
 from harness.model import LanguageModel
 from harness.plan.build import Plan, literal, plan_run
@@ -129,7 +129,7 @@ class TrainedRun(NamedTuple):
 
     def on_device(self, *, span: int | None = None) -> tuple[LanguageModel, Runtime]:
         """The model on the plan's device, with the backend selected there, and the device's runtime."""
-        device_runtime = runtime.start(self.plan.runtime)
+        device_runtime = configure_torch(self.plan.runtime)
         model = self._replace(plan=with_backend(self.plan, device_runtime)).model(span=span)
         return model.to(device_runtime.device), device_runtime
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from bench.shipped import listing
-from harness.loop import admission
-from harness.loop.admission import SHIPPED
+from harness.check import admission
+from harness.check.admission import SHIPPED
 from tests.command_line import GENERATED, TINY, call, run_folders, summaries, train
 from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.small_configs import plan
@@ -34,7 +34,7 @@ def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(cwd, monk
     assert outcome.code == 2 and f"variant=mine: {refused}" in outcome.err, outcome
     assert 'check=false trains anyway and marks the row "unchecked"' in outcome.err and not (cwd / "outputs").exists()
     assert "it is checked once at the sizes of this run" in outcome.out
-    monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
+    monkeypatch.setattr("harness.check.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
     outcome = call("bench/check.py", *words, "model.cache=kv", "model.attend_self=true")
     assert outcome.code == 1 and f"\n  FAIL  {refused}" in outcome.out, outcome
 

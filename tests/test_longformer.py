@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.plan.small import shrink
+from harness.check.small import shrink
 from tests.attention_case import Case, assert_same, run
 from tests.small_configs import plan
 from variants.longformer import Longformer, grown_dilation, grown_window

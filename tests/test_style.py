@@ -27,7 +27,9 @@ ALLOWED_IMPORTS = {
     "harness/count": {"harness.count", "harness.model", "variants.contract"},
     "harness/plan": {"harness.plan", "harness.optim", "harness.model", "variants.contract"},
     "harness/device": {f"harness.{name}" for name in ("device", "plan.settings", "cache", "failures", "hashing")},
-    "harness/loop": {"harness", "variants.contract", "variants.conformance"},
+    "harness/check": {f"harness.{name}" for name in ("check", "count", "device", "model", "plan", "source", "cache")}
+    | {"harness.failures", "variants.contract", "variants.conformance"},
+    "harness/loop": {"harness", "variants.contract"},
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "windtunnel": {"windtunnel", "bench", "harness", "torch"},

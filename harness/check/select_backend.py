@@ -18,12 +18,13 @@ import torch
 
 from harness import source
 from harness.cache import cache_folder, write_atomically
-from harness.device.runtime import Runtime, start
+from harness.check.small import ON_CPU, reduce_depth
+from harness.device.runtime import Runtime
+from harness.device.torch_settings import configure_torch
 from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.failures import first_line
 from harness.plan.build import Plan, literal, plan_run, replan
 from harness.plan.settings import RuntimeSettings
-from harness.plan.small import ON_CPU, reduce_depth
 from variants.conformance import perturb
 from variants.conformance.agreement import compare, logits_and_gradients
 from variants.conformance.fixture import spread_projected
@@ -112,7 +113,7 @@ def candidates(plan: Plan, runtime: Runtime) -> tuple[list[str], Plan]:
 
 def _comparison(config: dict, trust: Sequence[str], settings: RuntimeSettings) -> Callable[[], tuple[bool, str]]:
     """Return ``agreement`` with its arguments; a worker process makes and calls it."""
-    runtime, plan = start(settings), plan_run(literal(config), trusted=tuple(trust))
+    runtime, plan = configure_torch(settings), plan_run(literal(config), trusted=tuple(trust))
     return partial(agreement, dataclasses.replace(plan, runtime=settings), runtime)
 
 

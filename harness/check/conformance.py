@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from harness.check.admission import compare_flops
+from harness.check.small import can_run
 from harness.count.flops import count_flops
-from harness.loop.admission import compare_flops
 from harness.model import LanguageModel
 from harness.plan.build import Plan
-from harness.plan.small import can_run
 from variants.conformance import Finding, check, perturb, run_check
 from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Outputs, Subject, Verdict, differences

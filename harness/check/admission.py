@@ -13,12 +13,12 @@ import torch
 
 from harness import source
 from harness.cache import cache_folder, sha256_of, write_atomically
+from harness.check.small import contract_plan, reduce_width, shrink
 from harness.count.ideal import PROMISE, compare_ideal
 from harness.count.memory import tensors_of
-from harness.device.runtime import device_kind
-from harness.loop.scoring import WINDOWS
+from harness.device.selection import device_kind
 from harness.plan.build import Plan
-from harness.plan.small import contract_plan, reduce_width, shrink
+from harness.plan.settings import WINDOWS
 from variants.conformance import AT_RUN_SIZES, AT_SIZES, BEFORE_TRAINING, Finding, Size, check, run_check
 from variants.conformance.fixture import spread_projected
 
