@@ -103,7 +103,7 @@ def _print_findings(title: str, findings: list) -> set[str]:
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
     """Each combination with its plan, or with the error of a refusal. Choices whose keys are ``typed`` do not vary."""
-    from bench.planning import compose_typed, pop_keys
+    from bench.planning import pop_keys, recompose
     from harness.check.conformance import fast_backend, named_kind, plain_plan
     from harness.check.small import apply_small, contract_plan
     from harness.loop.prepare import make_plan
@@ -116,7 +116,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
         positions = loader.get_group_options("position", overrides=list(job.overrides.hydra))
     caches = [cfg.model.cache] if recipe or "model.cache" in typed else ["kv", "hidden"]
     compose_cached = functools.cache(  # because composing takes a tenth of a check's time
-        lambda position: compose_typed("check", *([] if position_typed else [f"position={position}"]))
+        lambda position: recompose("check", *([] if position_typed else [f"position={position}"]))
     )
     attend = [cfg.model.attend_self] if recipe or "model.attend_self" in typed else [True, False]
     choices = itertools.product(*map(enumerate, (positions, caches, attend)))
@@ -155,7 +155,7 @@ def _training_plan(*words: str):
     from bench.planning import recompose
     from harness.loop.prepare import make_plan
 
-    return make_plan(recompose("train", *words, pop=(), drop=COMMAND_KEYS))
+    return make_plan(recompose("train", *words, drop=COMMAND_KEYS))
 
 
 def device_agrees() -> bool:

@@ -31,8 +31,8 @@ from harness.check.admission import admission
 from harness.check.small import contract_plan
 from harness.compose.cli import run_command
 from harness.count.memory import tensors_of
-from harness.device.auto import resolve_auto
 from harness.device.runtime import Runtime
+from harness.device.selection import resolve_auto
 from harness.loop.step import train_step
 from harness.loop.trainer import backend_of
 from harness.model import LanguageModel

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from harness.device import auto, machine, selection
-from harness.device.auto import has_native_bfloat16, missing_for_compile, resolve_auto
+from harness.device import machine, selection
+from harness.device.machine import has_native_bfloat16, missing_for_compile
 from harness.device.processes import ProcessGroup
-from harness.device.selection import device_of
+from harness.device.selection import device_of, resolve_auto
 from harness.device.torch_settings import configure_torch
 from harness.loop.state import random_state, set_random_state
 from tests.small_configs import plan
@@ -55,8 +55,8 @@ def test_auto_is_refused_where_torch_cannot_use_an_existing_gpu(monkeypatch, tmp
 
 
 def test_a_requirement_of_compilation_that_is_missing_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(auto, "find_spec", lambda name: object())
-    monkeypatch.setattr(auto.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("CXX", "c++")
     assert missing_for_compile() == "Python.h"
     (tmp_path / "Python.h").touch()
@@ -64,7 +64,7 @@ def test_a_requirement_of_compilation_that_is_missing_is_named(monkeypatch, tmp_
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert missing_for_compile() == "a C++ compiler"
-    monkeypatch.setattr(auto, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     assert missing_for_compile() == "triton"
 
 
@@ -89,7 +89,7 @@ def test_auto_is_bfloat16_if_native_and_compiles_on_a_gpu_with_the_requirements(
     for native, missing in ((True, "Python.h"), (False, None)):
         is_supported = lambda including_emulation, native=native: including_emulation or native  # noqa: E731
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
-        monkeypatch.setattr(auto, "missing_for_compile", lambda missing=missing: missing)
+        monkeypatch.setattr(machine, "missing_for_compile", lambda missing=missing: missing)
         settings = resolve_auto(plan("runtime.device=cpu").runtime)
         on_gpu = dataclasses.replace(settings, device="cuda", precision="auto", compile="auto")
         word = "bfloat16" if native else "float32"
@@ -101,7 +101,7 @@ def test_the_value_of_auto_is_part_of_the_identity_of_a_run(cwd, monkeypatch):
     """The same command continues its run on a machine where ``auto`` has the same value."""
     folders = set()
     for precision in ("float32", "bfloat16"):
-        monkeypatch.setattr(auto, "has_native_bfloat16", lambda device, word=precision: word == "bfloat16")
+        monkeypatch.setattr(machine, "has_native_bfloat16", lambda device, word=precision: word == "bfloat16")
         run = make_run(*AUTO)
         assert run.trainer.runtime.precision == run.plan.config["runtime"]["precision"] == precision
         explicit = make_run(f"runtime.precision={precision}", "runtime.compile=false")

@@ -1,11 +1,13 @@
-"""The device that ``runtime.device`` selects."""
+"""What ``runtime.device``, ``precision`` and ``compile`` select on this machine."""
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from harness.device import machine
 from harness.device.processes import ProcessGroup
 from harness.plan.settings import RuntimeSettings
 
@@ -37,9 +39,10 @@ def device_of(name: str) -> torch.device:
 
 
 def device_of_rank(name: str, processes: ProcessGroup) -> torch.device:
-    """Return the CPU, or the GPU of this process's local rank. ValueError for too few GPUs, or for ``cuda:N``."""
+    """Return the device; of several processes, each has the GPU of its local rank. ValueError for
+    too few GPUs, or for ``cuda:N``."""
     device, needed = device_of(name), processes.local_world_size
-    if device.type == "cpu":
+    if device.type == "cpu" or processes.world_size == 1:
         return device
     if device.index is not None:
         raise ValueError(f"runtime.device={name} with {processes.world_size} processes: allowed are auto, cpu, cuda")
@@ -54,3 +57,18 @@ def device_of_rank(name: str, processes: ProcessGroup) -> torch.device:
 def device_kind(settings: RuntimeSettings) -> str:
     """Return ``cpu`` or ``cuda``. ValueError as from ``device_of``."""
     return device_of(settings.device).type
+
+
+def resolve_auto(settings: RuntimeSettings) -> RuntimeSettings:
+    """Return the settings with ``auto`` resolved in ``precision`` and ``compile``. Precision becomes bfloat16 where
+    it is native. A model is compiled on CUDA if the compiler is installed; if it is not, a line is printed."""
+    precision, compile = settings.precision, settings.compile
+    if precision == "auto":
+        precision = "bfloat16" if machine.has_native_bfloat16(device_of(settings.device)) else "float32"
+    if compile == "auto":
+        on_gpu = device_of(settings.device).type == "cuda"
+        missing = machine.missing_for_compile() if on_gpu else None
+        compile = on_gpu and missing is None
+        if missing:
+            print(f"runtime.compile=auto: not compiled, because {missing} is not installed")
+    return replace(settings, precision=precision, compile=compile)

@@ -7,10 +7,9 @@ import sys
 import torch
 
 from harness.device import machine
-from harness.device.auto import resolve_auto
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.device.runtime import Runtime
-from harness.device.selection import device_of, device_of_rank
+from harness.device.selection import device_of_rank, resolve_auto
 from harness.plan.settings import RuntimeSettings
 
 _DEFAULT_THREADS = torch.get_num_threads()  # PyTorch's choice, before a job of this process sets another number
@@ -27,10 +26,7 @@ def free_earlier_jobs() -> None:
 
 def configure_torch(settings: RuntimeSettings, *, processes: ProcessGroup = SINGLE) -> Runtime:
     """Set this process's threads, determinism and allocator, and return its runtime. ValueError names a wrong key."""
-    if processes.world_size > 1:
-        device = device_of_rank(settings.device, processes)
-    else:
-        device = device_of(settings.device)
+    device = device_of_rank(settings.device, processes)
     if settings.tf32 and device.type != "cuda":
         raise ValueError(f"runtime.tf32=true: runtime.device={device.type} does not support TF32; allowed is false")
     settings = resolve_auto(settings)
@@ -43,5 +39,11 @@ def configure_torch(settings: RuntimeSettings, *, processes: ProcessGroup = SING
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # this debugging aid would fill every new tensor
-    options = {name: getattr(settings, name) for name in ("precision", "compile", "tf32")}
-    return Runtime(device=device, processes=processes, allocator=machine.set_allocator(settings.allocator), **options)
+    return Runtime(
+        device=device,
+        processes=processes,
+        allocator=machine.set_allocator(settings.allocator),
+        precision=settings.precision,
+        compile=settings.compile,
+        tf32=settings.tf32,
+    )

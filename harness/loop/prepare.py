@@ -15,10 +15,9 @@ from harness.check.select_backend import with_backend
 from harness.count.memory import PeakMemory
 from harness.data import corpora
 from harness.data.sources import PINNED
-from harness.device.auto import resolve_auto
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.device.runtime import Runtime
-from harness.device.selection import device_kind
+from harness.device.selection import device_kind, resolve_auto
 from harness.device.torch_settings import configure_torch, free_earlier_jobs
 from harness.loop.distribute import distribute
 from harness.loop.run import Run, record_errors
