@@ -53,10 +53,14 @@ def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkey
         assert outcome.code == 0 and "it is checked once" in outcome.out, outcome.err
         assert "no home folder; set XDG_CACHE_HOME" in train(*words, "data=enwik8", "data.bytes=null").err
     with monkeypatch.context() as updated:
-        run_plan = plan("variant=mhsa")
-        before = admission._identity(run_plan)
-        updated.setattr("torch.__version__", "0.0")
-        assert admission._identity(run_plan) != before
+        files = []
+        (cwd / "none.json").write_text("{}")
+        updated.setattr(admission, "SHIPPED", cwd / "none.json")
+        updated.setattr(admission, "recall", lambda file: files.append(file) or "")
+        for version in ("0.0", "0.1"):
+            updated.setattr("torch.__version__", version)
+            assert admission.admission(plan("variant=mhsa")) == "passed"
+        assert files[0] != files[1]
 
 
 def test_an_unchecked_run_is_trained_marked_and_not_compared(cwd):  # noqa: F811
