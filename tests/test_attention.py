@@ -167,8 +167,8 @@ SELECTED = [
 @pytest.mark.parametrize(("choices", "device", "obstacle", "expected"), SELECTED, ids=lambda value: str(value)[:40])
 def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, obstacle, expected, monkeypatch):
     """``obstacle`` is why the kernels are not available, or None."""
-    monkeypatch.setattr(window_cpu, "obstacle", lambda: obstacle)
-    monkeypatch.setattr(triton_window, "obstacle", lambda device, width: obstacle)
+    for kernel in (window_cpu, triton_window):
+        monkeypatch.setattr(kernel, "obstacle", lambda device, width: obstacle)
     attention = Case(**{"backend": "auto"} | choices).build()
     if expected in ("plain", "chunked", "fused", "kernel"):
         assert attention.backend(device, training=True) == expected

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from variants.attention_span import AttentionSpan
 from variants.contract import LayerContext, set_shapes, wide
+from variants.kernels.window import soft_mask
 
 
 def bucket(max_keys: int) -> int:
@@ -41,6 +42,10 @@ class SoftSpan(AttentionSpan):
 
     def loss(self, z: Tensor) -> Tensor:
         return self.loss_weight * z.mean()
+
+    def mask(self, z: Tensor) -> Tensor:
+        mask = soft_mask(z, self.ramp, self.span)
+        return mask if z.dim() == 1 else mask.mean(dim=(0, 2))
 
     def span_metrics(self, z: Tensor) -> dict[str, Tensor]:
         """Return metrics of the spans ``z [H]``, without and with the ramp."""

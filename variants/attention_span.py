@@ -46,6 +46,11 @@ class AttentionSpan(Spans):
         """Return the weighted loss of the spans, in nats per byte."""
         return None
 
+    def mask(self, z: Tensor | None) -> Tensor | None:
+        """Return the soft mask for visible key x, counted from the nearest, ``[H, S]``, as a mean over queries; None
+        for a hard window."""
+        return None
+
     def project_(self) -> None:
         """Clamp parameters to their range; see ``Sublayer.project_``."""
 

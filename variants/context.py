@@ -74,16 +74,15 @@ class VisibleKeys(NamedTuple):
 
         return self if self.query_bias is None else self.each(rebase)
 
-    def packed(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return all keys, values, key biases and lengths, as fields of ``Inputs`` of ``kernels/window.py``."""
+    def packed(self) -> dict[str, Tensor | None]:
+        """Return past and segment in one tensor, as fields of ``Inputs`` of ``kernels/window.py``."""
+        fields = dict.fromkeys(("key_bias", "lengths")) | {"query_bias": self.query_bias}
         if len(self.past) < 2:
             whole = self.whole or VisibleKeys.joined(self.k, self.v, self.past, self.key_bias).whole
-            return *whole[1:], None
+            return fields | dict(zip(("k", "v", "key_bias"), whole[1:], strict=True))
         tensors, lengths = _pack_heads(self.past, self.segment(), [math.inf] * self.k.shape[1])
-        if len({*lengths}) == 1:
-            tensors, lengths = [x.unflatten(2, (len(lengths), -1)) for x in tensors], None
-        k, v, key_bias = (*(x.squeeze(1) for x in tensors), None)[:3]
-        return k, v, key_bias, None if lengths is None else torch.tensor(lengths)
+        fields |= zip(("k", "v", "key_bias"), (x.squeeze(1) for x in tensors), strict=False)
+        return fields | {"lengths": torch.tensor(lengths)}
 
     def state(self) -> State:
         """Return the state of all keys, detached."""

@@ -299,6 +299,11 @@ class Position(nn.Module):
         or ``[B, H, T, max_keys]``, or None. Column x belongs to visible key x, counted from the nearest."""
         return None
 
+    def term(self, q: Tensor, max_keys: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return ``vectors``, if there are any, and else ``bias``."""
+        vectors = self.vectors(max_keys)
+        return vectors, self.bias(q, max_keys) if vectors is None else None
+
     def ideal_flops(self, max_keys: float) -> float:
         """Return forward FLOPs of ``bias`` per byte and head, linear in ``max_keys``; the backward pass needs twice as
         many."""

@@ -30,7 +30,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from variants.backends import OnKernels
+from variants.backends import CpuKernel, OnKernels, Plain
 from variants.blocks import Blocks, top_mask
 from variants.compressor import Compressor
 from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
@@ -62,6 +62,7 @@ class Linformer(MultiHead, OnKernels):
         d_head, zero_init, key_shift: see ``MultiHead``."""
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    runs_on = (CpuKernel, Plain)
 
     def __init__(
         self,
@@ -190,16 +191,13 @@ class Linformer(MultiHead, OnKernels):
     def _attend(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> Tensor:
         """Return head outputs ``[B, H, T, K]``."""
         options = {"blocks": self.blocks, "position": self.position}
-        if self.backend(q.device, training=self.training) == "kernel":
+        if self.chosen_backend(q.device).reads_parts:
             return by_kernel(q, keys, summaries, **options)
         options |= {"dropout": self.dropout if self.training else 0.0}
         if self.d_index and torch.is_grad_enabled():
             # With ``top_k`` blocks may be short and summaries many, so the backward pass computes scores again.
             return checkpoint.checkpoint(by_bands, q, keys, summaries, use_reentrant=False, **options)
         return by_bands(q, keys, summaries, **options)
-
-    def able(self, device: torch.device) -> tuple[str, ...]:
-        return ("kernel", "plain") if device.type == "cpu" else ("plain",)
 
     @torch.no_grad()
     def _stats(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> dict[str, Tensor]:

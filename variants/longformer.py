@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from variants import backends
 from variants.attention import Attention
 from variants.attention_span import AttentionSpan
+from variants.backends import Backend
 from variants.context import VisibleKeys
 from variants.contract import LayerContext
-from variants.kernels.window import PastKV, Persistent, Window
+from variants.kernels.window import PastKV, Window
 from variants.multi_head import HeadKeywords
 
 BOTTOM_FRACTION, TOP_FRACTION = 1 / 16, 1 / 2
@@ -106,13 +106,10 @@ class Longformer(Attention):
     def reach(self) -> int:
         return self.present_reach()
 
-    def _attend_with_positions(
-        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
-    ) -> Tensor:
+    def attend(self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
         """Return head outputs ``[B, H, T, K]``. ``visible`` is not used, because windows are constant."""
-        max_keys, outputs = max(self.span.max_keys), []
-        vectors = self.position.vectors(max_keys) if backend in backends.TAKE_VECTORS else None
-        bias = self.position.bias(q, max_keys) if vectors is None else None
+        vectors, bias = self.position.term(q, max(self.span.max_keys))
+        outputs = []
         for first, heads, w, n in self.span.head_groups():
             columns = slice(0, n * w, n)
             options = {"vectors": None if vectors is None else vectors[columns]}
@@ -123,7 +120,7 @@ class Longformer(Attention):
 
     def _attend_classes(
         self,
-        backend: str,
+        backend: Backend,
         q: Tensor,
         keys: VisibleKeys,
         max_keys: tuple[int, ...],
@@ -135,7 +132,7 @@ class Longformer(Attention):
         """Return head outputs ``[B, H, T, K]`` with dilation n: queries of class r, at positions equal to r modulo n,
         see only keys of class r - shift."""
         if n == 1:
-            return self.attend(backend, q, keys, Window(max_keys, self.shift), bias=bias, vectors=vectors)
+            return super().attend(backend, q, keys, Window(max_keys, self.shift), bias=bias, vectors=vectors)
         length, outputs = q.shape[2], []
 
         def select(x: Tensor, r: int) -> Tensor:  # padded so that classes have equal length; the padding is hidden
@@ -149,7 +146,7 @@ class Longformer(Attention):
             class_keys = VisibleKeys(select(keys.k, c), select(keys.v, c), past)
             class_bias = select(bias, r) if bias is not None and bias.dim() > 2 else bias
             visible = Window(max_keys, int(r < self.shift))  # the nearest key of class 0 is in the previous row
-            outputs.append(self.attend(backend, select(q, r), class_keys, visible, bias=class_bias, vectors=vectors))
+            outputs.append(super().attend(backend, select(q, r), class_keys, visible, bias=class_bias, vectors=vectors))
         return rearrange(outputs, "r B H m K -> B H (m r) K")[:, :, :length]
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int, int]:

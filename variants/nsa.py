@@ -88,8 +88,7 @@ class NativeSparse(Attention):
         window_state, before = self.split_state(window_state)
         segment = self.project_qkv(x, start, before)
         rows, far_key = self.shift_rows(rows, far_before[0] if far_before else None, "far_shift")
-        traced = torch.compiler.is_compiling() and self._is_traceable(x.device)
-        attend = self._attend_window if traced else self._attend_window_uncompiled
+        attend = self._attend_window if self.is_traced(x.device) else self._attend_window_uncompiled
         by_window, window_state, _ = attend(segment, window_state, False)
         all_rows = torch.cat([past.to(rows.dtype), rows], dim=1)
         by_blocks = self._attend_blocks(segment.q, all_rows, segment.start, phase)

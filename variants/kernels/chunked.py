@@ -21,12 +21,13 @@ SHARED_FIELDS = ("k", "v", "extra_k", "extra_v", "vectors")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor:
-    """Compute ``window.attend``; dropout requires a ``seed``."""
+    """Compute ``window.attend``; without a ``seed`` of the dropout, one is drawn."""
     inputs, rows = Inputs.from_call(q, k, v, window, **options), q.shape[2]
     dtype, seed = torch.promote_types(q.dtype, torch.float32), None
     shared = {name: x.to(dtype) for name in SHARED_FIELDS if (x := getattr(inputs, name)) is not None}
     if inputs.dropout:
-        seed = dropout_counters.row_numbers(inputs.seed, *q.shape[:3])
+        seed = dropout_counters.draw_seed(q.device) if inputs.seed is None else inputs.seed
+        seed = dropout_counters.row_numbers(seed, *q.shape[:3])
     inputs = replaced(inputs, **shared, seed=seed)
     parts = []
     for (max_keys, keys), heads in group_heads(zip(window.max_keys, inputs.key_counts(), strict=True)):

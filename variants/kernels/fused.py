@@ -82,13 +82,13 @@ ENGINES = {"cpu": Engine(_flash, _flash_backward), "cuda": Engine(_efficient, _e
 """The engine for each type of device."""
 
 
-def obstacle(device: torch.device, *, dropout: float = 0.0) -> str | None:
+def obstacle(device: torch.device, *_: object) -> str | None:
     """The reason why this backend cannot run on ``device``, or None."""
     if device.type not in ENGINES:
         return f"runtime.device={device.type}"
     if device.type == "cuda" and torch.version.hip:
         return "torch for ROCm"  # its kernel pads in another way
-    return f"model.dropout={dropout}" if dropout else None
+    return None
 
 
 def is_full_causal(window: Window, inputs: Inputs) -> bool:

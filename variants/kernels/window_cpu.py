@@ -30,7 +30,7 @@ DENSE = (
 SIZES = "streams heads rows width persistent distances shift threads biases"  # also fields of Call
 
 
-def obstacle() -> str | None:
+def obstacle(*_: object) -> str | None:
     """The reason why the kernel cannot run on this machine; None if it can."""
     library = _library()
     return library if isinstance(library, str) else None
