@@ -37,15 +37,20 @@ from variants.contract import (
     Honours,
     Inspection,
     LayerContext,
+    Metrics,
     NeededFlops,
     Part,
     Position,
     State,
+    Stats,
     SublayerOutput,
 )
 from variants.kernels.fused import group_heads
 from variants.kernels.window import PastKV, Persistent, Window, count_pairs, replaced
 from variants.multi_head import EPSILON, HeadKeywords, MultiHead, head_means, head_stats, start_of
+
+ALL = slice(None)
+"""All heads."""
 
 
 class Segment(NamedTuple):
@@ -139,9 +144,7 @@ class Attention(MultiHead, OnKernels):
         biases = () if self.key_bias is None else self._biases(x)
         return Segment(x, q, k, v, start, z, persistent, biases, last_key)
 
-    def _attend_window(
-        self, segment: Segment, state: State, collect_stats: bool
-    ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
+    def _attend_window(self, segment: Segment, state: State, collect_stats: bool) -> tuple[Tensor, State, Stats | None]:
         """Return head outputs ``[B, H, T, K]``, the next state, and statistics if ``collect_stats``. A compiled graph
         reads all of the past and does not trim the state, so that new spans do not recompile it."""
         backend = self.chosen_backend(segment.x.device)
@@ -205,29 +208,30 @@ class Attention(MultiHead, OnKernels):
     def _project_past(self, segment: Segment, state: State, backend: Backend, n_past: int | None) -> list[PastKV]:
         """Project the last ``n_past`` carried inputs to keys and values; None for all. For a backend that reads parts,
         each group of heads with equal spans has a part with the inputs that it sees."""
-        groups = [(n_past, None)]
-        if backend.reads_parts and len({*self.span.max_keys}) > 1:
+        groups = [(n_past, ALL)]
+        if backend.reads_parts:
             windows = group_heads(self._max_by_kv_head(self.span.max_keys))
-            groups = [(n - 1 + self.shift, [*range(self.kv_heads)[heads]]) for n, heads in windows]
+            groups = [(n - 1 + self.shift, heads) for n, heads in windows]
         return [] if state is None else [self.reproject_past(state, segment, *group) for group in groups]
 
-    def reproject_past(self, old: Tensor, segment: Segment, n_past: int | None, heads: list[int] | None) -> PastKV:
-        """Project the last ``n_past`` carried inputs ``old [B, P, D]`` to keys and values of ``heads``; None for all."""
+    def reproject_past(self, old: Tensor, segment: Segment, n_past: int | None, heads: slice) -> PastKV:
+        """Project the last ``n_past`` carried inputs ``old [B, P, D]``, or all if it is None, to keys and values of
+        ``heads``."""
         old, extra = self.past_inputs(old, n_past)
-        k, v = self.project(old.to(carried_dtype(segment.x)), "key", "value", heads=heads)
+        kv = self.project_flat(old.to(carried_dtype(segment.x)), "key", "value", heads=heads)
+        k, v = (self.split(part) for part in kv.chunk(2, dim=-1))
         if self.key_shift is not None:
             # Padding before the first byte (``local.py``) has keys of 0, also if the projection has a bias.
-            k = self.key_shift(k * old.any(-1)[:, None, :, None], first_head=heads[0] if heads else 0)
-        k = k if self.key_gain is None else self._normed(k, self.key_gain)
-        heads = tuple(heads or range(self.kv_heads))
+            k = self.key_shift(k * old.any(-1)[:, None, :, None], heads=heads)
+        if self.key_gain is not None:
+            k = self._normed(k, self.key_gain)
         k = self.position.rotate(k, segment.start - old.shape[1])
-        part = PastKV(heads, k[:, :, extra:], v[:, :, extra:])
+        part = PastKV(k[:, :, extra:], v[:, :, extra:])
         if self.key_bias is None:
             return part
         key_bias, query_bias = self._biases(old)
-        key_bias = key_bias[..., extra:]
-        by_head = (key_bias - query_bias[..., -1:]).unflatten(1, (self.kv_heads, -1))
-        return replaced(part, key_bias=by_head.narrow(1, heads[0], len(heads)).flatten(1, 2))
+        by_head = (key_bias[..., extra:] - query_bias[..., -1:]).unflatten(1, (self.kv_heads, -1))
+        return replaced(part, key_bias=by_head[:, heads].flatten(1, 2))
 
     def past_inputs(self, old: Tensor, n_past: int | None) -> tuple[Tensor, int]:
         """Return the last ``n_past`` of carried inputs ``[B, P, D]``; None for all. If keys are shifted, return one
@@ -306,14 +310,15 @@ class Attention(MultiHead, OnKernels):
     def inspect(self, x: Tensor) -> Inspection:
         segment = self.project_qkv(x, start_of(x, None))
         vectors = segment.persistent
-        zero_vectors = vectors and vectors._replace(v=torch.zeros_like(vectors.v))
-        zero_values = segment._replace(v=torch.zeros_like(segment.v))
+        zeros = segment._replace(v=torch.zeros_like(segment.v))
+        if vectors is not None:
+            zeros = zeros._replace(persistent=vectors._replace(v=torch.zeros_like(vectors.v)))
 
         def sum_values(values: Tensor) -> Tensor:
-            return self._attend_without_past(segment._replace(persistent=zero_vectors, v=values))
+            return self._attend_without_past(zeros._replace(v=values))
 
         def sum_vectors(values: Tensor) -> Tensor:
-            return self._attend_without_past(zero_values._replace(persistent=vectors._replace(v=values)))
+            return self._attend_without_past(zeros._replace(persistent=vectors._replace(v=values)))
 
         inspection = Inspection(weights_of(sum_values, segment.v), mask=self.span.mask(segment.z))
         if vectors is None and self.sink is None:
@@ -329,7 +334,7 @@ class Attention(MultiHead, OnKernels):
         """Return head outputs ``[B, H, T, K]`` for streams without a past."""
         return self._attend_window(segment, None, False)[0]
 
-    def _stats(self, backend: Backend, segment: Segment, keys: VisibleKeys, visible: Window) -> dict[str, Tensor]:
+    def _stats(self, backend: Backend, segment: Segment, keys: VisibleKeys, visible: Window) -> Stats:
         stats, vectors = self.span.stats(segment.z), segment.persistent
         if vectors is None:
             return head_stats(segment.q) | stats
@@ -339,7 +344,7 @@ class Attention(MultiHead, OnKernels):
         mass = self.attend(backend, segment.q, zeros, visible, persistent=ones)
         return head_stats(segment.q, persistent_mass=mass[..., 0]) | stats
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         return self.span.metrics(stats) | head_means(stats, "persistent_mass")
 
     def ideal_flops(self) -> int:
@@ -378,8 +383,9 @@ class Attention(MultiHead, OnKernels):
         per_head = 4 * keys * self.d_head + self.position.ideal_flops(keys)
         if self.persistent is not None:
             per_head += 4 * self.persistent.number * self.d_head
-        parts = self.span.ideal_flops() + (0 if self.key_bias is None else self.key_bias.ideal_flops())
-        return 2 * self.matrix_sizes() + self.heads * per_head + parts + self.heads * 2 * keys * self.extra_columns
+        per_head += 2 * keys * self.extra_columns
+        parts = sum(part.ideal_flops() for part in self.children() if isinstance(part, Part))
+        return 2 * self.matrix_sizes() + self.heads * per_head + parts
 
 
 def carried_dtype(x: Tensor) -> torch.dtype:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from variants.contract import LayerContext, Spans
+from variants.contract import LayerContext, Metrics, Spans, Stats
 from variants.kernels.window import Window
 
 
@@ -54,11 +54,11 @@ class AttentionSpan(Spans):
     def project_(self) -> None:
         """Clamp parameters to their range; see ``Sublayer.project_``."""
 
-    def stats(self, z: Tensor | None) -> dict[str, Tensor]:
+    def stats(self, z: Tensor | None) -> Stats:
         """Return statistics of one segment, which are summed over segments."""
         return {}
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         return {}
 
     def keys_to_carry(self) -> tuple[int, ...]:

@@ -71,12 +71,11 @@ class Kernel(Backend):
 
     def obstacles(self, sublayer: "OnKernels", device: torch.device, dropout: float) -> list[str]:
         position = sublayer.position
-        by_column = position.constant_bias
-        by_vectors = not self.adds_only_columns and position.vectors(1) is not None
+        has_vectors = not self.adds_only_columns and position.vectors(1) is not None
         reasons = {
             "spans that depend on the input": sublayer.spans_of_input,
             "a key bias": sublayer.biases_keys and self.adds_only_columns,
-            "a position scheme whose bias depends on the query": not (by_column or by_vectors),
+            "a position scheme whose bias depends on the query": not (position.constant_bias or has_vectors),
             self.module.obstacle(device, sublayer.kernel_width): True,
             f"model.dropout={dropout}": dropout and not self.drops,
         }
@@ -197,8 +196,7 @@ class OnKernels(Sublayer):
     def chosen_backend(self, device: torch.device) -> Backend:
         """Return the object of ``backend`` in the present mode. Outside of compiled graphs, it is chosen once."""
         key = (self.wanted_backend, device, self.training)
-        if torch.compiler.is_compiling():
-            return on(device)[self.backend(device, training=self.training)]
-        if key not in self._chosen:
-            self._chosen[key] = on(device)[self.backend(device, training=self.training)]
-        return self._chosen[key]
+        chosen = {} if torch.compiler.is_compiling() else self._chosen
+        if key not in chosen:
+            chosen[key] = on(device)[self.backend(device, training=self.training)]
+        return chosen[key]

@@ -33,7 +33,17 @@ from torch.utils import checkpoint
 from variants.backends import CpuKernel, OnKernels, Plain
 from variants.blocks import Blocks, top_mask
 from variants.compressor import Compressor
-from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
+from variants.contract import (
+    WAYS,
+    Honours,
+    LayerContext,
+    Metrics,
+    NeededFlops,
+    State,
+    Stats,
+    SublayerOutput,
+    check_numbers,
+)
 from variants.kernels.window import count_pairs, replaced
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
 from variants.window_and_summaries import Summaries, WindowKeys, by_bands, by_kernel, summary_weights
@@ -200,13 +210,13 @@ class Linformer(MultiHead, OnKernels):
         return by_bands(q, keys, summaries, **options)
 
     @torch.no_grad()
-    def _stats(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> dict[str, Tensor]:
+    def _stats(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> Stats:
         """Measure the attention mass on summaries, with values of 1 on summaries and of 0 in the window."""
         keys = replaced(keys, v=torch.zeros_like(keys.v), old_v=torch.zeros_like(keys.old_v))
         summaries = replaced(summaries, v=torch.ones_like(summaries.v))
         return head_stats(q, summary_mass=self._attend(q, keys, summaries)[..., 0])
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         """Return ``summary_mass [H]``, the mean attention mass on summaries."""
         return head_means(stats, "summary_mass")
 

@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from variants.attention import Attention, Segment
+from variants.attention import ALL, Attention, Segment
 from variants.attention_span import AttentionSpan
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
@@ -79,7 +79,7 @@ class LocalAttention(Attention):
             # After a change of the block size, the first byte of the open block begins a block of the new size.
             phase = state[0] % self.block
             old = [self._last_rows(part).to(rows.dtype) for part, rows in zip(state[1:], new, strict=True)]
-            past = self.reproject_past(*old, segment, self.block - 1, None)[1:3] if self.cache == "hidden" else old
+            past = self.reproject_past(*old, segment, self.block - 1, ALL)[:2] if self.cache == "hidden" else old
             keys, values = (torch.cat(pair, dim=2) for pair in zip(past, segment[2:4], strict=True))
             attend = self._attend_by_phase if is_on_host(phase) else self._attend_by_index
             y = attend(segment.q, keys, values, phase)
@@ -149,7 +149,7 @@ class LocalAttention(Attention):
         for begin in range(0, rows, size):
             end = block_past + min(begin + size, rows)
             n_past = block_past + begin if backend.reads_parts else 0
-            old = [PastKV(tuple(range(self.heads)), k[:, :, :n_past], v[:, :, :n_past])] if n_past else []
+            old = [PastKV(k[:, :, :n_past], v[:, :, :n_past])] if n_past else []
             keys = VisibleKeys(k[:, :, n_past:end], v[:, :, n_past:end], old)
             visible = Window((end,) * self.heads, self.shift)
             outputs.append(attend(backend, q[:, :, begin : begin + size], keys, visible))

@@ -11,7 +11,6 @@ every backend can compute. Positions count from the segment's first byte, so tha
 which grow from S/16 to S/2 in equal ratios, are not the paper's. Like the paper's language models, this class has no
 global attention."""
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Unpack
@@ -26,6 +25,7 @@ from variants.attention_span import AttentionSpan
 from variants.backends import Backend
 from variants.context import VisibleKeys
 from variants.contract import LayerContext
+from variants.kernels.fused import group_heads
 from variants.kernels.window import PastKV, Window
 from variants.multi_head import HeadKeywords
 
@@ -63,11 +63,8 @@ class DilatedWindows(AttentionSpan):
         window = grown_window(span, **self.depth) if self.window is None else min(self.window, span)
         keys = [min(window, 1 + (span - 1) // n) for n in self.steps]
         self.set_keys((1 + n * (w - 1) for w, n in zip(keys, self.steps, strict=True)), keys)
-
-    def head_groups(self) -> list[tuple[int, int, int, int]]:
-        """Return groups of heads with equal windows: the first head, the number of heads, w and n."""
-        counts = Counter(zip(self.visible_keys, self.steps, strict=True))
-        return [(self.steps.index(n), heads, w, n) for (w, n), heads in counts.items()]
+        # of heads with equal windows: w and n, and a slice of heads
+        self.groups = [*group_heads(zip(keys, self.steps, strict=True))]
 
 
 class Longformer(Attention):
@@ -110,12 +107,14 @@ class Longformer(Attention):
         """Return head outputs ``[B, H, T, K]``. ``visible`` is not used, because windows are constant."""
         vectors, bias = self.position.term(q, max(self.span.max_keys))
         outputs = []
-        for first, heads, w, n in self.span.head_groups():
+        for (w, n), heads in self.span.groups:
+            first = heads.start
+            n_heads = heads.stop - first
             columns = slice(0, n * w, n)
             options = {"vectors": None if vectors is None else vectors[columns]}
-            options["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., columns]
-            q_and_keys = q.narrow(1, first, heads), keys.of_heads(first, heads)
-            outputs.append(self._attend_classes(backend, *q_and_keys, (w,) * heads, n, **options))
+            options["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, n_heads)[..., columns]
+            q_and_keys = q[:, heads], keys.of_heads(first, n_heads)
+            outputs.append(self._attend_classes(backend, *q_and_keys, (w,) * n_heads, n, **options))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _attend_classes(
@@ -142,7 +141,7 @@ class Longformer(Attention):
             c, past = (r - self.shift) % n, []  # class of the keys, and past keys of this class
             for part in keys.past:
                 rows = slice((part.k.shape[2] + c) % n, None, n)
-                past.append(PastKV(part.heads, part.k[:, :, rows], part.v[:, :, rows]))
+                past.append(PastKV(part.k[:, :, rows], part.v[:, :, rows]))
             class_keys = VisibleKeys(select(keys.k, c), select(keys.v, c), past)
             class_bias = select(bias, r) if bias is not None and bias.dim() > 2 else bias
             visible = Window(max_keys, int(r < self.shift))  # the nearest key of class 0 is in the previous row
@@ -151,7 +150,7 @@ class Longformer(Attention):
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int, int]:
         totals = [0, 0, 0, 0]
-        for _, heads, w, n in self.span.head_groups():
+        for (w, n), heads in self.span.groups:
             distances = range(self.shift, self.shift + n * w, n)
             in_segment = sum(max(0, segment - distance) for distance in distances)
             past = sum(max(0, min(segment, segment + carried - distance)) for distance in distances) - in_segment
@@ -160,7 +159,7 @@ class Longformer(Attention):
             keys = values | ({i + 1 for i in values | {0}} if self.key_past else set())
             needed = (sum(i <= carried for i in bytes_) for bytes_ in (keys, values))
             counts = (in_segment, past, *needed)
-            totals = [total + heads * count for total, count in zip(totals, counts, strict=True)]
+            totals = [total + (heads.stop - heads.start) * count for total, count in zip(totals, counts, strict=True)]
         return tuple(totals)
 
 

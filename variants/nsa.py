@@ -30,7 +30,7 @@ from variants.attention import Attention
 from variants.attention_span import AttentionSpan
 from variants.compressor import Compressor
 from variants.context import last
-from variants.contract import Honours, LayerContext, State, SublayerOutput, check_numbers
+from variants.contract import Honours, LayerContext, Metrics, State, Stats, SublayerOutput, check_numbers
 from variants.key_shift import KeyShift
 from variants.multi_head import HeadKeywords, head_means, head_stats, start_of
 
@@ -182,7 +182,7 @@ class NativeSparse(Attention):
             return None
         return super().trim(state[0]), last(self.reach() - self.key_past, 1, None, state[1]), *state[2:]
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         """Return the branches' mean gates: ``compressed``, ``selected`` and ``window``, ``[H]`` each."""
         return head_means(stats, *BRANCHES)
 

@@ -118,6 +118,6 @@ class TransformerXL(Attention):
         q, outputs = F.pad(q + u, (0, 1), value=1.0), []
         head_window = Window(visible.max_keys[:1], visible.shift)
         for h in range(self.heads):
-            head_keys = keys.of_heads(h, 1).each(lambda p: PastKV(p.heads, F.pad(p.k, (0, 1)), F.pad(p.v, (0, 1))))
+            head_keys = keys.of_heads(h, 1).each(lambda p: PastKV(F.pad(p.k, (0, 1)), F.pad(p.v, (0, 1))))
             outputs.append(super().attend(backend, q[:, h : h + 1], head_keys, head_window, vectors=p[h]))
         return torch.cat(outputs, dim=1)[..., :-1]
