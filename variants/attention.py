@@ -118,6 +118,7 @@ class Attention(MultiHead, OnKernels):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
+        """Project, attend to the visible keys, gate, and join the heads."""
         state, before = self.key_before(state, x)
         segment = self.project_qkv(x, start_of(x, start), before)
         attend = self._attend_window if self.is_traced(x.device) else self._attend_window_uncompiled
@@ -172,8 +173,8 @@ class Attention(MultiHead, OnKernels):
 
     def attend(self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
         """Return head outputs ``[B, H, T, K]``, with this class's sink. ``options`` are those of ``backends.attend``;
-        without ``bias`` and ``vectors``, scores have the term of the position scheme."""
-        if not options.keys() & {"bias", "vectors"}:
+        without ``bias``, scores have the term of the position scheme."""
+        if "bias" not in options:
             options["vectors"], options["bias"] = self.position.term(q, max(visible.max_keys))
         if self.kv_heads < self.heads:
             keys = keys.repeated(self.heads // self.kv_heads)

@@ -48,13 +48,15 @@ class Backend:
 class Chunked(Backend):
     """Plain PyTorch on a few queries at a time."""
 
-    name, module = "chunked", chunked
+    name = "chunked"
+    module = chunked
 
 
 class Plain(Backend):
     """Plain PyTorch with all scores in memory."""
 
-    name, module = "plain", window
+    name = "plain"
+    module = window
     has_all_scores = True
 
     def attend(self, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
@@ -85,7 +87,8 @@ class Kernel(Backend):
 class CpuKernel(Kernel):
     """The kernel of this package for CPUs."""
 
-    name, module = "kernel", window_cpu
+    name = "kernel"
+    module = window_cpu
     reads_parts = True
 
     def attend(self, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
@@ -111,7 +114,8 @@ class Operation(Kernel):
 class Fused(Operation):
     """Torch's flash or memory-efficient attention."""
 
-    name, module = "fused", fused
+    name = "fused"
+    module = fused
     adds_only_columns = True
 
     def attend(self, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
@@ -124,7 +128,8 @@ class Fused(Operation):
 class TritonKernel(Operation):
     """The kernel of this package for GPUs."""
 
-    name, module = "kernel", triton_window
+    name = "kernel"
+    module = triton_window
     drops = True
 
 

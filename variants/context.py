@@ -49,13 +49,12 @@ class VisibleKeys(NamedTuple):
 
     def of_heads(self, first: int, n_heads: int) -> "VisibleKeys":
         """Return views of the keys of ``n_heads`` heads from head ``first`` on."""
-        past = _of_heads(self.past, first, n_heads)
         keys = replaced(self, past=[]).each(lambda part: part.of_heads(first, first + n_heads))
-        if self.query_bias is None:
-            return replaced(keys, past=past)
-        size = self.query_bias.shape[1] // self.k.shape[1]
-        query_bias = self.query_bias.narrow(1, first * size, n_heads * size)
-        return replaced(keys, past=past, query_bias=query_bias)
+        fields = {"past": _of_heads(self.past, first, n_heads)}
+        if self.query_bias is not None:
+            size = self.query_bias.shape[1] // self.k.shape[1]
+            fields["query_bias"] = self.query_bias.narrow(1, first * size, n_heads * size)
+        return replaced(keys, **fields)
 
     def repeated(self, times: int) -> "VisibleKeys":
         """Copy every key-value head for each of the ``times`` neighbouring query heads that read it. Key biases are not
@@ -88,7 +87,7 @@ class VisibleKeys(NamedTuple):
     def state(self) -> State:
         """Return the state of all keys, detached."""
         if self.whole is None:
-            return self.last(*[math.inf] * self.k.shape[1])
+            return self.last(math.inf)
         return tuple(x.detach() for x in self.whole.tensors())
 
     def last(self, *lengths: float) -> State:
@@ -132,7 +131,8 @@ def last_keys(old: list[PastKV], new: PastKV, *lengths: float) -> State:
 def _pack_heads(old: list[PastKV], new: PastKV, max_lengths: Sequence[float]) -> tuple[list[Tensor], list[int]]:
     """Concatenate the last keys of each head, at most ``max_lengths``, head after head, ``[B, 1, sum of lengths, ..]``;
     key biases have the H / G query heads of a head in place of 1. Also return the lengths."""
-    pieces, lengths = [], []
+    pieces = []
+    lengths = []
     for h, remaining in enumerate(max_lengths):
         of_head = []
         for part in (new.of_heads(h, h + 1), *_of_heads(old, h, 1)):

@@ -111,28 +111,22 @@ class Longformer(Attention):
             first = heads.start
             n_heads = heads.stop - first
             columns = slice(0, n * w, n)
-            options = {"vectors": None if vectors is None else vectors[columns]}
-            options["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, n_heads)[..., columns]
+            term = {"vectors": None if vectors is None else vectors[columns]}
+            term["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, n_heads)[..., columns]
             q_and_keys = q[:, heads], keys.of_heads(first, n_heads)
-            outputs.append(self._attend_classes(backend, *q_and_keys, (w,) * n_heads, n, **options))
+            group_window = Window((w,) * n_heads, self.shift)
+            outputs.append(self._attend_classes(backend, *q_and_keys, group_window, n, **term))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _attend_classes(
-        self,
-        backend: Backend,
-        q: Tensor,
-        keys: VisibleKeys,
-        max_keys: tuple[int, ...],
-        n: int,
-        *,
-        bias: Tensor | None,
-        vectors: Tensor | None,
+        self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, n: int, **term: Tensor | None
     ) -> Tensor:
         """Return head outputs ``[B, H, T, K]`` with dilation n: queries of class r, at positions equal to r modulo n,
-        see only keys of class r - shift."""
+        see only keys of class r - shift. ``term`` is that of positions."""
         if n == 1:
-            return super().attend(backend, q, keys, Window(max_keys, self.shift), bias=bias, vectors=vectors)
+            return super().attend(backend, q, keys, visible, **term)
         length, outputs = q.shape[2], []
+        bias = term["bias"]
 
         def select(x: Tensor, r: int) -> Tensor:  # padded so that classes have equal length; the padding is hidden
             return F.pad(x, (0, 0, 0, -length % n))[:, :, r::n]
@@ -143,9 +137,10 @@ class Longformer(Attention):
                 rows = slice((part.k.shape[2] + c) % n, None, n)
                 past.append(PastKV(part.k[:, :, rows], part.v[:, :, rows]))
             class_keys = VisibleKeys(select(keys.k, c), select(keys.v, c), past)
-            class_bias = select(bias, r) if bias is not None and bias.dim() > 2 else bias
-            visible = Window(max_keys, int(r < self.shift))  # the nearest key of class 0 is in the previous row
-            outputs.append(super().attend(backend, select(q, r), class_keys, visible, bias=class_bias, vectors=vectors))
+            if bias is not None and bias.dim() > 2:
+                term["bias"] = select(bias, r)
+            window = Window(visible.max_keys, int(r < self.shift))  # the nearest key of class 0 is in the previous row
+            outputs.append(super().attend(backend, select(q, r), class_keys, window, **term))
         return rearrange(outputs, "r B H m K -> B H (m r) K")[:, :, :length]
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int, int]:

@@ -112,12 +112,12 @@ class TransformerXL(Attention):
         max_keys = max(visible.max_keys)
         u, v = self.position.query_vectors(q)
         if backend.has_all_scores or self.position.has_few_queries(q, max_keys):
-            return super().attend(Plain(), q + u, keys, visible, vectors=None, bias=self.position.bias(q, max_keys))
+            return super().attend(Plain(), q + u, keys, visible, bias=self.position.bias(q, max_keys))
         p = self.position.vectors(max_keys).to(q.dtype)
         p = torch.cat([p, ((v - u) * p).sum(-1, keepdim=True)], dim=-1)
         q, outputs = F.pad(q + u, (0, 1), value=1.0), []
         head_window = Window(visible.max_keys[:1], visible.shift)
         for h in range(self.heads):
             head_keys = keys.of_heads(h, 1).each(lambda p: PastKV(F.pad(p.k, (0, 1)), F.pad(p.v, (0, 1))))
-            outputs.append(super().attend(backend, q[:, h : h + 1], head_keys, head_window, vectors=p[h]))
+            outputs.append(super().attend(backend, q[:, h : h + 1], head_keys, head_window, bias=None, vectors=p[h]))
         return torch.cat(outputs, dim=1)[..., :-1]
