@@ -43,17 +43,11 @@ class Record(AbstractContextManager):
         with raise_storage_failure(self.path):
             self._file = self.path.open("ab", buffering=0)
 
-    @property
-    def rows(self) -> int:
-        """Number of rows, after flushing all of them to the disk."""
+    def flush(self) -> tuple[int, str]:
+        """Flush all rows to the disk, and return their number and digest."""
         with raise_storage_failure(self.path):
             os.fsync(self._file.fileno())
-        return self._rows
-
-    @property
-    def sha256(self) -> str:
-        """Digest of all rows."""
-        return self._sha256.hexdigest()
+        return self._rows, self._sha256.hexdigest()
 
     def append(self, row: dict) -> None:
         """Write one row, which must have a ``kind``."""
