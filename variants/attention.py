@@ -135,7 +135,9 @@ class Attention(MultiHead, OnKernels):
         key before the segment, ``[B, G, 1, K]``."""
         z = self.span(x)
         q, k, v = self.project(x, "query", "key", "value")
-        k, last_key = self.shift_keys(k, before)
+        last_key = None
+        if self.key_shift is not None:
+            k, last_key = self.shift_keys(k, before)
         if self.key_gain is not None:
             q = self._normed(q, self.query_gain * self.d_head**-0.5)
             k = self._normed(k, self.key_gain)

@@ -120,6 +120,8 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
         y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], *band, mask)
     if inputs.extra_q is not None:
         y, lse = plain.merge_parts(y, lse, *engine.forward(inputs.extra_q, *_persistent_kv(inputs), None))
+    if inputs.sink is None:
+        return y, lse
     return plain.merge_sink(y, lse, inputs.sink)
 
 

@@ -263,9 +263,9 @@ def merge_parts(y: Tensor, lse: Tensor, extra_y: Tensor | None, extra_lse: Tenso
     return merged_y.to(y.dtype), merged_lse.where(~empty, lse)
 
 
-def merge_sink(y: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge an output and log-sum-exp with the sink ``[H]``, whose value is 0; without a sink, return them."""
-    return (y, lse) if sink is None else merge_parts(y, lse, None, sink.to(lse.dtype)[:, None].expand_as(lse))
+def merge_sink(y: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge an output and log-sum-exp with the sink ``[H]``, whose value is 0."""
+    return merge_parts(y, lse, None, sink.to(lse.dtype)[:, None].expand_as(lse))
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

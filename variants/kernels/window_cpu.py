@@ -92,7 +92,8 @@ class _Attend(torch.autograd.Function):
         y, lse, _ = _forward(*_kernel_inputs(named), *ctx.sizes)
         if CHUNK_NAMES[0] in named:
             y, lse = merge_chunk_keys(y, lse, named["q"], ChunkKeys(*(named[name] for name in CHUNK_NAMES)))
-        y, lse = merge_sink(y, lse, named.get("sink"))
+        if "sink" in named:
+            y, lse = merge_sink(y, lse, named["sink"])
         ctx.save_for_backward(*tensors, y, lse)
         return y
 
