@@ -131,8 +131,8 @@ class Attention(MultiHead, OnKernels):
         return SublayerOutput(self.join(y), state, loss, stats)
 
     def project_qkv(self, x: Tensor, start: Tensor, before: Tensor | None = None) -> Segment:
-        """Project ``x [B, T, D]`` to queries, keys and values, and compute spans and biases. ``before`` is the unmixed
-        key before the segment, ``[B, G, 1, K]``."""
+        """Project ``x [B, T, D]`` to queries, keys and values, and compute spans and biases.
+        ``before`` is the unmixed key before the segment, ``[B, G, 1, K]``."""
         z = self.span(x)
         q, k, v = self.project(x, "query", "key", "value")
         last_key = None
@@ -148,8 +148,9 @@ class Attention(MultiHead, OnKernels):
         return Segment(x, q, k, v, start, z, persistent, biases, last_key)
 
     def _attend_window(self, segment: Segment, state: State, collect_stats: bool) -> tuple[Tensor, State, Stats | None]:
-        """Return head outputs ``[B, H, T, K]``, the next state, and statistics if ``collect_stats``. A compiled graph
-        reads all of the past and does not trim the state, so that new spans do not recompile it."""
+        """Return head outputs ``[B, H, T, K]``, the next state, and statistics if
+        ``collect_stats``. A compiled graph reads all of the past and does not trim the state, so
+        that new spans do not recompile it."""
         backend = self.chosen_backend(segment.x.device)
         visible = self.span.visible_window(segment.z, self.shift)
         n_past = None if torch.compiler.is_compiling() else visible.past()
@@ -161,10 +162,12 @@ class Attention(MultiHead, OnKernels):
         return y, next_state, stats
 
     _attend_window_uncompiled = torch.compiler.disable(_attend_window)
-    """``_attend_window`` outside compiled graphs, which each new max_keys or past length would recompile."""
+    """``_attend_window`` outside compiled graphs, which each new max_keys or past length would
+    recompile."""
 
     def _visible_keys(self, segment: Segment, state: State, backend: Backend, n_past: int | None) -> VisibleKeys:
-        """Return keys and values of the segment and of the last ``n_past`` positions before it; None for all."""
+        """Return keys and values of the segment and of the last ``n_past`` positions before it;
+        None for all."""
         if self.cache == "kv":
             past_keys = before(state, n_past, segment.k.dtype)
         else:
@@ -174,8 +177,8 @@ class Attention(MultiHead, OnKernels):
         return VisibleKeys.joined(segment.k, segment.v, past_keys, *segment.biases)
 
     def attend(self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
-        """Return head outputs ``[B, H, T, K]``, with this class's sink. ``options`` are those of ``backends.attend``;
-        without ``bias``, scores have the term of the position scheme."""
+        """Return head outputs ``[B, H, T, K]``, with this class's sink. ``options`` are those of
+        ``backends.attend``; without ``bias``, scores have the term of the position scheme."""
         if "bias" not in options:
             options["vectors"], options["bias"] = self.position.term(q, max(visible.max_keys))
         if self.kv_heads < self.heads:
@@ -187,7 +190,8 @@ class Attention(MultiHead, OnKernels):
         return backend.attend(q, keys, visible, sink=self.sink, **options)
 
     def is_traced(self, device: torch.device) -> bool:
-        """Whether this is a compiled graph that includes attention. Otherwise attention runs between two graphs."""
+        """Whether this is a compiled graph that includes attention. Otherwise attention runs
+        between two graphs."""
         if not torch.compiler.is_compiling():
             return False
         backend = self.chosen_backend(device)
@@ -209,8 +213,9 @@ class Attention(MultiHead, OnKernels):
         return self.project(x, "key")[0]
 
     def _project_past(self, segment: Segment, state: State, backend: Backend, n_past: int | None) -> list[PastKV]:
-        """Project the last ``n_past`` carried inputs to keys and values; None for all. For a backend that reads parts,
-        each group of heads with equal spans has a part with the inputs that it sees."""
+        """Project the last ``n_past`` carried inputs to keys and values; None for all. For a
+        backend that reads parts, each group of heads with equal spans has a part with the inputs
+        that it sees."""
         groups = [(n_past, ALL)]
         if backend.reads_parts:
             windows = group_heads(self._max_by_kv_head(self.span.max_keys))
@@ -218,8 +223,8 @@ class Attention(MultiHead, OnKernels):
         return [] if state is None else [self.reproject_past(state, segment, *group) for group in groups]
 
     def reproject_past(self, old: Tensor, segment: Segment, n_past: int | None, heads: slice) -> PastKV:
-        """Project the last ``n_past`` carried inputs ``old [B, P, D]``, or all if it is None, to keys and values of
-        ``heads``."""
+        """Project the last ``n_past`` carried inputs ``old [B, P, D]``, or all if it is None, to
+        keys and values of ``heads``."""
         old, extra = self.past_inputs(old, n_past)
         kv = self.project_flat(old.to(carried_dtype(segment.x)), "key", "value", heads=heads)
         k, v = (self.split(part) for part in kv.chunk(2, dim=-1))
@@ -237,8 +242,9 @@ class Attention(MultiHead, OnKernels):
         return replaced(part, key_bias=by_head[:, heads].flatten(1, 2))
 
     def past_inputs(self, old: Tensor, n_past: int | None) -> tuple[Tensor, int]:
-        """Return the last ``n_past`` of carried inputs ``[B, P, D]``; None for all. If keys are shifted, return one
-        more and the number of inputs, 0 or 1, that only the key after them needs."""
+        """Return the last ``n_past`` of carried inputs ``[B, P, D]``; None for all. If keys are
+        shifted, return one more and the number of inputs, 0 or 1, that only the key after them
+        needs."""
         if n_past is None:
             return old, 0
         old = old[:, max(0, old.shape[1] - n_past - self.key_past) :]
@@ -263,8 +269,8 @@ class Attention(MultiHead, OnKernels):
     def _next_state(
         self, segment: Segment, state: State, keys: VisibleKeys, backend: Backend, n_past: int | None
     ) -> State:
-        """Return the next state: the last ``n_past`` inputs, or the keys and values that the next segment may see; all
-        of them if ``n_past`` is None."""
+        """Return the next state: the last ``n_past`` inputs, or the keys and values that the next
+        segment may see; all of them if ``n_past`` is None."""
         if self.cache == "kv":
             if segment.biases:
                 keys = keys.rebased()

@@ -47,8 +47,8 @@ class AttentionSpan(Spans):
         return None
 
     def mask(self, z: Tensor | None) -> Tensor | None:
-        """Return the soft mask for visible key x, counted from the nearest, ``[H, S]``, as a mean over queries; None
-        for a hard window."""
+        """Return the soft mask for visible key x, counted from the nearest, ``[H, S]``, as a mean
+        over queries; None for a hard window."""
         return None
 
     def project_(self) -> None:

@@ -1,8 +1,10 @@
-"""Attention backends: a class for each way to compute attention over a window, and ``attend``, which calls one by name.
+"""Attention backends: a class for each way to compute attention over a window, and ``attend``,
+which calls one by name.
 
-A mechanism outside this package can use them too: it derives from ``OnKernels`` and has the attributes ``heads``,
-``d_head``, ``position``, ``cache``, ``dropout`` and ``wanted_backend``. ``OnKernels``, ``attend``, ``TAKE_VECTORS``,
-and the names in ``Window`` and in ``VisibleKeys`` stay stable. ``tests/outside_attention.py`` is an example.
+A mechanism outside this package can use them too: it derives from ``OnKernels`` and has the
+attributes ``heads``, ``d_head``, ``position``, ``cache``, ``dropout`` and ``wanted_backend``.
+``OnKernels``, ``attend``, ``TAKE_VECTORS``, and the names in ``Window`` and in ``VisibleKeys`` stay
+stable. ``tests/outside_attention.py`` is an example.
 
     visible = Window((span,) * heads, shift)                  # kernels/window.py: the keys that a query may see
     keys = VisibleKeys.joined(k, v, before(state, visible.past(), k.dtype))           # context.py: past and segment
@@ -32,9 +34,11 @@ class Backend:
     adds_only_columns = False
     """Whether it adds only constants of columns to scores, no key biases and no vectors."""
     reads_parts = False
-    """Whether it reads the parts of a past where they are; others need past and segment in one tensor."""
+    """Whether it reads the parts of a past where they are; others need past and segment in one
+    tensor."""
     has_all_scores = False
-    """Whether all scores are one tensor in memory; then heads of unequal spans carry pasts of equal length."""
+    """Whether all scores are one tensor in memory; then heads of unequal spans carry pasts of equal
+    length."""
 
     def obstacles(self, sublayer: "OnKernels", device: torch.device, dropout: float) -> list[str]:
         """Return the reasons why it cannot run; empty if it can."""
@@ -137,7 +141,8 @@ ON_CPU = {backend.name: backend for backend in (CpuKernel(), Fused(), Plain(), C
 """Backends on a CPU by name, preferred first."""
 ELSEWHERE = {backend.name: backend for backend in (TritonKernel(), Fused(), Chunked(), Plain())}
 TAKE_VECTORS = tuple(name for name, backend in ON_CPU.items() if not backend.adds_only_columns)
-"""Names of the backends that accept a vector per distance, in place of a bias computed from the query."""
+"""Names of the backends that accept a vector per distance, in place of a bias computed from the
+query."""
 
 
 def on(device: torch.device) -> dict[str, Backend]:
@@ -152,7 +157,8 @@ def attend(backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **option
         backend: a name from ``OnKernels.backend``.
         keys: keys, values and their biases. They are packed if heads have pasts of unequal length.
         q, visible: see ``window.attend``.
-        options: ``bias``, ``vectors``, ``persistent``, ``sink``, ``dropout`` and ``seed``; see ``window.attend``."""
+        options: ``bias``, ``vectors``, ``persistent``, ``sink``, ``dropout`` and ``seed``; see
+        ``window.attend``."""
     return on(q.device)[backend].attend(q, keys, visible, **options)
 
 
@@ -199,7 +205,8 @@ class OnKernels(Sublayer):
         return name
 
     def chosen_backend(self, device: torch.device) -> Backend:
-        """Return the object of ``backend`` in the present mode. Outside of compiled graphs, it is chosen once."""
+        """Return the object of ``backend`` in the present mode. Outside of compiled graphs, it is
+        chosen once."""
         key = (self.wanted_backend, device, self.training)
         chosen = {} if torch.compiler.is_compiling() else self._chosen
         if key not in chosen:

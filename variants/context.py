@@ -76,7 +76,8 @@ class VisibleKeys(NamedTuple):
         return replaced(self, past=past, whole=whole, key_bias=self.key_bias - base)
 
     def packed(self) -> dict[str, Tensor | None]:
-        """Return past and segment in one tensor, as fields of ``Inputs`` of ``kernels/window.py``."""
+        """Return past and segment in one tensor, as fields of ``Inputs`` of
+        ``kernels/window.py``."""
         if len(self.past) < 2:
             whole = self.whole or VisibleKeys.joined(self.k, self.v, self.past, self.key_bias).whole
             return whole._asdict() | {"query_bias": self.query_bias, "lengths": None}
@@ -96,7 +97,8 @@ class VisibleKeys(NamedTuple):
 
 
 def before(state: State, n_past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
-    """Split a state into parts of the last ``n_past`` keys and values (None: all), in ``dtype`` (None: unchanged)."""
+    """Split a state into parts of the last ``n_past`` keys and values (None: all), in ``dtype``
+    (None: unchanged)."""
     if state is None:
         return []
     fields = [(part,) if isinstance(part, Tensor) else part for part in state]  # keys, values, maybe key biases

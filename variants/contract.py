@@ -300,8 +300,8 @@ class Position(nn.Module):
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor | None:
         """Return the term that is added to scores of scaled queries ``q [B, H, T, K]``: a constant ``[H, max_keys]``,
-        or ``[B, H, T, max_keys]``, or None. Column x belongs to visible key x, counted from the nearest. The default is
-        the products with ``vectors``."""
+        or ``[B, H, T, max_keys]``, or None. Column x belongs to visible key x, counted from the
+        nearest. The default is the products with ``vectors``."""
         vectors = self.vectors(max_keys)
         return None if vectors is None else q @ vectors.T.to(q.dtype)
 

@@ -88,7 +88,8 @@ class Latent(Attention):
         return torch.cat([k, r.to(k.dtype)], dim=-1), F.pad(v, (0, self.d_position))
 
     def reproject_past(self, old: Tensor, segment: Segment, n_past: int | None, heads: slice) -> PastKV:
-        """Project the last ``n_past`` latents before the segment; None for all. All heads have equal spans."""
+        """Project the last ``n_past`` latents before the segment; None for all. All heads have
+        equal spans."""
         old, extra = self.past_inputs(old, n_past)
         k, v = self._project_latents(old.to(carried_dtype(segment.x)), segment.start - old.shape[1])
         return PastKV(k[:, :, extra:], v[:, :, extra:])

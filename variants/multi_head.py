@@ -78,8 +78,8 @@ class MultiHead(Sublayer):
         return [self.split(part) for part in self.project_flat(x, *names).split(widths, dim=-1)]
 
     def project_flat(self, x: Tensor, *names: str, heads: slice | None = None) -> Tensor:
-        """Compute ``project``, with the outputs of the n maps concatenated, ``[B, T, n H K]``; only of ``heads``, if
-        they are given."""
+        """Compute ``project``, with the outputs of the n maps concatenated, ``[B, T, n H K]``; only
+        of ``heads``, if they are given."""
 
         def concatenate(parameter: str) -> Tensor | None:
             parts = []

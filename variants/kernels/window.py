@@ -53,8 +53,8 @@ class Persistent(NamedTuple):
 
 
 class PastKV(NamedTuple):
-    """Keys and values of n neighbouring heads: of P bytes before the segment, of the segment, or of both. In a list of
-    parts, the heads of a part follow those of the part before."""
+    """Keys and values of n neighbouring heads: of P bytes before the segment, of the segment, or of
+    both. In a list of parts, the heads of a part follow those of the part before."""
 
     k: Tensor  # [B, n, P, K]
     v: Tensor

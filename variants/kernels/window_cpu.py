@@ -55,8 +55,9 @@ def attend(
 
     Args:
         k, v: keys and values of the segment ``[B, H, T, K]``; ``key_bias`` is also the segment's.
-        past: keys and values before the segment, in parts for heads with pasts of equal length, in the order of heads.
-            Empty without a past. Their gradients are computed only if they are needed.
+        past: keys and values before the segment, in parts for heads with pasts of equal length, in
+            the order of heads. Empty without a past. Their gradients are computed only if they are
+            needed.
         chunk_keys: keys and values for each chunk of queries, in the same softmax."""
     inputs, n_distances = Inputs.from_call(q, k, v, window, **options), max(window.max_keys)
     for name, x in (("vectors", inputs.vectors), ("bias", None if inputs.bias is None else inputs.bias.mT)):
