@@ -49,8 +49,7 @@ from variants.kernels.fused import group_heads
 from variants.kernels.window import PastKV, Persistent, Window, count_pairs, replaced
 from variants.multi_head import EPSILON, HeadKeywords, MultiHead, head_means, head_stats, start_of
 
-ALL = slice(None)
-"""All heads."""
+ALL = slice(None)  # heads
 
 
 class Segment(NamedTuple):
@@ -148,9 +147,8 @@ class Attention(MultiHead, OnKernels):
         return Segment(x, q, k, v, start, z, persistent, biases, last_key)
 
     def _attend_window(self, segment: Segment, state: State, collect_stats: bool) -> tuple[Tensor, State, Stats | None]:
-        """Return head outputs ``[B, H, T, K]``, the next state, and statistics if
-        ``collect_stats``. A compiled graph reads all of the past and does not trim the state, so
-        that new spans do not recompile it."""
+        """Return head outputs ``[B, H, T, K]``, the next state, and statistics if asked for. A
+        compiled graph reads all of the past and trims no state, so new spans do not recompile it."""
         backend = self.chosen_backend(segment.x.device)
         visible = self.span.visible_window(segment.z, self.shift)
         n_past = None if torch.compiler.is_compiling() else visible.past()
@@ -162,12 +160,10 @@ class Attention(MultiHead, OnKernels):
         return y, next_state, stats
 
     _attend_window_uncompiled = torch.compiler.disable(_attend_window)
-    """``_attend_window`` outside compiled graphs, which each new max_keys or past length would
-    recompile."""
+    """``_attend_window`` between compiled graphs, which new spans would recompile."""
 
     def _visible_keys(self, segment: Segment, state: State, backend: Backend, n_past: int | None) -> VisibleKeys:
-        """Return keys and values of the segment and of the last ``n_past`` positions before it;
-        None for all."""
+        """Return keys and values of the segment and of ``n_past`` positions before it, or all."""
         if self.cache == "kv":
             past_keys = before(state, n_past, segment.k.dtype)
         else:
@@ -190,8 +186,7 @@ class Attention(MultiHead, OnKernels):
         return backend.attend(q, keys, visible, sink=self.sink, **options)
 
     def is_traced(self, device: torch.device) -> bool:
-        """Whether this is a compiled graph that includes attention. Otherwise attention runs
-        between two graphs."""
+        """Whether a compiled graph includes attention, which otherwise runs between two graphs."""
         if not torch.compiler.is_compiling():
             return False
         backend = self.chosen_backend(device)
@@ -213,9 +208,8 @@ class Attention(MultiHead, OnKernels):
         return self.project(x, "key")[0]
 
     def _project_past(self, segment: Segment, state: State, backend: Backend, n_past: int | None) -> list[PastKV]:
-        """Project the last ``n_past`` carried inputs to keys and values; None for all. For a
-        backend that reads parts, each group of heads with equal spans has a part with the inputs
-        that it sees."""
+        """Project the last ``n_past`` carried inputs, or all, to keys and values. For a backend
+        that reads parts, a group of heads with equal spans has a part with the inputs it sees."""
         groups = [(n_past, ALL)]
         if backend.reads_parts:
             windows = group_heads(self._max_by_kv_head(self.span.max_keys))
@@ -242,9 +236,8 @@ class Attention(MultiHead, OnKernels):
         return replaced(part, key_bias=by_head[:, heads].flatten(1, 2))
 
     def past_inputs(self, old: Tensor, n_past: int | None) -> tuple[Tensor, int]:
-        """Return the last ``n_past`` of carried inputs ``[B, P, D]``; None for all. If keys are
-        shifted, return one more and the number of inputs, 0 or 1, that only the key after them
-        needs."""
+        """Return the last ``n_past`` of carried inputs ``[B, P, D]``, or all. If keys are shifted,
+        return one more, and the number of inputs, 0 or 1, that only the key after them needs."""
         if n_past is None:
             return old, 0
         old = old[:, max(0, old.shape[1] - n_past - self.key_past) :]
