@@ -75,9 +75,8 @@ def main(cfg: DictConfig) -> None:
     title = f"Predicted memory of {plan.variant} on {kind}, {eager_plan(plan).runtime.precision}, "
     title += "within 10% of the measured peak" if verified else "not verified"
     columns = (Column("", numeric=False), Column(""), Column("what it is", numeric=False))
-    rows = tuple(tuple(map(cells.text, line)) for line in lines)
     show_progress("")
-    print_table(Table(name="fit", title=title, caption="", columns=columns, rows=rows))
+    print_table(Table(title=title, columns=columns, rows=[[*map(cells.text, line)] for line in lines]))
 
 
 def parse_memory(value: object) -> int:

@@ -116,7 +116,7 @@ def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
 def for_terminal(table: Table) -> Table:
     """The table with only the columns that the section ``terminal`` of ``columns.yaml`` lists, explained in notes."""
     shown = [index for index, column in enumerate(table.columns) if column.heading in COLUMNS["terminal"]]
-    columns = tuple(table.columns[index] for index in shown)
-    rows = tuple(tuple(row[index] for index in shown) for row in table.rows)
+    columns = [table.columns[index] for index in shown]
+    rows = [[row[index] for index in shown] for row in table.rows]
     explained = [f"{column.heading}: {column.explanation}" for column in columns if column.explanation]
     return replace(table, columns=columns, rows=rows, notes=(*table.notes, *explained))
