@@ -34,7 +34,7 @@ from harness.loop.admission import admission
 from harness.loop.prepare import make_plan
 from harness.plan.settings import RuntimeSettings, parse_section
 from harness.record.row import Built, Cost
-from harness.record.rows import append_row, read_rows, to_json
+from harness.record.rows import append_row, read_rows
 from harness.record.table import print_table
 
 Backend = RuntimeSettings.__annotations__["backend"]
@@ -87,9 +87,7 @@ def main(cfg: DictConfig) -> None:
         admission(plan)
     rows = []
     for group in filter(None, groups):
-        for row in measure_group(group, settings=settings):
-            rows.append(to_json(row))
-            append_row(file, row)
+        rows += [append_row(file, row) for row in measure_group(group, settings=settings)]
     for table in cost_tables(rows):  # bench.report shows all of their columns
         print_table(for_terminal(table))
     print(f"rows: {file}")

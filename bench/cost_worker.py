@@ -73,9 +73,16 @@ class CostWorker:
 
     def identity(self) -> dict:
         """The row's provenance. On a GPU ``allocator`` is None, because it is a setting of the CPU's memory."""
-        context = {"corpus": self.corpus, "runtime": self.runtime, "command": self.task.command}
-        facts = provenance(self.plan, kind=self.kind, **context)
-        return facts | ({"allocator": None} if self.device.type == "cuda" else {})
+        facts = provenance(
+            self.plan,
+            kind=self.kind,
+            corpus=self.corpus,
+            runtime=self.runtime,
+            command=self.task.command,
+        )
+        if self.device.type == "cuda":
+            facts["allocator"] = None
+        return facts
 
     def build(self) -> dict:
         """Make the model, and with ``batch.carry`` the state that the streams carry; return ``facts``."""

@@ -55,14 +55,13 @@ def main(cfg: DictConfig) -> None:
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None
     if changes["context"] is None:
         protocol["context"] = streamed_context(protocol["span"], plan.model.layers)
-    split, seed = split[:limit], provenance["seed"]
+    split = split[:limit]
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
     show_progress(f"{plan.variant}: scoring {len(split):,} bytes of {cfg.split} three times")
     window_cuts = round(CUTS * WINDOW_CUTS_SHARE)
-    options = {"runtime": runtime, "future_seed": seed}
+    options = {"runtime": runtime, "future_seed": provenance["seed"]}
     score = score_stream(model, split, collect_stats=True, cuts=CUTS - window_cuts, **options, **cut)
     windows = score_windows(model, split, cuts=window_cuts, **options)
-    sizes = {"longest": 2 * protocol["span"], "segment": protocol["segment"]}
     floor, scores = corpus.floor_bits(split), [score, windows]
     future, causal = check_causality(model, scores, floor=floor, precision=runtime.precision)
     row = {
@@ -75,7 +74,13 @@ def main(cfg: DictConfig) -> None:
         "bits_per_repeat": score.bits_by_label(corpus.repeat_masks(split)),
         "floor_bits_per_byte": floor,
         **future.row(),
-        "context_curve": score_context(model, split, runtime=runtime, **sizes),
+        "context_curve": score_context(
+            model,
+            split,
+            runtime=runtime,
+            longest=2 * protocol["span"],
+            segment=protocol["segment"],
+        ),
         "bytes": len(score.nats),
         "metrics": model.metrics(score.stats),
         "check": provenance.get("check") if causal else NOT_CAUSAL,

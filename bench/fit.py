@@ -68,8 +68,11 @@ def main(cfg: DictConfig) -> None:
     lines += [(f"{cause}, MiB", cells.mib(by_cause[cause]).text, about) for cause, about in CAUSES.items()]
     if limit_bytes:
         lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
-        limits = {"limit_bytes": limit_bytes, "min_streams": plan.batch.accumulate}
-        streams = most_streams(lambda n: predict(plan, streams=n)["predicted_peak_bytes"], **limits)
+        streams = most_streams(
+            lambda n: predict(plan, streams=n)["predicted_peak_bytes"],
+            limit_bytes=limit_bytes,
+            min_streams=plan.batch.accumulate,
+        )
         lines.append(("most streams", f"{streams:,}", f"that fit; up to {MAX_STREAMS:,} were tried"))
     verified = kind == "cpu" and plan.runtime.compile is not True
     title = f"Predicted memory of {plan.variant} on {kind}, {eager_plan(plan).runtime.precision}, "

@@ -70,7 +70,7 @@ def test_a_plain_file_is_read_split_and_never_changed(tmp_path, monkeypatch):
     corpus = load("file", path=path)
     assert all_bytes(corpus) == TEXT
     assert corpus.provenance() == {"name": "file:small.txt", "bytes": len(TEXT), "sha256": SHA256}
-    assert (corpus.vocabulary, corpus.floor, corpus.fallback_for) == (256, None, None)
+    assert (corpus.vocabulary, corpus.fallback_for) == (256, None)
     monkeypatch.setattr(sources, "LARGE_BYTES", 1000)
     load("file", path=path).splits["train"][0] = 0  # writes to a private copy of the mapped page
     assert Path(path).read_bytes() == TEXT

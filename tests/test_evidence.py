@@ -161,15 +161,15 @@ def test_a_completed_run_gets_a_line_without_paths_of_the_machine(tmp_path, monk
     code = 4  # the exit code of a full disk
     with pytest.raises(ValueError, match="ended with 4"):
         runner.run(cell)
-    assert cell.find_row(words) is None
+    assert cell.find_row() is None
     code = 3  # the exit code of divergence
     runner.run(cell)
     runner.run(cell)
     assert f"data.path={tmp_path}/corpus.xz" in commands[-1]
-    row = cell.find_row(words)["summary"]
+    row = cell.find_row()["summary"]
     assert row["status"] == "diverged" and "outputs=outputs data.path=corpus.xz" in row["command"], "no machine's path"
     assert str(tmp_path) not in cell.file.read_text()
-    assert cell.find_row(words)["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
+    assert cell.find_row()["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
     assert len(cell.file.read_text().splitlines()) == 1
 
 

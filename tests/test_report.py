@@ -213,7 +213,7 @@ def test_unfinished_corrupt_and_incomparable_runs_are_named_but_not_shown(tmp_pa
     assert sorted(rows.frame["seed"]) == [0, 5] and len(rows.omitted) == 7
     reasons = "\n".join(rows.omitted)
     assert f"not finished, not shown: {folders[1]}: no summary yet" in reasons
-    differ = "not of the run in record.jsonl: seed, config_hash differ"
+    differ = "not of the run in record.jsonl: config_hash differs"
     assert all(words in reasons for words in ("summary.json: line 1: not JSON", differ, "line 4: not JSON"))
     assert all(f"{check}: not compared" in reasons for check in INCOMPARABLE_CHECKS)
     assert f"{folders[4] / 'record.jsonl'}: line 1: " in reasons

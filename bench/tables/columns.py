@@ -46,8 +46,8 @@ def _spread(row: Mapping, key: str) -> Cell:
 
 def _evaluation_backend(row: Mapping, key: str) -> Cell:
     """The backend of evaluation, if it differs from that of training."""
-    backend = row["row"].get(key) if "row" in row else None
-    return cells.EMPTY if backend is None or backend == row["row"]["backend"] else cells.text(backend)
+    run = row.get("row", {})
+    return cells.text(None if run.get(key) == run.get("backend") else run.get(key))
 
 
 def _speed(row: Mapping, key: str) -> Cell:

@@ -117,7 +117,7 @@ class Run:
         plan, path = self.plan, self.folder.path
         config = to_json(plan.config)  # turns integer keys, which are layers, into text
         write_atomically(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
-        self._record = stack.enter_context(Record(path, rows=saved.get("rows", 0), sha256=saved.get("sha256")))
+        self._record = Record(path, rows=saved.get("rows", 0), sha256=saved.get("sha256"))
         self._wandb = stack.enter_context(self._wandb_run(self.trainer.corpus.name, id=saved.get("wandb_id")))
         if saved:
             self._wandb.resume(read_rows(path / RECORD))
@@ -158,8 +158,7 @@ class Run:
         """Write a row to the record and to W&B. At most every ``record.progress_seconds`` a train row is printed."""
         if not self._processes.is_main:
             return
-        row = to_json(row)
-        self._record.append(row)
+        row = self._record.append(row)
         self._wandb.log(row)
         if row["kind"] == "train" and time.monotonic() - self._printed_at >= self.plan.record.progress_seconds:
             self._printed_at = time.monotonic()

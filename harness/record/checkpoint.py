@@ -99,7 +99,6 @@ def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the files of a run folder that are named like checkpoints, by increasing step."""
     paths = [path for path in (folder / FOLDER).glob("step-*.pt") if _NAME.fullmatch(path.name)]
-    paths = [path for path in paths if path.is_file() or not path.exists()]
     return sorted(paths, key=lambda path: int(_NAME.fullmatch(path.name)[1]))
 
 

@@ -27,7 +27,7 @@ class Disk:
 
     def __init__(self, monkeypatch):
         self._word, self._free_bytes, self._write = None, 0, cache.write_all
-        for module in ("cache", "record.rows", "record.folder"):
+        for module in ("cache", "record.folder"):
             monkeypatch.setattr(f"harness.{module}.write_all", self._write_all)
 
     def fill(self, word: str | None, *, after: int = 0) -> None:

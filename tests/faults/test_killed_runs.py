@@ -41,7 +41,7 @@ def write_in_halves(file, content):
     inner(file, view[len(view) // 2 :])
 
 inner = cache.write_all
-for module in (cache, folder, rows):
+for module in (cache, folder):
     module.write_all = write_in_halves
 sys.addaudithook(watch)
 sys.argv[0] = os.environ["PROGRAM"]
