@@ -18,7 +18,6 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
-import hydra
 from annotated_types import Gt, MinLen
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,7 +27,7 @@ from bench.planning import pop_keys, recompose, row_digests, typed_command
 from bench.rows import row_file
 from bench.turns import Entry, measure, show_progress
 from harness.cache import user_path
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 from harness.device.worker_process import OUT_OF_MEMORY
 from harness.loop.admission import admission
 from harness.loop.prepare import make_plan
@@ -63,7 +62,7 @@ class CostSettings:
 COMMAND_KEYS = tuple(CostSettings.__dataclass_fields__)
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
+@with_config("cost")
 def main(cfg: DictConfig) -> None:
     from bench.tables.columns import for_terminal  # not in the processes that measure, which import this module
     from bench.tables.costs import cost_tables

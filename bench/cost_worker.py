@@ -8,14 +8,13 @@ import dataclasses
 import gc
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor, nn
 
+from bench import read_yaml
 from bench.planning import provenance
 from bench.turns import time_calls
 from harness.count.flops import count_flops, forward_flops_per_byte
@@ -38,7 +37,7 @@ SCHEDULE_FRACTION = 0.5  # of the budget, for the schedule; has no effect, becau
 NOISE = 0.02  # standard deviation, as usual for initial weights
 NOISE_CHUNK = 2**20
 """Elements whose noise is drawn at a time, so that the noise of a large table does not raise the memory peak."""
-LEARNED_SPANS = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
+LEARNED_SPANS = read_yaml("learned_spans.yaml")["spans"]
 LEARNED_SPANS = [sorted(layer, reverse=True) for layer in LEARNED_SPANS]  # so a model with fewer heads gets the longest
 """Spans of a trained run in keys: a list for each layer with one span for each head, the longest first."""
 

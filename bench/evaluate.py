@@ -7,16 +7,14 @@ state, in windows without state, and by bytes of context. The last are also draw
 from pathlib import Path
 from typing import Annotated, Literal
 
-import hydra
 from annotated_types import Ge
 from omegaconf import DictConfig
 
-from bench import CONF
 from harness.cache import user_path, write_atomically
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
+@with_config("evaluate")
 def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained  # slow imports come after the command line has been parsed
     from bench.turns import show_progress

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
 from harness.cache import append_atomically, file_lock
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_rows, to_json
 
@@ -262,7 +261,7 @@ def _take_core(cores: list[int]) -> None:
     os.nice(10)
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="evidence")
+@with_config("evidence")
 def main(cfg: DictConfig) -> None:
     """Train the cells of a stage that have no row; ValueError with the error of each cell that failed."""
     if cfg.stage not in cfg.stages:

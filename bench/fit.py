@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Annotated
 
-import hydra
 import torch
 from annotated_types import Ge
 from omegaconf import DictConfig
@@ -23,11 +22,10 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from bench import CONF
 from bench.cost_worker import full_state
 from bench.planning import pop_keys
 from bench.turns import show_progress
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 from harness.count.memory import tensors_of
 from harness.device.runtime import Runtime, resolve_auto
 from harness.loop.admission import admission
@@ -54,7 +52,7 @@ CAUSES = {
 }
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
+@with_config("fit")
 def main(cfg: DictConfig) -> None:
     memory = pop_keys(cfg, *COMMAND_KEYS)["device_memory"]
     limit_bytes = None if memory is None else parse_memory(memory)

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated
 
-import hydra
 from annotated_types import Gt
 from omegaconf import DictConfig
 
-from bench import CONF
 from bench.turns import Entry, measure
 from harness.cache import user_path
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 from harness.record.row import Peers
 
 
@@ -34,7 +32,7 @@ class PeerSettings:
 COMMAND_KEYS = tuple(PeerSettings.__dataclass_fields__)
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
+@with_config("peers")
 def main(cfg: DictConfig) -> None:
     from bench.peer_workers import PeerWorker  # slow imports come after the command line has been parsed
     from bench.planning import pop_keys

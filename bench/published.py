@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import pandas as pd
-import yaml
 
+from bench import read_yaml
 from bench.cost import dense_peak_flops
 from bench.evidence import LR_FACTORS, best_factor, cell_keys, mechanism, missing_runs, scores_by_factor
 from bench.published_runs import STATE, TEST, PublishedRuns, best_rates, published_means, run_conditions, text_file
@@ -91,11 +91,6 @@ def gpu_sections(path: Path) -> str:
     return "\n\n".join(to_markdown(table) for table in tables if table.rows)
 
 
-def read_yaml(name: str) -> dict | list:
-    """The content of a YAML file of ``bench``."""
-    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
 def missing_note(path: Path, *stages: str) -> str:
     """A paragraph with the number of missing runs of each mechanism in stages of ``bench.evidence``, if there are any."""
     counts = Counter(run["variant"] for run in missing_runs(path, *stages))
@@ -104,9 +99,7 @@ def missing_note(path: Path, *stages: str) -> str:
     return f"\n\nRuns that are missing ({commands}): {names}." if counts else ""
 
 
-def mechanism_table(
-    cells: Mapping[str, Mapping[str, object]], headings: Sequence[str], **attributes: str
-) -> Table:
+def mechanism_table(cells: Mapping[str, Mapping[str, object]], headings: Sequence[str], **attributes: str) -> Table:
     """``text_table`` with a row per mechanism; a cell that a mechanism lacks is empty."""
     rows = [[name, *(row.get(heading, "") for heading in headings)] for name, row in cells.items()]
     return text_table(["mechanism", *headings], rows, **attributes)

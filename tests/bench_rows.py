@@ -70,8 +70,13 @@ def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-c
     """Write ``rows.jsonl`` into the sub-folder ``name``, as the commands do."""
     path = folder / name / "rows.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(path, rows)
     return path
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    """Write rows as the lines of a file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_run(
@@ -106,6 +111,6 @@ def write_run(
     digest = hashlib.sha256(str((variant, seed, bits, config)).encode()).hexdigest()
     folder = outputs / f"{variant}-s{seed}-{digest[:8]}"
     folder.mkdir(parents=True)
-    (folder / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / "summary.json").write_text(json.dumps(summary | changes) + "\n", encoding="utf-8")
+    write_lines(folder / "record.jsonl", rows)
+    (folder / "summary.json").write_text(json.dumps(summary | changes) + "\n")
     return folder

@@ -9,7 +9,7 @@ from harness.record import rows
 from tests.command_line import GENERATED, ROOT, empty_folder, train  # noqa: F401 - a fixture
 from variants.kernels import window_cpu
 
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
 def files_on_page(title: str) -> list[str]:

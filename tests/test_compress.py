@@ -120,7 +120,7 @@ def packed(packed_text, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (("runtime.threads=2",), r"differ from the encoder's: threads \(then 1, now 2\);"),
         (("runtime.precision=bfloat16",), r"differ from the encoder's: precision \(then float32, now bfloat16\)"),
@@ -178,7 +178,7 @@ def test_a_file_that_decodes_to_other_bytes_is_not_written(run, packed):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         ((), r"file=None split=None: exactly one of them must be set"),
         (("file=plain", "split=test"), r"file=plain split=test: exactly one of them"),

@@ -134,7 +134,7 @@ def test_out_of_memory_gives_a_row_with_that_status(cwd):
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    "words, parts",
     [
         (("backends=[nope]",), ("backends", "nope", "auto, plain, chunked, fused, kernel")),
         (("variants=[mhsa,nope]",), ("variant=nope", "adaptive_span")),

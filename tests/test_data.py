@@ -91,7 +91,7 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path):
         load("file", path=str(folder))
 
 
-@pytest.mark.parametrize(("suffix", "pack"), PACKERS.items())
+@pytest.mark.parametrize("suffix, pack", PACKERS.items())
 def test_a_compressed_file_is_unpacked_and_refused_if_damaged_or_too_large(tmp_path, monkeypatch, suffix, pack):
     packed = pack(TEXT)
     assert all_bytes(load("file", path=write(tmp_path, f"small.{suffix}", packed))) == TEXT
@@ -130,7 +130,7 @@ def test_a_compressed_file_is_unpacked_whatever_its_name_is(tmp_path, pack):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "content"),
+    "suffix, content",
     [
         *((f"tar.{mode}", tarred(TEXT, f"w:{mode}")) for mode in ("", "gz", "bz2", "xz")),
         ("tar", tarred(TEXT)[:257] + bytes(255) + tarred(TEXT)[512:]),  # of 1979
@@ -194,7 +194,7 @@ def test_paths_without_a_readable_corpus_are_refused_with_a_reason(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "keywords"),
+    "key, keywords",
     [
         ("data.name", {"name": "enwik9"}),
         ("data.path", {"name": "file"}),

@@ -150,7 +150,7 @@ PROJECTED, PAIRS = 2 * 16 * 4 * 16 * 16, 4 * 2 * 8 * 8 * 16  # queries, keys, va
 
 
 @pytest.mark.parametrize(
-    ("call", "expected"),
+    "call, expected",
     [
         (lambda: torch.zeros(4, 6).addmm_(MATRIX, WIDE), 2 * 4 * 5 * 6),
         (lambda: torch.zeros(3, 4, 6).baddbmm_(*STACKS), 2 * 3 * 4 * 5 * 6),

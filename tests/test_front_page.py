@@ -10,7 +10,7 @@ from bench import front_page, published, published_runs
 from bench.evidence import LR_FACTORS
 from bench.front_page import BEGIN, END, README, RESULTS, between_markers
 from bench.text_figures import recall_curves, recall_finding, state_finding
-from tests.bench_rows import peer_row
+from tests.bench_rows import peer_row, write_lines
 
 ROOT = front_page.ROOT
 CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
@@ -39,7 +39,7 @@ def folder(tmp_path):
     """A folder with rows of three mechanisms. One run of ``linear`` is not causal and one has diverged."""
 
     def write(name: str, lines: list[dict]) -> None:
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+        write_lines(tmp_path / f"{name}.jsonl", lines)
 
     runs = [line("mhsa", seed, 2.30 + seed / 100) for seed in range(3)]
     runs += [line("adaptive_span", seed, 2.29 + seed / 100 + 0.001 * seed) for seed in range(3)]
@@ -76,12 +76,12 @@ def folder(tmp_path):
 
 def test_committed_pages_are_up_to_date_rows_are_small_and_readme_claims_no_speed():
     for name, block in front_page.blocks(ROOT / RESULTS).items():
-        page = (ROOT / name).read_text(encoding="utf-8")
+        page = (ROOT / name).read_text()
         assert between_markers(page, block, name=name) == page, f"{name} is outdated: run python -m bench.front_page"
         assert all((ROOT / name).with_name(picture).exists() for picture in re.findall(r"\]\((\w+\.png)\)", page))
     files = [path for path in (ROOT / RESULTS).iterdir() if path.suffix == ".jsonl"]
     assert len(files) <= 12 and sum(path.stat().st_size for path in files) < 3e6
-    assert not CLAIM.findall((ROOT / README).read_text(encoding="utf-8")), "a claim of speed needs its row"
+    assert not CLAIM.findall((ROOT / README).read_text()), "a claim of speed needs its row"
 
 
 def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_score(folder, monkeypatch):
@@ -110,7 +110,7 @@ def test_rows_with_windows_in_a_permutation_replace_the_older_ones(folder):
     for row in rows:
         row["cell"].insert(0, "sweep=text")
         row["summary"]["test_bits_per_repeat"] = {"32 to 512": 1.25, "513 to 4096": None}
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "text.jsonl", rows)
     table = front_page.readme_table(folder)
     assert "| repeats, 32 to 512 |" in table and "| `mhsa` | 3 | 2.2100 | 1.250 | +0.0 |" in table
     assert "`mhsa` (2)" in table and "`adaptive_span` (5)" in table and "2.3100" not in table
@@ -150,7 +150,7 @@ def test_a_skill_with_searched_learning_rates_has_only_mechanisms_at_their_best_
 
 
 @pytest.mark.parametrize(
-    ("seed", "word", "sha256", "factor", "message"),
+    "seed, word, sha256, factor, message",
     [
         (0, "", "ab", 2, "rows repeat a run"),
         (3, "model.layers=8", "ab", 2, "rows repeat a run, or differ in options"),
@@ -184,7 +184,7 @@ def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(fo
     cases += [(published.cost_tables, (cost, cost | change)) for change in ({}, {"variant": "linear", "threads": 2})]
     cases += [(published.speed_tables, (peer, peer | change)) for change in ({}, {"name": "mhsa", "threads": 9})]
     for table, rows in [*cases, (published.learning_rate_tables, rates)]:
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / "rows.jsonl", rows)
         with pytest.raises(ValueError, match=r"rows.jsonl: rows (repeat a|differ in)"):
             list(table(folder / "rows.jsonl"))
 
@@ -206,7 +206,7 @@ def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):
         recall_line(0, [0.99, 1.0], variant="mhsa_shift", key_shift=True),
     ]
     rows += [recall_line(0, [0.5], variant="gated_delta", filter_bytes=1)]
-    (folder / "recall_by_key.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "recall_by_key.jsonl", rows)
     curves = recall_curves(folder / "recall_by_key.jsonl")
     assert {name: runs.shape[1] for name, runs in curves.items()} == {
         "mhsa": 3,
@@ -237,7 +237,7 @@ def test_runs_of_several_budgets_are_a_table_and_a_figure(folder):
         row["cell"] += ["sweep=text", f"budget.bytes={budget}", "optim.schedule.decay_fraction=0.2"]
         row["summary"] |= {"budget": {"bytes": budget}, "training_flops": 1e6 * budget, "epochs": budget / 3.4e6}
         rows.append(row)
-    (folder / "text_bytes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "text_bytes.jsonl", rows)
     text = published.results_sections(folder)
     assert "| mechanism | 0.85 MB, 0.25 epochs | 3.4 MB, 1 epochs |" in text
     assert "| `mhsa` | 2.5000 (n=1) | 2.3000 (n=1) |" in text and "`mhsa` (6)" in text

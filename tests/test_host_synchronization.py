@@ -35,7 +35,7 @@ def counted(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    "words, expected",
     [
         ((*SPANS, *DEEP), ["tolist"]),
         ((*VARIANTS["mhsa"], *DEEP), []),

@@ -23,7 +23,7 @@ def single_branch(layer: NativeSparse, branch: str) -> NativeSparse:
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("attend_self", [True, False])
-@pytest.mark.parametrize(("span", "sizes"), [(13, {"block": 1, "selected": 13}), (40, {"block": 4, "selected": 10})])
+@pytest.mark.parametrize("span, sizes", [(13, {"block": 1, "selected": 13}), (40, {"block": 4, "selected": 10})])
 def test_selecting_all_blocks_equals_attention(span, sizes, attend_self, monkeypatch):
     monkeypatch.setattr("variants.nsa.QUERIES_AT_ONCE", 5)
     case = replace(CASE, span=span, attend_self=attend_self)

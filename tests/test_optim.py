@@ -161,7 +161,7 @@ def test_learning_rates_are_the_base_times_scale_times_schedule():
 
 
 @pytest.mark.parametrize(
-    ("sparse", "optimizer", "message"),
+    "sparse, optimizer, message",
     [
         (True, ADAMW, r"variant\.groups\.values\.optimizer=AdamW.*layers\.0\.memory\.weight is sparse.*SparseAdam"),
         (False, torch.optim.SparseAdam, r"variant\.groups\.values\.optimizer=SparseAdam.*is dense"),

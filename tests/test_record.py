@@ -70,7 +70,7 @@ OTHER_CODE = {"source": "bb", "tree": "other"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    "changes, expected",
     [
         (OTHER_CODE | {"device": "Another CPU"}, True),
         (OTHER_CODE | {"check": "passed"}, False),  # edited code of a shipped variant

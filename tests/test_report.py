@@ -19,7 +19,7 @@ from bench.tables.frame import Rows
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import FORMAT
 from harness.record.table import MAX_TEXT_WIDTH, Cell, Column, Table, print_table, to_csv
-from tests.bench_rows import cost_row, peer_row, write_rows, write_run
+from tests.bench_rows import cost_row, peer_row, write_lines, write_rows, write_run
 from tests.fixed_rows import change, text_of, write_fixed_rows
 
 GOLDEN = Path(__file__).parent / "golden_report"
@@ -43,7 +43,7 @@ def test_tables_of_the_fixed_rows_equal_the_golden_tables(tmp_path):
     """``python -m tests.golden_report`` rewrites the golden tables after an intended change."""
     write_fixed_rows(tmp_path)
     texts = {f"{name}.txt": text_of(table) for name, table in tables(tmp_path).items()}
-    golden = {path.name: path.read_text(encoding="utf-8") for path in GOLDEN.glob("*.txt")}
+    golden = {path.name: path.read_text() for path in GOLDEN.glob("*.txt")}
     assert sorted(texts) == sorted(golden)
     for name, text in golden.items():
         assert texts[name] == text, name
@@ -177,7 +177,7 @@ def test_a_folder_that_is_named_twice_or_linked_is_read_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    "line, reason",
     [
         (json.dumps(cost_row(source=None)), "source is None"),
         (json.dumps({key: value for key, value in cost_row().items() if key != "source"}), "source is missing"),
@@ -267,7 +267,7 @@ def test_arbitrary_changes_of_rows_and_runs_cause_no_error(tmp_path_factory, see
         summary = json.loads((run / "summary.json").read_text())
         shared = {key: lines[0][key] for key in lines[0].keys() & summary.keys() - {"kind"}}
         (run / "summary.json").write_text(json.dumps(summary | shared))
-    (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run / name, lines)
     read = Rows([folder])
     mentioned = [line.endswith("lines)") or 1 for line in read.omitted if str(path) in line]
     assert (read.frame["kind"] == "cost").sum() >= 1 and len(mentioned) <= 1

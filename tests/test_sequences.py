@@ -187,7 +187,7 @@ def test_a_corpus_without_sequences_keeps_its_protocol_and_configuration():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (("batch.segment=32",), r"^batch\.segment=32: allowed with data\.sequence=16 is 16"),
         (("batch.carry=true",), r"^batch\.carry=true: allowed with data\.sequence=16 is false"),

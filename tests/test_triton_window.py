@@ -130,7 +130,7 @@ def test_output_and_gradients_of_the_interpreted_kernel_equal_those_of_plain(sma
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("changes", "tolerance"),
+    "changes, tolerance",
     [
         ({"width": 24, "dropout": 0.1}, 2e-5),
         ({"width": 96, "vectors": True, "dropout": 0.1, "streams": 2}, 2e-5),

@@ -94,7 +94,7 @@ def run_job(folder, *, config=None, **keywords):
 
 
 @pytest.mark.parametrize(
-    ("call", "failure"),
+    "call, failure",
     [("init", RuntimeError("boom\nmore")), ("log", SystemExit(3)), ("finish", RuntimeError("boom"))],
 )
 def test_a_failure_of_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, failure):
@@ -107,7 +107,7 @@ def test_a_failure_of_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, 
 
 
 @pytest.mark.parametrize(
-    ("configured", "variable", "fails", "wandb_offline", "started", "lines"),
+    "configured, variable, fails, wandb_offline, started, lines",
     [
         ("auto", None, "no key", False, ["offline"], 0),
         ("auto", None, None, False, ["online"], 0),
@@ -238,7 +238,7 @@ def test_a_sweep_of_wandb_has_keys_that_can_be_planned():
 
 # The dashboard
 
-SECTIONS = yaml.safe_load((CONF / "dashboard.yaml").read_text(encoding="utf-8"))["sections"]
+SECTIONS = yaml.safe_load((CONF / "dashboard.yaml").read_text())["sections"]
 METRICS = [
     (panel["type"], name)
     for section in SECTIONS

@@ -74,7 +74,7 @@ def test_an_allocation_above_the_memory_limit_is_out_of_memory():
 
 
 @pytest.mark.parametrize(
-    ("method_call", "status", "reason"),
+    "method_call, status, reason",
     [(("die", signal.SIGKILL), "out of memory", "SIGKILL"), (("fail",), "failed", "^KeyError: 'missing'$")],
 )
 def test_the_reason_for_the_end_of_a_process_is_one_line(method_call, status, reason):

@@ -8,16 +8,14 @@ in millions. `` or status`` after it shows the status of a row that was not meas
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import yaml
-
+from bench import read_yaml
 from bench.tables.compare import optimizer_words
 from harness.record import cells
 from harness.record.closing_table import pretrained_label
 from harness.record.table import Cell, Column, Table
 
-COLUMNS = yaml.safe_load(Path(__file__).with_name("columns.yaml").read_text(encoding="utf-8"))
+COLUMNS = read_yaml("tables/columns.yaml")
 
 
 def _bits(row: Mapping, key: str) -> Cell:

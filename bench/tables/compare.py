@@ -8,17 +8,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import pandas as pd
-import yaml
 
+from bench import read_yaml
 from harness.record import comparison
 from harness.record.cells import join_words, pluralize
 from harness.record.closing_table import data_label, pretrained_label, short_commit
 from harness.record.schema import BENCH_COMMANDS, flatten
 
-VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
+VARIANTS = read_yaml("tables/variants.yaml")
 NOT_ARM_KEYS = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 NOT_ARM_KEYS += ("purpose", "trial", "space")  # older rows have the last two
 """Keys of a configuration that tell no arms apart: they may differ within an arm, or are equal in a whole table."""

@@ -6,8 +6,8 @@ from pathlib import PurePath
 
 import pandas as pd
 
-from bench.tables.columns import columns
 from bench.tables import compare
+from bench.tables.columns import columns
 from bench.tables.frame import frame_of
 from harness.record.cells import join_words, make_table, pluralize
 from harness.record.table import Table

@@ -55,9 +55,7 @@ def draw_all(rows: Rows) -> list[Drawing]:
         return [*drawings, *_cost_drawings(rows.frame[rows.frame["kind"] == "cost"])]
 
 
-def trade_off(
-    arms: pd.DataFrame, rows: Sequence[dict], *, split: str, name: str
-) -> Iterator[Drawing]:
+def trade_off(arms: pd.DataFrame, rows: Sequence[dict], *, split: str, name: str) -> Iterator[Drawing]:
     """Bits per byte with the range over seeds, against FLOPs and, if costs are comparable, against memory and time."""
     last, one_environment = arms["row"].iloc[-1], arms["row"].map(cost_key).nunique() == 1
     costs = {}

@@ -2,7 +2,7 @@
 corpus describe the bytes that were read, also where a fallback corpus was read."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np

@@ -68,7 +68,7 @@ def cut_off(content: bytes, draw: random.Random) -> bytes:
     return content[: draw.randrange(len(content))]
 
 
-@pytest.mark.parametrize(("damage", "tries"), [(flip_one_bit, 60), (cut_off, 20)])
+@pytest.mark.parametrize("damage, tries", [(flip_one_bit, 60), (cut_off, 20)])
 def test_a_file_with_changed_or_missing_bytes_is_refused(crashed, damage, tries):
     path, draw = crashed / NEWEST, random.Random(0)
     intact = path.read_bytes()

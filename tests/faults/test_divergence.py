@@ -44,7 +44,7 @@ def spoil(parameter: nn.Parameter, value: float = math.nan) -> torch.utils.hooks
     return parameter.register_hook(spoilt)
 
 
-@pytest.mark.parametrize(("optimizer", "value"), list(zip(OPTIMIZERS, (math.nan, -math.inf, math.nan), strict=True)))
+@pytest.mark.parametrize("optimizer, value", list(zip(OPTIMIZERS, (math.nan, -math.inf, math.nan), strict=True)))
 def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     trainer = make_trainer(*OPTIMIZERS[optimizer], "budget.steps=100")
     parameters = dict(trainer.model.named_parameters())

@@ -27,7 +27,7 @@ def test_every_error_has_its_exit_code_and_status():
         assert (cli.exit_code([error]), kind.status if kind else "failed") == (code, status), error
 
 
-@pytest.mark.parametrize(("error", "code", "status"), [ERRORS[0], ERRORS[2]])
+@pytest.mark.parametrize("error, code, status", [ERRORS[0], ERRORS[2]])
 def test_a_failed_run_ends_with_its_exit_code_its_status_and_one_message(error, code, status, cwd, monkeypatch):
     def fail(*_: object) -> None:
         raise error

@@ -39,11 +39,11 @@ def run(finished_run, cwd) -> Path:
 
 def configure(run: Path, **sections: object) -> None:
     """Replace sections of a run's configuration. A dictionary is merged into the existing section."""
-    config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+    config = yaml.safe_load((run / CONFIG).read_text())
     for name, value in sections.items():
         section = config.get(name)
         config[name] = section | value if isinstance(value, dict) and isinstance(section, dict) else value
-    (run / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    (run / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
 
 
 def refused(run: Path, script: str, *words: str) -> str:
@@ -66,7 +66,7 @@ EVALUATE = ("bench/evaluate.py", f"run={RUN}", "eval.bytes=400", *CPU)
 
 
 def test_trust_in_the_configuration_of_a_run_folder_is_ignored(run):
-    (run / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
+    (run / "evil.py").write_text(PAYLOAD + MIXER)
     node = {"_target_": f"{RUN}.evil.Evil", "_partial_": True}
     configure(run, trust=[f"{RUN}.evil"], variant={"attention": node})
     message = refused(run, *EVALUATE)
@@ -129,12 +129,12 @@ def test_a_hostile_record_is_one_error_message(run, attack):
     if attack in RECORDS:
         (run / RECORD).write_bytes(RECORDS[attack])
     else:
-        row = node = json.loads((run / RECORD).read_text(encoding="utf-8").splitlines()[0])
+        row = node = json.loads((run / RECORD).read_text().splitlines()[0])
         *above, last = attack.split(".")
         for name in above:
             node = node[name]
         node[last] = WRONG_KEYS[attack]
-        (run / RECORD).write_text(json.dumps(row) + "\n", encoding="utf-8")
+        (run / RECORD).write_text(json.dumps(row) + "\n")
     for key in ("run", "init_from.run"):
         with pytest.raises(ValueError, match=f"{key}=.*{RUN}: {RECORD}"):
             read_provenance(run, key=key)

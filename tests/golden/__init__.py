@@ -190,7 +190,7 @@ def path_of(case: str) -> Path:
 
 
 def read(case: str) -> dict:
-    return json.loads(path_of(case).read_text(encoding="utf-8"))
+    return json.loads(path_of(case).read_text())
 
 
 def differences(file: dict, measured: dict) -> list[str]:
