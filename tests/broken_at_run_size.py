@@ -9,6 +9,16 @@ from tests.promises import Gate
 from variants.contract import Honours, NeededFlops, SublayerOutput
 
 
+class OverSegments(Gate):
+    """May see all bytes of its segment, as it declares. It keeps its promises."""
+
+    honours = Honours()
+    limits = frozenset({"segments"})
+
+    def reach(self):
+        return None
+
+
 class LeaksInTwoHundred(Gate):
     """In segments of exactly 200 bytes, a byte sees the next byte."""
 
@@ -30,14 +40,8 @@ class ShortWindow(Gate):
         return SublayerOutput(out.y + F.pad(x, (0, 0, width - 1, 0)).unfold(1, width, 1).mean(-1))
 
 
-class MisalignedMeans(Gate):
+class MisalignedMeans(OverSegments):
     """Cumulative means over a segment padded to a power of two, read at wrong positions if it has over 300 bytes."""
-
-    honours = Honours()
-    limits = frozenset({"segments"})
-
-    def reach(self):
-        return None
 
     def transform_output(self, out, x, collect_stats):
         length = x.shape[1]
@@ -76,15 +80,10 @@ class LeaksWhenWide(Gate):
         return 10 * x.roll(-1, dims=1) if leaks else x
 
 
-class DetachedChunks(Gate):
+class DetachedChunks(OverSegments):
     """Running means in chunks of 64, of which each takes the sum of those before as a constant."""
 
-    honours = Honours()
-    limits = frozenset({"segments"})
     chunk = 64
-
-    def reach(self):
-        return None
 
     def transform_output(self, out, x, collect_stats):
         before, means = 0, []
@@ -168,14 +167,8 @@ class TrimsLate(Gate):
         return SublayerOutput(y, torch.cat([past, x], dim=1)[:, -272:].detach())
 
 
-class ChunkedTraining(Gate):
+class ChunkedTraining(OverSegments):
     """A decaying sum. In training it decays faster after the first 64 bytes."""
-
-    honours = Honours()
-    limits = frozenset({"segments"})
-
-    def reach(self):
-        return None
 
     def transform_output(self, out, x, collect_stats):
         position = torch.arange(x.shape[1])
@@ -192,15 +185,11 @@ class RandomInLongSegments(Gate):
         return F.dropout(x, 0.1) if x.shape[1] > 128 and not self.training else x
 
 
-class MaximumOfTheSegment(Gate):
+class MaximumOfTheSegment(OverSegments):
     """Linear attention with exp(k - maximum of all k), which cancels unless the denominator is
     clamped."""
 
-    honours = Honours()
     limits = frozenset({"segments", "ideal_flops"})
-
-    def reach(self):
-        return None
 
     def transform_output(self, out, x, collect_stats):
         keys = self.gate(x)
@@ -209,15 +198,9 @@ class MaximumOfTheSegment(Gate):
         return SublayerOutput(out.y + sums)
 
 
-class AttentionWithoutItsFlops(Gate):
+class AttentionWithoutItsFlops(OverSegments):
     """Causal attention over the segment; it declares only its matrices. Seven keys cost less than
     the matrices."""
-
-    honours = Honours()
-    limits = frozenset({"segments"})
-
-    def reach(self):
-        return None
 
     def transform_output(self, out, x, collect_stats):
         seen = F.scaled_dot_product_attention(*(out.y[:, None],) * 3, is_causal=True)

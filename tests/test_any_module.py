@@ -67,7 +67,7 @@ def installed(tmp_path, monkeypatch):
     sys.modules.pop(NAME, None)
 
 
-def write_yaml(**keywords) -> None:
+def write_yaml(**keywords):
     """Write a sublayer and a variant into ``my_conf`` of the current folder."""
     sublayer = "_target_: variants.any_module.AnyModule\n_partial_: true\nhonours: {}\nlimits: [segments]\nmodule:\n"
     sublayer += f"  _target_: {NAME}.Mean\n  dim: ${{model.d_model}}\n"

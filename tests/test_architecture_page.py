@@ -28,7 +28,7 @@ def files_on_stack() -> list[str]:
 def test_the_page_names_the_files_of_the_call_stacks(cwd, monkeypatch):
     stacks: dict[str, list[list[str]]] = {"kernel": [], "score": [], "row": []}
 
-    def watch(module, name: str, label: str) -> None:
+    def watch(module, name: str, label: str):
         function = getattr(module, name)
         file = Path(function.__code__.co_filename).relative_to(ROOT).as_posix()
 

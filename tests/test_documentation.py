@@ -64,7 +64,7 @@ def test_every_link_has_a_target(page):
             assert anchor in slugs, f"{page}: {target}#{anchor}"
 
 
-def write_yaml_of(page: str) -> None:
+def write_yaml_of(page: str):
     """Write the first YAML block of a page, unchanged, to the file that the sentence before it names."""
     name, text = re.search(r"`(my_conf/\S+)`:\n\n```yaml\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL).groups()
     Path(name).parent.mkdir(parents=True)

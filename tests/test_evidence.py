@@ -38,7 +38,7 @@ def test_a_sweep_has_the_protocol_precision_and_cells_of_its_stage(name, tmp_pat
     assert run_plan.data["name"] == ("recall" if name == "recall" else "enwik8_4m")
 
 
-def rates_file(folder, scores: dict[str, dict[str, float | None]], *, table="rates", key=LR_FACTOR) -> None:
+def rates_file(folder, scores: dict[str, dict[str, float | None]], *, table="rates", key=LR_FACTOR):
     """Write fictitious lines of a sweep of learning rates. A run without a score has diverged."""
     rows = []
     for name, rates in scores.items():

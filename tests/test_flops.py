@@ -245,7 +245,7 @@ def test_counting_changes_no_weight_mode_gradient_or_random_state():
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     random_state, training = torch.get_rng_state(), []
 
-    def draw_and_watch(*_: object) -> None:
+    def draw_and_watch(*_: object):
         torch.rand(())
         training.append(model.training or torch.is_grad_enabled())
 

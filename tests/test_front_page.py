@@ -38,7 +38,7 @@ def line(variant: str, seed: int, test: float, *, status="finished", check="ship
 def folder(tmp_path):
     """A folder with rows of three mechanisms. One run of ``linear`` is not causal and one has diverged."""
 
-    def write(name: str, lines: list[dict]) -> None:
+    def write(name: str, lines: list[dict]):
         write_lines(tmp_path / f"{name}.jsonl", lines)
 
     runs = [line("mhsa", seed, 2.30 + seed / 100) for seed in range(3)]

@@ -30,7 +30,7 @@ layers: [mixer]
 """
 
 
-def write(folder: Path, *, module: str, conf: str) -> None:
+def write(folder: Path, *, module: str, conf: str):
     """Write a user's module, and the YAML of its sublayer and variant into the folder ``conf``."""
     files = {
         Path(*module.split(".")).with_suffix(".py"): MIXER,

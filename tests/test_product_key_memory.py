@@ -46,7 +46,7 @@ def weights_of(memory: ProductKeyMemory) -> dict:
     return weights | {"top_k": memory.top_k, "activation": memory.activation}
 
 
-def assert_equals_reference(memory: ProductKeyMemory, y: Tensor, expected: Tensor, *, x: Tensor) -> None:
+def assert_equals_reference(memory: ProductKeyMemory, y: Tensor, expected: Tensor, *, x: Tensor):
     assert_near(y, expected, tolerance=1e-12)
     inputs = [x, *memory.parameters()]
     for actual, reference_gradient in zip(gradients(y, inputs), gradients(expected, inputs), strict=True):

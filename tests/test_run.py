@@ -52,7 +52,7 @@ def test_final_scores_costs_and_spans_are_those_of_the_weights_with_the_best_val
     run = make_run(*words)
 
     @torch.no_grad()
-    def spoil() -> None:
+    def spoil():
         model = run.trainer.model
         model.head.weight.add_(5 * torch.randn_like(model.head.weight))
         for layer in model.layers:

@@ -34,21 +34,21 @@ class Toy:
         self.tensors.append(torch.ones(n_bytes, dtype=torch.uint8))
         return sum(map(len, self.tensors))
 
-    def die(self, signal_number: int) -> None:
+    def die(self, signal_number: int):
         os.kill(os.getpid(), signal_number)
         time.sleep(10)
 
     def start_child(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
-    def hang(self) -> None:
+    def hang(self):
         time.sleep(600)
 
     def call_another(self, number: int) -> int:
         with WorkerProcess(Toy, number) as inner:
             return inner.call("add", 1)
 
-    def fail(self) -> None:
+    def fail(self):
         raise KeyError("missing")
 
 

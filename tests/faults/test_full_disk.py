@@ -30,10 +30,10 @@ class Disk:
         for module in ("cache", "record.folder"):
             monkeypatch.setattr(f"harness.{module}.write_all", self._write_all)
 
-    def fill(self, word: str | None, *, after: int = 0) -> None:
+    def fill(self, word: str | None, *, after: int = 0):
         self._word, self._free_bytes = word, after
 
-    def _write_all(self, file: FileIO, content: bytes) -> None:
+    def _write_all(self, file: FileIO, content: bytes):
         if self._word is None or self._word not in Path(file.name).name:
             self._write(file, content)
             return

@@ -37,7 +37,7 @@ def run(finished_run, cwd) -> Path:
     return Path(shutil.copytree(finished_run, cwd / RUN))
 
 
-def configure(run: Path, **sections: object) -> None:
+def configure(run: Path, **sections: object):
     """Replace sections of a run's configuration. A dictionary is merged into the existing section."""
     config = yaml.safe_load((run / CONFIG).read_text())
     for name, value in sections.items():
@@ -106,12 +106,11 @@ def test_an_older_folder_has_the_same_plan_with_the_keys_of_a_search(run):
     assert plan_of_folder(run).config == config
 
 
-@pytest.mark.parametrize("name", [CONFIG, RECORD])
-def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(run, name):
-    (run / name).unlink()
-    os.mkfifo(run / name)
-    with pytest.raises(ValueError, match=f"{RUN}: {name}"):
-        plan_of_folder(run) if name == CONFIG else read_provenance(run, key="run")
+def test_a_pipe_in_place_of_the_configuration_is_refused_without_waiting(run):
+    (run / CONFIG).unlink()
+    os.mkfifo(run / CONFIG)
+    with pytest.raises(ValueError, match=f"{RUN}: {CONFIG}"):
+        plan_of_folder(run)
 
 
 RECORDS = {

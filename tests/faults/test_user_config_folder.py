@@ -48,7 +48,7 @@ OTHER_FILES = {
 }
 
 
-def write(cwd: Path, files: dict[str, str]) -> None:
+def write(cwd: Path, files: dict[str, str]):
     for name, text in files.items():
         (cwd / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (cwd / "conf" / name).write_text(text.replace("HERE", str(cwd / "conf")))
@@ -109,7 +109,7 @@ def test_an_error_message_is_cut_to_a_maximal_length(cwd):
     assert len(message) < 4200 and "variant.feed_forward._target_=stranger" in message and "trust=[..]" in message
 
 
-def git(folder: Path, *words: str) -> None:
+def git(folder: Path, *words: str):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     subprocess.run(["git", "-C", str(folder), *words], env=environment, check=True, capture_output=True)
 

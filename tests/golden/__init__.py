@@ -20,7 +20,6 @@ from torch import Tensor
 
 from harness.count.flops import forward_flops_per_byte
 from harness.data import corpora
-from harness.data.corpora import Corpus
 from harness.device import runtime
 from harness.hashing import integer_hash
 from harness.loop.trainer import Trainer
@@ -81,7 +80,7 @@ def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
     config = copy.deepcopy(_composed(case))
     config.optim, config.runtime.backend = _optim(optim), backend
     planned = plan_run(config)
-    trainer = Trainer(planned, _corpus(**planned.data), runtime.start(planned.runtime))
+    trainer = Trainer(planned, corpora.load(**planned.data), runtime.start(planned.runtime))
     torch.manual_seed(planned.seed + 1)
     fill_(trainer.model, like=planned.make_model())
     return trainer
@@ -98,17 +97,8 @@ def _optim(name: str) -> DictConfig:
     return compose_config(f"optim={name}", f"optim.lr={RATES[name]}").optim
 
 
-def _corpus(**words: object) -> Corpus:
-    return _load(json.dumps(words, sort_keys=True))
-
-
-@cache
-def _load(words: str) -> Corpus:
-    return corpora.load(**json.loads(words))
-
-
 @torch.no_grad()
-def fill_(model: LanguageModel, *, like: LanguageModel) -> None:
+def fill_(model: LanguageModel, *, like: LanguageModel):
     """Fill all parameters, and the buffers drawn at random, with float64 numbers from hashes.
 
     Args:
