@@ -10,7 +10,7 @@ from bench import front_page, published, published_runs
 from bench.evidence import LR_FACTORS
 from bench.front_page import BEGIN, END, README, RESULTS, between_markers
 from bench.text_figures import recall_curves, recall_finding, state_finding
-from tests.bench_rows import peer_row, write_lines
+from tests.bench_rows import peer_row, run_rows, write_lines
 
 ROOT = front_page.ROOT
 CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
@@ -18,16 +18,10 @@ CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up"
 
 def line(variant: str, seed: int, test: float, *, status="finished", check="shipped", copies=None) -> dict:
     """A line that ``bench.evidence`` writes for a run."""
-    run = {"variant": variant, "seed": seed, "status": status, "check": check, "device": "A CPU", "threads": 1}
-    run |= {"precision": "float32", "protocol": {}, "data": {"sha256": "ab"}, "budget": {"bytes": 9}, "seconds": 1.0}
-    run |= {"numerics": {"variant": 1, "shared": 1}, "valid_bits_per_byte": test + 0.1, "test_bits_per_byte": test}
-    run |= {
-        "parameters": {"total": 855_680},
-        "flops_per_byte": {"executed": 2_700_288.0, "ideal": 2_600_000},
-        "test_bits_per_copy": copies,
-    }
-    run |= {"memory": {"state_bytes": 2_093_064, "peak_bytes": 2**28}}
-    run |= {"compressors": {"test": {"bzip2": 2.402, "xz": 2.499}}}
+    _, run = run_rows(variant=variant, seed=seed, bits=test + 0.1)
+    run |= {"status": status, "check": check, "budget": {"bytes": 9}, "protocol": {}}
+    run |= {"numerics": {"variant": 1, "shared": 1}, "test_bits_per_byte": test, "test_bits_per_copy": copies}
+    run["data"] = {"sha256": "ab"}
     record = [{"config": {"variant": {"lr_scale": {"muon": 2}}}}]
     curve = [{"from_bytes": n, "to_bytes": m, "bits_per_byte": b} for n, m, b in ((1, 1, 4.0), (2, 512, test))]
     cell = [f"variant={variant}", f"seed={seed}"]
@@ -92,7 +86,7 @@ def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_sco
     headings, _, *rows = (line.split(" | ") for line in table.removesuffix(" |").split(" |\n"))
     assert [row[0] for row in rows] == ["| `adaptive_span`", "| `mhsa`", "| `linear`"]
     cells = [dict(zip(headings, row, strict=True)) for row in rows]
-    assert [*cells[1].values()] == ["| `mhsa`", "3", "2.3100", "", "", "", "+0.0", "2.70", "2,044"]
+    assert [*cells[1].values()] == ["| `mhsa`", "3", "2.3100", "", "", "", "+0.0", "2.95", "1,024"]
     # Both have three seeds; t = 4.30, and the deviation of their differences is 0.001.
     assert (cells[0]["baseline"], cells[0]["Δ, 95% interval"]) == ("`mhsa`", "-0.0090 ± 0.0025")
     assert (cells[0]["verdict"], cells[2]["verdict"], cells[0]["Δ parameters, %"]) == (
@@ -121,10 +115,10 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
     for words in (
         "selective_copying, all | state_tracking, 2 | state_tracking, 16 |",
         "| `mhsa` | 0.250 | 0.010 | 0.900 |\n| (counts only) | 2.369 | 0.048 | 0.874 |\n| (no memory) | 4.087 |",
-        "| `mhsa` | 1 | 2.6250 | +0.0 | 2.7250 | 2 | 2.70 | 2.60 |",
+        "| `mhsa` | 1 | 2.6250 | +0.0 | 2.7250 | 2 | 2.95 | 2.69 |",
         "- `linear`, seed 1: not causal\n- `linear`, seed 2: diverged",
         "| `adaptive_span` | 3 | 2.3010 | `mhsa` | -0.0090 ± 0.0025 | better |",
-        "- Test: bzip2 -9 2.4020, xz -9e 2.4990\n",
+        "- Test: bzip2 -9 2.5000, xz -9e 2.7000\n",
         "- Standard deviation of a difference between two runs of one seed: 0.0010, 2 degrees of freedom",
         "Runs that are missing (`python -m bench.evidence stage=text_bytes`): `mhsa_alibi` (8)",
         "### Generation, ms per byte",

@@ -17,7 +17,7 @@ from bench.tables import drawing
 from bench.tables.columns import for_terminal
 from bench.tables.frame import Rows
 from harness.record.comparison import INCOMPARABLE_CHECKS
-from harness.record.rows import FORMAT
+from harness.record.rows import FORMAT, read_rows
 from harness.record.table import MAX_TEXT_WIDTH, Cell, Column, Table, print_table, to_csv
 from tests.bench_rows import cost_row, peer_row, write_lines, write_rows, write_run
 from tests.fixed_rows import change, text_of, write_fixed_rows
@@ -260,7 +260,7 @@ def test_arbitrary_changes_of_rows_and_runs_cause_no_error(tmp_path_factory, see
     write_run(folder, variant="mhsa")
     run = write_run(folder, seed=3)
     name = random.choice(["record.jsonl", "summary.json"])
-    lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    lines = read_rows(run / name)
     index = random.randrange(len(lines)) if random.random() < 0.7 else 0
     lines[index] = mutated(random, lines[index])
     if name == "record.jsonl" and index == 0 and random.random() < 0.7:  # the same change in both files

@@ -184,7 +184,7 @@ def test_jobs_of_a_sweep_are_separate_runs_with_their_configurations_and_summari
         assert run["name"] == folder.name
         written = yaml.safe_load((folder / "config.yaml").read_text())
         assert run["config"] == json.loads(json.dumps(_without_empty(written)))
-        rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+        rows = read_rows(folder / "record.jsonl")
         summary, saved = run["summary"], json.loads((folder / "summary.json").read_text())
         valid = [row["bits_per_byte"] for row in rows if row["kind"] == "valid" and not row.get("final")]
         assert summary["valid/bits_per_byte"] == {"min": min(valid)} and len(valid) > 1
