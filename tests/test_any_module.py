@@ -83,10 +83,10 @@ WORDS = ("-cd", "my_conf", *GENERATED, "variant=mine", "budget.steps=2")
 TRUSTED = (*WORDS, f"trust=[{NAME}]")
 
 
-def resolve_adapter(node: object, *, trust: tuple[str, ...] = (NAME,)):
+def resolve_adapter(node: object):
     """``AnyModule`` with the keywords of a configuration whose key ``module`` is ``node``."""
     adapter = {"_target_": "variants.any_module.AnyModule", "_partial_": True, "honours": {}, "module": node}
-    return resolve(adapter, key="variant.mixer", base=Sublayer, trust=trust)
+    return resolve(adapter, key="variant.mixer", base=Sublayer, trust=(NAME,))
 
 
 def node(target: str = f"{NAME}.Mean", **keywords) -> dict:

@@ -330,10 +330,9 @@ def test_a_corpus_that_is_the_first_bytes_of_another_is_read_from_either_file(tm
     assert load("long", first_bytes=500).name == "long, first 500 bytes"
 
 
-def test_enwik8_4m_has_its_digest_its_splits_and_its_compressed_sizes(enwik8_4m):
+def test_enwik8_4m_has_its_splits_and_its_compressed_sizes(enwik8_4m):
     node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / "enwik8_4m.yaml"))
     corpus = load(**node | {"path": str(enwik8_4m)})
-    assert corpus.sha256 == "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"
     assert [len(split) for split in corpus.splits.values()] == [3_400_000, 200_000, 400_000]
     bits = compressed_bits(corpus.splits["test"], train=corpus.splits["train"])
     assert {name: round(score, 3) for name, score in bits.items() if name != "gzip"} == {

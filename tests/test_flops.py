@@ -201,16 +201,16 @@ def feed_forward(context: LayerContext) -> FeedForward:
     return FeedForward(context, hidden=HIDDEN, activation="relu", bias=True, zero_init=False)
 
 
-def memory_table(context: LayerContext, *, sparse: bool = False) -> ProductKeyMemory:
+def memory_table(context: LayerContext) -> ProductKeyMemory:
     sizes = {"half_keys": 8, "top_k": 4, "heads": 2, "d_query": 6}
-    choices = {"query_norm": "layer", "activation": "softmax", "share": "layer", "sparse": sparse}
+    choices = {"query_norm": "layer", "activation": "softmax", "share": "layer", "sparse": False}
     return ProductKeyMemory(context, **sizes, **choices)
 
 
-def build(*makers, span: int = 24, backend: str = "auto", shift: int = 0, cache: str = "kv") -> LanguageModel:
+def build(*makers, span: int = 24, backend: str = "auto", shift: int = 0) -> LanguageModel:
     """A model of one layer with a sublayer from each of ``makers``."""
     torch.manual_seed(0)
-    common = {"heads": H, "span": span, "attend_self": not shift, "backend": backend, "cache": cache, "scheme": Rotary}
+    common = {"heads": H, "span": span, "attend_self": not shift, "backend": backend, "cache": "kv", "scheme": Rotary}
     layer = {f"part{i}": make for i, make in enumerate(makers)}
     return LanguageModel([layer], lambda i: LayerContext(d_model=D, layer=i, n_layers=1, **common), vocabulary=V)
 

@@ -48,17 +48,17 @@ def folder(tmp_path):
     worse["record"][0]["config"]["variant"]["lr_scale"]["muon"] = 1
     write("combinations", [worse, line("mhsa", 0, 2.625)])
     write("skills", skills)
-    summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped"}
-    summary |= {"status": "finished", "variant": "mhsa", "seed": 0}
-    curve = {"kind": "curve", "answer_accuracy": [0.3, 0.99, 1.0], "bytes_seen": [3e6, 9.9e6, 1e7]}
     recall = []
-    for bits, accuracy, words in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5"), (1.8, 0.3, "1 data.sequence=32")):
+    for bits, accuracy, factor, sequence, more in (
+        (1.74, 0.995, 1, 64, []),
+        (2.5, 0.2, 0.5, 64, []),
+        (1.8, 0.3, 1, 32, ["data.sequence=32"]),
+    ):
+        row = recall_line(0, [0.3, 0.99, 1.0], factor=factor)
+        row["cell"] += [f"++variant.lr_scale.adamw={factor}", *more]
         scores = {"valid_bits_per_byte": bits, "test_answer_accuracy": {"all": accuracy}}
-        cell = f"seed=0 variant=mhsa ++variant.lr_scale.adamw={words}".split(" ")
-        options = {"name": "mhsa", "attention": {}, "lr_scale": {"adamw": words}}
-        record = [{"config": {"variant": options}}, curve]
-        recall.append({"cell": cell, "summary": summary | scores, "record": record})
-    recall[2]["summary"]["protocol"] = {"sequence": 32}
+        row["summary"] |= scores | {"protocol": {"sequence": sequence}}
+        recall.append(row)
     write("recall_by_key", recall)
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
                     "spans_from": None, "flops": {"executed_per_byte": 1.0e7},
@@ -126,7 +126,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         "| mechanism | 1 | 2 to 512 |",
         "| `linear` | 1 | 0.500 | 4.000 |",
         "| `linear` | failed |",
-        "| `mhsa` | 0.995 |  | 9.9 | 1 | 0.300 |  |  | 2 |  |",
+        "| `mhsa` | 0.995 |  | 2.0 | 1 | 0.300 |  |  | 1,024 |  |",
         "| `mhsa` | 0.1 |",
         "**Learned spans are better than a uniform span of the same mean**",
     ):

@@ -8,15 +8,16 @@ from tests.attention_case import Case
 from tests.small_configs import plan
 from variants.longformer import Longformer, grown_dilation, grown_window
 
+CASE = Case(heads=3, span=12)
 
-def build(window: int = 4, step: int = 3, *, dilated: int = 2, **fields) -> Longformer:
+
+def build(window: int, step: int, *, dilated: int = 2) -> Longformer:
     """A layer of three heads, of which the last ``dilated`` have the dilation ``step``."""
-    sizes = {"windows": (window,), "dilation": (step,), "dilated_heads": dilated}
-    return Case(**{"heads": 3, "span": 12} | fields).build(Longformer, **sizes)
+    return CASE.build(Longformer, windows=(window,), dilation=(step,), dilated_heads=dilated)
 
 
 def test_undilated_windows_of_the_whole_span_have_the_flops_of_plain_attention():
-    plain, layer = Case(heads=3, span=12).build(), build(12, 1)
+    plain, layer = CASE.build(), build(12, 1)
     assert layer.ideal_flops() == plain.ideal_flops()
     for carried in (0, 5, 40):
         assert layer.needed_flops(7, carried=carried) == plain.needed_flops(7, carried=carried)

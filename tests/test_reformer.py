@@ -9,11 +9,11 @@ from variants.reformer import Reformer
 
 pytestmark = pytest.mark.numeric
 
-H, K = 2, 4
+H = 2
 
 
 def build(**choices) -> Reformer:
-    case, sizes = Case.split({"heads": H, "d_head": K} | choices)
+    case, sizes = Case.split({"heads": H, "d_head": 4} | choices)
     return case.build(Reformer, **{"buckets": 4, "rounds": 3, "bucket_keys": 2} | sizes)
 
 

@@ -231,5 +231,6 @@ def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_the_f
     floor = trainer.corpus.floor_bits(trainer.reported_split("test"))
     assert row.check == trainer.plan.admission and row.floor_bits_per_byte == floor
     assert row.bits_per_copy["3"] < 4
-    trainer.corpus = replace(trainer.corpus, floor=lambda values: row.bits_per_byte + 41 / (len(values) - 1))
+    above = trainer.corpus.generated._replace(floor_bits=lambda part, **_: row.bits_per_byte + 41 / (len(part) - 1))
+    trainer.corpus = replace(trainer.corpus, generated=above)
     assert final_score(trainer, "test").check == "not causal"

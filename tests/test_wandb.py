@@ -85,8 +85,8 @@ def fake(monkeypatch):
     return install
 
 
-def run_job(folder, *, config=None, **keywords):
-    with WandbRun(folder, config=config or {}, **keywords) as run:
+def run_job(folder, **keywords):
+    with WandbRun(folder, config={}, **keywords) as run:
         for step in range(5):
             run.log({"kind": "train", "bytes_seen": step, "loss": 1.0})
         run.log_end(summary={})

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -55,10 +54,10 @@ def refused(run: Path, script: str, *words: str) -> str:
     return outcome.err
 
 
-def plan_of_folder(run: Path, *, trust: Sequence[str] = ()) -> Plan:
+def plan_of_folder(run: Path) -> Plan:
     """The plan that commands build from the folder's configuration."""
     runtime = OmegaConf.load(CONF / "runtime" / "default.yaml")
-    return plan_of_run(run, key="run", runtime=runtime, trust=list(trust))
+    return plan_of_run(run, key="run", runtime=runtime, trust=[])
 
 
 EVALUATE = ("bench/evaluate.py", f"run={RUN}", "eval.bytes=400", *CPU)

@@ -78,7 +78,8 @@ def numerics(case: str) -> dict[str, int | None]:
 def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
     """A trainer before its first step. ValueError if ``backend`` cannot compute the case."""
     config = copy.deepcopy(_composed(case))
-    config.optim, config.runtime.backend = _optim(optim), backend
+    config.optim = compose_config(f"optim={optim}", f"optim.lr={RATES[optim]}").optim
+    config.runtime.backend = backend
     planned = plan_run(config)
     trainer = Trainer(planned, corpora.load(**planned.data), runtime.start(planned.runtime))
     torch.manual_seed(planned.seed + 1)
@@ -90,11 +91,6 @@ def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
 def _composed(case: str) -> DictConfig:
     variant, words = CASES[case]
     return compose_config(*SIZES, *sized(variant), *words, *VARIANT_WORDS.get(variant, ()), "++variant.lr_scale=null")
-
-
-@cache
-def _optim(name: str) -> DictConfig:
-    return compose_config(f"optim={name}", f"optim.lr={RATES[name]}").optim
 
 
 @torch.no_grad()
