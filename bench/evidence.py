@@ -24,8 +24,8 @@ from harness.cache import append_atomically, file_lock
 from harness.compose.cli import run_command, with_config
 from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_rows, to_json
+from harness.source import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 GENERATED_DATA = {"sweep=recall", "sweep=skills", "sweep=recall_by_key"}
 """Sweeps whose corpora are generated, so that their runs have no ``data.path``."""
 LR_FACTOR = "++variant.lr_scale.muon"

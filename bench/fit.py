@@ -9,9 +9,9 @@ The prediction is for one process without compilation. On a CPU it is within 10%
 at the GPU's precision, with chunked attention in place of kernels. The memory of kernels, libraries and allocators is
 not predicted (a CUDA context takes about half a GiB), nor, on a CPU, the corpus and freed blocks of the C library."""
 
-import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -101,7 +101,7 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
     of these, ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors lack."""
     show_progress(f"{plan.variant}: predicting a step of {streams or plan.batch.streams:,} streams")
     if streams is not None:
-        plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, streams=streams))
+        plan = replace(plan, batch=replace(plan.batch, streams=streams))
     device = torch.device(kind_of(plan))
     plan = eager_plan(plan)
     with torch.random.fork_rng(devices=[]):
@@ -109,7 +109,7 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
         backend = backend_of(model, Runtime(device=device, precision="float32", compile=False))
         if device.type != "cpu":  # a GPU's kernels have no code for a CPU's fake tensors
             backend = "plain" if backend == "plain" else "chunked"
-            plan = dataclasses.replace(plan, runtime=dataclasses.replace(plan.runtime, backend=backend))
+            plan = replace(plan, runtime=replace(plan.runtime, backend=backend))
             model = plan.make_model()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:  # ``from_tensor`` keeps shared tensors shared
@@ -134,8 +134,8 @@ def eager_plan(plan: Plan) -> Plan:
     if kind_of(plan) == "cpu":
         runtime = resolve_auto(runtime)
     elif runtime.precision == "auto":
-        runtime = dataclasses.replace(runtime, precision="bfloat16")
-    return dataclasses.replace(plan, runtime=dataclasses.replace(runtime, device="cpu", compile=False))
+        runtime = replace(runtime, precision="bfloat16")
+    return replace(plan, runtime=replace(runtime, device="cpu", compile=False))
 
 
 def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:

@@ -71,8 +71,15 @@ def build_peer(name: str, plan: Plan) -> nn.Module:
         )
     try:
         library = import_module(name.replace("-", "_"))
-        sizes = {"dim": m.d_model, "depth": m.layers, "heads": m.heads, "attn_dim_head": m.d_model // m.heads}
-        decoder = library.Decoder(**sizes, attn_flash=True, rotary_pos_emb=True, verbose=False)
+        decoder = library.Decoder(
+            dim=m.d_model,
+            depth=m.layers,
+            heads=m.heads,
+            attn_dim_head=m.d_model // m.heads,
+            attn_flash=True,
+            rotary_pos_emb=True,
+            verbose=False,
+        )
         return library.TransformerWrapper(num_tokens=vocabulary, max_seq_len=max_length, attn_layers=decoder)
     except ImportError as error:
         raise RuntimeError(f"{PACKAGES[name]}: {INSTALL} ({error})") from error

@@ -18,13 +18,13 @@ from bench.tables.compare import VARIANTS
 from bench.tables.estimate import MIN_SEEDS, TOO_FEW, Pooled, estimate_mean, pooled_variance
 from bench.tables.frame import REACHED_BITS, frame_of
 from harness.data.associative_recall import BYTES_PER_KEY
-from harness.record.cells import make_table, text
+from harness.record.cells import MIB, make_table, text
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.schema import flatten
 from harness.record.table import Column, Table, to_markdown
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
 COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)}
 COST_TABLES = {
     "MFLOP per byte": ("stream", 1e6, "flops.executed_per_byte"),

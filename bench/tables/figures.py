@@ -20,7 +20,7 @@ from bench.tables.drawing import (
 from bench.tables.frame import Rows
 from bench.tables.means import BITS
 from bench.tables.runs import compared_runs
-from harness.record.cells import pluralize
+from harness.record.cells import MIB, pluralize
 from harness.record.comparison import code_digest, cost_conditions
 from harness.record.table import Drawing
 
@@ -39,7 +39,7 @@ CONTEXT_COSTS = {
 """Column of the frame for each panel of cost against context."""
 LINE_KEYS = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
 """Keys of the configuration that may differ between the points of one line, or that the figure shows."""
-OUT_OF_MEMORY, MIB = "out of memory", 2.0**20
+OUT_OF_MEMORY = "out of memory"
 MAX_POINTS = 200  # of a curve, approximately
 FREE_SHARE = 0.2  # the first fifth of a curve, where it falls from 8 bits, does not set the limits of the axes
 

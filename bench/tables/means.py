@@ -7,12 +7,11 @@ import pandas as pd
 from bench.tables.estimate import TOO_FEW, compare, estimate_mean
 
 BITS = "bits_per_byte"
-NO_BASELINES: Mapping[str, str] = {}
 SPLITS = ("valid", "test")
 
 
 def mean_rows(
-    runs: pd.DataFrame, *, by: str, split: str, reference: str | None, baselines: Mapping[str, str] = NO_BASELINES
+    runs: pd.DataFrame, *, by: str, split: str, reference: str | None, baselines: Mapping[str, str]
 ) -> list[dict]:
     """A row for each name in the column ``by`` of runs. It has texts and ``row`` of the name's last run, means of all
     numbers, half of the 95% interval of bits per byte as ``<key>.half_width``, ``n``, the number of ``runs`` with a

@@ -26,7 +26,7 @@ def compared_runs(frame: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str, str 
         arms = arms.sort_values(["variant", "order", "seed"], kind="stable")
         newest = arms.drop_duplicates(["arm", "seed"], keep="last")
         split, reference = basis(newest)
-        yield arms, split, reference, mean_rows(newest, by="arm", split=split, reference=reference)
+        yield arms, split, reference, mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
 
 
 def run_tables(rows: Rows) -> Iterator[Table]:
