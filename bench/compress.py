@@ -33,8 +33,19 @@ SAME_AS_ENCODER = (
 UNIFORM = np.arange(1, 257) << (BITS - 8)  # cumulative frequencies of 256 equally frequent bytes: 8 bits for each
 SPLIT = Literal["train", "valid", "test"]
 MAGIC, FILE_KEYS = b"AWT1", ("bytes", "sha256", "streams", "checksum")
-CONDITIONS = ("weights", "source", "device", "device_kind", "instruction_set", "threads", "precision", "backend")
-CONDITIONS += ("tf32", "torch", "environment")
+CONDITIONS = (
+    "weights",
+    "source",
+    "device",
+    "device_kind",
+    "instruction_set",
+    "threads",
+    "precision",
+    "backend",
+    "tf32",
+    "torch",
+    "environment",
+)
 """Keys of the header whose values must be equal in the encoder and the decoder."""
 DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of the format
     b'{"bytes":,"sha256":"","streams":,"weights":"","source":"","device":"Intel(R) Xeon(R) Processor (family 6 model '

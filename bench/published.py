@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench import read_yaml
 from bench.cost import dense_peak_flops
 from bench.evidence import LR_FACTORS, best_factor, cell_keys, mechanism, missing_runs, scores_by_factor
 from bench.published_runs import STATE, TEST, PublishedRuns, best_rates, published_means, run_conditions, text_file
+from bench.tables import read_yaml
 from bench.tables.columns import columns
 from bench.tables.compare import VARIANTS
 from bench.tables.estimate import MIN_SEEDS, TOO_FEW, Pooled, estimate_mean, pooled_variance
@@ -57,8 +57,17 @@ HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not separated"
 CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
 LEARNED_ACCURACY = 0.99
 NOT_LEARNED = "not in 6.1 (n=1)"
-RECALL_COLUMNS = ("8 keys", "8 keys, first query", "0.99 from, MB", "LR factor", "4 keys", "16 keys", "32 keys")
-RECALL_COLUMNS += ("state with 8 keys, KiB", "state with 32 keys, KiB")
+RECALL_COLUMNS = (
+    "8 keys",
+    "8 keys, first query",
+    "0.99 from, MB",
+    "LR factor",
+    "4 keys",
+    "16 keys",
+    "32 keys",
+    "state with 8 keys, KiB",
+    "state with 32 keys, KiB",
+)
 
 
 def readme_table(folder: Path) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from bench import read_yaml
+from bench.tables import read_yaml
 from bench.tables.compare import optimizer_words
 from harness.record import cells
 from harness.record.closing_table import pretrained_label

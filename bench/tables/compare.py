@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from bench import read_yaml
+from bench.tables import read_yaml
 from harness.record import comparison
 from harness.record.cells import join_words, pluralize
 from harness.record.closing_table import data_label, pretrained_label, short_commit

@@ -12,11 +12,29 @@ from bench.tables.frame import frame_of
 from harness.record.cells import join_words, make_table, pluralize
 from harness.record.table import Table
 
-COLUMN_KEYS = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
-COLUMN_KEYS += ("batch.carry", "batch.accumulate", "runtime.allocator")
+COLUMN_KEYS = (
+    "model.span",
+    "batch.segment",
+    "batch.streams",
+    "runtime.backend",
+    "backend",
+    "evaluation_backend",
+    "batch.carry",
+    "batch.accumulate",
+    "runtime.allocator",
+)
 """Keys that tell no arms apart, because ``bench.cost`` sets them for each row, or because they have columns."""
-REPEAT_KEYS = ("variant", "config_hash", "backend", "evaluation_backend", "spans_from", "length", "segment")
-REPEAT_KEYS += ("source", "checkpoint")
+REPEAT_KEYS = (
+    "variant",
+    "config_hash",
+    "backend",
+    "evaluation_backend",
+    "spans_from",
+    "length",
+    "segment",
+    "source",
+    "checkpoint",
+)
 """Of rows that are equal in these keys, a table has only the newest."""
 MODES = {
     "cold": "segment = span = length, no carried state",

@@ -49,9 +49,14 @@ def mean_rows(
             row["baseline"] = baseline
             row |= {"pairs": 0, "verdict": "no common seeds"} if {name, baseline} <= {*scores} else {}
         if estimate := estimates.get(name):
-            row |= {"pairs": estimate.n, "difference": estimate.mean, "difference.half_width": estimate.half_width}
-            row |= {"verdict": estimate.verdict, "freedom": estimate.freedom}
-            row["p"] = None if estimate.verdict == TOO_FEW else estimate.p
+            row |= {
+                "pairs": estimate.n,
+                "difference": estimate.mean,
+                "difference.half_width": estimate.half_width,
+                "freedom": estimate.freedom,
+                "p": None if estimate.verdict == TOO_FEW else estimate.p,
+                "verdict": estimate.verdict,
+            }
         rows[name] = row
     names = dict.fromkeys([*order.sort_values(kind="stable").index, *rows])
     return [rows[name] for name in names]

@@ -13,8 +13,11 @@ from harness.record.comparison import is_shipped
 from harness.record.table import Table
 
 REFERENCE = compare.VARIANTS["reference"]
-UNCONTROLLED = {"parameters": "parameters.total", "ideal FLOPs per byte": "flops_per_byte.ideal"}
-UNCONTROLLED |= {"bytes trained on": "bytes_seen"}
+UNCONTROLLED = {
+    "parameters": "parameters.total",
+    "ideal FLOPs per byte": "flops_per_byte.ideal",
+    "bytes trained on": "bytes_seen",
+}
 """Columns of the frame, by name, that may differ between the runs of a table; its details name those that do."""
 
 
