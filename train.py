@@ -32,7 +32,7 @@ def train(run) -> float | None:
     with run.open_record(), run.stop_signal as stop_signal:
         while not trainer.finished and not stop_signal.signal_number:
             run.step()
-            if trainer.spent.steps % plan.record.every_steps == 0:
+            if trainer.state.spent.steps % plan.record.every_steps == 0:
                 run.append(trainer.train_row())
             if run.validation_due():
                 run.validate()

@@ -1,5 +1,5 @@
 """Measurements of one entry of ``bench.cost`` or ``bench.peers``, in a process of its own: a plan's training step
-(``harness.loop.update.Update`` on bytes of the corpus), evaluation and generation.
+(``harness.loop.step.train_step`` on bytes of the corpus), evaluation and generation.
 
 The learning rate is 0, so that weights and spans do not change. Noise is added to the initial weights, because hardware
 is faster on zeros, and because a weight matrix of zeros passes no gradient to the layers before it."""
@@ -22,12 +22,12 @@ from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.count.memory import PeakMemory, optimizer_bytes, state_bytes, tensor_bytes
 from harness.data import corpora
 from harness.data.streams import Streams
-from harness.device import random_state, runtime
+from harness.device import runtime, seeds
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.select_backend import with_backend
+from harness.loop.step import train_step
 from harness.loop.trainer import backend_of
-from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, literal, plan_run
 from variants.contract import Spans, State, map_state
@@ -88,7 +88,7 @@ class CostWorker:
         """Make the model, and with ``batch.carry`` the state that the streams carry; return ``facts``."""
         _load_libraries(self.plan, self.runtime)
         self.meter = PeakMemory(self.device)  # its baseline is taken before the model exists
-        random_state.seed(self.plan.seed)
+        seeds.seed(self.plan.seed)
         self.model = self._model().to(self.device)
         self.forward = self.runtime.forward(self.model)
         self.state = self._full_state(self._batch()[0]) if self.carry else None
@@ -127,11 +127,11 @@ class CostWorker:
         """Peak bytes of a training step, and the bytes of parameters, gradients and optimizer state."""
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
-        self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
+        self.optimizers = optimizers
         peak = self.step_peak()
         return {
             "parameter_bytes": tensor_bytes(self.model.parameters()),
-            "gradient_bytes": self.update.gradient_bytes,
+            "gradient_bytes": optimizers.gradient_bytes,
             "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
             **peak,
         }
@@ -173,10 +173,10 @@ class CostWorker:
         with self.runtime.autocast():
             forward = forward_flops_per_byte(self.model, segment=segment, max_bytes=self.span + 4 * segment)
         eager = dataclasses.replace(self.runtime, compile=False)
-        update = Update(self.model, self.update.optimizers, eager, accumulate=accumulate)
-        step = count_flops(partial(update.gradients, *self._batch(), self.state), gradients=True)
+        gradients = partial(train_step, self.model, None, eager, *self._batch(), self.state, accumulate=accumulate)
+        step = count_flops(gradients, gradients=True)
         needed = self.model.needed_flops(segment, carried=self.span if self.carry else 0)
-        self.update.optimizers.zero_grad()
+        self.optimizers.zero_grad()
         counted = {
             "executed_per_byte": forward.per_byte,
             "ideal_per_byte": self.model.ideal_flops(),
@@ -200,7 +200,16 @@ class CostWorker:
 
     def _train(self) -> None:
         inputs, targets = self._batch()
-        _, state = self.update(inputs, targets, self.state, fraction=SCHEDULE_FRACTION)
+        _, state = train_step(
+            self.model,
+            self.optimizers,
+            self.runtime,
+            inputs,
+            targets,
+            self.state,
+            fraction=SCHEDULE_FRACTION,
+            accumulate=self.plan.batch.accumulate,
+        )
         if self.state is not None:
             self.state = state
 
@@ -253,8 +262,9 @@ def _load_libraries(plan: Plan, runtime: Runtime) -> None:
     """Load libraries by counting the FLOPs of a small step of a second model, so that they raise no measured peak."""
     model = plan.make_model().to(runtime.device)
     tokens = torch.zeros(1, WARMUP_BYTES, dtype=torch.int64, device=runtime.device)
-    update = Update(model, plan.make_optimizers(model), runtime)
-    count_flops(lambda: update(tokens, tokens, None, fraction=SCHEDULE_FRACTION), gradients=True)
+    optimizers = plan.make_optimizers(model)
+    step = partial(train_step, model, optimizers, runtime, tokens, tokens, None, fraction=SCHEDULE_FRACTION)
+    count_flops(step, gradients=True)
     forward_flops_per_byte(model, segment=WARMUP_BYTES, max_bytes=WARMUP_BYTES)
 
 

@@ -29,8 +29,8 @@ from harness.compose.cli import run_command, with_config
 from harness.count.memory import tensors_of
 from harness.device.runtime import Runtime, resolve_auto
 from harness.loop.admission import admission
+from harness.loop.step import train_step
 from harness.loop.trainer import backend_of
-from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, is_sweep, plan_run
 from harness.plan.settings import parse_setting
@@ -149,15 +149,15 @@ def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
         tracker.reset_mod_stats()  # the tracker allows one forward pass of a model; accumulation makes several
         return forward(*args, **kwargs)
 
-    update = Update(model, optimizers, runtime, accumulate=batch.accumulate, forward=tracked)
     inputs, targets = (torch.zeros(batch.streams, batch.segment, dtype=torch.int64) for _ in range(2))
     past = torch.zeros(batch.streams, max(span, batch.segment), dtype=torch.int64)
     state = full_state(model, past, span=span, runtime=runtime) if batch.carry else None
 
     def step(state: State) -> State:
         """An update, without the projection of parameters, because fake ones have no values."""
-        _, loss, next_state = update.gradients(inputs, targets, state)
-        optimizers.step(0.5, loss=loss, finite=True)
+        accumulate = batch.accumulate
+        _, next_state = train_step(model, None, runtime, inputs, targets, state, accumulate=accumulate, forward=tracked)
+        optimizers.step(0.5, finite=True)
         optimizers.zero_grad()
         return next_state if batch.carry else None
 

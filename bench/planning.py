@@ -25,7 +25,7 @@ from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.select_backend import with_backend
-from harness.loop.trainer import load_weights
+from harness.loop.state import load_weights
 from harness.model import LanguageModel
 from harness.plan.build import Plan, literal, plan_run
 from harness.record import checkpoint, folder

@@ -67,6 +67,12 @@ def make_trainer(*overrides: str) -> Trainer:
     return Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime))
 
 
+def saved(trainer: Trainer) -> dict:
+    """The content of a checkpoint."""
+    trainer.check_weights()
+    return trainer.state.to_checkpoint(trainer.runtime.processes)
+
+
 def tensors(state) -> list[torch.Tensor]:
     """All tensors of a carried state."""
     return [state] if isinstance(state, torch.Tensor) else [t for part in state or () for t in tensors(part)]
@@ -113,7 +119,7 @@ def after_step(run: Run, step: int, do: Callable[[], None]) -> Run:
 
     def stepping():
         inner()
-        if run.trainer.spent.steps == step:
+        if run.trainer.state.spent.steps == step:
             do()
 
     run.step = stepping

@@ -43,7 +43,7 @@ def test_the_page_names_the_files_of_the_call_stacks(cwd, monkeypatch):
     watch(rows.Record, "append", "row")
     outcome = train(*GENERATED, "variant=mhsa", "eval.every=0.5")
     assert outcome.code == 0, outcome
-    steps = [stack for stack in stacks["kernel"] if {"harness/loop/update.py", "harness/loop/run.py"} <= {*stack}]
+    steps = [stack for stack in stacks["kernel"] if {"harness/loop/step.py", "harness/loop/run.py"} <= {*stack}]
     assert list(dict.fromkeys(steps[0])) == files_on_page("A batch") and len(files_on_page("A batch")) <= 14
     folders = ("harness/loop", "harness/record/rows")
     listed_files = [path for path in files_on_page("A number") if path.startswith(folders)]

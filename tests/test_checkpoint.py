@@ -8,7 +8,7 @@ import torch
 
 from harness.record import checkpoint
 from harness.record.rows import FORMAT
-from tests.small_runs import make_trainer
+from tests.small_runs import make_trainer, saved
 
 
 def names(folder) -> list[str]:
@@ -71,11 +71,11 @@ def test_a_checkpoint_has_plain_values_only_and_restores_a_run_exactly(tmp_path)
     trainer = make_trainer("batch.carry=true", "model.dropout=0.1")
     for _ in range(3):
         trainer.step()
-    content = trainer.checkpoint_content() | {"rows": 7}
+    content = saved(trainer) | {"rows": 7}
     loaded = checkpoint.load(checkpoint.save(tmp_path, content, step=3, keep=1))  # refuses other types of values
     assert loaded.keys() == content.keys() and loaded["rows"] == 7
-    assert loaded["spent"] == vars(trainer.spent) and loaded["random"]["python"] == random.getstate()
-    assert torch.equal(loaded["state"][0], trainer.state[0]) and isinstance(loaded["state"][1], tuple)
+    assert loaded["spent"] == vars(trainer.state.spent) and loaded["random"]["python"] == random.getstate()
+    assert torch.equal(loaded["state"][0], trainer.state.carried[0]) and isinstance(loaded["state"][1], tuple)
     restored = make_trainer("batch.carry=true", "model.dropout=0.1")
-    restored.restore(loaded)
-    assert equal_bits(restored.checkpoint_content() | {"rows": 7}, content)
+    restored.load_checkpoint(loaded)
+    assert equal_bits(saved(restored) | {"rows": 7}, content)

@@ -44,7 +44,7 @@ def test_a_compiled_variant_has_the_losses_gradients_states_and_scores_of_the_un
     uncompiled, compiled = trainers
     for (name, p), expected in zip(compiled.model.named_parameters(), uncompiled.model.parameters(), strict=True):
         assert p.grad is not None and torch.allclose(p.grad, expected.grad, rtol=1e-3, atol=1e-5), name
-    shapes = [[tuple(x.shape) for x in tensors(trainer.state)] for trainer in trainers]
+    shapes = [[tuple(x.shape) for x in tensors(trainer.state.carried)] for trainer in trainers]
     assert shapes[0] == shapes[1]
     torch.testing.assert_close(scores[1].nats, scores[0].nats, rtol=0, atol=1e-4)
     assert scores[1].stats.keys() == scores[0].stats.keys()
@@ -104,7 +104,7 @@ def test_heads_of_unequal_spans_can_run_outside_of_the_graphs(backend, monkeypat
             trainer.model.layers[0]["attention"].sublayer.span.place_([3, 200])
             trainer.step()
         trainers.append(trainer)
-    assert len({x.shape[2] for x in tensors(trainer.state) if x.dim() == 4}) == 2
+    assert len({x.shape[2] for x in tensors(trainer.state.carried) if x.dim() == 4}) == 2
     uncompiled, compiled = (trainer.evaluate(trainer.reported_split("valid")) for trainer in trainers)
     torch.testing.assert_close(compiled.nats, uncompiled.nats, rtol=0, atol=1e-4)
 

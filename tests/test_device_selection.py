@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from harness.device import machine, random_state, runtime
+from harness.device import machine, runtime
 from harness.device.processes import ProcessGroup
+from harness.loop.state import random_state, set_random_state
 from tests.small_configs import plan
 from tests.small_runs import make_run, temporary_cwd  # noqa: F401 - a fixture
 
@@ -122,12 +123,12 @@ def test_tf32_is_set_on_cuda_only_where_it_is_requested(monkeypatch):
 def test_the_random_state_of_a_gpu_is_saved_if_cuda_is_initialized(monkeypatch):
     generator = {"state": torch.tensor([1])}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert random_state.random_state()["accelerator"] is None, "an unused GPU has no random state"
+    assert random_state()["accelerator"] is None, "an unused GPU has no random state"
     simulate_gpus(monkeypatch, devices=1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: generator["state"])
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: generator.update(state=state))
-    state = random_state.random_state()
+    state = random_state()
     generator["state"] = torch.tensor([2])
-    random_state.set_random_state(state)
+    set_random_state(state)
     assert generator["state"].tolist() == [1]

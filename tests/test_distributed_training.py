@@ -11,8 +11,9 @@ import torch
 
 from harness.data import corpora
 from harness.device import runtime
-from harness.device.model_parameters import full_tensors
+from harness.device.full_tensors import full_tensors
 from harness.device.processes import SINGLE, ProcessGroup, join_processes
+from harness.loop.distribute import distribute
 from harness.loop.trainer import Trainer
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
@@ -48,7 +49,8 @@ def distributed_trainer(processes: ProcessGroup, *overrides: str, precision: str
     plan_ = plan(*SMALL, *overrides)
     trainer = Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
     trainer.model.to(getattr(torch, precision))
-    set_muon_precision(trainer, precision).update.distribute(shard=trainer.plan.runtime.shard)
+    set_muon_precision(trainer, precision)
+    distribute(trainer.model, trainer.optimizers, processes, shard=plan_.runtime.shard)
     return trainer
 
 
@@ -72,8 +74,8 @@ def train_and_score(trainer: Trainer) -> dict:
         "nats": score.nats,
         "metrics": trainer.model.metrics(score.stats),
         "model": full_tensors(trainer.model.state_dict()),
-        "streams": len(trainer.state[0]),
-        "spent": (trainer.spent.bytes, trainer.spent.steps, trainer.spent.flops),
+        "streams": len(trainer.state.carried[0]),
+        "spent": (trainer.state.spent.bytes, trainer.state.spent.steps, trainer.state.spent.flops),
     }
 
 
@@ -86,7 +88,7 @@ def run_to_end(make: partial, *, stop_at: int | None = None) -> tuple[int, int, 
         train(job)
     except SystemExit as exited:
         code = exited.code
-    return code, job.trainer.spent.steps, digest(job.trainer)
+    return code, job.trainer.state.spent.steps, digest(job.trainer)
 
 
 def change_folder(folder: str):
@@ -153,8 +155,8 @@ def test_one_process_reads_the_checkpoint_of_two(ranks, shared_folder):
     name = "sharded, with a table"
     (folder,) = [path for path in (shared_folder / name / "whole" / "outputs").iterdir() if not path.is_symlink()]
     trainer = make_trainer(*RESUMED[name], *COMMON)
-    trainer.restore(checkpoint.load(checkpoint.newest(folder)))
-    assert (trainer.spent.steps, len(trainer.state[0])) == (STEPS, 4)
+    trainer.load_checkpoint(checkpoint.load(checkpoint.newest(folder)))
+    assert (trainer.state.spent.steps, len(trainer.state.carried[0])) == (STEPS, 4)
     assert digest(trainer) == ranks[0][name, "whole"][0][2]
 
 

@@ -13,7 +13,7 @@ from bench import fit
 from bench.fit import predict
 from harness.count.memory import PeakMemory, optimizer_bytes, tensor_bytes
 from harness.device import runtime
-from harness.loop.update import Update
+from harness.loop.step import train_step
 from harness.plan.build import Plan
 from tests.command_line import call, empty_folder  # noqa: F401 - a fixture
 from tests.rank_processes import launch
@@ -43,11 +43,12 @@ def peak_bytes(words: tuple[str, ...]) -> int:
 def steps(run_plan: Plan, n_steps: int, *, streams: int) -> Iterator[None]:
     """Take training steps on random bytes. Yields before each of them."""
     model, batch, state = run_plan.make_model(), run_plan.batch, None
-    update = Update(model, run_plan.make_optimizers(model), runtime.start(run_plan.runtime))
+    optimizers, on_cpu = run_plan.make_optimizers(model), runtime.start(run_plan.runtime)
     for _ in range(n_steps):
         yield
         inputs, targets = (torch.randint(256, (streams, batch.segment)) for _ in range(2))
-        state = update(inputs, targets, state, fraction=0.5)[1]
+        batch_and_state = inputs, targets, state
+        state = train_step(model, optimizers, on_cpu, *batch_and_state, fraction=0.5)[1]
         state = state if batch.carry else None
 
 

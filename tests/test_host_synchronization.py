@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from harness.device.runtime import Runtime
-from harness.loop.update import Update
-from tests.small_runs import SPANS, VARIANTS, make_trainer
+from harness.loop.step import train_step
+from tests.small_runs import SPANS, VARIANTS, make_trainer, saved
 
 WAITING_METHODS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the kernel would read spans
@@ -29,7 +29,8 @@ def counted(monkeypatch) -> list[str]:
 
     for name in WAITING_METHODS:
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
-    monkeypatch.setattr(Runtime, "synchronise", counting("synchronise", Runtime.synchronise))
+    monkeypatch.setattr(Runtime, "synchronise", counting("synchronise", lambda self: None))
+    monkeypatch.setattr(Runtime, "is_asynchronous", True)
     monkeypatch.setattr(Runtime, "to_host", lambda self, number: lambda: 0.0)  # not counted: the host reads it later
     return names
 
@@ -56,18 +57,18 @@ def test_a_step_waits_only_for_learned_spans_or_a_budget_of_seconds(words, expec
 
 def test_a_step_sends_the_next_batch_then_updates_then_reads_the_nats_of_the_previous_step(monkeypatch):
     trainer, order, batches = make_trainer("budget.steps=100"), [], []
-    batch, update = trainer.stream.batch, Update.__call__
+    batch = trainer.stream.batch
 
-    def recorded_update(self: Update, inputs: Tensor, *rest: object, **keywords: object):
-        order.append(("update", trainer.spent.steps))
+    def recorded_step(model, optimizers, runtime, inputs: Tensor, *rest: object, **keywords):
+        order.append(("update", trainer.state.spent.steps))
         batches.append(inputs)
-        return update(self, inputs, *rest, **keywords)
+        return train_step(model, optimizers, runtime, inputs, *rest, **keywords)
 
     def to_host(self: Runtime, number: Tensor) -> Callable[[], None]:
-        return lambda step=trainer.spent.steps: order.append(("read", step))
+        return lambda step=trainer.state.spent.steps: order.append(("read", step))
 
     monkeypatch.setattr(trainer.stream, "batch", lambda at, shard: order.append(("send", at)) or batch(at, shard=shard))
-    monkeypatch.setattr(Update, "__call__", recorded_update)
+    monkeypatch.setattr("harness.loop.trainer.train_step", recorded_step)
     monkeypatch.setattr(Runtime, "to_host", to_host)
     for _ in range(3):
         trainer.step()
@@ -86,6 +87,7 @@ def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_step
         clock[0] += 5.0
 
     monkeypatch.setattr(Runtime, "synchronise", finish_step)
+    monkeypatch.setattr(Runtime, "is_asynchronous", True)
     trainer = make_trainer("budget.steps=100")
     trainer.step()
     trainer.step()
@@ -93,26 +95,26 @@ def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_step
     clock[0] += 100.0
     assert trainer.progress()["clock"]["seconds"] == 5.0, "idle time must not count"
     trainer.step()
-    assert trainer.checkpoint_content()["spent"]["seconds"] == 10.0
+    assert saved(trainer)["spent"]["seconds"] == 10.0
     trainer.step()
     trainer.evaluate(trainer.selection_split(), pairs=10)
     assert trainer.progress()["clock"]["seconds"] == 15.0, "scoring must not count as training"
     trainer.step()
-    assert trainer.progress()["clock"]["bytes_per_second"] == trainer.spent.bytes / 20.0
+    assert trainer.progress()["clock"]["bytes_per_second"] == trainer.state.spent.bytes / 20.0
 
 
 def test_the_loss_of_a_row_is_the_mean_of_all_steps_since_the_last_row(monkeypatch):
-    trainer, losses, update = make_trainer("budget.steps=100"), [], Update.__call__
+    trainer, losses = make_trainer("budget.steps=100"), []
 
-    def recorded_update(*args: object, **keywords: object):
-        nats, state = update(*args, **keywords)
+    def recorded_step(*args: object, **keywords: object):
+        nats, state = train_step(*args, **keywords)
         losses.append(nats.item())
         return nats, state
 
-    monkeypatch.setattr(Update, "__call__", recorded_update)
+    monkeypatch.setattr("harness.loop.trainer.train_step", recorded_step)
     for _ in range(3):
         trainer.step()
-    assert trainer.checkpoint_content()["nats"] == sum(losses)
+    assert saved(trainer)["nats"] == sum(losses)
     assert trainer.train_row().bits_per_byte == sum(losses) / 3 / math.log(2)
 
 

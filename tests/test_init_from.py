@@ -28,7 +28,7 @@ def test_restoring_everything_equals_a_run_with_the_larger_budget_from_the_start
     whole, summary = whole_run(*WORDS, "budget.steps=10")
     extended = make_run(*WORDS, "budget.steps=10", f"init_from.run={six_steps}", "init_from.restore=everything")
     trainer = extended.trainer
-    assert trainer.spent.steps == trainer.optimizers.steps == 6 and trainer.state is not None
+    assert trainer.state.spent.steps == trainer.optimizers.steps == 6 and trainer.state.carried is not None
     assert all(torch.equal(p, weights(six_steps)[name]) for name, p in trainer.model.state_dict().items())
     extended_summary = run_to_end(extended)
     first, last = weights(whole.folder.path), weights(extended.folder.path)
@@ -42,7 +42,7 @@ def test_restoring_weights_begins_a_new_schedule(six_steps):
     changes = ("budget.steps=4", "optim.lr=0.001", "model.dropout=0.2")
     trainer = make_run(*WORDS, *changes, f"init_from.run={six_steps}").trainer
     assert all(torch.equal(p, weights(six_steps)[name]) for name, p in trainer.model.state_dict().items())
-    assert trainer.spent.steps == 0 and trainer.optimizers.steps == 0 and trainer.state is None
+    assert trainer.state.spent.steps == 0 and trainer.optimizers.steps == 0 and trainer.state.carried is None
     assert all(state["step"] == 0 for o in trainer.optimizers.optimizers.values() for state in o.state.values())
 
 

@@ -133,7 +133,7 @@ def charged(run) -> list[int]:
     spent = [0]
     for _ in range(8):
         run.step()
-        spent.append(run.spent.flops)
+        spent.append(run.state.spent.flops)
     return [after - before for before, after in pairwise(spent)]
 
 

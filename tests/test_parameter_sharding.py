@@ -1,5 +1,6 @@
 """Three processes with replicated or sharded parameters: averaged gradients, whole tables, scores."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -8,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from harness.device.model_parameters import full_tensors
+from harness.device.full_tensors import full_tensors
 from harness.device.processes import SINGLE, ProcessGroup, join_processes
 from harness.device.runtime import Runtime
+from harness.loop.distribute import distribute, unsharded_parameters
 from harness.loop.scoring import score_stream, score_windows
-from harness.loop.update import Update, unsharded_parameters
+from harness.loop.step import train_step
 from harness.optim import Muon
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers
@@ -78,23 +80,24 @@ def sublayer_steps(processes: ProcessGroup, shard: str) -> dict:
     for part in optimizers.optimizers["matrices"].param_groups:
         part["precision"] = "float64"
     runtime = Runtime(device=torch.device("cpu"), precision="float32", compile=False, processes=processes)
-    update = Update(model, optimizers, runtime, accumulate=2)
-    update.distribute(shard=shard)
+    distribute(model, optimizers, processes, shard=shard)
     tokens = torch.randint(31, (6, 12), generator=torch.Generator().manual_seed(1))
     streams = tokens.chunk(processes.world_size)[processes.rank]
     for _ in range(STEPS):
-        update(streams[:, :-1], streams[:, 1:], None, fraction=0.5)
-    model, parameters = update.model, update.parameters
-    with parameters.unsharded():
+        inputs, targets = streams[:, :-1], streams[:, 1:]
+        train_step(model, optimizers, runtime, inputs, targets, None, fraction=0.5, accumulate=2)
+    distributed = optimizers.distributed
+    parameters = distributed.local_parameters if distributed else [*model.parameters()]
+    with distributed.unsharded() if distributed else nullcontext():
         unsharded = all(type(p) is nn.Parameter for p in model.parameters())
     return {
         "metrics": model.metrics({}),
         "flops": model.ideal_flops(),
-        "sharded": sum(isinstance(p, DTensor) for p in parameters.local_parameters),
-        "bytes": sum(p.nbytes for p in parameters.local_parameters),
+        "sharded": sum(isinstance(p, DTensor) for p in parameters),
+        "bytes": sum(p.nbytes for p in parameters),
         "model": full_tensors(model.state_dict()),
         "unsharded": unsharded,
-        "state": full_tensors(update.optimizers.state_dict())["groups"],
+        "state": full_tensors(optimizers.state_dict())["groups"],
     }
 
 

@@ -1,9 +1,12 @@
 """``runtime.checkpoint=layers`` changes no loss, gradient, state or statistic, and needs more FLOPs and less memory."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from harness.count.flops import count_flops
+from harness.loop.step import train_step
 from harness.record.comparison import cost_conditions
 from tests.bench_rows import cost_row
 from tests.small_configs import plan
@@ -26,7 +29,8 @@ def after_two_steps(*words: str, compiled: bool = False):
     trainer = make_trainer("optim=adamw", "model.head_zero_init=false", *words)
     trainer.model.double()
     if compiled:
-        trainer.update.forward = torch.compile(trainer.model, backend="aot_eager")
+        forward = torch.compile(trainer.model, backend="aot_eager")
+        object.__setattr__(trainer.runtime, "forward", lambda model: forward)
     torch.manual_seed(8)
     trainer.step()
     trainer.optimizers.zero_grad = lambda: None
@@ -77,7 +81,8 @@ def test_recomputation_executes_a_second_forward_and_saves_only_the_inputs_of_la
     for mode in ("none", "layers"):
         run, sizes = make_trainer("variant=mhsa", "runtime.backend=plain", f"runtime.checkpoint={mode}"), []
         inputs, targets = torch.zeros(2, 4, 16, dtype=torch.int64)
-        step = count_flops(lambda run=run, x=inputs, y=targets: run.update(x, y, None, fraction=0.0), gradients=True)
+        of_run = run.model, run.optimizers, run.runtime
+        step = count_flops(partial(train_step, *of_run, inputs, targets, None), gradients=True)
         flops[mode], needed[mode] = step.total, run.model.needed_flops(16, carried=0)
         with torch.no_grad():
             forward = count_flops(lambda run=run, x=inputs: run.model(x)).total

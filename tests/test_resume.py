@@ -46,7 +46,7 @@ def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, 
     assert "the same command resumes the run" in capsys.readouterr().out.splitlines()[-1]
     assert not list(cwd.glob("other/outputs/*/summary.json"))
     resumed = make_run(*words)
-    assert resumed.folder.checkpoint is not None and resumed.trainer.spent.steps == 0
+    assert resumed.folder.checkpoint is not None and resumed.trainer.state.spent.steps == 0
     resumed_summary = run_to_end(resumed)
     differ = {key for key in summary if summary[key] != resumed_summary[key]}
     assert differ <= {"seconds", "bytes_per_second", "memory"}
@@ -60,6 +60,6 @@ def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, 
 
 def test_the_peak_of_training_covers_the_commands_before_a_resumption():
     run = make_run("budget.steps=6")
-    run._training_peak = Peak(2**50, approximate=True)
+    run.trainer.state.peak = Peak(2**50, approximate=True)
     stop(run, step=3)
     assert run_to_end(make_run("budget.steps=6"))["memory"]["peak_bytes"] == 2**50

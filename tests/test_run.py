@@ -10,7 +10,7 @@ import torch
 from harness.count.memory import Peak
 from harness.loop import summary as summary_module
 from harness.loop.scoring import NOT_CAUSAL, Future, score_stream
-from harness.loop.update import Update
+from harness.loop.step import train_step
 from harness.record import checkpoint
 from harness.record.schema import violation
 from tests.small_configs import plan
@@ -30,13 +30,13 @@ from tests.small_runs import (
 @pytest.mark.parametrize("carry, cold", [("true", [0, 8, 16]), ("false", list(range(18)))])
 def test_the_first_step_of_an_epoch_has_no_state_and_if_carry_is_false_no_step_has_one(carry, cold, monkeypatch):
     trainer = make_trainer("data.bytes=600", "eval.bytes=null", f"batch.carry={carry}", "budget.steps=18")
-    update, states = Update.__call__, []
+    states = []
 
-    def recorded_update(self, inputs, targets, state, *, fraction):
+    def recorded_step(model, optimizers, runtime, inputs, targets, state, **keywords):
         states.append(state)
-        return update(self, inputs, targets, state, fraction=fraction)
+        return train_step(model, optimizers, runtime, inputs, targets, state, **keywords)
 
-    monkeypatch.setattr(Update, "__call__", recorded_update)
+    monkeypatch.setattr("harness.loop.trainer.train_step", recorded_step)
     while not trainer.finished:
         trainer.step()
     assert [step for step, state in enumerate(states) if state is None] == cold
@@ -64,7 +64,8 @@ def test_final_scores_costs_and_spans_are_those_of_the_weights_with_the_best_val
     assert bits[-1] > bits[-2] and min(bits) == bits[-2] and {row["capped_bytes"] for row in rows[:-1]} == {12}
     assert summary["best_bytes_seen"] == rows[-3]["bytes_seen"] < summary["bytes_seen"]
     best = make_trainer(*words)
-    best.load_weights(checkpoint.load(run.folder.path / checkpoint.FOLDER / checkpoint.BEST)["model"])
+    saved = checkpoint.load(run.folder.path / checkpoint.FOLDER / checkpoint.BEST)
+    best.load_checkpoint(saved, restore="weights")
     valid, test = (best.corpus.splits[split] for split in ("valid", "test"))
     samples = [valid[first : first + 5] for first in (800, 897, 995)]  # 12 pairs, a tenth of two steps of 64 bytes
     scores = [score_stream(best.model, sample, runtime=best.runtime, streams=1, segment=64) for sample in samples]
@@ -86,7 +87,7 @@ def test_budgets_of_steps_and_bytes_determine_steps_and_schedule(budget):
         used = trainer.optimizers.optimizers["default"].param_groups[0]["lr"]
         assert trainer.train_row().learning_rate == pytest.approx(used)
         rates.append(used / trainer.optimizers.lr)
-    assert trainer.spent.steps == 16 and trainer.spent.bytes == 16 * 64
+    assert trainer.state.spent.steps == 16 and trainer.state.spent.bytes == 16 * 64
     amount = 16.0 if "steps" in budget else 1000 / 64
     middles = [(step + min(step + 1, amount)) / 2 / amount for step in range(16)]
     assert rates == pytest.approx([min(1, f / 0.25) * (1 - f) for f in middles])
@@ -102,7 +103,7 @@ def test_a_budget_of_flops_is_charged_by_the_spans_at_each_step_not_by_the_rows_
     while not trainer.finished:
         expected += needed()
         trainer.step()
-    assert trainer.spent.flops == expected != trainer.spent.steps * needed()
+    assert trainer.state.spent.flops == expected != trainer.state.spent.steps * needed()
     words = (*SPANS, "budget.flops=6e7", "eval.every=0.2")
     first, many_rows = whole_run(*words, "record.every_steps=1", "outputs=first")
     second, few_rows = whole_run(*words, "record.every_steps=1000", "outputs=second")

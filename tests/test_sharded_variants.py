@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from harness.device.model_parameters import full_tensors
+from harness.device.full_tensors import full_tensors
 from harness.device.processes import SINGLE, ProcessGroup, join_processes
 from tests.rank_processes import launch
 from tests.small_configs import VARIANT_NAMES, sized
-from tests.small_runs import CARRY, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import CARRY, saved, temporary_cwd  # noqa: F401 - a fixture
 from tests.test_distributed_training import distributed_trainer
 
 pytestmark = pytest.mark.faults
@@ -30,12 +30,12 @@ def train_and_resume(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
         for name in ("whole", "resumed"):
             run, bits = distributed_trainer(processes, *COMMON, *words, precision="float64"), []
             if middle:
-                run.restore(middle)
-            while run.spent.steps < STEPS:
+                run.load_checkpoint(middle)
+            while run.state.spent.steps < STEPS:
                 run.step()
                 bits.append(run.train_row().bits_per_byte)
-                if name == "whole" and run.spent.steps == STEPS // 2:
-                    middle, first = copy.deepcopy(full_tensors(run.checkpoint_content())), [*bits]
+                if name == "whole" and run.state.spent.steps == STEPS // 2:
+                    middle, first = copy.deepcopy(full_tensors(saved(run))), [*bits]
             results[name] = (bits if name == "whole" else first + bits), full_tensors(run.model.state_dict())
     except ValueError as error:
         return {"refused": str(error)}

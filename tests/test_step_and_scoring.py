@@ -12,8 +12,8 @@ from harness.data.recall import recall_floor
 from harness.data.streams import round_context, score_ranges
 from harness.device.runtime import Runtime
 from harness.loop.scoring import Future, check_causality, score_context, score_stream, score_windows
+from harness.loop.step import train_step
 from harness.loop.summary import final_score
-from harness.loop.update import Update
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
@@ -33,8 +33,8 @@ def test_a_step_with_accumulation_equals_one_without():
     for (name, expected), actual in zip(whole.model.named_parameters(), split.model.parameters(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
     assert whole.train_row().bits_per_byte == pytest.approx(split.train_row().bits_per_byte, abs=1e-12)
-    assert len(tensors(whole.state)) > 1 and len(whole.state[0]) == 4
-    for expected, actual in zip(tensors(whole.state), tensors(split.state), strict=True):
+    assert len(tensors(whole.state.carried)) > 1 and len(whole.state.carried[0]) == 4
+    for expected, actual in zip(tensors(whole.state.carried), tensors(split.state.carried), strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
@@ -49,8 +49,9 @@ def test_auxiliary_losses_are_in_the_gradient_but_not_in_the_score(parts):
     nats = []
     for run in runs:  # a step of SGD moves a parameter by its gradient times the rate
         groups = assign(run.model, default=torch.optim.SGD)
-        update = Update(run.model, Optimizers(groups, lr=lr, schedule=Schedule()), CPU, accumulate=parts)
-        nats.append(update(*batch, None, fraction=0.0)[0].item())
+        optimizers = Optimizers(groups, lr=lr, schedule=Schedule())
+        step = train_step(run.model, optimizers, CPU, *batch, None, accumulate=parts)
+        nats.append(step[0].item())
     assert nats[0] == pytest.approx(F.cross_entropy(logits.transpose(1, 2), batch[1]).item(), abs=1e-6)
     assert nats[0] == nats[1] and scores[0] == scores[1]
     fractions = [run.model.layers[0]["attention"].sublayer.span.fraction for run in runs]
@@ -64,7 +65,7 @@ def test_a_step_uses_the_carried_state():
     state = trainer.model(first[0]).state
     logits = [trainer.model(second[0], before).logits.detach() for before in (state, None)]
     warm, cold = (F.cross_entropy(x.transpose(1, 2), second[1]).item() for x in logits)
-    nats, after = trainer.update(*second, state, fraction=0.0)
+    nats, after = train_step(trainer.model, trainer.optimizers, trainer.runtime, *second, state, accumulate=3)
     assert nats.item() == pytest.approx(warm, abs=1e-6) and abs(warm - cold) > 1e-4
     assert after[0].tolist() == [32] * 4
 
@@ -94,7 +95,7 @@ def test_bfloat16_training_is_finite_and_close_to_float32_with_parameters_in_flo
         bits.append(run.train_row().bits_per_byte)
     assert bits[0] != bits[1] and bits[0] == pytest.approx(bits[1], abs=0.05)
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in low.model.parameters())
-    assert {t.dtype for t in tensors(low.state)} == {torch.int64, torch.bfloat16}
+    assert {t.dtype for t in tensors(low.state.carried)} == {torch.int64, torch.bfloat16}
     assert low.evaluate(low.reported_split("valid")[:200]).nats.isfinite().all()
 
 

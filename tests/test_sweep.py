@@ -19,7 +19,7 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
 
     def failing(self):
         groups.append(os.environ.get("WANDB_RUN_GROUP"))
-        if self.plan.seed == 1 and self.spent.steps == 2:
+        if self.plan.seed == 1 and self.state.spent.steps == 2:
             failed.append(weakref.ref(self))
             raise RuntimeError("no such luck\nsecond line")
         if failed:

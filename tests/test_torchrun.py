@@ -112,7 +112,7 @@ def lose_rank_1(how: str) -> tuple[int, int, str]:
         try:
             train(run)
         except ProcessLost as error:
-            return exit_code(error), run.trainer.spent.steps, str(error)
+            return exit_code(error), run.trainer.state.spent.steps, str(error)
 
 
 @pytest.mark.parametrize("how", ["ended", "silent"])
@@ -137,7 +137,7 @@ def fail_to_save() -> tuple[str, bool, int]:
             train(run)
         except (OSError, RuntimeError) as error:
             printed = getattr(error, "already_printed", False)
-            return f"{type(error).__name__}: {error}", printed, run.trainer.spent.steps
+            return f"{type(error).__name__}: {error}", printed, run.trainer.state.spent.steps
 
 
 def test_a_failure_of_one_process_ends_all_and_is_printed_once():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from harness.device.runtime import compile_clock
+from harness.loop.state import Validated
 from tests.small_runs import make_run, make_trainer, rows_of, run_to_end, stop, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 
@@ -55,13 +56,15 @@ def test_a_validation_scores_bytes_after_a_full_window_of_context():
 
 def test_a_validation_is_postponed_until_ten_times_its_bytes_have_been_trained():
     run, due = make_run("budget.steps=40", "eval.every=0.2"), []
+    state = run.trainer.state
     for step in range(1, 40):
         run.trainer.step()
         if step == 20:  # as if this step had validated on 54 bytes
-            run.last_validation = {"bytes": run.trainer.spent.bytes, "fraction": 0.5, "size": 54}
+            state.validated = Validated(bytes=state.spent.bytes, fraction=0.5, size=54)
         if run.validation_due():
             due.append(step)
-            run.last_validation = {"bytes": run.trainer.spent.bytes, "fraction": run.trainer.fraction, "size": 54}
+            fraction = run.trainer.fraction
+            state.validated = Validated(bytes=state.spent.bytes, fraction=fraction, size=54)
     assert due == [8, 17, 29, 38]
 
 

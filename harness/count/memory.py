@@ -61,12 +61,11 @@ class Peak(NamedTuple):
 
     def maximum(self, new: "Peak") -> "Peak":
         """The maximum of both peaks, in each figure; ``approximate`` is that of ``new``."""
-
-        def larger(*figures: int | None) -> int | None:
-            return max((figure for figure in figures if figure is not None), default=None)
-
-        reserved_bytes = larger(self.reserved_bytes, new.reserved_bytes)
-        return Peak(larger(self.bytes, new.bytes), new.approximate, reserved_bytes)
+        pairs = (self.bytes, new.bytes), (self.reserved_bytes, new.reserved_bytes)
+        n_bytes, reserved_bytes = (
+            max((figure for figure in pair if figure is not None), default=None) for pair in pairs
+        )
+        return Peak(n_bytes, new.approximate, reserved_bytes)
 
 
 class PeakMemory:

@@ -19,13 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from harness.device.model_parameters import ModelParameters, full_tensors, is_dtensor
+from harness.device.full_tensors import full_tensors, is_dtensor
 from harness.device.output import libraries_on_stderr
 from harness.device.processes import ProcessGroup
 
 
-class DistributedParameters(ModelParameters):
-    """``ModelParameters`` of one of several processes. Every process makes one, from a model with equal weights."""
+class DistributedParameters:
+    """Parameters of a model as one of several processes has them. Every process makes one, from a
+    model with equal weights. The optimizers update ``local_parameters``: each parameter, or this
+    process's shard of it, whose ``DTensor`` is in ``dtensors``."""
 
     def __init__(
         self,
@@ -36,7 +38,8 @@ class DistributedParameters(ModelParameters):
         ignored: Set[nn.Parameter],  # parameters that FSDP leaves alone
         shard: str,
     ):
-        super().__init__(model)
+        self.local_parameters = list(model.parameters())
+        self.dtensors: dict[nn.Parameter, nn.Parameter] = {}
         self._model = model
         self._processes = processes
         if shard == "full":
@@ -57,6 +60,7 @@ class DistributedParameters(ModelParameters):
             dtensor.register_post_accumulate_grad_hook(partial(_move_gradient, parameter))
             if shard == "full":
                 self.dtensors[parameter] = dtensor
+        # Their gradients are averaged after the backward pass.
         self.averaged_parameters = [p for p in self.local_parameters if p not in names]
 
     def _units(self) -> list[FSDPModule]:
@@ -73,11 +77,14 @@ class DistributedParameters(ModelParameters):
                 group.post_backward = partial(_reduce_with_zeros, group, group.post_backward)
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Send replicated gradients after the last microbatch of a step, sharded ones after each."""
+        """Prepare the backward pass of a microbatch. Replicated gradients are sent after the last
+        one of a step, sharded ones after each."""
         self._model.set_requires_gradient_sync(last or bool(self.dtensors))
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
+        """Context in which parameters are complete, for reading; processes may run different
+        numbers of forward passes."""
         units = self._units()
         self._processes.all_gather(None, long_wait=True)  # a barrier: unshard itself waits for TIMEOUT only
         if self.dtensors:
@@ -105,7 +112,11 @@ class DistributedParameters(ModelParameters):
         return shard if dtensor is None or shard.shape != parameter.shape else _from_shard(shard, dtensor)
 
     def reduce_shards(self, tensor: Tensor, *, operation: str = "sum") -> Tensor:
-        return DTensor.from_local(tensor, self._mesh, [Partial(operation)]).full_tensor() if self.dtensors else tensor
+        """Return the sum (or ``max``) of all processes' tensors if parameters are sharded, else
+        ``tensor``."""
+        if not self.dtensors:
+            return tensor
+        return DTensor.from_local(tensor, self._mesh, [Partial(operation)]).full_tensor()
 
 
 def distribute_like(reference: Tensor, tensor: Tensor) -> Tensor:

@@ -81,9 +81,14 @@ class Runtime:
         pinned = [batch.to(torch.uint8).pin_memory() for batch in batches]
         return tuple(batch.to(self.device, non_blocking=True).long() for batch in pinned)
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the device computes while the host goes on."""
+        return self.device.type != "cpu"
+
     def synchronise(self) -> None:
         """Wait until the device has finished its work."""
-        if self.device.type != "cpu":
+        if self.is_asynchronous:
             torch.cuda.synchronize(self.device)
 
     def to_host(self, number: Tensor) -> Callable[[], float]:

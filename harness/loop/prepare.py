@@ -16,8 +16,10 @@ from harness.data.sources import PINNED
 from harness.device import runtime
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.admission import admission
+from harness.loop.distribute import distribute
 from harness.loop.run import Run, record_errors
 from harness.loop.select_backend import with_backend
+from harness.loop.state import Validated
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, is_sweep, plan_run, typed_keys
 from harness.record import checkpoint, folder
@@ -53,7 +55,7 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
             runtime.free_earlier_jobs()
             peak = PeakMemory(device_runtime.device)
             trainer = Trainer(plan, corpus, device_runtime)
-        trainer.update.distribute(shard=plan.runtime.shard)
+        distribute(trainer.model, trainer.optimizers, processes, shard=plan.runtime.shard)
         pretrained = row.get("pretrained")
         if run_folder.checkpoint is None and plan.init_from.run is not None:
             pretrained = initialise(trainer)
@@ -143,7 +145,7 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
             f"allowed with init_from.restore=everything is more than {content['spent'][unit]}"
         )
     if not everything:
-        trainer.load_weights(content["model"])
+        trainer.load_checkpoint(content, restore="weights")
     present = {"config": plan.config, "data": {"sha256": trainer.corpus.sha256}, "optimizers": optimizers.describe()}
     before, after = (_compared_keys(row, everything=everything) for row in (provenance, present))
     differing = [key for key in after | before if before.get(key) != after.get(key)]
@@ -153,7 +155,9 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
     if everything:
         for name, optimizer in optimizers.optimizers.items():
             content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()["param_groups"]
-        trainer.restore(content | {"nats": 0.0, "steps": 0})
+        trainer.load_checkpoint(content, restore="everything")
+        spent = trainer.state.spent
+        trainer.state.validated = Validated(bytes=spent.bytes, fraction=trainer.fraction)
 
 
 def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:

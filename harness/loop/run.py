@@ -13,14 +13,14 @@ import yaml
 
 from harness.cache import write_atomically
 from harness.count.memory import Peak, PeakMemory
-from harness.device.model_parameters import full_tensors
+from harness.device.full_tensors import full_tensors
 from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.stop_signal import StopSignal
 from harness.failures import OutOfMemory, Stopped, first_line, is_out_of_memory, refuse_exit
 from harness.loop import summary
 from harness.loop.scoring import NOT_CAUSAL, not_causal
+from harness.loop.state import Validated
 from harness.loop.trainer import Trainer
-from harness.optim.budget import Spent
 from harness.plan.build import Plan
 from harness.record import checkpoint
 from harness.record.closing_table import bits, data_label, print_closing_table, scored_splits
@@ -58,8 +58,7 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
 
 class Run:
     """One run. If it has several processes, only the main one locks the folder and writes. ``trainer`` is None if an
-    earlier command has finished the run. ``best_bits`` is the lowest of all validations so far, or infinity.
-    ``last_validation`` has the ``bytes`` and ``fraction`` spent by then, and ``size``, the pairs of its sample."""
+    earlier command has finished the run."""
 
     def __init__(
         self,
@@ -72,17 +71,16 @@ class Run:
         peak: PeakMemory | None = None,
     ):
         self.plan, self.folder, self.trainer, self.command = plan, folder, trainer, command
-        self.stop_signal, self.best_bits = StopSignal(single_process=processes.world_size == 1), math.inf
-        spent = trainer.spent if trainer else Spent()
-        self.last_validation = {"bytes": spent.bytes, "fraction": plan.budget.fraction(spent), "size": None}
-        self._processes, self._peak_meter, self._training_peak = processes, peak, Peak(None, approximate=False)
+        self.stop_signal = StopSignal(single_process=processes.world_size == 1)
+        self._processes, self._is_main = processes, processes.is_main
+        self._peak_meter = peak
         self._saved_at = self._printed_at = time.monotonic()
         self._save_by_clock, self._steps_of_command = False, 0
 
     def return_finished(self) -> float | None:
         """Print the scores of the run that an earlier command has finished, and return its bits per byte on valid."""
         print(f"finished before: {self.folder.path} (force=true runs it again)")
-        if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # a trial of W&B's agent, which needs a score
+        if "WANDB_SWEEP_ID" in os.environ and self._is_main:  # a trial of W&B's agent, which needs a score
             with self._wandb_run(self.folder.summary["data"]["name"], id=None) as trial:
                 trial.log_end(summary=self.folder.summary)
         if not self.plan.sweeping:
@@ -104,22 +102,22 @@ class Run:
             stack.callback(self.folder.unlock)
             origin = summary.run_origin(trainer, self.folder.identity, command=self.command)
             stack.enter_context(record_errors(plan, self.folder, to_json(origin), self._processes))
-            saved = self._restore()
-            task = f"resuming at {trainer.spent.bytes:,} bytes" if saved else "training"
+            is_resumed = self._restore()
+            task = f"resuming at {trainer.state.spent.bytes:,} bytes" if is_resumed else "training"
             device = f"{origin.device}, {trainer.backend}, {trainer.runtime.precision}"
             device += ", compiled" if trainer.runtime.compile else ""
             print(f"{task}: {self.folder.path}  |  {data_label(origin.data)}  |  {device}")
-            self._processes.on_main(lambda: self._open_files(stack, origin, saved))
+            self._processes.on_main(lambda: self._open_files(stack, origin, is_resumed))
             yield
 
-    def _open_files(self, stack: ExitStack, origin: RunOrigin, saved: dict) -> None:
-        """Write the configuration, and open record and W&B run; ``saved`` is the restored checkpoint, or empty."""
-        plan, path = self.plan, self.folder.path
+    def _open_files(self, stack: ExitStack, origin: RunOrigin, is_resumed: bool) -> None:
+        """Write the configuration, and open record and W&B run."""
+        plan, path, state = self.plan, self.folder.path, self.trainer.state
         config = to_json(plan.config)  # turns integer keys, which are layers, into text
         write_atomically(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
-        self._record = Record(path, rows=saved.get("rows", 0), sha256=saved.get("sha256"))
-        self._wandb = stack.enter_context(self._wandb_run(self.trainer.corpus.name, id=saved.get("wandb_id")))
-        if saved:
+        self._record = Record(path, rows=state.rows, sha256=state.sha256)
+        self._wandb = stack.enter_context(self._wandb_run(self.trainer.corpus.name, id=state.wandb_id))
+        if is_resumed:
             self._wandb.resume(read_rows(path / RECORD))
         else:
             self.append(Provenance(kind="provenance", **vars(origin), config=config))
@@ -130,18 +128,16 @@ class Run:
         settings |= {"job_type": plan.purpose, "config": to_json(plan.config), "id": id, "sweeping": plan.sweeping}
         return WandbRun(self.folder.path, **settings)
 
-    def _restore(self) -> dict:
-        """Continue from the newest undamaged checkpoint. Returns its content, or an empty dictionary without one."""
-        if self._processes.is_main:
+    def _restore(self) -> bool:
+        """Continue from the newest undamaged checkpoint. Returns whether there is one."""
+        if self._is_main:
             self.folder.remove_outdated()
         if self.folder.checkpoint is None:
-            return {}
+            return False
         content = self._processes.on_main(self._read_checkpoint)
         with self._processes.fail_together():
-            self.trainer.restore(content)
-        self.best_bits, self.last_validation = content["best_bits"], content["validated"]
-        self._training_peak = Peak(*content.get("peak", self._training_peak))
-        return content
+            self.trainer.load_checkpoint(content)
+        return True
 
     def _read_checkpoint(self) -> dict:
         """Read the newest checkpoint. The best weights are read as well, so that damage is reported before training."""
@@ -156,7 +152,7 @@ class Run:
 
     def append(self, row: object) -> None:
         """Write a row to the record and to W&B. At most every ``record.progress_seconds`` a train row is printed."""
-        if not self._processes.is_main:
+        if not self._is_main:
             return
         row = self._record.append(row)
         self._wandb.log(row)
@@ -167,7 +163,7 @@ class Run:
 
     def _score_text(self, bits_per_byte: float | None, *, capped: bool = False) -> str:
         score = "not finite" if bits_per_byte is None else f"{bits_per_byte:.4f}"
-        return f"{score}{'*' * capped} bits/byte after {self.trainer.spent.bytes:,} bytes"
+        return f"{score}{'*' * capped} bits/byte after {self.trainer.state.spent.bytes:,} bytes"
 
     def step(self) -> None:
         """Make one training step. Processes agree on stop signals, and on checkpoints by the main process's clock."""
@@ -181,23 +177,23 @@ class Run:
 
     def validation_due(self) -> bool:
         """Whether another ``eval.every`` of the budget is spent, and enough bytes since the last validation."""
-        every, last, trainer = self.plan.eval.every, self.last_validation, self.trainer
+        every, last, trainer = self.plan.eval.every, self.trainer.state.validated, self.trainer
         if every <= 0 or trainer.finished:
             return False
-        intervals, validated_intervals = (int(spent / every + 1e-9) for spent in (trainer.fraction, last["fraction"]))
-        trained_bytes = trainer.spent.bytes - last["bytes"]
-        return intervals > validated_intervals and trained_bytes >= TRAINED_BYTES_PER_SCORED_BYTE * (last["size"] or 1)
+        intervals, validated_intervals = (int(spent / every + 1e-9) for spent in (trainer.fraction, last.fraction))
+        trained_bytes = trainer.state.spent.bytes - last.bytes
+        return intervals > validated_intervals and trained_bytes >= TRAINED_BYTES_PER_SCORED_BYTE * (last.size or 1)
 
     def validate(self) -> None:
         """Score bytes of valid that no reported score includes, and save the weights if they are the best so far. All
         validations score as many pairs as the first, so that they are comparable."""
-        trainer, last, split = self.trainer, self.last_validation, self.trainer.selection_split()
+        trainer, state, split = self.trainer, self.trainer.state, self.trainer.selection_split()
         max_pairs = min(len(split), self.plan.eval.bytes or math.inf) - 1
-        trained_bytes = trainer.spent.bytes - last["bytes"]
-        size = last["size"] or max(1, min(max_pairs, trained_bytes // TRAINED_BYTES_PER_SCORED_BYTE))
+        trained_bytes = state.spent.bytes - state.validated.bytes
+        size = state.validated.size or max(1, min(max_pairs, trained_bytes // TRAINED_BYTES_PER_SCORED_BYTE))
         with self._outside_training_peak():
             score, answers = trainer.evaluate_sample(split, pairs=size)
-            self.last_validation = {"bytes": trainer.spent.bytes, "fraction": trainer.fraction, "size": size}
+            state.validated = Validated(bytes=state.spent.bytes, fraction=trainer.fraction, size=size)
             self.append(
                 Score(
                     kind="valid",
@@ -210,19 +206,21 @@ class Run:
             )
             self.print(f" valid  {self._score_text(score.bits_per_byte, capped=True)}")
             # The first weights are saved even with a score of NaN, because the final scores need weights.
-            if score.bits_per_byte < self.best_bits or self.best_bits == math.inf:
-                self.best_bits = score.bits_per_byte if score.bits_per_byte < math.inf else math.inf
+            if score.bits_per_byte < state.best_bits or state.best_bits == math.inf:
+                state.best_bits = score.bits_per_byte if score.bits_per_byte < math.inf else math.inf
                 self._save_best()
 
     def _save_best(self) -> None:
-        weights = full_tensors(self.trainer.model.state_dict(), keep=self._processes.is_main)
-        content = {"model": weights, "bytes": self.trainer.spent.bytes, "identity": vars(self.folder.identity)}
+        weights = full_tensors(self.trainer.model.state_dict(), keep=self._is_main)
+        n_bytes = self.trainer.state.spent.bytes
+        content = {"model": weights, "bytes": n_bytes, "identity": vars(self.folder.identity)}
         self._processes.on_main(lambda: checkpoint.save_best(self.folder.path, content))
 
     @contextmanager
     def _outside_training_peak(self) -> Iterator[None]:
         """Context whose memory does not count towards the peak of training."""
-        self._training_peak = self._training_peak.maximum(self._peak_meter.read())
+        state = self.trainer.state
+        state.peak = state.peak.maximum(self._peak_meter.read())
         yield
         self._peak_meter.reset()
 
@@ -232,35 +230,39 @@ class Run:
 
     def checkpoint_due(self) -> bool:
         """Whether ``checkpoint.every_steps`` or ``checkpoint.every_seconds`` asks for a checkpoint."""
-        return self._save_by_clock or self.trainer.spent.steps % (self.plan.checkpoint.every_steps or math.inf) == 0
+        return (
+            self._save_by_clock or self.trainer.state.spent.steps % (self.plan.checkpoint.every_steps or math.inf) == 0
+        )
 
     def save(self) -> None:
         """Save a checkpoint, with the number and digest of the rows written so far."""
         with self._outside_training_peak() if self._steps_of_command >= WARM_UP_STEPS else nullcontext():
-            content = full_tensors(self.trainer.checkpoint_content(), keep=self._processes.is_main)
+            state = self.trainer.state
             with self._processes.fail_together():
-                if self._processes.is_main:
-                    content |= {"rows": self._record.rows, "sha256": self._record.sha256}
-                    content |= {"best_bits": self.best_bits, "validated": self.last_validation}
-                    content["peak"] = tuple(self._training_peak)
-                    content |= {"wandb_id": self._wandb.id, "identity": vars(self.folder.identity)}
-                    step, keep = self.trainer.spent.steps, self.plan.checkpoint.keep
+                if self._is_main:
+                    state.rows, state.sha256 = self._record.flush()
+                    state.wandb_id = self._wandb.id
+            self.trainer.check_weights()
+            content = state.to_checkpoint(self._processes) | {"identity": vars(self.folder.identity)}
+            with self._processes.fail_together():
+                if self._is_main:
+                    step, keep = state.spent.steps, self.plan.checkpoint.keep
                     checkpoint.save(self.folder.path, content, step=step, keep=keep)
         self._saved_at = time.monotonic()
 
     def exit_by_signal(self) -> None:
         """Print the command that resumes the run, and exit with the signal's exit code."""
         command = "the same command without force=true" if self.plan.force else "the same command"
-        self.print(f"stopped at {self.trainer.spent.bytes:,} bytes; {command} resumes the run: {self.command}")
+        self.print(f"stopped at {self.trainer.state.spent.bytes:,} bytes; {command} resumes the run: {self.command}")
         raise Stopped(128 + self.stop_signal.signal_number)
 
     def finish(self) -> dict:
         """Validate once more, score the best weights on all of the final splits, and write the summary."""
-        trainer, processes = self.trainer, self._processes
+        trainer = self.trainer
         self.validate()
-        best = processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
-        trainer.load_weights(best["model"])  # before the costs, because FLOPs depend on the weights
-        costs = summary.costs(trainer, peak=self._over_processes(self._training_peak))
+        best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
+        trainer.load_checkpoint(best, restore="weights")  # before the costs, because FLOPs depend on the weights
+        costs = summary.costs(trainer, peak=self._over_processes(trainer.state.peak))
         finals = [summary.final_score(trainer, split) for split in trainer.splits]
         for final in finals:
             self.append(final)
@@ -286,13 +288,13 @@ class Run:
             best_bytes_seen=best["bytes"],
             spans=summary.spans(trainer.model.metrics({})) or summary.spans(finals[0].metrics),
             # After the peak is read, because they use memory.
-            compressors=summary.compressors(trainer) if processes.is_main else {},
+            compressors=summary.compressors(trainer) if self._is_main else {},
             capped={final.kind: final.capped_bytes for final in finals if final.capped_bytes},
             **{"test_bits_per_byte": None} | scores,
             status="finished",
         )
         row = to_json(row)
-        if processes.is_main:
+        if self._is_main:
             write_summary(self.folder.path, summary=row)
             self._wandb.log_end(summary=row)
         return row
@@ -302,6 +304,6 @@ class Run:
         if self.plan.sweeping:
             scores = ", ".join(f"{split} {bits(row, split=split)}" for split in scored_splits(row))
             print(f"finished: {self.folder.path}  {scores} bits per byte")
-        elif self._processes.is_main:
+        elif self._is_main:
             print_closing_table(row)
             print("\n".join(filter(None, [f"run folder: {self.folder.path}", self._wandb.hint])))

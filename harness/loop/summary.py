@@ -86,8 +86,11 @@ def run_origin(trainer: Trainer, digests: folder.Identity, *, command: str) -> R
 def costs(trainer: Trainer, *, peak: Peak) -> Costs:
     """Return the time, FLOPs and memory of training. Forward FLOPs are counted on one stream with a
     full past. The peak is the highest of all processes."""
-    model, parameters, segment = trainer.model, trainer.update.parameters, trainer.plan.eval.segment
-    with trainer.runtime.autocast(), parameters.unsharded():
+    model = trainer.model
+    segment = trainer.plan.eval.segment
+    distributed = trainer.optimizers.distributed
+    parameters = distributed.local_parameters if distributed else model.parameters()
+    with trainer.runtime.autocast(), trainer.whole_parameters():
         max_bytes = trainer.plan.model.span + 4 * segment
         text = trainer.reported_split("valid")
         executed = forward_flops_per_byte(model, segment=segment, max_bytes=max_bytes, text=text)
@@ -110,8 +113,8 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
             peak_bytes=peak.bytes,
             peak_reserved_bytes=peak.reserved_bytes,
             approximate=peak.approximate,
-            parameter_bytes=tensor_bytes(parameters.local_parameters),
-            gradient_bytes=trainer.update.gradient_bytes,
+            parameter_bytes=tensor_bytes(parameters),
+            gradient_bytes=trainer.optimizers.gradient_bytes,
             optimizer_bytes=optimizer_bytes(trainer.optimizers.optimizers.values()),
             state_bytes=executed.state_bytes,
         ),
@@ -126,7 +129,7 @@ def final_score(trainer: Trainer, name: str) -> Final:
     scores, windows_bits = [score], ABSENT
     if plan.eval.windows and not corpus.sequence:
         check = {"future_seed": plan.seed, "cuts": window_cuts}
-        with trainer.update.parameters.unsharded():
+        with trainer.whole_parameters():
             windows = score_windows(trainer.model, split, runtime=trainer.runtime, **check)
         scores.append(windows)
         windows_bits = windows.bits_per_byte
@@ -158,7 +161,7 @@ def _cuts(trainer: Trainer, n_bytes: int) -> tuple[int, int]:
     e, splits = trainer.plan.eval, len(trainer.splits)
     window_share = scoring.WINDOW_CUTS_SHARE if e.windows else 0.0
     bytes_per_cut = e.segment * (1 - window_share) + scoring.WINDOWS[1] * window_share
-    run_bytes = 3 * trainer.spent.bytes + splits * n_bytes * (3 if e.windows else 1)
+    run_bytes = 3 * trainer.state.spent.bytes + splits * n_bytes * (3 if e.windows else 1)
     affordable = int(scoring.CUTS_SHARE * run_bytes / (splits * bytes_per_cut))
     cuts = min(scoring.CUTS, max(scoring.MIN_CUTS, affordable))
     window_cuts = round(cuts * window_share)
@@ -167,7 +170,7 @@ def _cuts(trainer: Trainer, n_bytes: int) -> tuple[int, int]:
 
 def compressors(trainer: Trainer) -> dict[str, dict[str, float]]:
     """Return bits per byte of each final split under compressors, and by counts of as many bytes as the model read."""
-    counted = trainer.corpus.splits["train"][: trainer.spent.bytes]
+    counted = trainer.corpus.splits["train"][: trainer.state.spent.bytes]
     return {name: compressed_bits(trainer.reported_split(name), train=counted) for name in trainer.splits}
 
 

@@ -1,39 +1,38 @@
-"""Trainer: model, optimizers, data, carried state and spent budget; training steps, scores and checkpoints."""
+"""Trainer: a plan, a corpus, a device and the state of training; steps, scores and checkpoints."""
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from harness.data.corpora import Corpus
 from harness.data.sequences import Sequences, sample_sequences
-from harness.data.streams import Streams, sample_layout, score_ranges, shard_slice
-from harness.device import random_state
-from harness.device.model_parameters import is_dtensor
+from harness.data.streams import Streams, sample_layout, score_ranges
+from harness.device import seeds
 from harness.device.runtime import Runtime, compile_clock
 from harness.failures import Diverged
 from harness.loop.scoring import Score, score_sequences, score_stream
-from harness.loop.update import Update
+from harness.loop.state import TrainState
+from harness.loop.step import train_step
 from harness.model import LanguageModel
 from harness.optim.budget import Spent
 from harness.optim.optimizers import SHARDABLE
 from harness.plan.build import Plan
 from harness.record.row import Train
-from variants.contract import cat_streams, map_state
 
 
 class Trainer:
-    """Trains a model, in one process of a run. ``spent`` has bytes, seconds, steps and FLOPs of all processes so far.
-    Seconds are those of the main process, without ``compile_seconds``; ``wait`` adds the seconds of steps that the
-    device has not finished. ``state`` is that of this process's streams after the last step, or None. ValueError if
-    processes cannot divide the work, or a split is too short to score."""
+    """Trains a model, in one process of a run. ``state`` is what training is at a moment; ``wait``
+    adds the seconds of steps that the device has not finished. ValueError if processes cannot
+    divide the work, or a split is too short to score."""
 
     def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
         self.plan, self.corpus, self.runtime = plan, corpus, runtime
-        random_state.seed(plan.seed)
+        seeds.seed(plan.seed)
         b, processes = plan.batch, runtime.processes
         train = corpus.splits["train"]
         self.sequence, common = corpus.sequence, {"streams": b.streams, "seed": plan.seed}
@@ -44,15 +43,15 @@ class Trainer:
         self.model = plan.make_model()
         self.model.to(runtime.device)
         self.optimizers = plan.make_optimizers(self.model)
-        self.update = Update(self.model, self.optimizers, runtime, accumulate=b.accumulate)
         _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible
-        self.spent, self.state, self.compile_seconds = Spent(), None, 0.0
+        first_step = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops(0))
+        self.state = TrainState(model=self.model, optimizers=self.optimizers, last_step=first_step)
         self._learning_rate = 0.0  # of the last step
-        self._last_step = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
-        self._budget_in_seconds = plan.budget.unit == "seconds"  # only then does the host wait for each step
+        # Only with a budget in seconds does the host wait for each step on a device.
+        self._budget_in_seconds = plan.budget.unit == "seconds"
+        self._steps_run_ahead = runtime.is_asynchronous and not self._budget_in_seconds
         self._batches_on_device: dict[int, tuple[Tensor, Tensor]] = {}  # by step
-        # Since the last train row: the sum of the mean nats of steps, their number, and losses still on the device.
-        self._nats_sum, self._n_steps, self._losses_on_device = 0.0, 0, []
+        self._losses_on_device: list[Tensor] = []  # of steps since the last train row
         # Steps that may have diverged: the function that reads whether one did, its index and learning rate.
         self._unchecked_steps: deque[tuple[Callable[[], float], int, float]] = deque()
         for split in self.splits:
@@ -60,7 +59,7 @@ class Trainer:
         self.selection_split()
         if processes.world_size > 1:
             self._check_division()
-            random_state.seed_rank(plan.seed, step=0, rank=processes.rank)  # from here on only dropout draws numbers
+            seeds.seed_rank(plan.seed, step=0, rank=processes.rank)  # from here on only dropout draws numbers
 
     @property
     def backend(self) -> str:
@@ -75,44 +74,57 @@ class Trainer:
     @property
     def fraction(self) -> float:
         """Fraction of the budget that is spent."""
-        return self.plan.budget.fraction(self.spent)
+        return self.plan.budget.fraction(self.state.spent)
 
     @property
     def finished(self) -> bool:
         """Whether the budget is spent."""
-        return self.plan.budget.done(self.spent)
+        return self.plan.budget.done(self.state.spent)
 
     def step(self) -> None:
         """Make one step. While the device computes it, raise Diverged if the previous step was not finite."""
-        began, index, flops = time.perf_counter(), self.spent.steps, self._step_flops()
+        began = time.perf_counter()
+        state, budget = self.state, self.plan.budget
+        index = state.spent.steps
+        flops = self._step_flops(index)
         inputs, targets = self._batches_on_device.get(index) or self._send(index)
         self._batches_on_device = {index + 1: self._send(index + 1)}
-        state = self.state if self.stream.carried_bytes(index) else None
         # The learning rate is that of the middle of the step, so that neither the first nor the last is 0.
-        middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last_step)) / 2
+        end = state.spent + state.last_step
+        middle = (budget.fraction(state.spent) + budget.fraction(end)) / 2
         with compile_clock(compiled=self.runtime.compile) as compiling:
-            nats, next_state = self.update(inputs, targets, state, fraction=middle)
+            nats, carried = train_step(
+                self.model,
+                self.optimizers,
+                self.runtime,
+                inputs,
+                targets,
+                state.carried if self.stream.carried_bytes(index) else None,
+                fraction=middle,
+                accumulate=self.plan.batch.accumulate,
+            )
         self._learning_rate = self.optimizers.lr * self.optimizers.schedule.factor(middle, step=index)
         self._unchecked_steps.append((self.runtime.to_host(self.optimizers.found_inf), index, self._learning_rate))
         self._check_steps(skip_last=1)
-        self.state = next_state if self.plan.batch.carry else None
+        state.carried = carried if self.plan.batch.carry else None
         if self._budget_in_seconds:
             self.runtime.synchronise()
         seconds = time.perf_counter() - began - compiling.seconds
         if self._budget_in_seconds:  # all processes must end at the same step
             seconds = self.runtime.processes.all_gather(seconds)[0]
-        self.compile_seconds += compiling.seconds
+        state.compile_seconds += compiling.seconds
         self._losses_on_device.append(nats)
-        self._last_step = Spent(bytes=self.stream.bytes_per_step, seconds=seconds, steps=1, flops=flops)
-        self.spent += self._last_step
+        n_bytes = self.stream.bytes_per_step
+        state.last_step = Spent(bytes=n_bytes, seconds=seconds, steps=1, flops=flops)
+        state.spent += state.last_step
 
     def _send(self, step: int) -> tuple[Tensor, Tensor]:
         """Send the inputs and targets of this process's streams in a step to the device."""
         return self.runtime.to_device(*self.stream.batch(step, shard=self.runtime.processes.shard))
 
-    def _step_flops(self) -> int:
-        """Return the training FLOPs of the next step, at its number of carried bytes and with the present spans."""
-        needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried_bytes(self.spent.steps))
+    def _step_flops(self, step: int) -> int:
+        """Return the training FLOPs of a step, at its number of carried bytes and with the present spans."""
+        needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried_bytes(step))
         return round(needed.training * self.stream.bytes_per_step)
 
     def _check_steps(self, *, skip_last: int = 0) -> None:
@@ -127,14 +139,18 @@ class Trainer:
                     "not finite. The weights are those from before this step"
                 )
 
-    def _check_weights(self) -> None:
-        """Raise Diverged as ``_check_steps`` does, and if a parameter is not finite."""
+    def check_weights(self) -> None:
+        """Wait for the device; raise Diverged if a step or a parameter was not finite."""
+        self.wait()
         self._check_steps()
-        parameters, names = self.update.parameters, [name for name, _ in self.model.named_parameters()]
-        nonfinite = torch.stack([~p.isfinite().all() for p in parameters.local_parameters]).float()
-        nonfinite = parameters.reduce_shards(nonfinite, operation="max").tolist()
-        if any(nonfinite):
-            self._diverge(f"an update left the parameter {names[nonfinite.index(1)]} with numbers that are not finite")
+        distributed = self.optimizers.distributed
+        parameters = self.optimizers.parameters
+        nonfinite = torch.stack([~p.isfinite().all() for p in parameters.values()]).float()
+        if distributed:
+            nonfinite = distributed.reduce_shards(nonfinite, operation="max")
+        for name, is_nonfinite in zip(parameters, nonfinite.tolist(), strict=True):
+            if is_nonfinite:
+                self._diverge(f"an update left the parameter {name} with numbers that are not finite")
 
     def _diverge(self, message: str) -> None:
         """Raise Diverged in all processes; the main process prints it."""
@@ -145,31 +161,34 @@ class Trainer:
 
     def wait(self) -> None:
         """Wait for the device, add the waiting time to ``spent``, and read the losses of finished steps."""
-        if self._losses_on_device and not self._budget_in_seconds:
+        if not self._losses_on_device:
+            return
+        if self._steps_run_ahead:
             began = time.perf_counter()
             self.runtime.synchronise()
-            self.spent += Spent(seconds=time.perf_counter() - began)
-        for nats in torch.stack(self._losses_on_device).tolist() if self._losses_on_device else ():
-            self._nats_sum += nats
-        self._n_steps += len(self._losses_on_device)
+            self.state.spent += Spent(seconds=time.perf_counter() - began)
+        for nats in torch.stack(self._losses_on_device).tolist():
+            self.state.nats += nats
+        self.state.steps += len(self._losses_on_device)
         self._losses_on_device = []
 
     def progress(self) -> dict:
         """Return the keys of a row that describe progress: bytes, steps, FLOPs and seconds of training so far."""
         self.wait()
-        spent, train_bytes = self.spent, len(self.corpus.splits["train"])
+        spent, train_bytes = self.state.spent, len(self.corpus.splits["train"])
         row = {"bytes_seen": spent.bytes, "step": spent.steps, "epochs": spent.bytes / train_bytes}
         row |= {} if self._budget_in_seconds else {"fraction": self.fraction}
         clock = {"seconds": spent.seconds, "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9)}
-        clock |= {"compile_seconds": self.compile_seconds}
+        clock |= {"compile_seconds": self.state.compile_seconds}
         return row | {"training_flops": spent.flops, "clock": clock}
 
     def train_row(self) -> Train:
         """Return a row of the steps since the last one."""
         progress = self.progress()
         self._check_steps()
-        nats = self._nats_sum / self._n_steps
-        self._nats_sum, self._n_steps = 0.0, 0
+        nats = self.state.nats / self.state.steps
+        self.state.nats = 0.0
+        self.state.steps = 0
         return Train(
             kind="train",
             **progress,
@@ -183,21 +202,20 @@ class Trainer:
         """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the
         configuration's ``eval`` says, or all of its sequences. ``pairs`` and ``check``
         (``future_seed``, ``cuts``) are those of ``score_stream``."""
-        self.wait()  # otherwise the seconds of scoring would include those of unfinished steps
-        self._check_weights()
+        self.check_weights()
         e = self.plan.eval
         common = {"runtime": self.runtime, **check}
         if self.sequence:
             common |= {"sequence": self.sequence}
             common |= {"batch": max(1, e.streams * e.segment // self.sequence)}
-            with self.update.parameters.unsharded():
+            with self.whole_parameters():
                 return score_sequences(self.model, split, **common)
         layout = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         if pairs is not None:
             pairs = min(pairs, len(split) - 1)
             streams, context = sample_layout(pairs, **layout | {"context": self.plan.model.span})
             layout |= {"pairs": pairs, "streams": streams, "context": context}
-        with self.update.parameters.unsharded():
+        with self.whole_parameters():
             return score_stream(self.model, split, collect_stats=True, **layout, **common)
 
     def evaluate_sample(self, split: Tensor, *, pairs: int) -> tuple[Score, dict]:
@@ -208,6 +226,11 @@ class Trainer:
         sample = sample_sequences(split, sequence=self.sequence, n_bytes=pairs)
         score = self.evaluate(sample)
         return score, score.answers(self.corpus.answer_masks(sample))
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Context in which parameters are complete, for reading."""
+        distributed = self.optimizers.distributed
+        return distributed.unsharded() if distributed else nullcontext()
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -255,54 +278,16 @@ class Trainer:
                     "part of the batch; allowed are one process, or a norm of each byte, such as LayerNorm"
                 )
 
-    def checkpoint_content(self) -> dict:
-        """Return what an exact resume needs. All processes must call this; sharded tensors stay sharded."""
-        self.wait()
-        self._check_weights()
-        processes = self.runtime.processes
-        state = cat_streams(processes.all_gather(map_state(lambda s: s.cpu(), self.state)))
-        main_random_state, *random_states = processes.all_gather(random_state.random_state())
-        content = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict(), "state": state}
-        content |= {"spent": vars(self.spent), "last": vars(self._last_step), "compile_seconds": self.compile_seconds}
-        content |= {"nats": self._nats_sum, "steps": self._n_steps}
-        return content | {"random": main_random_state, "random_others": random_states}
-
-    def restore(self, content: dict) -> None:
-        """Continue from the ``content`` of a checkpoint, which another number of processes may have saved."""
-        device, processes = self.runtime.device, self.runtime.processes
-        self.load_weights(content["model"])
-        self.optimizers.load_state_dict(content["optimizers"])
-        self.spent, self._last_step = Spent(**content["spent"]), Spent(**content["last"])
-        self.state = map_state(lambda s: s[shard_slice(len(s), processes.shard)].to(device), content["state"])
-        self._nats_sum, self._n_steps = content["nats"], content["steps"]
-        self.compile_seconds = content["compile_seconds"]
-        random_states = [content["random"], *content.get("random_others", ())]
-        if len(random_states) == processes.world_size:
-            random_state.set_random_state(random_states[processes.rank])
-        else:
-            random_state.seed_rank(self.plan.seed, step=self.spent.steps, rank=processes.rank)
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load the ``state_dict`` of a checkpoint or of another run's model. ValueError if the models differ."""
-        load_weights(self.model, weights, source=f"init_from.run={self.plan.init_from.run}")
-
-
-def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, source: str) -> None:
-    """Load ``weights`` into a model. ValueError, beginning with ``source``, if names, shapes or dtypes differ."""
-    state = model.state_dict()
-    expected, actual = ({n: f"{tuple(t.shape)} of {t.dtype}" for n, t in each.items()} for each in (state, weights))
-    for name in sorted(expected.keys() | actual.keys()):
-        if expected.get(name) != actual.get(name):
-            raise ValueError(
-                f"{source}: its model differs, {name} is {actual.get(name, 'absent')}, and this run needs "
-                f"{expected.get(name, 'none')}; allowed is a run of the same variant and sizes"
-            )
-    if any(map(is_dtensor, state.values())):
-        from harness.device.distributed_parameters import distribute_like  # late: slow to import
-
-        weights = {name: distribute_like(state[name], tensor) for name, tensor in weights.items()}
-    model.load_state_dict(weights)
-    model.project_()
+    def load_checkpoint(self, content: dict, *, restore: str = "run") -> None:
+        """Continue from the ``content`` of a checkpoint; see ``TrainState.load_checkpoint``."""
+        self.state.load_checkpoint(
+            content,
+            self.runtime.processes,
+            restore=restore,
+            source=f"init_from.run={self.plan.init_from.run}",
+            device=self.runtime.device,
+            seed=self.plan.seed,
+        )
 
 
 def backend_of(model: LanguageModel, runtime: Runtime, *, training: bool = True) -> str:

@@ -34,8 +34,12 @@ class Optimizers:
         self.groups = {group.name: group for group in groups}
         self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
         self.found_inf: Tensor | None = None
-        self.sharded_parameters = None  # ``DistributedParameters`` if parameters are sharded over processes
+        self.distributed = None  # ``DistributedParameters`` if the run has several processes
+        self.sharded_parameters = None  # the same, if parameters are sharded over them
+        self.gradient_bytes = 0  # of all gradients in the first step
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
+        # By name: each trainable parameter, or this process's shard of it.
+        self.parameters = {name: p for group in groups for name, p in group.parameters.items()}
         self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
     def step(self, fraction: float, *, loss: Tensor | None = None, finite: bool = False) -> None:
@@ -106,7 +110,9 @@ class Optimizers:
 
     def state_dict(self) -> dict:
         """For an exact resume: the number of steps, and the optimizer state of each group."""
-        groups = {name: self._convert(name, o.state_dict(), saving=True) for name, o in self.optimizers.items()}
+        groups = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        if self.sharded_parameters:
+            groups = {name: self._convert(name, state, saving=True) for name, state in groups.items()}
         return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
@@ -116,12 +122,13 @@ class Optimizers:
             raise ValueError(f"the checkpoint has optimizer groups {saved}, but this run has {current}")
         self.steps = state["steps"]
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(self._convert(name, state["groups"][name], saving=False))
+            saved = state["groups"][name]
+            if self.sharded_parameters:
+                saved = self._convert(name, saved, saving=False)
+            optimizer.load_state_dict(saved)
 
     def _convert(self, name: str, state: dict, *, saving: bool) -> dict:
         """An optimizer's state with each shard as a ``DTensor`` (``saving``), or each full tensor as a shard."""
-        if not self.sharded_parameters:
-            return state
         parameters = [p for param_group in self.optimizers[name].param_groups for p in param_group["params"]]
         convert = self.sharded_parameters.to_dtensor if saving else self.sharded_parameters.to_shard
         converted = {}

@@ -13,11 +13,19 @@ from omegaconf.errors import MissingMandatoryValue
 from torch.optim import Optimizer
 
 from harness.model import LanguageModel, Layers
-from harness.optim.budget import UNITS
+from harness.optim.budget import UNITS, Budget
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
 from harness.plan.network import plan_layers
-from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, parse_section, parse_setting
+from harness.plan.settings import (
+    DataSettings,
+    OptimSettings,
+    PositiveFloat,
+    RunSettings,
+    check_keys,
+    parse_section,
+    parse_setting,
+)
 from harness.plan.targets import describe, resolve
 from variants.contract import LayerContext, Position
 
@@ -29,18 +37,23 @@ CONTEXT_KEYS = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
 MAX_CONTEXT = 16_384  # most unscored bytes that a stream of an evaluation reads before its first scored byte
 
 
+MADE = ("variant", "position", "data", "optim", "budget", "trust")
+"""Keys of a run that a plan has in another form."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(RunSettings):
-    """A configured run: the sections of ``RunSettings``, some of them replaced by factories."""
+    """What to run: the sections of a configuration, with factories of the objects that it names."""
 
     variant: str
+    layers: Layers  # for each layer, the factories of its sublayers by name
+    groups: dict  # the variant's parameter groups
+    scheme: Callable[..., Position]  # the factory of the position scheme
     data: dict  # keywords of ``harness.data.corpora.load``
-    optim: dict
+    optim: dict  # keys of ``OptimSettings``, with optimizers as factories
+    budget: Budget
     trust: tuple[str, ...]
     config: dict  # the resolved configuration as a plain dictionary, for hashing and the record
-    layers: Layers  # for each layer, the factories of its sublayers by name
-    scheme: Callable[..., Position]  # the factory of the position scheme
-    groups: dict
     sweeping: bool
     backend_choice: dict | None = None  # what ``loop/select_backend.py`` has selected, and the errors of its candidates
     pretrained: dict | None = None  # variant, data and bytes of the training before ``init_from.run``, as in rows
@@ -95,26 +108,40 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
     Args:
         trusted: modules that targets may come from, in addition to the configuration's ``trust``.
         sweeping: whether this is a job of a sweep, which never reads a fallback corpus."""
-    config = _resolve_config(cfg)
+    if "sweep" in cfg:  # only the files of W&B's sweeps have such a key
+        raise ValueError("sweep: this file is for W&B; run wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent")
+    cfg = OmegaConf.merge({"check": True}, cfg)  # run folders of older versions lack the key
+    names = [*RunSettings.__dataclass_fields__, *MADE]
+    sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
+    check_keys(sections, names, key="")
+    check_keys(sections["budget"], UNITS, key="budget")
+    try:
+        config = OmegaConf.to_container(OmegaConf.masked_copy(cfg, names), resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{error.full_key}=???: is required, but has no value") from error
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
-    settings = parse_section(RunSettings, config, key="")
-    variant, trust = settings.variant, tuple(dict.fromkeys(_import_trusted(settings.trust) + trusted))
+    settings = parse_section(RunSettings, {name: config[name] for name in names if name not in MADE}, key="")
+    variant = parse_setting(config["variant"], dict, key="variant")
+    trust = tuple(dict.fromkeys(_import_trusted(config["trust"]) + trusted))
     groups = parse_setting(variant.get("groups"), dict | None, key="variant.groups") or {}
-    replacements = {
-        "variant": parse_setting(variant.get("name"), str, key="variant.name"),
-        "data": vars(settings.data),
-        "optim": _resolve_optim(settings.optim, trust, lr_scale=variant.get("lr_scale")),
-        "budget": replace(settings.budget, default_bytes=settings.model.default_bytes),
-        "trust": trust,
-        "layers": plan_layers(variant, n_layers=settings.model.layers, trust=trust),
-        "scheme": resolve(settings.position, key="position", base=Position, trust=trust),
-        "groups": {
+    budget = parse_section(Budget, config["budget"], key="budget")
+    plan = Plan(
+        **vars(settings),
+        variant=parse_setting(variant.get("name"), str, key="variant.name"),
+        layers=plan_layers(variant, n_layers=settings.model.layers, trust=trust),
+        groups={
             name: _resolve_group(group, GROUP_HINTS, trust, key=f"variant.groups.{name}", required=("match",))
             for name, group in groups.items()
         },
-    }
-    plan = Plan(**vars(settings) | replacements, config=config, sweeping=sweeping)
+        scheme=resolve(config["position"], key="position", base=Position, trust=trust),
+        data=vars(parse_section(DataSettings, config["data"], key="data")),
+        optim=_resolve_optim(config["optim"], trust, lr_scale=variant.get("lr_scale")),
+        budget=replace(budget, default_bytes=settings.model.default_bytes),
+        trust=trust,
+        config=config,
+        sweeping=sweeping,
+    )
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
         raise ValueError("init_from.run=null: must be the folder of a run, or init_from.restore=weights must be set")
     if not re.fullmatch(r"\w[\w.-]*", plan.variant):
@@ -166,21 +193,6 @@ def literal(config: dict) -> DictConfig:
     return OmegaConf.create(escape(config))
 
 
-def _resolve_config(cfg: DictConfig) -> dict:
-    """The configuration as a plain dictionary of all sections."""
-    if "sweep" in cfg:  # only the files of W&B's sweeps have such a key
-        raise ValueError("sweep: this file is for W&B; run wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent")
-    cfg = OmegaConf.merge({"check": True}, cfg)  # run folders of older versions lack the key
-    sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
-    check_keys(sections, list(RunSettings.__dataclass_fields__), key="")
-    check_keys(sections["budget"], UNITS, key="budget")
-    cfg = OmegaConf.masked_copy(cfg, list(sections))
-    try:
-        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        raise ValueError(f"{error.full_key}=???: is required, but has no value") from error
-
-
 def _import_trusted(names: object) -> tuple[str, ...]:
     """Import the modules of ``trust``, which may lie in the working directory; returns their names."""
     names = [names] if isinstance(names, str) else names or []
@@ -198,9 +210,10 @@ def _import_trusted(names: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _resolve_optim(settings: OptimSettings, trust: tuple[str, ...], *, lr_scale: object) -> dict:
+def _resolve_optim(node: object, trust: tuple[str, ...], *, lr_scale: object) -> dict:
     """The keys of ``optim``, with optimizers as partials. ``lr`` is multiplied by the factor that the variant's
     ``lr_scale`` has for ``optim.name``, or 1."""
+    settings = parse_section(OptimSettings, node, key="optim")
     scales = parse_setting(lr_scale, dict | None, key="variant.lr_scale") or {}
     for name, factor in scales.items():
         parse_setting(factor, PositiveFloat, key=f"variant.lr_scale.{name}")

@@ -1,7 +1,7 @@
 """Network: the layers that a configuration describes."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated
 
 from annotated_types import Ge
@@ -21,17 +21,16 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
     the sublayers of a layer in order. ``at`` maps layer indices, counted from 0 or, if negative, from the top, to lists
     that replace ``layers`` for single layers; null in place of a list keeps ``layers``."""
     parse_setting(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
-    sublayers = {
-        name: _resolve_sublayer(name, node, trust) for name, node in variant.items() if name not in VARIANT_KEYS
-    }
-
-    def select(names: object, key: str) -> dict[str, Callable[[LayerContext], Sublayer]]:
-        is_list = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-        if not is_list or len(set(names)) < len(names) or not set(names) <= sublayers.keys():
-            raise ValueError(f"{key}={names}: must be a list of different sublayers of {', '.join(sublayers)}")
-        return {name: sublayers[name] for name in names}
-
-    layers = [select(variant.get("layers"), "variant.layers")] * n_layers
+    sublayers = {}
+    for name, node in variant.items():
+        if name in VARIANT_KEYS:
+            continue
+        _check_sublayer(name, node)
+        key = f"variant.{name}"
+        factory = resolve(node, key=key, base=Sublayer, trust=trust)
+        sublayers[name] = functools.partial(_make_sublayer, factory, key)
+    _check_names(variant.get("layers"), sublayers, key="variant.layers")
+    names_of_layers = [variant["layers"]] * n_layers
     replaced: dict[int, tuple[str, object]] = {}
     for index, names in (parse_setting(variant.get("at"), dict | None, key="variant.at") or {}).items():
         key = f"variant.at.{index}"
@@ -44,11 +43,20 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
         first_key, first_names = replaced.setdefault(layer % n_layers, (key, names))
         if names != first_names:
             raise ValueError(f"{key}={names}: same layer as {first_key} if model.layers={n_layers}; set one to null")
-        layers[layer] = select(names, key)
-    return layers
+        _check_names(names, sublayers, key=key)
+        names_of_layers[layer] = names
+    return [{name: sublayers[name] for name in names} for names in names_of_layers]
 
 
-def _resolve_sublayer(name: object, node: object, trust: tuple[str, ...]) -> Callable[[LayerContext], Sublayer]:
+def _check_names(names: object, sublayers: Mapping[str, object], *, key: str) -> None:
+    """ValueError unless ``names`` is a list of different sublayers."""
+    is_list = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    if not is_list or len(set(names)) < len(names) or not set(names) <= sublayers.keys():
+        raise ValueError(f"{key}={names}: must be a list of different sublayers of {', '.join(sublayers)}")
+
+
+def _check_sublayer(name: object, node: object) -> None:
+    """ValueError if a key of a variant is no sublayer."""
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise ValueError(f"variant.{name}={node}: no such key; allowed are {', '.join(VARIANT_KEYS)} and sublayers")
     if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.ModuleDict, name) or name == "training":
@@ -56,8 +64,6 @@ def _resolve_sublayer(name: object, node: object, trust: tuple[str, ...]) -> Cal
             f"variant.{name}: {name} cannot be a sublayer's name; allowed are identifiers, such as attention, "
             "feed_forward or memory, that torch.nn.ModuleDict does not use as attributes"
         )
-    key = f"variant.{name}"
-    return functools.partial(_make_sublayer, resolve(node, key=key, base=Sublayer, trust=trust), key)
 
 
 def _make_sublayer(factory: functools.partial, key: str, context: LayerContext) -> Sublayer:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import BeforeValidator, ConfigDict, PydanticUserError, Strict, TypeAdapter, ValidationError
 
-from harness.optim.budget import Budget, Fraction, Schedule
+from harness.optim.budget import Fraction, Schedule
 
 PART_DESCRIPTION = "a part with _target_ and _partial_: true"
 PHRASES = {"callable": PART_DESCRIPTION, "valid tuple": "list", "valid list": "list"}
@@ -140,26 +140,21 @@ class OptimSettings:
 
 @section
 class RunSettings:
-    """The keys of a run. Keys annotated ``dict`` or ``Any`` are checked where objects are made of them."""
+    """The keys of a run that a plan has as they are. Objects are made of the other ones
+    (``build.MADE``)."""
 
-    variant: dict
-    position: dict
     model: ModelSettings
     batch: BatchSettings
-    data: DataSettings
-    optim: OptimSettings
     runtime: RuntimeSettings
     record: RecordSettings
     purpose: Literal["result", "tune"]
     seed: Annotated[int, Ge(0)]
-    budget: Budget
     eval: EvalSettings
     checkpoint: CheckpointSettings
     init_from: InitFromSettings
     outputs: str
     force: bool
     check: bool
-    trust: Any
 
 
 def parse_section(cls: type, node: object, *, key: str):

@@ -50,7 +50,16 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
     required = [name for name, (_, is_required) in schema.items() if is_required]
     check_keys(arguments, list(schema), key=key, required=required)
     for name, argument in arguments.items():
-        arguments[name] = _resolve_argument(argument, schema[name][0], key=f"{key}.{name}", trust=trust)
+        hint, argument_key = schema[name][0], f"{key}.{name}"
+        part = _part_of(hint)
+        is_node = isinstance(argument, Mapping) and "_target_" in argument
+        if is_node and (part or hint is typing.Any):
+            arguments[name] = resolve(argument, key=argument_key, base=part or Part, trust=trust)
+        elif part is nn.Module:
+            raise ValueError(f"{argument_key}={argument}: must be a torch.nn.Module with _target_")
+        else:
+            parsed = parse_setting(argument, hint, key=argument_key)
+            arguments[name] = tuple(parsed) if isinstance(parsed, list) else parsed
     return functools.partial(cls, **arguments)
 
 
@@ -114,18 +123,16 @@ def _is_inside(module: str, packages: tuple[str, ...]) -> bool:
     return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
-def _resolve_argument(argument: object, hint: object, *, key: str, trust: tuple[str, ...]) -> object:
-    """An argument parsed by its annotation ``hint``. A node for an annotation ``Callable[.., C]`` becomes a partial of
-    a subclass of C, where C is torch.nn.Module, a ``Part`` or a ``Position``."""
+def _part_of(hint: object) -> type | None:
+    """Return C of an annotation ``Callable[.., C]`` where C is torch.nn.Module, a ``Part`` or a
+    ``Position``; ``Part`` for any other callable, and None if the annotation has none."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     options = typing.get_args(hint) if is_union else (hint,)
     factories = [option for option in options if collections.abc.Callable in (option, typing.get_origin(option))]
-    return_types = [cls for factory in factories for cls in typing.get_args(factory)[-1:] if inspect.isclass(cls)]
-    allowed = (cls for cls in return_types if cls is nn.Module or issubclass(cls, (Part, Position)))
-    base = next(allowed, Part)
-    if isinstance(argument, Mapping) and "_target_" in argument and (factories or hint is typing.Any):
-        return resolve(argument, key=key, base=base, trust=trust)
-    if factories and base is nn.Module:
-        raise ValueError(f"{key}={argument}: must be a torch.nn.Module with _target_")
-    argument = parse_setting(argument, hint, key=key)
-    return tuple(argument) if isinstance(argument, list) else argument
+    if not factories:
+        return None
+    for factory in factories:
+        for cls in typing.get_args(factory)[-1:]:
+            if inspect.isclass(cls) and (cls is nn.Module or issubclass(cls, (Part, Position))):
+                return cls
+    return Part

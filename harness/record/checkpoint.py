@@ -1,4 +1,4 @@
-"""Checkpoints have everything that an exact resume needs (``Trainer.checkpoint_content`` and ``Run.save``).
+"""Checkpoints have everything that an exact resume needs (``harness/loop/state.py``).
 
 A file is written completely or not at all. It is torch's zip archive with the SHA-256 of the preceding bytes as
 comment, which is compared before unpickling. A run folder keeps the newest ones, and ``best.pt`` with only weights."""
@@ -98,8 +98,11 @@ def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the files of a run folder that are named like checkpoints, by increasing step."""
-    paths = [path for path in (folder / FOLDER).glob("step-*.pt") if _NAME.fullmatch(path.name)]
-    return sorted(paths, key=lambda path: int(_NAME.fullmatch(path.name)[1]))
+    steps = {}
+    for path in (folder / FOLDER).glob("step-*.pt"):
+        if match := _NAME.fullmatch(path.name):
+            steps[path] = int(match[1])
+    return sorted(steps, key=steps.get)
 
 
 def _write(path: Path, content: dict) -> Path:

@@ -41,17 +41,11 @@ class Record:
         content = _truncate(self.path, rows=rows, sha256=sha256)
         self._rows, self._sha256 = content.count(b"\n"), hashlib.sha256(content)
 
-    @property
-    def rows(self) -> int:
-        """Number of rows, after flushing all of them to the disk."""
+    def flush(self) -> tuple[int, str]:
+        """Flush all rows to the disk, and return their number and digest."""
         with raise_storage_failure(self.path), self.path.open("rb") as file:
             os.fsync(file.fileno())
-        return self._rows
-
-    @property
-    def sha256(self) -> str:
-        """Digest of all rows."""
-        return self._sha256.hexdigest()
+        return self._rows, self._sha256.hexdigest()
 
     def append(self, row: object) -> dict:
         """Write one row, which must have a ``kind``, and return it as it was written."""

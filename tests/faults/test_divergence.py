@@ -9,13 +9,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.device.model_parameters import full_tensors
+from harness.device.full_tensors import full_tensors
 from harness.device.processes import join_processes
 from harness.failures import Diverged
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
 from tests.rank_processes import launch
-from tests.small_runs import CARRY, DROPOUT, SPANS, SPARSE, VARIANTS, make_run, make_trainer, run_to_end, temporary_cwd  # noqa: F401
+from tests.small_runs import (  # noqa: F401
+    CARRY,
+    DROPOUT,
+    SPANS,
+    SPARSE,
+    VARIANTS,
+    make_run,
+    make_trainer,
+    run_to_end,
+    saved,
+    temporary_cwd,
+)
 from tests.test_checkpoint import equal_bits
 from tests.test_distributed_training import distributed_trainer
 
@@ -87,7 +98,7 @@ def spoil_head(trainer: Trainer):
     spoil(trainer.model.head.weight)
 
 
-READERS = (lambda t: t.evaluate(t.selection_split(), pairs=9), Trainer.checkpoint_content, Trainer.train_row)
+READERS = (lambda t: t.evaluate(t.selection_split(), pairs=9), saved, Trainer.train_row)
 """Functions that score, save and record the state after a step."""
 
 
@@ -117,7 +128,7 @@ def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
             trainer = distributed_trainer(processes, *words)
             trainer.step()
             before = tensors_of(trainer)
-            with trainer.update.parameters.unsharded():
+            with trainer.whole_parameters():
                 if processes.rank:
                     fail(trainer)
             with pytest.raises(Diverged) as caught:
@@ -138,7 +149,7 @@ def test_a_diverged_run_keeps_its_best_weights_and_last_checkpoint(cwd):
     step = run.step
 
     def step_or_diverge():
-        if run.trainer.spent.steps == 5:
+        if run.trainer.state.spent.steps == 5:
             spoil_head(run.trainer)
         step()
 

@@ -17,6 +17,9 @@ from variants.kernels import native
 
 pytestmark = [pytest.mark.cpu_kernel, pytest.mark.faults]
 
+SPILLED_BEFORE_3_7 = "sm_80 bf16 K=64 soft dropout"
+"""Here Triton 3.6 spills 80 bytes in ``key_gradient`` (docs/gpu.md), and more with one stage or a
+later load of ``g_t``; 3.7 spills none."""
 PROGRAM = "import os, sys, torch; from tests.test_native import kernel_outputs;"
 PROGRAM += "torch.save(kernel_outputs(int(os.environ['OMP_NUM_THREADS'])), sys.argv[1])"
 
@@ -62,10 +65,12 @@ def test_the_sanitizers_report_a_planted_fault(fault):
 )
 def test_triton_kernels_compile_without_a_device_and_spill_no_register(tmp_path, words, kernels):
     """Triton's interpreter accepts code that its compiler refuses. ``tests/triton_spills.py`` compiles all kernels."""
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    spilling = words == SPILLED_BEFORE_3_7 and triton.__version__ < "3.7"
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.triton_spills", *words.split()]
     output = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     process = subprocess.run(command, env=environment, cwd=ROOT, **output)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert process.stdout.count(" 0 bytes spilled") == kernels
+    assert process.returncode == spilling, process.stdout + process.stderr
+    assert process.stdout.count(" 0 bytes spilled") == kernels - spilling
+    assert process.stdout.count(" 80 bytes spilled") == spilling

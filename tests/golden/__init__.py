@@ -163,11 +163,11 @@ def _train(trainer: Trainer) -> dict:
     for _ in range(STEPS):
         trainer.step()
         losses.append(trainer.train_row().bits_per_byte)
-    assert trainer.state is not None and trainer.finished
+    assert trainer.state.carried is not None and trainer.finished
     return {
         "losses": losses,
         "valid_bits_per_byte": trainer.evaluate(trainer.reported_split("valid")).bits_per_byte,
-        "training_flops": trainer.spent.flops,
+        "training_flops": trainer.state.spent.flops,
     }
 
 

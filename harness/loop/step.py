@@ -1,0 +1,67 @@
+"""One training step: forward, loss, backward and the optimizers' update. ``Trainer`` makes it, and bench times it."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.count.memory import gradient_bytes
+from harness.device.runtime import Runtime
+from harness.model import LanguageModel
+from harness.optim.optimizers import Optimizers
+from variants.contract import State, cat_streams, map_state
+
+
+def train_step(
+    model: LanguageModel,
+    optimizers: Optimizers | None,
+    runtime: Runtime,
+    inputs: Tensor,
+    targets: Tensor,
+    state: State,
+    *,
+    fraction: float = 0.0,
+    accumulate: int = 1,
+    forward: Callable | None = None,
+) -> tuple[Tensor, State]:
+    """Make one step, and return mean nats per byte of all processes, on the device, and the next
+    state. Any number ``accumulate`` of microbatches gives the same step.
+
+    Args:
+        model: neither compiled nor wrapped; ``forward``, by default ``runtime.forward(model)``,
+            may be.
+        optimizers: None to leave the gradients, and to change no parameter.
+        inputs, targets: token ids, int64 ``[B, T]``, with their carried ``state``.
+        fraction: the spent fraction of the budget, for the schedule."""
+    processes = runtime.processes
+    distributed = optimizers.distributed if optimizers else None
+    forward = forward or runtime.forward(model)
+    model.train()
+    nats, loss, states = 0.0, 0.0, []
+    microbatches = torch.arange(len(inputs), device=inputs.device).tensor_split(accumulate)
+    for index, streams in enumerate(microbatches, start=1):
+        if distributed:
+            distributed.begin_microbatch(last=index == accumulate)
+        past = state if accumulate == 1 else map_state(lambda s, rows=streams: s[rows], state)
+        with runtime.autocast():
+            out = forward(inputs[streams], past)
+        cross_entropy = F.cross_entropy(out.logits.flatten(0, 1), targets[streams].flatten())
+        share = len(streams) / len(inputs)
+        weighted_loss = (cross_entropy + out.loss) * share
+        weighted_loss.backward()
+        nats = nats + cross_entropy.detach() * share
+        loss = loss + weighted_loss.detach()
+        states.append(out.state)
+    if distributed:
+        processes.average_gradients_(distributed.averaged_parameters, loss, nats)
+    if optimizers:
+        is_first = optimizers.found_inf is None
+        if is_first:
+            optimizers.gradient_bytes = gradient_bytes(optimizers.parameters.values())
+        with processes.fail_together() if is_first else nullcontext():  # an optimizer may refuse its parameters
+            optimizers.step(fraction, loss=loss)
+        optimizers.zero_grad()
+        model.project_()
+    return nats, cat_streams(states)
