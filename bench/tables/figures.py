@@ -1,12 +1,12 @@
 """The report's figures of comparable rows: learning curves, bits per byte against cost, and cost against context."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import pandas as pd
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from bench.tables.compare import arms_of, budget_words, cost_key, data_words, precision_word
+from bench.tables.compare import arms_of, budget_words, cost_key, data_words, precision_word, run_key
 from bench.tables.drawing import (
     LINE_STYLES,
     add_legend,
@@ -18,8 +18,8 @@ from bench.tables.drawing import (
     variant_styles,
 )
 from bench.tables.frame import Rows
-from bench.tables.means import BITS
-from bench.tables.runs import compared_runs
+from bench.tables.means import BITS, mean_rows
+from bench.tables.runs import basis
 from harness.record.cells import MIB, pluralize
 from harness.record.comparison import code_digest, cost_conditions
 from harness.record.table import Drawing
@@ -48,15 +48,18 @@ def draw_all(rows: Rows) -> list[Drawing]:
     """All figures for which there are rows. Equal rows give equal files."""
     with styled():
         drawings = []
-        for index, (arms, split, _, means) in enumerate(compared_runs(rows.frame), start=1):
-            scored = [row for row in means if f"valid_{BITS}" in row]
-            drawings += trade_off(arms, scored, split=split, name=f"trade-off-{index}")
-            drawings += curves(arms, name=f"curves-{index}")
-        return [*drawings, *_cost_drawings(rows.frame[rows.frame["kind"] == "cost"])]
+        runs, costs = (rows.frame[rows.frame["kind"] == kind] for kind in ("run", "cost"))
+        for index, (_, group) in enumerate(runs.groupby(runs["row"].map(run_key), sort=False), start=1):
+            arms = group.join(arms_of(group)).sort_values(["variant", "order", "seed"], kind="stable")
+            drawings += [*trade_off(arms, name=f"trade-off-{index}"), *curves(arms, name=f"curves-{index}")]
+        return [*drawings, *_cost_drawings(costs)]
 
 
-def trade_off(arms: pd.DataFrame, rows: Sequence[dict], *, split: str, name: str) -> Iterator[Drawing]:
+def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     """Bits per byte with the range over seeds, against FLOPs and, if costs are comparable, against memory and time."""
+    newest = arms[arms["valid_bits_per_byte"].notna()].drop_duplicates(["arm", "seed"], keep="last")
+    split, reference = basis(newest)
+    rows = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
     last, one_environment = arms["row"].iloc[-1], arms["row"].map(cost_key).nunique() == 1
     costs = {}
     for label, key in RUN_COSTS.items():

@@ -42,7 +42,8 @@ def mean_rows(
             row = {key: value for key, value in row.items() if not key.startswith("test_")}
         for part in SPLITS:
             bits = group[f"{part}_{BITS}"].dropna().tolist()
-            row[f"{part}_{BITS}.half_width"] = estimate_mean(bits).half_width if bits else None
+            if len(bits) > 1:
+                row[f"{part}_{BITS}.half_width"] = estimate_mean(bits).half_width
         row |= {"runs": group, "n": max(n_valid, n_test)}
         baseline = baselines[name]
         if baseline not in (name, None):

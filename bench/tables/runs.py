@@ -21,26 +21,20 @@ UNCONTROLLED = {
 """Columns of the frame, by name, that may differ between the runs of a table; its details name those that do."""
 
 
-def compared_runs(frame: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str, str | None, list[dict]]]:
-    """For each group of comparable runs its arms, ``basis``, and the means of its newest runs."""
-    runs = frame[frame["kind"] == "run"]
-    for _, group in runs.groupby(runs["row"].map(compare.run_key), sort=False):
-        arms = group.join(compare.arms_of(group))
-        arms = arms.sort_values(["variant", "order", "seed"], kind="stable")
-        newest = arms.drop_duplicates(["arm", "seed"], keep="last")
-        split, reference = basis(newest)
-        yield arms, split, reference, mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
-
-
 def run_tables(rows: Rows) -> Iterator[Table]:
     """A table for each group of comparable runs, with time and memory if these are comparable (``cost_key``)."""
-    for index, (arms, split, reference, means) in enumerate(compared_runs(rows.frame), start=1):
-        group = arms.sort_index()["row"].tolist()
-        last = group[-1]
+    runs = rows.frame[rows.frame["kind"] == "run"]
+    for index, (_, group) in enumerate(runs.groupby(runs["row"].map(compare.run_key), sort=False), start=1):
+        arms = group.join(compare.arms_of(group)).sort_values(["variant", "order", "seed"], kind="stable")
+        newest = arms.drop_duplicates(["arm", "seed"], keep="last")
+        split, reference = basis(newest)
+        means = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
+        comparable = group["row"].tolist()
+        last = comparable[-1]
         n_scores = pluralize(rows.test_scores.get(last["data"]["sha256"], 0), "time")
         notes = [f"Test was scored {n_scores} in the folders that were read."]
-        notes += [*compare.commit_notes(group), *_notes(arms, means)]
-        about = _about(arms, group)
+        notes += [*compare.commit_notes(comparable), *_notes(arms, means)]
+        about = _about(arms, comparable)
         caption = f"The rows differ in: {compare.differing_keys(arms, 'backend', 'seed')}."
         if reference:
             caption = f"Differences are from {reference} on {split}. {caption}"
@@ -49,7 +43,7 @@ def run_tables(rows: Rows) -> Iterator[Table]:
             about.append(f"Time and memory: {compare.environment_words(last)}.")
         else:
             costs = [column for column in costs if column.heading in ("backend", "evaluation backend")]
-            unequal = compare.environment_differences(group) or "source"
+            unequal = compare.environment_differences(comparable) or "source"
             notes.append(f"Time and memory are in runs.csv only, because these runs differ in {unequal}.")
         yield make_table(
             [*means, *_compressors(last)],

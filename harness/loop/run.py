@@ -154,7 +154,8 @@ class Run:
         """Write a row to the record and to W&B. At most every ``record.progress_seconds`` a train row is printed."""
         if not self._is_main:
             return
-        row = self._record.append(row)
+        row = to_json(row)
+        self._record.append(row)
         self._wandb.log(row)
         if row["kind"] == "train" and time.monotonic() - self._printed_at >= self.plan.record.progress_seconds:
             self._printed_at = time.monotonic()

@@ -47,13 +47,12 @@ class Record:
             os.fsync(file.fileno())
         return self._rows, self._sha256.hexdigest()
 
-    def append(self, row: object) -> dict:
-        """Write one row, which must have a ``kind``, and return it as it was written."""
+    def append(self, row: dict) -> None:
+        """Write one row, which must have a ``kind``."""
         line = _line(row)
         append_atomically(self.path, line)
         self._rows += 1
         self._sha256.update(line)
-        return json.loads(line)
 
 
 def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
