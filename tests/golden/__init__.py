@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.count.flops import forward_flops_per_byte
 from harness.data import corpora
-from harness.device import runtime
+from harness.device.torch_settings import configure_torch
 from harness.hashing import integer_hash
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
@@ -66,6 +66,13 @@ VARIANT_WORDS = {
     **dict.fromkeys(("product_key_memory", "memory_plus", "experts"), MEMORY),
     "replayed_spans": (SPANS[0], "variant.attention.span.spans=[[5,9],[2,16]]"),
     "uniform_span": (SPANS[0], "variant.attention.span.spans=[[7,7],[7,7]]"),
+    # These were pinned at the sizes of a run, not at those under ``small``.
+    "differential_alibi": ("model.heads=2",),
+    "gated_delta_channel_latent": ("variant.attention.chunk=16",),
+    **dict.fromkeys(
+        ("gated_delta_forget_gate", "gated_delta_half", "gated_linear_softmax"),
+        ("variant.attention.chunk=32",),
+    ),
 }
 """Overrides for a variant, in addition to the sizes under ``small`` in its file."""
 
@@ -81,7 +88,7 @@ def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
     config.optim = compose_config(f"optim={optim}", f"optim.lr={RATES[optim]}").optim
     config.runtime.backend = backend
     planned = plan_run(config)
-    trainer = Trainer(planned, corpora.load(**planned.data), runtime.start(planned.runtime))
+    trainer = Trainer(planned, corpora.load(**planned.data), configure_torch(planned.runtime))
     torch.manual_seed(planned.seed + 1)
     fill_(trainer.model, like=planned.make_model())
     return trainer
