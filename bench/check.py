@@ -28,13 +28,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from bench import CONF
-from harness.compose.cli import MISTAKES, explain, run_command, task_words
+from harness.compose.cli import MISTAKES, explain, run_command, task_words, with_config
 
 COMMAND_KEYS = ("agree",)
 LIMITATION = "Only a reference, as in tests/reference, shows whether a mechanism computes what its paper says."
@@ -54,7 +52,7 @@ class Combination(NamedTuple):
         return ", ".join(filter(None, [self.position, self.cache, f"attend_self={self.attend_self}", self.backend]))
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="check")
+@with_config("check")
 def main(cfg: DictConfig) -> None:
     from harness.check.conformance import findings, named_kind
     from harness.device.selection import device_kind

@@ -11,16 +11,14 @@ import zlib
 from pathlib import Path
 from typing import Literal
 
-import hydra
 import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from bench import CONF
 from bench.arithmetic import BITS, ESCAPE, Decoder, Encoder, frequencies
 from harness import source
 from harness.cache import write_atomically
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 from harness.data.sources import digest
 from harness.data.streams import score_ranges
 from harness.plan.settings import Positive, parse_setting
@@ -35,8 +33,19 @@ SAME_AS_ENCODER = (
 UNIFORM = np.arange(1, 257) << (BITS - 8)  # cumulative frequencies of 256 equally frequent bytes: 8 bits for each
 SPLIT = Literal["train", "valid", "test"]
 MAGIC, FILE_KEYS = b"AWT1", ("bytes", "sha256", "streams", "checksum")
-CONDITIONS = ("weights", "source", "device", "device_kind", "instruction_set", "threads", "precision", "backend")
-CONDITIONS += ("tf32", "torch", "environment")
+CONDITIONS = (
+    "weights",
+    "source",
+    "device",
+    "device_kind",
+    "instruction_set",
+    "threads",
+    "precision",
+    "backend",
+    "tf32",
+    "torch",
+    "environment",
+)
 """Keys of the header whose values must be equal in the encoder and the decoder."""
 DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of the format
     b'{"bytes":,"sha256":"","streams":,"weights":"","source":"","device":"Intel(R) Xeon(R) Processor (family 6 model '
@@ -147,7 +156,7 @@ def read_input(file: str | None, *, out: str) -> bytes:
     return content
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="compress")
+@with_config("compress")
 def main(cfg: DictConfig) -> None:
     file, split = parse_setting(cfg.file, str | None, key="file"), parse_setting(cfg.split, SPLIT | None, key="split")
     if (file is None) == (split is None):
@@ -174,7 +183,7 @@ def main(cfg: DictConfig) -> None:
     print(f"{bits}: {100 * (by_file / by_score - 1):+.2f} %")
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="decompress")
+@with_config("decompress")
 def decompress(cfg: DictConfig) -> None:
     """Decode a file and write the bytes. ValueError, and nothing is written, if a condition or the SHA-256 differs."""
     file, out = (parse_setting(cfg[key], str, key=key) for key in ("file", "out"))

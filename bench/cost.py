@@ -18,7 +18,6 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
-import hydra
 from annotated_types import Gt, MinLen
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,12 +28,12 @@ from bench.rows import row_file
 from bench.turns import Entry, measure, show_progress
 from harness.cache import user_path
 from harness.check.admission import admission
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 from harness.device.worker_process import OUT_OF_MEMORY
 from harness.loop.prepare import make_plan
 from harness.plan.settings import RuntimeSettings, parse_section
 from harness.record.row import Built, Cost
-from harness.record.rows import append_row, read_rows, to_json
+from harness.record.rows import append_row, read_rows
 from harness.record.table import print_table
 
 Backend = RuntimeSettings.__annotations__["backend"]
@@ -63,7 +62,7 @@ class CostSettings:
 COMMAND_KEYS = tuple(CostSettings.__dataclass_fields__)
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
+@with_config("cost")
 def main(cfg: DictConfig) -> None:
     from bench.tables.columns import for_terminal  # not in the processes that measure, which import this module
     from bench.tables.costs import cost_tables
@@ -87,9 +86,7 @@ def main(cfg: DictConfig) -> None:
         admission(plan)
     rows = []
     for group in filter(None, groups):
-        for row in measure_group(group, settings=settings):
-            rows.append(to_json(row))
-            append_row(file, row)
+        rows += [append_row(file, row) for row in measure_group(group, settings=settings)]
     for table in cost_tables(rows):  # bench.report shows all of their columns
         print_table(for_terminal(table))
     print(f"rows: {file}")

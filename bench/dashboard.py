@@ -6,16 +6,14 @@ The dashboard is a workspace with the panels of ``conf/dashboard.yaml``. The com
 import os
 import re
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from bench import CONF
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 
 COLUMNS = 3  # panels in a row
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="dashboard")
+@with_config("dashboard")
 def main(cfg: DictConfig) -> None:
     import wandb  # slow imports come after the command line has been parsed
 

@@ -7,16 +7,14 @@ state, in windows without state, and by bytes of context. The last are also draw
 from pathlib import Path
 from typing import Annotated, Literal
 
-import hydra
 from annotated_types import Ge
 from omegaconf import DictConfig
 
-from bench import CONF
 from harness.cache import write_atomically
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
+@with_config("evaluate")
 def main(cfg: DictConfig) -> None:
     from bench.turns import show_progress
     from harness import source
@@ -54,14 +52,13 @@ def main(cfg: DictConfig) -> None:
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None
     if changes["context"] is None:
         protocol["context"] = streamed_context(protocol["span"], plan.model.layers)
-    split, seed = split[:limit], provenance["seed"]
+    split = split[:limit]
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
     show_progress(f"{plan.variant}: scoring {len(split):,} bytes of {cfg.split} three times")
     window_cuts = round(CUTS * WINDOW_CUTS_SHARE)
-    options = {"runtime": runtime, "future_seed": seed}
+    options = {"runtime": runtime, "future_seed": provenance["seed"]}
     score = score_stream(model, split, collect_stats=True, cuts=CUTS - window_cuts, **options, **cut)
     windows = score_windows(model, split, cuts=window_cuts, **options)
-    sizes = {"longest": 2 * protocol["span"], "segment": protocol["segment"]}
     floor, scores = corpus.floor_bits(split), [score, windows]
     future, causal = check_causality(model, scores, floor=floor, precision=runtime.precision)
     row = {
@@ -74,7 +71,13 @@ def main(cfg: DictConfig) -> None:
         "bits_per_repeat": score.bits_by_label(corpus.repeat_masks(split)),
         "floor_bits_per_byte": floor,
         **future.row(),
-        "context_curve": score_context(model, split, runtime=runtime, **sizes),
+        "context_curve": score_context(
+            model,
+            split,
+            runtime=runtime,
+            longest=2 * protocol["span"],
+            segment=protocol["segment"],
+        ),
         "bytes": len(score.nats),
         "metrics": model.metrics(score.stats),
         "check": provenance.get("check") if causal else NOT_CAUSAL,

@@ -17,16 +17,15 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
 from harness.cache import append_atomically, file_lock
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_rows, to_json
+from harness.source import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 GENERATED_DATA = {"sweep=recall", "sweep=skills", "sweep=recall_by_key"}
 """Sweeps whose corpora are generated, so that their runs have no ``data.path``."""
 LR_FACTOR = "++variant.lr_scale.muon"
@@ -86,7 +85,7 @@ def best_factor(scores: dict[float, float]) -> float | None:
     return best if min(scores) < best < max(scores) or scores[best] < LEARNED_BITS else None
 
 
-def next_factor(scores: dict[float, float], *, step: float = 2) -> float | None:
+def next_factor(scores: dict[float, float], *, step: float) -> float | None:
     """The factor that extends a mechanism's grid: ``step`` times the largest if it scored best, the smallest divided by
     ``step`` if it did. None if there is a ``best_factor``, or if there are fewer than ``MIN_FACTORS``."""
     if len(scores) < MIN_FACTORS or best_factor(scores):
@@ -104,9 +103,9 @@ class Cell:
     file: Path
     score_context: bool
 
-    def find_row(self, words: tuple[str, ...]) -> dict | None:
-        """The file's row of the cell with these words, or None."""
-        return next((row for row in read_rows(self.file) if tuple(row["cell"]) == words), None)
+    def find_row(self) -> dict | None:
+        """The cell's row, or None."""
+        return next((row for row in read_rows(self.file) if tuple(row["cell"]) == self.words), None)
 
 
 def sweep_grid(sweep: str) -> dict[str, object]:
@@ -236,7 +235,7 @@ class Runner:
         if exit_code not in COUNTED_EXIT_CODES or not (run / SUMMARY).exists():
             raise ValueError(f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command tries again")
         with file_lock(self.outputs / cell.file.name):
-            if not cell.find_row(cell.words):
+            if not cell.find_row():
                 text = json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).replace(str(folder), "outputs")
                 if self.path:  # a row has no path of this machine
                     text = text.replace(self.path, Path(self.path).name)
@@ -262,7 +261,7 @@ def _take_core(cores: list[int]) -> None:
     os.nice(10)
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="evidence")
+@with_config("evidence")
 def main(cfg: DictConfig) -> None:
     """Train the cells of a stage that have no row; ValueError with the error of each cell that failed."""
     if cfg.stage not in cfg.stages:
@@ -270,7 +269,7 @@ def main(cfg: DictConfig) -> None:
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)
     rows, rates_of = Path(cfg.rows).resolve(), dict(cfg.rates_of)
     cells = stage_cells(grids, words=list(cfg.words), rows=rows, rates_of=rates_of)
-    remaining = [cell for cell in cells if not cell.find_row(cell.words)]
+    remaining = [cell for cell in cells if not cell.find_row()]
     print(f"stage {cfg.stage}: {len(cells)} cells, {len(cells) - len(remaining)} have a row", flush=True)
     if cfg.list:
         print("\n".join(" ".join(cell.words) for cell in remaining))

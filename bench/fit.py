@@ -9,12 +9,11 @@ The prediction is for one process without compilation. On a CPU it is within 10%
 at the GPU's precision, with chunked attention in place of kernels. The memory of kernels, libraries and allocators is
 not predicted (a CUDA context takes about half a GiB), nor, on a CPU, the corpus and freed blocks of the C library."""
 
-import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
-import hydra
 import torch
 from annotated_types import Ge
 from omegaconf import DictConfig
@@ -23,13 +22,12 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from bench import CONF
 from bench.cost_worker import full_state
 from bench.planning import pop_keys
 from bench.turns import show_progress
 from harness.check.admission import admission
 from harness.check.small import contract_plan
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 from harness.count.memory import tensors_of
 from harness.device.runtime import Runtime
 from harness.device.selection import resolve_auto
@@ -55,7 +53,7 @@ CAUSES = {
 }
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
+@with_config("fit")
 def main(cfg: DictConfig) -> None:
     memory = pop_keys(cfg, *COMMAND_KEYS)["device_memory"]
     limit_bytes = None if memory is None else parse_memory(memory)
@@ -69,16 +67,18 @@ def main(cfg: DictConfig) -> None:
     lines += [(f"{cause}, MiB", cells.mib(by_cause[cause]).text, about) for cause, about in CAUSES.items()]
     if limit_bytes:
         lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
-        limits = {"limit_bytes": limit_bytes, "min_streams": plan.batch.accumulate}
-        streams = most_streams(lambda n: predict(plan, streams=n)["predicted_peak_bytes"], **limits)
+        streams = most_streams(
+            lambda n: predict(plan, streams=n)["predicted_peak_bytes"],
+            limit_bytes=limit_bytes,
+            min_streams=plan.batch.accumulate,
+        )
         lines.append(("most streams", f"{streams:,}", f"that fit; up to {MAX_STREAMS:,} were tried"))
     verified = kind == "cpu" and plan.runtime.compile is not True
     title = f"Predicted memory of {plan.variant} on {kind}, {eager_plan(plan).runtime.precision}, "
     title += "within 10% of the measured peak" if verified else "not verified"
     columns = (Column("", numeric=False), Column(""), Column("what it is", numeric=False))
-    rows = tuple(tuple(map(cells.text, line)) for line in lines)
     show_progress("")
-    print_table(Table(name="fit", title=title, caption="", columns=columns, rows=rows))
+    print_table(Table(title=title, columns=columns, rows=[[*map(cells.text, line)] for line in lines]))
 
 
 def parse_memory(value: object) -> int:
@@ -102,7 +102,7 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
     of these, ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors lack."""
     show_progress(f"{plan.variant}: predicting a step of {streams or plan.batch.streams:,} streams")
     if streams is not None:
-        plan = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, streams=streams))
+        plan = replace(plan, batch=replace(plan.batch, streams=streams))
     device = torch.device(kind_of(plan))
     plan = eager_plan(plan)
     with torch.random.fork_rng(devices=[]):
@@ -110,7 +110,7 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
         backend = backend_of(model, Runtime(device=device, precision="float32", compile=False))
         if device.type != "cpu":  # a GPU's kernels have no code for a CPU's fake tensors
             backend = "plain" if backend == "plain" else "chunked"
-            plan = dataclasses.replace(plan, runtime=dataclasses.replace(plan.runtime, backend=backend))
+            plan = replace(plan, runtime=replace(plan.runtime, backend=backend))
             model = plan.make_model()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:  # ``from_tensor`` keeps shared tensors shared
@@ -135,8 +135,8 @@ def eager_plan(plan: Plan) -> Plan:
     if kind_of(plan) == "cpu":
         runtime = resolve_auto(runtime)
     elif runtime.precision == "auto":
-        runtime = dataclasses.replace(runtime, precision="bfloat16")
-    return dataclasses.replace(plan, runtime=dataclasses.replace(runtime, device="cpu", compile=False))
+        runtime = replace(runtime, precision="bfloat16")
+    return replace(plan, runtime=replace(runtime, device="cpu", compile=False))
 
 
 def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:

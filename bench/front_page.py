@@ -12,8 +12,8 @@ from bench.tables.compare import VARIANTS
 from bench.text_figures import draw_costs, draw_recall, draw_state, recall_curves
 from harness.cache import write_atomically
 from harness.compose.cli import run_command
+from harness.source import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS, README, PAGE, GPU_PAGE = "bench/results", "README.md", "docs/results.md", "docs/gpu.md"
 FIGURE, BYTES_FIGURE = "docs/front_page.png", "docs/text_bytes.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"

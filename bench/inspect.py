@@ -10,17 +10,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
-import hydra
 import numpy as np
 import torch
 from annotated_types import Ge
 from matplotlib.colors import PowerNorm
 from omegaconf import DictConfig
 
-from bench import CONF
 from bench.tables.drawing import GREY, INK, panels, png_of, styled
 from harness.cache import write_atomically
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 from harness.loop.sampling import token_ids
 from harness.plan.settings import parse_setting
 from harness.trained import open_trained
@@ -31,7 +29,7 @@ SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))
 """Shares of attention, each with its marker, colour and name."""
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="inspect")
+@with_config("inspect")
 def main(cfg: DictConfig) -> None:
     text = parse_setting(cfg.text, str | None, key="text")
     length = parse_setting(cfg.bytes, Annotated[int, Ge(2)], key="bytes")

@@ -62,12 +62,24 @@ def build_peer(name: str, plan: Plan) -> nn.Module:
     package's message if the package is not installed or raises an error."""
     m, vocabulary, max_length = plan.model, plan.data["vocabulary"], plan.batch.segment
     if name == REFERENCE:
-        sizes = {"d_model": m.d_model, "layers": m.layers, "heads": m.heads}
-        return ReferenceModel(vocabulary=vocabulary, max_length=max_length, **sizes)
+        return ReferenceModel(
+            vocabulary=vocabulary,
+            d_model=m.d_model,
+            layers=m.layers,
+            heads=m.heads,
+            max_length=max_length,
+        )
     try:
         library = import_module(name.replace("-", "_"))
-        sizes = {"dim": m.d_model, "depth": m.layers, "heads": m.heads, "attn_dim_head": m.d_model // m.heads}
-        decoder = library.Decoder(**sizes, attn_flash=True, rotary_pos_emb=True, verbose=False)
+        decoder = library.Decoder(
+            dim=m.d_model,
+            depth=m.layers,
+            heads=m.heads,
+            attn_dim_head=m.d_model // m.heads,
+            attn_flash=True,
+            rotary_pos_emb=True,
+            verbose=False,
+        )
         return library.TransformerWrapper(num_tokens=vocabulary, max_seq_len=max_length, attn_layers=decoder)
     except ImportError as error:
         raise RuntimeError(f"{PACKAGES[name]}: {INSTALL} ({error})") from error
@@ -125,8 +137,13 @@ class PeerWorker(CostWorker):
 
     def times(self, quantity: str, *, seconds: float) -> list[float]:
         """Milliseconds of training steps, made for ``seconds`` but two or more, after an untimed one."""
-        limits = {"max_seconds": seconds, "min_calls": 2, "warmup_calls": 1}
-        return time_calls(self._train, synchronise=self.runtime.synchronise, **limits)
+        return time_calls(
+            self._train,
+            synchronise=self.runtime.synchronise,
+            max_seconds=seconds,
+            min_calls=2,
+            warmup_calls=1,
+        )
 
     def flops(self) -> dict:
         """An empty dictionary, because rows of peers have no FLOPs."""

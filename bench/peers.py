@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated
 
-import hydra
 from annotated_types import Gt
 from omegaconf import DictConfig
 
-from bench import CONF
 from bench.turns import Entry, measure
 from harness.cache import user_path
-from harness.compose.cli import run_command
+from harness.compose.cli import run_command, with_config
 from harness.record.row import Peers
 
 
@@ -34,24 +32,21 @@ class PeerSettings:
 COMMAND_KEYS = tuple(PeerSettings.__dataclass_fields__)
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
+@with_config("peers")
 def main(cfg: DictConfig) -> None:
     from bench.peer_workers import PeerWorker  # slow imports come after the command line has been parsed
     from bench.planning import pop_keys
     from bench.rows import row_file
     from bench.tables.costs import peer_tables
     from harness.plan.settings import parse_section
-    from harness.record.rows import append_row, to_json
+    from harness.record.rows import append_row
     from harness.record.table import print_table
 
     settings = parse_section(PeerSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
     file = row_file(user_path(cfg.outputs, key="outputs"), command="peers", path=settings.rows)
     entries = make_entries(cfg, settings.variants)
     measure(entries, worker=PeerWorker, timed=("train",), rounds=settings.rounds, seconds=settings.seconds)
-    reference = entries[0]
-    rows = [to_json(make_row(entry, reference)) for entry in entries]
-    for row in rows:
-        append_row(file, row)
+    rows = [append_row(file, make_row(entry, entries[0])) for entry in entries]
     for table in peer_tables([row | {"read_from": str(file.parent)} for row in rows]):
         print_table(table)
     print(f"rows: {file}")

@@ -8,23 +8,23 @@ from functools import partial
 from pathlib import Path
 
 import pandas as pd
-import yaml
 
 from bench.cost import dense_peak_flops
 from bench.evidence import LR_FACTORS, best_factor, cell_keys, mechanism, missing_runs, scores_by_factor
 from bench.published_runs import STATE, TEST, PublishedRuns, best_rates, published_means, run_conditions, text_file
+from bench.tables import read_yaml
 from bench.tables.columns import columns
 from bench.tables.compare import VARIANTS
 from bench.tables.estimate import MIN_SEEDS, TOO_FEW, Pooled, estimate_mean, pooled_variance
 from bench.tables.frame import REACHED_BITS, frame_of
 from harness.data.associative_recall import BYTES_PER_KEY
-from harness.record.cells import make_table
+from harness.record.cells import MIB, make_table, text
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.schema import flatten
-from harness.record.table import Cell, Column, Table, to_markdown
+from harness.record.table import Column, Table, to_markdown
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
 COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)}
 COST_TABLES = {
     "MFLOP per byte": ("stream", 1e6, "flops.executed_per_byte"),
@@ -57,8 +57,17 @@ HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not separated"
 CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
 LEARNED_ACCURACY = 0.99
 NOT_LEARNED = "not in 6.1 (n=1)"
-RECALL_COLUMNS = ("8 keys", "8 keys, first query", "0.99 from, MB", "LR factor", "4 keys", "16 keys", "32 keys")
-RECALL_COLUMNS += ("state with 8 keys, KiB", "state with 32 keys, KiB")
+RECALL_COLUMNS = (
+    "8 keys",
+    "8 keys, first query",
+    "0.99 from, MB",
+    "LR factor",
+    "4 keys",
+    "16 keys",
+    "32 keys",
+    "state with 8 keys, KiB",
+    "state with 32 keys, KiB",
+)
 
 
 def readme_table(folder: Path) -> str:
@@ -91,11 +100,6 @@ def gpu_sections(path: Path) -> str:
     return "\n\n".join(to_markdown(table) for table in tables if table.rows)
 
 
-def read_yaml(name: str) -> dict | list:
-    """The content of a YAML file of ``bench``."""
-    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
 def missing_note(path: Path, *stages: str) -> str:
     """A paragraph with the number of missing runs of each mechanism in stages of ``bench.evidence``, if there are any."""
     counts = Counter(run["variant"] for run in missing_runs(path, *stages))
@@ -104,16 +108,16 @@ def missing_note(path: Path, *stages: str) -> str:
     return f"\n\nRuns that are missing ({commands}): {names}." if counts else ""
 
 
-def mechanism_table(
-    cells: Mapping[str, Mapping[object, str]], headings: Sequence, *, title: str = "", caption: str = ""
-) -> Table:
-    """A table of texts with a row per mechanism and a column per heading; a cell that a mechanism lacks is empty."""
-    rows = [
-        (Cell(text=name), *(Cell(text=str(row.get(heading, ""))) for heading in headings))
-        for name, row in cells.items()
-    ]
-    shown = tuple(Column(f"{heading:g}" if isinstance(heading, float) else str(heading)) for heading in headings)
-    return Table(name="", title=title, caption=caption, columns=(Column("mechanism"), *shown), rows=tuple(rows))
+def mechanism_table(cells: Mapping[str, Mapping[str, object]], headings: Sequence[str], **attributes: str) -> Table:
+    """``text_table`` with a row per mechanism; a cell that a mechanism lacks is empty."""
+    rows = [[name, *(row.get(heading, "") for heading in headings)] for name, row in cells.items()]
+    return text_table(["mechanism", *headings], rows, **attributes)
+
+
+def text_table(headings: Sequence[str], rows: Sequence[Sequence], **attributes: str) -> Table:
+    """A table of texts; ``attributes`` are of ``Table``."""
+    columns = [Column(heading) for heading in headings]
+    return Table(columns=columns, rows=[[*map(text, row)] for row in rows], **attributes)
 
 
 def scores_table(
@@ -126,7 +130,7 @@ def scores_table(
         if size := sizes.get(row.get("baseline", row["variant"])):
             row["growth"] = 100 * (row["parameters.total"] / size - 1)
     shown = [row for row in means if names is None or row["variant"] in names]
-    return make_table(shown, columns(section), name=section, title="", caption="", notes=tuple(notes))
+    return make_table(shown, columns(section), notes=notes)
 
 
 def bits_tables(path: Path, *, best: bool = False) -> Iterator[Table]:
@@ -195,8 +199,7 @@ def claims_table(runs: pd.DataFrame) -> Table:
             verdicts.append(verdict)
         overall = next((verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS)
         rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{overall}**"], *parts]
-    cells = tuple(tuple(Cell(text=text) for text in row) for row in rows)
-    return Table(name="claims", title="", caption="", columns=tuple(map(Column, CLAIM_HEADINGS)), rows=cells)
+    return text_table(CLAIM_HEADINGS, rows)
 
 
 def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: str) -> pd.Series:
@@ -215,7 +218,7 @@ def judge(differences: list[float], *, expected: str, margin: float, pooled: Poo
         return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
     estimate = estimate_mean(differences, pooled)
     low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
-    min_expected = -margin if expected == "equal" else float("-inf")
+    min_expected = -margin if expected == "equal" else -math.inf
     verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
     if min_expected < low and high < margin:
         verdict = HOLDS
@@ -312,9 +315,9 @@ def quantity_table(title: str, rows: Sequence[dict], divisor: float | str, key: 
     for row in rows:
         cost = flatten(row).get(key)
         number = (cost or 0) / row.get(divisor, divisor)
-        text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+        shown = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
         heading = headings[row.get("compile", False), row["length"]]
-        cells.setdefault(f"`{row['variant']}`", {})[heading] = row["status"] if cost is None else text
+        cells.setdefault(f"`{row['variant']}`", {})[heading] = row["status"] if cost is None else shown
     return mechanism_table(cells, list(headings.values()), title=title, caption=caption)
 
 
@@ -322,7 +325,7 @@ def speed_tables(path: Path) -> Iterator[Table]:
     """Training speed of each implementation, and its ratio to the reference model's: median and range over rounds.
     ValueError if rows repeat a name or differ in ``COST_CONDITIONS``."""
     rows = [row.to_dict() for _, row in frame_of(read_costs(path, "name")).iterrows()]
-    yield make_table(rows, columns("speeds"), name="speeds", title="", caption="")
+    yield make_table(rows, columns("speeds"))
 
 
 def gpu_table(path: Path, *, unit: str) -> Table:
@@ -342,7 +345,7 @@ def gpu_table(path: Path, *, unit: str) -> Table:
     if rows:
         bzip2 = rows[-1]["compressors.valid.bzip2"]
         rows.append({"name": "bzip2 -9", "valid_bits_per_byte": bzip2})
-    return make_table(rows, columns("gpu"), name="gpu", title=f"Equal {unit}", caption="")
+    return make_table(rows, columns("gpu"), title=f"Equal {unit}")
 
 
 def learning_rate_tables(path: Path) -> Iterator[Table]:
@@ -354,9 +357,10 @@ def learning_rate_tables(path: Path) -> Iterator[Table]:
     scores, cells = scores_by_factor(path), {}
     for name, bits in scores.items():
         best = min(bits, key=bits.get)
-        texts = {factor: f"{score:.4f}" for factor, score in bits.items()}
-        cells[f"`{name}`"] = texts | {best: f"**{bits[best]:.4f}**"}
-    yield mechanism_table(cells, sorted({factor for bits in scores.values() for factor in bits}))
+        texts = {f"{factor:g}": f"{score:.4f}" for factor, score in bits.items()}
+        cells[f"`{name}`"] = texts | {f"{best:g}": f"**{bits[best]:.4f}**"}
+    factors = sorted({factor for bits in scores.values() for factor in bits})
+    yield mechanism_table(cells, [f"{factor:g}" for factor in factors])
 
 
 SECTIONS = (

@@ -37,17 +37,33 @@ def draw_state(ax, runs: pd.DataFrame, names: Collection[str]) -> None:
         x, y = row[STATE] / KIB, row[TEST]
         single = estimate_mean([0.0] * row["n"], pooled).half_width  # of a row without a baseline
         half_width = (row.get("difference.half_width", single) or 0.0) / math.sqrt(2)
-        style = {"color": INK, "markerfacecolor": INK if row["n"] >= MIN_SEEDS else "white"}
-        ax.errorbar(x, y, yerr=half_width, fmt="o", markersize=4.5, capsize=2, linewidth=1, **style)
+        ax.errorbar(
+            x,
+            y,
+            yerr=half_width,
+            fmt="o",
+            color=INK,
+            markerfacecolor=INK if row["n"] >= MIN_SEEDS else "white",
+            markersize=4.5,
+            capsize=2,
+            linewidth=1,
+        )
         points[row["variant"]] = x, y
     scale_axis(ax.xaxis, [x for x, _ in points.values()], log=True)
     low, high = ax.get_ylim()
     at = -math.inf
     for name, (x, y) in sorted(points.items(), key=lambda item: item[1][1]):
         at = max(y, at + LABEL_GAP * (high - low))
-        arrow = {"arrowstyle": "-", "color": "0.7", "linewidth": 0.6}
-        place = {"xytext": (1.04, at), "textcoords": ax.get_yaxis_transform(), "va": "center"}
-        ax.annotate(name, (x, y), fontsize=FONT_POINTS, arrowprops=arrow, annotation_clip=False, **place)
+        ax.annotate(
+            name,
+            (x, y),
+            xytext=(1.04, at),
+            textcoords=ax.get_yaxis_transform(),
+            va="center",
+            fontsize=FONT_POINTS,
+            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.6},
+            annotation_clip=False,
+        )
     label = f"carried state, KiB (hollow: fewer than {MIN_SEEDS} seeds)"
     ax.set(xlabel=label, ylabel="bits per byte on test (lower is better)")
     ax.set_title(textwrap.fill(state_finding(means, names), TITLE_WIDTH), loc="left")

@@ -56,24 +56,20 @@ def file_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def storage_failure(path: Path, error: OSError, *, needed: int = 0) -> StorageFailure:
-    """The StorageFailure for an error in writing ``needed`` bytes. For lack of space it states the free space."""
-    if isinstance(error, StorageFailure):
-        return error
-    space = ""
-    if error.errno in NO_SPACE:
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        space = f": {needed:,} bytes are needed, {shutil.disk_usage(folder).free:,} are free on its disk"
-    return StorageFailure(f"{path}: cannot be written ({error.strerror or error}){space}")
-
-
 @contextmanager
 def raise_storage_failure(path: Path, *, needed: int = 0) -> Iterator[None]:
-    """Context for writing ``needed`` bytes to a file. An OSError in it is raised as StorageFailure."""
+    """Context for writing ``needed`` bytes to a file. An OSError in it is raised as StorageFailure,
+    which for lack of space states the free space."""
     try:
         yield
+    except StorageFailure:
+        raise
     except OSError as error:
-        raise storage_failure(path, error, needed=needed) from error
+        space = ""
+        if error.errno in NO_SPACE:
+            folder = next(parent for parent in path.absolute().parents if parent.exists())
+            space = f": {needed:,} bytes are needed, {shutil.disk_usage(folder).free:,} are free on its disk"
+        raise StorageFailure(f"{path}: cannot be written ({error.strerror or error}){space}") from error
 
 
 def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:

@@ -31,15 +31,14 @@ Files = tuple[tuple[str, Path], ...]  # name in the digest, and path, of each fi
 
 def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = False) -> str:
     """SHA-256 of ``train.py``, the harness, and the files of ``mechanism_files``; with ``measuring`` also of bench."""
-    roots = ("train.py", "harness", "bench") if measuring else ("train.py", "harness")
-    return digest_of((*_project_files(*roots), *mechanism_files(config, trust=trust)))
+    project = _project_files("train.py", "harness", *["bench"] * measuring)
+    return digest_of((*project, *mechanism_files(config, trust=trust)))
 
 
 def digest_of_tree(*, measuring: bool = False) -> str:
     """SHA-256 of all project files that any run may use. If it is equal for runs of two variants, their times and
     memory were measured with the same code."""
-    roots = ("train.py", "variants", "harness")
-    return digest_of(_project_files(*roots, "bench") if measuring else _project_files(*roots))
+    return digest_of(_project_files("train.py", "variants", "harness", *["bench"] * measuring))
 
 
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
@@ -48,8 +47,7 @@ def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
     installed distributions and of Python by their version, others by their files. All files of a package count, and for
     a module of a single file those of the same stem, such as ``mine.cpp`` for ``mine.py``. ValueError for a module of
     ``trust`` without a source file."""
-    trusted = (file for module in trust for file in _module_files(module))
-    user_files = _with_imports(tuple(trusted))
+    user_files = _with_imports(tuple(file for module in trust for file in _module_files(module)))
     user_code = tuple(path for _, path in user_files if path.suffix == ".py")
     targets = frozenset(re.findall(r'"_target_": "(variants\.[^"]+)"', json.dumps(config)))  # at any depth
     imported = _imported_files(targets, user_code, ROOT)

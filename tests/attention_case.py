@@ -116,7 +116,7 @@ class Case:
         return torch.cat(self.stream(), dim=1).detach()
 
 
-def set_fractions(attention: Attention, fractions: list[float]) -> None:
+def set_fractions(attention: Attention, fractions: list[float]):
     """Set the learned spans of the heads to fractions of S."""
     with torch.no_grad():
         attention.span.fraction.copy_(torch.tensor(fractions, dtype=DOUBLE))
@@ -215,7 +215,7 @@ def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(y, inputs, upstream, retain_graph=True, materialize_grads=True))
 
 
-def assert_near(actual: Tensor, expected: Tensor, *, tolerance: float = 1e-10, what: str = "value") -> None:
+def assert_near(actual: Tensor, expected: Tensor, *, tolerance: float = 1e-10, what: str = "value"):
     """Assert equal numbers up to ``tolerance`` times the largest expected magnitude, which counts as at least 1."""
     assert actual.shape == expected.shape, what
     scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
@@ -228,13 +228,13 @@ def outcome(y: Tensor, named: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"value": y, **dict(zip(names, gradients(y, list(named.values())), strict=True))}
 
 
-def assert_outcome(actual: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-10) -> None:
+def assert_outcome(actual: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-10):
     assert actual.keys() == expected.keys()
     for name, x in actual.items():
         assert_near(x, expected[name], tolerance=tolerance, what=name)
 
 
-def assert_same(actual: Tensor, expected: Tensor, *, named: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+def assert_same(actual: Tensor, expected: Tensor, *, named: dict[str, Tensor], tolerance: float = 1e-10):
     """Assert equal values and equal gradients with respect to the tensors in ``named``."""
     assert_outcome(outcome(actual, named), outcome(expected, named), tolerance=tolerance)
 

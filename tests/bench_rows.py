@@ -70,14 +70,30 @@ def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-c
     """Write ``rows.jsonl`` into the sub-folder ``name``, as the commands do."""
     path = folder / name / "rows.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(path, rows)
     return path
+
+
+def write_lines(path: Path, rows: list[dict]):
+    """Write rows as the lines of a file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_run(
     outputs: Path, *, variant: str = "mhsa", seed: int = 0, bits: float = 2.4, config: dict | None = None, **changes
 ) -> Path:
     """The folder of a finished run. ``bits`` is its score on valid, and ``changes`` are keys of its summary."""
+    rows, summary = run_rows(variant=variant, seed=seed, bits=bits, config=config)
+    digest = hashlib.sha256(str((variant, seed, bits, config)).encode()).hexdigest()
+    folder = outputs / f"{variant}-s{seed}-{digest[:8]}"
+    folder.mkdir(parents=True)
+    write_lines(folder / "record.jsonl", rows)
+    write_lines(folder / "summary.json", [summary | changes])
+    return folder
+
+
+def run_rows(*, variant: str, seed: int = 0, bits: float = 2.4, config: dict | None = None) -> tuple[list[dict], dict]:
+    """The record and the summary of a finished run; ``bits`` is its score on valid."""
     provenance = identity("provenance", variant=variant, seed=seed, config=config) | {"parameters": PARAMETERS}
     provenance |= {"command": f"python train.py variant={variant} seed={seed}", "budget": {"bytes": 2_000_000}}
     optimizer = {"name": "default", "optimizer": "AdamW", "lr": 0.003, "parameters": 855_680, "share": 1.0}
@@ -103,9 +119,4 @@ def write_run(
     peaks = {"peak_bytes": 340 * 2**20, "inference_peak_bytes": 90 * 2**20, "state_bytes": 1_048_576}
     summary |= {"memory": MEMORY | peaks}
     summary |= {"spans": {"mean": 98.5, "min": 0.0, "max": 300.0} if variant == "adaptive_span" else None}
-    digest = hashlib.sha256(str((variant, seed, bits, config)).encode()).hexdigest()
-    folder = outputs / f"{variant}-s{seed}-{digest[:8]}"
-    folder.mkdir(parents=True)
-    (folder / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / "summary.json").write_text(json.dumps(summary | changes) + "\n", encoding="utf-8")
-    return folder
+    return rows, summary

@@ -7,6 +7,16 @@ from tests.promises import Gate
 from variants.contract import Honours, NeededFlops, SublayerOutput
 
 
+class OverSegments(Gate):
+    """May see all bytes of its segment, as it declares. It keeps its promises."""
+
+    honours = Honours()
+    limits = frozenset({"segments"})
+
+    def reach(self):
+        return None
+
+
 class LeaksInTwoHundred(Gate):
     """In segments of exactly 200 bytes, a byte sees the next byte."""
 
@@ -57,15 +67,10 @@ class LeaksWhenWide(Gate):
         return 10 * x.roll(-1, dims=1) if leaks else x
 
 
-class DetachedChunks(Gate):
+class DetachedChunks(OverSegments):
     """Running means in chunks of 64, of which each takes the sum of those before as a constant."""
 
-    honours = Honours()
-    limits = frozenset({"segments"})
     chunk = 64
-
-    def reach(self):
-        return None
 
     def transform_output(self, out, x, collect_stats):
         before, means = 0, []
@@ -167,14 +172,8 @@ class TrimsLate(Gate):
         return SublayerOutput(y, torch.cat([past, x], dim=1)[:, -272:].detach())
 
 
-class ChunkedTraining(Gate):
+class ChunkedTraining(OverSegments):
     """A decaying sum. In training it decays faster after the first 64 bytes."""
-
-    honours = Honours()
-    limits = frozenset({"segments"})
-
-    def reach(self):
-        return None
 
     def transform_output(self, out, x, collect_stats):
         position = torch.arange(x.shape[1])

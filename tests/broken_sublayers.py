@@ -89,7 +89,7 @@ class Wrapped(Gate):
 class OverclaimsChoices(Wrapped):
     honours = Honours(position=WAYS.keys(), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
 
-    def reach(self) -> None:
+    def reach(self):
         return None
 
 
@@ -151,7 +151,7 @@ class SizedState(Sums):
         self.fraction = nn.Parameter(torch.full((), 0.5))
         self.project_()
 
-    def project_(self) -> None:
+    def project_(self):
         self.fraction.data.clamp_(0.1, 1)
         self.size = round(10 * self.fraction.item())
 

@@ -34,9 +34,9 @@ def chromium(folder: Path) -> Iterator[Chrome]:
         driver.quit()
 
 
-def resize(driver: Chrome, width: int, height: int = 900) -> None:
-    """Set the size of the viewport in CSS pixels. A window cannot be as narrow as a phone."""
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+def resize(driver: Chrome, width: int):
+    """Set the width of the viewport in CSS pixels. A window cannot be as narrow as a phone."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 

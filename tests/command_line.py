@@ -39,7 +39,7 @@ class CommandOutcome:
 CONTENTS, IMPORTS = (source._module_files, source._sha256_once), (source._imported_files, source._with_imports)
 
 
-def clear_source_caches(functions: tuple = CONTENTS + IMPORTS) -> None:
+def clear_source_caches(functions: tuple = CONTENTS + IMPORTS):
     """Let this process read all source files again, as a new process does."""
     for function in functions:
         function.cache_clear()

@@ -82,13 +82,13 @@ def enwik8_4m() -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen_garbage_collector() -> None:
+def frozen_garbage_collector():
     """Exempt all objects that exist so far from the ``gc.collect`` with which every run starts."""
     gc.collect()
     gc.freeze()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item: pytest.Item):
     if item.get_closest_marker("cpu_kernel"):
         from variants.kernels import window_cpu
 

@@ -20,7 +20,7 @@ from torch import Tensor
 PADDED_QUERIES = 32
 
 
-def refuse_unaligned(name: str, x: Tensor) -> None:
+def refuse_unaligned(name: str, x: Tensor):
     """Raise RuntimeError unless strides and offset are multiples of 8 elements: 16 bytes of a two-byte dtype."""
     alignment = 8
     if x.stride(-1) != 1:
@@ -32,7 +32,7 @@ def refuse_unaligned(name: str, x: Tensor) -> None:
         raise RuntimeError(f"{name} is not correctly aligned: it begins at {x.storage_offset()}")
 
 
-def check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+def check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None):
     for name, x in {"query": query, "key": key, "value": value}.items():
         refuse_unaligned(name, x)
         if x.shape[-1] % 8:

@@ -25,7 +25,7 @@ def change(folder: Path, **changes) -> Path:
     return folder
 
 
-def write_fixed_rows(folder: Path) -> None:
+def write_fixed_rows(folder: Path):
     """Write all rows into sub-folders of ``folder``. Modification times of summaries follow the order of writing."""
     run_folders = []
     for index, (variant, bits) in enumerate((("mhsa", 2.4), ("adaptive_span", 2.36), ("all_attention", 2.41))):

@@ -22,7 +22,7 @@ OMITTED = (
 )
 
 
-def check_folder(folder: Path, *, device: str) -> None:
+def check_folder(folder: Path, *, device: str):
     """Call ``check`` with the files of a folder."""
     runs = {}
     for name in ("compiled", "again", "eager"):
@@ -32,7 +32,7 @@ def check_folder(folder: Path, *, device: str) -> None:
     check(runs, predicted=predicted, device=device)
 
 
-def check(runs: dict[str, dict], *, predicted: float, device: str) -> None:
+def check(runs: dict[str, dict], *, predicted: float, device: str):
     """Print the numbers of three runs, and the bytes that ``bench.fit`` predicted. AssertionError names the first
     comparison that fails."""
     bits = {name: run["valid_bits_per_byte"] for name, run in runs.items()}
@@ -48,7 +48,7 @@ def check(runs: dict[str, dict], *, predicted: float, device: str) -> None:
         assert 0.67 < measured / predicted < 1.5, "the prediction of bench.fit is far from the measured peak"
 
 
-def publish(folder: Path, *, file: Path = COMMITTED) -> None:
+def publish(folder: Path, *, file: Path = COMMITTED):
     """Replace the rows of equal bytes, costs and profiles in ``file`` by those of a folder. AssertionError for a
     utilisation that is not between 0 and 1."""
     rows = [row for row in read_rows(file) if "seconds" in row.get("summary", {}).get("budget", {})]

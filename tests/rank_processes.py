@@ -34,7 +34,7 @@ def one_server() -> Iterator[None]:
     """Context in which one fork server, which has imported the modules that tests need, serves all tests."""
     start = forkserver.ForkServer.ensure_running
 
-    def ensure_running(server: forkserver.ForkServer) -> None:
+    def ensure_running(server: forkserver.ForkServer):
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("PYTHONPATH", str(ROOT))  # in which the server looks for the preloaded modules
             start(server)
@@ -79,7 +79,7 @@ def launch(function: Callable, *arguments, world_size: int = 2) -> list:
             process.join()
 
 
-def _answer(pipe, environment: dict, folder: str, function: Callable, arguments: tuple) -> None:
+def _answer(pipe, environment: dict, folder: str, function: Callable, arguments: tuple):
     """Call the function and send whether it succeeded, with its return value or its traceback."""
     os.environ.update(environment)
     os.chdir(folder)

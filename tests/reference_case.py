@@ -19,7 +19,7 @@ def stream() -> Tensor:
     return normal(B, T, D)
 
 
-def assert_same(actual: Tensor, expected: Tensor, *, inputs: list[Tensor]) -> None:
+def assert_same(actual: Tensor, expected: Tensor, *, inputs: list[Tensor]):
     """Assert equal values and gradients of a random projection. RuntimeError if a value does not depend on an input."""
     torch.testing.assert_close(actual, expected, **EXACT)
     upstream = normal(*actual.shape, seed=99).detach()

@@ -5,7 +5,7 @@ import os
 import pytest
 
 
-def require(present: object, reason: str) -> None:
+def require(present: object, reason: str):
     """Unless ``present``, skip the test with the reason or, in CI, fail it."""
     if not present:
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)

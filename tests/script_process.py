@@ -55,9 +55,7 @@ def exit_code(process: BaseProcess) -> int:
     return process.exitcode
 
 
-def _run(
-    script: Path, words: tuple[str, ...], out: Path, err: Path, *, folder: Path, environment: dict[str, str]
-) -> None:
+def _run(script: Path, words: tuple[str, ...], out: Path, err: Path, *, folder: Path, environment: dict[str, str]):
     os.setsid()
     for descriptor, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -78,7 +78,7 @@ def jobs(words: list[str]) -> list[list[str]]:
 
 
 def variant_file(variant: str) -> dict:
-    node = yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text(encoding="utf-8"))
+    node = yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text())
     return node.get("variant", node)
 
 

@@ -55,7 +55,7 @@ def temporary_cwd(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def change_folder(cwd: Path, monkeypatch) -> None:
+def change_folder(cwd: Path, monkeypatch):
     """Change to another folder, which has no ``outputs`` yet."""
     (cwd / "other").mkdir()
     monkeypatch.chdir(cwd / "other")
@@ -117,7 +117,7 @@ def after_step(run: Run, step: int, do: Callable[[], None]) -> Run:
     """Let ``run`` call ``do`` right after its step number ``step``. Returns the run."""
     inner = run.step
 
-    def stepping() -> None:
+    def stepping():
         inner()
         if run.trainer.state.spent.steps == step:
             do()
@@ -126,7 +126,7 @@ def after_step(run: Run, step: int, do: Callable[[], None]) -> Run:
     return run
 
 
-def stop(run: Run, *, step: int) -> None:
+def stop(run: Run, *, step: int):
     """Train, send SIGTERM after that step, and assert that the run ends with the exit code of SIGTERM."""
     after_step(run, step, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as caught:
@@ -134,10 +134,10 @@ def stop(run: Run, *, step: int) -> None:
     assert caught.value.code == 128 + signal.SIGTERM
 
 
-def crash(run: Run, *, step: int) -> None:
+def crash(run: Run, *, step: int):
     """Train until that step and stop as if power failed: nothing more is saved."""
 
-    def die() -> None:
+    def die():
         raise PowerFailure
 
     after_step(run, step, die)

@@ -61,13 +61,13 @@ NAME = "someones_layers"
 def installed(tmp_path, monkeypatch):
     """Put a package on the search path. Returns a function that imports it; the test's end undoes the import."""
     (tmp_path / "installed" / NAME).mkdir(parents=True)
-    (tmp_path / "installed" / NAME / "__init__.py").write_text(PACKAGE, encoding="utf-8")
+    (tmp_path / "installed" / NAME / "__init__.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
     yield lambda: __import__(NAME)
     sys.modules.pop(NAME, None)
 
 
-def write_yaml(**keywords) -> None:
+def write_yaml(**keywords):
     """Write a sublayer and a variant into ``my_conf`` of the current folder."""
     sublayer = "_target_: variants.any_module.AnyModule\n_partial_: true\nhonours: {}\nlimits: [segments]\nmodule:\n"
     sublayer += f"  _target_: {NAME}.Mean\n  dim: ${{model.d_model}}\n"
@@ -76,17 +76,17 @@ def write_yaml(**keywords) -> None:
     variant += "variant: {name: mine, layers: [mixer], at: {}, groups: {}}\n"
     for folder, text in {"sublayer": sublayer, "variant": variant}.items():
         Path("my_conf", folder).mkdir(parents=True, exist_ok=True)
-        Path("my_conf", folder, "mine.yaml").write_text(text, encoding="utf-8")
+        Path("my_conf", folder, "mine.yaml").write_text(text)
 
 
 WORDS = ("-cd", "my_conf", *GENERATED, "variant=mine", "budget.steps=2")
 TRUSTED = (*WORDS, f"trust=[{NAME}]")
 
 
-def resolve_adapter(node: object, *, trust: tuple[str, ...] = (NAME,)):
+def resolve_adapter(node: object):
     """``AnyModule`` with the keywords of a configuration whose key ``module`` is ``node``."""
     adapter = {"_target_": "variants.any_module.AnyModule", "_partial_": True, "honours": {}, "module": node}
-    return resolve(adapter, key="variant.mixer", base=Sublayer, trust=trust)
+    return resolve(adapter, key="variant.mixer", base=Sublayer, trust=(NAME,))
 
 
 def node(target: str = f"{NAME}.Mean", **keywords) -> dict:
@@ -98,7 +98,7 @@ def test_a_module_of_a_package_trains_by_yaml_alone(cwd, layers):  # noqa: F811
     outcome = train(*TRUSTED, "batch.carry=true")
     assert outcome.code == 0, outcome
     (run,) = run_folders(cwd / "outputs")
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["memory"]["state_bytes"]) == ("finished", 2, 8)
     assert summary["parameters"]["by_sublayer"]["layers.1.mixer"] == (32 + 1) * 24 + (24 + 1) * 32
     # Only the FLOPs of its matrices are known. A step is estimated as three forwards and marked as an estimate.
@@ -107,7 +107,7 @@ def test_a_module_of_a_package_trains_by_yaml_alone(cwd, layers):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("keywords", "words", "message"),
+    "keywords, words, message",
     [
         (
             {},
@@ -128,7 +128,7 @@ def test_a_mistake_ends_with_exit_code_2_and_writes_no_file(cwd, layers, keyword
 
 
 @pytest.mark.parametrize(
-    ("refused_node", "message"),
+    "refused_node, message",
     [
         (node("torch.nn.Identity"), "allowed are classes of someones_layers"),
         (node(f"{NAME}.Linear"), "is defined in torch.nn.modules.linear; allowed are classes of someones"),
@@ -153,7 +153,7 @@ def adapted(**keywords) -> AnyModule:
 
 
 @pytest.mark.parametrize(
-    ("promise", "message"),
+    "promise, message",
     [
         ({"limits": ("segments", "streams")}, r"limits=\['segments', 'streams'\]: there is no limit streams; allowed"),
         ({"honours": {"cache": ["kv"]}}, r"honours\.cache=\['kv'\]: .*; allowed are attend_self, span"),
@@ -183,7 +183,7 @@ def test_the_declarations_in_the_yaml_become_those_of_the_sublayer(layers):
 
 
 @pytest.mark.parametrize(
-    ("limits", "keywords", "broken"),
+    "limits, keywords, broken",
     [(("segments",), {}, set()), ((), {}, {SEGMENTS}), (("segments",), {"causal": False}, {FUTURE_EVAL, FUTURE_TRAIN})],
 )
 def test_the_conformance_suite_checks_the_declarations_of_a_module(layers, limits, keywords, broken):
@@ -192,7 +192,7 @@ def test_the_conformance_suite_checks_the_declarations_of_a_module(layers, limit
 
 
 @pytest.mark.parametrize(
-    ("target", "broken"),
+    "target, broken",
     [
         ("my_layers.CausalAttention, dim: 32, heads: 2", None),
         ("my_layers.CausalLayer, dim: 32, heads: 2", None),
@@ -200,8 +200,8 @@ def test_the_conformance_suite_checks_the_declarations_of_a_module(layers, limit
     ],
 )
 def test_the_documented_wrappers_of_torchs_layers_keep_the_contract(target, broken, tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "any_module.md").read_text(encoding="utf-8")
-    (tmp_path / "my_layers.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], encoding="utf-8")
+    page = (ROOT / "docs" / "any_module.md").read_text()
+    (tmp_path / "my_layers.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(admission, "WINDOWS", (4, 128))
     node = f"{{_target_: variants.any_module.AnyModule, _partial_: true, module: {{_target_: {target}}}, honours: {{}}"

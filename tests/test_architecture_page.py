@@ -14,7 +14,7 @@ from tests.command_line import GENERATED, ROOT, empty_folder, train  # noqa: F40
 from tests.walks import Walk
 from variants.kernels import window_cpu
 
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
 def files_on_page(title: str) -> list[str]:
@@ -33,7 +33,7 @@ def files_on_stack() -> list[str]:
 def test_the_page_names_the_files_of_the_call_stacks(cwd, monkeypatch):
     stacks: dict[str, list[list[str]]] = {"kernel": [], "score": [], "row": []}
 
-    def watch(module, name: str, label: str) -> None:
+    def watch(module, name: str, label: str):
         function = getattr(module, name)
         file = Path(function.__code__.co_filename).relative_to(ROOT).as_posix()
 

@@ -166,7 +166,7 @@ SELECTED = [
 ]
 
 
-@pytest.mark.parametrize(("choices", "device", "obstacle", "expected"), SELECTED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("choices, device, obstacle, expected", SELECTED, ids=lambda value: str(value)[:40])
 def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, obstacle, expected, monkeypatch):
     """``obstacle`` is why the kernels are not available, or None."""
     for kernel in (window_cpu, triton_window):

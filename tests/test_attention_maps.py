@@ -16,7 +16,7 @@ CASES = [
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize(("choices", "backends"), CASES, ids=str)
+@pytest.mark.parametrize("choices, backends", CASES, ids=str)
 def test_reported_weights_and_shares_reproduce_the_output_of_every_backend(choices, backends):
     case = Case(length=19, **choices)
     attention, x = case.build().eval(), case.stream()[1].detach()

@@ -248,7 +248,7 @@ def must_refuse(name: str, row: dict, backend: str) -> bool:
 CASES = [(name, row) for name, mechanism in MECHANISMS.items() for row in choices_of(mechanism)]
 
 
-@pytest.mark.parametrize(("name", "row"), CASES, ids=["-".join(map(str, (name, *row.values()))) for name, row in CASES])
+@pytest.mark.parametrize("name, row", CASES, ids=["-".join(map(str, (name, *row.values()))) for name, row in CASES])
 def test_output_and_every_gradient_equal_those_of_the_reference(name, row, monkeypatch):
     """A backend that does not support the choices refuses them."""
     for constant, size in PIECES.items():

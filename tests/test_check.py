@@ -132,7 +132,7 @@ def test_every_combination_of_choices_is_checked(cwd, checked_plans):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    "words, expected",
     [
         (("position.base=100.0", *SINGLE[1:], "runtime.backend=plain"), {("Rotary", "kv", True, "plain")}),
         (("recipe=adaptive_span_12",), {("Relative", "hidden", False, name) for name in ("auto", "plain")}),
@@ -166,9 +166,9 @@ STEEP = "_target_: my_mixer.Steep\n_partial_: true\n"
 
 def test_position_schemes_of_the_user_are_checked_as_well(cwd, checked_plans, imports):
     write(cwd, module="my_mixer", conf="my_conf")
-    (cwd / "my_mixer.py").write_text(f"{MIXER}\n{POSITION}", encoding="utf-8")
+    (cwd / "my_mixer.py").write_text(f"{MIXER}\n{POSITION}")
     (cwd / "my_conf" / "position").mkdir()
-    (cwd / "my_conf" / "position" / "steep.yaml").write_text(STEEP, encoding="utf-8")
+    (cwd / "my_conf" / "position" / "steep.yaml").write_text(STEEP)
     outcome = check("-cd", "my_conf", "trust=[my_mixer]", "variant=mine", *SINGLE[1:])
     assert outcome.code == 0 and "mine: keeps the contract in 6 combinations\n" in outcome.out, outcome
     assert [combination(plan)[0] for plan in checked_plans].count("Steep") == 1
@@ -180,7 +180,7 @@ LEAK = ("self.into(x)", "self.into(x if self.training else x.roll(-1, 1))")
 def test_a_broken_promise_is_shown_with_byte_and_mode_and_the_next_job_still_runs(cwd, imports, monkeypatch):
     monkeypatch.setattr("harness.check.admission.findings_at_sizes", lambda plan: [])
     write(cwd, module="my_mixer", conf="my_conf")
-    (cwd / "my_mixer.py").write_text(MIXER.replace(*LEAK), encoding="utf-8")
+    (cwd / "my_mixer.py").write_text(MIXER.replace(*LEAK))
     words = ("-cd", "my_conf", "-m", "trust=[my_mixer]", *SINGLE, "runtime.backend=plain", "variant=mine", "seed=0,1")
     outcome = check(*words)
     lines = outcome.out.splitlines()
@@ -233,14 +233,14 @@ def test_a_variant_is_checked_at_the_small_sizes_of_its_file_unless_the_command_
     (cwd / "my_conf" / "variant").mkdir(parents=True)
     text = "toy: {_target_: tests.test_check.Phased, _partial_: true}\nname: mine\nlayers: [toy]\nat: {}\ngroups: {}\n"
     text += "small: {toy: {block: 4}, model: {span: 12}}\n"
-    (cwd / "my_conf" / "variant" / "mine.yaml").write_text(text, encoding="utf-8")
+    (cwd / "my_conf" / "variant" / "mine.yaml").write_text(text)
     words = ("-cd", "my_conf", "trust=[tests.test_check]", "variant=mine", *SINGLE, "runtime.backend=plain")
     assert check(*words).code == 0 and check(*words, "+variant.toy.block=8", "model.span=20").code == 0
     assert [(p.model.span, p.config["variant"]["toy"]["block"]) for p in checked_plans] == [(12, 4), (20, 8)]
 
 
 @pytest.mark.parametrize(
-    ("small", "line"),
+    "small, line",
     [
         ("{toy:{blok:4}}", r"variant\.small: variant\.toy\.blok=4: no such key; allowed are block$"),
         ("{other:{block:4}}", r"variant\.small\.other=.*: no such key; allowed are .*toy, model"),
@@ -253,7 +253,7 @@ def test_small_sizes_with_unknown_keys_are_refused(small, line):
 
 
 @pytest.mark.parametrize(
-    ("words", "layers"),
+    "words, layers",
     [
         (("variant=product_key_memory", "model=base"), [["attention", "feed_forward"], ["attention", "memory"]]),
         (
@@ -285,7 +285,7 @@ class Blocked(Gate):
             raise ValueError(f"model.span={context.span}: must be a multiple of {block}")
 
 
-@pytest.mark.parametrize(("cls", "sizes"), [(Grouped, (4, 64, 13)), (Blocked, (2, 32, 64))])
+@pytest.mark.parametrize("cls, sizes", [(Grouped, (4, 64, 13)), (Blocked, (2, 32, 64))])
 def test_a_variant_that_refuses_the_small_sizes_is_checked_at_larger_ones(cls, sizes):
     small = shrink(toy(cls))
     assert (small.model.heads, small.model.d_model, small.model.span) == sizes

@@ -64,7 +64,7 @@ def test_a_run_needs_few_graphs_though_its_spans_change(words, monkeypatch):
     run = make_run(*small_runs.VARIANTS["adaptive_span"], *CARRY, *words)
     graphs, step, spans, random = [], run.step, set(), Random(0)
 
-    def step_with_random_spans() -> None:
+    def step_with_random_spans():
         for _, sublayer in run.trainer.model.sublayers():
             if isinstance(sublayer, Attention):
                 sublayer.span.place_([random.randint(1, 256) for _ in range(2)])

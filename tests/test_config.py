@@ -26,7 +26,7 @@ STEPPED = ("optim/", "recipe/")
 
 
 def read(file):
-    return yaml.safe_load((CONF / f"{file}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((CONF / f"{file}.yaml").read_text())
 
 
 # Files under conf/

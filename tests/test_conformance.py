@@ -42,7 +42,7 @@ def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8, broken: tuple[
 
 # All pairs of cache and attend_self, with varied other choices. ``test_variant_contract.py`` checks the variants.
 @pytest.mark.parametrize(
-    ("attention", "scheme", "choices"),
+    "attention, scheme, choices",
     [
         ({"span": adaptive}, NoPosition, {"cache": "hidden", "attend_self": False, "dropout": 0.1}),
         ({"span": adaptive, "persistent": vectors}, Rotary, {"backend": "fused", "layers": 2}),
@@ -186,7 +186,7 @@ def test_streams_are_checked_for_mixing_at_the_batch_size_of_the_run():
 
 
 @pytest.mark.parametrize(
-    ("fast", "pattern"),
+    "fast, pattern",
     [
         (Sums, None),
         (

@@ -1,6 +1,5 @@
 """``python -m bench.cost``: its rows, their costs, and the mistakes that it refuses."""
 
-import json
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,6 +10,7 @@ from bench.cost import is_measured
 from bench.tables.costs import cost_tables
 from bench.turns import Entry, time_in_turn
 from harness.record.cells import MIN_CALLS
+from harness.record.rows import read_rows
 from harness.record.schema import violation
 from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
 from tests.small_configs import compose_config
@@ -29,7 +29,7 @@ def cost(*words: str) -> CommandOutcome:
 def rows_of(outcome: CommandOutcome) -> list[dict]:
     assert outcome.code == 0, outcome.err
     path = Path(outcome.out.rpartition("rows: ")[2].strip())
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_rows(path)
 
 
 def headings(rows: list[dict]) -> list[str]:
@@ -100,7 +100,7 @@ def test_rows_of_each_group_are_kept_and_what_they_measured_is_skipped(cwd, monk
     measure = Mock(side_effect=[turns.measure, RuntimeError, RuntimeError])
     monkeypatch.setattr(turns, "measure", lambda *group, **options: measure(*group)(*group, **options))
     assert cost(*words, "compile=[false]").code
-    rows = [json.loads(line) for line in (cwd / "r.jsonl").read_text().splitlines()]
+    rows = read_rows(cwd / "r.jsonl")
     assert [(row["variant"], row["streams"]) for row in rows] == [("mhsa", 4), ("linear", 4)]
     assert "one byte of 64 streams, ms" in headings(rows)
     assert cost(*words, "compile=[false,true]").code
@@ -134,7 +134,7 @@ def test_out_of_memory_gives_a_row_with_that_status(cwd):
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    "words, parts",
     [
         (("backends=[nope]",), ("backends", "nope", "auto, plain, chunked, fused, kernel")),
         (("variants=[mhsa,nope]",), ("variant=nope", "adaptive_span")),

@@ -46,7 +46,7 @@ def test_backends_agree_and_a_backend_that_cannot_run_is_refused(cwd):  # noqa: 
     assert outcome.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in outcome.err
 
 
-@pytest.mark.parametrize(("wrong", "words"), [("gradient", "query.weight, at"), ("value", "at most 0.0001")])
+@pytest.mark.parametrize("wrong, words", [("gradient", "query.weight, at"), ("value", "at most 0.0001")])
 def test_a_wrong_output_or_gradient_fails(cwd, monkeypatch, wrong, words):  # noqa: F811
     """The backend is wrong on the device, except in float64. A run in bfloat16 is compared in float32."""
 

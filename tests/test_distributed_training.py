@@ -91,7 +91,7 @@ def run_to_end(make: partial, *, stop_at: int | None = None) -> tuple[int, int, 
     return code, job.trainer.state.spent.steps, digest(job.trainer)
 
 
-def change_folder(folder: str) -> None:
+def change_folder(folder: str):
     Path(folder).mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
 

@@ -13,7 +13,7 @@ from tests.command_line import ROOT, call, empty_folder  # noqa: F401 - a fixtur
 from tests.small_configs import CONF, compose_config, jobs
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 PROGRAMS = ("python", "torchrun", ".venv/bin/python")
 
 
@@ -59,12 +59,12 @@ def test_every_link_has_a_target(page):
         path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
         assert path.exists(), f"{page}: {target}"
         if anchor:
-            heads = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            heads = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
             assert anchor in slugs, f"{page}: {target}#{anchor}"
 
 
-def write_yaml_of(page: str) -> None:
+def write_yaml_of(page: str):
     """Write the first YAML block of a page, unchanged, to the file that the sentence before it names."""
     name, text = re.search(r"`(my_conf/\S+)`:\n\n```yaml\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL).groups()
     Path(name).parent.mkdir(parents=True)

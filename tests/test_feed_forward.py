@@ -63,7 +63,7 @@ def test_invalid_values_are_refused_with_the_key_and_the_allowed_values():
         build(hidden=0)
 
 
-@pytest.mark.parametrize(("shape", "eps"), [((3, 5, 8), None), ((1, 1, 7), 1e-3)])
+@pytest.mark.parametrize("shape, eps", [((3, 5, 8), None), ((1, 1, 7), 1e-3)])
 def test_rms_norm_equals_torchs(shape, eps):
     torch.manual_seed(0)
     ours, theirs = RMSNorm(shape[-1], eps=eps).double(), nn.RMSNorm(shape[-1], eps=eps).double()

@@ -111,7 +111,7 @@ def test_on_a_gpu_the_default_backend_saves_no_scores():
     assert plain["by_cause"]["activations"] - auto["by_cause"]["activations"] > scores
 
 
-@pytest.mark.parametrize(("limit", "least", "most"), [(99, 1, 0), (114, 3, 3), (12345, 2, 1750), (10**9, 1, 2**12)])
+@pytest.mark.parametrize("limit, least, most", [(99, 1, 0), (114, 3, 3), (12345, 2, 1750), (10**9, 1, 2**12)])
 def test_the_search_returns_the_largest_number_of_streams_that_fits(limit, least, most):
     assert fit.most_streams(lambda streams: 93 + 7 * streams, limit_bytes=limit, min_streams=least) == most
 

@@ -150,7 +150,7 @@ PROJECTED, PAIRS = 2 * 16 * 4 * 16 * 16, 4 * 2 * 8 * 8 * 16  # queries, keys, va
 
 
 @pytest.mark.parametrize(
-    ("call", "expected"),
+    "call, expected",
     [
         (lambda: torch.zeros(4, 6).addmm_(MATRIX, WIDE), 2 * 4 * 5 * 6),
         (lambda: torch.zeros(3, 4, 6).baddbmm_(*STACKS), 2 * 3 * 4 * 5 * 6),
@@ -201,16 +201,16 @@ def feed_forward(context: LayerContext) -> FeedForward:
     return FeedForward(context, hidden=HIDDEN, activation="relu", bias=True, zero_init=False)
 
 
-def memory_table(context: LayerContext, *, sparse: bool = False) -> ProductKeyMemory:
+def memory_table(context: LayerContext) -> ProductKeyMemory:
     sizes = {"half_keys": 8, "top_k": 4, "heads": 2, "d_query": 6}
-    choices = {"query_norm": "layer", "activation": "softmax", "share": "layer", "sparse": sparse}
+    choices = {"query_norm": "layer", "activation": "softmax", "share": "layer", "sparse": False}
     return ProductKeyMemory(context, **sizes, **choices)
 
 
-def build(*makers, span: int = 24, backend: str = "auto", shift: int = 0, cache: str = "kv") -> LanguageModel:
+def build(*makers, span: int = 24, backend: str = "auto", shift: int = 0) -> LanguageModel:
     """A model of one layer with a sublayer from each of ``makers``."""
     torch.manual_seed(0)
-    common = {"heads": H, "span": span, "attend_self": not shift, "backend": backend, "cache": cache, "scheme": Rotary}
+    common = {"heads": H, "span": span, "attend_self": not shift, "backend": backend, "cache": "kv", "scheme": Rotary}
     layer = {f"part{i}": make for i, make in enumerate(makers)}
     return LanguageModel([layer], lambda i: LayerContext(d_model=D, layer=i, n_layers=1, **common), vocabulary=V)
 
@@ -245,7 +245,7 @@ def test_counting_changes_no_weight_mode_gradient_or_random_state():
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     random_state, training = torch.get_rng_state(), []
 
-    def draw_and_watch(*_: object) -> None:
+    def draw_and_watch(*_: object):
         torch.rand(())
         training.append(model.training or torch.is_grad_enabled())
 

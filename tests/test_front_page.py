@@ -10,7 +10,7 @@ from bench import front_page, published, published_runs
 from bench.evidence import LR_FACTORS
 from bench.front_page import BEGIN, END, README, RESULTS, between_markers
 from bench.text_figures import recall_curves, recall_finding, state_finding
-from tests.bench_rows import peer_row
+from tests.bench_rows import peer_row, run_rows, write_lines
 
 ROOT = front_page.ROOT
 CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
@@ -18,16 +18,10 @@ CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up"
 
 def line(variant: str, seed: int, test: float, *, status="finished", check="shipped", copies=None) -> dict:
     """A line that ``bench.evidence`` writes for a run."""
-    run = {"variant": variant, "seed": seed, "status": status, "check": check, "device": "A CPU", "threads": 1}
-    run |= {"precision": "float32", "protocol": {}, "data": {"sha256": "ab"}, "budget": {"bytes": 9}, "seconds": 1.0}
-    run |= {"numerics": {"variant": 1, "shared": 1}, "valid_bits_per_byte": test + 0.1, "test_bits_per_byte": test}
-    run |= {
-        "parameters": {"total": 855_680},
-        "flops_per_byte": {"executed": 2_700_288.0, "ideal": 2_600_000},
-        "test_bits_per_copy": copies,
-    }
-    run |= {"memory": {"state_bytes": 2_093_064, "peak_bytes": 2**28}}
-    run |= {"compressors": {"test": {"bzip2": 2.402, "xz": 2.499}}}
+    _, run = run_rows(variant=variant, seed=seed, bits=test + 0.1)
+    run |= {"status": status, "check": check, "budget": {"bytes": 9}, "protocol": {}}
+    run |= {"numerics": {"variant": 1, "shared": 1}, "test_bits_per_byte": test, "test_bits_per_copy": copies}
+    run["data"] = {"sha256": "ab"}
     record = [{"config": {"variant": {"lr_scale": {"muon": 2}}}}]
     curve = [{"from_bytes": n, "to_bytes": m, "bits_per_byte": b} for n, m, b in ((1, 1, 4.0), (2, 512, test))]
     cell = [f"variant={variant}", f"seed={seed}"]
@@ -38,8 +32,8 @@ def line(variant: str, seed: int, test: float, *, status="finished", check="ship
 def folder(tmp_path):
     """A folder with rows of three mechanisms. One run of ``linear`` is not causal and one has diverged."""
 
-    def write(name: str, lines: list[dict]) -> None:
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    def write(name: str, lines: list[dict]):
+        write_lines(tmp_path / f"{name}.jsonl", lines)
 
     runs = [line("mhsa", seed, 2.30 + seed / 100) for seed in range(3)]
     runs += [line("adaptive_span", seed, 2.29 + seed / 100 + 0.001 * seed) for seed in range(3)]
@@ -54,17 +48,17 @@ def folder(tmp_path):
     worse["record"][0]["config"]["variant"]["lr_scale"]["muon"] = 1
     write("combinations", [worse, line("mhsa", 0, 2.625)])
     write("skills", skills)
-    summary = {"protocol": {"sequence": 64}, "memory": {"state_bytes": 2048}, "check": "shipped"}
-    summary |= {"status": "finished", "variant": "mhsa", "seed": 0}
-    curve = {"kind": "curve", "answer_accuracy": [0.3, 0.99, 1.0], "bytes_seen": [3e6, 9.9e6, 1e7]}
     recall = []
-    for bits, accuracy, words in ((1.74, 0.995, "1"), (2.5, 0.2, "0.5"), (1.8, 0.3, "1 data.sequence=32")):
+    for bits, accuracy, factor, sequence, more in (
+        (1.74, 0.995, 1, 64, []),
+        (2.5, 0.2, 0.5, 64, []),
+        (1.8, 0.3, 1, 32, ["data.sequence=32"]),
+    ):
+        row = recall_line(0, [0.3, 0.99, 1.0], factor=factor)
+        row["cell"] += [f"++variant.lr_scale.adamw={factor}", *more]
         scores = {"valid_bits_per_byte": bits, "test_answer_accuracy": {"all": accuracy}}
-        cell = f"seed=0 variant=mhsa ++variant.lr_scale.adamw={words}".split(" ")
-        options = {"name": "mhsa", "attention": {}, "lr_scale": {"adamw": words}}
-        record = [{"config": {"variant": options}}, curve]
-        recall.append({"cell": cell, "summary": summary | scores, "record": record})
-    recall[2]["summary"]["protocol"] = {"sequence": 32}
+        row["summary"] |= scores | {"protocol": {"sequence": sequence}}
+        recall.append(row)
     write("recall_by_key", recall)
     write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
                     "spans_from": None, "flops": {"executed_per_byte": 1.0e7},
@@ -76,12 +70,12 @@ def folder(tmp_path):
 
 def test_committed_pages_are_up_to_date_rows_are_small_and_readme_claims_no_speed():
     for name, block in front_page.blocks(ROOT / RESULTS).items():
-        page = (ROOT / name).read_text(encoding="utf-8")
+        page = (ROOT / name).read_text()
         assert between_markers(page, block, name=name) == page, f"{name} is outdated: run python -m bench.front_page"
         assert all((ROOT / name).with_name(picture).exists() for picture in re.findall(r"\]\((\w+\.png)\)", page))
     files = [path for path in (ROOT / RESULTS).iterdir() if path.suffix == ".jsonl"]
     assert len(files) <= 12 and sum(path.stat().st_size for path in files) < 3e6
-    assert not CLAIM.findall((ROOT / README).read_text(encoding="utf-8")), "a claim of speed needs its row"
+    assert not CLAIM.findall((ROOT / README).read_text()), "a claim of speed needs its row"
 
 
 def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_score(folder, monkeypatch):
@@ -92,7 +86,7 @@ def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_sco
     headings, _, *rows = (line.split(" | ") for line in table.removesuffix(" |").split(" |\n"))
     assert [row[0] for row in rows] == ["| `adaptive_span`", "| `mhsa`", "| `linear`"]
     cells = [dict(zip(headings, row, strict=True)) for row in rows]
-    assert [*cells[1].values()] == ["| `mhsa`", "3", "2.3100", "", "", "", "+0.0", "2.70", "2,044"]
+    assert [*cells[1].values()] == ["| `mhsa`", "3", "2.3100", "", "", "", "+0.0", "2.95", "1,024"]
     # Both have three seeds; t = 4.30, and the deviation of their differences is 0.001.
     assert (cells[0]["baseline"], cells[0]["Δ, 95% interval"]) == ("`mhsa`", "-0.0090 ± 0.0025")
     assert (cells[0]["verdict"], cells[2]["verdict"], cells[0]["Δ parameters, %"]) == (
@@ -110,7 +104,7 @@ def test_rows_with_windows_in_a_permutation_replace_the_older_ones(folder):
     for row in rows:
         row["cell"].insert(0, "sweep=text")
         row["summary"]["test_bits_per_repeat"] = {"32 to 512": 1.25, "513 to 4096": None}
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "text.jsonl", rows)
     table = front_page.readme_table(folder)
     assert "| repeats, 32 to 512 |" in table and "| `mhsa` | 3 | 2.2100 | 1.250 | +0.0 |" in table
     assert "`mhsa` (2)" in table and "`adaptive_span` (5)" in table and "2.3100" not in table
@@ -121,10 +115,10 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
     for words in (
         "selective_copying, all | state_tracking, 2 | state_tracking, 16 |",
         "| `mhsa` | 0.250 | 0.010 | 0.900 |\n| (counts only) | 2.369 | 0.048 | 0.874 |\n| (no memory) | 4.087 |",
-        "| `mhsa` | 1 | 2.6250 | +0.0 | 2.7250 | 2 | 2.70 | 2.60 |",
+        "| `mhsa` | 1 | 2.6250 | +0.0 | 2.7250 | 2 | 2.95 | 2.69 |",
         "- `linear`, seed 1: not causal\n- `linear`, seed 2: diverged",
         "| `adaptive_span` | 3 | 2.3010 | `mhsa` | -0.0090 ± 0.0025 | better |",
-        "- Test: bzip2 -9 2.4020, xz -9e 2.4990\n",
+        "- Test: bzip2 -9 2.5000, xz -9e 2.7000\n",
         "- Standard deviation of a difference between two runs of one seed: 0.0010, 2 degrees of freedom",
         "Runs that are missing (`python -m bench.evidence stage=text_bytes`): `mhsa_alibi` (8)",
         "### Generation, ms per byte",
@@ -132,7 +126,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         "| mechanism | 1 | 2 to 512 |",
         "| `linear` | 1 | 0.500 | 4.000 |",
         "| `linear` | failed |",
-        "| `mhsa` | 0.995 |  | 9.9 | 1 | 0.300 |  |  | 2 |  |",
+        "| `mhsa` | 0.995 |  | 2.0 | 1 | 0.300 |  |  | 1,024 |  |",
         "| `mhsa` | 0.1 |",
         "**Learned spans are better than a uniform span of the same mean**",
     ):
@@ -150,7 +144,7 @@ def test_a_skill_with_searched_learning_rates_has_only_mechanisms_at_their_best_
 
 
 @pytest.mark.parametrize(
-    ("seed", "word", "sha256", "factor", "message"),
+    "seed, word, sha256, factor, message",
     [
         (0, "", "ab", 2, "rows repeat a run"),
         (3, "model.layers=8", "ab", 2, "rows repeat a run, or differ in options"),
@@ -184,7 +178,7 @@ def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(fo
     cases += [(published.cost_tables, (cost, cost | change)) for change in ({}, {"variant": "linear", "threads": 2})]
     cases += [(published.speed_tables, (peer, peer | change)) for change in ({}, {"name": "mhsa", "threads": 9})]
     for table, rows in [*cases, (published.learning_rate_tables, rates)]:
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / "rows.jsonl", rows)
         with pytest.raises(ValueError, match=r"rows.jsonl: rows (repeat a|differ in)"):
             list(table(folder / "rows.jsonl"))
 
@@ -206,7 +200,7 @@ def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):
         recall_line(0, [0.99, 1.0], variant="mhsa_shift", key_shift=True),
     ]
     rows += [recall_line(0, [0.5], variant="gated_delta", filter_bytes=1)]
-    (folder / "recall_by_key.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "recall_by_key.jsonl", rows)
     curves = recall_curves(folder / "recall_by_key.jsonl")
     assert {name: runs.shape[1] for name, runs in curves.items()} == {
         "mhsa": 3,
@@ -237,7 +231,7 @@ def test_runs_of_several_budgets_are_a_table_and_a_figure(folder):
         row["cell"] += ["sweep=text", f"budget.bytes={budget}", "optim.schedule.decay_fraction=0.2"]
         row["summary"] |= {"budget": {"bytes": budget}, "training_flops": 1e6 * budget, "epochs": budget / 3.4e6}
         rows.append(row)
-    (folder / "text_bytes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "text_bytes.jsonl", rows)
     text = published.results_sections(folder)
     assert "| mechanism | 0.85 MB, 0.25 epochs | 3.4 MB, 1 epochs |" in text
     assert "| `mhsa` | 2.5000 (n=1) | 2.3000 (n=1) |" in text and "`mhsa` (6)" in text

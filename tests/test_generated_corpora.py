@@ -34,7 +34,7 @@ PINNED = {
 }
 
 
-@pytest.mark.parametrize(("name", "make"), [("recall", recall_stream), ("synthetic_text", synthetic_text)])
+@pytest.mark.parametrize("name, make", [("recall", recall_stream), ("synthetic_text", synthetic_text)])
 def test_streams_are_pinned_and_a_shorter_stream_is_a_prefix(name, make):
     digest, first = PINNED[name]
     assert load(name).sha256 == digest

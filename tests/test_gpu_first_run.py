@@ -80,7 +80,7 @@ RUNS = {"compiled": RUN, "again": RUN, "eager": RUN | {"bytes_per_second": 100.0
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    "name, changes, message",
     [
         ("again", {"valid_bits_per_byte": 3.0001}, "deterministic"),
         ("eager", {"valid_bits_per_byte": 3.1}, "rounding"),

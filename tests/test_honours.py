@@ -46,7 +46,7 @@ def position_words(scheme: type) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("cls", "words", "line"),
+    "cls, words, line",
     [
         (Sums, ("position=none", "model.cache=hidden"), r"model\.cache=hidden: variant\.toy \(Sums\) supports only kv"),
         (
@@ -71,7 +71,7 @@ def test_a_choice_that_a_mechanism_does_not_declare_is_refused(cls, words, line)
 
 
 @pytest.mark.parametrize(
-    ("cls", "words", "lines"),
+    "cls, words, lines",
     [
         (broken.IgnoresPosition, (), [UNCHANGED.format("position=none,rotary")]),
         (broken.IgnoresCache, (), [UNCHANGED.format("model.cache=hidden,kv")]),

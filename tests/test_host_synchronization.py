@@ -36,7 +36,7 @@ def counted(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    "words, expected",
     [
         ((*SPANS, *DEEP), ["tolist"]),
         ((*VARIANTS["mhsa"], *DEEP), []),
@@ -83,7 +83,7 @@ def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_step
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
-    def finish_step(self: Runtime) -> None:
+    def finish_step(self: Runtime):
         clock[0] += 5.0
 
     monkeypatch.setattr(Runtime, "synchronise", finish_step)

@@ -67,7 +67,7 @@ def test_rows_and_tables_say_what_was_trained_before(six_steps, capsys, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    "overrides, message",
     [
         (("model.d_model=24",), "model differs, embedding.weight is .256, 16. of torch.float32, and"),
         (("model.heads=4",), "init_from.run=.*model.heads was 2, is 4"),  # the shapes are equal

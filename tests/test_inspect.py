@@ -52,7 +52,7 @@ def test_a_sublayer_without_an_attention_map_is_named(trained, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (("bytes=1",), "bytes=1: must be greater than or equal to 2"),
         (("text=a",), "text=a: has 1 byte; allowed are at least 2"),

@@ -28,7 +28,7 @@ def engine(request, monkeypatch):
         yield request.param
 
 
-def assert_equals_plain(backend: str, case: Case) -> None:
+def assert_equals_plain(backend: str, case: Case):
     """Assert that a backend has the output and gradients of the plain one. With a past and heads of different windows,
     assert the same for ``packed`` keys, which the CPU kernel does not take."""
     inputs, attend = case.inputs(), ATTEND[backend]

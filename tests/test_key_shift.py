@@ -26,7 +26,7 @@ def build(make: type[Sublayer], case: Case, **keywords) -> Sublayer:
     return with_random_mix(case.build(make, noise=0.3, key_shift=True, **bias, **MAKES[make], **keywords))
 
 
-@pytest.mark.parametrize(("make", "cache"), [(make, cache) for make in MAKES for cache in sorted(make.honours.cache)])
+@pytest.mark.parametrize("make, cache", [(make, cache) for make in MAKES for cache in sorted(make.honours.cache)])
 def test_the_key_before_the_first_byte_is_zero_in_whole_streams_and_single_bytes(make, cache):
     """Projections have biases, with which an input of zeros would have another key. No earlier byte is carried."""
     case = Case(length=23, position="rotary", cache=cache)

@@ -62,7 +62,7 @@ def test_random_directions_are_blockwise_orthogonal_with_norms_of_gaussian_vecto
     assert (performer.directions[0] != performer.directions[1]).any()
 
 
-@pytest.mark.parametrize(("position", "scale"), [("none", 30.0), ("alibi", 1.0)])
+@pytest.mark.parametrize("position, scale", [("none", 30.0), ("alibi", 1.0)])
 def test_keys_that_grow_and_shrink_along_the_stream_neither_overflow_nor_vanish(position, scale):
     """Outputs in float32, from one segment or from several, are close to those in float64."""
     case = Case(length=60, position=position, d_head=4, heads=2)

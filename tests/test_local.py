@@ -1,8 +1,7 @@
-"""Local attention: streams at different phases of a block, long blocks, and states of other block sizes."""
+"""Local attention: streams at different phases of a block, and states of other block sizes."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.attention_case import Case, D, assert_near, assert_outcome, covering_array, matrices, mix_of, outcome
 from tests.reference.local import local_attention
@@ -47,27 +46,6 @@ def test_streams_at_different_phases_equal_the_reference(choices, length):
         attention.wanted_backend = backend
         if (backend, choices["position"]) != ("fused", "relative"):
             assert_outcome(outcome(attention(x, cat_streams(states), torch.tensor(PASTS)).y, named), expected)
-
-
-@pytest.mark.numeric
-@pytest.mark.usefixtures("phases")
-def test_within_a_long_block_it_equals_plain_attention():
-    """The segment begins at the first or the eighth byte of a block of 300."""
-    case = Case(span=300, position="alibi")
-    attention, mhsa = case.build(LocalAttention, block=300), case.build()
-    mhsa.load_state_dict(attention.state_dict())
-    x = normal(2, 290, D)
-    for first, length in ((0, 283), (7, 283)):
-        past, segment = x[:, :first].detach(), x[:, first : first + length]
-
-        def outcome_of(layer, past=past, segment=segment) -> dict[str, Tensor]:
-            y = layer(segment, layer(past).state if len(past[0]) else None, torch.full((2,), past.shape[1])).y
-            return outcome(y, {"x": x} | dict(layer.named_parameters()))
-
-        expected = outcome_of(mhsa)
-        for backend in BACKENDS:
-            attention.wanted_backend = backend
-            assert_outcome(outcome_of(attention), expected)
 
 
 def test_a_state_of_another_block_size_is_accepted_and_by_default_blocks_follow_the_span():

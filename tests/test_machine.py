@@ -114,7 +114,7 @@ def test_each_type_of_cpu_and_number_of_threads_has_its_own_folder_of_compiled_g
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "effective"),
+    "name, value, effective",
     [
         ("MALLOC_MMAP_MAX_", "0", None),
         ("GLIBC_TUNABLES", "glibc.cpu.x86_rep_movsb_threshold=4096", "keep"),

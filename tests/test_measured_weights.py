@@ -102,7 +102,7 @@ def spans(model) -> list[list[float]]:
     return [part.metrics({})["span"].tolist() for part in learned_spans(model)]
 
 
-@pytest.mark.parametrize(("layers", "heads", "span"), [(4, 4, 64), (6, 2, 512)])
+@pytest.mark.parametrize("layers, heads, span", [(4, 4, 64), (6, 2, 512)])
 def test_spans_are_set_to_learned_lengths_which_repeat_over_layers_and_heads(layers, heads, span):
     sizes = (f"model.span={span}", f"model.layers={layers}", f"model.heads={heads}")
     model = plan_of("adaptive_span", *sizes).make_model()

@@ -108,7 +108,7 @@ def test_far_along_a_stream_the_state_does_not_grow_and_float32_stays_close_to_f
 
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    ("words", "ages"),
+    "words, ages",
     [
         ("compressed runtime.backend=plain position=rotary", [1, 5, 24, 25, 60]),
         ("compressed_top_k position=alibi model.cache=hidden", [1, 5, 24, 25, 60]),
@@ -131,7 +131,7 @@ def test_streams_of_a_batch_may_be_at_any_phase_of_a_block(words, ages):
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize(("words", "oldest"), [("nsa variant.attention.block=4", 20), ("reformer", 19)])
+@pytest.mark.parametrize("words, oldest", [("nsa variant.attention.block=4", 20), ("reformer", 19)])
 def test_the_span_may_change_between_segments(words, oldest):
     """After a span of 6, the state has the bytes from 19 on, and complete blocks of 4 bytes from 20 on."""
     layer, x = mechanism(*words.split(), "model.span=13", "position=rotary"), inputs(25)
@@ -167,7 +167,7 @@ def test_no_tensor_is_read_on_the_host(words):
 
 
 @pytest.mark.parametrize(
-    ("variant", "backend"),
+    "variant, backend",
     [
         *(("mhsa", "plain"), ("compressed", "plain"), ("nsa", "plain"), ("reformer", "auto")),
         *(("local", "chunked"), ("longformer", "chunked")),
@@ -232,7 +232,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "choices", "message"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("make, choices, message", REFUSED, ids=lambda value: str(value)[:40])
 def test_an_invalid_size_is_refused_by_name(make, choices, message):
     keywords = dict(choices)
     context = Case(attend_self=keywords.pop("attend_self", True)).context(d_model=6)
@@ -241,7 +241,7 @@ def test_an_invalid_size_is_refused_by_name(make, choices, message):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         ("variant=linear position=rotary", "position=rotary"),
         ("variant=linear model.cache=hidden", "model.cache=hidden"),

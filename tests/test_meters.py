@@ -101,7 +101,7 @@ class Clock:
     def perf_counter(self) -> float:
         return self.seconds
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.seconds += seconds
 
 
@@ -109,7 +109,7 @@ def test_calls_are_timed_one_by_one_after_the_warm_up_until_the_time_is_over(mon
     clock, pending = Clock(), [0.5]  # seconds of work that the device has not done yet
     monkeypatch.setattr(turns, "time", clock)
 
-    def synchronise() -> None:
+    def synchronise():
         while pending:
             clock.sleep(pending.pop())
 

@@ -60,7 +60,7 @@ def logits_of_torch(model: LanguageModel, tokens: Tensor, *, sinusoidal: bool, a
 
 
 @pytest.mark.parametrize(
-    ("position", "after", "tied", "more"),
+    "position, after, tied, more",
     [
         ("sinusoidal", False, False, ("model.embedding_scale=1.5",)),
         ("sinusoidal", True, False, ("model.head_bias=true",)),
@@ -99,7 +99,7 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
 
 
 @pytest.mark.parametrize(
-    ("overrides", "counts", "touched"),
+    "overrides, counts, touched",
     [
         (
             HIDDEN_WIDTH,

@@ -62,7 +62,7 @@ def test_a_failed_compilation_returns_the_reason(source, tmp_path, monkeypatch):
 
 
 def test_several_processes_may_build_a_library_at_once(source, tmp_path):
-    def build() -> None:
+    def build():
         # sys.exit would wait for threads that a forked process does not have.
         os._exit(0 if native.load("seven", source).seven() == 7 else 1)
 
@@ -99,7 +99,7 @@ def test_keys_that_no_query_sees_have_a_gradient_of_zero():
     """In a new thread the kernel reuses no memory of earlier calls, and memory that it does not write is NaN."""
     x, gradients_of_x = torch.ones(1, 1, 1, 4, requires_grad=True), []
 
-    def first_call() -> None:
+    def first_call():
         y = window_cpu.attend(x, x, x, Window((3,), 1))
         gradients_of_x.extend(torch.autograd.grad(y.sum(), [x]))
 

@@ -39,12 +39,12 @@ class Toy(nn.Module):
         return self.head(x)
 
 
-def train(model, optimizers, *, first, last, total=10):
+def train(model, optimizers, *, first, last):
     for step in range(first, last):
         tokens = torch.randint(16, (32,), generator=torch.Generator().manual_seed(step))
         optimizers.zero_grad()
         nn.functional.cross_entropy(model(tokens), (tokens * 3 + 1) % 16).backward()
-        optimizers.step((step + 0.5) / total)
+        optimizers.step((step + 0.5) / 10)
 
 
 def names(groups):
@@ -161,7 +161,7 @@ def test_learning_rates_are_the_base_times_scale_times_schedule():
 
 
 @pytest.mark.parametrize(
-    ("sparse", "optimizer", "message"),
+    "sparse, optimizer, message",
     [
         (True, ADAMW, r"variant\.groups\.values\.optimizer=AdamW.*layers\.0\.memory\.weight is sparse.*SparseAdam"),
         (False, torch.optim.SparseAdam, r"variant\.groups\.values\.optimizer=SparseAdam.*is dense"),

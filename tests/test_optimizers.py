@@ -59,7 +59,7 @@ def test_adagrad_accepts_sparse_gradients_with_repeated_rows():
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype", "tolerance"),
+    "precision, dtype, tolerance",
     [
         ("bfloat16", torch.float32, 0.05),  # with 8 significant bits, the error of an update is a few percent
         ("float32", torch.float32, 1e-4),

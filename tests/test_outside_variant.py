@@ -30,7 +30,7 @@ layers: [mixer]
 """
 
 
-def write(folder: Path, *, module: str, conf: str) -> None:
+def write(folder: Path, *, module: str, conf: str):
     """Write a user's module, and the YAML of its sublayer and variant into the folder ``conf``."""
     files = {
         Path(*module.split(".")).with_suffix(".py"): MIXER,
@@ -39,7 +39,7 @@ def write(folder: Path, *, module: str, conf: str) -> None:
     }
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
+        (folder / path).write_text(text)
 
 
 @pytest.fixture(name="imports")
@@ -53,7 +53,7 @@ def forget_imports(monkeypatch):
             del sys.modules[name]
 
 
-PAGE = (ROOT / "docs" / "adding_a_variant.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "adding_a_variant.md").read_text()
 FILES = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
 
@@ -61,7 +61,7 @@ def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(cwd
     assert sum(len(text.splitlines()) for text in FILES.values()) <= 40 and len(FILES) == 3
     for path, text in FILES.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(text)
     (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     checks, trains = (shlex.split(line)[1:] for line in commands.splitlines())
     sizes = ("model.layers=2", "model.span=128", "batch.segment=128", "eval.segment=128")

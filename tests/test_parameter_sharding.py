@@ -47,7 +47,7 @@ class OneProcessSublayer(Sublayer):
         self.shared = context.shared(nn.Linear, "matrix", lambda: nn.Linear(width, width, bias=False))
         self.table = nn.Parameter(torch.randn(16, width))
 
-    def project_(self) -> None:
+    def project_(self):
         assert type(self.gain) is nn.Parameter
         with torch.no_grad():
             self.gain.clamp_(-0.1, 0.1)
@@ -140,7 +140,7 @@ def ranks(tmp_path_factory) -> list[dict]:
         return launch(all_steps, world_size=3)
 
 
-def assert_same_training(results: dict, expected: dict, *, within: float) -> None:
+def assert_same_training(results: dict, expected: dict, *, within: float):
     assert results["flops"] == expected["flops"]
     assert results["metrics"] == pytest.approx(expected["metrics"], abs=within)
     torch.testing.assert_close(results["model"], expected["model"], rtol=0, atol=within)

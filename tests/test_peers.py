@@ -1,6 +1,5 @@
 """``python -m bench.peers``: the reference model, the order of measurements, relative speeds, and the printed table."""
 
-import json
 from collections import defaultdict
 from threading import Barrier
 from unittest.mock import MagicMock
@@ -13,6 +12,7 @@ from bench.peer_workers import INSTALL, REFERENCE, TRANSFORMERS, PeerWorker, Ref
 from bench.peers import make_row
 from bench.turns import Entry, measure
 from harness.device.worker_process import WorkerError
+from harness.record.rows import read_rows
 from tests.bench_rows import identity
 from tests.command_line import call
 from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
@@ -79,7 +79,7 @@ def test_the_command_measures_all_installed_peers_and_prints_a_table(cwd, compil
     words = ("context=16", "variants=[adaptive_span]", *QUICK, "batch.streams=2", "rows=rows.jsonl")
     outcome = call("bench/peers.py", *words, f"runtime.compile={compiled}")
     assert outcome.code == 0, outcome
-    rows = [json.loads(line) for line in (cwd / "rows.jsonl").read_text().splitlines()]
+    rows = read_rows(cwd / "rows.jsonl")
     names = [REFERENCE, TRANSFORMERS, "adaptive_span"]
     assert [row["name"] for row in rows] == names and "Peers: language model, " in outcome.out
     assert rows[-1]["status"] == "measured", rows[-1]["reason"]

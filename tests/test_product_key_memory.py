@@ -46,7 +46,7 @@ def weights_of(memory: ProductKeyMemory) -> dict:
     return weights | {"top_k": memory.top_k, "activation": memory.activation}
 
 
-def assert_equals_reference(memory: ProductKeyMemory, y: Tensor, expected: Tensor, *, x: Tensor) -> None:
+def assert_equals_reference(memory: ProductKeyMemory, y: Tensor, expected: Tensor, *, x: Tensor):
     assert_near(y, expected, tolerance=1e-12)
     inputs = [x, *memory.parameters()]
     for actual, reference_gradient in zip(gradients(y, inputs), gradients(expected, inputs), strict=True):
@@ -189,7 +189,7 @@ def test_no_shape_depends_on_values():
     assert memory.values.grad.shape == (49, D)
 
 
-@pytest.mark.parametrize(("sparse", "compiled"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("sparse, compiled", [(False, True), (True, True), (True, False)])
 def test_gradients_in_float32_equal_those_in_float64(sparse, compiled):
     """Compilation must avoid a fault that only PyTorch's float32 code for reading a table has."""
     exact, memory = build(sparse=sparse), build(sparse=sparse).float()
@@ -206,7 +206,7 @@ def test_gradients_in_float32_equal_those_in_float64(sparse, compiled):
 WRONG = "top_k=8 top_k=0 top_k=1 half_keys=0 heads=0 d_query=5 query_norm=rms activation=gelu share=head"
 
 
-@pytest.mark.parametrize(("key", "value"), [word.split("=") for word in WRONG.split()])
+@pytest.mark.parametrize("key, value", [word.split("=") for word in WRONG.split()])
 def test_invalid_values_are_refused_with_the_key_and_the_allowed_values(key, value):
     with pytest.raises(ValueError, match=f"{key}={value}.*allowed are") as error:
         build(**{key: int(value) if value.isdigit() else value})

@@ -130,7 +130,7 @@ def test_a_recipe_sets_all_keys_of_model_and_batch_and_reads_enwik8(name):
     assert required <= keys_set_by(name)
 
 
-@pytest.mark.parametrize(("name", "steps"), list(zip(FINETUNES, (20_000, 30_000, 10_000), strict=True)))
+@pytest.mark.parametrize("name, steps", list(zip(FINETUNES, (20_000, 30_000, 10_000), strict=True)))
 def test_a_finetune_recipe_adds_steps_at_a_tenth_of_the_learning_rate(name, steps):
     recipes = (name.removesuffix("_finetune"), name)
     before, after = (flatten(OmegaConf.to_container(compose_config(f"recipe={recipe}"))) for recipe in recipes)

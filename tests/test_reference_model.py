@@ -15,7 +15,7 @@ C, DQ = 3, 4  # of the product-key memory: half-keys in each set and width of a 
 
 
 @pytest.mark.parametrize(
-    ("activation", "by_torch"),
+    "activation, by_torch",
     [
         ("relu", F.relu),
         ("gelu", F.gelu),

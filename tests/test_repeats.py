@@ -43,18 +43,6 @@ def test_masks_equal_those_of_loops_over_a_text_of_few_words(seed, n_words, chun
         assert {label: mask.tolist() for label, mask in masks.items()} == reference_masks(split, train)
 
 
-def test_the_latest_occurrence_counts_and_a_context_of_train_does_not():
-    """The last byte repeats one 40 bytes back and one 10 bytes back: 10 is too near, and 40 is not the latest."""
-    word, filler = b"recall me", bytes(range(128, 159))
-    far, near = word + filler + word, word + filler + word + b"!" + word
-    masks = {}
-    for name, split, train in (("far", far, b"x" * 20), ("near", near, b"x" * 20), ("known", far, b"-recall m")):
-        masks[name] = masks_of(split, train)["32 to 512"]
-    assert np.flatnonzero(masks["far"]).tolist() == [len(far) - 2], "pair i predicts byte i + 1"
-    assert np.flatnonzero(masks["near"]).tolist() == [len(far) - 2, len(far) - 1]
-    assert not masks["known"].any()
-
-
 def test_bits_of_repeats_are_means_over_their_pairs():
     score = Score(torch.tensor([1.0, 2.0, 4.0]) * np.log(2), torch.ones(3), {})
     masks = {"some": torch.tensor([False, True, True]), "none": torch.zeros(3, dtype=torch.bool)}

@@ -82,7 +82,7 @@ def test_the_page_opens_from_disk_sorts_and_shows_hostile_text_as_text(tmp_path)
         assert_hostile_text_is_text(page)
 
 
-def assert_complete_without_requests(page, path) -> None:
+def assert_complete_without_requests(page, path):
     assert page.title == page.find_element(By.TAG_NAME, "h1").text == "A report"
     requested = browser.requests(page)
     assert browser.console(page) == [] and requested[0] == path.as_uri()
@@ -98,7 +98,7 @@ def assert_complete_without_requests(page, path) -> None:
     assert len(page.execute_script(widths)) == 2 and all(page.execute_script(widths))
 
 
-def assert_sorted_by_numbers_then_words_then_empty_cells(page) -> None:
+def assert_sorted_by_numbers_then_words_then_empty_cells(page):
     cells = "return [...document.querySelectorAll('tbody tr')].map((row) => row.cells[arguments[0]].textContent)"
     step_button, variant_button = page.find_elements(By.CSS_SELECTOR, "thead button")[1::-1]
     ascending = ["-20", "-3", "0.25", "0.5", "20", "1,000"]
@@ -111,7 +111,7 @@ def assert_sorted_by_numbers_then_words_then_empty_cells(page) -> None:
     assert page.execute_script(cells, 1)[:4] == ["20", "0.25", "-3", "-20"], "equal rows must keep their order"
 
 
-def assert_hostile_text_is_text(page) -> None:
+def assert_hostile_text_is_text(page):
     texts = "return [...document.querySelectorAll(arguments[0])].map((element) => element.textContent)"
     written = [text.replace("\ud800", "?") for text in HOSTILE]
     assert page.execute_script(texts, "tbody th") == written
@@ -126,7 +126,7 @@ def assert_hostile_text_is_text(page) -> None:
     assert page.execute_script(wider) == 0, "wide tables must scroll inside their frame"
 
 
-def assert_outside_content_is_refused(page) -> None:
+def assert_outside_content_is_refused(page):
     with socket.create_server(("127.0.0.1", 0)) as outside:
         refused = page.execute_async_script(INTRUDE, f"http://127.0.0.1:{outside.getsockname()[1]}")
         assert page.execute_script("return window.struck") is None

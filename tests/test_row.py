@@ -56,7 +56,7 @@ def test_absent_keys_stay_absent_null_stays_null_and_unknown_keys_pass_in_their_
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "changes, reason",
     [
         ({"length": "long"}, "length is 'long': it should be a valid number"),
         ({"length": None}, "length is None: it should be a valid number"),

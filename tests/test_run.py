@@ -27,7 +27,7 @@ from tests.small_runs import (
 )
 
 
-@pytest.mark.parametrize(("carry", "cold"), [("true", [0, 8, 16]), ("false", list(range(18)))])
+@pytest.mark.parametrize("carry, cold", [("true", [0, 8, 16]), ("false", list(range(18)))])
 def test_the_first_step_of_an_epoch_has_no_state_and_if_carry_is_false_no_step_has_one(carry, cold, monkeypatch):
     trainer = make_trainer("data.bytes=600", "eval.bytes=null", f"batch.carry={carry}", "budget.steps=18")
     states = []
@@ -52,7 +52,7 @@ def test_final_scores_costs_and_spans_are_those_of_the_weights_with_the_best_val
     run = make_run(*words)
 
     @torch.no_grad()
-    def spoil() -> None:
+    def spoil():
         model = run.trainer.model
         model.head.weight.add_(5 * torch.randn_like(model.head.weight))
         for layer in model.layers:
@@ -188,7 +188,7 @@ def test_the_test_split_is_scored_on_request_only_and_the_purpose_identifies_a_r
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    "word, message",
     [("eval.bytes=3", "eval.streams=3"), ("eval.selection_bytes=1", "eval.selection_bytes=1: leaves")],
 )
 def test_a_split_that_is_too_short_for_its_streams_is_refused_before_training(word, message):

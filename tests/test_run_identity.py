@@ -115,7 +115,7 @@ def test_a_folder_is_locked_by_one_process_and_an_unwritable_folder_is_refused(t
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
 def test_a_run_needs_no_links(tmp_path, monkeypatch, number):
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_: object, **__: object):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "symlink", refuse)

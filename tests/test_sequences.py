@@ -90,9 +90,9 @@ def test_the_corpus_is_cut_between_sequences():
 # The order of reading
 
 
-def table(n: int, sequence: int = 4) -> torch.Tensor:
-    """A split of ``n`` sequences whose bytes all have the sequence's number."""
-    return torch.arange(n, dtype=torch.uint8).repeat_interleave(sequence)
+def table(n: int) -> torch.Tensor:
+    """A split of ``n`` sequences of four bytes, which all have the sequence's number."""
+    return torch.arange(n, dtype=torch.uint8).repeat_interleave(4)
 
 
 def test_every_sequence_is_read_once_before_any_is_read_twice():
@@ -187,7 +187,7 @@ def test_a_corpus_without_sequences_keeps_its_protocol_and_configuration():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (("batch.segment=32",), r"^batch\.segment=32: allowed with data\.sequence=16 is 16"),
         (("batch.carry=true",), r"^batch\.carry=true: allowed with data\.sequence=16 is false"),

@@ -7,7 +7,7 @@ from math import factorial, log2, prod
 import numpy as np
 import pytest
 
-from bench.published import read_yaml
+from bench.tables import read_yaml
 from harness.data.skills import BODY, DIGITS, KEYS, PAIRS, SKILLS, WORD_LENGTHS
 
 BASELINES = read_yaml("skill_baselines.yaml")

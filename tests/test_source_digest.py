@@ -82,7 +82,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 

@@ -137,7 +137,7 @@ def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
     return nats
 
 
-@pytest.mark.parametrize(("streams", "context", "segment"), [(3, 0, 64), (3, 11, 7), (4, 11, 1)])
+@pytest.mark.parametrize("streams, context, segment", [(3, 0, 64), (3, 11, 7), (4, 11, 1)])
 def test_the_score_of_streams_equals_that_of_single_bytes_after_the_context(model, streams, context, segment):
     """The 101 pairs are divided into streams of 33 and 34, or of 25 and 26."""
     split, expected = random_bytes(102), []
@@ -189,7 +189,7 @@ def test_the_context_curve_is_the_score_by_position_in_a_window(model):
 
 
 @pytest.mark.parametrize(
-    ("limits", "precision", "change", "causal"),
+    "limits, precision, change, causal",
     [
         (frozenset(), "float32", 0.0, True),
         (frozenset(), "float32", 1e-8, False),  # on a CPU no bit may change
@@ -279,5 +279,6 @@ def test_a_trained_model_stays_above_the_floor_of_recall_and_a_score_below_the_f
     floor = trainer.corpus.floor_bits(trainer.reported_split("test"))
     assert row.check == trainer.plan.admission and row.floor_bits_per_byte == floor
     assert row.bits_per_copy["3"] < 4
-    trainer.corpus = replace(trainer.corpus, floor=lambda values: row.bits_per_byte + 41 / (len(values) - 1))
+    above = trainer.corpus.generated._replace(floor_bits=lambda part, **_: row.bits_per_byte + 41 / (len(part) - 1))
+    trainer.corpus = replace(trainer.corpus, generated=above)
     assert final_score(trainer, "test").check == "not causal"

@@ -50,7 +50,7 @@ def folder_of(path: Path) -> str:
 def imported(path: Path) -> set[str]:
     """Names that a file imports anywhere. ``from a import b`` gives a.b, even if b is not a module."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -115,14 +115,14 @@ def test_imports_have_no_cycle_of_modules_or_folders():
 
 def test_no_file_is_named_util_and_no_product_file_has_400_lines():
     assert not [path for path in [*PRODUCT, *TESTS] if path.stem.startswith("util")]
-    assert not {path.name: n for path in PRODUCT if (n := len(path.read_text(encoding="utf-8").splitlines())) >= 400}
+    assert not {path.name: n for path in PRODUCT if (n := len(path.read_text().splitlines())) >= 400}
 
 
 def test_the_code_of_bench_names_no_variant():
     """Configurations and data may name variants. Code may not, so that a user's variant is treated in the same way."""
     named = re.compile(rf"(?<![\w-])({'|'.join(VARIANT_NAMES)})(?![\w-])")  # whole words: package names may contain one
     files = [path for path in PRODUCT if path.is_relative_to(ROOT / "bench")]
-    assert not [f"{path}: {name[0]}" for path in files if (name := named.search(path.read_text(encoding="utf-8")))]
+    assert not [f"{path}: {name[0]}" for path in files if (name := named.search(path.read_text()))]
 
 
 def test_no_file_has_a_path_of_one_machine():

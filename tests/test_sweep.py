@@ -17,7 +17,7 @@ from tests.small_configs import jobs, plan
 def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(cwd, monkeypatch):
     step, failed, groups = Trainer.step, [], []
 
-    def failing(self) -> None:
+    def failing(self):
         groups.append(os.environ.get("WANDB_RUN_GROUP"))
         if self.plan.seed == 1 and self.state.spent.steps == 2:
             failed.append(weakref.ref(self))
@@ -78,7 +78,7 @@ def test_sweeps_that_compare_variants_have_five_seeds_and_adamw():
 def test_threads_and_random_numbers_of_a_job_do_not_depend_on_earlier_jobs(cwd, monkeypatch):
     default, settings, step = torch_settings._DEFAULT_THREADS, [], Trainer.step
 
-    def recorded_step(self) -> None:
+    def recorded_step(self):
         deterministic = torch.are_deterministic_algorithms_enabled()
         settings.append((torch.get_num_threads(), deterministic, torch.rand(()).item()))
         if len(settings) % 2 == 0:  # each job has a warm-up before its step

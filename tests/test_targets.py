@@ -72,7 +72,7 @@ def test_a_node_and_the_nodes_inside_it_become_partials():
 
 
 @pytest.mark.parametrize(
-    ("target", "base", "message"),
+    "target, base, message",
     [
         ("os.system", Sublayer, "allowed are classes of variants, harness, torch.optim, tests.test_targets"),
         ("harness.source.subprocess", Sublayer, "class derived from variants.contract.Sublayer"),
@@ -99,7 +99,7 @@ def test_a_class_must_be_defined_and_not_only_imported_in_a_trusted_module(monke
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"), [("rate", 2, 2.0), ("needed", 1e3, 1000), ("pair", [0.9, 0.95], (0.9, 0.95))]
+    "name, value, expected", [("rate", 2, 2.0), ("needed", 1e3, 1000), ("pair", [0.9, 0.95], (0.9, 0.95))]
 )
 def test_values_are_converted_to_their_annotations(name, value, expected):
     converted = resolve_node(node(Mine, **{"needed": 1, name: value})).keywords[name]
@@ -110,7 +110,7 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         ({"needed": 2.5}, "needed=2.5: must be an integer"),
         ({"pair": [0.9]}, "pair=[0.9]: must be a list"),

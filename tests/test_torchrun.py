@@ -100,7 +100,7 @@ def lose_rank_1(how: str) -> tuple[int, int, str]:
     Returns: exit code, number of steps and error of rank 0."""
     processes.TIMEOUT = timedelta(seconds=6)
 
-    def stand_still() -> None:
+    def stand_still():
         subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {os.getpid()}"])
         signal.raise_signal(signal.SIGSTOP)
         os._exit(0)
@@ -127,7 +127,7 @@ def test_a_lost_process_ends_the_others(how):
 def fail_to_save() -> tuple[str, bool, int]:
     """Train until rank 0 cannot write a checkpoint. Returns error, whether another rank has printed it, and steps."""
 
-    def fail(*_, **__) -> None:
+    def fail(*_, **__):
         raise OSError("the disk is full")
 
     with join_processes() as group:

@@ -98,7 +98,7 @@ class Case(window_case.Case):
         dtypes = {n: torch.float32 if n in IN_FLOAT32 else self.dtype for n in inputs}
         return {n: x.detach().to(DEVICE, dtypes[n]) for n, x in inputs.items()}
 
-    def compare(self, *, like: torch.dtype = torch.float64, tolerance: float) -> None:
+    def compare(self, *, like: torch.dtype = torch.float64, tolerance: float):
         """Assert that output and gradients equal those of the plain backend in the dtype ``like``."""
         drawn = self.inputs()
         names = [name for name in drawn if name != "bias"]
@@ -130,7 +130,7 @@ def test_output_and_gradients_of_the_interpreted_kernel_equal_those_of_plain(sma
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("changes", "tolerance"),
+    "changes, tolerance",
     [
         ({"width": 24, "dropout": 0.1}, 2e-5),
         ({"width": 96, "vectors": True, "dropout": 0.1, "streams": 2}, 2e-5),

@@ -16,7 +16,7 @@ def validations(run) -> list[dict]:
     return [row for row in rows_of(run) if row["kind"] == "valid" and not row.get("final")]
 
 
-@pytest.mark.parametrize(("selection_bytes", "n_bytes"), [(200, 200), (5000, 500), ("null", 500)])
+@pytest.mark.parametrize("selection_bytes, n_bytes", [(200, 200), (5000, 500), ("null", 500)])
 def test_no_reported_score_includes_the_bytes_that_select_the_weights(selection_bytes, n_bytes):
     trainer = make_trainer(f"eval.selection_bytes={selection_bytes}", "eval.bytes=null")
     valid = trainer.corpus.splits["valid"]

@@ -48,7 +48,7 @@ def broken(plan: Plan) -> list[str]:
     return BROKEN_PROMISES[key]
 
 
-@pytest.mark.parametrize(("variant", "words"), [*((variant, ()) for variant in VARIANT_NAMES), *OTHER], ids=str)
+@pytest.mark.parametrize("variant, words", [*((variant, ()) for variant in VARIANT_NAMES), *OTHER], ids=str)
 def test_every_variant_keeps_the_contract(variant, words):
     random = torch.get_rng_state()
     assert broken(plan(f"variant={variant}", "runtime.precision=float32", *CPU, *words)) == []

@@ -85,8 +85,8 @@ def fake(monkeypatch):
     return install
 
 
-def run_job(folder, *, config=None, **keywords):
-    with WandbRun(folder, config=config or {}, **keywords) as run:
+def run_job(folder, **keywords):
+    with WandbRun(folder, config={}, **keywords) as run:
         for step in range(5):
             run.log({"kind": "train", "bytes_seen": step, "loss": 1.0})
         run.log_end(summary={})
@@ -94,7 +94,7 @@ def run_job(folder, *, config=None, **keywords):
 
 
 @pytest.mark.parametrize(
-    ("call", "failure"),
+    "call, failure",
     [("init", RuntimeError("boom\nmore")), ("log", SystemExit(3)), ("finish", RuntimeError("boom"))],
 )
 def test_a_failure_of_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, failure):
@@ -107,7 +107,7 @@ def test_a_failure_of_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, 
 
 
 @pytest.mark.parametrize(
-    ("configured", "variable", "fails", "wandb_offline", "started", "lines"),
+    "configured, variable, fails, wandb_offline, started, lines",
     [
         ("auto", None, "no key", False, ["offline"], 0),
         ("auto", None, None, False, ["online"], 0),
@@ -194,7 +194,7 @@ def test_jobs_of_a_sweep_are_separate_runs_with_their_configurations_and_summari
         assert run["name"] == folder.name
         written = yaml.safe_load((folder / "config.yaml").read_text())
         assert run["config"] == json.loads(json.dumps(_without_empty(written)))
-        rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+        rows = read_rows(folder / "record.jsonl")
         summary, saved = run["summary"], json.loads((folder / "summary.json").read_text())
         valid = [row["bits_per_byte"] for row in rows if row["kind"] == "valid" and not row.get("final")]
         assert summary["valid/bits_per_byte"] == {"min": min(valid)} and len(valid) > 1
@@ -248,7 +248,7 @@ def test_a_sweep_of_wandb_has_keys_that_can_be_planned():
 
 # The dashboard
 
-SECTIONS = yaml.safe_load((CONF / "dashboard.yaml").read_text(encoding="utf-8"))["sections"]
+SECTIONS = yaml.safe_load((CONF / "dashboard.yaml").read_text())["sections"]
 METRICS = [
     (panel["type"], name)
     for section in SECTIONS

@@ -34,21 +34,21 @@ class Toy:
         self.tensors.append(torch.ones(n_bytes, dtype=torch.uint8))
         return sum(map(len, self.tensors))
 
-    def die(self, signal_number: int) -> None:
+    def die(self, signal_number: int):
         os.kill(os.getpid(), signal_number)
         time.sleep(10)
 
     def start_child(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
-    def hang(self) -> None:
+    def hang(self):
         time.sleep(600)
 
     def call_another(self, number: int) -> int:
         with WorkerProcess(Toy, number) as inner:
             return inner.call("add", 1)
 
-    def fail(self) -> None:
+    def fail(self):
         raise KeyError("missing")
 
 
@@ -74,7 +74,7 @@ def test_an_allocation_above_the_memory_limit_is_out_of_memory():
 
 
 @pytest.mark.parametrize(
-    ("method_call", "status", "reason"),
+    "method_call, status, reason",
     [(("die", signal.SIGKILL), "out of memory", "SIGKILL"), (("fail",), "failed", "^KeyError: 'missing'$")],
 )
 def test_the_reason_for_the_end_of_a_process_is_one_line(method_call, status, reason):

@@ -51,10 +51,10 @@ class Walk(contextlib.AbstractContextManager):
         sys.setprofile(self._event)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: object):
         sys.setprofile(None)
 
-    def _event(self, frame: FrameType, event: str, argument: object) -> None:
+    def _event(self, frame: FrameType, event: str, argument: object):
         code = frame.f_code
         name = argument.__name__ if event == "c_call" else code.co_qualname
         if name == self.target and event in ("call", "c_call"):
@@ -127,7 +127,7 @@ def walk_of_key() -> set[CodeType]:
     return key.carrying | key.stack
 
 
-def main() -> None:
+def main():
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         os.chdir(folder)
         walks = walks_of_run(Path(folder))

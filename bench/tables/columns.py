@@ -8,16 +8,14 @@ in millions. `` or status`` after it shows the status of a row that was not meas
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import yaml
-
+from bench.tables import read_yaml
 from bench.tables.compare import optimizer_words
 from harness.record import cells
 from harness.record.closing_table import pretrained_label
 from harness.record.table import Cell, Column, Table
 
-COLUMNS = yaml.safe_load(Path(__file__).with_name("columns.yaml").read_text(encoding="utf-8"))
+COLUMNS = read_yaml("tables/columns.yaml")
 
 
 def _bits(row: Mapping, key: str) -> Cell:
@@ -46,8 +44,8 @@ def _spread(row: Mapping, key: str) -> Cell:
 
 def _evaluation_backend(row: Mapping, key: str) -> Cell:
     """The backend of evaluation, if it differs from that of training."""
-    backend = row["row"].get(key) if "row" in row else None
-    return cells.EMPTY if backend is None or backend == row["row"]["backend"] else cells.text(backend)
+    run = row.get("row", {})
+    return cells.text(None if run.get(key) == run.get("backend") else run.get(key))
 
 
 def _speed(row: Mapping, key: str) -> Cell:
@@ -116,7 +114,7 @@ def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
 def for_terminal(table: Table) -> Table:
     """The table with only the columns that the section ``terminal`` of ``columns.yaml`` lists, explained in notes."""
     shown = [index for index, column in enumerate(table.columns) if column.heading in COLUMNS["terminal"]]
-    columns = tuple(table.columns[index] for index in shown)
-    rows = tuple(tuple(row[index] for index in shown) for row in table.rows)
+    columns = [table.columns[index] for index in shown]
+    rows = [[row[index] for index in shown] for row in table.rows]
     explained = [f"{column.heading}: {column.explanation}" for column in columns if column.explanation]
     return replace(table, columns=columns, rows=rows, notes=(*table.notes, *explained))

@@ -8,17 +8,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import pandas as pd
-import yaml
 
+from bench.tables import read_yaml
 from harness.record import comparison
 from harness.record.cells import join_words, pluralize
 from harness.record.closing_table import data_label, pretrained_label, short_commit
 from harness.record.schema import BENCH_COMMANDS, flatten
 
-VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
+VARIANTS = read_yaml("tables/variants.yaml")
 NOT_ARM_KEYS = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 NOT_ARM_KEYS += ("purpose", "trial", "space")  # older rows have the last two
 """Keys of a configuration that tell no arms apart: they may differ within an arm, or are equal in a whole table."""
@@ -89,10 +88,25 @@ def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
     return join_words(dict.fromkeys(names))
 
 
-def commit_notes(frame: pd.DataFrame) -> list[str]:
+def commit_notes(rows: Iterable[dict]) -> list[str]:
     """A note on the commits of the rows, in the order of the rows; none if no row has a commit."""
-    commits = [*dict.fromkeys(filter(None, map(short_commit, frame["row"])))]
+    commits = [*dict.fromkeys(filter(None, map(short_commit, rows)))]
     return [f"Commit {join_words(commits)}."] if commits else []
+
+
+def missing_formulas_notes(arms: pd.DataFrame, key: str) -> list[str]:
+    """A note on operators without a FLOP formula, which the rows count at ``key``; none if there are
+    none. An operator that only some of these arms have is followed by their names."""
+    arms_by_operator: dict[str, set[str]] = {}
+    for run in arms.itertuples():
+        for operator in (run.row.get(key) or {}).get("unknown") or ():
+            arms_by_operator.setdefault(operator, set()).add(run.arm)
+    all_arms, texts = set().union(*arms_by_operator.values()), []
+    for operator, names in sorted(arms_by_operator.items(), key=lambda entry: (-len(entry[1]), entry[0])):
+        only = "" if names == all_arms else f" ({join_words(sorted(names), limit=3)})"
+        texts.append(operator + only)
+    note = f"Executed FLOPs leave out operators without a formula: {', '.join(texts)}."
+    return [note] if texts else []
 
 
 def _text(value: object) -> str:

@@ -6,17 +6,35 @@ from pathlib import PurePath
 
 import pandas as pd
 
+from bench.tables import compare
 from bench.tables.columns import columns
-from bench.tables.compare import arms_of, commit_notes, cost_key, data_words, differing_keys, environment_words
 from bench.tables.frame import frame_of
-from harness.record.cells import join_words, make_table, missing_formulas_note, pluralize
+from harness.record.cells import join_words, make_table, pluralize
 from harness.record.table import Table
 
-COLUMN_KEYS = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
-COLUMN_KEYS += ("batch.carry", "batch.accumulate", "runtime.allocator")
+COLUMN_KEYS = (
+    "model.span",
+    "batch.segment",
+    "batch.streams",
+    "runtime.backend",
+    "backend",
+    "evaluation_backend",
+    "batch.carry",
+    "batch.accumulate",
+    "runtime.allocator",
+)
 """Keys that tell no arms apart, because ``bench.cost`` sets them for each row, or because they have columns."""
-REPEAT_KEYS = ("variant", "config_hash", "backend", "evaluation_backend", "spans_from", "length", "segment")
-REPEAT_KEYS += ("source", "checkpoint")
+REPEAT_KEYS = (
+    "variant",
+    "config_hash",
+    "backend",
+    "evaluation_backend",
+    "spans_from",
+    "length",
+    "segment",
+    "source",
+    "checkpoint",
+)
 """Of rows that are equal in these keys, a table has only the newest."""
 MODES = {
     "cold": "segment = span = length, no carried state",
@@ -30,28 +48,33 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
     for index, frame in _groups(rows, conditions):
         keys = frame["row"].map(lambda row: json.dumps([row.get(key) for key in REPEAT_KEYS], sort_keys=True))
         newest = frame[~keys.duplicated(keep="last")]
-        arms = newest.join(arms_of(newest, without=COLUMN_KEYS))
+        arms = newest.join(compare.arms_of(newest, without=COLUMN_KEYS))
         shown = [row.dropna().to_dict() for _, row in arms.iterrows()]
         shown.sort(key=lambda row: (row["length"], *_name(row)))
         row = frame["row"].iloc[-1]
         segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
         streams = pluralize(row["streams"], "stream")
-        about = (
-            f"{environment_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
-            "Times are of the trainer's training step, after warm-up. Noise was added to the weights.",
-            f"Data: {data_words([row])}.",
-            "Held equal at each length: streams, segment, span, data and environment. Parameters and FLOPs are not.",
-        )
-        notes = commit_notes(newest)
+        notes = compare.commit_notes(newest["row"])
         if n_older := len(frame) - len(newest):
             older = pluralize(n_older, "older row")
             notes.append(f"{older} left out: newer ones have equal settings, backend and length.")
-        unknown = [(row["arm"], (row["row"].get("flops") or {}).get("unknown")) for row in shown]
-        notes += [*_cost_notes(shown), *filter(None, [missing_formulas_note(unknown)])]
-        caption = f"The rows differ in: {differing_keys(arms, 'length', 'backend', 'spans_from')}."
-        titles = {"title": f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}", "caption": caption}
-        more = {"name": f"cost-{index}", "details": about, "notes": tuple(notes)}
-        yield make_table(shown, columns("cost"), **titles, **more)
+        notes += [*_cost_notes(shown), *compare.missing_formulas_notes(arms, "flops")]
+        differing = compare.differing_keys(arms, "length", "backend", "spans_from")
+        yield make_table(
+            shown,
+            columns("cost"),
+            name=f"cost-{index}",
+            title=f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}",
+            caption=f"The rows differ in: {differing}.",
+            details=(
+                f"{compare.environment_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
+                "Times are of the trainer's training step, after warm-up. Noise was added to the weights.",
+                f"Data: {compare.data_words([row])}.",
+                "Held equal at each length: streams, segment, span, data and environment. "
+                "Parameters and FLOPs are not.",
+            ),
+            notes=notes,
+        )
 
 
 def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
@@ -61,18 +84,22 @@ def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
         shown = [entry.dropna().to_dict() for _, entry in frame.iterrows()]
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         row = frame["row"].iloc[-1]
-        about = (
-            f"{environment_words(row)}. Data: {data_words([row])}.",
-            f"Job: {row['job']}, {pluralize(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
-            "streams, segment, threads, precision and data. Parameters are not.",
-            f"All rows are of one call, in the folder {PurePath(row['read_from']).name}.",
-        )
         reference = f" Relative speeds are to {row['relative_to']}." if row.get("relative_to") else ""
-        titles = {"title": f"Peers: {row['job']}, {row['device']}, {row['precision']}"}
-        titles["caption"] = f"The rows differ in the implementation.{reference}"
-        notes = [f"{row['name']}: {_reason(row)}." for row in shown if row["status"] != "measured"]
-        more = {"name": f"peers-{index}", "details": about, "notes": (*commit_notes(frame), *notes)}
-        yield make_table(shown, columns("peers"), **titles, **more)
+        failed = [f"{row['name']}: {_reason(row)}." for row in shown if row["status"] != "measured"]
+        yield make_table(
+            shown,
+            columns("peers"),
+            name=f"peers-{index}",
+            title=f"Peers: {row['job']}, {row['device']}, {row['precision']}",
+            caption=f"The rows differ in the implementation.{reference}",
+            details=(
+                f"{compare.environment_words(row)}. Data: {compare.data_words([row])}.",
+                f"Job: {row['job']}, {pluralize(row['streams'], 'stream')} of {row['segment']:,} bytes. Held "
+                "equal: job, streams, segment, threads, precision and data. Parameters are not.",
+                f"All rows are of one call, in the folder {PurePath(row['read_from']).name}.",
+            ),
+            notes=[*compare.commit_notes(frame["row"]), *failed],
+        )
 
 
 def _groups(rows: Sequence[dict], conditions: Sequence[object]) -> Iterator[tuple[int, pd.DataFrame]]:
@@ -80,7 +107,7 @@ def _groups(rows: Sequence[dict], conditions: Sequence[object]) -> Iterator[tupl
     keys = []
     for row, condition in zip(rows, conditions, strict=True):
         corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
-        keys.append(f"{condition} {corpus} {cost_key(row)}")
+        keys.append(f"{condition} {corpus} {compare.cost_key(row)}")
     if rows:
         for index, (_, group) in enumerate(frame_of(rows).groupby(keys, sort=False), start=1):
             yield index, group

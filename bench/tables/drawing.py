@@ -62,8 +62,14 @@ def add_legend(ax: Axes) -> None:
     lines = [line for line in ax.get_lines() if not line.get_label().startswith("_") and len(line.get_ydata())]
     lines.sort(key=lambda line: -line.get_ydata()[-1])
     if lines:
-        style = {"frameon": False, "fontsize": FONT_POINTS, "borderaxespad": 0.0}
-        ax.legend(handles=lines, loc="center left", bbox_to_anchor=(1.02, 0.5), **style)
+        ax.legend(
+            handles=lines,
+            loc="center left",
+            bbox_to_anchor=(1.02, 0.5),
+            borderaxespad=0.0,
+            frameon=False,
+            fontsize=FONT_POINTS,
+        )
 
 
 def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:

@@ -6,13 +6,21 @@ from collections.abc import Iterable, Iterator
 import pandas as pd
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from bench.tables import drawing
 from bench.tables.compare import arms_of, budget_words, cost_key, data_words, precision_word, run_key
-from bench.tables.drawing import LINE_STYLES, add_legend, drawing_of, plain_number, scale_axis, styled, variant_styles
+from bench.tables.drawing import (
+    LINE_STYLES,
+    add_legend,
+    drawing_of,
+    panels,
+    plain_number,
+    scale_axis,
+    styled,
+    variant_styles,
+)
 from bench.tables.frame import Rows
 from bench.tables.means import BITS, mean_rows
 from bench.tables.runs import basis
-from harness.record.cells import pluralize
+from harness.record.cells import MIB, pluralize
 from harness.record.comparison import code_digest, cost_conditions
 from harness.record.table import Drawing
 
@@ -31,7 +39,7 @@ CONTEXT_COSTS = {
 """Column of the frame for each panel of cost against context."""
 LINE_KEYS = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
 """Keys of the configuration that may differ between the points of one line, or that the figure shows."""
-OUT_OF_MEMORY, MIB = "out of memory", 2.0**20
+OUT_OF_MEMORY = "out of memory"
 MAX_POINTS = 200  # of a curve, approximately
 FREE_SHARE = 0.2  # the first fifth of a curve, where it falls from 8 bits, does not set the limits of the axes
 
@@ -51,17 +59,25 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     """Bits per byte with the range over seeds, against FLOPs and, if costs are comparable, against memory and time."""
     newest = arms[arms["valid_bits_per_byte"].notna()].drop_duplicates(["arm", "seed"], keep="last")
     split, reference = basis(newest)
-    rows = mean_rows(newest, by="arm", split=split, reference=reference)
+    rows = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
     last, one_environment = arms["row"].iloc[-1], arms["row"].map(cost_key).nunique() == 1
-    costs = {label: key for label, key in RUN_COSTS.items() if one_environment or "FLOPs" in label}
-    costs = {label: key for label, key in costs.items() if all(key in row for row in rows)}
+    costs = {}
+    for label, key in RUN_COSTS.items():
+        if (one_environment or "FLOPs" in label) and all(key in row for row in rows):
+            costs[label] = key
     if not rows or not costs:
         return
     styles = variant_styles(row["variant"] for row in rows)
-    size = {"width": 3.4 * len(costs) + 2.6, "height": max(4.2, 1.4 + 0.19 * len(rows))}
     machine = _machine(last) if len(costs) > 1 else ""
-    title, subtitle = "Bits per byte against cost", f"{data_words(arms['row'])}\n{machine}".strip()
-    figure, axes = drawing.panels(1, len(costs), title=title, subtitle=subtitle, **size)
+    title = "Bits per byte against cost"
+    figure, axes = panels(
+        1,
+        len(costs),
+        width=3.4 * len(costs) + 2.6,
+        height=max(4.2, 1.4 + 0.19 * len(rows)),
+        title=title,
+        subtitle=f"{data_words(arms['row'])}\n{machine}".strip(),
+    )
     for ax, (label, key) in zip(axes, costs.items(), strict=True):
         divisor = MIB if "MiB" in label else 1.0
         for row in rows:
@@ -73,7 +89,8 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
         ax.set(xlabel=label, ylabel=f"{split} bits per byte")
     add_legend(axes[-1])
     caption = "Lower and further left is better. Vertical lines are the range over seeds. "
-    yield drawing_of(figure, name=name, title=title, caption=f"{caption}Budget: {budget_words(last['budget'])}.")
+    caption += f"Budget: {budget_words(last['budget'])}."
+    yield drawing_of(figure, name=name, title=title, caption=caption)
 
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
@@ -82,9 +99,10 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     means = {arm: curve for arm, curve in means.items() if len(curve)}
     if not means:
         return
-    styles, levels = variant_styles(arms["variant"]), []
-    size = {"width": 8.5, "height": max(4.6, 1.6 + 0.17 * len(means))}
-    figure, (ax,) = drawing.panels(1, 1, title="Learning curves", subtitle=data_words(arms["row"]), **size)
+    styles, levels, title = variant_styles(arms["variant"]), [], "Learning curves"
+    height = max(4.6, 1.6 + 0.17 * len(means))
+    subtitle = data_words(arms["row"])
+    figure, (ax,) = panels(1, 1, width=8.5, height=height, title=title, subtitle=subtitle)
     for arm, curve in means.items():
         runs = arms[arms["arm"] == arm]
         style, line_style = styles[runs["variant"].iloc[0]], LINE_STYLES[runs["order"].iloc[0] % len(LINE_STYLES)]
@@ -105,7 +123,7 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
         "weights, or on train for runs without such scores. Large markers: at the end, on the other bytes of valid. "
         "The first fifth of a line may lie outside the axes."
     )
-    yield drawing_of(figure, name=name, title="Learning curves", caption=caption)
+    yield drawing_of(figure, name=name, title=title, caption=caption)
 
 
 def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
@@ -119,13 +137,11 @@ def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
 
 def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
     """A figure for each environment, code, mode, number of streams and corpus; its name has a digest of these."""
-
-    def figure_key(row: dict) -> str:
-        return repr((cost_conditions(row), code_digest(row), row["mode"], row["streams"], row["data"]["sha256"]))
-
-    if not len(rows):
-        return
-    for key, group in rows.groupby([figure_key(row) for row in rows["row"]], sort=False):
+    keys = []
+    for row in rows["row"]:
+        measured = row["mode"], row["streams"], row["data"]["sha256"]
+        keys.append(repr((cost_conditions(row), code_digest(row), *measured)))
+    for key, group in rows.groupby(keys, sort=False) if keys else ():
         digest = hashlib.sha256(key.encode()).hexdigest()[:6]
         yield _cost_drawing(group, name=f"cost-{group['row'].iloc[0]['mode']}-{digest}")
 
@@ -139,8 +155,9 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
     points = rows.join(points).assign(label=labels, line=points["arm"] + ", " + labels)
     line_styles = {key: LINE_STYLES[i % len(LINE_STYLES)] for i, key in enumerate(sorted(set(labels)))}
     title = f"Cost against length of context: {first['mode']}, {pluralize(first['streams'], 'stream')}"
-    size = {"width": 13.5, "height": max(8.2, 2.4 + 0.36 * points["line"].nunique())}
-    figure, axes = drawing.panels(2, 2, title=title, subtitle=f"{_machine(first)}\n{data_words([first])}", **size)
+    height = max(8.2, 2.4 + 0.36 * points["line"].nunique())
+    subtitle = f"{_machine(first)}\n{data_words([first])}"
+    figure, axes = panels(2, 2, width=13.5, height=height, title=title, subtitle=subtitle)
     for ax, (label, key) in zip(axes, CONTEXT_COSTS.items(), strict=True):
         costs = rows[key].dropna() if key in rows else pd.Series(dtype=float)
         divisor = MIB if "MiB" in label else 1.0

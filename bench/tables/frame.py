@@ -19,8 +19,7 @@ from harness.record.schema import BENCH_COMMANDS, is_number, schema_of_run_row, 
 
 SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
 MAX_ERROR_LENGTH = 300  # characters shown of a failed run's error
-SAME_RUN_KEYS = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
-"""Keys in which the record and the summary of a run must be equal."""
+
 TEXT_KEYS = ("variant", "backend", "source", "status", "check", "reason", "spans_from", "name", "run")
 """Keys whose texts become columns of the frame. Numbers become columns under every key except ``UNREAD``."""
 UNREAD = ("config", "record", "summary", "evaluation")
@@ -152,11 +151,9 @@ def _summary_error(summary: dict, line_number: int, *, provenance: dict | None) 
     failed = summary.get("status") in FAILED
     if reason := violation(summary, schema="failed" if failed else "summary"):
         return reason
-    if provenance is not None:  # in a summary, keys that a failed run did not reach are null
-        keys = [key for key in SAME_RUN_KEYS if not failed or summary.get(key) is not None]
-        differing = [key for key in keys if summary[key] != provenance.get(key)]
-        if differing:
-            return f"not of the run in {RECORD}: {', '.join(differing)} differ"
+    if provenance is not None:
+        if summary.get("config_hash") not in (None, provenance["config_hash"]):  # None: a failed run
+            return f"not of the run in {RECORD}: config_hash differs"
         if not failed and "seconds" in summary["budget"] and cost_conditions(provenance) != cost_conditions(summary):
             return "resumed in another environment, so a budget of seconds is not comparable"
     return f"{summary['check']}: not compared" if summary.get("check") in INCOMPARABLE_CHECKS else None

@@ -7,12 +7,11 @@ import pandas as pd
 from bench.tables.estimate import TOO_FEW, compare, estimate_mean
 
 BITS = "bits_per_byte"
-NO_BASELINES: Mapping[str, str] = {}
 SPLITS = ("valid", "test")
 
 
 def mean_rows(
-    runs: pd.DataFrame, *, by: str, split: str, reference: str | None, baselines: Mapping[str, str] = NO_BASELINES
+    runs: pd.DataFrame, *, by: str, split: str, reference: str | None, baselines: Mapping[str, str]
 ) -> list[dict]:
     """A row for each name in the column ``by`` of runs. It has texts and ``row`` of the name's last run, means of all
     numbers, half of the 95% interval of bits per byte as ``<key>.half_width``, ``n``, the number of ``runs`` with a
@@ -35,26 +34,30 @@ def mean_rows(
     estimates = compare(scores, baselines)
     order = scores.sub(scores.get(reference, 0.0), axis=0).mean().fillna(scores.mean())
     numbers = runs.select_dtypes("number").columns
-    rows = []
+    rows = {}
     for name, group in runs.groupby(by, sort=False):
         row = group.iloc[-1].drop(numbers).to_dict() | group[numbers].mean().dropna().to_dict()
-        counts = group[[f"{part}_{BITS}" for part in SPLITS]].count()
-        if counts.iloc[1] < counts.iloc[0]:  # the mean over some seeds would be compared with means over all
+        n_valid, n_test = (group[f"{part}_{BITS}"].count() for part in SPLITS)
+        if n_test < n_valid:  # the mean over some seeds would be compared with means over all
             row = {key: value for key, value in row.items() if not key.startswith("test_")}
         for part in SPLITS:
             bits = group[f"{part}_{BITS}"].dropna().tolist()
             if len(bits) > 1:
                 row[f"{part}_{BITS}.half_width"] = estimate_mean(bits).half_width
-        row |= {"runs": group, "n": counts.max()}
+        row |= {"runs": group, "n": max(n_valid, n_test)}
         baseline = baselines[name]
         if baseline not in (name, None):
             row["baseline"] = baseline
             row |= {"pairs": 0, "verdict": "no common seeds"} if {name, baseline} <= {*scores} else {}
         if estimate := estimates.get(name):
-            row |= {"pairs": estimate.n, "difference": estimate.mean, "difference.half_width": estimate.half_width}
-            row |= {"verdict": estimate.verdict, "freedom": estimate.freedom}
-            row["p"] = None if estimate.verdict == TOO_FEW else estimate.p
-        rows.append(row)
-    rows_by_name = {row[by]: row for row in rows}
-    names = [*order.sort_values(kind="stable").index, *rows_by_name]
-    return [rows_by_name[name] for name in dict.fromkeys(names)]
+            row |= {
+                "pairs": estimate.n,
+                "difference": estimate.mean,
+                "difference.half_width": estimate.half_width,
+                "freedom": estimate.freedom,
+                "p": None if estimate.verdict == TOO_FEW else estimate.p,
+                "verdict": estimate.verdict,
+            }
+        rows[name] = row
+    names = dict.fromkeys([*order.sort_values(kind="stable").index, *rows])
+    return [rows[name] for name in names]

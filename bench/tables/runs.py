@@ -8,13 +8,16 @@ from bench.tables import compare
 from bench.tables.columns import columns
 from bench.tables.frame import COPIES, Rows
 from bench.tables.means import BITS, SPLITS, mean_rows
-from harness.record.cells import CAPPED_MARK, join_words, make_table, missing_formulas_note, pluralize
+from harness.record.cells import CAPPED_MARK, join_words, make_table, pluralize
 from harness.record.comparison import is_shipped
 from harness.record.table import Table
 
 REFERENCE = compare.VARIANTS["reference"]
-UNCONTROLLED = {"parameters": "parameters.total", "ideal FLOPs per byte": "flops_per_byte.ideal"}
-UNCONTROLLED |= {"bytes trained on": "bytes_seen"}
+UNCONTROLLED = {
+    "parameters": "parameters.total",
+    "ideal FLOPs per byte": "flops_per_byte.ideal",
+    "bytes trained on": "bytes_seen",
+}
 """Columns of the frame, by name, that may differ between the runs of a table; its details name those that do."""
 
 
@@ -23,13 +26,15 @@ def run_tables(rows: Rows) -> Iterator[Table]:
     runs = rows.frame[rows.frame["kind"] == "run"]
     for index, (_, group) in enumerate(runs.groupby(runs["row"].map(compare.run_key), sort=False), start=1):
         arms = group.join(compare.arms_of(group)).sort_values(["variant", "order", "seed"], kind="stable")
-        newest, last = arms.drop_duplicates(["arm", "seed"], keep="last"), group["row"].iloc[-1]
+        newest = arms.drop_duplicates(["arm", "seed"], keep="last")
         split, reference = basis(newest)
-        means = mean_rows(newest, by="arm", split=split, reference=reference)
+        means = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
+        comparable = group["row"].tolist()
+        last = comparable[-1]
         n_scores = pluralize(rows.test_scores.get(last["data"]["sha256"], 0), "time")
-        notes = [f"Test was scored {n_scores} in the folders that were read.", *_notes(group, arms, means)]
-        about = _about(group)
-        shown = columns("runs", distances=_copies(arms))
+        notes = [f"Test was scored {n_scores} in the folders that were read."]
+        notes += [*compare.commit_notes(comparable), *_notes(arms, means)]
+        about = _about(arms, comparable)
         caption = f"The rows differ in: {compare.differing_keys(arms, 'backend', 'seed')}."
         if reference:
             caption = f"Differences are from {reference} on {split}. {caption}"
@@ -38,11 +43,17 @@ def run_tables(rows: Rows) -> Iterator[Table]:
             about.append(f"Time and memory: {compare.environment_words(last)}.")
         else:
             costs = [column for column in costs if column.heading in ("backend", "evaluation backend")]
-            unequal = compare.environment_differences([*group["row"]]) or "source"
+            unequal = compare.environment_differences(comparable) or "source"
             notes.append(f"Time and memory are in runs.csv only, because these runs differ in {unequal}.")
-        title = f"{last['data']['name']}, {compare.budget_words(last['budget'])} of training"
-        texts = {"title": title, "caption": caption, "details": tuple(about), "notes": tuple(notes)}
-        yield make_table([*means, *_compressors(last)], shown + costs, name=f"runs-{index}", **texts)
+        yield make_table(
+            [*means, *_compressors(last)],
+            columns("runs", distances=_copies(arms)) + costs,
+            name=f"runs-{index}",
+            title=f"{last['data']['name']}, {compare.budget_words(last['budget'])} of training",
+            caption=caption,
+            details=about,
+            notes=notes,
+        )
 
 
 def basis(arms: pd.DataFrame) -> tuple[str, str | None]:
@@ -72,34 +83,37 @@ def _compressors(row: dict) -> list[dict]:
     return [{"arm": name} | capped | bits.dropna().to_dict() for name, bits in ordered.iterrows()]
 
 
-def _about(runs: pd.DataFrame) -> list[str]:
+def _about(runs: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
     """Sentences on the data, the protocol, and on what is and what is not equal in all runs."""
-    row, uncontrolled = runs["row"].iloc[-1], []
+    uncontrolled = []
     for name, key in UNCONTROLLED.items():
         if key in runs and runs[key].min() < runs[key].max():
             uncontrolled.append(f"{name} ({runs[key].min():,.0f} to {runs[key].max():,.0f})")
-    if len({compare.optimizer_words(row.get("optimizers")) for row in runs["row"]}) > 1:
+    if len({compare.optimizer_words(row.get("optimizers")) for row in rows}) > 1:
         uncontrolled.append("shares of the optimizers")
-    lines = [f"Data: {compare.data_words([row])}.", f"Bits per byte: {compare.protocol_words([*runs['row']])}."]
-    lines.append(f"Held equal: data, protocol and budget ({compare.budget_words(row['budget'])}).")
+    lines = [
+        f"Data: {compare.data_words(rows[-1:])}.",
+        f"Bits per byte: {compare.protocol_words(rows)}.",
+        f"Held equal: data, protocol and budget ({compare.budget_words(rows[-1]['budget'])}).",
+    ]
     if uncontrolled:
         lines.append(f"Not held equal: {join_words(uncontrolled)}.")
     return lines
 
 
-def _notes(runs: pd.DataFrame, arms: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
-    """Notes on commits, prefixes that were scored, runs without a score, repeated runs, and unequal seeds."""
-    notes = compare.commit_notes(runs)
-    prefixes = {split: n_bytes for row in runs["row"] for split, n_bytes in (row.get("capped") or {}).items()}
+def _notes(arms: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
+    """Notes on prefixes that were scored, runs without a score, repeated runs, and unequal seeds."""
+    notes, prefixes = [], {}
+    for row in arms["row"]:
+        prefixes |= row.get("capped") or {}
     if prefixes:
         splits = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in prefixes.items())
         notes.append(f"{CAPPED_MARK} scored on {splits} only.")
     unscored = arms[arms[f"valid_{BITS}"].isna()]
-    names = [f"{arm}, seed {seed:.0f}" for arm, seed in zip(unscored["arm"], unscored["seed"], strict=True)]
+    names = [f"{run.arm}, seed {run.seed:.0f}" for run in unscored.itertuples()]
     if names:
         notes.append(f"No validation bits per byte (not scored, or not finite): {'; '.join(names)}.")
-    unknown = [(run["arm"], (run["row"].get("flops_per_byte") or {}).get("unknown")) for _, run in arms.iterrows()]
-    notes += filter(None, [missing_formulas_note(unknown)])
+    notes += compare.missing_formulas_notes(arms, "flops_per_byte")
     if n_repeated := int(arms.duplicated(["arm", "seed"]).sum()):
         notes.append(f"Means are over the newest run of each seed; {pluralize(n_repeated, 'older run')} in runs.csv.")
     if len({frozenset(row["runs"]["seed"]) for row in rows}) > 1:

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+import hydra
 import yaml
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.hydra_config import HydraConfig
@@ -40,8 +41,13 @@ class JobFailed(RuntimeError):
     ``already_printed``, the device and inode of the stderr to which it was printed, or None."""
 
 
+def with_config(name: str) -> Callable[[TaskFunction], Callable[[], None]]:
+    """``hydra.main`` with the configuration ``conf/<name>.yaml``."""
+    return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
+
+
 def run_command(command: Callable[[], object], *, multiprocess: bool = False) -> None:
-    """Call a function decorated with ``hydra.main``. If it fails, exit with a code of ``docs/exit_codes.md``.
+    """Call a function decorated with ``with_config``. If it fails, exit with a code of ``docs/exit_codes.md``.
     ``multiprocess`` states whether ``torchrun`` may start the command in several processes."""
     global task
     task = inspect.unwrap(command)

@@ -2,9 +2,8 @@
 corpus describe the bytes that were read, also where a fallback corpus was read."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ ONLY_OF = {"distances": ("recall",), "sequence": ("associative_recall",)}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """A corpus as a run reads it. ``floor`` and ``answers`` are from a ``GeneratedCorpus``, else None."""
+    """A corpus as a run reads it."""
 
     name: str  # the corpus's name, or ``file:`` and the last part of a path
     sha256: str  # of the whole corpus, before newlines are dropped or a vocabulary is applied
@@ -44,8 +43,8 @@ class Corpus:
     splits: dict[str, Tensor]  # token ids of train, valid and test, uint8 ``[n]`` each, in memory or memory-mapped
     vocabulary: int  # V; all token ids are below it
     symbols: bytes  # the byte of each token id; fewer than V if the corpus has fewer different bytes
-    floor: Callable[[np.ndarray], float] | None = None
-    answers: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
+    generated: GeneratedCorpus
+    options: dict  # keyword arguments of its functions ``floor_bits`` and ``answers``
     sequence: int | None = None  # T, if every T bytes are an independent sequence; all are targets
     fallback_for: str | None = None  # the name of the configured corpus, if this one was read instead of it
 
@@ -70,20 +69,22 @@ class Corpus:
     def answer_masks(self, part: Tensor) -> dict[str, Tensor]:
         """For each label, which targets of a part, uint8 ``[n]``, are answers of this kind: bool
         ``[n - 1]``, or ``[n]`` for whole sequences."""
-        answers = self.answers(self._bytes(part)) if self.answers else {}
+        find = self.generated.answers
+        answers = find(self._bytes(part), **self.options) if find else {}
         first_target = 0 if self.sequence else 1
         return {label: torch.from_numpy(mask[first_target:]) for label, mask in answers.items()}
 
     def repeat_masks(self, part: Tensor) -> dict[str, Tensor]:
         """``harness.data.repeats.repeat_masks`` of a part's targets; none for a corpus that has ``answers``."""
-        if self.answers:
+        if self.generated.answers:
             return {}
         masks = repeat_masks(part.numpy(), train=self.splits["train"].numpy())
         return {label: torch.from_numpy(mask) for label, mask in masks.items()}
 
     def floor_bits(self, part: Tensor) -> float | None:
         """The lowest expected bits per byte of a causal model on the targets of a part; None if unknown."""
-        return self.floor(self._bytes(part)) if self.floor else None
+        floor = self.generated.floor_bits
+        return floor(self._bytes(part), **self.options) if floor else None
 
     def _bytes(self, part: Tensor) -> np.ndarray:
         """The bytes of token ids."""
@@ -134,12 +135,7 @@ def load(
     if sequence is not None:
         lengths = {"bytes": bytes or 0, "first_bytes": first_bytes or 0}
         _check_sequence(sequence, vocabulary=vocabulary, lengths=lengths)
-    configured_name, generated = name, GENERATED.get(name)
-    if own := {key: options[key] for key in ONLY_OF if key in options}:
-        generated = generated._replace(
-            floor_bits=partial(generated.floor_bits, **own),
-            answers=partial(generated.answers, **own),
-        )
+    configured_name = name
     content, name, error = _read(name, path, fallback, options)
     if first_bytes is not None:
         if first_bytes > len(content):
@@ -166,8 +162,8 @@ def load(
         splits=dict(zip(SPLITS, parts, strict=True)),
         vocabulary=vocabulary,
         symbols=symbols,
-        floor=generated.floor_bits if generated else None,
-        answers=generated.answers if generated else None,
+        generated=GENERATED.get(configured_name, GeneratedCorpus()),
+        options={key: options[key] for key in ONLY_OF if key in options},
         sequence=sequence,
         fallback_for=configured_name if error else None,
     )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from harness.hashing import integer_hash
+from harness.data.skills import draw
 
 LETTERS, LETTER_BITS = 16, 4
 CAPITAL_A, LOWER_A = ord("A"), ord("a")
@@ -28,7 +28,7 @@ def recall_stream(n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTAN
     if not 1 <= len(distances) <= LETTERS or any(type(d) is not int or not 1 <= d < n_bytes for d in distances):
         raise ValueError(f"data.distances={distances!r}: allowed are 1 to {LETTERS} integers from 1 to {n_bytes - 1}")
     position = np.arange(n_bytes)
-    random_letter = (integer_hash(seed, position) % np.uint64(LETTERS)).astype(np.int64)
+    random_letter = draw(seed, n_bytes, LETTERS)
     odd = position[1::2]
     source = position.copy()
     source[odd] = odd - np.array(distances)[random_letter[odd - 1] % len(distances)]

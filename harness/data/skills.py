@@ -118,12 +118,12 @@ class GeneratedCorpus(NamedTuple):
     """Functions that define a generated corpus. A part is any slice of its bytes, uint8 ``[n]``.
 
     Attributes:
-        stream: ``stream(n_bytes, seed)`` returns the first bytes, uint8 ``[n_bytes]``.
+        stream: ``stream(n_bytes, seed)`` returns the first bytes, uint8 ``[n_bytes]``; None for a corpus that is read.
         floor_bits: ``floor_bits(part)`` is the lowest expected bits per byte of a causal model on the part's targets.
         answers: ``answers(part)`` returns, for each label, which bytes are determined by earlier ones: bool ``[n]``."""
 
-    stream: Callable[..., np.ndarray]
-    floor_bits: Callable[[np.ndarray], float] | None = None
+    stream: Callable[..., np.ndarray] | None = None
+    floor_bits: Callable[..., float] | None = None
     answers: Callable[..., dict[str, np.ndarray]] | None = None
 
 

@@ -52,8 +52,19 @@ READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile
 TIMEOUT_SECONDS = 10.0
 MAX_ATTEMPTS = 5
 CHUNK_BYTES = 2**18
-EXCLUDED_FROM_STDLIB = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
-EXCLUDED_FROM_STDLIB |= {"site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py"}
+EXCLUDED_FROM_STDLIB = {
+    "test",
+    "tests",
+    "idlelib",
+    "turtledemo",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "sitecustomize.py",
+    "usercustomize.py",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

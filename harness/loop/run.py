@@ -115,7 +115,7 @@ class Run:
         plan, path, state = self.plan, self.folder.path, self.trainer.state
         config = to_json(plan.config)  # turns integer keys, which are layers, into text
         write_atomically(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
-        self._record = stack.enter_context(Record(path, rows=state.rows, sha256=state.sha256))
+        self._record = Record(path, rows=state.rows, sha256=state.sha256)
         self._wandb = stack.enter_context(self._wandb_run(self.trainer.corpus.name, id=state.wandb_id))
         if is_resumed:
             self._wandb.resume(read_rows(path / RECORD))

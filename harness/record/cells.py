@@ -1,6 +1,6 @@
 """Cells of tables, such as a number as text with its unrounded value, and functions for texts of captions."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from harness.record.table import Cell, Column, Table
@@ -50,18 +50,18 @@ def significant(number: float) -> str:
     size = abs(number)
     if size >= 99.95:
         return f"{number:,.0f}"
+    if size >= 0.01:
+        return f"{number:#.3g}"
     if size >= 0.0001:
-        digits = next(digits for digits, limit in ((1, 9.995), (2, 0.9995), (3, 0.09995), (4, 0.0)) if size >= limit)
-        return f"{number:.{digits}f}"
-    return "0" if number == 0 else f"{number:.2e}"
+        return f"{number:.4f}"
+    return f"{number:.2e}" if number else "0"
 
 
 def make_table(rows: Sequence, columns: Sequence[Column], **attributes) -> Table:
     """Return the table of the columns' cells for ``rows``, without empty columns; ``attributes`` are of ``Table``."""
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    not_empty = [index for index in range(len(columns)) if any(row[index].text for row in cells)]
-    cells = tuple(tuple(row[index] for index in not_empty) for row in cells)
-    return Table(columns=tuple(columns[index] for index in not_empty), rows=cells, **attributes)
+    cells = {column: [column.cell(row) for row in rows] for column in columns}
+    shown = [column for column in columns if any(cell.text for cell in cells[column])]
+    return Table(columns=shown, rows=[*zip(*(cells[column] for column in shown), strict=True)], **attributes)
 
 
 def join_words(words: Iterable[str], *, limit: int = 8) -> str:
@@ -77,20 +77,3 @@ def join_words(words: Iterable[str], *, limit: int = 8) -> str:
 def pluralize(count: int, noun: str) -> str:
     """Return ``1 run``, ``2 runs``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def missing_formulas_note(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
-    """Return a note that names operators without a FLOP formula, or None. Each of ``rows`` is a label and the counts of
-    such operators. An operator that only some of these rows have is followed by their labels."""
-    labels_of: dict[str, set[str]] = {}
-    for label, unknown in rows:
-        for operator in unknown or {}:
-            labels_of.setdefault(operator, set()).add(label)
-    if not labels_of:
-        return None
-    all_labels = set.union(*labels_of.values())
-    texts = []
-    for operator in sorted(labels_of, key=lambda name: (-len(labels_of[name]), name)):
-        labels = labels_of[operator]
-        texts.append(operator if labels == all_labels else f"{operator} ({join_words(sorted(labels), limit=3)})")
-    return f"Executed FLOPs leave out operators without a formula: {', '.join(texts)}."

@@ -100,8 +100,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     """Return the files of a run folder that are named like checkpoints, by increasing step."""
     steps = {}
     for path in (folder / FOLDER).glob("step-*.pt"):
-        match = _NAME.fullmatch(path.name)
-        if match and (path.is_file() or not path.exists()):
+        if match := _NAME.fullmatch(path.name):
             steps[path] = int(match[1])
     return sorted(steps, key=steps.get)
 

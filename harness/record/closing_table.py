@@ -5,8 +5,14 @@ from collections.abc import Iterator
 
 from harness.record import cells
 
-COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
-COMPRESSORS |= {f"order-{order}": f"counts of order {order}" for order in (2, 3, 5)}
+COMPRESSORS = {
+    "gzip": "gzip -9",
+    "bzip2": "bzip2 -9",
+    "xz": "xz -9e",
+    "order-2": "counts of order 2",
+    "order-3": "counts of order 3",
+    "order-5": "counts of order 5",
+}
 """Labels by key of ``compressors`` in a summary."""
 WINDOWS_LABEL = "window 1024, stride 512"  # label of the score without carried state
 
@@ -29,8 +35,11 @@ def print_closing_table(summary: dict) -> None:
 
 def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float | None]]]:
     """Return label and bits per byte on each split, of the run and of compressors."""
-    scores = {"this run": "bits_per_byte", WINDOWS_LABEL: "windows_bits_per_byte"}
-    scores["floor of the data"] = "floor_bits_per_byte"
+    scores = {
+        "this run": "bits_per_byte",
+        WINDOWS_LABEL: "windows_bits_per_byte",
+        "floor of the data": "floor_bits_per_byte",
+    }
     rows = [(label, [summary.get(f"{split}_{key}") for split in splits]) for label, key in scores.items()]
     for name, key in {"answers": "bits_per_copy", "repeats": "bits_per_repeat"}.items():
         by_split = [summary.get(f"{split}_{key}") or {} for split in splits]

@@ -3,11 +3,31 @@
 import json
 from collections.abc import Mapping
 
-ENVIRONMENT_KEYS = ("device", "device_kind", "threads", "precision", "tf32", "compile", "versions", "processes")
-ENVIRONMENT_KEYS += ("machine", "allocator", "instruction_set", "environment", "recomputation")
+ENVIRONMENT_KEYS = (
+    "device",
+    "device_kind",
+    "threads",
+    "precision",
+    "tf32",
+    "compile",
+    "versions",
+    "processes",
+    "machine",
+    "allocator",
+    "instruction_set",
+    "environment",
+    "recomputation",
+)
 """Keys of a row on which time and memory depend, in addition to code and backend."""
-OLD_ROW_DEFAULTS = {"processes": 1, "machine": None, "allocator": None, "instruction_set": None, "environment": {}}
-OLD_ROW_DEFAULTS |= {"recomputation": "none", "tf32": False}
+OLD_ROW_DEFAULTS = {
+    "processes": 1,
+    "machine": None,
+    "allocator": None,
+    "instruction_set": None,
+    "environment": {},
+    "recomputation": "none",
+    "tf32": False,
+}
 """Values of keys that older rows do not have."""
 OLD_ROW_SPLIT = [0.9, 0.05, 0.05]  # shares of train, valid and test in a row whose protocol has no ``split``
 INCOMPARABLE_CHECKS = ("unchecked", "not causal")  # values of ``check`` in the rows of runs that no table compares
@@ -27,10 +47,15 @@ def score_conditions(row: Mapping) -> str:
     protocol = {"split": _mapping(config, "data").get("split", OLD_ROW_SPLIT)} | protocol
     if protocol.get("span") is not None and _mapping(config, "model").get("span") == protocol["span"]:
         protocol |= {"span": None, "context": None}
-    conditions = {"data": _mapping(row, "data").get("sha256"), "budget": budget, "protocol": protocol}
-    conditions |= {"tuning": row.get("purpose") == "tune", "every": _mapping(config, "eval").get("every")}
-    conditions["continued"] = _mapping(config, "init_from").get("run") is not None  # the budget lacks the earlier run
-    conditions |= {"capped": _mapping(row, "capped").get("valid")}  # test has the same cap, but is not always scored
+    conditions = {
+        "data": _mapping(row, "data").get("sha256"),
+        "budget": budget,
+        "protocol": protocol,
+        "tuning": row.get("purpose") == "tune",
+        "every": _mapping(config, "eval").get("every"),
+        "continued": _mapping(config, "init_from").get("run") is not None,  # the budget lacks the earlier run
+        "capped": _mapping(row, "capped").get("valid"),  # test has the same cap, but is not always scored
+    }
     return json.dumps([conditions, cost_conditions(row) if "seconds" in budget else None], sort_keys=True)
 
 

@@ -10,7 +10,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cache import NO_SPACE, sha256_of, storage_failure, try_lock, user_path, write_all
+from harness.cache import (
+    NO_SPACE,
+    raise_storage_failure,
+    sha256_of,
+    try_lock,
+    user_path,
+    write_all,
+)
 from harness.failures import failure_class
 from harness.record import checkpoint
 from harness.record.rows import (
@@ -106,7 +113,8 @@ class RunFolder:
                     (self.path / LOCK).unlink(missing_ok=True)
                 self.path.rmdir()
             if error.errno in NO_SPACE:
-                raise storage_failure(self.path / LOCK, error, needed=len(owner)) from error
+                with raise_storage_failure(self.path / LOCK, needed=len(owner)):
+                    raise
             file_name = f"{error.filename2}: " if error.filename2 else ""
             raise ValueError(f"outputs={self.path.parent}: cannot be written ({file_name}{error.strerror})") from error
         return self._read()

@@ -12,12 +12,12 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import IO
 
-from harness.cache import append_atomically, raise_storage_failure, write_all, write_atomically
+from harness.cache import append_atomically, raise_storage_failure, write_atomically
 from harness.failures import Damaged
 from harness.record.row import ABSENT
 
@@ -32,7 +32,7 @@ FORMAT = 3
 """Version of run folders, checkpoints and rows. It rises when keys or contents change."""
 
 
-class Record(AbstractContextManager):
+class Record:
     """Appends rows to ``record.jsonl`` of a run folder, truncated to its first ``rows``, those of a checkpoint. Raises
     Damaged if it has fewer complete rows, or if their digest is not ``sha256``."""
 
@@ -40,25 +40,19 @@ class Record(AbstractContextManager):
         self.path = folder / RECORD
         content = _truncate(self.path, rows=rows, sha256=sha256)
         self._rows, self._sha256 = content.count(b"\n"), hashlib.sha256(content)
-        with raise_storage_failure(self.path):
-            self._file = self.path.open("ab", buffering=0)
 
     def flush(self) -> tuple[int, str]:
         """Flush all rows to the disk, and return their number and digest."""
-        with raise_storage_failure(self.path):
-            os.fsync(self._file.fileno())
+        with raise_storage_failure(self.path), self.path.open("rb") as file:
+            os.fsync(file.fileno())
         return self._rows, self._sha256.hexdigest()
 
     def append(self, row: dict) -> None:
         """Write one row, which must have a ``kind``."""
         line = _line(row)
-        with raise_storage_failure(self.path, needed=len(line)):
-            write_all(self._file, line)
+        append_atomically(self.path, line)
         self._rows += 1
         self._sha256.update(line)
-
-    def __exit__(self, kind, error, trace) -> None:
-        self._file.close()
 
 
 def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
@@ -77,9 +71,12 @@ def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
     return first_rows
 
 
-def append_row(path: Path, row: dict) -> None:
-    """Append a row, completely or not at all; StorageFailure if that fails."""
-    append_atomically(path, _line(row))
+def append_row(path: Path, row: object) -> dict:
+    """Append a row, completely or not at all, and return it as it was written; StorageFailure if
+    that fails."""
+    line = _line(row)
+    append_atomically(path, line)
+    return json.loads(line)
 
 
 def write_summary(folder: Path, *, summary: dict) -> None:
@@ -87,7 +84,7 @@ def write_summary(folder: Path, *, summary: dict) -> None:
     write_atomically(folder / SUMMARY, _line(summary))
 
 
-def _line(row: dict) -> bytes:
+def _line(row: object) -> bytes:
     return json.dumps(to_json(row), allow_nan=False).encode() + b"\n"
 
 

@@ -22,8 +22,17 @@ from harness.record.row import (
 )
 
 BENCH_COMMANDS = ("cost", "peers")  # those whose rows a report reads
-SCHEMAS = {"provenance": Provenance, "train": Train, "valid": Score, "test": Score, "final": Final}
-SCHEMAS |= {"summary": Summary, "failed": Failed, "cost": Cost, "peers": Peers}
+SCHEMAS = {
+    "provenance": Provenance,
+    "train": Train,
+    "valid": Score,
+    "test": Score,
+    "final": Final,
+    "summary": Summary,
+    "failed": Failed,
+    "cost": Cost,
+    "peers": Peers,
+}
 _adapter = cache(TypeAdapter)
 
 

@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -39,13 +39,13 @@ class Column:
 class Table:
     """A table. Each row has one cell for each column."""
 
-    name: str  # one word, for file names and links
-    title: str
-    caption: str  # one line that says in what the rows differ
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    notes: tuple[str, ...] = ()  # explanations of marks, and rows that are left out
-    details: tuple[str, ...] = ()  # the protocol and what is equal in all rows, which a page shows on request
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    name: str = ""  # one word, for file names and links
+    title: str = ""
+    caption: str = ""  # one line that says in what the rows differ
+    notes: Sequence[str] = ()  # explanations of marks, and rows that are left out
+    details: Sequence[str] = ()  # the protocol and what is equal in all rows, which a page shows on request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +81,16 @@ def print_table(table: Table) -> None:
 
 def to_csv(table: Table) -> str:
     """Return the table as CSV with unrounded numbers, and a column of marks after each column that has some."""
-    has_marks = [any(mark(row[index]) for row in table.rows) for index in range(len(table.columns))]
-    headings = []
-    for column, marked in zip(table.columns, has_marks, strict=True):
-        headings += [column.heading, f"{column.heading} (mark)"] if marked else [column.heading]
+    columns = []
+    for index, column in enumerate(table.columns):
+        cells = [row[index] for row in table.rows]
+        fields = [escape_formula(cell.text) if cell.value is None else cell.value for cell in cells]
+        columns.append([column.heading, *fields])
+        marks = [mark(cell) for cell in cells]
+        if any(marks):
+            columns.append([f"{column.heading} (mark)", *marks])
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(headings)
-    for row in table.rows:
-        fields = []
-        for cell, marked in zip(row, has_marks, strict=True):
-            field = escape_formula(cell.text) if cell.value is None else cell.value
-            fields += [field, mark(cell)] if marked else [field]
-        writer.writerow(fields)
+    csv.writer(file, lineterminator="\n").writerows(zip(*columns, strict=True))
     return file.getvalue()
 
 

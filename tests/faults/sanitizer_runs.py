@@ -35,7 +35,7 @@ EDGES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 
 
 def is_supported(march: str) -> bool:
     """Whether this CPU can run code compiled with ``-march``."""
-    return INSTRUCTIONS[march] in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    return INSTRUCTIONS[march] in Path("/proc/cpuinfo").read_text().split()
 
 
 def sanitized(march: str, *, cases: int, seed: int, fault: str = "", **options) -> subprocess.CompletedProcess:
@@ -49,7 +49,7 @@ def sanitized(march: str, *, cases: int, seed: int, fault: str = "", **options) 
         return subprocess.run(command, cwd=ROOT, env=os.environ | variables, **options)
 
 
-def fuzz(*, cases: int, seed: int, memory: str) -> None:
+def fuzz(*, cases: int, seed: int, memory: str):
     """Compare random cases. A wrong one prints its number and raises AssertionError; a sanitizer ends the process."""
     assert window_cpu.SOURCE.count(MEMORY[0]) == 1
     window_cpu.SOURCE = window_cpu.SOURCE.replace(MEMORY[0], memory)
@@ -66,7 +66,7 @@ def fuzz(*, cases: int, seed: int, memory: str) -> None:
             raise
 
 
-def attend(draw: random.Random) -> None:
+def attend(draw: random.Random):
     """Compare the CPU kernel's attention and the gradients of some inputs with those of the plain backend."""
     edges = EDGES if draw.random() < 0.1 else EDGES[:14]
     rows, span, ramp = *draw.choices(edges, k=2), draw.choice((1, 2, 5, 8, 32))
@@ -85,7 +85,7 @@ def attend(draw: random.Random) -> None:
     assert_same(case.call(kernel, inputs), case.call(window.attend, inputs), named=named, tolerance=tolerance)
 
 
-def search(draw: random.Random) -> None:
+def search(draw: random.Random):
     """Compare the search of a product-key memory, sometimes with equal scores, with a sort of all sums."""
     heads, queries, size = draw.choice((1, 2, 3)), draw.choice((1, 2, 5, 33)), draw.choice(EDGES)
     top_k, dtype = draw.randint(1, size), draw.choice((DOUBLE, torch.float32))

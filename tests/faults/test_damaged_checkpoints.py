@@ -48,13 +48,13 @@ def crashed(crashed_outputs, cwd) -> Path:
     return folder.absolute()
 
 
-def flip_middle_bit(path: Path) -> None:
+def flip_middle_bit(path: Path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def write_with_digest(path: Path, archive: bytes) -> None:
+def write_with_digest(path: Path, archive: bytes):
     """Write an archive with a matching digest, as an attacker can."""
     path.write_bytes(archive[:-2] + checkpoint._ending(archive))
 
@@ -68,7 +68,7 @@ def cut_off(content: bytes, draw: random.Random) -> bytes:
     return content[: draw.randrange(len(content))]
 
 
-@pytest.mark.parametrize(("damage", "tries"), [(flip_one_bit, 60), (cut_off, 20)])
+@pytest.mark.parametrize("damage, tries", [(flip_one_bit, 60), (cut_off, 20)])
 def test_a_file_with_changed_or_missing_bytes_is_refused(crashed, damage, tries):
     path, draw = crashed / NEWEST, random.Random(0)
     intact = path.read_bytes()
@@ -116,7 +116,7 @@ def test_a_run_resumes_from_the_last_good_checkpoint_with_one_warning(crashed, u
     assert len(checkpoints) == 2 and [checkpoint.load(path) for path in checkpoints]
 
 
-def assert_refused(message: str) -> None:
+def assert_refused(message: str):
     """Assert that the run is not resumed and takes no step."""
     run = make_run(*WORDS)
     with pytest.raises(ValueError, match=message):

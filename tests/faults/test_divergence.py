@@ -55,7 +55,7 @@ def spoil(parameter: nn.Parameter, value: float = math.nan) -> torch.utils.hooks
     return parameter.register_hook(spoilt)
 
 
-@pytest.mark.parametrize(("optimizer", "value"), list(zip(OPTIMIZERS, (math.nan, -math.inf, math.nan), strict=True)))
+@pytest.mark.parametrize("optimizer, value", list(zip(OPTIMIZERS, (math.nan, -math.inf, math.nan), strict=True)))
 def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     trainer = make_trainer(*OPTIMIZERS[optimizer], "budget.steps=100")
     parameters = dict(trainer.model.named_parameters())
@@ -69,7 +69,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     assert equal_bits(before, tensors_of(trainer))
     hook.remove()
 
-    def next_update(*arguments: object, **keywords: object) -> None:
+    def next_update(*arguments: object, **keywords: object):
         """The next step's update, queued on the device before the host knows that the last gradient was not finite."""
         update(*arguments, **keywords)
         assert equal_bits(before, tensors_of(trainer))
@@ -83,18 +83,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     assert equal_bits(before, tensors_of(trainer))
 
 
-def spoil_loss(trainer: Trainer) -> None:
+def spoil_loss(trainer: Trainer):
     """Make the auxiliary loss infinite. All other values in the network stay finite."""
     trainer.model.layers[0]["attention"].sublayer.register_forward_hook(
         lambda module, inputs, out: out._replace(loss=torch.tensor(math.inf))
     )
 
 
-def spoil_weights(trainer: Trainer) -> None:
+def spoil_weights(trainer: Trainer):
     trainer.model.layers[1]["attention"].sublayer.query.weight.data[0, 0] = math.nan
 
 
-def spoil_head(trainer: Trainer) -> None:
+def spoil_head(trainer: Trainer):
     spoil(trainer.model.head.weight)
 
 
@@ -148,7 +148,7 @@ def test_a_diverged_run_keeps_its_best_weights_and_last_checkpoint(cwd):
     run = make_run("checkpoint.every_steps=2", "budget.steps=20", "eval.every=0.2")
     step = run.step
 
-    def step_or_diverge() -> None:
+    def step_or_diverge():
         if run.trainer.state.spent.steps == 5:
             spoil_head(run.trainer)
         step()

@@ -27,9 +27,9 @@ def test_every_error_has_its_exit_code_and_status():
         assert (cli.exit_code([error]), kind.status if kind else "failed") == (code, status), error
 
 
-@pytest.mark.parametrize(("error", "code", "status"), [ERRORS[0], ERRORS[2]])
+@pytest.mark.parametrize("error, code, status", [ERRORS[0], ERRORS[2]])
 def test_a_failed_run_ends_with_its_exit_code_its_status_and_one_message(error, code, status, cwd, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_: object):
         raise error
 
     monkeypatch.setattr(Run, "step", fail)
@@ -52,7 +52,7 @@ def test_out_of_memory_names_the_sizes_to_lower_and_bench_fit(cwd, monkeypatch):
 def test_a_sweep_ends_with_the_highest_exit_code_of_its_jobs_and_a_copied_error_keeps_its_code(cwd, monkeypatch):
     errors = iter([Diverged("step 3 diverged"), StorageFailure("outputs: no space left"), ValueError("a mistake")])
 
-    def fail(*_: object) -> None:
+    def fail(*_: object):
         raise next(errors)
 
     monkeypatch.setattr(Run, "step", fail)

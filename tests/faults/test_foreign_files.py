@@ -17,7 +17,7 @@ CONTENTS = {
 }
 
 
-def put(path: Path, kind: str) -> None:
+def put(path: Path, kind: str):
     """Put a pipe, a link, a folder or a file with invalid content at ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

@@ -27,13 +27,13 @@ class Disk:
 
     def __init__(self, monkeypatch):
         self._word, self._free_bytes, self._write = None, 0, cache.write_all
-        for module in ("cache", "record.rows", "record.folder"):
+        for module in ("cache", "record.folder"):
             monkeypatch.setattr(f"harness.{module}.write_all", self._write_all)
 
-    def fill(self, word: str | None, *, after: int = 0) -> None:
+    def fill(self, word: str | None, *, after: int = 0):
         self._word, self._free_bytes = word, after
 
-    def _write_all(self, file: FileIO, content: bytes) -> None:
+    def _write_all(self, file: FileIO, content: bytes):
         if self._word is None or self._word not in Path(file.name).name:
             self._write(file, content)
             return

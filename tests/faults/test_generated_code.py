@@ -55,7 +55,7 @@ def small_model(variant: str) -> LanguageModel:
     return model
 
 
-def trace_attention(model: LanguageModel, patched: pytest.MonkeyPatch) -> None:
+def trace_attention(model: LanguageModel, patched: pytest.MonkeyPatch):
     """Make attention a part of the graph, as on a GPU. On a CPU it runs between graphs."""
     patched.setattr(backends.Backend, "is_operation", True)
     for _, sublayer in model.sublayers():

@@ -56,7 +56,7 @@ def test_the_sanitizers_report_a_planted_fault(fault):
 
 
 @pytest.mark.parametrize(
-    ("words", "kernels"),
+    "words, kernels",
     [
         ("sm_80 bf16 K=64 soft dropout", 3),
         ("sm_90 bf16 K=64 soft+vectors dropout vector_gradient", 1),

@@ -41,7 +41,7 @@ def write_in_halves(file, content):
     inner(file, view[len(view) // 2 :])
 
 inner = cache.write_all
-for module in (cache, folder, rows):
+for module in (cache, folder):
     module.write_all = write_in_halves
 sys.addaudithook(watch)
 sys.argv[0] = os.environ["PROGRAM"]
@@ -56,7 +56,7 @@ def run_program(*words: str, moments: tuple[int, ...] = (), signal_number: int =
     """Exit code and output of a training command that sends itself a signal at ``moments``: operations on files in
     ``outputs`` and middles of writes to them, counted from 1."""
     program, printed, train = Path("program.py").absolute(), Path("printed"), str(ROOT / "train.py")
-    program.write_text(KILLED_PROGRAM, encoding="utf-8")
+    program.write_text(KILLED_PROGRAM)
     variables = {"MOMENTS": " ".join(map(str, moments)), "SIGNAL": str(int(signal_number)), "PROGRAM": train}
     printed.unlink(missing_ok=True)
     with started(program, *words, out=printed, environment=os.environ | variables | {"COLUMNS": "200"}) as process:
@@ -110,7 +110,7 @@ def test_a_sweep_that_is_killed_in_its_second_job_is_resumed(undisturbed, cwd):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("command", "signal_number", "sent", "tries"), TRIES)
+@pytest.mark.parametrize("command, signal_number, sent, tries", TRIES)
 def test_the_same_command_resumes_after_a_signal(
     undisturbed, tmp_path, monkeypatch, command, signal_number, sent, tries
 ):

@@ -48,16 +48,16 @@ OTHER_FILES = {
 }
 
 
-def write(cwd: Path, files: dict[str, str]) -> None:
+def write(cwd: Path, files: dict[str, str]):
     for name, text in files.items():
         (cwd / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
-        (cwd / "conf" / name).write_text(text.replace("HERE", str(cwd / "conf")), encoding="utf-8")
+        (cwd / "conf" / name).write_text(text.replace("HERE", str(cwd / "conf")))
 
 
 @pytest.fixture(autouse=True)
 def stranger(cwd):
     """A Python module and a program named git in the current folder, neither of which may run."""
-    (cwd / "stranger.py").write_text(PAYLOAD, encoding="utf-8")
+    (cwd / "stranger.py").write_text(PAYLOAD)
     (cwd / "stranger").mkdir()
     (cwd / "stranger" / "git").write_text("#!/bin/sh\n/usr/bin/touch PWNED\n")
     (cwd / "stranger" / "git").chmod(0o755)
@@ -70,7 +70,7 @@ def test_keys_of_hydra_and_trust_may_be_set_on_the_command_line_only(cwd, attack
 
 
 def test_a_primary_configuration_of_the_folder_cannot_extend_the_search_path(cwd):
-    (cwd / "stranger" / "__init__.py").write_text(PAYLOAD, encoding="utf-8")
+    (cwd / "stranger" / "__init__.py").write_text(PAYLOAD)
     write(cwd, {"evil.yaml": "defaults: [train, _self_]\nhydra: {searchpath: ['pkg://stranger']}\n"})
     assert "hydra.searchpath" in refused(cwd, "-cd", "conf", "-cn", "evil", *GENERATED)
 
@@ -90,7 +90,7 @@ def test_sweeps_interpolations_and_environment_variables_of_the_folder_are_read(
 def test_a_folder_named_like_our_packages_does_not_extend_them(cwd):
     for package in ("harness", "harness/plan"):
         (cwd / package).mkdir(exist_ok=True)
-        (cwd / package / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
+        (cwd / package / "evil.py").write_text(PAYLOAD + MIXER)
         node = {"_target_": f"{package.replace('/', '.')}.evil.Evil", "_partial_": True}
         write(cwd, {"sublayer/evil.yaml": yaml.safe_dump(node)})
         message = refused(cwd, "-cd", "conf", *GENERATED, "sublayer@variant.feed_forward=evil")
@@ -109,7 +109,7 @@ def test_an_error_message_is_cut_to_a_maximal_length(cwd):
     assert len(message) < 4200 and "variant.feed_forward._target_=stranger" in message and "trust=[..]" in message
 
 
-def git(folder: Path, *words: str) -> None:
+def git(folder: Path, *words: str):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     subprocess.run(["git", "-C", str(folder), *words], env=environment, check=True, capture_output=True)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from harness.count.flops import forward_flops_per_byte
 from harness.data import corpora
-from harness.data.corpora import Corpus
 from harness.device.torch_settings import configure_torch
 from harness.hashing import integer_hash
 from harness.loop.trainer import Trainer
@@ -86,9 +85,10 @@ def numerics(case: str) -> dict[str, int | None]:
 def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
     """A trainer before its first step. ValueError if ``backend`` cannot compute the case."""
     config = copy.deepcopy(_composed(case))
-    config.optim, config.runtime.backend = _optim(optim), backend
+    config.optim = compose_config(f"optim={optim}", f"optim.lr={RATES[optim]}").optim
+    config.runtime.backend = backend
     planned = plan_run(config)
-    trainer = Trainer(planned, _corpus(**planned.data), configure_torch(planned.runtime))
+    trainer = Trainer(planned, corpora.load(**planned.data), configure_torch(planned.runtime))
     torch.manual_seed(planned.seed + 1)
     fill_(trainer.model, like=planned.make_model())
     return trainer
@@ -100,22 +100,8 @@ def _composed(case: str) -> DictConfig:
     return compose_config(*SIZES, *sized(variant), *words, *VARIANT_WORDS.get(variant, ()), "++variant.lr_scale=null")
 
 
-@cache
-def _optim(name: str) -> DictConfig:
-    return compose_config(f"optim={name}", f"optim.lr={RATES[name]}").optim
-
-
-def _corpus(**words: object) -> Corpus:
-    return _load(json.dumps(words, sort_keys=True))
-
-
-@cache
-def _load(words: str) -> Corpus:
-    return corpora.load(**json.loads(words))
-
-
 @torch.no_grad()
-def fill_(model: LanguageModel, *, like: LanguageModel) -> None:
+def fill_(model: LanguageModel, *, like: LanguageModel):
     """Fill all parameters, and the buffers drawn at random, with float64 numbers from hashes.
 
     Args:
@@ -197,7 +183,7 @@ def path_of(case: str) -> Path:
 
 
 def read(case: str) -> dict:
-    return json.loads(path_of(case).read_text(encoding="utf-8"))
+    return json.loads(path_of(case).read_text())
 
 
 def differences(file: dict, measured: dict) -> list[str]:

@@ -27,7 +27,7 @@ def _moved(case: str, backends: Sequence[str], *, checking: bool) -> list[str]:
         file = {"numerics": current} | {k: file[k] for k in ("tolerance", "why") if k in file} | measured["plain"]
         for key in ("state_bytes", "executed_flops_per_byte"):
             file[key] = {name: numbers[key][name] for name, numbers in measured.items()}
-        path_of(case).write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
+        path_of(case).write_text(json.dumps(file, indent=1) + "\n")
         print("written", case)
     lost = {*backends} & {*file.get("state_bytes", ())} - measured.keys()
     moved = [f"{name} is not measured now" for name in lost]

@@ -14,4 +14,4 @@ with tempfile.TemporaryDirectory() as folder:
     for old in FOLDER.glob("*.txt"):
         old.unlink()
     for table in all_tables(Rows([Path(folder)])):
-        (FOLDER / f"{table.name}.txt").write_text(text_of(table), encoding="utf-8")
+        (FOLDER / f"{table.name}.txt").write_text(text_of(table))
