@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from harness.compose import cli
 from harness.compose.cli import exit_code, print_error, task_words, to_job_failed
+from harness.record.display import JOB
 
 
 class JobCallback(Callback):
@@ -66,7 +67,9 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
     digest = hashlib.sha256(json.dumps(sorted(command_line)).encode()).hexdigest()[:8]
     name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{digest}"
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths)}
+    one_by_one = launcher_name == "basic"
+    template = f"job {{}} of {len(jobs)}: " if one_by_one else ""
+    variables = {"PYTHONPATH": os.pathsep.join(paths), JOB: template}
     is_training = config.hydra.job.name == "train"
     if is_training and config.record.wandb.group is None:
         variables["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP", name)
