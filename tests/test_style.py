@@ -25,7 +25,7 @@ ALLOWED_IMPORTS = {
     "harness/optim": {"harness.optim"},
     "harness/data": {"harness.data", "harness.cache", "harness.failures", "harness.hashing"},
     "harness/count": {"harness.count", "harness.model", "variants.contract"},
-    "harness/plan": {"harness.plan", "harness.optim", "harness.model", "variants.contract"},
+    "harness/plan": {"harness.plan", "harness.optim", "harness.model", "harness.failures", "variants.contract"},
     "harness/device": {f"harness.{name}" for name in ("device", "plan.settings", "cache", "failures", "hashing")},
     "harness/loop": {"harness", "variants.contract", "variants.conformance"},
     "harness/compose": {"harness"},
