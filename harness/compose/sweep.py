@@ -4,6 +4,7 @@ score, and a killed job resumes."""
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -81,4 +82,19 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
             errors.append(job_return._return_value)
     if is_training:
         n_done = sum(job_return.status != JobStatus.FAILED for job_return in job_returns)
+        common = set.intersection(*map(set, jobs))
         print(f"sweep {name}: {n_done} of {len(jobs)} done")
+        if len(jobs) == 1:
+            return
+        for job, job_return in zip(jobs, job_returns, strict=True):
+            words = [word for word in job if word not in common]
+            print(f"  {shlex.join(words)}: {_outcome(job_return)}")
+        print(f"compare: windtunnel compare {shlex.quote(config.outputs)}")
+
+
+def _outcome(job_return: JobReturn) -> str:
+    """Return the status of a job, and its score if it has one."""
+    if job_return.status == JobStatus.FAILED:
+        return f"failed, {job_return._return_value}".partition("\n")[0]
+    score = job_return._return_value
+    return "not finite" if score is None else f"{score:.4f} bits per byte on valid"

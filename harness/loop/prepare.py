@@ -28,6 +28,7 @@ from harness.record.display import Display, job_label
 from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import RECORD, read_accepted_rows
 
+SMALL_CORPUS = 100_000  # bytes of a user's file, below which a line warns
 WARM_UP_BYTES = 16  # largest segment of the warm-up step
 KEYS_THAT_MAY_DIFFER = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "default_bytes")
 """Keys of ``model`` in which a run may differ from the run of ``init_from.run``."""
@@ -49,6 +50,8 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
     display.phase("reading the corpus")
     with processes.fail_together():
         corpus = corpora.load(**plan.data)
+    if plan.data["path"] and corpus.n_bytes < SMALL_CORPUS:
+        print(f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little", file=sys.stderr)
     common = {"command": command, "processes": processes, "display": display}
     run_folder = processes.on_main(lambda: _run_folder(plan, data_digest=corpus.sha256))
     if run_folder.summary:

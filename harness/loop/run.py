@@ -24,7 +24,7 @@ from harness.loop.trainer import Trainer
 from harness.plan.build import Plan
 from harness.record import checkpoint
 from harness.record.cells import duration
-from harness.record.closing_table import bits, data_label, print_closing_table, scored_splits
+from harness.record.closing_table import bits, data_label, next_steps, print_closing_table, scored_splits
 from harness.record.display import Display
 from harness.record.folder import RunFolder
 from harness.record.row import Provenance, RunOrigin, Score, Summary
@@ -331,7 +331,7 @@ class Run:
             print(f"finished: {self.folder.path}  {scores} bits per byte")
         elif self._is_main:
             print_closing_table(row)
-            print("\n".join(filter(None, [f"run folder: {self.folder.path}", self._wandb.hint])))
+            print(next_steps(self.folder.path, upload=self._wandb.hint))
 
 
 def _score_text(bits_per_byte: float | None) -> str:
