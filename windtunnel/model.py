@@ -1,7 +1,7 @@
 """Model: a trained network for notebooks. It scores text, generates text and returns attention maps, in float32."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,18 @@ from harness.loop.scoring import score_stream
 from harness.model import LanguageModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Model:
     """A trained network, the byte of each token id, and ``about``: its run's provenance and scoring protocol."""
 
     network: LanguageModel
     symbols: bytes
     about: dict
+
+    def __repr__(self) -> str:
+        n_parameters = sum(parameter.numel() for parameter in self.network.parameters())
+        variant, data = self.about["variant"], self.about["data"]["name"]
+        return f"Model(variant={variant}, data={data}, parameters={n_parameters:,})"
 
     def score(self, text: bytes, *, streams: int = 1, segment: int = 512, context: int = 0) -> float:
         """Return bits per byte of ``text`` without its first byte, which the model does not predict.
@@ -41,10 +46,15 @@ class Model:
     def generate(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **options) -> bytes:
         """Return ``n_bytes`` bytes that the model generates after ``prompt``. ``options`` are ``temperature`` and
         ``top_k`` of ``harness.loop.sampling.draw``."""
+        return bytes(self.stream(prompt, n_bytes=n_bytes, seed=seed, **options))
+
+    def stream(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **options) -> Iterator[int]:
+        """Yield the bytes that ``generate`` returns, each as soon as it is known."""
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         tokens = token_ids(prompt, self.symbols, key="prompt")
         continuation = generate(self.network, tokens, n_symbols=len(self.symbols), generator=generator, **options)
-        return bytes(self.symbols[token_id] for token_id in itertools.islice(continuation, n_bytes))
+        for token_id in itertools.islice(continuation, n_bytes):
+            yield self.symbols[token_id]
 
     @torch.no_grad()
     def attention(self, text: bytes) -> dict[str, Tensor]:
