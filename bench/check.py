@@ -56,8 +56,8 @@ class Combination(NamedTuple):
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="check")
 def main(cfg: DictConfig) -> None:
-    from bench.conformance import findings, named_kind
-    from harness.device.runtime import device_kind
+    from harness.check.conformance import findings, named_kind
+    from harness.device.selection import device_kind
     from harness.plan.settings import RuntimeSettings, parse_section, parse_setting
     from harness.record.cells import pluralize
 
@@ -103,10 +103,10 @@ def _print_findings(title: str, findings: list) -> set[str]:
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
     """Each combination with its plan, or with the error of a refusal. Choices whose keys are ``typed`` do not vary."""
-    from bench.conformance import fast_backend, named_kind, plain_plan
-    from bench.planning import compose_typed, pop_keys
+    from bench.planning import pop_keys, recompose
+    from harness.check.conformance import fast_backend, named_kind, plain_plan
+    from harness.check.small import apply_small, contract_plan
     from harness.loop.prepare import make_plan
-    from harness.plan.small import apply_small, contract_plan
 
     recipe = "recipe" in typed
     position_typed = recipe or any(key.partition(".")[0] == "position" for key in typed)
@@ -116,7 +116,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
         positions = loader.get_group_options("position", overrides=list(job.overrides.hydra))
     caches = [cfg.model.cache] if recipe or "model.cache" in typed else ["kv", "hidden"]
     compose_cached = functools.cache(  # because composing takes a tenth of a check's time
-        lambda position: compose_typed("check", *([] if position_typed else [f"position={position}"]))
+        lambda position: recompose("check", *([] if position_typed else [f"position={position}"]))
     )
     attend = [cfg.model.attend_self] if recipe or "model.attend_self" in typed else [True, False]
     choices = itertools.product(*map(enumerate, (positions, caches, attend)))
@@ -140,7 +140,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
 def findings_at_run_sizes(combination: Combination) -> list:
     """Findings at the sizes that ``train.py`` would use with the typed overrides. If the mechanism refuses these
     overrides, the choices of ``combination`` are added to them."""
-    from harness.loop.admission import findings_at_sizes
+    from harness.check.admission import findings_at_sizes
 
     position, cache, attend_self, _ = combination
     try:
@@ -155,7 +155,7 @@ def _training_plan(*words: str):
     from bench.planning import recompose
     from harness.loop.prepare import make_plan
 
-    return make_plan(recompose("train", *words, pop=(), drop=COMMAND_KEYS))
+    return make_plan(recompose("train", *words, drop=COMMAND_KEYS))
 
 
 def device_agrees() -> bool:
@@ -164,14 +164,14 @@ def device_agrees() -> bool:
     compares a GPU's attention backend, uncompiled, in the run's precision."""
     import torch
 
-    from harness.device import runtime
-    from harness.loop.select_backend import SEGMENTS, TOLERANCE, agreement, with_backend
-    from harness.plan.small import reduce_depth
+    from harness.check.select_backend import SEGMENTS, TOLERANCE, agreement, with_backend
+    from harness.check.small import reduce_depth
+    from harness.device.torch_settings import configure_torch
 
     plan = _training_plan("model.dropout=0.0")  # because the device draws other dropout masks
     names = {name for layer in plan.layers for name in layer}
     small = reduce_depth(plan, sublayers=names, max_span=sum(SEGMENTS) // 2)
-    device_runtime = runtime.start(plan.runtime)
+    device_runtime = configure_torch(plan.runtime)
     try:
         small = with_backend(replace(small, runtime=plan.runtime), device_runtime)
     except ValueError as error:

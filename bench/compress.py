@@ -18,15 +18,15 @@ from omegaconf import DictConfig
 
 from bench import CONF
 from bench.arithmetic import BITS, ESCAPE, Decoder, Encoder, frequencies
-from bench.planning import TrainedRun, open_trained
 from harness import source
-from harness.cache import user_path, write_atomically
+from harness.cache import write_atomically
 from harness.compose.cli import run_command
 from harness.data.sources import digest
 from harness.data.streams import score_ranges
 from harness.plan.settings import Positive, parse_setting
 from harness.record import checkpoint
 from harness.record.cells import pluralize
+from harness.trained import TrainedRun, open_trained
 
 STREAM_BYTES = 4096  # default length of a stream: longer than most models' context, and short enough for many streams
 SAME_AS_ENCODER = (
@@ -117,15 +117,14 @@ def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
 
 def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
     """The run in the folder ``cfg.run``, keyword arguments for ``code_streams``, and the values of ``CONDITIONS``."""
-    folder = user_path(parse_setting(cfg.run, str, key="run"), key="run")
-    run = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
     plan, symbols = run.plan, run.symbols()
     if not plan.runtime.deterministic:
         raise ValueError("runtime.deterministic=false: allowed is true, because decoding needs the same probabilities")
     model, device_runtime = run.on_device()
     backends = {part.backend(device_runtime.device, training=False) for _, part in model.sublayers()}
     network = json.dumps([plan.config[key] for key in ("variant", "model", "position")] + [list(symbols)], default=str)
-    weights = (folder / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + network.encode()
+    weights = (run.folder / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + network.encode()
     facts = device_runtime.describe() | {"weights": digest(weights)[:16], "backend": "+".join(sorted(backends))}
     facts |= {"source": source.digest(plan.config, trust=plan.trust)[:16], "torch": facts["versions"]["torch"]}
     conditions = {name: facts.get(name) for name in CONDITIONS}

@@ -28,9 +28,9 @@ from bench.planning import pop_keys, recompose, row_digests, typed_command
 from bench.rows import row_file
 from bench.turns import Entry, measure, show_progress
 from harness.cache import user_path
+from harness.check.admission import admission
 from harness.compose.cli import run_command
 from harness.device.worker_process import OUT_OF_MEMORY
-from harness.loop.admission import admission
 from harness.loop.prepare import make_plan
 from harness.plan.settings import RuntimeSettings, parse_section
 from harness.record.row import Built, Cost

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from bench.planning import provenance
 from bench.turns import time_calls
+from harness.check.select_backend import with_backend
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.count.memory import PeakMemory, optimizer_bytes, state_bytes, tensor_bytes
 from harness.data import corpora
 from harness.data.streams import Streams
-from harness.device import runtime, seeds
+from harness.device import seeds
 from harness.device.runtime import Runtime
+from harness.device.torch_settings import configure_torch
 from harness.loop import summary
-from harness.loop.select_backend import with_backend
 from harness.loop.step import train_step
 from harness.loop.trainer import backend_of
 from harness.model import LanguageModel
@@ -62,7 +63,7 @@ class CostWorker:
 
     def __init__(self, task: Task):
         self.task, self.plan = task, plan_run(literal(task.config))
-        self.runtime = runtime.start(self.plan.runtime)
+        self.runtime = configure_torch(self.plan.runtime)
         self.plan = with_backend(self.plan, self.runtime) if task.peer is None else self.plan
         self.device = self.runtime.device
         b, self.span = self.plan.batch, self.plan.model.span

@@ -12,13 +12,12 @@ from annotated_types import Ge
 from omegaconf import DictConfig
 
 from bench import CONF
-from harness.cache import user_path, write_atomically
+from harness.cache import write_atomically
 from harness.compose.cli import run_command
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
-    from bench.planning import open_trained  # slow imports come after the command line has been parsed
     from bench.turns import show_progress
     from harness import source
     from harness.loop.scoring import (
@@ -35,10 +34,10 @@ def main(cfg: DictConfig) -> None:
     from harness.plan.settings import parse_setting
     from harness.record.folder import refuse_links
     from harness.record.rows import EVALUATIONS, FORMAT, append_row
+    from harness.trained import open_trained  # slow imports come after the command line has been parsed
 
-    folder = user_path(parse_setting(cfg.run, str, key="run"), key="run")
-    run = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
-    plan, provenance = run.plan, run.provenance
+    run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    folder, plan, provenance = run.folder, run.plan, run.provenance
     refuse_links(folder, key="run")  # because a row and a figure are written into the folder
     parse_setting(cfg.split, Literal["train", "valid", "test"], key="split")
     keys = ("streams", "segment", "span", "context")

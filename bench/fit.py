@@ -27,16 +27,17 @@ from bench import CONF
 from bench.cost_worker import full_state
 from bench.planning import pop_keys
 from bench.turns import show_progress
+from harness.check.admission import admission
+from harness.check.small import contract_plan
 from harness.compose.cli import run_command
 from harness.count.memory import tensors_of
-from harness.device.runtime import Runtime, resolve_auto
-from harness.loop.admission import admission
+from harness.device.runtime import Runtime
+from harness.device.selection import resolve_auto
 from harness.loop.step import train_step
 from harness.loop.trainer import backend_of
 from harness.model import LanguageModel
 from harness.plan.build import Plan, is_sweep, plan_run
 from harness.plan.settings import parse_setting
-from harness.plan.small import contract_plan
 from harness.record import cells
 from harness.record.table import Column, Table, print_table
 from variants.contract import State

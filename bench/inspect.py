@@ -18,12 +18,12 @@ from matplotlib.colors import PowerNorm
 from omegaconf import DictConfig
 
 from bench import CONF
-from bench.planning import open_trained
 from bench.tables.drawing import GREY, INK, panels, png_of, styled
-from harness.cache import user_path, write_atomically
+from harness.cache import write_atomically
 from harness.compose.cli import run_command
 from harness.loop.sampling import token_ids
 from harness.plan.settings import parse_setting
+from harness.trained import open_trained
 from variants.contract import Inspection
 
 MAX_CELLS = 12 * 16 * 256**2  # most attention weights in a figure: 12 layers of 16 heads, 256 bytes
@@ -33,10 +33,9 @@ SHARES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="inspect")
 def main(cfg: DictConfig) -> None:
-    folder = user_path(parse_setting(cfg.run, str, key="run"), key="run")
     text = parse_setting(cfg.text, str | None, key="text")
     length = parse_setting(cfg.bytes, Annotated[int, Ge(2)], key="bytes")
-    run = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
     model, runtime = run.on_device()
     if text is None:
         corpus = run.corpus()
@@ -63,9 +62,9 @@ def main(cfg: DictConfig) -> None:
     excerpt = bytes(symbols[token] for token in tokens[:90].tolist()).decode("utf-8", "backslashreplace")
     excerpt = "".join(letter if letter.isprintable() else " " for letter in excerpt)
     with styled():
-        draw_attention(maps, folder / "inspect_attention.png", title=title, subtitle=f"{about}: {excerpt}")
-        draw_reach(maps, inspections, folder / "inspect_spans.png", title=title, subtitle=about)
-    print(f"{folder}: inspect_attention.png, inspect_spans.png")
+        draw_attention(maps, run.folder / "inspect_attention.png", title=title, subtitle=f"{about}: {excerpt}")
+        draw_reach(maps, inspections, run.folder / "inspect_spans.png", title=title, subtitle=about)
+    print(f"{run.folder}: inspect_attention.png, inspect_spans.png")
 
 
 def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, subtitle: str) -> None:

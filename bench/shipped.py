@@ -10,11 +10,11 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 from bench import CONF
-from bench.conformance import findings
 from harness.cache import sha256_of, write_atomically
-from harness.loop.admission import CONFORMANCE, SHIPPED, findings_at_sizes
+from harness.check.admission import CONFORMANCE, SHIPPED, findings_at_sizes
+from harness.check.conformance import findings
+from harness.check.small import shrink
 from harness.plan.build import plan_run
-from harness.plan.small import shrink
 from harness.source import ROOT
 
 

@@ -21,7 +21,7 @@ from harness.cache import sha256_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EXCLUDED = re.compile(
-    r"harness/(compose/|record/(?!checkpoint)|loop/sampling\.py)"
+    r"harness/(compose/|record/(?!checkpoint)|loop/sampling\.py|check/conformance\.py)"
     r"|variants/conformance/|bench/(results/|tables/|report\.py)|(.*/)?(\.|__pycache__/)"
 )
 """Files that change no number of a run: those that compose, record (except for checkpoints), sample, check or report;

@@ -76,6 +76,7 @@ class Case:
             noise: scale of the noise added to initial parameters if ``make`` is set, because zeros could hide errors.
         """
         torch.manual_seed(0)
+        keywords = {"zero_init": False} | keywords  # an output of zero would hide errors
         if make is not None:
             keywords |= {"kv_heads": self.kv_heads} if self.kv_heads else {}
             keywords |= {"key_shift": True} if self.key_shift else {}

@@ -53,7 +53,8 @@ def shared_fork_server() -> Iterator[None]:
 def few_causality_checks() -> Iterator[None]:
     """Check final scores at 6 to 32 cuts: 64 would take a third of a small run. See also
     ``server_preload.py``. Admission reads windows of 256 bytes: 512 places in 1,024 take seconds."""
-    from harness.loop import admission, scoring
+    from harness.check import admission
+    from harness.loop import scoring
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(scoring, "MIN_CUTS", 6)

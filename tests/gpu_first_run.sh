@@ -113,12 +113,12 @@ machine() { # print versions and driver as JSON, and fail without a package, a d
   "$python" -c 'import json, sys
 import hydra, pydantic, torch, wandb
 from bench.shipped import SHIPPED, listing
-from harness.device.runtime import start
+from harness.device.torch_settings import configure_torch
 from harness.plan.settings import RuntimeSettings
 from omegaconf import OmegaConf
 torch.ones(1, device=sys.argv[1])
 settings = OmegaConf.to_container(OmegaConf.load("conf/runtime/default.yaml")) | {"device": sys.argv[1]}
-print(json.dumps(start(RuntimeSettings(**settings)).describe(), indent=1))
+print(json.dumps(configure_torch(RuntimeSettings(**settings)).describe(), indent=1))
 if json.loads(SHIPPED.read_text()) != listing():
     sys.exit("variants/ has changed: run python -m bench.shipped, or each run checks its mechanism")' "$device"
 }

@@ -16,7 +16,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
 
 from harness.data import corpora
-from harness.device import runtime
+from harness.device.torch_settings import configure_torch
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, plan_run
 from harness.record.row import Train
@@ -106,6 +106,6 @@ def plan(*overrides: str) -> Plan:
 
 def one_step(plan: Plan) -> Train:
     """Take one training step on a generated corpus and return its row of the record."""
-    trainer = Trainer(plan, corpora.load("recall", bytes=20_000), runtime.start(plan.runtime))
+    trainer = Trainer(plan, corpora.load("recall", bytes=20_000), configure_torch(plan.runtime))
     trainer.step()
     return trainer.train_row()

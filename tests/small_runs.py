@@ -14,8 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from harness.data import corpora
-from harness.device import runtime
 from harness.device.processes import SINGLE, ProcessGroup
+from harness.device.torch_settings import configure_torch
 from harness.loop.prepare import prepare
 from harness.loop.run import Run
 from harness.loop.trainer import Trainer
@@ -64,7 +64,7 @@ def change_folder(cwd: Path, monkeypatch) -> None:
 def make_trainer(*overrides: str) -> Trainer:
     """A trainer before its first step, without a run folder."""
     plan_ = plan(*SMALL, *overrides)
-    return Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime))
+    return Trainer(plan_, corpora.load(**plan_.data), configure_torch(plan_.runtime))
 
 
 def saved(trainer: Trainer) -> dict:

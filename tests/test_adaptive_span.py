@@ -46,7 +46,7 @@ def test_initial_and_clamped_spans_determine_the_number_of_keys():
     def adaptive(**keywords) -> AdaptiveSpan:
         return AdaptiveSpan(Case(heads=4, span=512).context(), **keywords)
 
-    assert adaptive().max_keys == (64,) * 4
+    assert adaptive(initial=0.0).max_keys == (64,) * 4
     spans = adaptive(initial=0.25, ramp=16)
     assert spans.fraction.tolist() == [0.25] * 4 and spans.max_keys == (192,) * 4  # 128 + 16 + 1
     with torch.no_grad():

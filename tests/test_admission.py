@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from bench.shipped import listing
-from harness.loop import admission
-from harness.loop.admission import SHIPPED
+from harness.check import admission
+from harness.check.admission import SHIPPED
 from tests.command_line import GENERATED, TINY, call, run_folders, summaries, train
 from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.small_configs import plan
@@ -34,7 +34,7 @@ def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(cwd, monk
     assert outcome.code == 2 and f"variant=mine: {refused}" in outcome.err, outcome
     assert 'check=false trains anyway and marks the row "unchecked"' in outcome.err and not (cwd / "outputs").exists()
     assert "it is checked once at the sizes of this run" in outcome.out
-    monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
+    monkeypatch.setattr("harness.check.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
     outcome = call("bench/check.py", *words, "model.cache=kv", "model.attend_self=true")
     assert outcome.code == 1 and f"\n  FAIL  {refused}" in outcome.out, outcome
 
@@ -53,10 +53,14 @@ def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkey
         assert outcome.code == 0 and "it is checked once" in outcome.out, outcome.err
         assert "no home folder; set XDG_CACHE_HOME" in train(*words, "data=enwik8", "data.bytes=null").err
     with monkeypatch.context() as updated:
-        run_plan = plan("variant=mhsa")
-        before = admission._identity(run_plan)
-        updated.setattr("torch.__version__", "0.0")
-        assert admission._identity(run_plan) != before
+        files = []
+        (cwd / "none.json").write_text("{}")
+        updated.setattr(admission, "SHIPPED", cwd / "none.json")
+        updated.setattr(admission, "recall", lambda file: files.append(file) or "")
+        for version in ("0.0", "0.1"):
+            updated.setattr("torch.__version__", version)
+            assert admission.admission(plan("variant=mhsa")) == "passed"
+        assert files[0] != files[1]
 
 
 def test_an_unchecked_run_is_trained_marked_and_not_compared(cwd):  # noqa: F811

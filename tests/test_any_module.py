@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from harness.loop import admission
+from harness.check import admission
 from harness.plan.build import plan_run
 from harness.plan.targets import resolve
 from tests.command_line import GENERATED, ROOT, run_folders, train

@@ -8,7 +8,7 @@ import torch
 
 from bench.arithmetic import BITS, ESCAPE, TOTAL, Decoder, Encoder, frequencies
 from bench.compress import code_streams
-from harness.device import runtime
+from harness.device.torch_settings import configure_torch
 from tests.small_configs import TINY, plan
 
 
@@ -66,4 +66,4 @@ def test_weights_of_nan_are_refused():
         model.head.weight.fill_(math.nan)
     coding = {"streams": 5, "symbols": bytes(range(256))}
     with pytest.raises(ValueError, match="run: its weights give logits that are not finite"):
-        code_streams(Encoder(), b"some text" * 9, model=model, runtime=runtime.start(plan(*TINY).runtime), **coding)
+        code_streams(Encoder(), b"some text" * 9, model=model, runtime=configure_torch(plan(*TINY).runtime), **coding)

@@ -32,7 +32,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("k
 def test_with_biases_and_a_span_over_all_keys_it_equals_torchs_multihead_attention(backend):
     torch.manual_seed(0)
     context = LayerContext(d_model=6, layer=0, n_layers=1, heads=3, span=11, backend=backend, scheme=NoPosition)
-    ours = Attention(context, bias=True).to(DOUBLE)
+    ours = Attention(context, bias=True, zero_init=False).to(DOUBLE)
     theirs = nn.MultiheadAttention(6, 3, batch_first=True, dtype=DOUBLE)
     with torch.no_grad():
         for kind in ("weight", "bias"):

@@ -6,11 +6,11 @@ import re
 import pytest
 
 from bench.check import LIMITATION
-from bench.conformance import NEEDED_FLOPS, backends_agree, compare_flops, findings, needed_at_most_executed
+from harness.check.admission import admission
+from harness.check.conformance import NEEDED_FLOPS, backends_agree, compare_flops, findings, needed_at_most_executed
+from harness.check.small import shrink
 from harness.count.ideal import ideal_excuses
-from harness.loop.admission import admission
 from harness.plan.build import Plan, plan_run
-from harness.plan.small import shrink
 from tests.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
 from tests.promises import Gate
 from tests.small_configs import compose_config
@@ -107,8 +107,8 @@ def checked_plans(monkeypatch) -> list[Plan]:
         plans.append(plan)
         return [Finding("a promise", True, "kept")]
 
-    monkeypatch.setattr("bench.conformance.findings", pass_all)
-    monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
+    monkeypatch.setattr("harness.check.conformance.findings", pass_all)
+    monkeypatch.setattr("harness.check.admission.findings_at_sizes", lambda plan: [])
     return plans
 
 
@@ -178,7 +178,7 @@ LEAK = ("self.into(x)", "self.into(x if self.training else x.roll(-1, 1))")
 
 
 def test_a_broken_promise_is_shown_with_byte_and_mode_and_the_next_job_still_runs(cwd, imports, monkeypatch):
-    monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
+    monkeypatch.setattr("harness.check.admission.findings_at_sizes", lambda plan: [])
     write(cwd, module="my_mixer", conf="my_conf")
     (cwd / "my_mixer.py").write_text(MIXER.replace(*LEAK), encoding="utf-8")
     words = ("-cd", "my_conf", "-m", "trust=[my_mixer]", *SINGLE, "runtime.backend=plain", "variant=mine", "seed=0,1")

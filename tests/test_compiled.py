@@ -132,7 +132,7 @@ class ShortSpan(AttentionSpan):
 
 def test_a_hard_window_shorter_than_the_span_compiles_to_one_graph():
     case = Case(length=20, span=32, backend="fused")
-    attention = Attention(case.context(), d_head=8, span=ShortSpan).eval()
+    attention = Attention(case.context(), d_head=8, span=ShortSpan, zero_init=False).eval()
     x, graphs = torch.randn(2, 20, attention.query.in_features), []
     torch.compiler.reset()
     keep = lambda graph, _: graphs.append(graph) or graph  # noqa: E731

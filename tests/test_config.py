@@ -1,6 +1,9 @@
 """Files under ``conf/`` compose and can be planned. A mistake is refused with key, value and requirement."""
 
+import inspect
 import math
+import pydoc
+import re
 
 import pytest
 import yaml
@@ -16,8 +19,8 @@ from tests.small_configs import CONF, TINY, compose_config, one_step, plan
 from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
-# Groups of Hydra and sweeps of W&B do not compose by themselves.
-FILES = [file for file in FILES if not file.startswith(("hydra/", "sweep/wandb_"))]
+# Groups of Hydra, sweeps of W&B and what variants share do not compose by themselves.
+FILES = [file for file in FILES if not file.startswith(("hydra/", "sweep/wandb_", "base/"))]
 STEPPED = ("optim/", "recipe/")
 """Groups whose files take a training step, because they use code that tests/golden does not run. Others are planned."""
 
@@ -61,6 +64,49 @@ def test_keys_in_the_files_are_keywords_of_the_constructors():
             cls = resolve(node, key=key, base=base, trust=()).func
             assert set(node) - {"_target_", "_partial_"} <= set(constructor_schema(cls, key=key)), key
     assert set(settings.DataSettings.__dataclass_fields__) == {*corpora.load.__kwdefaults__, "name"}
+
+
+def keywords_in(text):
+    """The plain keywords of all nodes with a target in a YAML file: class, name, value and line."""
+    loader = yaml.SafeLoader(text)
+    mappings = [loader.get_single_node()]
+    for mapping in mappings:
+        values = {key.value: loader.construct_object(value, deep=True) for key, value in mapping.value}
+        mappings += [value for _, value in mapping.value if isinstance(value, yaml.MappingNode)]
+        for key, _ in mapping.value if "_target_" in values else ():
+            value = values[key.value]
+            if not key.value.startswith("_") and not isinstance(value, dict):
+                yield pydoc.locate(values["_target_"]), key.value, value, text.splitlines()[key.start_mark.line]
+
+
+def default_of(cls, name):
+    """The default of a keyword, which a class may pass on to its base; ``Parameter.empty`` if it has none."""
+    signatures = (inspect.signature(base.__init__).parameters for base in cls.__mro__)
+    return next(parameters[name].default for parameters in signatures if name in parameters)
+
+
+def as_tuple(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_a_keyword_has_the_constructors_default_or_its_comment_says_why_not(path):
+    for cls, name, value, line in keywords_in(path.read_text(encoding="utf-8")):
+        default = default_of(cls, name)
+        stated = re.search("# .*not the constructor's (.+?): .*[a-z]{3}", line)
+        if default is inspect.Parameter.empty or as_tuple(value) == default:
+            assert not stated, line
+        else:
+            assert stated and as_tuple(yaml.safe_load(stated[1])) == default, f"{line}: default {default}"
+
+
+def test_a_variant_names_its_base_and_its_attention_and_no_other_variant():
+    allowed = ("/base/", "/sublayer@", "/position@", "override /position")
+    for path in (CONF / "variant").glob("*.yaml"):
+        defaults = yaml.safe_load(path.read_text(encoding="utf-8"))["defaults"]
+        entries = [entry if isinstance(entry, str) else next(iter(entry)) for entry in defaults]
+        assert all(entry.startswith(allowed) for entry in entries), path
+        assert {"/sublayer@attention", "/sublayer@variant.attention"}.intersection(entries), path
 
 
 # Overrides on the command line

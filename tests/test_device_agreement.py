@@ -5,9 +5,9 @@ import torch
 
 from bench.cost_worker import CostWorker, Task
 from bench.peer_workers import PeerWorker
-from harness.loop import select_backend
+from harness.check import select_backend
+from harness.check.small import contract_plan
 from harness.plan.build import replan
-from harness.plan.small import contract_plan
 from tests.command_line import CommandOutcome, call
 from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.small_configs import TINY, plan
@@ -23,8 +23,10 @@ CHOICES = ("position=rotary", "model.cache=kv", "model.attend_self=true")
 @pytest.fixture(autouse=True)
 def quick_checks(monkeypatch):
     """Let checks of the contract pass without computation, and compare backends on short segments."""
-    monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
-    monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
+    monkeypatch.setattr(
+        "harness.check.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")]
+    )
+    monkeypatch.setattr("harness.check.admission.findings_at_sizes", lambda plan: [])
     monkeypatch.setattr(select_backend.agreement, "__kwdefaults__", {"segments": (30, 31), "tolerance": 1e-4})
 
 

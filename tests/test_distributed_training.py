@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from harness.data import corpora
-from harness.device import runtime
 from harness.device.full_tensors import full_tensors
 from harness.device.processes import SINGLE, ProcessGroup, join_processes
+from harness.device.torch_settings import configure_torch
 from harness.loop.distribute import distribute
 from harness.loop.trainer import Trainer
 from harness.record import checkpoint
@@ -47,7 +47,7 @@ def set_muon_precision(trainer: Trainer, precision: str) -> Trainer:
 def distributed_trainer(processes: ProcessGroup, *overrides: str, precision: str = "float32") -> Trainer:
     """A trainer with replicated or sharded parameters. Precision float64 makes runs comparable despite rounding."""
     plan_ = plan(*SMALL, *overrides)
-    trainer = Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
+    trainer = Trainer(plan_, corpora.load(**plan_.data), configure_torch(plan_.runtime, processes=processes))
     trainer.model.to(getattr(torch, precision))
     set_muon_precision(trainer, precision)
     distribute(trainer.model, trainer.optimizers, processes, shard=plan_.runtime.shard)

@@ -12,7 +12,7 @@ import torch
 from bench import fit
 from bench.fit import predict
 from harness.count.memory import PeakMemory, optimizer_bytes, tensor_bytes
-from harness.device import runtime
+from harness.device.torch_settings import configure_torch
 from harness.loop.step import train_step
 from harness.plan.build import Plan
 from tests.command_line import call, empty_folder  # noqa: F401 - a fixture
@@ -43,7 +43,7 @@ def peak_bytes(words: tuple[str, ...]) -> int:
 def steps(run_plan: Plan, n_steps: int, *, streams: int) -> Iterator[None]:
     """Take training steps on random bytes. Yields before each of them."""
     model, batch, state = run_plan.make_model(), run_plan.batch, None
-    optimizers, on_cpu = run_plan.make_optimizers(model), runtime.start(run_plan.runtime)
+    optimizers, on_cpu = run_plan.make_optimizers(model), configure_torch(run_plan.runtime)
     for _ in range(n_steps):
         yield
         inputs, targets = (torch.randint(256, (streams, batch.segment)) for _ in range(2))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bench.conformance import check_choices
+from harness.check.conformance import check_choices
+from harness.check.small import shrink
 from harness.plan.build import plan_run
-from harness.plan.small import shrink
 from tests import broken_sublayers as broken
 from tests.promises import Sums
 from tests.small_configs import compose_config

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.plan.small import shrink
+from harness.check.small import shrink
 from tests.attention_case import Case, assert_same, run
 from tests.small_configs import plan
 from variants.longformer import Longformer, grown_dilation, grown_window
@@ -38,12 +38,12 @@ def test_default_windows_and_dilations_grow_with_depth():
     for n_layers, published in ((12, [1] * 6 + [2, 2, 3, 3, 4, 4]), (30, [1] * 15 + [2] * 5 + [3] * 5 + [4] * 5)):
         assert [grown_dilation(layer=i, n_layers=n_layers) for i in range(n_layers)] == published
     layers = [Longformer(Case(heads=4, span=512).context(layer=i, n_layers=4), d_head=2) for i in range(4)]
-    windows = [(32,) * 4, (64,) * 4, (128,) * 4, (256, 256, 171, 171)]
+    windows = [(32,) * 4, (64,) * 4, (128,) * 4, (256, 256, 256, 171)]
     assert [layer.span.visible_keys for layer in layers] == windows
     assert [layer.reach() for layer in layers] == [31, 63, 254, 510]
     assert [layer.period for layer in layers] == [1, 1, 2, 3]
     layers[3].set_span(64)
-    assert layers[3].span.visible_keys == (32, 32, 22, 22)
+    assert layers[3].span.visible_keys == (32, 32, 32, 22)
     fixed = build(10, 2, dilated=1)
     for span, keys in ((7, (7, 7, 4)), (100, (10, 10, 10))):
         fixed.set_span(span)

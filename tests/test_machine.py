@@ -11,7 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from harness.device import machine, runtime
+from harness.device import machine
+from harness.device.runtime import Runtime
+from harness.device.torch_settings import configure_torch
 from tests.command_line import ROOT
 from tests.requirements import require
 from tests.small_configs import plan
@@ -66,7 +68,7 @@ def test_environment_variables_that_change_times_are_recorded(monkeypatch):
     for name, text in {**ignored, **recorded, "LD_PRELOAD": "/a/b/libjemalloc.so.2:/c/libtc.so"}.items():
         monkeypatch.setenv(name, text)
     assert machine.environment() == before | recorded | {"LD_PRELOAD": "libjemalloc.so.2:libtc.so"}
-    described = runtime.start(plan(*ON_CPU).runtime).describe()
+    described = configure_torch(plan(*ON_CPU).runtime).describe()
     assert described["environment"] == machine.environment()
     assert described["instruction_set"] == torch.backends.cpu.get_cpu_capability()
     assert described["machine"] == {"cpu": machine.cpu_name(), "cores": os.cpu_count()}
@@ -83,7 +85,7 @@ def test_the_name_and_driver_of_a_gpu_are_recorded(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "NVIDIA_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    gpu = runtime.Runtime(device=torch.device("cuda"), precision="float32", compile=False)
+    gpu = Runtime(device=torch.device("cuda"), precision="float32", compile=False)
     assert "driver" not in gpu.describe()["versions"]
     (tmp_path / "version").write_text("550.54.15\n")
     described = gpu.describe()

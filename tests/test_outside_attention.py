@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.conformance import fast_backend, findings
-from harness.plan.small import shrink
+from harness.check.conformance import fast_backend, findings
+from harness.check.small import shrink
 from tests.outside_attention import OutsideAttention
 from tests.test_check import toy
 

@@ -72,9 +72,9 @@ def test_output_and_every_gradient_equal_those_of_the_reference(monkeypatch, cha
 @pytest.mark.parametrize("activation", ["softmax", "relu"])
 def test_output_and_every_gradient_of_its_successors_equal_those_of_the_references(activation):
     torch.manual_seed(0)
-    plus, with_experts = (
-        with_noise(make(Case().context(), **SIZES, activation=activation)) for make in (MemoryPlus, Experts)
-    )
+    choices = SIZES | {"activation": activation}
+    plus = with_noise(MemoryPlus(Case().context(), **choices, zero_init=False))
+    with_experts = with_noise(Experts(Case().context(), **choices))
     x = normal(B, T, D)
     expected = gated(x, **weights_of(plus), w1=plus.gate.weight, w2=plus.output.weight)
     assert_equals_reference(plus, plus(x).y, expected, x=x)

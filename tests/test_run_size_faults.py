@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 
-from harness.loop import admission, scoring
-from harness.loop.admission import findings
+from harness.check import admission
+from harness.check.admission import findings
+from harness.loop import scoring
 from tests import broken_at_run_size as broken
 from tests import promises as p
 from tests.test_check import toy

@@ -7,10 +7,10 @@ import torch
 from omegaconf import OmegaConf
 
 from harness import source
-from harness.device import runtime
+from harness.check import select_backend
+from harness.check.select_backend import agreement, select, with_backend
+from harness.device.torch_settings import configure_torch
 from harness.device.worker_process import WorkerError
-from harness.loop import select_backend
-from harness.loop.select_backend import agreement, select, with_backend
 from harness.plan.build import Plan, plan_run
 from harness.record.rows import RECORD, read_rows
 from tests.small_configs import TINY, compose_config, plan
@@ -63,12 +63,12 @@ def offering(*offered: str, **runtime_keys: object) -> Plan:
 
 
 def select_for(run_plan: Plan) -> dict | None:
-    return select(run_plan, runtime.start(run_plan.runtime))
+    return select(run_plan, configure_torch(run_plan.runtime))
 
 
 def test_a_wrong_and_a_crashing_candidate_are_rejected_and_a_correct_one_is_selected():
     run_plan = offering("kernel", "chunked", "fused")
-    selected = with_backend(run_plan, runtime.start(run_plan.runtime))
+    selected = with_backend(run_plan, configure_torch(run_plan.runtime))
     choice = selected.backend_choice
     assert selected.runtime.backend == choice["backend"] == "fused" and selected.config == run_plan.config
     assert list(choice["errors"]) == ["kernel", "chunked", "fused"]
@@ -79,10 +79,10 @@ def test_a_wrong_and_a_crashing_candidate_are_rejected_and_a_correct_one_is_sele
 
 def test_on_a_tested_device_or_with_the_plain_backend_nothing_is_compared(monkeypatch, compared):
     plain = offering("fused", backend="plain")
-    assert with_backend(plain, runtime.start(plain.runtime)) is plain
+    assert with_backend(plain, configure_torch(plain.runtime)) is plain
     monkeypatch.setattr(select_backend, "TESTED_DEVICES", ("cpu",))
     run_plan = offering("fused")
-    assert with_backend(run_plan, runtime.start(run_plan.runtime)) is run_plan and not compared
+    assert with_backend(run_plan, configure_torch(run_plan.runtime)) is run_plan and not compared
 
 
 def test_a_comparison_is_cached_for_the_jobs_of_a_process_but_a_timeout_is_not(compared):
@@ -141,7 +141,7 @@ SEGMENTS = (30, 31, 1)
 
 def compare_with_float64(*words: str) -> tuple[bool, str]:
     run_plan = plan(*SMALL, *words)
-    return agreement(run_plan, runtime.start(run_plan.runtime), segments=SEGMENTS)
+    return agreement(run_plan, configure_torch(run_plan.runtime), segments=SEGMENTS)
 
 
 def test_a_correct_backend_passes_the_comparison_also_with_dropout():

@@ -21,16 +21,19 @@ ALLOWED_IMPORTS = {
     "variants/kernels": {"torch", "variants.kernels", "triton"},  # triton: in one file, imported where it is used
     "variants/conformance": {"torch", "variants.conformance", "variants.contract"},
     "harness": {"harness.cache", "harness.failures", "variants.contract"},
+    "harness/trained.py": {"harness"},
     "harness/record": {"harness.record", "harness.cache", "harness.failures"},
     "harness/optim": {"harness.optim"},
     "harness/data": {"harness.data", "harness.cache", "harness.failures", "harness.hashing"},
     "harness/count": {"harness.count", "harness.model", "variants.contract"},
     "harness/plan": {"harness.plan", "harness.optim", "harness.model", "harness.failures", "variants.contract"},
     "harness/device": {f"harness.{name}" for name in ("device", "plan.settings", "cache", "failures", "hashing")},
-    "harness/loop": {"harness", "variants.contract", "variants.conformance"},
+    "harness/check": {f"harness.{name}" for name in ("check", "count", "device", "model", "plan", "source", "cache")}
+    | {"harness.failures", "variants.contract", "variants.conformance"},
+    "harness/loop": {"harness", "variants.contract"},
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
-    "windtunnel": {"windtunnel", "bench", "harness", "torch"},
+    "windtunnel": {"windtunnel", "bench", "harness"},
     "bench/tables": {"bench.tables", "bench.rows", "harness.record", "harness.cache", "harness.failures"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }
@@ -39,9 +42,9 @@ THIRD_PARTY_ALLOWED = ("harness", "bench")  # folders with a rule for imports of
 
 
 def folder_of(path: Path) -> str:
-    """The folder of a file, or ``train.py``."""
+    """The folder of a file, or the file if it has a rule of its own."""
     path = path.relative_to(ROOT)
-    return path.name if path.parent == Path(".") else path.parent.as_posix()
+    return path.as_posix() if path.as_posix() in ALLOWED_IMPORTS else path.parent.as_posix()
 
 
 def imported(path: Path) -> set[str]:

@@ -9,7 +9,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from harness.device import runtime
+from harness.device import torch_settings
 from harness.loop.trainer import Trainer
 from tests.command_line import GENERATED, ROOT, call, empty_folder, summaries, train  # noqa: F401 - a fixture
 from tests.small_configs import jobs, plan
@@ -82,7 +82,7 @@ def test_sweeps_that_compare_variants_have_five_seeds_and_adamw():
 
 
 def test_threads_and_random_numbers_of_a_job_do_not_depend_on_earlier_jobs(cwd, monkeypatch):
-    default, settings, step = runtime._DEFAULT_THREADS, [], Trainer.step
+    default, settings, step = torch_settings._DEFAULT_THREADS, [], Trainer.step
 
     def recorded_step(self) -> None:
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from harness.device.runtime import compile_clock
+from harness.device.compiled import compile_clock
 from harness.loop.state import Validated
 from tests.small_runs import make_run, make_trainer, rows_of, run_to_end, stop, temporary_cwd, whole_run  # noqa: F401 - a fixture
 

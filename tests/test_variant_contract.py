@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from bench.conformance import findings
+from harness.check.conformance import findings
+from harness.check.small import shrink
 from harness.plan.build import Plan
-from harness.plan.small import shrink
 from tests.small_configs import CPU, VARIANT_NAMES, plan
 
 HIDDEN = ("model.cache=hidden", "model.attend_self=false")

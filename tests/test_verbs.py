@@ -64,7 +64,7 @@ def test_an_exported_run_is_the_same_model_and_stores_shared_tensors_once(output
 
 def test_a_damaged_export_is_refused(outputs, tmp_path):
     exported = tmp_path / "exported"
-    windtunnel.load(run_folders(outputs)[0]).export(exported)
+    assert run_verb(["export", str(run_folders(outputs)[0]), "--out", str(exported)]) == 0
     file = exported / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])

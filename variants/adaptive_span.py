@@ -52,11 +52,18 @@ class AdaptiveSpan(SoftSpan):
 
     Args:
         ramp, loss_weight: see ``SoftSpan``.
-        initial: initial fraction of S of every head, in [0, 1]."""
+        initial: initial fraction of S of every head, in [0, 1]; 0 in the paper."""
 
     placeable = True
 
-    def __init__(self, context: LayerContext, *, ramp: int = 32, loss_weight: float = 2e-6, initial: float = 0.0):
+    def __init__(
+        self,
+        context: LayerContext,
+        *,
+        ramp: int = 32,
+        loss_weight: float = 2e-6,
+        initial: float = 0.125,
+    ):
         super().__init__(context, ramp=ramp, loss_weight=loss_weight)
         if not 0 <= initial <= 1:
             raise ValueError(f"span.initial={initial}: allowed are fractions of the span, from 0 to 1")

@@ -22,7 +22,14 @@ class PersistentKV(Part):
         number: N, from 1; None for 2 D, as in the paper's 18-layer model.
         key_std: initial standard deviation of M_k, at least 0; 1 in the paper."""
 
-    def __init__(self, context: LayerContext, *, d_head: int, number: int | None = None, key_std: float = 1.0):
+    def __init__(
+        self,
+        context: LayerContext,
+        *,
+        d_head: int,
+        number: int | None = None,
+        key_std: float = 0.3,
+    ):
         super().__init__()
         number = 2 * context.d_model if number is None else number
         if number < 1:

@@ -74,7 +74,7 @@ class Linformer(MultiHead, OnKernels):
         top_k: int | None = None,
         d_index: int = 32,
         d_head: int | None = None,
-        zero_init: bool = False,
+        zero_init: bool = True,
         key_shift: bool = False,
     ):
         check_numbers(1, ratio=ratio, window=window, top_k=top_k, d_index=d_index)

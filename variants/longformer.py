@@ -76,7 +76,7 @@ class Longformer(Attention):
     Args:
         windows: w in keys for each layer, from 1 to S; None for S/16 at the bottom to S/2 at the top.
         dilation: n for each layer, at least 1 (no dilation); None for 1 in the lower half, then up to 4.
-        dilated_heads: number of dilated heads in a layer with n > 1; they are the last heads.
+        dilated_heads: number of dilated heads in a layer with n > 1, the last ones; 2 of 8 in the paper.
         heads: keywords of ``MultiHead``."""
 
     # Plain PyTorch multiplies all pairs of a segment, of which a short window sees few.
@@ -88,7 +88,7 @@ class Longformer(Attention):
         *,
         windows: tuple[int, ...] | None = None,
         dilation: tuple[int, ...] | None = None,
-        dilated_heads: int = 2,
+        dilated_heads: int = 1,
         **heads: Unpack[HeadKeywords],
     ):
         _check_per_layer("windows", windows, layers=context.n_layers, largest=context.span)

@@ -35,7 +35,7 @@ class MemoryPlus(ProductKeyMemory):
         *,
         share: str = "network",
         sparse: bool = False,
-        zero_init: bool = False,
+        zero_init: bool = True,
         **search: Unpack[SearchKeywords],
     ):
         super().__init__(context, share=share, sparse=sparse, **search)

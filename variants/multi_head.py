@@ -47,7 +47,7 @@ class MultiHead(Sublayer):
         *,
         d_head: int | None = None,
         bias: bool = False,
-        zero_init: bool = False,
+        zero_init: bool = True,
         kv_heads: int | None = None,
         key_shift: bool = False,
     ):

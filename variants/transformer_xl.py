@@ -92,7 +92,7 @@ class TransformerXL(Attention):
         context: LayerContext,
         *,
         d_head: int | None = None,
-        zero_init: bool = False,
+        zero_init: bool = True,
         key_shift: bool = False,
         share: str = "network",
     ):

@@ -4,7 +4,7 @@
 import importlib
 
 __all__ = ["Model", "load", "train"]
-_MODULES = {"Model": "windtunnel.model", "load": "windtunnel.model", "train": "windtunnel.training"}
+_MODULES = {"Model": "harness.trained", "load": "harness.trained", "train": "windtunnel.training"}
 
 
 def __getattr__(name: str) -> object:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from harness import source
-from windtunnel.model import Model, load
+from harness.trained import Model, load
 
 FOLDER = re.compile(r"(?:run folder: +(?P<new>.+)|finished before: (?P<old>.+) \(force=true .*)\n")
 

@@ -13,8 +13,9 @@ from bench.tables.frame import Rows
 from bench.tables.runs import run_tables
 from harness.device.output import contained_output
 from harness.failures import exit_code, first_line
+from harness.record.exported import export as export_weights
 from harness.record.table import print_table
-from windtunnel.model import load
+from harness.trained import load, open_trained
 
 
 def run_verb(words: Sequence[str]) -> int:
@@ -54,7 +55,9 @@ def generate(options: Namespace) -> None:
 
 def export(options: Namespace) -> None:
     """Write the folder, and print the names of its files."""
-    for path in load(options.run, trust=options.trust).export(options.out):
+    run = open_trained(options.run, key="run", trust=options.trust)
+    out = Path(options.out)
+    for path in export_weights(run.folder, run.model(), n_bytes=run.best["bytes"], out=out):
         print(f"{path}  {path.stat().st_size:,} bytes")
 
 

@@ -1,4 +1,9 @@
-"""A model's forward pass, compiled into a limited number of graphs."""
+"""A model's forward pass, compiled into a limited number of graphs, and the time of compiling."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -48,3 +53,27 @@ class Compiled:
 def _contiguous_copy(x: Tensor) -> Tensor:
     """Return ``x``, copied if it is a view of another tensor or not contiguous."""
     return x.clone(memory_format=torch.contiguous_format) if x._is_view() or not x.is_contiguous() else x
+
+
+@contextlib.contextmanager
+def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
+    """Context whose object counts the ``seconds`` of compiling in its block. Imports the compiler if ``compiled``."""
+    clock = SimpleNamespace(seconds=0.0)
+    if not compiled:
+        yield clock
+        return
+    from torch._dynamo.callback import callback_handler
+
+    def start(_arguments: object) -> None:
+        clock.began = time.perf_counter()
+
+    def end(_arguments: object) -> None:
+        clock.seconds += time.perf_counter() - clock.began
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+    try:
+        yield clock
+    finally:
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(end)

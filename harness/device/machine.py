@@ -1,4 +1,4 @@
-"""The machine: its CPU, environment variables, memory allocator and folder of compiled graphs."""
+"""The machine: CPU, compilers, environment variables, memory allocator, folder of compiled graphs."""
 
 import contextlib
 import ctypes
@@ -6,11 +6,14 @@ import hashlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
@@ -22,6 +25,8 @@ RECORDED_VARIABLES = re.compile(
     r"|LD_PRELOAD|NVIDIA_TF32_OVERRIDE|PYTORCH_(CUDA_)?ALLOC_CONF|WINDTUNNEL_MARCH)$)"
 )
 """Environment variables that change times, memory or the order of sums, except numbers of threads."""
+BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+"""Instructions of x86 CPUs that multiply bfloat16, as ``torch.cpu.get_capabilities`` names them."""
 CPUINFO = Path("/proc/cpuinfo")
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 CPU_MODEL_KEYS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
@@ -64,6 +69,22 @@ def environment() -> dict[str, str]:
 def cpu_capabilities() -> dict[str, object]:
     """Return the CPU's instruction sets by torch's names; none with torch 2.10, which cannot tell them."""
     return getattr(torch.cpu, "get_capabilities", dict)()
+
+
+def has_native_bfloat16(device: torch.device) -> bool:
+    """Whether the GPU, or the CPU by ``BFLOAT16_INSTRUCTIONS``, multiplies bfloat16 without emulation."""
+    if device.type == "cpu":
+        return any(map(cpu_capabilities().get, BFLOAT16_INSTRUCTIONS))
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def missing_for_compile() -> str | None:
+    """Return which of Triton, C++ compiler and Python's header is missing for compiling on a GPU, or None."""
+    if find_spec("triton") is None:
+        return "triton"
+    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
+        return "a C++ compiler"
+    return None if Path(sysconfig.get_path("include"), "Python.h").is_file() else "Python.h"
 
 
 def set_graph_folder() -> None:

@@ -10,15 +10,17 @@ from omegaconf import DictConfig
 
 from harness import source
 from harness.cache import user_path
+from harness.check.admission import admission
+from harness.check.select_backend import with_backend
 from harness.count.memory import PeakMemory
 from harness.data import corpora
 from harness.data.sources import PINNED
-from harness.device import runtime
 from harness.device.processes import SINGLE, ProcessGroup
-from harness.loop.admission import admission
+from harness.device.runtime import Runtime
+from harness.device.selection import device_kind, resolve_auto
+from harness.device.torch_settings import configure_torch, free_earlier_jobs
 from harness.loop.distribute import distribute
 from harness.loop.run import Run, record_errors
-from harness.loop.select_backend import with_backend
 from harness.loop.state import Validated
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, is_sweep, job_number, plan_run, typed_keys
@@ -62,7 +64,7 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
     provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
     with record_errors(plan, run_folder, provenance, processes):
         with processes.fail_together():
-            device_runtime = runtime.start(plan.runtime, processes=processes)
+            device_runtime = configure_torch(plan.runtime, processes=processes)
         record = run_folder.path / RECORD
         rows, _ = processes.on_main(lambda: read_accepted_rows(record, first_line=True))
         row = rows[0] if rows and run_folder.checkpoint else {}
@@ -72,7 +74,7 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
         display.phase("compiling the kernels")
         with processes.fail_together():
             _warm_up(plan, corpus, device_runtime)
-            runtime.free_earlier_jobs()
+            free_earlier_jobs()
             peak = PeakMemory(device_runtime.device)
             display.phase("building the model")
             trainer = Trainer(plan, corpus, device_runtime)
@@ -95,7 +97,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     in ``Plan.config`` as well, which identifies the run. ValueError names key, value and what is allowed."""
     plan = plan_run(cfg, sweeping=is_sweep())
     _check_name(plan, typed="variant.name" in typed_keys())
-    resolved = runtime.resolve_auto(plan.runtime)
+    resolved = resolve_auto(plan.runtime)
     section = plan.config["runtime"] | {"precision": resolved.precision, "compile": resolved.compile}
     return dataclasses.replace(plan, runtime=resolved, config=plan.config | {"runtime": section})
 
@@ -116,13 +118,13 @@ def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
         config=folder.config_hash(plan.config, pinned=PINNED),
         source=source.digest(plan.config, trust=plan.trust),
         data=data_digest,
-        device=runtime.device_kind(plan.runtime),
+        device=device_kind(plan.runtime),
         precision=plan.runtime.precision,
     )
     return folder.RunFolder(user_path(plan.outputs, key="outputs"), identity, force=plan.force)
 
 
-def _warm_up(plan: Plan, corpus: corpora.Corpus, device_runtime: runtime.Runtime) -> None:
+def _warm_up(plan: Plan, corpus: corpora.Corpus, device_runtime: Runtime) -> None:
     """Make one step on a few bytes, so that memory and time that libraries need only once do not count as the run's."""
     batch = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_UP_BYTES), accumulate=1)
     single_process = dataclasses.replace(device_runtime, compile=False, processes=SINGLE)

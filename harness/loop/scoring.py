@@ -17,8 +17,8 @@ from harness.data.streams import Batches, round_context, samples, segments, shar
 from harness.device.runtime import Runtime
 from harness.hashing import integer_hash
 from harness.model import LanguageModel, ModelOut, add_stats
+from harness.plan.settings import WINDOWS
 
-WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score without state
 CUTS = 512  # in the scores of a split, by CausalityCheck
 MIN_CUTS = 64  # of a short run
 CUTS_SHARE = 0.05  # largest share of a run's time that goes into cuts, if these are more than ``MIN_CUTS``

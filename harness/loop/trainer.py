@@ -13,7 +13,8 @@ from harness.data.corpora import Corpus
 from harness.data.sequences import Sequences, sample_sequences
 from harness.data.streams import Streams, sample_layout, score_ranges
 from harness.device import seeds
-from harness.device.runtime import Runtime, compile_clock
+from harness.device.compiled import compile_clock
+from harness.device.runtime import Runtime
 from harness.failures import Diverged
 from harness.loop.scoring import Score, score_sequences, score_stream
 from harness.loop.state import TrainState

@@ -55,9 +55,11 @@ class Plan(RunSettings):
     trust: tuple[str, ...]
     config: dict  # the resolved configuration as a plain dictionary, for hashing and the record
     sweeping: bool
-    backend_choice: dict | None = None  # what ``loop/select_backend.py`` has selected, and the errors of its candidates
+    backend_choice: dict | None = (
+        None  # what ``check/select_backend.py`` has selected, and the errors of its candidates
+    )
     pretrained: dict | None = None  # variant, data and bytes of the training before ``init_from.run``, as in rows
-    admission: str | None = None  # what ``admission`` of ``loop/admission.py`` has returned
+    admission: str | None = None  # what ``admission`` of ``check/admission.py`` has returned
 
     def make_model(self, *, dropout_seed: int | None = None) -> LanguageModel:
         """The model, initialised by torch's default generator. ``dropout_seed`` is that of ``LayerContext``. ValueError

@@ -23,6 +23,7 @@ PHRASES |= {"valid dictionary": "mapping", "a valid int": "an int"}
 
 Positive = Annotated[int, Gt(0)]
 PositiveFloat = Annotated[float, Gt(0)]
+WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score without state
 
 section = dataclass(frozen=True, kw_only=True)
 

@@ -11,11 +11,11 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from bench.planning import plan_of_run
 from harness.loop import prepare
 from harness.plan.build import Plan
 from harness.record.folder import read_provenance
 from harness.record.rows import CONFIG, EVALUATIONS, FORMAT, RECORD
+from harness.trained import plan_of_run
 from tests.command_line import call
 from tests.faults.test_damaged_checkpoints import write_with_digest
 from tests.faults.test_user_config_folder import MIXER, PAYLOAD

@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.count.flops import forward_flops_per_byte
 from harness.data import corpora
 from harness.data.corpora import Corpus
-from harness.device import runtime
+from harness.device.torch_settings import configure_torch
 from harness.hashing import integer_hash
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
@@ -81,7 +81,7 @@ def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
     config = copy.deepcopy(_composed(case))
     config.optim, config.runtime.backend = _optim(optim), backend
     planned = plan_run(config)
-    trainer = Trainer(planned, _corpus(**planned.data), runtime.start(planned.runtime))
+    trainer = Trainer(planned, _corpus(**planned.data), configure_torch(planned.runtime))
     torch.manual_seed(planned.seed + 1)
     fill_(trainer.model, like=planned.make_model())
     return trainer

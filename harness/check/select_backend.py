@@ -6,24 +6,22 @@ A passed comparison is cached by source, sizes, device and versions.
 """
 
 import dataclasses
-import hashlib
-import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from harness import source
-from harness.cache import cache_folder, write_atomically
-from harness.device.runtime import Runtime, start
+from harness.check.passed import marker, recall, remember
+from harness.check.small import ON_CPU, reduce_depth
+from harness.device.runtime import Runtime
+from harness.device.torch_settings import configure_torch
 from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.failures import first_line
 from harness.plan.build import Plan, literal, plan_run, replan
 from harness.plan.settings import RuntimeSettings
-from harness.plan.small import ON_CPU, reduce_depth
 from variants.conformance import perturb
 from variants.conformance.agreement import compare, logits_and_gradients
 from variants.conformance.fixture import spread_projected
@@ -35,7 +33,7 @@ SEGMENTS = (300, 301, 1, 65)
 TOLERANCE = 1e-4  # relative error that is always allowed
 LIMIT_SECONDS = 120.0  # longest time of a comparison; the run's processes wait ten minutes for each other
 DROPOUT_SEED = 0x123456789ABCDEF
-_comparisons: dict[str, tuple[bool, str]] = {}
+_comparisons: dict[Path, tuple[bool, str]] = {}
 """Whether a backend agreed, and its error, for each comparison that this process has finished without an exception."""
 
 
@@ -78,19 +76,17 @@ def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[boo
     settings = dataclasses.replace(small.runtime, backend=backend, device=str(runtime.device), compile=False)
     conditions = [backend, runtime.describe() | {"compile": False, "threads": None}]
     conditions += [small.config[name] for name in ("variant", "position", "model")]
-    key = json.dumps([*conditions, source.digest(small.config, trust=small.trust)])
-    marker = Path("agreed", hashlib.sha256(key.encode()).hexdigest())
-    with suppress(OSError):  # without a cache folder, each process compares
-        return True, (cache_folder() / marker).read_text(encoding="utf-8")
-    if key not in _comparisons:
+    file = marker("agreed", *conditions, source.digest(small.config, trust=small.trust))
+    if (error := recall(file)) is not None:
+        return True, error
+    if file not in _comparisons:
         compared = f"{backend} with plain PyTorch on {runtime.device}"
         print(f"runtime.backend: comparing {compared}, at most {LIMIT_SECONDS:g} s", file=sys.stderr)
         with WorkerProcess(_comparison, small.config, small.trust, settings) as worker:
-            _comparisons[key] = worker.call("__call__", limit_seconds=LIMIT_SECONDS)
-    passed, error = _comparisons[key]
+            _comparisons[file] = worker.call("__call__", limit_seconds=LIMIT_SECONDS)
+    passed, error = _comparisons[file]
     if passed:
-        with suppress(OSError):
-            write_atomically(cache_folder() / marker, error.encode())
+        remember(file, error)
     return passed, error
 
 
@@ -112,7 +108,7 @@ def candidates(plan: Plan, runtime: Runtime) -> tuple[list[str], Plan]:
 
 def _comparison(config: dict, trust: Sequence[str], settings: RuntimeSettings) -> Callable[[], tuple[bool, str]]:
     """Return ``agreement`` with its arguments; a worker process makes and calls it."""
-    runtime, plan = start(settings), plan_run(literal(config), trusted=tuple(trust))
+    runtime, plan = configure_torch(settings), plan_run(literal(config), trusted=tuple(trust))
     return partial(agreement, dataclasses.replace(plan, runtime=settings), runtime)
 
 

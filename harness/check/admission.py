@@ -3,22 +3,20 @@
 A shipped mechanism has the digests of all its files in ``variants/conformance/shipped.json``, which
 ``python -m bench.shipped`` writes. A passed check is cached by source, sizes and version of torch."""
 
-import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
 from harness import source
-from harness.cache import cache_folder, sha256_of, write_atomically
+from harness.cache import sha256_of
+from harness.check.passed import marker, recall, remember
+from harness.check.small import contract_plan, reduce_width, shrink
 from harness.count.ideal import PROMISE, compare_ideal
 from harness.count.memory import tensors_of
-from harness.device.runtime import device_kind
-from harness.loop.scoring import WINDOWS
+from harness.device.selection import device_kind
 from harness.plan.build import Plan
-from harness.plan.small import contract_plan, reduce_width, shrink
+from harness.plan.settings import WINDOWS
 from variants.conformance import AT_RUN_SIZES, AT_SIZES, BEFORE_TRAINING, Finding, Size, check, run_check
 from variants.conformance.fixture import spread_projected
 
@@ -40,10 +38,15 @@ def admission(plan: Plan, *, text: torch.Tensor | None = None) -> str:
     if not plan.check:
         print("check=false: the mechanism is not checked, and no table compares this run", flush=True)
         return "unchecked"
-    marker = Path("checked", _identity(plan))
-    with suppress(OSError):  # without a cache folder, each run checks
-        if (cache_folder() / marker).exists():
-            return "passed"
+    file = marker(
+        "checked",
+        source.digest_of(files),
+        [sha256_of(path) for path in sorted(CONFORMANCE.glob("*.py"))],
+        [torch.__version__, plan.runtime.backend, device_kind(plan.runtime), plan.data],
+        [plan.config[name] for name in CHECKED_SECTIONS],
+    )
+    if recall(file) is not None:
+        return "passed"
     print("check: the mechanism is not a shipped one; it is checked once at the sizes of this run", flush=True)
     torch.use_deterministic_algorithms(plan.runtime.deterministic)  # as in the run
     if broken := next((finding for finding in findings(plan, text=text) if not finding.passed), None):
@@ -51,8 +54,7 @@ def admission(plan: Plan, *, text: torch.Tensor | None = None) -> str:
             f"variant={plan.variant}: {broken.promise}: {broken.detail}; "
             'check=false trains anyway and marks the row "unchecked"'
         )
-    with suppress(OSError):
-        write_atomically(cache_folder() / marker, b"")
+    remember(file)
     return "passed"
 
 
@@ -87,7 +89,7 @@ def compare_flops_at_sizes(plan: Plan, *, text: torch.Tensor | None) -> Finding:
 
 def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterator[Finding]:
     """Yield the outcome of promises that depend on sizes, in a narrow network at the plan's span and batch sizes."""
-    narrow = reduce_width(contract_plan(plan, device_kind(plan.runtime)))
+    checked = contract_plan(plan, device_kind(plan.runtime))
     e, b = plan.eval, plan.batch
     third = e.segment // 3
     last_segment = max(1, e.segment - third)  # as at the end of a split: shorter than the others, and odd if possible
@@ -102,14 +104,5 @@ def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterat
     if (b.streams, b.segment) != (e.streams, e.segment):
         sizes.append(Size("eval", b.streams, b.segment, True))
     options = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"], "text": text}
-    yield from check(narrow.make_model, **options, checks=AT_RUN_SIZES, sizes=tuple(sizes))
-    yield compare_flops_at_sizes(contract_plan(plan, device_kind(plan.runtime)), text=text)
-
-
-def _identity(plan: Plan) -> str:
-    """Return a digest of everything that the outcome of the checks depends on."""
-    inputs = [source.digest_of(source.mechanism_files(plan.config, trust=plan.trust))]
-    inputs += [sha256_of(path) for path in sorted(CONFORMANCE.glob("*.py"))]
-    inputs += [torch.__version__, plan.runtime.backend, device_kind(plan.runtime), plan.data]
-    inputs += [plan.config[name] for name in CHECKED_SECTIONS]
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+    yield from check(reduce_width(checked).make_model, **options, checks=AT_RUN_SIZES, sizes=tuple(sizes))
+    yield compare_flops_at_sizes(checked, text=text)

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from harness.check.admission import compare_flops
+from harness.check.small import can_run
 from harness.count.flops import count_flops
-from harness.loop.admission import compare_flops
 from harness.model import LanguageModel
 from harness.plan.build import Plan
-from harness.plan.small import can_run
 from variants.conformance import Finding, check, perturb, run_check
 from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Outputs, Subject, Verdict, differences
@@ -36,11 +36,14 @@ def named_kind(device: str) -> str:
 
 def findings(plan: Plan) -> list[Finding]:
     """A finding for each promise on the model of a small plan; a single one if the model cannot be built."""
-    vocabulary = plan.data["vocabulary"]
-    outcomes = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
+    sizes = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"]}
+    outcomes = list(check(plan.make_model, **sizes))
     if len(outcomes) > 1:
-        outcomes += [compare_flops(plan), run_check(NEEDED_FLOPS, partial(needed_at_most_executed, plan))]
-        outcomes += [run_check("a choice that is accepted is followed", partial(check_choices, plan))]
+        outcomes += [
+            compare_flops(plan),
+            run_check(NEEDED_FLOPS, partial(needed_at_most_executed, plan)),
+            run_check("a choice that is accepted is followed", partial(check_choices, plan)),
+        ]
         if backend := fast_backend(plan):
             outcomes.append(backends_agree(plan, backend))
     return outcomes
@@ -51,12 +54,12 @@ def fast_backend(plan: Plan) -> str | None:
     ValueError if the mechanism refuses the plan or the backend. None after other errors, which ``findings`` reports."""
     try:
         with torch.random.fork_rng(devices=[]):
-            sublayers = [sublayer for _, sublayer in plan.make_model().sublayers()]
+            sublayers = plan.make_model().sublayers()
     except ValueError:
         raise
     except Exception:
         return None
-    backends = {s.backend(torch.device("cpu"), training=training) for s in sublayers for training in (False, True)}
+    backends = {s.backend(torch.device("cpu"), training=training) for _, s in sublayers for training in (False, True)}
     return "+".join(sorted(backends - {"plain"})) or None
 
 

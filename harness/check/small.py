@@ -43,14 +43,17 @@ def shrink(plan: Plan) -> Plan:
     and a span of 13. If no model of these sizes runs, widths and spans grow up to the plan's."""
     small = apply_small(plan)
     sizes = (plan.config["variant"].get("small") or {}).get("model", {})
-    return _first_runnable(small, spans=(*SPANS, plan.model.span), layer_lists=(_distinct_layers(plan),), model=sizes)
+    layers = list(dict.fromkeys(map(tuple, plan.layers)))
+    if len(layers) == 1 < len(plan.layers):
+        layers *= 2
+    return _first_runnable(small, spans=(*SPANS, plan.model.span), layer_lists=(layers,), model=sizes)
 
 
 def reduce_width(plan: Plan) -> Plan:
     """The plan with all layers, because a layer may depend on its index, and a small width, at the
     run's span, without ``small``."""
-    layers = [tuple(layer) for layer in plan.layers]
-    return _first_runnable(plan, spans=(plan.model.span,), layer_lists=(layers,), model={})
+    layers = list(map(tuple, plan.layers))
+    return _first_runnable(plan, spans=(plan.model.span,), layer_lists=(layers,))
 
 
 def reduce_depth(plan: Plan, *, sublayers: Collection[str], max_span: int) -> Plan:
@@ -69,13 +72,7 @@ def contract_plan(plan: Plan, device_kind: str) -> Plan:
     return plan if device_kind == "cpu" else replan(plan, runtime=ON_CPU)
 
 
-def _distinct_layers(plan: Plan) -> list[tuple[str, ...]]:
-    """The sublayers' names of each different layer; twice if a plan of several layers has only one kind."""
-    layers = list(dict.fromkeys(tuple(layer) for layer in plan.layers))
-    return layers * 2 if len(layers) == 1 and len(plan.layers) > 1 else layers
-
-
-def _first_runnable(plan: Plan, *, spans: Sequence[int], layer_lists: Sequence[Sequence], model: Mapping) -> Plan:
+def _first_runnable(plan: Plan, *, spans: Sequence[int], layer_lists: Sequence[Sequence], model: Mapping = {}) -> Plan:
     """The plan at the first combination of span, layers and width with which a model runs, else at the last one.
     ``model`` has keys of the section ``model`` that override these sizes."""
     heads, d_model = plan.model.heads, plan.model.d_model
