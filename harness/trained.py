@@ -36,7 +36,8 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
     """A run folder's provenance and its best checkpoint; ValueError naming ``key`` if either is missing."""
     best, weights = path / checkpoint.FOLDER / checkpoint.BEST, path / WEIGHTS
     if not (best.exists() or weights.exists()) or not (path / RECORD).exists():
-        raise ValueError(f"{key}={path}: must be a finished run's folder{why_unfinished(path)}")
+        files = f"{checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}"
+        raise ValueError(f"{key}={path}: must be a run folder with {files}{why_unfinished(path)}")
     provenance = read_provenance(path, key=key)
     if weights.exists():
         try:

@@ -33,8 +33,8 @@ def test_generate_prints_the_prompt_and_what_the_model_adds_to_it(outputs, capsy
     printed = capsys.readouterr().out
     added = windtunnel.load(run).generate(b"012", n_bytes=30, seed=5, temperature=0.8)
     assert printed == f"012{added.decode()}\n"
-    assert run_verb(["generate", str(run), "x"]) == 2
-    assert "error: prompt: has byte 120 ('x')" in capsys.readouterr().err
+    assert run_verb(["generate", str(run), ""]) == 2
+    assert "error: prompt: is empty" in capsys.readouterr().err
 
 
 def test_compare_prints_the_table_of_a_folder_and_writes_nothing(outputs, capsys, monkeypatch, tmp_path):
@@ -42,7 +42,7 @@ def test_compare_prints_the_table_of_a_folder_and_writes_nothing(outputs, capsys
     assert run_verb(["compare", str(outputs)]) == 0
     assert "adaptive_span_memory" in capsys.readouterr().out and not [*tmp_path.iterdir()]
     assert run_verb(["compare"]) == 2
-    assert capsys.readouterr().err.startswith("error: nothing to compare; outputs")
+    assert capsys.readouterr().err.startswith("error: outputs: must be a folder with runs")
 
 
 def test_an_exported_run_is_the_same_model_and_stores_shared_tensors_once(outputs, capsys, tmp_path):
@@ -60,6 +60,15 @@ def test_an_exported_run_is_the_same_model_and_stores_shared_tensors_once(output
     size = (tmp_path / "exported" / "model.safetensors").stat().st_size
     assert stored * 0.9 < size < stored + 20_000
     assert exported.about["variant"] == "adaptive_span_memory"
+
+
+def test_a_command_that_is_given_a_failed_run_says_why_it_failed_and_which_one_finished(outputs, monkeypatch):
+    failed = train(*WORDS, "optim.lr=1e30", "seed=7", f"outputs={outputs}")
+    assert failed.code == 3, failed
+    finished = {folder.name for folder in run_folders(outputs)[:2]}
+    with pytest.raises(ValueError, match=r"must be a run folder with .*; this run has diverged \(") as refused:
+        windtunnel.load(outputs / "latest")
+    assert str(refused.value).rpartition(" is ")[2] in finished
 
 
 def test_a_damaged_export_is_refused(outputs, tmp_path):

@@ -160,7 +160,7 @@ def why_unfinished(path: Path) -> str:
     """Return the status of a folder's run, if it has failed, and the name of the run beside it that
     finished last, as the end of a message."""
     text = ""
-    rows, _ = read_accepted_rows(path / SUMMARY, check=lambda row, _: violation(row, schema="summary"))
+    rows, _ = read_accepted_rows(path / SUMMARY, check=lambda row, _: violation(row, schema="failed"))
     for row in rows:
         text += f"; this run has {row['status']} ({row.get('error') or 'no reason is recorded'})"
     summaries = path.resolve().parent.glob(f"*/{SUMMARY}")
