@@ -36,8 +36,8 @@ def named_kind(device: str) -> str:
 
 def findings(plan: Plan) -> list[Finding]:
     """A finding for each promise on the model of a small plan; a single one if the model cannot be built."""
-    sizes = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"]}
-    outcomes = list(check(plan.make_model, **sizes))
+    vocabulary = plan.data["vocabulary"]
+    outcomes = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(outcomes) > 1:
         outcomes += [
             compare_flops(plan),

@@ -67,6 +67,13 @@ VARIANT_WORDS = {
     **dict.fromkeys(("product_key_memory", "memory_plus", "experts"), MEMORY),
     "replayed_spans": (SPANS[0], "variant.attention.span.spans=[[5,9],[2,16]]"),
     "uniform_span": (SPANS[0], "variant.attention.span.spans=[[7,7],[7,7]]"),
+    # These were pinned at the sizes of a run, not at those under ``small``.
+    "differential_alibi": ("model.heads=2",),
+    "gated_delta_channel_latent": ("variant.attention.chunk=16",),
+    **dict.fromkeys(
+        ("gated_delta_forget_gate", "gated_delta_half", "gated_linear_softmax"),
+        ("variant.attention.chunk=32",),
+    ),
 }
 """Overrides for a variant, in addition to the sizes under ``small`` in its file."""
 
